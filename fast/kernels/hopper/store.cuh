@@ -2,7 +2,7 @@
 // (tokens, features) by the copy engine: CHUNK tokens at a time, from one of two buffers of CHUNK rows of 128 bytes, swizzled by
 // as many.
 //
-// Before: `copies.cuh`, `output.cuh`, Maps (y), Problem, Sum, TOKENS, SUMS, CHUNK, OUT.
+// Before: `copies.cuh`, `output.cuh`, Maps (y), Problem, Sum, CHUNK, OUT.
 
 constexpr int BUFFER = CHUNK * 128;
 
@@ -50,14 +50,14 @@ struct Biases {
   }
 };
 
-// turn: which buffer is next. first: of the warpgroup's features.
-template <class Finish>
-__device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, const Finish& finish, const Sum (&sum)[SUMS], u32 buffers,
+// HELD: sums of a thread, half as many as the tile has tokens. turn: which buffer is next. first: of the warpgroup's features.
+template <class Finish, int HELD>
+__device__ __forceinline__ void write_tile(const Maps& maps, const Problem& p, const Finish& finish, const Sum (&sum)[HELD], u32 buffers,
                                            u32& turn, int group, int thread, int token, int first) {
   const int lane = thread % 32, part = thread / 32 * 2 + lane / 8 % 2;  // 16 bytes of a row of 128
   const u32 own = (lane / 16 * 8 + lane % 8) * 128 + ((part ^ lane % 8) << 4);
 #pragma unroll
-  for (int from = 0; from < TOKENS; from += CHUNK) {
+  for (int from = 0; from < 2 * HELD; from += CHUNK) {
     const u32 buffer = buffers + turn * BUFFER;
     turn ^= 1;
     if (thread == 0) wait_written<1>();

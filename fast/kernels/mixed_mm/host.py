@@ -16,7 +16,8 @@ from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import few
-from fast.kernels.mixed_mm.select import choose
+from fast.kernels.mixed_mm.schedule import Grid, Schedule, grid_of, scheduled
+from fast.kernels.mixed_mm.select import choose, ratio_of
 from fast.kernels.mixed_mm.variants import (
     ATOM,
     ELEMENTS,
@@ -35,14 +36,14 @@ HOPPER = (9, 0)
 NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
-#: The kernel's arguments: the tensor maps of x and y; then words, scales, zeros, bias, y as addresses, and tokens, features,
-#: steps, each, bias_kind, group, nibble (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=256s5Q7i4x"), 256
+#: The kernel's arguments: the tensor maps of x (two boxes) and y; then words, scales, zeros, bias, y as addresses, and tokens,
+#: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble (`Problem` in the source).
+ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4x"), 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
-#: Elements in groups of 16 have a product more each, which more rows than these do not hide (H200, 14336 x 4096: 1024 rows 196
-#: us and 8192 rows 1319, by the dense weight 190 and 1222).
-SIXTEEN, MOST_OF_SIXTEEN = 16, 512
+#: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
+#: us and 3000 rows 541, by the dense weight 205 and 508).
+SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
 #: Sizes are 32-bit numbers.
 MOST_ROWS = 2**31 - 1
 
@@ -113,18 +114,19 @@ def weight_of(w: ArrangedWeight) -> Weight:
     return Weight(w.element, w.zero is not None, max(1, ATOM // (w.group or ATOM)))
 
 
-def programs_of(variant: Variant, tokens: int, features: int, at_once: int) -> int:
+def programs_of(variant: Variant, grid: Grid, schedule: Schedule) -> int:
     """Programs to launch: with splits a cluster for each tile, else at most the clusters that run at once, which persist."""
-    tiles = -(-tokens // variant.tokens) * -(-features // (FEATURES * variant.pair))
-    return (tiles if variant.splits > 1 else min(tiles, max(1, at_once))) * variant.cluster
+    tiles = sum(grid.counts(schedule))
+    return (tiles if variant.splits > 1 else min(tiles, grid.clusters)) * variant.cluster
 
 
 class Product:
     """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches."""
 
     def __init__(
-        self, x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, variant: Variant | None = None
-    ) -> None:
+        self, x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, variant: Variant | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:  # fmt: skip
         self.index, self.device, self.dtype = x.get_device(), x.device, x.dtype
         self.features, self.length = w.shape
         self.tokens, self.shape = x.numel() // self.length, (*x.shape[:-1], self.features)
@@ -134,10 +136,12 @@ class Product:
         self.variant, self.maps = variant, dict[tuple[int, int], bytes]()
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
-        self.programs = programs_of(variant, self.tokens, self.features, at_once)
+        grid = grid_of(variant, self.tokens, self.features, at_once)
+        one = schedule or scheduled(grid, ratio_of(variant, weight))
+        self.programs = programs_of(variant, grid, one)
         self.rest = (
             self.tokens, self.features, self.length // ATOM, (w.group or self.length) // ATOM or 1,
-            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, NIBBLE,
+            0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, one.cut, *one.whole, one.shares, NIBBLE,
         )  # fmt: skip
 
     def __call__(self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None) -> torch.Tensor | None:
@@ -174,6 +178,7 @@ class Product:
         """The tensor maps at two addresses; the oldest pair is forgotten."""
         one = self.variant
         made = tensor_map(x, self.tokens, 2 * self.length, (one.tokens // one.pair, PANEL))
+        made += tensor_map(x, self.tokens, 2 * self.length, (one.box, PANEL))
         made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
         while len(self.maps) >= MOST:
             self.maps.pop(next(iter(self.maps)), None)

@@ -3,7 +3,7 @@
 // Loading is so much work for one thread that three share it, in warps of their own: each waits for a stage, says how many bytes it
 // brings, and brings them, of this program's part of K of every tile.
 //
-// Before: Problem, Ring, Steps, `copies.cuh`, `tiles.cuh`, and what `mixed_mm.cu` says of sizes.
+// Before: Problem, Ring, Steps, `copies.cuh`, `schedule.cuh`, and what `mixed_mm.cu` says of sizes.
 
 constexpr int LOADERS = 3;
 
@@ -15,26 +15,41 @@ __device__ __forceinline__ u32 begin_stage(const Ring& ring, const Place& at, u3
 }
 
 // A neighbour that has no features left multiplies others in vain.
-__device__ __forceinline__ int loaded_feature(const Problem& p, const Tiles& tiles) { return min(tiles.feature, p.features - FEATURES); }
+__device__ __forceinline__ int loaded_feature(const Problem& p, const Schedule& tiles) { return min(tiles.feature, p.features - FEATURES); }
+
+// Rows that are copied of a program's share of a tile, of which x has `left`: a whole tile's in one box, or boxes of BOX rows. Boxes
+// that x has nothing of are left out: the copy engine takes longer to fill them with zeros than to copy others.
+__device__ __forceinline__ int copied(int left, bool small) {
+  const int share = (small ? SMALL : TOKENS) / PAIR;
+  if (left > share / BOX * BOX) return share;
+  return (max(left, 0) + BOX - 1) / BOX * BOX;
+}
 
 __device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
+  Schedule tiles(p);
   Place at;
   const Steps steps(p, split);
-  constexpr int SHARE = TOKENS / PAIR;
   const unsigned short all = PAIR > 1 ? ((1 << PAIR) - 1) << (PAIR * split) : 0;
   while (tiles.take(neighbour)) {
+    const bool small = SMALL < TOKENS && tiles.small;
+    const int share = (small ? SMALL : TOKENS) / PAIR, first = share * neighbour, left = p.tokens - tiles.token;
+    const int own = copied(left - first, small), all_rows = PAIR > 1 ? copied(left, small) + copied(left - share, small) : own;
+    const bool whole = own == TOKENS / PAIR;
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step++, at.advance()) {
-      const u32 bar = begin_stage(ring, at, X_BYTES);
-      copy_box(maps.x, ring.x + at.stage * X_BYTES + SHARE * neighbour * PANEL, bar, step * PANEL,
-               tiles.token + SHARE * neighbour, all);
+      const u32 bar = begin_stage(ring, at, all_rows * PANEL), to = ring.x + at.stage * X_BYTES + first * PANEL;
+      if (whole) {
+        copy_box(maps.x, to, bar, step * PANEL, tiles.token + first, all);
+        continue;
+      }
+#pragma unroll 1
+      for (int i = 0; i < own; i += BOX) copy_box(maps.part, to + i * PANEL, bar, step * PANEL, tiles.token + first + i, all);
     }
   }
 }
 
 __device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
+  Schedule tiles(p);
   Place at;
   const Steps steps(p, split);
   while (tiles.take(neighbour)) {
@@ -51,7 +66,7 @@ __device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, 
 }
 
 __device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
+  Schedule tiles(p);
   Place at;
   const Steps steps(p, split);
   while (tiles.take(neighbour)) {
@@ -79,7 +94,7 @@ __device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, 
 
 // In place of scales: behind the weight's own one, a row of words, those of a step lie side by side.
 __device__ __forceinline__ void load_factors(const Problem& p, const Ring& ring, int neighbour, int split) {
-  Tiles tiles(p);
+  Schedule tiles(p);
   Place at;
   const Steps steps(p, split);
   constexpr int BYTES = PARTS * SCALE_BYTES, EACH = BYTES / (4 * FEATURES / 2);  // words of a pair of rows

@@ -7,7 +7,8 @@
 // and zero points, or factors, of PARTS blocks.
 //
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
-// which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent.
+// which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent, and
+// tiles have TOKENS or SMALL tokens, see `schedule.cuh`.
 //
 // Included are the generated header, those of this folder and those of `fast/kernels/hopper`.
 
@@ -17,7 +18,7 @@ typedef long long i64;
 
 struct alignas(64) TensorMap { char bytes[128]; };
 
-struct Maps { TensorMap x, y; };
+struct Maps { TensorMap x, part, y; };  // of x: a program's share of a tile, and BOX rows of it
 
 struct Problem {
   const unsigned char* words;   // (features / 64, steps, ATOM)
@@ -29,6 +30,7 @@ struct Problem {
   int each;                     // steps of a block of scales, where PARTS is 1
   int bias_kind;                // FLOAT32, ...; that of y is OUT
   int group;                    // tiles of tokens that share features in the L2 cache
+  int cut, whole[2], shares;    // see `schedule.cuh`
   u32 nibble;                   // 15
   // What `output.cuh` multiplies sums by.
   static constexpr const float *x_scale = nullptr, *scale = nullptr;
@@ -39,6 +41,7 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT32 = 3 };
 
 constexpr bool INTEGER = false;
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
+static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS) && (SMALL == TOKENS || SMALL / PAIR % BOX == 0));
 constexpr int PANEL = 128;                             // bytes of a row of x
 constexpr int ATOM = ELEMENT == 0 || ELEMENT == 3 ? 2048 : 4096;  // bytes of an atom of w
 constexpr bool FACTORS = ELEMENT >= 3;                 // whether scales are factors of elements
@@ -47,11 +50,12 @@ constexpr int SCALE_BYTES = FEATURES * (!FACTORS ? 4 : PARTS == 4 ? 2 : 1), ZERO
 constexpr int SIDE = TOKENS + 128;                     // words of a warpgroup's scales and biases
 constexpr int PITCH = 68;                              // words of a token in the outgoing tile: 64 features, 16-byte rows, no conflicts
 
-#include "products.h"  // Sum: float; void multiply(Sum (&)[SUMS], const u32 (&a)[4], u64 b); finish<PENDING>
+#include "products.h"  // Sum: float; void multiply(Sum (&)[COUNT / 2], const u32 (&a)[4], u64 b), finish<PENDING>: COUNT of either tile
 
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
+#include "schedule.cuh"
 #include "decode.cuh"
 #include "factors.cuh"
 #include "store.cuh"
@@ -118,24 +122,35 @@ struct Loaded {
   }
 };
 
-// Multiply what arrives, 64 features by TOKENS, and write the tiles.
-__device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour, int split) {
-  Tiles tiles(p);
+// Multiplies what arrives, 64 features by the tokens of a tile, and writes the tiles.
+struct Consumer {
+  const Maps& maps;
+  const Problem& p;
+  const Ring& ring;
+  const int group, thread, split;
+  const Steps steps;
+  const Masks masks;
+  const float own_scale;
+  const u32 tile, side;
   Place at;
-  const int lane = thread % 32;
-  const Steps steps(p, split);
-  const u32 tile = ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER), side = ring.side + group * SIDE * 4;
-  [[maybe_unused]] u32 turn = 0;
-  auto release = [&](int stage) {
-    if (lane < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + lane);
-  };
-  [[maybe_unused]] bool opening = true;
-  const Masks masks(p.nibble);
-  const float own_scale = FACTORS ? p.scales[0] : 1.f;
-  while (tiles.take(neighbour)) {
-    Sum sum[SUMS];
+  u32 turn = 0;
+  bool opening = true;
+
+  __device__ __forceinline__ Consumer(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int split)
+      : maps(maps), p(p), ring(ring), group(group), thread(thread), split(split), steps(p, split), masks(p.nibble),
+        own_scale(FACTORS ? p.scales[0] : 1.f), tile(ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER)),
+        side(ring.side + group * SIDE * 4) {}
+
+  __device__ __forceinline__ void release(int stage) const {
+    if (thread % 32 < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + thread % 32);
+  }
+
+  // COUNT: tokens of the tile.
+  template <int COUNT>
+  __device__ __forceinline__ void multiply_tile(int token, int feature) {
+    Sum sum[COUNT / 2];
 #pragma unroll
-    for (int i = 0; i < SUMS; i++) sum[i] = 0;
+    for (int i = 0; i < COUNT / 2; i++) sum[i] = 0;
     // The tensor core reads fragments from registers until its products are waited for, which is when all of the next stage was
     // given to it: two stages have registers of their own.
     Fragment even[4], odd[4];
@@ -149,17 +164,20 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
       const int own = at.stage;
       at.advance();
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < 4; i += BATCH) {
         fence();
-        multiply(sum, a[i], x + 2 * i);
+#pragma unroll
+        for (int j = i; j < i + BATCH; j++) multiply(sum, a[j], x + 2 * j);
         commit();
         if (i == 0 && more) {
           wait_for(ring.full + 8 * at.stage, at.parity);
           next.load(ring, at.stage, group, thread);
         }
-        finish<4>(sum);  // all but this stage's, and those of the one before that came after the ones that read b[i]
-        hold(b[i], side, p.steps);
-        next.decode(i, b[i], masks, own_scale);
+        finish<4 / BATCH>(sum);  // all but this stage's, and those of the one before that came after the ones that read b[i]
+#pragma unroll
+        for (int j = i; j < i + BATCH; j++) hold(b[j], side, p.steps);
+#pragma unroll
+        for (int j = i; j < i + BATCH; j++) next.decode(j, b[j], masks, own_scale);
       }
       if (!begins) release(before);
       before = own;
@@ -185,20 +203,28 @@ __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, cons
 #pragma unroll
     for (int i = 0; i < 4; i++) hold(odd[i], side, p.steps), hold(even[i], side, p.steps);
     if (steps.last > steps.first) release(before);
-    const int first = tiles.feature + 64 * group;
+    const int first = feature + 64 * group;
     if constexpr (SPLITS == 1) {
-      write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, tiles.token, first);
+      write_tile(maps, p, Biases(p, thread, first), sum, tile, turn, group, thread, token, first);
     } else {
-      Factors(p, thread, tiles.token, first).leave(side, thread);
+      Factors(p, thread, token, first).leave(side, thread);
       sync_groups();  // the ring becomes the outgoing tile
       put<0>(sum, tile, thread);
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
       const Epilogue e(side, thread);
-      take<0>(p, e, tile, thread, tiles.token, first + thread % 8 * 8, split);
+      take<0>(p, e, tile, thread, token, first + thread % 8 * 8, split);
     }
   }
-  if (SPLITS == 1 && thread == 0) wait_written<0>();
-}
+
+  __device__ __forceinline__ void consume(int neighbour) {
+    Schedule tiles(p);
+    while (tiles.take(neighbour)) {
+      if (SMALL == TOKENS || !tiles.small) multiply_tile<TOKENS>(tiles.token, tiles.feature);
+      else multiply_tile<SMALL>(tiles.token, tiles.feature);
+    }
+    if (SPLITS == 1 && thread == 0) wait_written<0>();
+  }
+};
 
 extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) void mixed_mm(
     const __grid_constant__ Maps maps, const __grid_constant__ Problem p) {
@@ -232,7 +258,7 @@ extern "C" __global__ __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(
       asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume(maps, p, ring, role, thread % 128, neighbour, split);
+    Consumer(maps, p, ring, role, thread % 128, split).consume(neighbour);
   }
   sync_cluster();
 }

@@ -6,24 +6,32 @@ Source: PTX ISA, section 9.7.15.5 (`wgmma.mma_async`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 #: PTX's names of the dtypes of x.
 KINDS = {"bfloat16": "bf16", "float16": "f16"}
 #: Elements of K of an instruction.
 INSTRUCTION = 16
+BEGIN = """
+typedef float Sum;
+
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+"""
 
 
-def header(x: str, tokens: int) -> str:
-    """The text of `products.h`. x: the name of its dtype; tokens: of a tile."""
+def header(x: str, sizes: Iterable[int]) -> str:
+    """The text of `products.h`. x: the name of its dtype; sizes: tokens of tiles, each once."""
+    return "\n".join([BEGIN, *(products(x, tokens) for tokens in sizes)])
+
+
+def products(x: str, tokens: int) -> str:
+    """Those of a tile, chosen by the number of its sums."""
     sums, kind = tokens // 2, KINDS[x]
     registers = ", ".join(f"%{i}" for i in range(sums))
     fragment = ", ".join(f"%{sums + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
     return f"""
-typedef float Sum;
-
-__device__ __forceinline__ void fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
-__device__ __forceinline__ void commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
-
 // Add the product of 64 features, 16 columns in registers, and as many columns of the tokens at the descriptor b.
 __device__ __forceinline__ void multiply(Sum (&d)[{sums}], const u32 (&a)[4], u64 b) {{
   asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k{INSTRUCTION}.f32.{kind}.{kind} "

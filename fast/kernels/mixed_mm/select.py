@@ -1,7 +1,8 @@
-"""Which variant a shape gets: the shortest time by a model of rounds of tiles, fitted to times of an H100 (int4_g128).
+"""Which variant a shape gets: the shortest time by a model of the fullest multiprocessor, fitted to times of an H100.
 
-A tile takes its stages, and with parts of K what it takes to add them; programs that do not fit the GPU at once make another
-round. Pairs of programs save a little of every stage and cost at the beginning. The model only has to order variants.
+A tile takes its stages, and with parts of K what it takes to add them. Persistent programs have tiles of one or two sizes
+(`schedule.py`); with parts of K, programs that do not fit the GPU at once make another round. The model only has to order
+variants.
 """
 
 from __future__ import annotations
@@ -9,16 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from fast.kernels.mixed_mm.schedule import grid_of, longest, scheduled
 from fast.kernels.mixed_mm.variants import ATOM, FEATURES, Variant, Weight, fitted
 from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
-#: Nanoseconds of a stage of 64 columns, by the tokens of a tile.
-STAGE = {128: 487.0, 192: 563.0, 256: 701.0}
+#: Tokens of tiles; of small ones, for more rows than SMALL_FROM: `few` was fitted without them.
+TILES, SMALL, SMALL_FROM = (128, 160, 192, 224, 256), (64, 128, 192), 128
+#: Nanoseconds of a stage of 64 columns in a tile of 64, 128, 192 and 256 tokens, by what is decoded. Where zero points or
+#: groups were not timed they are those of the element without, see `stage`.
+STAGES = {
+    Weight("int4"): (403.0, 494.0, 606.0, 701.0), Weight("int4", True): (426.0, 512.0, 631.0, 729.0),
+    Weight("int4", False, 2): (370.0, 460.0, 566.0, 676.0), Weight("int4", True, 2): (447.0, 544.0, 659.0, 755.0),
+    Weight("int8"): (384.0, 466.0, 576.0, 674.0), Weight("e4m3"): (399.0, 491.0, 595.0, 707.0),
+    Weight("e2m1", False, 2): (359.0, 462.0, 540.0, 689.0), Weight("e2m1", False, 4): (452.0, 541.0, 633.0, 734.0),
+    Weight("e4m3_mx", False, 2): (364.0, 444.0, 530.0, 655.0),
+}  # fmt: skip
 #: Programs along the features and along K of a cluster.
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
-#: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once, and their
-#: stages over others.
-TILE, PARTS, PART_TOKEN, PAIR, PAIRED = 70.0, 3000.0, 20.0, 3000.0, 0.985
+#: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once. What two sizes
+#: of tiles in one kernel take over one.
+TILE, PARTS, PART_TOKEN, PAIR, MIXED = 70.0, 2000.0, 20.0, 3000.0, 1.02
 
 
 @lru_cache(maxsize=4096)
@@ -28,33 +39,81 @@ def choose(
     """The variant for x (tokens, length) and a weight (features, length)."""
     return min(
         candidates(tokens, length, weight),
-        key=lambda one: nanoseconds(one, tokens, features, length, multiprocessors),
+        key=lambda one: nanoseconds(one, tokens, features, length, weight, multiprocessors),
     )
 
 
 def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
-    """Variants with tiles no larger than the tokens ask for, and parts of K of whole pairs of stages."""
-    largest = next((one for one in STAGE if one >= tokens), max(STAGE))
-    for count in STAGE:
+    """Variants with tiles no larger than the tokens ask for, and parts of K of whole pairs of stages; and those with small
+    tiles, which have neither parts nor pairs."""
+    largest = next((one for one in TILES if one >= tokens), max(TILES))
+    for count in TILES:
         for pair, splits in CLUSTERS:
             if count <= largest and splits <= length // (2 * ATOM):
                 yield fitted(count, pair, splits, weight)
+        for small in SMALL if tokens > SMALL_FROM else ():
+            if small < count <= largest:
+                yield fitted(count, 1, 1, weight, small)
 
 
 def nanoseconds(
-    one: Variant, tokens: int, features: int, length: int, multiprocessors: int = MULTIPROCESSORS
+    one: Variant,
+    tokens: int,
+    features: int,
+    length: int,
+    weight: Weight,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> float:
     """How long all of a product takes, by the model."""
-    stages = length / ATOM / one.splits * STAGE[one.tokens] * (PAIRED if one.pair > 1 else 1)
-    added = PARTS + PART_TOKEN * one.tokens if one.splits > 1 else 0.0
-    once = PAIR if one.pair > 1 else 0.0
-    return rounds(one, tokens, features, multiprocessors) * (stages + TILE + added) + once
+    whole, once = tile(one, one.tokens, length, weight), PAIR if one.pair > 1 else 0.0
+    if one.splits > 1:
+        return rounds(one, tokens, features, multiprocessors) * whole + once
+    grid = grid_of(one, tokens, features, at_once(one, multiprocessors))
+    if not one.small:
+        return longest(grid, scheduled(grid, 1.0), whole, whole) + once
+    small = tile(one, one.small, length, weight)
+    return longest(grid, scheduled(grid, ratio_of(one, weight)), whole, small) * MIXED + once
+
+
+def tile(one: Variant, tokens: int, length: int, weight: Weight) -> float:
+    """Nanoseconds of a tile of as many tokens."""
+    added = PARTS + PART_TOKEN * tokens if one.splits > 1 else 0.0
+    return length / ATOM / one.splits * stage(tokens, weight) + TILE + added
+
+
+def stage(tokens: int, weight: Weight) -> float:
+    """Nanoseconds of a stage, on a line between those that were timed."""
+    near = weight, weight._replace(zero=False), Weight(weight.element)
+    times = next(STAGES[one] for one in near if one in STAGES)
+    first = min(2, max(0, tokens // 64 - 1))
+    return times[first] + (times[first + 1] - times[first]) * (tokens / 64 - 1 - first)
+
+
+def ratio_of(one: Variant, weight: Weight) -> float:
+    """The time of a small tile over that of a whole one."""
+    return stage(one.small or one.tokens, weight) / stage(one.tokens, weight)
+
+
+def at_once(one: Variant, multiprocessors: int) -> int:
+    """Clusters that run at once."""
+    return max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS)
 
 
 def rounds(one: Variant, tokens: int, features: int, multiprocessors: int = MULTIPROCESSORS) -> int:
     """How many tiles follow one another on the fullest multiprocessor."""
     clusters = -(-tokens // one.tokens) * -(-features // (FEATURES * one.pair))
-    return -(-clusters // max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS))
+    return -(-clusters // at_once(one, multiprocessors))
 
 
-__all__ = ["CLUSTERS", "STAGE", "candidates", "choose", "nanoseconds", "rounds"]
+__all__ = [
+    "CLUSTERS",
+    "SMALL",
+    "STAGES",
+    "TILES",
+    "candidates",
+    "choose",
+    "nanoseconds",
+    "ratio_of",
+    "rounds",
+    "stage",
+]

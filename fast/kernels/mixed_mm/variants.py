@@ -15,13 +15,15 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("decode.cuh", "factors.cuh", "load.cuh")
+OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "load.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
 PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096}
 MOST_STAGES = 12
+#: Products of 16 columns that are given to the tensor core together, and decoded for together.
+BATCH = 2
 
 
 class Weight(NamedTuple):
@@ -47,13 +49,15 @@ class Weight(NamedTuple):
 class Variant(NamedTuple):
     """tokens: of a tile, a multiple of 16 up to 256. pair: programs of a cluster along the features, which share tokens.
 
-    splits: programs along K. stages: of the ring.
+    splits: programs along K. stages: of the ring. small: tokens of smaller tiles, a multiple of 16 as well, 0 where there are
+    none, as with splits.
     """
 
     tokens: int
     pair: int
     splits: int
     stages: int
+    small: int = 0
 
     @property
     def cluster(self) -> int:
@@ -63,12 +67,22 @@ class Variant(NamedTuple):
     @property
     def chunk(self) -> int:
         """Tokens of a warpgroup's outgoing tile."""
-        return self.tokens if self.splits > 1 else (16 if self.tokens % 32 else 32)
+        return self.tokens if self.splits > 1 else (16 if (self.tokens | self.small) % 32 else 32)
+
+    @property
+    def box(self) -> int:
+        """Rows of x that are copied at once where they are not a whole tile's: 64, or fewer where programs share less, that
+        divide what they share of a small tile."""
+        share = (self.small or self.tokens) // self.pair
+        return next(
+            rows for rows in (64, 32, 16, 8) if share >= rows and (not self.small or share % rows == 0)
+        )
 
     @property
     def name(self) -> str:
-        """Such as t256c2k1s5."""
-        return f"t{self.tokens}c{self.pair}k{self.splits}s{self.stages}"
+        """Such as t256c2k1s5, t256+192c1k1s5."""
+        small = f"+{self.small}" if self.small else ""
+        return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}"
 
     def ring(self, weight: Weight) -> int:
         """Bytes of the ring."""
@@ -81,9 +95,9 @@ class Variant(NamedTuple):
         return self.ring(weight) + outgoing + 16 * self.stages + 1024
 
 
-def fitted(tokens: int, pair: int, splits: int, weight: Weight) -> Variant:
+def fitted(tokens: int, pair: int, splits: int, weight: Weight, small: int = 0) -> Variant:
     """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
-    none = Variant(tokens, pair, splits, 0)
+    none = Variant(tokens, pair, splits, 0, small)
     each = none._replace(stages=1).shared(weight) - none.shared(weight)
     return none._replace(stages=min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each))
 
@@ -93,12 +107,14 @@ def sources(
 ) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
     defined = {
-        "TOKENS": variant.tokens, "GROUPS": GROUPS, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
-        "CHUNK": variant.chunk, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
+        "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
+        "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
+        "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
         "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
         "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
-    headers = {"products.h": header(x, variant.tokens), **{name: text(name) for name in OWN}, **common()}
+    sizes = sorted({variant.tokens, variant.small} - {0})
+    headers = {"products.h": header(x, sizes), **{name: text(name) for name in OWN}, **common()}
     return text("mixed_mm.cu"), headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 

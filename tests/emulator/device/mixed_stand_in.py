@@ -29,7 +29,7 @@ class MixedStandIn(StandIn):
             arguments = [
                 np.frombuffer(part, np.uint8).copy() for part in (packed[: host.MAPS], packed[host.MAPS :])
             ]
-            found = {(0, at): described(packed[at : at + MAP]) for at in (0, MAP)}
+            found = {(0, at): described(packed[at : at + MAP]) for at in range(0, host.MAPS, MAP)}
             machine = Machine(
                 ptx, self.memory, arguments, found, threads=THREADS,
                 shared=variant.shared(weight), early=self.early, seed=self.seed,
@@ -48,13 +48,15 @@ class MixedStandIn(StandIn):
         with mock.patch.multiple(host, **replaced):
             yield
 
-    def multiplied(self, x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant) -> torch.Tensor:
-        """The product by a variant."""
+    def multiplied(
+        self, x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant, schedule: Any = None
+    ) -> torch.Tensor:
+        """The product by a variant, by default as `schedule.scheduled` has it."""
         for one in (x, w.words, w.scale, w.zero, bias):
             if one is not None:
                 self.add(one)
         with self.installed():
-            made = host.Product(x, w, bias, variant)(x, w.words, w.scale, w.zero, bias)
+            made = host.Product(x, w, bias, variant, schedule)(x, w.words, w.scale, w.zero, bias)
         assert made is not None
         self.check_guards()
         return made

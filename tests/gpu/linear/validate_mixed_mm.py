@@ -37,8 +37,9 @@ from tests.gpu.linear.mixed.times import Weights
 from tests.gpu.linear.small import weights
 
 BEGIN = time.monotonic()
-SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096))
-ROWS = (160, 256, 512, 1024, 2048, 8192)
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (28672, 4096), (6144, 4096))
+#: Of whole tiles, and those whose last tile would have few.
+ROWS = (160, 256, 300, 512, 600, 860, 1024, 1500, 2048, 8192)
 
 
 def say(text: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fast.kernels.hopper import nvrtc
+from fast.kernels.mixed_mm import select
 from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
-from fast.kernels.mixed_mm.select import CLUSTERS, STAGE
 from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, THREADS, Weight, fitted, sources
 from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
 from tests.emulator.device.program import parsed
@@ -23,15 +23,19 @@ INTEGERS = [
 ]
 FACTORS = [Weight("e2m1", False, 2), Weight("e2m1", False, 4), Weight("e4m3_mx", False, 2)]
 WEIGHTS = [*INTEGERS, Weight("e4m3"), Weight("e4m3", False, 2), *FACTORS]
-#: Each tile and cluster occurs.
+#: Each tile and cluster occurs; the last ones have small tiles, too.
 TILES = [(256, 2, 1), (192, 1, 1), (128, 2, 2), (256, 1, 2), (128, 1, 4)]
-TESTED = [(tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4])]
+CUT = [(256, 192), (256, 128), (256, 64), (192, 128), (192, 64), (128, 64)]
+TESTED = [
+    (tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4], CUT[at % 6])
+]
 
 
 def compiled(tile, weight, x="bfloat16"):
     """(cubin, the assembler's report, source) of a variant."""
     require_nvrtc()
-    source, headers, options = sources(fitted(*tile, weight), weight, x, x)
+    one = fitted(tile[0], 1, 1, weight, tile[1]) if tile in CUT else fitted(*tile, weight)
+    source, headers, options = sources(one, weight, x, x)
     return *nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v")), (
         source,
         headers,
@@ -40,9 +44,9 @@ def compiled(tile, weight, x="bfloat16"):
 
 
 def waits(code):
-    """How many there are for products: that leave four, that leave none."""
+    """How many there are for products: that leave four, two batches of two, and that leave none."""
     found = [line.text for line in code.lines if "WARPGROUP.DEPBAR" in line.text]
-    return sum(text.endswith("0x4") for text in found), sum(text.endswith("0x0") for text in found)
+    return sum(text.endswith("0x2") for text in found), sum(text.endswith("0x0") for text in found)
 
 
 @pytest.mark.parametrize(("tile", "weight"), TESTED)
@@ -50,13 +54,14 @@ def test_variants(tile, weight):
     cubin, log, _ = compiled(tile, weight)
     assert complaints(log, THREADS) == []
     code = disassembled(cubin)
-    # Two stages of four products, a wait for each that leaves four, and one for all at the end: no others make them serial.
-    assert sum("HGMMA" in line.text for line in code.lines) == 8
-    assert waits(code) == (8, 1)
+    # Two stages of four products, a wait for each two that leaves four, and one for all at the end: no others make them serial.
+    sizes = 2 if tile in CUT else 1
+    assert sum("HGMMA" in line.text for line in code.lines) == 8 * sizes
+    assert waits(code) == (4 * sizes, sizes)
     assert uses_in_flight(code) == []
 
 
-@pytest.mark.parametrize("tile", TILES[:2])
+@pytest.mark.parametrize("tile", [*TILES[:2], CUT[0]])
 @pytest.mark.parametrize("weight", [WEIGHTS[1], *FACTORS])
 def test_float16(tile, weight):
     cubin, log, _ = compiled(tile, weight, "float16")
@@ -82,13 +87,14 @@ def test_older_assemblers(tile, weight, tmp_path):
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         code = disassembled(cubin.read_bytes())
         assert complaints(log, THREADS) == []
-        assert waits(code) == (8, 1)
+        sizes = 2 if tile in CUT else 1
+        assert waits(code) == (4 * sizes, sizes)
         assert uses_in_flight(code) == []
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("tokens", STAGE)
+@pytest.mark.parametrize("cluster", select.CLUSTERS)
+@pytest.mark.parametrize("tokens", select.TILES)
 def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
     one = fitted(tokens, *cluster, weight)

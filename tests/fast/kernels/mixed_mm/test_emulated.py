@@ -43,6 +43,9 @@ CASES = {
     "split in three": (Variant(16, 1, 3, 3), "int4_g64", (20, 128, 640), BF16, None),
     "split in two": (Variant(32, 1, 2, 3), "int4_g128", (33, 256, 640), BF16, BF16),
     "pairs, splits": (Variant(32, 2, 2, 5), "int8_rowwise", (40, 384, 256), F16, torch.float32),
+    "boxes without tokens": (Variant(96, 1, 1, 3), "int4_g128", (100, 128, 256), BF16, None),
+    "boxes without tokens, pairs": (Variant(96, 2, 1, 4), "mxfp4", (130, 256, 256), BF16, None),
+    "boxes without tokens, splits": (Variant(96, 2, 2, 5), "int4_g64", (30, 256, 256), BF16, None),
     "wide": (Variant(192, 2, 1, 4), "int4_g128", (200, 256, 256), BF16, BF16),
 }  # fmt: skip
 
@@ -114,7 +117,7 @@ FAULTS = {
     "scales of another block": ("left = PARTS > 1 ? 1 : p.each;", "left = 1;"),
     "a buffer is written while it is copied": ("wait_written<1>();", ";"),
     "it ends before it is written": ("if (SPLITS == 1 && thread == 0) wait_written<0>();", ""),
-    "columns of another instruction": ("x + 2 * i", "x"),
+    "columns of another instruction": ("x + 2 * j", "x"),
 }  # fmt: skip
 
 

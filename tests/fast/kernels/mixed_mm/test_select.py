@@ -8,8 +8,9 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.select import candidates, choose, nanoseconds
-from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight
+from fast.kernels.mixed_mm.schedule import grid_of, scheduled
+from fast.kernels.mixed_mm.select import STAGES, candidates, choose, nanoseconds, ratio_of, stage
+from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight, fitted
 
 INT4 = Weight("int4")
 UP, DOWN = (14336, 4096), (4096, 14336)
@@ -33,15 +34,73 @@ def test_the_model_orders_what_was_timed(case):
     """What it takes of the timed variants is at most 2% slower than the quickest, and times are within 20%."""
     (features, length), tokens = case
     times = TIMES[case]
-    predicted = {one: nanoseconds(Variant(*one, 5), tokens, features, length) / 1e3 for one in times}
+    predicted = {one: nanoseconds(Variant(*one, 5), tokens, features, length, INT4) / 1e3 for one in times}
     assert times[min(predicted, key=predicted.__getitem__)] <= 1.02 * min(times.values())
     assert all(0.8 < predicted[one] / us < 1.2 for one, us in times.items()), predicted
+
+
+QKV = (6144, 4096)
+MXFP8, MXFP4, NVFP4 = Weight("e4m3_mx", False, 2), Weight("e2m1", False, 2), Weight("e2m1", False, 4)
+#: Microseconds on an H100 of tiles of 256 tokens alone, and with small ones of 64, 128 and 192.
+CUT = {
+    (INT4, UP, 512): (92.4, 93.7, 93.7, 96.2), (INT4, UP, 1024): (191.6, 193.9, 180.8, 186.9),
+    (INT4, UP, 2048): (361.7, 365.3, 367.7, 377.0), (INT4, UP, 8192): (1425.7, 1444.2, 1444.6, 1496.0),
+    (INT4, QKV, 1024): (92.9, 94.2, 82.6, 90.9), (INT4, DOWN, 1024): (168.5, 170.5, 170.9, 176.4),
+    (MXFP8, UP, 1024): (181.9, 181.7, 169.0, 165.8), (MXFP8, UP, 8192): (1487.6, 1466.0, 1474.1, 1456.3),
+    (MXFP8, QKV, 1024): (90.9, 91.5, 78.8, 82.9), (MXFP8, DOWN, 1024): (164.4, 163.8, 162.8, 164.1),
+    (MXFP4, UP, 1024): (189.2, 189.7, 174.0, 171.3), (MXFP4, UP, 8192): (1394.9, 1368.8, 1378.3, 1362.7),
+    (MXFP4, QKV, 1024): (89.6, 90.1, 75.8, 81.5), (NVFP4, UP, 1024): (198.6, 199.8, 185.9, 187.1),
+    (NVFP4, QKV, 1024): (97.6, 97.5, 86.8, 92.8), (NVFP4, UP, 2048): (368.7, 368.1, 367.1, 371.7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_small_tiles_are_taken_where_they_were_faster(case):
+    """What is taken of them is at most 2% slower than the quickest, and never slower than whole tiles alone."""
+    weight, (features, length), tokens = case
+    times = dict(zip((0, 64, 128, 192), CUT[case], strict=True))
+    predicted = {
+        small: nanoseconds(Variant(256, 1, 1, 5, small), tokens, features, length, weight) for small in times
+    }
+    taken = min(predicted, key=predicted.__getitem__)
+    assert times[taken] <= min(1.02 * min(times.values()), times[0])
+
+
+@pytest.mark.parametrize("weight", STAGES)
+def test_stages(weight):
+    """Larger tiles take longer, but less for each token; between what was timed is a line."""
+    times = [stage(tokens, weight) for tokens in (64, 96, 128, 160, 192, 224, 256)]
+    assert times == sorted(times)
+    assert [us / at for at, us in enumerate(times, 2)] == sorted(
+        (us / at for at, us in enumerate(times, 2)), reverse=True
+    )
+    assert 2 * times[1] == times[0] + times[2]
+
+
+def test_stages_that_were_not_timed():
+    """The element without zero points, then without groups."""
+    assert stage(64, Weight("int8", True, 2)) == stage(64, Weight("int8"))
+    assert stage(64, Weight("e4m3", False, 2)) == stage(64, Weight("e4m3"))
+    assert stage(64, Weight("int4", True, 2)) != stage(64, Weight("int4", False, 2))
+
+
+def test_names_and_boxes():
+    """A box divides what programs share of a small tile."""
+    one = fitted(256, 1, 1, INT4, 192)
+    assert (one.name, one.box, one.chunk) == ("t256+192c1k1s5", 64, 32)
+    assert fitted(256, 2, 1, INT4).box == 64
+    assert [fitted(160, pair, 1, INT4, small).box for pair, small in ((1, 0), (2, 0), (1, 64))] == [
+        64,
+        64,
+        64,
+    ]
+    assert Variant(48, 1, 1, 3, 16).chunk == 16
 
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "wanted"),
     [
-        (UP, 129, (192, 1, 1)), (UP, 256, (256, 1, 1)), (UP, 1024, (256, 1, 1)), (UP, 8192, (256, 2, 1)),
+        (UP, 129, (160, 1, 1)), (UP, 256, (256, 1, 1)), (UP, 1024, (256, 1, 1)), (UP, 8192, (256, 1, 1)),
         (DOWN, 512, (256, 1, 2)), (DOWN, 1024, (256, 1, 1)),
     ],
 )  # fmt: skip
@@ -52,16 +111,22 @@ def test_choices(shape, tokens, wanted):
 def test_candidates_are_possible():
     """Parts of K have at least one pair of stages, tiles are no larger than needed."""
     assert {one.splits for one in candidates(300, 128, INT4)} == {1}
-    assert {one.tokens for one in candidates(130, 4096, INT4)} == {128, 192}
+    assert {one.tokens for one in candidates(130, 4096, INT4)} == {128, 160}
     assert {one.tokens for one in candidates(128, 4096, INT4)} == {128}
 
 
 def test_programs():
     """Those that persist are at most what runs at once; with splits there is a cluster for each tile."""
-    assert host.programs_of(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
-    assert host.programs_of(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
-    assert host.programs_of(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
-    assert host.programs_of(Variant(256, 2, 1, 5), 200, 384, 66) == 4
+    assert programs(Variant(256, 2, 1, 5), 1024, 14336, 66) == 132
+    assert programs(Variant(256, 1, 1, 5), 256, 4096, 132) == 32
+    assert programs(Variant(128, 1, 3, 5), 160, 4096, 30) == 2 * 32 * 3
+    assert programs(Variant(256, 2, 1, 5), 200, 384, 66) == 4
+    assert programs(Variant(256, 1, 1, 5, 128), 300, 256, 132) == 6
+
+
+def programs(one, tokens, features, at_once):
+    grid = grid_of(one, tokens, features, at_once)
+    return host.programs_of(one, grid, scheduled(grid, ratio_of(one, INT4)))
 
 
 def arranged(n=256, k=256):
@@ -131,7 +196,7 @@ def test_other_elements_are_refused():
     assert "elements are" in reason
 
 
-@pytest.mark.parametrize(("group", "rows", "taken"), [(16, 512, True), (16, 513, False), (32, 513, True)])
+@pytest.mark.parametrize(("group", "rows", "taken"), [(16, 1024, True), (16, 1025, False), (32, 1025, True)])
 def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, group, rows, taken):
     """Where that was measured to be faster."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)

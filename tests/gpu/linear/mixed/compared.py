@@ -36,8 +36,9 @@ def weight_named(name: str) -> Weight:
 def variants_of(name: str, shape: Shape, rows: int) -> list[Variant]:
     """The best ones by the model, the one that is taken first."""
     features, length = shape
-    some = candidates(rows, length, weight_named(name))
-    return sorted(some, key=lambda one: nanoseconds(one, rows, features, length))[:MOST_VARIANTS]
+    weight = weight_named(name)
+    some = candidates(rows, length, weight)
+    return sorted(some, key=lambda one: nanoseconds(one, rows, features, length, weight))[:MOST_VARIANTS]
 
 
 def cells(schemes: Any, shapes: Any, rows: Any) -> Iterator[tuple[str, Shape, int]]:
@@ -68,7 +69,7 @@ def row_of(made: Weights, count: int) -> dict[str, Any]:
     rule = some[0].name if taken else "linear_small"
     return {
         "scheme": made.name, "shape": made.shape, "rows": count, "rule": rule, "us": us,
-        "model": {one.name: round(nanoseconds(one, count, *made.shape) / 1e3, 2) for one in some},
+        "model": {one.name: round(nanoseconds(one, count, *made.shape, weight) / 1e3, 2) for one in some},
         "speed over bf16": us["bf16"] / us[rule],
     }  # fmt: skip
 
