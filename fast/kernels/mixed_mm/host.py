@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.kernels.hopper.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
 from fast.kernels.hopper.nvrtc import cached_cubin, missing_compiler
+from fast.kernels.hopper.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, addresses_of, processors_of
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
@@ -28,11 +29,9 @@ from fast.kernels.mixed_mm.variants import (
     Weight,
     sources,
 )
-from fast.kernels.sparse_mm.host import GROUP, MOST
 from fast.kernels.sparse_mm.variants import KINDS
 
 INPUTS = (torch.bfloat16, torch.float16)
-HOPPER = (9, 0)
 NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
@@ -44,8 +43,9 @@ FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
 #: us and 3000 rows 541, by the dense weight 205 and 508).
 SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
-#: Sizes are 32-bit numbers.
-MOST_ROWS = 2**31 - 1
+#: Of weights with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096: 530 to 1024 rows 22 to 25 us
+#: for 19 to 23).
+SMALL, MOST_OF_SMALL = 1 << 23, 512
 
 
 def mixed_mm(
@@ -83,12 +83,6 @@ def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> 
     return few.gains(rows, n, length, weight_of(w), processors_of(x.get_device()))
 
 
-@lru_cache(maxsize=64)
-def processors_of(index: int) -> int:
-    """Multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """Why the kernel does not take a call; None where it does."""
     n, length = w.shape
@@ -100,8 +94,9 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
         return f"inputs are {' or '.join(map(str, INPUTS))} and a bias a float, got {x.dtype}"
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != HOPPER:
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
-    if w.group == SIXTEEN and x.numel() // length > MOST_OF_SIXTEEN:
-        return f"groups of {SIXTEEN} are multiplied by the dense weight from {MOST_OF_SIXTEEN + 1} rows on"
+    most = MOST_OF_SMALL if n * length < SMALL else MOST_OF_SIXTEEN
+    if w.group == SIXTEEN and x.numel() // length > most:
+        return f"groups of {SIXTEEN} are multiplied by the dense weight from {most + 1} rows on"
     if not x.numel() or x.numel() // length > MOST_ROWS:
         return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
@@ -133,7 +128,7 @@ class Product:
         weight = weight_of(w)
         if variant is None:
             variant = choose(self.tokens, self.features, self.length, weight, processors_of(self.index))
-        self.variant, self.maps = variant, dict[tuple[int, int], bytes]()
+        self.variant, self.maps = variant, TensorMaps(self._describe)
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
         grid = grid_of(variant, self.tokens, self.features, at_once)
@@ -149,25 +144,16 @@ class Product:
         if current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
                 return self(x, words, scale, zero, bias)
-        addresses, kept = [], []
-        for tensor in (x, words, scale, zero, bias):
-            if tensor is None:
-                addresses.append(0)
-                continue
-            address = tensor.data_ptr()
-            if address % STEP or not tensor.is_contiguous() or tensor.is_neg():
-                if tensor.is_neg():
-                    return None
-                kept.append(tensor.clone(memory_format=torch.contiguous_format))
-                address = kept[-1].data_ptr()
-            addresses.append(address)
+        found = addresses_of((x, words, scale, zero, bias))
+        if found is None:
+            return None
+        addresses, _kept = found
         y = self.allocate(self.shape, self.strides, self.dtype)
         at = addresses[0], y.data_ptr()
-        described = self.maps.get(at) or self._describe(*at)
         self.launch(
             self.programs,
             current_stream(self.index),  # type: ignore[misc]
-            described,
+            self.maps[at],
             *addresses[1:],
             at[1],
             *self.rest,
@@ -175,14 +161,11 @@ class Product:
         return y
 
     def _describe(self, x: int, y: int) -> bytes:
-        """The tensor maps at two addresses; the oldest pair is forgotten."""
+        """The tensor maps at two addresses."""
         one = self.variant
         made = tensor_map(x, self.tokens, 2 * self.length, (one.tokens // one.pair, PANEL))
         made += tensor_map(x, self.tokens, 2 * self.length, (one.box, PANEL))
         made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
-        while len(self.maps) >= MOST:
-            self.maps.pop(next(iter(self.maps)), None)
-        self.maps[x, y] = made
         return made
 
 
