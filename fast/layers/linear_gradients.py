@@ -12,9 +12,9 @@ The weight's gradient has the same bits by the first two, which are those of tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,14 +24,15 @@ from fast.layers.column_sums import COLUMN_SUMS, column_sums, covers
 from fast.ops import register
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 APART, BESIDE, EPILOGUE = "apart", "beside", "epilogue"
 #: The compute capability whose times `way_of` is made of; others get "apart".
 HOPPER = (9, 0)
 #: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums; elements of dY
 #: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
 HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
-#: "epilogue": outputs of a layer over its inputs, of the shape that was measured.
-WIDE = 4
+#: "epilogue": outputs of a layer over its inputs, and rows up to which it was quicker (of 32768 the library's choice is not).
+WIDE, MOST_ROWS = 4, 1 << 14
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
 
@@ -70,7 +71,7 @@ def way_of(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     if k >= HIDDEN:
         return BESIDE
     # Where tiles are few along k, and most multiprocessors have one; of bfloat16 the library's product takes longer than both.
-    is_wide = n >= WIDE * k and 2 * n * k > ONE_WAVE
+    is_wide = rows <= MOST_ROWS and n >= WIDE * k and 2 * n * k > ONE_WAVE
     return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
@@ -91,6 +92,32 @@ def beside(g: torch.Tensor, x: torch.Tensor) -> Pair:
     return dw, db
 
 
+def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair | None, T]:
+    """Both gradients where the library makes them, else None; and what `work` gives, whose kernels run beside the product.
+
+    work launches on the current stream, which waits for the product after it; it must not need the gradients.
+    """
+    if not covers(g) or way(g, x) != EPILOGUE:
+        return None, work()
+    from fast.kernels.cublaslt import weight_gradient
+
+    product = product_stream(g.get_device())
+    current = torch.cuda.current_stream(g.device)
+    product.wait_stream(current)
+    found = weight_gradient.weight_and_bias_gradients(g, x, product)
+    try:
+        return found, work()
+    finally:
+        current.wait_stream(product)
+
+
+def way(g: torch.Tensor, x: torch.Tensor) -> str:
+    """`way_of` on the GPUs that it was measured on."""
+    if torch.cuda.get_device_capability(g.device) != HOPPER:
+        return APART
+    return way_of(*g.shape, x.shape[1], g.dtype)
+
+
 @lru_cache(maxsize=64)
 def product_stream(device: int) -> torch.cuda.Stream:
     """The stream of a device's products."""
@@ -99,12 +126,12 @@ def product_stream(device: int) -> torch.cuda.Stream:
 
 def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> Pair | None:
     g, x = operands
-    if not covers(g) or torch.cuda.get_device_capability(g.device) != HOPPER:
+    if not covers(g):
         return None
-    way = way_of(*g.shape, x.shape[1], g.dtype)
-    if way == BESIDE:
+    taken = way(g, x)
+    if taken == BESIDE:
         return beside(g, x)
-    if way == APART:
+    if taken == APART:
         return None
     from fast.kernels.cublaslt import weight_gradient
 
@@ -145,6 +172,7 @@ __all__ = [
     "LINEAR_GRADIENTS",
     "apart",
     "beside",
+    "beside_work",
     "way_of",
     "weight_and_bias_gradients",
 ]

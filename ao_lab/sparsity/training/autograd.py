@@ -59,16 +59,19 @@ class MaskedLinear(torch.autograd.Function):
         """Gradients of x, W and bias."""
         x, w, mask = ctx.saved_tensors
         rule, (wants_x, wants_w, _, wants_bias, _) = ctx.rule, ctx.needs_input_grad
-        rows, dx, dw, db = g.reshape(-1, g.shape[-1]), None, None, None
-        product = PRODUCTS[rule.product]
-        if wants_x:
-            dx = product.input_grad(rows, w.to(ctx.dtype), mask, rule.transposable).reshape(ctx.shape)
-        if wants_w:
-            x = x.reshape(-1, x.shape[-1])
-            dense, db = product.both_grads(rows, x) if wants_bias else (rows.t().mm(x), None)
-            dw = weight_gradient(dense.to(ctx.own), w, mask, rule)
-        elif wants_bias:
-            db = product.bias_grad(rows)
+        rows, product = g.reshape(-1, g.shape[-1]), PRODUCTS[rule.product]
+        x, dx, dense, db = x.reshape(-1, x.shape[-1]) if wants_w else x, None, None, None
+        if wants_x and wants_w and wants_bias and product.all_grads is not None:
+            dx, dense, db = product.all_grads(rows, x, w.to(ctx.dtype), mask, rule.transposable)
+        else:
+            if wants_x:
+                dx = product.input_grad(rows, w.to(ctx.dtype), mask, rule.transposable)
+            if wants_w:
+                dense, db = product.both_grads(rows, x) if wants_bias else (rows.t().mm(x), None)
+            elif wants_bias:
+                db = product.bias_grad(rows)
+        dx = None if dx is None else dx.reshape(ctx.shape)
+        dw = None if dense is None else weight_gradient(dense.to(ctx.own), w, mask, rule)
         return dx, dw, None, db, None
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from fast.device import is_traced, is_transformed
 from fast.dispatch import execute
 from fast.layers.column_sums import column_sums
-from fast.layers.linear_gradients import weight_and_bias_gradients
+from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
 from fast.sparsity.compress_masked import DTYPES, compress_masked
 from fast.sparsity.linear_sparse_ops import HOPPER, LINEAR_SPARSE
 
@@ -37,7 +37,8 @@ OLDEST = (8, 0)
 
 class Product(NamedTuple):
     """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), why a weight cannot be taken, what a bias
-    gets of g, and what weight and bias get of g and x (M, K)."""
+    gets of g, what weight and bias get of g and x (M, K), and where it is not just one after the other, all three of
+    (g, x, w, mask, transposable)."""
 
     output: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     input_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
@@ -46,6 +47,7 @@ class Product(NamedTuple):
     both_grads: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = (
         weight_and_bias_gradients
     )
+    all_grads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
 
 def masked(w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -104,6 +106,17 @@ def _wgmma_input_grad(
     if not transposable:
         return _dense_input_grad(g, w, mask, transposable)
     return _wgmma(g, w, mask, None, turned=True)
+
+
+def _wgmma_all_grads(
+    g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, dW, db. Where cuBLASLt makes the last two, W is compressed for dx beside them, in eager mode."""
+    if not (transposable and g.numel() and w.numel()) or is_traced(g) or is_traced(w) or is_transformed():
+        return _wgmma_input_grad(g, w, mask, transposable), *weight_and_bias_gradients(g, x)
+    grads, compressed = beside_work(g, x, lambda: compress_masked(w, mask, True))
+    dx: torch.Tensor = execute(LINEAR_SPARSE, None, (None, True), (g, *compressed, None, None, None))
+    return dx, *(weight_and_bias_gradients(g, x) if grads is None else grads)
 
 
 def _wgmma(
@@ -219,7 +232,7 @@ def _no_reason(w: torch.Tensor) -> str | None:
 PRODUCTS: dict[str, Product] = {
     "dense": Product(_dense_output, _dense_input_grad, _no_reason, _dense_bias_grad, _dense_both_grads),
     "cusparselt": Product(_cusparselt_output, _cusparselt_input_grad, _sparse_reason),
-    "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason),
+    "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason, all_grads=_wgmma_all_grads),
 }
 
 __all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked", "sparse_wgmma_linear"]

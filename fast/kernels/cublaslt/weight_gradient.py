@@ -77,9 +77,14 @@ def plan(device: int, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
         return Plan(device, rows, n, k, dtype)
 
 
-def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair | None:
+def weight_and_bias_gradients(
+    g: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream | None = None
+) -> Pair | None:
     """(dW (N, K), db (N)) of g (M, N) and x (M, K), CUDA tensors of one 16-bit dtype; None where `refused` says why, or the
-    library has no such product: what failed once is not tried again, a warning says so."""
+    library has no such product: what failed once is not tried again, a warning says so.
+
+    stream: which the product is launched on, by default the current one, whose memory the results have in either case.
+    """
     if refused(g, x) is not None:
         return None
     device = g.get_device()
@@ -88,7 +93,7 @@ def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair | None:
         if made.algorithm is None:
             return None
         with torch.cuda.device(device):
-            return made(g, x, torch.cuda.current_stream(device).cuda_stream)
+            return made(g, x, (stream or torch.cuda.current_stream(device)).cuda_stream)
     except LibraryError as error:
         FAILED.append(f"it failed before: {error}")
         warnings.warn(

@@ -114,6 +114,52 @@ def test_what_weight_and_bias_get(monkeypatch):
     assert torch.equal(torch.autograd.grad(y, w, g)[0], g.t().mm(x))
 
 
+@pytest.mark.parametrize("by_library", [False, True])
+def test_all_three_at_once(monkeypatch, by_library):
+    """The weight is compressed for dx as what runs beside the library's product; without that it is one after the other."""
+    told = []
+
+    def beside(rows, inputs, work):
+        told.append("beside")
+        return (both(rows, inputs) if by_library else None), work()
+
+    def both(rows, inputs):
+        told.append("gradients")
+        return rows.t().mm(inputs), rows.sum(0)
+
+    def compressed(w, mask, turned):
+        told.append("compress")
+        assert turned
+        return torch.where(mask, w, 0), None
+
+    def multiplied(function, record, values, operands):
+        told.append("multiply")
+        return operands[0].mm(operands[1])
+
+    monkeypatch.setattr(products, "beside_work", beside)
+    monkeypatch.setattr(products, "weight_and_bias_gradients", both)
+    monkeypatch.setattr(products, "compress_masked", compressed)
+    monkeypatch.setattr(products, "execute", multiplied)
+    x, w, g, b = (
+        integers(6, 32),
+        integers(16, 32, seed=1),
+        integers(6, 16, seed=2),
+        torch.zeros(16).bfloat16(),
+    )
+    x, w, b = (one.requires_grad_() for one in (x, w, b))
+    mask = w.detach() > 0
+    monkeypatch.setitem(
+        PRODUCTS, "dense", PRODUCTS["dense"]._replace(all_grads=PRODUCTS["sparse_wgmma"].all_grads)
+    )
+    y = masked_linear(x, w, mask, b, Rule("straight-through", 0.0, "dense", True))
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), g)
+    order = ["gradients", "compress", "multiply"] if by_library else ["compress", "multiply", "gradients"]
+    assert told == ["beside", *order]
+    assert torch.equal(dx, g.mm(torch.where(mask, w, 0)))
+    assert torch.equal(dw, g.t().mm(x))
+    assert torch.equal(db, g.sum(0))
+
+
 def test_inputs_that_are_no_plain_matrices(library):
     """Slices and transposes, which the library would read as something else."""
     w = integers(16, 32)

@@ -85,6 +85,9 @@ def test_what_is_refused(g, x, error, text):
         ((13008, 1024, 1024), HALF, APART),
         # Of float16 too few outputs, too few tiles, too many.
         ((13008, 4088, 1024), HALF, APART),
+        # Of more rows the library's product is no longer the quicker one.
+        ((16384, 4096, 1024), HALF, EPILOGUE),
+        ((16392, 4096, 1024), HALF, APART),
         ((13008, 2048, 512), HALF, APART),
         ((13008, 4104, 1024), HALF, APART),
     ],
@@ -162,6 +165,50 @@ def test_the_order_of_two_streams(monkeypatch):
     ]  # fmt: skip
     monkeypatch.undo()
     assert same(made, torchs(g, x))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_beside_the_librarys_product(monkeypatch, fails):
+    """It is launched behind the product on the current stream, which waits for the product whatever comes of it."""
+    told = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+    def work():
+        told.append("work")
+        if fails:
+            raise ValueError("no")
+        return "done"
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
+    monkeypatch.setattr(
+        weight_gradient,
+        "weight_and_bias_gradients",
+        lambda g, x, stream: told.append(stream.name) or torchs(g, x),
+    )
+    monkeypatch.setattr(layer, "covers", lambda g: True)
+    monkeypatch.setattr(layer, "way", lambda g, x: EPILOGUE)
+    g, x = normals(9, 4), normals(9, 3)
+    if fails:
+        with pytest.raises(ValueError, match="no"):
+            layer.beside_work(g, x, work)
+    else:
+        made, found = layer.beside_work(g, x, work)
+        assert same(made, torchs(g, x))
+        assert found == "done"
+    assert told == ["product waits for current", "product", "work", "current waits for product"]
+
+
+def test_work_where_the_library_makes_nothing(monkeypatch):
+    monkeypatch.setattr(layer, "covers", lambda g: True)
+    monkeypatch.setattr(layer, "way", lambda g, x: BESIDE)
+    assert layer.beside_work(normals(9, 4), normals(9, 3), lambda: "done") == (None, "done")
 
 
 def test_a_tracer_sees_an_operator():

@@ -196,9 +196,14 @@ def test_other_elements_are_refused():
     assert "elements are" in reason
 
 
-@pytest.mark.parametrize(("group", "rows", "taken"), [(16, 1024, True), (16, 1025, False), (32, 1025, True)])
-def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, group, rows, taken):
-    """Where that was measured to be faster."""
+@pytest.mark.parametrize(
+    ("group", "rows", "small", "taken"),
+    [(16, 1024, False, True), (16, 1025, False, False), (32, 1025, False, True), (16, 512, True, True),
+     (16, 513, True, False), (32, 513, True, True)],
+)  # fmt: skip
+def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, group, rows, small, taken):
+    """Where that was measured to be faster: sooner for small weights."""
+    monkeypatch.setattr(host, "SMALL", arranged().rows * arranged().columns + small)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
     monkeypatch.setattr(host, "missing_compiler", lambda: None)
     w = replace(arranged(), element="e2m1", group=group)
