@@ -29,8 +29,6 @@ struct Problem {
   int group;                     // tiles of tokens that share features in the L2 cache
 };
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT32 = 3 };
-
 constexpr int GROUPS = 2, SPLITS = 1, FEATURES = 64 * GROUPS, CLUSTER = PAIR, SUMS = TOKENS / 2;
 constexpr int ROW = 128;                    // bytes of a row in a stage, four instructions
 constexpr int X_BYTES = TOKENS * ROW, WEIGHT_BYTES = FEATURES * ROW;
@@ -40,6 +38,7 @@ constexpr int SIDE = TOKENS + 128;          // words of a warpgroup's scales and
 #include "products.h"  // Sum: float or int; void multiply(Sum (&)[SUMS], u64 a, u64 b); finish<PENDING>
 
 #define CANONICAL 1  // NaN as `int_scaled_mm` gives it
+#include "words.cuh"
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 #: In the order in which a source includes them.
-NAMES = ("copies.cuh", "output.cuh", "tiles.cuh", "store.cuh", "scaled.cuh")
+NAMES = ("words.cuh", "copies.cuh", "output.cuh", "tiles.cuh", "store.cuh", "scaled.cuh")
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 // The sums of a warpgroup, 64 features by TOKENS, times scales, plus a bias, rounded once and written to y (tokens, features).
 //
-// Before: `copies.cuh`, Sum, Problem (tokens, features, y, x_scale, x_scale_step, scale, scale_step, bias, bias_kind), OUT,
+// Before: `words.cuh`, `copies.cuh`, Sum, Problem (tokens, features, y, x_scale, x_scale_step, scale, scale_step, bias, bias_kind), OUT,
 // INTEGER, TOKENS, CHUNK (tokens of an outgoing tile), PITCH (its words of a token), SUMS, PAIR, SPLITS; CANONICAL, where every
 // NaN is to be the quiet one without payload: those of sums and conversions have all bits but the sign, and infinity has fewer.
 
@@ -10,10 +10,6 @@
 
 __device__ __forceinline__ void store_word(u32 address, Sum value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(INTEGER ? u32(value) : __float_as_uint(value)) : "memory");
-}
-
-__device__ __forceinline__ void store_float(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 __device__ __forceinline__ float load_float(u32 address) {
@@ -54,15 +50,6 @@ __device__ __forceinline__ u32 rounded(float v) {
   return OUT == FLOAT32 ? __float_as_uint(v) : half;
 }
 
-__device__ __forceinline__ float bias_at(const Problem& p, int feature) {
-  if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[feature];
-  const unsigned short half = static_cast<const unsigned short*>(p.bias)[feature];
-  if (p.bias_kind == BFLOAT16) return __uint_as_float(u32(half) << 16);
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
-  return v;
-}
-
 // The scales and biases of a tile, which threads read before they multiply and leave in shared memory after it, where the loads of
 // others would wait: words [0, TOKENS) for tokens, 64 scales and 64 biases of features. Adding -0 changes nothing.
 struct Factors {
@@ -77,7 +64,7 @@ struct Factors {
     }
     const int at = first + thread % 64;
     if (thread < 64) feature = p.scale != nullptr && at < p.features ? p.scale[p.scale_step * i64(at)] : 1.f;
-    else feature = p.bias != nullptr && at < p.features ? bias_at(p, at) : __uint_as_float(0x80000000u);
+    else feature = p.bias != nullptr && at < p.features ? bias_at(p.bias, p.bias_kind, at) : __uint_as_float(0x80000000u);
   }
 
   __device__ __forceinline__ void leave(u32 side, int thread) const {

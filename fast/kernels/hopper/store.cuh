@@ -39,7 +39,7 @@ struct Biases {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int at = first + thread / 32 * 16 + thread % 32 / 4 + 8 * i;
-      own[i] = p.bias != nullptr && at < p.features ? bias_at(p, at) : __uint_as_float(0x80000000u);
+      own[i] = p.bias != nullptr && at < p.features ? bias_at(p.bias, p.bias_kind, at) : __uint_as_float(0x80000000u);
     }
   }
 

@@ -1,19 +1,7 @@
 // Words of a preshuffled weight as the first operand of `mma.m16n8k16`, and the instructions that this takes: integers and e4m3,
 // whose scales are of sums. `levels.cuh` and `factors.cuh` have the others.
 //
-// Before: u32; ELEMENT, HALF, ZERO.
-
-__device__ __forceinline__ uint4 load_words(u32 address) {
-  uint4 w;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(address) : "memory");
-  return w;
-}
-
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 w;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(address) : "memory");
-  return w;
-}
+// Before: `words.cuh`; ELEMENT, HALF, ZERO.
 
 // Of two tiles of 16 columns the second operand: rows of x are its columns.
 __device__ __forceinline__ void load_inputs(u32 (&b)[4], u32 address) {

@@ -22,6 +22,7 @@ constexpr int EACH = LOADS / 2, PIECE = EACH * PHASES * 64;    // atoms of a war
 static_assert(LOADS % 2 == 0, "atoms are two loads");
 static_assert(GROUP == 0 || FACTORED, "scales are of rows, or factors");
 
+#include "words.cuh"
 #include "copies.cuh"
 #include "decode.cuh"
 #include "factors.cuh"

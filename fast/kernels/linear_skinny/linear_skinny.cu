@@ -33,6 +33,7 @@ static_assert(STAGES % PHASES == 0, "stages are a multiple of phases");
 static_assert(STEPS * STEP <= 256, "a warp copies a row of x of a stage in one go");
 constexpr int LINE = ROWS + 4;                                 // words of a row of sums
 
+#include "words.cuh"
 #include "copies.cuh"
 #include "decode.cuh"
 #include "levels.cuh"

@@ -13,4 +13,3 @@ struct Problem {
 };
 
 enum { INT4 = 0, INT8 = 1, E4M3 = 2, E2M1 = 3, E4M3_MX = 4, NF4 = 5 };
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

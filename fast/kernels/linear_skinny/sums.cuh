@@ -1,6 +1,6 @@
 // A warp's sums of 16 rows of the weight, and where they go.
 //
-// Before: `problem.cuh`; TILES, TOKENS; GROUP, OUT; LINE: words of a row of sums in shared memory.
+// Before: `words.cuh`, `problem.cuh`; TILES, TOKENS; GROUP, OUT; LINE: words of a row of sums in shared memory.
 
 typedef float Sums[TILES][4];  // by tile of 8 tokens: (row, token), (row, token + 1), (row + 8, token), (row + 8, token + 1)
 
@@ -31,22 +31,9 @@ struct RowScales {
   }
 };
 
-__device__ __forceinline__ void store_float(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ float bias_at(const Problem& p, int row) {
-  if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[row];
-  const unsigned short half = static_cast<const unsigned short*>(p.bias)[row];
-  if (p.bias_kind == BFLOAT16) return __uint_as_float(u32(half) << 16);
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
-  return v;
-}
-
 __device__ __forceinline__ void store(const Problem& p, float v, int token, int row) {
   if (p.x_scale != nullptr) v *= p.x_scale[token];
-  if (p.bias != nullptr) v += bias_at(p, row);
+  if (p.bias != nullptr) v += bias_at(p.bias, p.bias_kind, row);
   const i64 place = i64(token) * p.n + row;
   if constexpr (OUT == FLOAT32) {
     static_cast<float*>(p.y)[place] = v;

@@ -185,7 +185,7 @@ def planes(dtype: str) -> str:
 @lru_cache(maxsize=2)
 def texts(source: str) -> tuple[str, dict[str, str]]:
     """A kernel, and headers by name."""
-    places = [HEADERS / "copies.cuh", *(FOLDER / name for name in OWN)]
+    places = [HEADERS / "words.cuh", HEADERS / "copies.cuh", *(FOLDER / name for name in OWN)]
     return (FOLDER / source).read_text(), {place.name: place.read_text() for place in places}
 
 

@@ -20,18 +20,6 @@ __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
   return d;
 }
 
-__device__ __forceinline__ uint4 load_four(u32 address) {
-  uint4 w;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(address) : "memory");
-  return w;
-}
-
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 w;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(address) : "memory");
-  return w;
-}
-
 // What is taken off an integer in the fraction of a float: of pair r, see above. 4 bits lie 4 r bits from the end.
 __device__ __forceinline__ constexpr float offset_of(int r) { return ELEMENT == INT4 ? float((1 << (23 - 4 * r)) + 8) : float((1 << 23) + 128); }
 

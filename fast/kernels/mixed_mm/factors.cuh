@@ -41,7 +41,7 @@ struct Factored {
   // stage: where its factors are; pair: of rows.
   __device__ __forceinline__ void load(u32 stage, int pair) {
     if constexpr (PARTS == 4) {
-      const uint4 w = load_four(stage + 16 * pair);
+      const uint4 w = load_words(stage + 16 * pair);
       words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
     } else {
       words[0] = load_word(stage + 4 * pair);

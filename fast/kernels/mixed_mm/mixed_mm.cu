@@ -37,8 +37,6 @@ struct Problem {
   static constexpr int x_scale_step = 0, scale_step = 0;
 };
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT32 = 3 };
-
 constexpr bool INTEGER = false;
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
 static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS) && (SMALL == TOKENS || SMALL / PAIR % BOX == 0));
@@ -52,6 +50,7 @@ constexpr int PITCH = 68;                              // words of a token in th
 
 #include "products.h"  // Sum: float; void multiply(Sum (&)[COUNT / 2], const u32 (&a)[4], u64 b), finish<PENDING>: COUNT of either tile
 
+#include "words.cuh"
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
@@ -99,7 +98,7 @@ struct Loaded {
     const int row = 64 * group + thread / 32 * 16 + thread % 32 / 4, pair = 32 * group + thread / 32 * 8 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < ATOM / 2048; i++)
-      words[i] = load_four(ring.words + stage * WORD_BYTES + group * ATOM + 2048 * i + 16 * thread);
+      words[i] = load_words(ring.words + stage * WORD_BYTES + group * ATOM + 2048 * i + 16 * thread);
     if constexpr (FACTORS) {
       factored.load(ring.scales + stage * PARTS * SCALE_BYTES, pair);
     } else {

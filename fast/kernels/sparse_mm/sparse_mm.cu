@@ -34,8 +34,6 @@ struct Problem {
   int group;                      // tiles of tokens that share features in the L2 cache
 };
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT32 = 3 };
-
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
 constexpr int PANEL = 128;                             // bytes of a row of x
 constexpr int WIDTH = 64 * PANELS;                     // bytes of a row of values in a stage
@@ -47,6 +45,7 @@ constexpr int PITCH = 68;                              // words of a token in th
 
 #include "products.h"  // Sum: float or int; void multiply(Sum (&)[SUMS], u64 a, u64 b, u32 metadata); finish<PENDING>
 
+#include "words.cuh"
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"

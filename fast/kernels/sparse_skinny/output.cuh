@@ -1,6 +1,6 @@
 // What a program does when all of its warps have left their sums: adds them in the order of K, and writes y.
 //
-// Before: Problem, sizes of stages, `copies.cuh`.
+// Before: Problem, sizes of stages, `words.cuh`, `copies.cuh`.
 
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -27,17 +27,8 @@ __device__ __forceinline__ void send(u32 address, int program, const Four& f) {
                "f"(f.v[2]), "f"(f.v[3]) : "memory");
 }
 
-__device__ __forceinline__ float bias_at(const Problem& p, int row) {
-  if (p.bias_kind == FLOAT32) return static_cast<const float*>(p.bias)[row];
-  const unsigned short half = static_cast<const unsigned short*>(p.bias)[row];
-  if (p.bias_kind == BFLOAT16) return __uint_as_float(u32(half) << 16);
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(half));
-  return v;
-}
-
 __device__ __forceinline__ u32 rounded(const Problem& p, float v, int row) {
-  if (p.bias != nullptr) v += bias_at(p, row);
+  if (p.bias != nullptr) v += bias_at(p.bias, p.bias_kind, row);
   unsigned short half;
   if constexpr (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
   else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));

@@ -31,7 +31,6 @@ struct Problem {
   int bias_kind;  // FLOAT32, ...
 };
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr int STAGE = COLUMNS, INSTRUCTIONS = STAGE / 32;       // columns of a stage, and products of 16 rows by it
@@ -43,15 +42,10 @@ constexpr int LINE = 20;                                        // words of a ro
 // Products are of a whole warp: after the last one nobody reads codes and metadata, whose place sums take; scales are read later.
 static_assert(TOKENS * LINE * 4 <= 16 * (CODES + METADATA), "sums end before scales");
 
+#include "words.cuh"
 #include "copies.cuh"
 
 // Operands
-
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 w;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(address) : "memory");
-  return w;
-}
 
 __device__ __forceinline__ float load_scale(u32 address) {
   if constexpr (SCALE_BYTES == 4) return __uint_as_float(load_word(address));
@@ -277,10 +271,6 @@ __device__ __forceinline__ void multiply_stage(Sums& total, const Places& places
     multiply_columns<0>(total, sums, places, at, b[at], indices, chosen);
     multiply_columns<1>(total, sums, places, at + 1, b[at + 1], indices, chosen);
   }
-}
-
-__device__ __forceinline__ void store_float(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 // A warp's sums of a tile in the place of its stage, by token and row.

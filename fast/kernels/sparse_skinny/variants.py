@@ -10,8 +10,8 @@ from fast.kernels.hopper.headers import common
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
 
 SOURCE = Path(__file__).with_name("sparse_skinny.cu")
-#: The header beside it.
-OUTPUT = "output.cuh"
+#: The header beside it, and those of all kernels.
+OUTPUT, COMMON = "output.cuh", ("words.cuh", "copies.cuh")
 #: Columns that a stage may have, and rows of a tile.
 STAGES, TILE = (256, 512), 16
 #: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
@@ -100,7 +100,7 @@ def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[st
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return (
         source(),
-        {"copies.cuh": common()["copies.cuh"], OUTPUT: SOURCE.with_name(OUTPUT).read_text()},
+        {**{name: common()[name] for name in COMMON}, OUTPUT: SOURCE.with_name(OUTPUT).read_text()},
         options,
     )
 
