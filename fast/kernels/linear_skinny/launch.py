@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -98,6 +99,20 @@ def is_loadable(variant: Variant | Direct, form: Form, device: int) -> bool:
         return False
 
 
+class _Ready(threading.local):
+    """The arguments and the configuration of a launch, which each thread has for itself: others may launch meanwhile.
+
+    Made once: making them takes a thread five times as long as filling in what differs.
+    """
+
+    def __init__(self, programs: int, threads: int, shared: int, size: int) -> None:
+        memory = ctypes.create_string_buffer(size)
+        self.attribute = LaunchAttribute(PROGRAMMATIC, 0, (ctypes.c_uint * 16)(1))
+        place = ctypes.addressof(self.attribute)
+        config = LaunchConfig((programs, 1, 1), (threads, 1, 1), shared, None, place, 1)
+        self.parts = memory, (ctypes.c_void_p * 1)(ctypes.addressof(memory)), config, ctypes.byref(config)
+
+
 def launcher(
     function: ctypes.c_void_p,
     programs: int,
@@ -108,19 +123,16 @@ def launcher(
 ) -> Launch:
     """A launch on a stream, of addresses in the order of the kernel's pointers. layout: of those and `rest`."""
     launch, pack = driver().cuLaunchKernelEx, layout.pack_into
-    attribute = LaunchAttribute(PROGRAMMATIC, 0, (ctypes.c_uint * 16)(1))
+    ready = _Ready(programs, threads, shared, layout.size)
 
     def run(stream: int, addresses: Sequence[int | None]) -> None:
-        memory = ctypes.create_string_buffer(layout.size)
+        memory, arguments, config, place = ready.parts
         pack(memory, 0, *[address or 0 for address in addresses], *rest)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
-        config = LaunchConfig(
-            (programs, 1, 1), (threads, 1, 1), shared, stream, ctypes.addressof(attribute), 1
-        )
-        status = launch(ctypes.byref(config), function, arguments, None)
+        config.stream = stream
+        status = launch(place, function, arguments, None)
         if status == NO_CONTEXT:
             ensure_context(torch.cuda.current_device())
-            status = launch(ctypes.byref(config), function, arguments, None)
+            status = launch(place, function, arguments, None)
         if status:
             check(status, "launching a product of few rows")
 

@@ -1,6 +1,7 @@
 """What `linear_skinny` takes, what becomes of a variant that does not load, and contexts of threads."""
 
 import ctypes
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from fast.kernels.hopper import driver
 from fast.kernels.linear_skinny import host, launch
+from fast.kernels.linear_skinny.launch import ARGUMENTS
 from fast.kernels.linear_skinny.select import choose, gains
 from fast.kernels.linear_skinny.variants import Direct, Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
@@ -120,3 +122,26 @@ def test_a_thread_without_a_context_gets_the_device_s(monkeypatch, current, made
     monkeypatch.setattr(driver, "driver", lambda: library)
     driver.ensure_context(0)
     assert seen == made
+
+
+def test_threads_that_launch_at_once_have_arguments_of_their_own(monkeypatch):
+    """A launch fills in memory that was made before: another thread's would be overwritten before the driver looks at it."""
+    both, seen = threading.Barrier(2), {}
+
+    def launched(place, function, arguments, nothing):
+        config = place._obj
+        both.wait(timeout=30)  # both threads have filled theirs in
+        numbers = ARGUMENTS.unpack(ctypes.string_at(arguments[0], ARGUMENTS.size))
+        attribute = ctypes.cast(config.attributes, ctypes.POINTER(driver.LaunchAttribute))[0]
+        seen[config.stream] = numbers, tuple(config.grid), attribute.id, attribute.value[0]
+        return 0
+
+    monkeypatch.setattr(launch, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=launched))
+    run = launch.launcher(ctypes.c_void_p(1), 100, 256, 1000, (1, 2, 3, 0))
+    threads = [threading.Thread(target=run, args=(at, [at, None, *[at] * 5])) for at in (5, 6)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for at in (5, 6):
+        assert seen[at] == ((at, 0, *[at] * 5, 1, 2, 3, 0), (100, 1, 1), launch.PROGRAMMATIC, 1)
