@@ -42,7 +42,9 @@ def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair:
 
     dW is torch's product, under its settings, or cuBLASLt's; db of 16-bit elements sums in float32, rounded once: in whatever
     order, sums are off by at most M 2^-24 / (1 - M 2^-24) of the sum of absolute values before that. On a GPU equal inputs have
-    equal bits. NaN, infinities and no rows as in `column_sums`. Differentiable. A CUDA graph may capture it.
+    equal bits where both are contiguous at multiples of 256 bytes and cuBLASLt does not begin to fail in between: else the
+    library's order of sums may give way to the kernels'. NaN, infinities and no rows as in `column_sums`. Differentiable. A
+    CUDA graph may capture it.
 
     TypeError where dtypes differ or are no floating-point ones, ValueError where these are no matrices of as many rows.
     """
@@ -85,11 +87,13 @@ def beside(g: torch.Tensor, x: torch.Tensor) -> Pair:
     dw, product = g.new_empty((g.shape[1], x.shape[1])), product_stream(g.get_device())
     current = torch.cuda.current_stream(g.device)
     product.wait_stream(current)
-    with torch.cuda.stream(product):
-        torch.mm(g.t(), x, out=dw)
-    db = execute(COLUMN_SUMS, None, (g.dtype,), (g,))
-    current.wait_stream(product)
-    return dw, db
+    try:
+        with torch.cuda.stream(product):
+            torch.mm(g.t(), x, out=dw)
+        return dw, execute(COLUMN_SUMS, None, (g.dtype,), (g,))
+    finally:
+        # Whatever fails: memory of all three goes back to the current stream, which must not be ahead of the product.
+        current.wait_stream(product)
 
 
 def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair | None, T]:
@@ -118,9 +122,14 @@ def way(g: torch.Tensor, x: torch.Tensor) -> str:
     return way_of(*g.shape, x.shape[1], g.dtype)
 
 
-@lru_cache(maxsize=64)
 def product_stream(device: int) -> torch.cuda.Stream:
-    """The stream of a device's products."""
+    """The stream of a device's products; another one while a graph is captured: cuBLAS keeps a workspace for each stream, and
+    that of calls outside of graphs is none of a graph's memory."""
+    return _stream(device, torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+@lru_cache(maxsize=64)
+def _stream(device: int, captured: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=PRIORITY)
 
 

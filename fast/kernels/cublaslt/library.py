@@ -67,6 +67,8 @@ def declared(found: Any) -> Any:
         ("cublasLtMatmulDescCreate", (Pointer, number, number)),
         ("cublasLtMatmulDescSetAttribute", (Pointer, number, Pointer, size)),
         ("cublasLtMatrixLayoutCreate", (Pointer, number, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64)),
+        ("cublasLtMatmulDescDestroy", (Pointer,)),
+        ("cublasLtMatrixLayoutDestroy", (Pointer,)),
         ("cublasLtMatmulPreferenceCreate", (Pointer,)),
         ("cublasLtMatmulPreferenceDestroy", (Pointer,)),
         ("cublasLtMatmulPreferenceSetAttribute", (Pointer, number, Pointer, size)),
@@ -118,6 +120,13 @@ def layout(dtype: torch.dtype, rows: int, columns: int) -> Pointer:
     return made
 
 
+def destroy(product: Pointer, layouts: tuple[Pointer, ...]) -> None:
+    """A product's descriptor and its layouts, which nothing launched reads any more: a call reads them before it returns."""
+    library().cublasLtMatmulDescDestroy(product)
+    for one in layouts:
+        library().cublasLtMatrixLayoutDestroy(one)
+
+
 def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer]) -> Any:
     """The algorithm that the library's heuristic puts first; None where there is none, or it needs workspace.
 
@@ -158,6 +167,7 @@ __all__ = [
     "check",
     "declared",
     "descriptor",
+    "destroy",
     "handle",
     "layout",
     "library",

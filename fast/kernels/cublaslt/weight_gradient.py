@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+import weakref
 from functools import lru_cache
 
 import torch
@@ -25,6 +26,7 @@ from fast.kernels.cublaslt.library import (
     best,
     check,
     descriptor,
+    destroy,
     handle,
     layout,
     library,
@@ -52,6 +54,8 @@ class Plan:
             }
         )
         self.x, self.g, self.dw = layout(dtype, k, rows), layout(dtype, n, rows), layout(dtype, k, n)
+        # Shapes come and go: the cache of plans forgets the oldest.
+        weakref.finalize(self, destroy, self.product, (self.x, self.g, self.dw)).atexit = False
         self.algorithm = best(device, self.product, (self.x, self.g, self.dw))
 
     def __call__(self, g: torch.Tensor, x: torch.Tensor, stream: int) -> Pair:

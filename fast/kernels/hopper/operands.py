@@ -53,10 +53,16 @@ class TensorMaps(dict[tuple[int, ...], bytes]):
     def __missing__(self, at: tuple[int, ...]) -> bytes:
         made = self.describe(*at)
         while len(self) >= MOST:
-            # Another thread may have been here first.
-            self.pop(next(iter(self)), None)
+            self.pop(self._oldest(), None)
         self[at] = made
         return made
+
+    def _oldest(self) -> tuple[int, ...]:
+        """The addresses that came first; none where another thread is changing this."""
+        try:
+            return next(iter(self), ())
+        except RuntimeError:
+            return ()
 
 
 __all__ = ["GROUP", "HOPPER", "MOST", "MOST_ROWS", "TensorMaps", "addresses_of", "processors_of"]

@@ -94,11 +94,11 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
         return f"inputs are {' or '.join(map(str, INPUTS))} and a bias a float, got {x.dtype}"
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != HOPPER:
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
+    if not x.numel() or x.numel() // length > MOST_ROWS:
+        return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
     most = MOST_OF_SMALL if n * length < SMALL else MOST_OF_SIXTEEN
     if w.group == SIXTEEN and x.numel() // length > most:
         return f"groups of {SIXTEEN} are multiplied by the dense weight from {most + 1} rows on"
-    if not x.numel() or x.numel() // length > MOST_ROWS:
-        return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
         return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
     return missing_compiler()

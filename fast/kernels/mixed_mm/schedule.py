@@ -46,9 +46,9 @@ class Grid(NamedTuple):
 
     def counts(self, one: Schedule) -> tuple[int, int]:
         """Whole tiles and small ones."""
-        columns = (self.columns - one.cut, one.cut)
-        whole = sum(each * count for each, count in zip(one.whole, columns, strict=True))
-        return whole, sum(self.rest(each) * count for each, count in zip(one.whole, columns, strict=True))
+        (first, second), plain = one.whole, self.columns - one.cut
+        rest = self.rest(first) * plain + (self.rest(second) * one.cut if one.cut else 0)
+        return first * plain + second * one.cut, rest
 
 
 def grid_of(one: Variant, tokens: int, features: int, clusters: int) -> Grid:
@@ -69,30 +69,42 @@ def longest(grid: Grid, one: Schedule, large: float, small: float) -> float:
 
 @lru_cache(maxsize=4096)
 def scheduled(grid: Grid, ratio: float) -> Schedule:
-    """The schedule that ends first. ratio: time of a small tile over that of a whole one."""
-    plain = Schedule(0, (grid.all_whole, 0), min(grid.clusters, grid.all_whole * grid.columns))
-    return min((plain, *cuts(grid)), key=lambda one: longest(grid, one, 1.0, ratio))
+    """The schedule that ends first. ratio: time of a small tile over that of a whole one.
+
+    Every new number of rows asks, while a model waits: what could not end first if all clusters had the same is left out.
+    """
+    best = Schedule(0, (grid.all_whole, 0), min(grid.clusters, grid.all_whole * grid.columns))
+    least = longest(grid, best, 1.0, ratio)
+    for cut, whole in cuts(grid):
+        large, small = grid.counts(Schedule(cut, whole, 1))
+        clusters = min(grid.clusters, large + small)
+        if (large + small * ratio) / clusters >= least:
+            continue
+        # By all clusters, and by those that have a whole tile less.
+        for shares in {clusters, clusters - large % clusters}:
+            one = Schedule(cut, whole, shares)
+            if (taken := longest(grid, one, 1.0, ratio)) < least:
+                best, least = one, taken
+    return best
 
 
-def cuts(grid: Grid) -> Iterator[Schedule]:
-    """Schedules with small tiles: fewer whole tiles in all columns, or in as many as make the whole waves fewer."""
+def least_of(grid: Grid, large: float, small: float) -> float:
+    """What no schedule is quicker than: all clusters with the same, of tiles that are full. large, small: times of tiles."""
+    each = min(large / grid.large, small / grid.small) if grid.small else large / grid.large
+    return grid.columns * grid.tokens * each / grid.clusters
+
+
+def cuts(grid: Grid) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Columns that are cut, and whole tiles: fewer in all columns, or in as many as make the whole waves fewer."""
     least = max(0, grid.all_whole - FEWER)
     for whole in range(least, grid.all_whole + 1) if grid.small else ():
-        yield from shared(grid, 0, (whole, 0))
+        yield 0, (whole, 0)
         for fewer in range(least, whole):
             top = whole * grid.columns // grid.clusters
             for waves in range(max(0, top - WAVES), top + 1):
                 cut = -(-(whole * grid.columns - waves * grid.clusters) // (whole - fewer))
                 if 0 < cut < grid.columns:
-                    yield from shared(grid, cut, (whole, fewer))
-
-
-def shared(grid: Grid, cut: int, whole: tuple[int, int]) -> Iterator[Schedule]:
-    """By all clusters, and by those that have a whole tile less."""
-    large, small = grid.counts(Schedule(cut, whole, 1))
-    clusters = min(grid.clusters, large + small)
-    for shares in {clusters, clusters - large % clusters}:
-        yield Schedule(cut, whole, shares)
+                    yield cut, (whole, fewer)
 
 
 def tiles_of(grid: Grid, one: Schedule) -> list[list[tuple[int, int, int]]]:
@@ -115,4 +127,4 @@ def tiles_of(grid: Grid, one: Schedule) -> list[list[tuple[int, int, int]]]:
     return taken
 
 
-__all__ = ["Grid", "Schedule", "grid_of", "longest", "scheduled", "tiles_of"]
+__all__ = ["Grid", "Schedule", "grid_of", "least_of", "longest", "scheduled", "tiles_of"]

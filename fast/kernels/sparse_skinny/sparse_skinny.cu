@@ -31,7 +31,6 @@ struct Problem {
   int bias_kind;  // FLOAT32, ...
 };
 
-
 constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr int STAGE = COLUMNS, INSTRUCTIONS = STAGE / 32;       // columns of a stage, and products of 16 rows by it
 constexpr int CODES = STAGE / 4, METADATA = STAGE / 8, SCALES = STAGE / GROUP * SCALE_BYTES;  // bytes of a row of a stage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 
@@ -28,12 +29,13 @@ class Recorded:
 
     def __init__(self):
         self.made, self.calls, self.status, self.count, self.workspace = {}, [], 0, 1, 0
+        self.next = itertools.count(1000)
         for name in dir(type(self)):
             if name.startswith("_cublasLt"):
                 setattr(self, name[1:], Function(getattr(self, name)))
 
     def _new(self, where, value):
-        address = 1000 + len(self.made)
+        address = next(self.next)
         self.made[address] = value
         where._obj.value = address
         return 0
@@ -48,9 +50,11 @@ class Recorded:
     def _cublasLtMatmulPreferenceCreate(self, where):
         return self._new(where, {})
 
-    def _cublasLtMatmulPreferenceDestroy(self, made):
+    def _destroy(self, made):
         del self.made[made.value]
         return 0
+
+    _cublasLtMatmulPreferenceDestroy = _cublasLtMatmulDescDestroy = _cublasLtMatrixLayoutDestroy = _destroy
 
     def _cublasLtMatrixLayoutCreate(self, where, dtype, rows, columns, leading):
         assert leading == rows

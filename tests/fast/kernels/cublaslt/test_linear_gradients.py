@@ -211,6 +211,43 @@ def test_work_where_the_library_makes_nothing(monkeypatch):
     assert layer.beside_work(normals(9, 4), normals(9, 3), lambda: "done") == (None, "done")
 
 
+def test_sums_that_fail_leave_no_product_behind(monkeypatch):
+    """Memory goes back to the current stream, so this waits for the product whatever becomes of the sums."""
+    told = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(layer, "execute", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        layer.beside(normals(9, 4), normals(9, 3))
+    assert told == ["product waits for current", "current waits for product"]
+
+
+def test_a_graph_that_is_captured_has_a_stream_of_its_own(monkeypatch):
+    """cuBLAS keeps a workspace for each stream: one that eager calls made is none of a graph's memory."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: [device, priority])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    layer._stream.cache_clear()
+    streams = {}
+    for captured in (False, True, False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)  # noqa: B023
+        made = layer.product_stream(0)
+        assert streams.setdefault(captured, made) is made
+    assert streams[False] is not streams[True]
+    layer._stream.cache_clear()
+
+
 def test_a_tracer_sees_an_operator():
     """Of any size, since that may be another one in the next call."""
     with FakeTensorMode():

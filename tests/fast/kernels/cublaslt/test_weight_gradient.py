@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 
 import pytest
@@ -144,3 +145,16 @@ def test_without_the_library_a_kernel_sums(monkeypatch):
 def test_a_status_is_an_error():
     with pytest.raises(lt.LibraryError, match="status 7 of a thing"):
         lt.check(7, "a thing")
+
+
+def test_a_plan_that_is_forgotten_leaves_nothing(asked):
+    """Shapes come and go: only the handle stays."""
+    g, x = integers(8, 16), integers(8, 24)
+    made = weight_gradient.Plan(0, 8, 16, 24, g.dtype)
+    made(g, x, 0)
+    assert len(asked.made) > 1
+    del made
+    gc.collect()
+    weight_gradient.plan.cache_clear()
+    gc.collect()
+    assert set(map(str, asked.made.values())) <= {"handle"}

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.mixed_mm.schedule import Grid, Schedule, cuts, grid_of, longest, scheduled, tiles_of
+from fast.kernels.mixed_mm.schedule import (
+    Grid,
+    Schedule,
+    cuts,
+    grid_of,
+    least_of,
+    longest,
+    scheduled,
+    tiles_of,
+)
 from fast.kernels.mixed_mm.variants import Variant
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.fast.kernels.mixed_mm.test_emulated import expected, given, stored
@@ -21,6 +30,15 @@ GRIDS = [
     Grid(700, 48, 256, 64, 132), Grid(8192, 56, 256, 192, 66), Grid(129, 8, 128, 64, 132), Grid(300, 3, 64, 16, 7),
     Grid(1, 1, 256, 64, 132), Grid(2049, 32, 256, 0, 132), Grid(1000, 5, 48, 32, 1),
 ]  # fmt: skip
+
+
+def schedules(grid):
+    """All that are looked at."""
+    for cut, whole in cuts(grid):
+        clusters = min(grid.clusters, sum(grid.counts(Schedule(cut, whole, 1))))
+        large = grid.counts(Schedule(cut, whole, 1))[0]
+        for shares in {clusters, clusters - large % clusters}:
+            yield Schedule(cut, whole, shares)
 
 
 def covered_once(grid, one):
@@ -40,7 +58,7 @@ def covered_once(grid, one):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_each_token_is_in_one_tile(grid):
     covered_once(grid, scheduled(grid, 0.7))
-    some = [*cuts(grid)]
+    some = [*schedules(grid)]
     assert bool(some) == bool(grid.small)
     for one in random.Random(0).sample(some, min(12, len(some))):
         covered_once(grid, one)
@@ -49,12 +67,22 @@ def test_each_token_is_in_one_tile(grid):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_the_longest_cluster(grid):
     """The formula against the tiles one by one."""
-    for one in cuts(grid):
+    for one in schedules(grid):
         took = [
             sum(1.0 if tokens == grid.large else 0.625 for *_, tokens in cluster)
             for cluster in tiles_of(grid, one)
         ]
         assert longest(grid, one, 1.0, 0.625) == max(took), one
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9, 1.0])
+def test_what_is_left_out_is_not_shorter(grid, ratio):
+    """Schedules are many, and a model waits: those that a bound leaves out would not have been taken."""
+    least = min((longest(grid, one, 1.0, ratio) for one in schedules(grid)), default=float("inf"))
+    found = longest(grid, scheduled(grid, ratio), 1.0, ratio)
+    assert found == min(least, longest(grid, scheduled(grid._replace(small=0), ratio), 1.0, ratio))
+    assert least_of(grid, 1.0, ratio) <= found * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
