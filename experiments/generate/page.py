@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from experiments.fp8_training.report.lines import failures
 from experiments.generate.methods import BASE, METHODS
 from experiments.generate.run import TITLE
-from experiments.generate.tables import KIND
+from experiments.generate.stage import Stage
+from experiments.generate.tables import KIND, LEAST
 from experiments.generate.targets import targets_of
 from experiments.generate.times import CHANGE, RATE, REPEAT, SPEED, TIME, WARM
 from experiments.harness.rows import Row
@@ -21,15 +22,15 @@ __all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
 ABOUT = (
     "What a user of transformers gets: `ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, "
     "compiled as transformers does by itself, and not compiled; random weights in the shapes of Llama-3.1-8B.",
-    "Prepared is after `ao_lab.prepare_for_generate_(model)`, frozen with `frozen=True`. torchao's configurations run in the "
+    "Prepared is after `ao_lab.prepare_for_generate_(model)`. torchao's configurations run in the "
     "same process. The generation loop of `decode`, which has less time outside of products, is a page of its own.",
-    "One layer's token takes hardly more than transformers' own loop on the host; no weights bring a step of more layers below "
-    "that, so compiled decoding has targets for the whole model alone.",
+    "One layer says what transformers' own loop takes on the host, below which no weights bring a step.",
 )
 FEATURED = ("generate-llama-3.1-8b-32-layers-full",)
 TEXT = (
     "Milliseconds of a token are the median over steps of five calls of 96 tokens, the host's time in them, the prompt "
-    "not; of a prefill, from the prompt to the first token. Models are copies of one bfloat16 model, called in turn.",
+    "not; of a prefill, from the prompt to the first token. Models are copies of one bfloat16 model, called in turn; the speed "
+    "over it is the median of that of each round.",
     "Warm-up is what the first two calls take: compilation and capture. Before that logits are compared with those of a"
     " bfloat16 model that has what is stored as its weights, at the rows that are timed, not compiled: they say that products "
     "are right, and nothing of quality.",
@@ -47,7 +48,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """Targets, and speeds where most users are; nothing of stand-ins."""
     words = []
     for where, results in timed(rows):
-        targets = targets_of(where.data, results)
+        targets = [] if where.data == Stage(LEAST, "").data else targets_of(results)
         lost = missed(targets)
         rest = f"; missed: {'; '.join(map(str, lost))}" if lost else ""
         words += [speeds(where, results, setting) for setting in results.settings if where.scale == "full"]
@@ -89,7 +90,8 @@ def section(where: Where, results: Results) -> Section:
     real = where.scale == "full" and where.device != "cpu"
     text = [*(TEXT if real else STAND_IN), *failures(results)]
     settings = [one for one in results.settings if results.value(one, BASE.name, TIME) is not None]
-    targets = [target_table(where.data, results)] if real and targets_of(where.data, results) else []
+    is_asked = real and where.data != Stage(LEAST, "").data
+    targets = [target_table(results)] if is_asked else []
     tables = [*targets, *(setting_table(results, one) for one in settings)]
     return Section(
         f"generate() ({where})",
@@ -111,11 +113,11 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     )
 
 
-def target_table(data: str, results: Results) -> Table:
+def target_table(results: Results) -> Table:
     """Targets with values."""
     lines = [
         [one.name, f"at least {one.limit:g} times bfloat16", format(one.value, ".2f"), one.verdict]
-        for one in targets_of(data, results)
+        for one in targets_of(results)
         if one.value is not None
     ]
     return Table("Targets", ["model", "target", "measured", "reached"], lines)

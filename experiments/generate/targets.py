@@ -1,12 +1,8 @@
-"""Targets of `generate()`, those of the issue "Fast where people are", as data: speeds over bfloat16 in the same table.
-
-Compiled decoding has them for the whole model: a token of fewer layers takes about as long as transformers' loop on the host.
-"""
+"""Targets of `generate()`, those of the issue "Fast where people are", as data: speeds over bfloat16 in the same table."""
 
 from __future__ import annotations
 
-from experiments.generate.stage import Stage
-from experiments.generate.tables import COMPILED, EAGER, LONG, WHOLE
+from experiments.generate.tables import COMPILED, EAGER, LONG
 from experiments.generate.times import SPEED
 from experiments.report.results import Results
 from experiments.report.targets import Target
@@ -27,15 +23,14 @@ LIMITS = (
 )
 
 
-def targets_of(data: str, results: Results) -> list[Target]:
-    """Those of the methods that were measured of a model. data: how rows call it."""
+def targets_of(results: Results) -> list[Target]:
+    """Those of a model whose methods were measured."""
     return [
         Target(f"{method}, {setting}", results.value(setting, method, SPEED), limit, value_format=".2f")
         for methods, settings, limit in LIMITS
         for setting in settings
         for method in methods
         if results.value(setting, method, SPEED) is not None
-        and (data == Stage(WHOLE, "").data or not setting.endswith(f", {COMPILED}"))
     ]
 
 

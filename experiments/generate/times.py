@@ -17,11 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from experiments.generate.methods import BASE, Method
 from experiments.generate.stage import PROMPT
 from experiments.generate.tables import PREFILL, Table
-from experiments.harness.outcome import Values, Wrong, attempt, free, status
+from experiments.harness.outcome import Values, Wrong, attempt, free
 from experiments.harness.timing import summary
 from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 
@@ -30,7 +31,7 @@ TIME, SPEED, RATE, WARM, REPEAT, CHANGE = (
 )  # fmt: skip
 #: Of calls before the timed ones: two where a program is compiled and its graph recorded.
 COMPILING, EAGERLY = 2, 1
-PREFILLS, OK = 8, next(iter(status("ok")))
+PREFILLS = 8
 
 
 @dataclass
@@ -77,47 +78,53 @@ class Bench:
 
 @contextmanager
 def several_compiled() -> Iterator[None]:
-    """Each model is compiled as if it were the process's only one: not for any size since another's sizes differ, and
-    not refused for their number."""
+    """Models are not compiled for any size since another's sizes differ, and not refused for their number."""
     with torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False):
         yield
 
 
 def in_turn(table: Table, ready: Mapping[str, Any], found: dict[str, Values]) -> None:
-    """Times of the methods that are ready, into `found`; one that fails has a status instead, and no more calls."""
+    """Times of the methods that are ready, into `found`; one that fails has a status instead, and no more calls.
+
+    Each round begins with another method, so that none always follows the same one.
+    """
     taken: dict[str, list[list[float]]] = {name: [] for name in ready}
-    for _ in range(PREFILLS if table.part == PREFILL else table.stage.calls):
-        for name, model in ready.items():
-            if taken.get(name) is not None:
-                call = attempt(partial(one_call, table, model, taken[name]))
-                if OK not in call:
-                    found[name] = call
-                    del taken[name]
+    for at in range(PREFILLS if table.part == PREFILL else table.stage.calls):
+        names = [*taken]
+        for name in [*names[at % len(names) :], *names[: at % len(names)]] if names else ():
+            try:
+                taken[name].append(one_call(table, ready[name]))
+            except Exception as error:  # noqa: BLE001
+                found[name] = attempt(partial(again, error))
+                del taken[name]
     for name, calls in taken.items():
         found[name] |= times_of(table, [one for call in calls for one in call])
     if BASE.name in taken:
-        compare(found, taken[BASE.name])
+        compare(found, taken)
 
 
-def one_call(table: Table, model: Any, taken: list[list[float]]) -> Values:
-    """One more call's seconds, of its prompt or of each token, at the end of `taken`."""
+def again(error: Exception) -> Values:
+    """For `attempt`, whose words say what failed. Memory is given back there, and not between calls: asking for it again is a
+    part of none."""
+    raise error
+
+
+def one_call(table: Table, model: Any) -> list[float]:
+    """Seconds of one more call: of its prompt, or of each token."""
     if table.part == PREFILL:
-        found = [table.stage.prefill(model, table.length, table.compiled)]
-    else:
-        found = table.stage.steps(model, table.batch, table.compiled)
-    if not found:
+        return [table.stage.prefill(model, table.length, table.compiled)]
+    if not (found := table.stage.steps(model, table.batch, table.compiled)):
         raise Wrong("no step was timed")
-    taken.append(found)
-    return {}
+    return found
 
 
-def compare(found: dict[str, Values], base: Sequence[list[float]]) -> None:
-    """Speeds over bfloat16, whose last call's median over its first's stands beside."""
-    time = found[BASE.name][TIME][0]
-    found[BASE.name][REPEAT] = (summary(base[-1]).median / summary(base[0]).median, "ratio")
-    for values in found.values():
-        if TIME in values:
-            values[SPEED] = (time / values[TIME][0], "ratio")
+def compare(found: dict[str, Values], taken: Mapping[str, Sequence[list[float]]]) -> None:
+    """Speeds over bfloat16, the median over rounds of what each round says; bfloat16's last call over its first."""
+    base = [summary(one).median for one in taken[BASE.name]]
+    found[BASE.name][REPEAT] = (base[-1] / base[0], "ratio")
+    for name, calls in taken.items():
+        ratios = summary([of / summary(one).median for of, one in zip(base, calls, strict=True)])
+        found[name][SPEED] = (ratios.median, "ratio")
 
 
 def dense_copy(base: Any, model: Any) -> Any:
@@ -163,11 +170,19 @@ def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
 
 
 def warmed(table: Table, model: Any) -> float:
-    """Seconds of the calls before anything is timed: compilation, and recording a graph."""
-    started, taken = time.perf_counter(), list[list[float]]()
-    for _ in range(COMPILING if table.compiled and table.part != PREFILL else EAGERLY):
-        one_call(table, model, taken)
+    """Seconds of the calls before anything is timed: compilation, and recording a graph. Wrong where another model's program
+    answered: programs of several models are beside each other, and what tells two of them apart may be left out."""
+    started, graphs, compiles = time.perf_counter(), unique_graphs(), table.compiled and table.part != PREFILL
+    for _ in range(COMPILING if compiles else EAGERLY):
+        one_call(table, model)
+    if compiles and unique_graphs() == graphs:
+        raise Wrong("nothing was compiled: another model's program answered")
     return time.perf_counter() - started
+
+
+def unique_graphs() -> int:
+    """Programs that were compiled so far."""
+    return counters["stats"]["unique_graphs"]
 
 
 def times_of(table: Table, taken: Sequence[float]) -> Values:
