@@ -11,6 +11,7 @@ beside which torch takes no options. So the mode becomes the options that it sta
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ from ao_lab.install.extras import needed
 CACHE, BACKEND, PASS = "static", "inductor", "post_grad_custom_pre_pass"
 #: Caches of a fixed size, with which transformers compiles. None stands for one that grows, as the other names do.
 FIXED, GROWING = ("static", "offloaded_static", "sliding_window", "hybrid"), (None, "dynamic", "dynamic_full")
+
+
+#: What the pass is called in options, and what separates that from a number.
+NAME, SEPARATE = f"{FuseLinears.__module__}.{FuseLinears.__name__}", " of frozen model "
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     Before each token torch compares all modules and weights with what was compiled; parts of quantized weights are left out of
     that (`ao_lab.compile.guards`). frozen: all modules are, which saves 1.4 us of the host a quantized weight and token. From
     the first call of `generate` on no weight is exchanged then, no hook, mode or layer changed, nothing quantized, no module
-    sets an attribute of its own in forward that a later call reads; what is would go unseen and the results be wrong.
+    sets an attribute of its own in forward that a later call reads; what is would go unseen and the results be wrong. Each
+    frozen model has programs of its own; a deep copy of one shares them, and is as little to be changed.
     `torch.compiler.reset()` lets the next call see it.
 
     TypeError for a model without generation_config. ValueError for a cache that transformers does not compile, and for another
@@ -89,20 +96,28 @@ def _compile_config(given: Any, frozen: bool) -> Any:
 
     # None: its mode is among its options already.
     mode = list_mode_options(made.mode) if made.mode is not None else {}
-    made.options = {**mode, **(made.options or {}), **_options(), **guard_options(frozen)}
+    known = str((made.options or {}).get(PASS, ""))
+    name = (known if SEPARATE in known else _another()) if frozen else NAME
+    made.options = {**mode, **(made.options or {}), **_options(name), **guard_options(frozen)}
     made.mode = None
     return made
 
 
-def _options() -> dict[str, Any]:
-    """`compile_options`, with a pass that is text too.
+def _another() -> str:
+    """A name for the options of one frozen model. torch keeps programs by code and options, and finds one by its guards:
+    without those of modules it may run the program of another frozen model, whose inputs are alike."""
+    return f"{NAME}{SEPARATE}{next(_numbers)}"
+
+
+def _options(name: str) -> dict[str, Any]:
+    """`compile_options`, with a pass that is text too, the name.
 
     transformers copies a compile_config in each call and compiles again for one that differs, and what it compares, prints and
     hashes is JSON. Text is equal to its copies, and JSON.
     """
     options = compile_options()
     kind = type(options[PASS])
-    options[PASS] = type(kind.__name__, (kind, str), {})(f"{FuseLinears.__module__}.{FuseLinears.__name__}")
+    options[PASS] = type(kind.__name__, (kind, str), {})(name)
     return options
 
 

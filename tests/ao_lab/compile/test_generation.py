@@ -60,6 +60,30 @@ def test_twice_is_once():
     assert other.generation_config.compile_config == first
 
 
+def test_frozen_models_have_programs_of_their_own():
+    """torch finds a program by options and guards: without those of modules one would answer for another model."""
+    models = [llama(), llama()]
+    made = []
+    for model in models:
+        ao_lab.prepare_for_generate_(model, frozen=True)
+        made.append(model.generation_config.compile_config)
+    # What torch compares of two calls: the options without the filter of guards, which it takes out first.
+    first, second, again = (
+        torch._TorchCompileInductorWrapper(
+            None, {k: v for k, v in options.items() if k != "guard_filter_fn"}, None
+        )
+        for options in (made[0].options, made[1].options, copy.deepcopy(made[0].options))
+    )
+    assert first != second
+    assert first == again
+    ao_lab.prepare_for_generate_(models[0], frozen=True)
+    assert models[0].generation_config.compile_config == made[0]
+    # Looked at again, it is as any other.
+    ao_lab.prepare_for_generate_(models[0])
+    ao_lab.prepare_for_generate_(other := llama())
+    assert models[0].generation_config.compile_config == other.generation_config.compile_config
+
+
 def test_what_was_set_stays():
     model = llama()
     options = {"max_autotune": True, "epilogue_fusion": False}
