@@ -24,6 +24,57 @@ class Rewrite:
         return not self.experiments or bool({experiment, f"{experiment}/{kind}"} & {*self.experiments})
 
 
+#: Files of products of quantized and of 2:4 weights, and of the CUDA C++ that they share.
+PRODUCTS = (
+    "ao_lab/compile/generation.py",
+    "ao_lab/gemm/sparse_wgmma.py",
+    "ao_lab/sparsity/training/autograd.py",
+    "ao_lab/sparsity/training/products.py",
+    "fast/kernels/cublaslt/__init__.py",
+    "fast/kernels/cublaslt/library.py",
+    "fast/kernels/cublaslt/weight_gradient.py",
+    "fast/kernels/dense_mm/dense_mm.cu",
+    "fast/kernels/dense_mm/host.py",
+    "fast/kernels/hopper/__init__.py",
+    "fast/kernels/hopper/driver.py",
+    "fast/kernels/hopper/headers.py",
+    "fast/kernels/hopper/nvrtc.py",
+    "fast/kernels/hopper/operands.py",
+    "fast/kernels/hopper/output.cuh",
+    "fast/kernels/hopper/store.cuh",
+    "fast/kernels/hopper/words.cuh",
+    "fast/kernels/linear_skinny/decode.cuh",
+    "fast/kernels/linear_skinny/direct.cu",
+    "fast/kernels/linear_skinny/host.py",
+    "fast/kernels/linear_skinny/launch.py",
+    "fast/kernels/linear_skinny/linear_skinny.cu",
+    "fast/kernels/linear_skinny/problem.cuh",
+    "fast/kernels/linear_skinny/select.py",
+    "fast/kernels/linear_skinny/sums.cuh",
+    "fast/kernels/linear_skinny/variants.py",
+    "fast/kernels/mixed_mm/decode.cuh",
+    "fast/kernels/mixed_mm/factors.cuh",
+    "fast/kernels/mixed_mm/host.py",
+    "fast/kernels/mixed_mm/load.cuh",
+    "fast/kernels/mixed_mm/mixed_mm.cu",
+    "fast/kernels/mixed_mm/products.py",
+    "fast/kernels/mixed_mm/schedule.cuh",
+    "fast/kernels/mixed_mm/schedule.py",
+    "fast/kernels/mixed_mm/select.py",
+    "fast/kernels/mixed_mm/variants.py",
+    "fast/kernels/sparse_mm/driver.py",
+    "fast/kernels/sparse_mm/host.py",
+    "fast/kernels/sparse_mm/nvrtc.py",
+    "fast/kernels/sparse_mm/sparse_mm.cu",
+    "fast/kernels/sparse_skinny/__init__.py",
+    "fast/kernels/sparse_skinny/launch.py",
+    "fast/kernels/sparse_skinny/output.cuh",
+    "fast/kernels/sparse_skinny/select.py",
+    "fast/kernels/sparse_skinny/sparse_skinny.cu",
+    "fast/kernels/sparse_skinny/variants.py",
+    "fast/layers/linear_gradients.py",
+)
+
 REWRITES = (
     Rewrite(
         "aa5c318",
@@ -323,6 +374,34 @@ REWRITES = (
         "products of blocks, which these rows have none of; a size that launches of gradients are not compiled for; a name; "
         "where a mask is written",
         ("kernels",),
+    ),
+    Rewrite(
+        "cd8bf87",
+        PRODUCTS,
+        "products of quantized and of 2:4 weights and gradients of 2:4 layers by sparse products, which these rows have "
+        "none of; loads of words, addresses of operands and the compiler of CUDA C++ in other files",
+        (
+            "fp8_training",
+            "linear/torchao",
+            "sparsity/language",
+            "sparsity/language gaps",
+            "sparsity/vision",
+            "sparsity/vision gaps",
+        ),
+    ),
+    Rewrite(
+        "58011ec",
+        PRODUCTS,
+        "products of a 2:4 weight in a CUDA graph: loads of words and addresses of operands stand elsewhere, the same "
+        "machine code",
+        ("sparsity/products",),
+    ),
+    Rewrite(
+        "be9b969",
+        PRODUCTS,
+        "2:4 training layers: the same launches, on another stream object while a graph is captured; what happens where "
+        "something fails",
+        ("sparsity/linear", "sparsity/vit"),
     ),
 )
 
