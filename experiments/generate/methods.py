@@ -21,16 +21,15 @@ TRANSFORMERS, TORCHAO = "transformers", libraries.TORCHAO
 class Method:
     """A way to store the weights of a model's linear layers, the output layer too.
 
-    build: its configuration, None for bfloat16. library: whose `quantize_`. prepared: whether by `prepare_for_generate_`,
-    which has something to do where the model is compiled alone. Frozen modules are not here: their program would not be told
-    from the one that is prepared alone, both being in one process. deep: whether it is measured of all 32 layers, too. dynamic:
+    build: its configuration, None for bfloat16. library: whose `quantize_`. frozen: None, or that of `prepare_for_generate_`,
+    which has something to do where the model is compiled alone. deep: whether it is measured of all 32 layers, too. dynamic:
     whether inputs are rounded too.
     """
 
     name: str
     build: Build | None = None
     library: str = "ao_lab"
-    prepared: bool = False
+    frozen: bool | None = None
     deep: bool = False
     dynamic: bool = False
 
@@ -44,8 +43,8 @@ class Method:
             quantize_(model, self.build())
             return
         ao_lab.quantize_(model, self.build())
-        if self.prepared:
-            ao_lab.prepare_for_generate_(model)
+        if self.frozen is not None:
+            ao_lab.prepare_for_generate_(model, frozen=self.frozen)
 
     @property
     def missing(self) -> str | None:
@@ -59,7 +58,8 @@ BASE = Method(name="bfloat16", deep=True)
 METHODS = (
     BASE,
     Method(name="int4 g128", build=INT4, deep=True),
-    Method(name="int4 g128, prepared", build=INT4, prepared=True, deep=True),
+    Method(name="int4 g128, prepared", build=INT4, frozen=False, deep=True),
+    Method(name="int4 g128, prepared and frozen", build=INT4, frozen=True, deep=True),
     Method(name="int8", build=lambda: ao_lab.Int8WeightOnlyConfig(), deep=True),
     Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow()), dynamic=True),
     Method(name="int4 g128, zero points", build=INT4_ZERO),

@@ -22,7 +22,7 @@ __all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
 ABOUT = (
     "What a user of transformers gets: `ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, "
     "compiled as transformers does by itself, and not compiled; random weights in the shapes of Llama-3.1-8B.",
-    "Prepared is after `ao_lab.prepare_for_generate_(model)`. torchao's configurations run in the "
+    "Prepared is after `ao_lab.prepare_for_generate_(model)`, frozen with `frozen=True`. torchao's configurations run in the "
     "same process. The generation loop of `decode`, which has less time outside of products, is a page of its own.",
     "One layer says what transformers' own loop takes on the host, below which no weights bring a step.",
 )
@@ -48,7 +48,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """Targets, and speeds where most users are; nothing of stand-ins."""
     words = []
     for where, results in timed(rows):
-        targets = [] if where.data == Stage(LEAST, "").data else targets_of(results)
+        targets = targets_of(results) if is_asked(where) else []
         lost = missed(targets)
         rest = f"; missed: {'; '.join(map(str, lost))}" if lost else ""
         words += [speeds(where, results, setting) for setting in results.settings if where.scale == "full"]
@@ -58,6 +58,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
             f"{where.data}, {where.device}: {len(targets) - len(lost)} of {len(targets)} targets are met{rest}."
         )
     return words
+
+
+def is_asked(where: Where) -> bool:
+    """Whether a model has targets: not the one of a layer."""
+    return where.data != Stage(LEAST, "").data
 
 
 def timed(rows: Sequence[Row]) -> list[tuple[Where, Results]]:
@@ -90,8 +95,7 @@ def section(where: Where, results: Results) -> Section:
     real = where.scale == "full" and where.device != "cpu"
     text = [*(TEXT if real else STAND_IN), *failures(results)]
     settings = [one for one in results.settings if results.value(one, BASE.name, TIME) is not None]
-    is_asked = real and where.data != Stage(LEAST, "").data
-    targets = [target_table(results)] if is_asked else []
+    targets = [target_table(results)] if real and is_asked(where) else []
     tables = [*targets, *(setting_table(results, one) for one in settings)]
     return Section(
         f"generate() ({where})",

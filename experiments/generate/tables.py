@@ -56,7 +56,7 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
     least, stage, whole = Stage(LEAST, device), Stage(DEPTH, device), Stage(WHOLE, device)
     deep = tuple(one for one in METHODS if one.deep)
     ours = tuple(one for one in METHODS if one.library != TORCHAO)
-    unprepared = tuple(one for one in METHODS if not one.prepared)
+    unprepared = tuple(one for one in METHODS if one.frozen is None)
     found = (
         Table(whole, DECODE, deep, 1),
         Table(stage, DECODE, unprepared, 1, compiled=False),
@@ -77,7 +77,7 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
 def stand_ins(parts: Sequence[str], device: str) -> Iterator[Table]:
     """A tiny model's, whose times mean nothing: what is measured at full scale runs here too, but for the compiler."""
     stage = Stage(1, device, divide=32, new=8, calls=1)
-    ours = tuple(one for one in METHODS if not one.prepared and one.library == BASE.library)
+    ours = tuple(one for one in METHODS if one.frozen is None and one.library == BASE.library)
     found = (
         Table(stage, DECODE, ours, 2, compiled=False),
         Table(stage, PREFILL, ours, length=64, compiled=False),

@@ -18,7 +18,7 @@ from experiments.harness.rows import Journal, Row
 from tests.experiments.harness import tiny
 
 pytest.importorskip("transformers")
-OURS = [one.name for one in METHODS if not one.prepared and one.library == BASE.library]
+OURS = [one.name for one in METHODS if one.frozen is None and one.library == BASE.library]
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_at_full_scale_what_is_asked_first_comes_first():
     first, *others = tables_of(experiment.PARTS, "cuda")
     assert (first.setting, first.stage.layers) == (f"batch 1, {COMPILED}", 32)
     deep, part = ({one.name for one in tables[0].methods} for tables in ((first,), others[-2:]))
-    assert deep < part | {one.name for one in METHODS if one.prepared}
+    assert deep < part | {one.name for one in METHODS if one.frozen is not None}
     assert {one.setting for one in (first, *others)} >= {
         setting for _, settings, _ in targets.LIMITS for setting in settings
     }

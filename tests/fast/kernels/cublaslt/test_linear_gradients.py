@@ -132,8 +132,8 @@ def test_what_no_way_is_worth(ways, monkeypatch):
     assert ways == []
 
 
-def test_the_order_of_two_streams(monkeypatch):
-    """The product begins after what the current stream has done, which goes on after it; memory is the current stream's."""
+def two_streams(monkeypatch):
+    """The current stream and that of products, played; what they are told is in the list."""
     told = []
 
     class Stream:
@@ -143,6 +143,15 @@ def test_the_order_of_two_streams(monkeypatch):
         def wait_stream(self, other):
             told.append(f"{self.name} waits for {other.name}")
 
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
+    return told
+
+
+def test_the_order_of_two_streams(monkeypatch):
+    """The product begins after what the current stream has done, which goes on after it; memory is the current stream's."""
+    told = two_streams(monkeypatch)
+
     @contextlib.contextmanager
     def within(stream):
         told.append(f"on {stream.name}")
@@ -150,8 +159,6 @@ def test_the_order_of_two_streams(monkeypatch):
         told.append("back")
 
     multiply, allocate = torch.mm, torch.Tensor.new_empty
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
-    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: told.append("product") or multiply(a, b, out=out))
     monkeypatch.setattr(
@@ -170,14 +177,7 @@ def test_the_order_of_two_streams(monkeypatch):
 @pytest.mark.parametrize("fails", [False, True])
 def test_work_beside_the_librarys_product(monkeypatch, fails):
     """It is launched behind the product on the current stream, which waits for the product whatever comes of it."""
-    told = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            told.append(f"{self.name} waits for {other.name}")
+    told = two_streams(monkeypatch)
 
     def work():
         told.append("work")
@@ -185,8 +185,6 @@ def test_work_beside_the_librarys_product(monkeypatch, fails):
             raise ValueError("no")
         return "done"
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
-    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
     monkeypatch.setattr(
         weight_gradient,
         "weight_and_bias_gradients",
@@ -213,20 +211,11 @@ def test_work_where_the_library_makes_nothing(monkeypatch):
 
 def test_sums_that_fail_leave_no_product_behind(monkeypatch):
     """Memory goes back to the current stream, so this waits for the product whatever becomes of the sums."""
-    told = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            told.append(f"{self.name} waits for {other.name}")
+    told = two_streams(monkeypatch)
 
     def fails(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
-    monkeypatch.setattr(layer, "product_stream", lambda device: Stream("product"))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(layer, "execute", fails)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
