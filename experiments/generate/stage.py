@@ -21,13 +21,16 @@ HIDDEN, INNER, HEADS, KEYS, WORDS, PROMPT = 4096, 14336, 32, 8, 128256, 32
 
 @dataclass(frozen=True)
 class Stage:
-    """Which model generates how much. divide: of widths and vocabulary, for a stand-in. new: tokens of a call; calls: timed."""
+    """Which model generates how much. divide: of widths and vocabulary, for a stand-in. new: tokens of a call; calls: timed.
+
+    Many short calls: a host has slow and fast seconds, and a round of calls of all methods should lie in one of them.
+    """
 
     layers: int
     device: str
     divide: int = 1
-    new: int = 96
-    calls: int = 5
+    new: int = 64
+    calls: int = 12
 
     @property
     def data(self) -> str:

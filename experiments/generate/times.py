@@ -31,7 +31,6 @@ TIME, SPEED, RATE, WARM, REPEAT, CHANGE = (
 )  # fmt: skip
 #: Of calls before the timed ones: two where a program is compiled and its graph recorded.
 COMPILING, EAGERLY = 2, 1
-PREFILLS = 8
 
 
 @dataclass
@@ -89,7 +88,7 @@ def in_turn(table: Table, ready: Mapping[str, Any], found: dict[str, Values]) ->
     Each round begins with another method, so that none always follows the same one.
     """
     taken: dict[str, list[list[float]]] = {name: [] for name in ready}
-    for at in range(PREFILLS if table.part == PREFILL else table.stage.calls):
+    for at in range(table.stage.calls):
         names = [*taken]
         for name in [*names[at % len(names) :], *names[: at % len(names)]] if names else ():
             try:
