@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.calibration.autocast import Autocast
 from ao_lab.calibration.statistics import Seen
 
 #: Arguments under which models hand a cache of keys and values to their blocks.
@@ -54,6 +55,8 @@ class Capture:
     devices: list[torch.device] = field(default_factory=list)
     #: Of each batch and block: the arguments; None stands where the input goes.
     calls: list[list[Call]] = field(default_factory=list)
+    #: Of each batch and block: whether the model casts there, which its forward may ask for.
+    autocasts: list[list[Autocast]] = field(default_factory=list)
     #: The output of the block that ran last.
     last: Seen | None = None
 
@@ -88,6 +91,7 @@ class Capture:
                 f"which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
             )
         calls.append(_without(args, kwargs, place))
+        self.autocasts[-1].append(Autocast.now(x.device))
 
     def after(self, index: int, output: Any) -> None:
         """Take in the output of a block; stop behind the last one. The first batch runs on, to find a block that runs again."""
@@ -104,7 +108,9 @@ class Capture:
         block = list(self.blocks.values())[index]
         for batch, (x, device, calls) in enumerate(zip(self.hidden, self.devices, self.calls, strict=True)):
             args, kwargs = _with(calls[index], x.to(device) if self.offload else x.clone())
-            yield batch, block(*args, **kwargs)
+            with self.autocasts[batch][index].entered():
+                output = block(*args, **kwargs)
+            yield batch, output
 
     def run(self, index: int) -> None:
         """All data through a block."""
@@ -136,6 +142,7 @@ def captured(
             handles.append(module.register_forward_hook(_after(capture, index)))
         for batch in _batches(calibration):
             capture.calls.append([])
+            capture.autocasts.append([])
             _run_until_enough(model, batch)
             _check_all_ran(capture)
     finally:

@@ -44,6 +44,15 @@ class Stack(nn.Module):
         return x
 
 
+class Casting(Stack):
+    """A model that enters autocast in its own forward, for two of three blocks."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.blocks[1](self.blocks[0](x))
+        return self.blocks[2](x)
+
+
 def inputs_of_blocks(model, batches, blocks):
     """What each block is given when the model runs."""
     seen, handles = [[] for _ in blocks], []
@@ -221,3 +230,23 @@ def test_batches():
         refused(stack, [3])
     with pytest.raises(ValueError, match=r"calibration has no batches"):
         refused(stack, [])
+
+
+def test_blocks_are_called_under_the_autocast_that_their_model_enters():
+    """In what is multiplied in bfloat16 and what is not, the walk is the model; weights that changed are cast anew."""
+    torch.manual_seed(0)
+    model = Casting(Residual(), Residual(), Residual())
+    batches = [torch.randn(4, 8) for _ in range(2)]
+    for mine, other in zip(
+        walked(model, batches), inputs_of_blocks(model, batches, model.blocks), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+    def halve(block):
+        block.module.linear.weight.data.mul_(0.5)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = walked(model, batches, halve)
+    after = inputs_of_blocks(model, batches, model.blocks)
+    assert all(torch.equal(a, b) for a, b in zip(seen[1], after[1], strict=True))
+    assert not torch.is_autocast_enabled("cpu")
