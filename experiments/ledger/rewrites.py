@@ -369,6 +369,12 @@ REWRITES = (
         "something fails",
         ("sparsity/linear", "sparsity/vit"),
     ),
+    Rewrite(
+        "65ddf60",
+        ("ao_lab/calibration/autocast.py", "ao_lab/calibration/walk.py"),
+        "blocks are called under the autocast that their model's forward enters; of models pruned by data, those whose rows "
+        "exist enter none (one that does could not be pruned)",
+    ),
 )
 
 __all__ = ["REWRITES", "Rewrite"]
