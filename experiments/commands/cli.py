@@ -77,9 +77,10 @@ def reproduce(
     where = device.value if device else None
     text = corpus, corpus_path
     limits = {"seconds": seconds, "workers": workers}
-    run_experiments(
+    if not run_experiments(
         tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, **limits
-    )
+    ):
+        raise typer.Exit(1)
 
 
 def merge(

@@ -26,12 +26,13 @@ def run_experiments(
     corpus: tuple[str, Path | None] = (DEFAULT, None),
     seconds: float | None = None,
     workers: int = 1,
-) -> None:
+) -> bool:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
 
     corpus: its name, and its folder where it has one. seconds: after which nothing more starts, where that can be. workers: how
-    many trainings run at once, likewise.
+    many trainings run at once, likewise. Returns whether no measurement was lost.
     """
+    from experiments.fp8_training.training.workers import LOST
     from experiments.runs.run import reproduce
 
     for name in names:
@@ -40,6 +41,7 @@ def run_experiments(
     more: dict[str, Any] = {**partly(names, only), **limited(names, seconds), **other_text(names, *corpus)}
     more |= shared(names, workers)
     folders = paths(reports)
+    LOST.clear()
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
     with when_stopped(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
@@ -49,6 +51,11 @@ def run_experiments(
         print_json([{"what": what, "where": where} for what, where in written])
     else:
         print_table("Reproduced", ["what", "where"], written)
+    if LOST:
+        say(
+            f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
+        )
+    return not LOST
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:

@@ -31,6 +31,8 @@ Answer = list[Row] | str
 SPAWN = multiprocessing.get_context("spawn")
 #: Seconds that a process gets to end by itself.
 PATIENCE = 5.0
+#: Names of what was lost: a run publishes what it has, and then ends as one that failed.
+LOST: list[str] = []
 
 
 def measure_each(
@@ -38,7 +40,7 @@ def measure_each(
 ) -> None:  # fmt: skip
     """Call `keep` with name and rows of each measurement as it is finished; nothing starts that the deadline would not reach,
     by the longest one so far. With one worker all run here, and an error is raised; with more they are pickled, and what is
-    lost is said on stderr."""
+    lost is said on stderr and remembered in LOST."""
     made = at_once(works, workers, deadline) if workers > 1 else one_by_one(works, deadline)
     with bar(title, len(works)) as step, closing(made):
         for name, rows in made:
@@ -74,6 +76,7 @@ def at_once(
             for name, answer, seconds in pool.finished():
                 longest = max(longest, seconds)
                 if isinstance(answer, str):
+                    LOST.append(name)
                     say(f"lost: {name}: {answer}; the next run goes on with it")
                 else:
                     yield name, answer
@@ -192,4 +195,4 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-__all__ = ["Work", "measure_each"]
+__all__ = ["LOST", "Work", "measure_each"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ao_lab.cli.app import main
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.training import convergence, workers
 from experiments.fp8_training.training.plans import PAIRED, Plan
@@ -41,18 +42,35 @@ def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
         "third": works.process,
     }
     found, before = {}, torch.get_num_threads()
+    monkeypatch.setattr(workers, "LOST", [])
     torch.set_num_threads(1)
     try:
         measure_each("x", given, 2, Deadline(None), gather(found))
     finally:
         torch.set_num_threads(before)
     assert set(found) == {"first", "second", "third"}
+    assert sorted(workers.LOST) == ["dies", "fails"]
     assert found["second"] == [1]
     assert os.getpid() not in (*found["first"], *found["third"])
     err = capfd.readouterr().err
     assert "lost: dies: its process ended with exit code 3; the next run goes on with it" in err
     assert "lost: fails: ValueError: no such thing" in err
     assert "Traceback" in err
+
+
+def test_a_run_that_lost_something_publishes_and_fails(monkeypatch, capsys):
+    def run(*names, **options):
+        workers.LOST[:] = lost
+        return [("rows", "a file")]
+
+    monkeypatch.setattr("experiments.runs.run.reproduce", run)
+    lost = ["dense, seed 0", "dense, seed 1"]
+    assert main(["reproduce", "formats"]) == 1
+    out, err = capsys.readouterr()
+    assert "a file" in out
+    assert "2 measurements were lost, dense, seed 0 first" in err
+    lost = []
+    assert main(["reproduce", "formats"]) == 0
 
 
 def test_nothing_starts_after_the_limit():
