@@ -84,24 +84,36 @@ def apart(g: torch.Tensor, x: torch.Tensor) -> Pair:
 
 def beside(g: torch.Tensor, x: torch.Tensor) -> Pair:
     """The product on a stream of its own, which the current one waits for: all memory is the current one's."""
+    return _beside(g, x, _nothing)[0]
+
+
+def _beside(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair, T]:
+    """Both gradients, and what `work` gives, whose kernels follow the sums."""
     dw, product = g.new_empty((g.shape[1], x.shape[1])), product_stream(g.get_device())
     current = torch.cuda.current_stream(g.device)
     product.wait_stream(current)
     try:
         with torch.cuda.stream(product):
             torch.mm(g.t(), x, out=dw)
-        return dw, execute(COLUMN_SUMS, None, (g.dtype,), (g,))
+        return (dw, execute(COLUMN_SUMS, None, (g.dtype,), (g,))), work()
     finally:
         # Whatever fails: memory of all three goes back to the current stream, which must not be ahead of the product.
         current.wait_stream(product)
 
 
+def _nothing() -> None:
+    return None
+
+
 def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair | None, T]:
-    """Both gradients where the library makes them, else None; and what `work` gives, whose kernels run beside the product.
+    """Both gradients where their product is on a stream of its own, else None; and what `work` gives, whose kernels run beside.
 
     work launches on the current stream, which waits for the product after it; it must not need the gradients.
     """
-    if not covers(g) or way(g, x) != EPILOGUE:
+    taken = way(g, x) if covers(g) else APART
+    if taken == BESIDE:
+        return _beside(g, x, work)
+    if taken == APART:
         return None, work()
     from fast.kernels.cublaslt import weight_gradient
 
