@@ -2,11 +2,12 @@
 
     PYTHONPATH=. python tests/gpu/sparsity/training/profile_mlp_blocks.py [--blocks 6] [--batch 8] [--rounds 7]
 
-A block is what a ViT-L block has of an MLP: x + lin2(gelu(lin1(norm(x)))), at the rows of `ao-lab reproduce sparsity --only vit`
-(64 x 64 patches an image), float16, each block compiled by itself, masks found anew in each step. Printed are for both sides
-milliseconds of a step (medians of rounds in turn) and what a block takes of it, bytes that a step's forward keeps, the peak of
-memory without what the other side holds, and the kernels that torch's profiler saw, by microseconds of a block. Then what a step
-of all of ViT-L would save. Exits with 1 where the sparse side's outputs differ from those of its masked weights in float32.
+A block is what a ViT-L block has of an MLP: x + lin2(gelu(lin1(norm(x)))), at the rows of the step that is measured
+(`experiments.sparsity.speed.encoders`: 64 x 64 patches an image), float16, each block compiled by itself, masks found anew in
+each step. Printed are for both sides milliseconds of a step (medians of rounds in turn) and what a block takes of it, MB that
+forward keeps, the peak of memory beside what was there before, and the kernels that torch's profiler saw, by microseconds of a
+block; then what the step of all of ViT-L would save. Exits with 1 where a sparse block's output differs from that of its masked
+weights in float32 by more than float16 explains.
 """
 
 from __future__ import annotations
