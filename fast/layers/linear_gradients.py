@@ -7,7 +7,8 @@ No name of `fast` itself: backward passes call it. On Hopper there are three way
   add up some 90 GB/s each meanwhile; where the product takes long enough, sums cost no time;
 * "epilogue": cuBLASLt adds up what its product reads (`fast.kernels.cublaslt`).
 
-The weight's gradient has the same bits by the first two, which are those of torch's product.
+The weight's gradient has the same bits by the first two, which are those of torch's product. By the last two a caller may have
+other kernels run beside the product (`beside_work`).
 """
 
 from __future__ import annotations

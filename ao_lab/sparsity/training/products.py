@@ -11,7 +11,8 @@ operand is read by its strides, as contiguous or as transposed and packed: x and
 padded to a multiple of 8. The result has the dtype of the inputs, sums are in float32.
 
 Gradients of weight and bias together are those of `fast.layers.linear_gradients`, of a bias alone `fast.layers.column_sums`;
-with "dense" torch's own product and sum, as all else there is torch's.
+with "dense" torch's own product and sum, as all else there is torch's. With "sparse_wgmma" and transposable masks all three
+gradients are one call, and one operator of a traced program: what compresses the weight may run beside the weight's gradient.
 """
 
 from __future__ import annotations
