@@ -33,6 +33,7 @@ HOPPER = (9, 0)
 #: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
 HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
 #: "epilogue": outputs of a layer over its inputs, and rows up to which it was quicker (of 32768 the library's choice is not).
+#: Of more rows further work, too, hides beside torch's product.
 WIDE, MOST_ROWS = 4, 1 << 14
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
@@ -107,14 +108,15 @@ def _nothing() -> None:
 
 
 def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair | None, T]:
-    """Both gradients where their product is on a stream of its own, else None; and what `work` gives, whose kernels run beside.
+    """Both gradients where `work` is worth running beside their product, else None; and what `work` gives.
 
     work launches on the current stream, which waits for the product after it; it must not need the gradients.
     """
     taken = way(g, x) if covers(g) else APART
-    if taken == BESIDE:
+    # Of fewer rows the product is over before four multiprocessors have finished both sums and work.
+    if taken == BESIDE and len(g) > MOST_ROWS:
         return _beside(g, x, work)
-    if taken == APART:
+    if taken != EPILOGUE:
         return None, work()
     from fast.kernels.cublaslt import weight_gradient
 

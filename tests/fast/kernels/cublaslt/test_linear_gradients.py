@@ -203,13 +203,14 @@ def test_work_beside_the_librarys_product(monkeypatch, fails):
     assert told == ["product waits for current", "product", "work", "current waits for product"]
 
 
-def test_work_where_all_is_one_after_the_other(monkeypatch):
-    """The rule says so, or the matrix is not worth a kernel of sums, whatever the rule says."""
-    monkeypatch.setattr(layer, "covers", lambda g: True)
-    monkeypatch.setattr(layer, "way", lambda g, x: APART)
-    assert layer.beside_work(normals(9, 4), normals(9, 3), lambda: "done") == (None, "done")
-    monkeypatch.setattr(layer, "covers", lambda g: False)
-    monkeypatch.setattr(layer, "way", lambda g, x: BESIDE)
+@pytest.mark.parametrize(
+    ("way", "worth", "most"), [(APART, True, 8), (BESIDE, False, 8), (BESIDE, True, 9)], ids=str
+)
+def test_work_where_all_is_one_after_the_other(monkeypatch, way, worth, most):
+    """The rule says so, the matrix is not worth a kernel of sums, or the product is too short for sums and work."""
+    monkeypatch.setattr(layer, "covers", lambda g: worth)
+    monkeypatch.setattr(layer, "way", lambda g, x: way)
+    monkeypatch.setattr(layer, "MOST_ROWS", most)
     assert layer.beside_work(normals(9, 4), normals(9, 3), lambda: "done") == (None, "done")
 
 
@@ -230,6 +231,7 @@ def test_work_beside_torchs_product(monkeypatch, fails):
     monkeypatch.setattr(layer, "execute", lambda f, r, v, o: told.append("sums") or column_sums(*o))
     monkeypatch.setattr(layer, "covers", lambda g: True)
     monkeypatch.setattr(layer, "way", lambda g, x: BESIDE)
+    monkeypatch.setattr(layer, "MOST_ROWS", 8)
     g, x = normals(9, 4), normals(9, 3)
     if fails:
         with pytest.raises(ValueError, match="no"):

@@ -4,10 +4,10 @@
 
 A block is what a ViT-L block has of an MLP: x + lin2(gelu(lin1(norm(x)))), at the rows of the step that is measured
 (`experiments.sparsity.speed.encoders`: 64 x 64 patches an image), float16, each block compiled by itself, masks found anew in
-each step. Printed are for both sides milliseconds of a step (medians of rounds in turn) and what a block takes of it, MB that
-forward keeps, the peak of memory beside what was there before, and the kernels that torch's profiler saw, by microseconds of a
-block; then what the step of all of ViT-L would save. Exits with 1 where a sparse block's output differs from that of its masked
-weights in float32 by more than float16 explains.
+each step. Printed are for both sides the MB that forward keeps and the peak of memory beside what was there before, microseconds
+that a block takes of a step (CUDA graphs, medians of rounds in turn), what the step of all of ViT-L would save, and the kernels
+that torch's profiler saw, by microseconds of a block, at the clocks of a GPU that was idle before. Exits with 1 where a sparse
+block's output differs from that of its masked weights in float32 by more than float16 explains.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import ao_lab
 from experiments.models.sam_encoder import VIT_L, SamMlp, is_mlp
+from tests.gpu.sparsity.training.column_sums import replayed
+from tests.gpu.sparsity.training.profile_training_layer import graph_of
 
 Step = Callable[[], object]
 PROFILED, LIMIT = 3, 4e-3
@@ -73,14 +75,15 @@ def step_of(model: nn.Sequential, batch: int, sparse: bool) -> Step:
     return step
 
 
-def milliseconds(step: Step) -> float:
-    """Of one call, by events."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
+def microseconds(steps: dict[str, Step], blocks: int, rounds: int) -> dict[str, float]:
+    """Of a block by side: medians of replays of steps in CUDA graphs, in turn; launched one by one, few blocks wait for the
+    host."""
+    graphs = {name: graph_of(step)[0] for name, step in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(replayed(graph) / blocks)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def memory(model: nn.Sequential, step: Step, batch: int) -> tuple[float, float]:
@@ -140,17 +143,12 @@ def main() -> int:
         steps[name]()
         kept, peak = memory(model, steps[name], options.batch)
         print(f"{name}: forward keeps {kept:.1f} MB, a step's peak is {peak:.1f} MB", flush=True)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            times[name].append(milliseconds(step))
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    for name, median in medians.items():
-        print(f"{name}: {median:.3f} ms, a block {median / options.blocks * 1e3:.0f} us", flush=True)
-    saved = (medians["dense"] - medians["2:4"]) / options.blocks * VIT_L.layers
+    times = microseconds(steps, options.blocks, options.rounds)
+    for name, each in times.items():
+        print(f"{name}: a block {each:.0f} us", flush=True)
+    saved = (times["dense"] - times["2:4"]) * VIT_L.layers / 1e3
     print(
-        f"{medians['dense'] / medians['2:4']:.4f} times dense; ViT-L's step would save {saved:.2f} ms",
-        flush=True,
+        f"{times['dense'] / times['2:4']:.4f} times dense; ViT-L's step would save {saved:.2f} ms", flush=True
     )
     for name, step in steps.items():
         rows = kernels(step, options.blocks)
