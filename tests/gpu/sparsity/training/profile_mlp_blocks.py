@@ -4,10 +4,10 @@
 
 A block is what a ViT-L block has of an MLP: x + lin2(gelu(lin1(norm(x)))), at the rows of the step that is measured
 (`experiments.sparsity.speed.encoders`: 64 x 64 patches an image), float16, each block compiled by itself, masks found anew in
-each step. Printed are for both sides the MB that forward keeps and the peak of memory beside what was there before, microseconds
-that a block takes of a step (CUDA graphs, medians of rounds in turn), what the step of all of ViT-L would save, and the kernels
-that torch's profiler saw, by microseconds of a block, at the clocks of a GPU that was idle before. Exits with 1 where a sparse
-block's output differs from that of its masked weights in float32 by more than float16 explains.
+each step. Printed are for both sides the MB that forward keeps and the peak of memory beside what was there before,
+microseconds that a block takes of a step (CUDA graphs, medians of rounds in turn), what the step of all of ViT-L would save,
+and the kernels that torch's profiler saw, by microseconds of a block, at the clocks of a GPU that was idle before. Exits with 1
+where a sparse block's output differs from that of its masked weights in float32 by more than float16 explains.
 """
 
 from __future__ import annotations
