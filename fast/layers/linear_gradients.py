@@ -7,7 +7,8 @@ No name of `fast` itself: backward passes call it. On Hopper there are three way
   add up some 90 GB/s each meanwhile; where the product takes long enough, sums cost no time;
 * "epilogue": cuBLASLt adds up what its product reads (`fast.kernels.cublaslt`).
 
-The weight's gradient has the same bits by the first two, which are those of torch's product.
+The weight's gradient has the same bits by the first two, which are those of torch's product. By the last two a caller may have
+other kernels run beside the product (`beside_work`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ HOPPER = (9, 0)
 #: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
 HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
 #: "epilogue": outputs of a layer over its inputs, and rows up to which it was quicker (of 32768 the library's choice is not).
+#: Of more rows further work, too, hides beside torch's product.
 WIDE, MOST_ROWS = 4, 1 << 14
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
@@ -84,24 +86,37 @@ def apart(g: torch.Tensor, x: torch.Tensor) -> Pair:
 
 def beside(g: torch.Tensor, x: torch.Tensor) -> Pair:
     """The product on a stream of its own, which the current one waits for: all memory is the current one's."""
+    return _beside(g, x, _nothing)[0]
+
+
+def _beside(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair, T]:
+    """Both gradients, and what `work` gives, whose kernels follow the sums."""
     dw, product = g.new_empty((g.shape[1], x.shape[1])), product_stream(g.get_device())
     current = torch.cuda.current_stream(g.device)
     product.wait_stream(current)
     try:
         with torch.cuda.stream(product):
             torch.mm(g.t(), x, out=dw)
-        return dw, execute(COLUMN_SUMS, None, (g.dtype,), (g,))
+        return (dw, execute(COLUMN_SUMS, None, (g.dtype,), (g,))), work()
     finally:
         # Whatever fails: memory of all three goes back to the current stream, which must not be ahead of the product.
         current.wait_stream(product)
 
 
+def _nothing() -> None:
+    return None
+
+
 def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tuple[Pair | None, T]:
-    """Both gradients where the library makes them, else None; and what `work` gives, whose kernels run beside the product.
+    """Both gradients where `work` is worth running beside their product, else None; and what `work` gives.
 
     work launches on the current stream, which waits for the product after it; it must not need the gradients.
     """
-    if not covers(g) or way(g, x) != EPILOGUE:
+    taken = way(g, x) if covers(g) else APART
+    # Of fewer rows the product is over before four multiprocessors have finished both sums and work.
+    if taken == BESIDE and len(g) > MOST_ROWS:
+        return _beside(g, x, work)
+    if taken != EPILOGUE:
         return None, work()
     from fast.kernels.cublaslt import weight_gradient
 

@@ -11,7 +11,8 @@ operand is read by its strides, as contiguous or as transposed and packed: x and
 padded to a multiple of 8. The result has the dtype of the inputs, sums are in float32.
 
 Gradients of weight and bias together are those of `fast.layers.linear_gradients`, of a bias alone `fast.layers.column_sums`;
-with "dense" torch's own product and sum, as all else there is torch's.
+with "dense" torch's own product and sum, as all else there is torch's. With "sparse_wgmma" and transposable masks all three
+gradients are one call, and one operator of a traced program: what compresses the weight may run beside the weight's gradient.
 """
 
 from __future__ import annotations
@@ -111,9 +112,19 @@ def _wgmma_input_grad(
 def _wgmma_all_grads(
     g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, transposable: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dW, db. Where cuBLASLt makes the last two, W is compressed for dx beside them, in eager mode."""
-    if not (transposable and g.numel() and w.numel()) or is_traced(g) or is_traced(w) or is_transformed():
+    """dx, dW, db; of transposable masks by one operator where something listens."""
+    if not (transposable and g.numel() and w.numel()):
         return _wgmma_input_grad(g, w, mask, transposable), *weight_and_bias_gradients(g, x)
+    if is_traced(g) or is_traced(w) or is_transformed():
+        dx, dw, db = torch.ops.ao_lab.sparse_wgmma_gradients(g, x, w, mask)
+        return dx, dw, db
+    return _all_gradients(g, x, w, mask)
+
+
+def _all_gradients(
+    g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `sparse_wgmma_gradients`. Where dW's product is on a stream of its own, W is compressed for dx beside it."""
     grads, compressed = beside_work(g, x, lambda: compress_masked(w, mask, True))
     dx: torch.Tensor = execute(LINEAR_SPARSE, None, (None, True), (g, *compressed, None, None, None))
     return dx, *(weight_and_bias_gradients(g, x) if grads is None else grads)
@@ -123,10 +134,14 @@ def _wgmma(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, *, turned: bool
 ) -> torch.Tensor:
     """By the operator where something listens; dispatching one takes as long as a small kernel runs."""
-    if is_traced(x) or is_traced(w) or is_transformed():
-        made: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(x, w, mask, bias, turned)
-        return made
-    return _multiply(x, w, mask, bias, turned)
+    if not (is_traced(x) or is_traced(w) or is_transformed()):
+        return _multiply(x, w, mask, bias, turned)
+    # Rows, as backward keeps them: of two shapes of one tensor a compiler writes two copies.
+    rows: torch.Tensor = torch.ops.ao_lab.sparse_wgmma_linear(
+        x.reshape(-1, x.shape[-1]), w, mask, bias, turned
+    )
+    # No view: what FSDP2 hangs a hook on may be written to.
+    return rows if x.dim() == 2 else torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
 
 
 @torch.library.custom_op("ao_lab::cusparselt_linear", mutates_args=())
@@ -167,6 +182,24 @@ def _wgmma_fake(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, turned: bool
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[1] if turned else w.shape[0]))
+
+
+@torch.library.custom_op("ao_lab::sparse_wgmma_gradients", mutates_args=())
+def sparse_wgmma_gradients(
+    g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx = g (w * mask), dW = g^T x and db, the sums of g's columns, of g (M, N), x (M, K) and w (N, K); nothing is empty.
+
+    mask is transposable, and the lengths of w are multiples of 16.
+    """
+    return _all_gradients(g, x, w, mask)
+
+
+@sparse_wgmma_gradients.register_fake
+def _gradients_fake(
+    g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return g.new_empty((g.shape[0], w.shape[1])), g.new_empty(w.shape), g.new_empty((g.shape[1],))
 
 
 def _multiply(
@@ -235,4 +268,11 @@ PRODUCTS: dict[str, Product] = {
     "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason, all_grads=_wgmma_all_grads),
 }
 
-__all__ = ["PRODUCTS", "Product", "cusparselt_linear", "masked", "sparse_wgmma_linear"]
+__all__ = [
+    "PRODUCTS",
+    "Product",
+    "cusparselt_linear",
+    "masked",
+    "sparse_wgmma_gradients",
+    "sparse_wgmma_linear",
+]

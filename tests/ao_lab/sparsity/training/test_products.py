@@ -1,9 +1,13 @@
 """Products by cuSPARSELt: what they ask of a GPU library, with that library's part played on the host; and by our own kernels,
 in whose place the reference computes."""
 
+from functools import partial
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -11,7 +15,12 @@ import reference
 from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import products
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
-from ao_lab.sparsity.training.products import PRODUCTS, cusparselt_linear, sparse_wgmma_linear
+from ao_lab.sparsity.training.products import (
+    PRODUCTS,
+    cusparselt_linear,
+    sparse_wgmma_gradients,
+    sparse_wgmma_linear,
+)
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import weight_and_bias_gradients
 
@@ -251,26 +260,65 @@ def test_our_products_keep_what_the_mask_keeps(kernels):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-def test_our_compiled_layer(kernels):
+@pytest.mark.parametrize("transposable", [False, True])
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (0,)], ids=str)
+def test_our_compiled_layer(kernels, shape, transposable):
+    torch.compiler.reset()
     net = nn.Sequential(nn.Linear(16, 32)).bfloat16()
-    sparsify_(net, SparseTrainingConfig(products="sparse_wgmma", transposable=True))
-    x = integers(3, 16).requires_grad_()
-    expected = torch.autograd.grad(net(x).sum(), (x, net[0].weight))
+    sparsify_(net, SparseTrainingConfig(products="sparse_wgmma", transposable=transposable))
+    with torch.no_grad():
+        net[0].weight.copy_(integers(32, 16, seed=1))
+    x, g = integers(*shape, 16).requires_grad_(), integers(*shape, 32, seed=2)
+    expected = torch.autograd.grad(net(x), (x, *net.parameters()), g)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), net(x))
-    made = torch.autograd.grad(compiled(x).sum(), (x, net[0].weight))
+    made = torch.autograd.grad(compiled(x), (x, *net.parameters()), g)
     assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
     torch.compiler.reset()
 
 
-def test_our_operator():
-    w = integers(16, 32)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
+def test_a_compiled_layer_multiplies_what_it_keeps(kernels):
+    """Rows that one operator reads and backward keeps are one tensor of the graph, which a compiler writes once."""
+    torch.compiler.reset()
+    graphs = []
+    partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+
+    def seen(graph, inputs):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).bfloat16()
+    sparsify_(net, SparseTrainingConfig(products="sparse_wgmma", transposable=True))
+    compiled = torch.compile(
+        net, fullgraph=True, backend=aot_autograd(fw_compiler=seen, partition_fn=partition)
+    )
+    compiled(integers(2, 3, 16).requires_grad_()).sum().backward()
+    forward, backward = graphs
+    kept = next(node for node in forward.nodes if node.op == "output").args[0]
+    products = [node for node in forward.nodes if node.target is torch.ops.ao_lab.sparse_wgmma_linear.default]
+    assert len(products) == 2
+    assert all(node.args[0] in kept for node in products)
+    names = [str(node.target) for node in backward.nodes if "ao_lab" in str(node.target)]
+    assert names == ["ao_lab.sparse_wgmma_gradients.default"] * 2
+    torch.compiler.reset()
+
+
+def test_our_operators():
+    w, g = integers(16, 32), integers(3, 16, seed=2)
     mask = torch.as_tensor(reference.prune_transposable(w))
-    for arguments in (
-        (integers(3, 32), w, mask, integers(16), False),
-        (integers(2, 3, 16), w, mask, None, True),
-    ):
-        torch.library.opcheck(sparse_wgmma_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+    calls = (
+        (sparse_wgmma_linear, (integers(3, 32), w, mask, integers(16), False)),
+        (sparse_wgmma_linear, (integers(2, 3, 16), w, mask, None, True)),
+        (sparse_wgmma_gradients, (g, integers(3, 32), w, mask)),
+    )
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    dx, dw, db = sparse_wgmma_gradients(*calls[2][1])
+    assert torch.equal(dx, g.mm(torch.where(mask, w, 0)))
+    assert torch.equal(dw, g.t().mm(integers(3, 32)))
+    assert torch.equal(db, g.sum(0))
 
 
 class Seen(TorchDispatchMode):

@@ -203,10 +203,45 @@ def test_work_beside_the_librarys_product(monkeypatch, fails):
     assert told == ["product waits for current", "product", "work", "current waits for product"]
 
 
-def test_work_where_the_library_makes_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "worth", "most"), [(APART, True, 8), (BESIDE, False, 8), (BESIDE, True, 9)], ids=str
+)
+def test_work_where_all_is_one_after_the_other(monkeypatch, way, worth, most):
+    """The rule says so, the matrix is not worth a kernel of sums, or the product is too short for sums and work."""
+    monkeypatch.setattr(layer, "covers", lambda g: worth)
+    monkeypatch.setattr(layer, "way", lambda g, x: way)
+    monkeypatch.setattr(layer, "MOST_ROWS", most)
+    assert layer.beside_work(normals(9, 4), normals(9, 3), lambda: "done") == (None, "done")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_beside_torchs_product(monkeypatch, fails):
+    """It follows the sums, and the current stream waits for the product after it, whatever comes of it."""
+    told = two_streams(monkeypatch)
+    multiply = torch.mm
+
+    def work():
+        told.append("work")
+        if fails:
+            raise ValueError("no")
+        return "done"
+
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: told.append("product") or multiply(a, b, out=out))
+    monkeypatch.setattr(layer, "execute", lambda f, r, v, o: told.append("sums") or column_sums(*o))
     monkeypatch.setattr(layer, "covers", lambda g: True)
     monkeypatch.setattr(layer, "way", lambda g, x: BESIDE)
-    assert layer.beside_work(normals(9, 4), normals(9, 3), lambda: "done") == (None, "done")
+    monkeypatch.setattr(layer, "MOST_ROWS", 8)
+    g, x = normals(9, 4), normals(9, 3)
+    if fails:
+        with pytest.raises(ValueError, match="no"):
+            layer.beside_work(g, x, work)
+    else:
+        made, found = layer.beside_work(g, x, work)
+        assert found == "done"
+    assert told == ["product waits for current", "product", "sums", "work", "current waits for product"]
+    monkeypatch.undo()
+    assert fails or same(made, torchs(g, x))
 
 
 def test_sums_that_fail_leave_no_product_behind(monkeypatch):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fast
 import reference
+from ao_lab.sparsity.training.products import PRODUCTS
 from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.sparse_mm import host
 from fast.kernels.sparse_mm.arrange import restore
@@ -158,7 +159,29 @@ def checks(progress: Progress) -> Iterator[tuple[str, Callable[[], None]]]:
                 f"products {shape} {dtype}",
                 partial(check_products, progress, shape, dtype, shape in PUBLISHED),
             )
+        for shape in ((700, 144, 208), *PUBLISHED, (32768, 1024, 4096)):
+            yield f"gradients {shape} {dtype}", partial(check_gradients, progress, shape, dtype)
         yield f"reference {dtype}", partial(check_reference, progress, dtype)
+
+
+def check_gradients(progress: Progress, shape: Shape, dtype: torch.dtype) -> None:
+    """All three gradients, W compressed beside dW's product or not: those of two calls, bit for bit, in replays too."""
+    tokens, k, n = shape
+    g, x, w = (torch.randn(size, device="cuda").to(dtype) for size in ((tokens, n), (tokens, k), (n, k)))
+    mask = torch.as_tensor(fast.prune_transposable(w))
+    ops, all_grads = torch.ops.ao_lab, PRODUCTS["sparse_wgmma"].all_grads
+    right = (ops.sparse_wgmma_linear(g, w, mask, None, True), *ops.weight_and_bias_gradients(g, x))
+    assert all_grads is not None
+    eager = all_grads(g, x, w, mask, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = all_grads(g, x, w, mask, True)
+    compiled = ops.sparse_wgmma_gradients(g, x, w, mask)
+    for name, made in (("eager", eager), ("operator", compiled), *[("replay", captured)] * REPEATS):
+        if name == "replay":
+            graph.replay()
+        good = all(torch.equal(one, other) for one, other in zip(made, right, strict=True))
+        progress.check(f"gradients {dtype} {shape} {name}", good, "bits differ")
 
 
 def check_reference(progress: Progress, dtype: torch.dtype) -> None:
