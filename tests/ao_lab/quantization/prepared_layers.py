@@ -17,6 +17,7 @@ from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
 from fast import dispatch
 from fast.kernels.dense_mm import host as dense_mm
+from fast.kernels.dense_mm.variants import fitted
 from fast.kernels.launch.call import Call
 from fast.kernels.mixed_mm import host as mixed_mm
 from tests.fast.kernels.compiling.recorded_launches import Recorded
@@ -26,13 +27,17 @@ WIDTH, ROWS = 512, 256
 PRESHUFFLED = ", preshuffled"
 CONFIGS = {
     "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
-    "symmetric int4": lambda: ao_lab.SchemeConfig(scheme="int4_g128"),
     "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
-    "mxfp4": lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn"),
     "int8 by int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
     "float8 by float8": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
     "tensorwise": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
+}
+#: For many rows alone.
+OTHERS = {
+    "symmetric int4": lambda: ao_lab.SchemeConfig(scheme="int4_g128"),
+    "mxfp4": lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn"),
     "static": lambda: ao_lab.Float8StaticActivationFloat8WeightConfig(act_quant_scale=0.02),
+    "blocks": lambda: ao_lab.SchemeConfig(scheme="fp8_1x128", activation_scheme="fp8_1x128"),
     "rows by one scale": lambda: ao_lab.SchemeConfig(
         scheme="fp8_tensorwise", activation_scheme="fp8_rowwise"
     ),
@@ -78,14 +83,17 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
             "current_stream": lambda index: 7,
         }.items():  # fmt: skip
             monkeypatch.setattr(host, name, value)
+    monkeypatch.setattr(
+        dense_mm, "choose", lambda tokens, features, stored, processors: fitted(128, 2, stored)
+    )
 
 
 def layer(name: str = "int4", bias: bool = False, seed: int = 0) -> Any:
     """A quantized layer from WIDTH to ROWS; the weight's codes are those of a CPU."""
     torch.manual_seed(seed)
     net: Any = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=bias)).bfloat16().requires_grad_(False)
-    with mock.patch.object(dispatch, "has_kernels", lambda x: False):
-        ao_lab.quantize_(net, (CONFIGS | DYNAMIC)[name.removesuffix(PRESHUFFLED)]())
+    with mock.patch.object(dispatch, "has_kernels", return_value=False):
+        ao_lab.quantize_(net, (CONFIGS | DYNAMIC | OTHERS)[name.removesuffix(PRESHUFFLED)]())
         if name.endswith(PRESHUFFLED):
             net[0].weight = nn.Parameter(net[0].weight.to_layout("preshuffled"), requires_grad=False)
     return net[0]
@@ -123,5 +131,6 @@ def given(launch: Sequence[Any], fixed: set[int]) -> list[Any]:
 
 
 __all__ = [
-    "CONFIGS", "DYNAMIC", "PRESHUFFLED", "ROWS", "WIDTH", "given", "inputs", "kept", "layer", "pretend", "pretend_hopper", "run",
+    "CONFIGS", "DYNAMIC", "PRESHUFFLED", "ROWS", "WIDTH", "given", "inputs", "kept", "layer", "pretend", "pretend_hopper",
+    "run",
 ]  # fmt: skip

@@ -29,6 +29,7 @@ from tests.ao_lab.quantization.prepared_layers import (
 )
 from tests.fast.kernels.compiling.recorded_launches import Flat, Nested
 
+
 @pytest.fixture(params=[Flat, Nested])
 def gpu(monkeypatch, request):
     """CPU tensors that pass for a GPU's."""
