@@ -8,7 +8,7 @@ import ao_lab
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import FIRST_ROWS, MOST_SHAPES
 from fast.kernels.dense_mm import host as dense_mm
-from tests.ao_lab.quantization.prepared_layers import (
+from tests.ao_lab.quantization.prepared.layers import (
     PRESHUFFLED,
     ROWS,
     WIDTH,
