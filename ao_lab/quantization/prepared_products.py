@@ -61,10 +61,11 @@ class PreparedProducts:
         Not while a CUDA graph is captured: what is launched to prepare a product would stay in the graph.
         """
         key, rows = _key(x, bias), prod(x.shape[:-1])
-        if key in self.programs or not rows or (self.tuned and pinned()) or is_captured():
+        if key in self.programs or not rows or (rows > FIRST_ROWS and self._is_new(key)):
             return
-        if rows > FIRST_ROWS and self._is_new(key):
+        if (self.tuned and pinned()) or is_captured():
             return
+        self.seen.discard(key)
         if len(self.programs) >= MOST_SHAPES:
             self.programs.clear()
         key = _one(key)
@@ -75,7 +76,6 @@ class PreparedProducts:
     def _is_new(self, key: Any) -> bool:
         """Whether a key comes for the first time, of the last MOST_SHAPES."""
         if key in self.seen:
-            self.seen.discard(key)
             return False
         if len(self.seen) >= MOST_SHAPES:
             self.seen.clear()
