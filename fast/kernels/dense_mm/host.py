@@ -136,9 +136,9 @@ class Product:
 
     def launch_at(self, stream: int, addresses: Sequence[int | None]) -> None:
         """Launch on operands and y at these addresses, None for what is not there."""
-        weight, x, *rest = addresses
-        at = (weight, x, rest[-1] if self.variant.stored else 0)
-        self.launch(self.programs, stream, self.maps[at], *[one or 0 for one in rest], *self.rest)
+        weight, x, x_scale, scale, bias, y = addresses
+        at: Any = (weight, x, y if self.variant.stored else 0)
+        self.launch(self.programs, stream, self.maps[at], x_scale, scale, bias or 0, y, *self.rest)
 
     @staticmethod
     def finish(tensors: Sequence[Any]) -> Any:

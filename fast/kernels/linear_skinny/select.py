@@ -13,8 +13,10 @@ to 8.0 of (6144, 4096) for 9.0 to 9.4.
 int8, e4m3 and MXFP8, beside `linear_small`: straight from memory (`direct.cu`) (28672, 4096) 42 to 46 us for 46 to 51 up to 16
 rows, (4096, 4096) 7.9 and 8.0 for 9.0 and 9.4 of one row, MXFP8 of (14336, 4096) 22.5 to 23.7 for 23.8 to 24.3 up to 8 rows;
 through shared memory int8 of (14336, 4096) 22.6 to 23.3 for 23.0 to 23.4 up to 4, (6144, 4096) 10.5 to 11.1 for 12.1 to 12.9,
-(4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`. int8 of (1024, 4096) in four parts of K takes
-3.6, 3.7, 4.0 and 4.3 us of 1, 2, 4 and 8 rows on an H200, `linear_small` 5.0 to 5.2 in two launches.
+(4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`.
+
+int8 of (1024, 4096) in four parts of K takes 3.6, 3.7, 4.0 and 4.3 us of 1, 2, 4 and 8 rows on an H200, `linear_small` 5.0 to
+5.2 in two launches.
 
 NF4 up to 16 rows of the first three, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of (14336, 4096) at 1, 2, 4, 8, 16 rows,
 where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5 to 27.4, by permutations alone 28 to

@@ -173,8 +173,9 @@ class Product:
 
     def launch_at(self, stream: int, addresses: Sequence[int | None]) -> None:
         """Launch on operands and y at these addresses, None for what is not there."""
-        x, *rest = addresses
-        self.launch(self.programs, stream, self.maps[x, rest[-1]], *[one or 0 for one in rest], *self.rest)
+        x, words, scale, zero, bias, y = addresses
+        at: Any = (x, y)
+        self.launch(self.programs, stream, self.maps[at], words, scale, zero or 0, bias or 0, y, *self.rest)
 
     @staticmethod
     def finish(tensors: Sequence[Any]) -> Any:
