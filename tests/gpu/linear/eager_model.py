@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tests/gpu/linear/eager_model.py [--layers 8] [--length 2048] [--only NAME ...] [--ordinary]
 
-"prompt": milliseconds from a prompt to its first token; "token": of a decoding step, batch 1; medians of methods in turn, and how
-many times as fast as bfloat16. Then what linear layers take the host, microseconds in the model, where caches are cold: q, k, v,
-o, gate, up, down of the median layer, and the output layer. --ordinary: products of many rows are not prepared.
+"prompt": milliseconds from a prompt to its first token; "token": of a decoding step, batch 1; medians of methods in turn, and
+how many times as fast as bfloat16. Then what linear layers take the host, microseconds in the model, where caches are cold: q,
+k, v, o, gate, up, down of the median layer, and the output layer. --ordinary: products of many rows are not prepared.
 
 A static cache waits for the GPU once in each layer (`transformers.cache_utils`), so that the host's time of a prompt's layer is
 not hidden behind the GPU's. `--device cpu --divide 16` runs without a GPU, to see that it does.
