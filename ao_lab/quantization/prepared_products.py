@@ -1,8 +1,9 @@
 """F.linear of a weight on a GPU in eager inference, prepared: what is left of the host's time of a layer.
 
-The first product of a shape goes the ordinary way (`matmul_ops.eager_linear`). If it was launches alone, they are kept with the
-weight as a program (`ao_lab.gemm.prepared`), among what `_settled` keeps for the weight's parts and goes with them. Importing
-this module switches it on, as `ao_lab.quantization` and `ao_lab.checkpoint` do; training, which has no such products, does not.
+The first product of a shape goes the ordinary way (`matmul_ops.eager_linear`), of many rows the second one too. If it was
+launches alone, or these and torch's product of codes, they are kept with the weight as a program (`ao_lab.gemm.prepared`) among
+what `_settled` keeps for the weight's parts and goes with them. Importing this module switches it on, as
+`ao_lab.quantization` and `ao_lab.checkpoint` do; training, which has no such products, does not.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.choices import VERSION, pinned
-from ao_lab.gemm.prepared import is_tuned, prepared_product
+from ao_lab.gemm.prepared import Prepared, is_tuned, prepared_product
 from ao_lab.tensor.matmul_ops import eager_linear
 from ao_lab.tensor.op_registry import eager_function
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import PLAIN, is_transformed
-from fast.prepared.program import Program
 
-#: The most rows that are prepared (more take longer than their host time), and the most shapes of inputs of a weight.
-MOST_ROWS, MOST_SHAPES = 128, 64
+#: The most rows that are prepared when they come first; more, which may be a prompt of a length that never comes again, when
+#: they come twice. The most shapes of inputs that a weight keeps, of either.
+FIRST_ROWS, MOST_SHAPES = 128, 64
 #: Where programs are in `_settled`, beside dtypes.
 PROGRAMS = "programs"
 
@@ -33,12 +34,14 @@ _autocast_on = torch.is_autocast_enabled
 class PreparedProducts:
     """A weight's programs by shapes and dtypes of inputs and bias; None where there is none."""
 
-    __slots__ = ("programs", "tuned", "version")
+    __slots__ = ("programs", "seen", "tuned", "version")
 
     def __init__(self, tuned: bool) -> None:
         """tuned: whether something was, for the device: then what is pinned goes another way."""
         self.version, self.tuned = VERSION[0], tuned
-        self.programs: dict[Any, Program | None] = {}
+        self.programs: dict[Any, Prepared | None] = {}
+        #: Shapes of more than FIRST_ROWS rows that came once.
+        self.seen: set[Any] = set()
 
     def __deepcopy__(self, memo: object) -> PreparedProducts:
         """Of another weight: empty."""
@@ -46,7 +49,7 @@ class PreparedProducts:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product, or None where it was not prepared."""
-        program = self.programs.get((x.shape, x.dtype) if bias is None else _key(x, bias))
+        program: Any = self.programs.get((x.shape, x.dtype) if bias is None else _key(x, bias))
         if program is None or self.version != VERSION[0] or (self.tuned and pinned()):
             return None
         y: torch.Tensor | None = program.launch(program, x, bias)
@@ -58,14 +61,26 @@ class PreparedProducts:
         Not while a CUDA graph is captured: what is launched to prepare a product would stay in the graph.
         """
         key, rows = _key(x, bias), prod(x.shape[:-1])
-        if key in self.programs or not 0 < rows <= MOST_ROWS or (self.tuned and pinned()) or is_captured():
+        if key in self.programs or not rows or (rows > FIRST_ROWS and self._is_new(key)):
             return
+        if (self.tuned and pinned()) or is_captured():
+            return
+        self.seen.discard(key)
         if len(self.programs) >= MOST_SHAPES:
             self.programs.clear()
         key = _one(key)
         turned = w.transposed()
         shape = (*x.shape[:-1], turned.shape[1])
         self.programs[key] = prepared_product(x.reshape(rows, x.shape[-1]), turned, bias, shape)
+
+    def _is_new(self, key: Any) -> bool:
+        """Whether a key comes for the first time, of the last MOST_SHAPES."""
+        if key in self.seen:
+            return False
+        if len(self.seen) >= MOST_SHAPES:
+            self.seen.clear()
+        self.seen.add(key)
+        return True
 
 
 @lru_cache(maxsize=1024)

@@ -3,6 +3,8 @@ as a `Program`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fast.kernels.launch import cache
@@ -25,7 +27,7 @@ def prepared_linear(
     call = cache.find(cache.key_of(LINEAR.name, w.scheme, cache.settings(w), operands))
     steps = Steps(*operands[1:5])
     result = steps.add(call, (X, *map(steps.place, operands[1:5]), ABSENT if bias is None else BIAS))
-    return Program(steps, result, shape, x.device) if isinstance(result, int) else None
+    return _program(steps, result, shape, x.device)
 
 
 def prepared_linear_small(
@@ -42,7 +44,7 @@ def prepared_linear_small(
     call = cache.find(cache.key_of(function.name, w.scheme, values, operands))
     steps = Steps(*operands[1:4])
     result = steps.add(call, (X, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
-    return Program(steps, result, shape, x.device) if isinstance(result, int) else None
+    return _program(steps, result, shape, x.device)
 
 
 def prepared_linear_of_codes(
@@ -68,7 +70,33 @@ def prepared_linear_of_codes(
     )
     made = (ABSENT if part is None else part for part in (codes.codes, codes.scale, codes.zero))
     result = steps.add(call, (*made, *map(steps.place, parts), ABSENT if bias is None else BIAS))
-    return Program(steps, result, shape, x.device) if isinstance(result, int) else None
+    return _program(steps, result, shape, x.device)
 
 
-__all__ = ["prepared_linear", "prepared_linear_of_codes", "prepared_linear_small"]
+def prepared_codes(
+    x: torch.Tensor, scheme: Scheme, scales: Scales | None, dtype: torch.dtype
+) -> tuple[Program, bool] | None:
+    """`fast.quantize(x, scheme, scales=scales)` of a matrix x: its codes in a dtype of a byte and, where they were not given
+    (True), its scales. None as above, and for more than codes and a scale."""
+    given = operands_of(x, scales, None)
+    steps = Steps(*given[1:])
+    call = cache.find(cache.key_of(QUANTIZE.name, scheme, (-1, False, False), given))
+    made = steps.add(call, (X, *map(steps.place, given[1:])))
+    if not isinstance(made, Quantized) or made.outer is not None or made.zero is not None:
+        return None
+    codes: Any = made.codes
+    scale: Any = made.scale
+    steps.view(codes, tuple(x.shape), dtype)
+    fresh = scale >= steps.first
+    return Program(steps, (codes, scale) if fresh else (codes,), x.device), fresh
+
+
+def _program(steps: Steps, result: Any, shape: tuple[int, ...], device: torch.device) -> Program | None:
+    """Of the place of the result, which gets this shape; None where there is none."""
+    if not isinstance(result, int):
+        return None
+    steps.view(result, shape)
+    return Program(steps, (result,), device)
+
+
+__all__ = ["prepared_codes", "prepared_linear", "prepared_linear_of_codes", "prepared_linear_small"]

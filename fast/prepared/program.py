@@ -17,10 +17,15 @@ import torch
 
 #: Compiled kernels take addresses that are multiples of this (`launcher.ALIGNMENT`; that module needs Triton).
 ALIGNMENT = 16
+#: What places of buffers in one allocation are multiples of, as those of allocations are.
+APART = 256
 #: Addresses in order: of the inputs, of the bias, of the fixed tensors, of buffers, and last that of no tensor.
 X, BIAS, FIXED, ABSENT = 0, 1, 2, -1
 
-Launch = Callable[["Program", torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+Launch = Callable[["Program", torch.Tensor, torch.Tensor | None], Any]
+#: Shape, dtype and fill of a buffer; shape, strides and dtype of an allocation.
+Buffer = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Steps:
@@ -28,33 +33,41 @@ class Steps:
 
     def __init__(self, *fixed: torch.Tensor | None) -> None:
         self.fixed = [tensor for tensor in fixed if tensor is not None]
-        self.buffers: list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]] = []
+        self.buffers: list[Buffer] = []
         self.launches: list[tuple[Callable[..., Any], list[int]]] = []
+
+    @property
+    def first(self) -> int:
+        """The place of the first buffer."""
+        return FIXED + len(self.fixed)
 
     def place(self, tensor: torch.Tensor | None) -> int:
         """Of a fixed tensor."""
         return next((FIXED + at for at, one in enumerate(self.fixed) if one is tensor), ABSENT)
 
     def add(self, call: Any, inputs: Sequence[int]) -> Any:
-        """Add a call whose inputs have these places: its result, with places for tensors. None for what is no `Call`, and where
-        a kernel was not compiled for aligned addresses."""
-        steps = getattr(call, "steps", None)
-        if not steps:
+        """Add a call whose inputs have these places: its result, with places for tensors. None for what cannot say its launches
+        (`Call.launches`), and where a kernel was not compiled for aligned addresses."""
+        launches = call.launches() if hasattr(call, "launches") else []
+        if not launches:
             return None
-        first = FIXED + len(self.fixed) + len(self.buffers)
+        first = self.first + len(self.buffers)
         buffers = range(first, first + len(call.buffers))
         named = {
             **dict(zip(call.inputs, inputs, strict=True)),
             **dict(zip(call.buffers, buffers, strict=True)),
         }
         self.buffers += call.buffers.values()
-        for kernel, names, signature in steps:
-            compiled = kernel.compiled.get(signature)
-            if compiled is None:
-                return None
+        for function, names in launches:
             places = [ABSENT if name is None else named[name] for name in names]
-            self.launches.append((compiled.function, places))
+            self.launches.append((function, places))
         return call.finish([*inputs, *buffers])
+
+    def view(self, place: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        """Give the buffer at a place a shape of as many elements, and a dtype as wide as its own."""
+        at = place - self.first
+        _, own, fill = self.buffers[at]
+        self.buffers[at] = shape, dtype or own, fill
 
 
 class Program:
@@ -68,22 +81,20 @@ class Program:
 
     __slots__ = ("known", "launch", "parts")
 
-    def __init__(self, steps: Steps, result: int, shape: tuple[int, ...], device: torch.device) -> None:
-        """result: its place among the addresses; it gets this shape, whichever its buffer had."""
-        sizes = tuple(
-            (made := shape if at == result else size, contiguous_strides(made), dtype)
-            for at, (size, dtype, _) in enumerate(steps.buffers, FIXED + len(steps.fixed))
-        )
+    def __init__(self, steps: Steps, results: Sequence[int], device: torch.device) -> None:
+        """results: places of the buffers that `run` gives, a tuple of them where they are several."""
+        kept = [place - steps.first for place in results]
+        sizes, spots = allocations(steps.buffers, kept)
         fills = tuple(
-            (at, fill, prod(size) * dtype.itemsize)
+            (spots[at][0], fill, prod(size) * dtype.itemsize)
             for at, (size, dtype, fill) in enumerate(steps.buffers)
             if fill
         )
         launches = tuple((function, tuple(places)) for function, places in steps.launches)
         self.parts, self.known = tuple(steps.fixed), [0] * len(steps.fixed)
-        self.launch = launching(device, sizes, fills, launches, result - FIXED - len(steps.fixed))
+        self.launch = launching(device, sizes, spots, fills, launches, tuple(spots[at][0] for at in kept))
 
-    def run(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    def run(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """The product, or None; see above."""
         return self.launch(self, x, bias)
 
@@ -97,19 +108,39 @@ class Program:
         return readable
 
 
+def allocations(
+    buffers: Sequence[Buffer], kept: Sequence[int]
+) -> tuple[tuple[Size, ...], tuple[tuple[int, int], ...]]:
+    """Sizes of allocations, and of every buffer its allocation and how many bytes behind its beginning it lies.
+
+    Buffers that are `kept`, or start with a fill, have their own; all others are one.
+    """
+    own = [at for at, (_, _, fill) in enumerate(buffers) if at in kept or fill]
+    sizes = [(shape, contiguous_strides(shape), dtype) for shape, dtype, _ in (buffers[at] for at in own)]
+    spots, shared = [], 0
+    for at, (shape, dtype, _) in enumerate(buffers):
+        spots.append((own.index(at), 0) if at in own else (len(own), shared))
+        if at not in own:
+            shared += -(-prod(shape) * dtype.itemsize // APART) * APART
+    return (*sizes, *([((shared,), (1,), torch.uint8)] if shared else [])), tuple(spots)
+
+
 @lru_cache(maxsize=1024)
-def launching(device: torch.device, sizes: Any, fills: Any, launches: Any, result: int) -> Launch:
-    """What runs programs of these buffers (shape, strides, dtype), fills (buffer, bytes, length) and launches (function, places
-    of addresses). It is a closure: in so short a time every attribute that is looked up counts."""
+def launching(
+    device: torch.device, sizes: Any, spots: Any, fills: Any, launches: Any, results: tuple[int, ...]
+) -> Launch:
+    """What runs programs of these allocations (shape, strides, dtype), places of buffers in them (allocation, bytes), fills
+    (allocation, value, bytes), launches (function, places of addresses) and results (allocations). It is a closure: in so short
+    a time every attribute that is looked up counts."""
     from fast.kernels.launch import direct
 
     index, hooked = -1 if device.type == "cpu" else device.index, direct.hooked
     current, stream, allocate = direct.current_device, direct.current_stream, direct.allocator(device)
     steps = [(function, itemgetter(*places)) for function, places in launches]
-    alone = len(sizes) == len(launches) == 1 and not fills
-    (size, *_), ((first, where), *_) = sizes, steps
+    alone = len(spots) == len(launches) == 1 and not fills
+    (size, *_), ((first, where), *_), take = sizes, steps, itemgetter(*results)
 
-    def launch(program: Program, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def launch(program: Program, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
         address, other = address_of(x, index), None if bias is None else address_of(bias, index)
         if not address or other == 0 or current() != index or hooked():
             return None
@@ -120,13 +151,14 @@ def launching(device: torch.device, sizes: Any, fills: Any, launches: Any, resul
             y = allocate(*size)
             first(stream(index), where((address, other, *addresses, y.data_ptr(), None)))
             return y
-        made = [allocate(*size) for size in sizes]
+        made, on = [allocate(*size) for size in sizes], stream(index)
         if fills:
-            fill(made, fills, stream(index))
-        addresses = [address, other, *addresses, *[one.data_ptr() for one in made], None]
+            fill(made, fills, on)
+        begins = [one.data_ptr() for one in made]
+        addresses = [address, other, *addresses, *[begins[at] + more for at, more in spots], None]
         for step, select in steps:
-            step(stream(index), select(addresses))
-        return made[result]
+            step(on, select(addresses))
+        return take(made)
 
     return launch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -93,15 +93,18 @@ class Product:
     """A call: all that shapes and dtypes say, so that a repetition allocates, looks tensor maps up and launches.
 
     operands: codes of x (M, K), scale and zero point (None) of x, codes of the weight (N, K), its scale, bias (N) or None. A
-    scale is one number or one for each row. element: of `products.ELEMENTS`.
+    scale is one number or one for each row. element: of `products.ELEMENTS`. inputs, buffers, launches, finish: what it is as a
+    step of a program (`fast.prepared`), as `launch.call.Call` has them.
     """
+
+    inputs = ("x", "x_scale", "zero", "codes", "scale", "bias")
 
     def __init__(self, variant: Variant, element: str, dtype: torch.dtype, operands: Operands) -> None:
         x, x_scale, _, codes, scale, bias = operands
         self.variant, self.dtype, self.index, self.device = variant, dtype, x.get_device(), x.device
         (self.tokens, self.length), self.features = x.shape, codes.shape[0]
         self.shape, self.maps = (self.tokens, self.features), TensorMaps(self._describe)
-        self.allocate = allocator(self.device)
+        self.allocate, self.buffers = allocator(self.device), {"y": (self.shape, dtype, ())}
         self.launch, at_once = _launch(variant, element, FLOAT_NAMES[dtype], self.index)
         clusters = programs_of(variant.tokens, self.tokens, self.features, variant.pair) // variant.pair
         self.programs = min(clusters, max(1, at_once)) * variant.pair
@@ -126,6 +129,21 @@ class Product:
             self.programs, current_stream(self.index), self.maps[at], *addresses[2:], written, *self.rest
         )  # type: ignore[misc]
         return y
+
+    def launches(self) -> list[tuple[Callable[..., Any], list[str]]]:
+        """The launch, and the names of its addresses."""
+        return [(self.launch_at, ["codes", "x", "x_scale", "scale", "bias", "y"])]
+
+    def launch_at(self, stream: int, addresses: Sequence[int | None]) -> None:
+        """Launch on operands and y at these addresses, None for what is not there."""
+        weight, x, x_scale, scale, bias, y = addresses
+        at: Any = (weight, x, y if self.variant.stored else 0)
+        self.launch(self.programs, stream, self.maps[at], x_scale, scale, bias or 0, y, *self.rest)
+
+    @staticmethod
+    def finish(tensors: Sequence[Any]) -> Any:
+        """The result, of inputs and buffers."""
+        return tensors[-1]
 
     def _describe(self, weight: int, x: int, y: int) -> bytes:
         """The tensor maps at these addresses."""

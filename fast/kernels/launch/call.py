@@ -181,16 +181,19 @@ class Call:
 
         The last address is that of no tensor.
         """
-        launches, absent = [], len(self.inputs) + len(self.buffers)
-        for kernel, pointers, signature in self.steps:
-            compiled = kernel.compiled.get(signature)
-            if compiled is None:
-                return []
+        absent, launches = len(self.inputs) + len(self.buffers), []
+        for function, pointers in self.launches():
             slots = [absent if name is None else self._places[name] for name in pointers]
-            launches.append((compiled.function, itemgetter(*slots)))
+            launches.append((function, itemgetter(*slots)))
         # In one step: another thread may be launching.
         self._launches = launches
         return launches
+
+    def launches(self) -> list[tuple[Callable[..., Any], list[str | None]]]:
+        """For each launch its function, of a stream and addresses, and the names of its pointers; nothing before all are
+        compiled for aligned tensors."""
+        found = [(kernel.compiled.get(signature), names) for kernel, names, signature in self.steps]
+        return [(one.function, names) for one, names in found if one] if all(one for one, _ in found) else []
 
     def _launch_again(self, inputs: Sequence[torch.Tensor | None], sizes: list[Size]) -> list[Any]:
         """By `kernel[grid]` where nothing else will do: odd addresses, tensors that have to be copied, hooks."""

@@ -15,6 +15,9 @@ rows, (4096, 4096) 7.9 and 8.0 for 9.0 and 9.4 of one row, MXFP8 of (14336, 4096
 through shared memory int8 of (14336, 4096) 22.6 to 23.3 for 23.0 to 23.4 up to 4, (6144, 4096) 10.5 to 11.1 for 12.1 to 12.9,
 (4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`.
 
+int8 of (1024, 4096) in four parts of K takes 3.6, 3.7, 4.0 and 4.3 us of 1, 2, 4 and 8 rows on an H200, `linear_small` 5.0 to
+5.2 in two launches.
+
 NF4 up to 16 rows of the first three, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of (14336, 4096) at 1, 2, 4, 8, 16 rows,
 where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5 to 27.4, by permutations alone 28 to
 32. e2m1 gains of small weights alone ((1024, 4096): 4.4 us for 5.0), and loses 2 to 40 percent of others. Clocks of a quarter
@@ -37,7 +40,7 @@ from fast.kernels.linear_skinny.variants import DIRECT, FACTORED, STEP, Direct, 
 
 #: The most rows of x that gain, by the element: of any weight; of at most as many elements as stand beside.
 GAINING = {"int4": 8, "nf4": 16}
-GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23)}
+GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23), "int8": (8, 1 << 22)}
 #: Those of int4 in groups of fewer columns than a step, and of weights that fill less than a device; of 8 bits through shared
 #: memory, of one wave and of long rows.
 SHORT_GROUPS, FEW_PROGRAMS, ONE_WAVE, LONG_ROWS = 2, 4, 4, 4
@@ -59,8 +62,13 @@ UPFRONT, TABLED = 2, 4
 def gains(form: Form, count: int, n: int, k: int) -> bool:
     """Whether so many rows are multiplied faster than by `linear_small`."""
     few, small = GAINING_SMALL.get(form.element, (0, 0))
-    most = few if n * k <= small else _most_rows(form, n, k)
+    most = few if n * k <= small and _is_timed_small(form, n) else _most_rows(form, n, k)
     return count <= most and choose(form, count, n, k) is not None
+
+
+def _is_timed_small(form: Form, n: int) -> bool:
+    """Whether small weights were timed: of int8 those by rows, without zero points, that make no wave of slabs."""
+    return form.element != "int8" or not (form.group or form.zero or _slabs(n))
 
 
 def _most_rows(form: Form, n: int, k: int) -> int:

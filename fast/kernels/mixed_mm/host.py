@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import warnings
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -116,7 +117,12 @@ def programs_of(variant: Variant, grid: Grid, schedule: Schedule) -> int:
 
 
 class Product:
-    """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches."""
+    """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches.
+
+    inputs, buffers, launches, finish: what it is as a step of a program (`fast.prepared`), as `launch.call.Call` has them.
+    """
+
+    inputs = ("x", "words", "scale", "zero", "bias")
 
     def __init__(
         self, x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, variant: Variant | None = None,
@@ -134,6 +140,7 @@ class Product:
         grid = grid_of(variant, self.tokens, self.features, at_once)
         one = schedule or scheduled(grid, ratio_of(variant, weight))
         self.programs = programs_of(variant, grid, one)
+        self.buffers = {"y": (self.shape, self.dtype, ())}
         self.rest = (
             self.tokens, self.features, self.length // ATOM, (w.group or self.length) // ATOM or 1,
             0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, one.cut, *one.whole, one.shares, NIBBLE,
@@ -159,6 +166,21 @@ class Product:
             *self.rest,
         )
         return y
+
+    def launches(self) -> list[tuple[Callable[..., Any], list[str]]]:
+        """The launch, and the names of its addresses."""
+        return [(self.launch_at, [*self.inputs, "y"])]
+
+    def launch_at(self, stream: int, addresses: Sequence[int | None]) -> None:
+        """Launch on operands and y at these addresses, None for what is not there."""
+        x, words, scale, zero, bias, y = addresses
+        at: Any = (x, y)
+        self.launch(self.programs, stream, self.maps[at], words, scale, zero or 0, bias or 0, y, *self.rest)
+
+    @staticmethod
+    def finish(tensors: Sequence[Any]) -> Any:
+        """The result, of inputs and buffers."""
+        return tensors[-1]
 
     def _describe(self, x: int, y: int) -> bytes:
         """The tensor maps at two addresses."""

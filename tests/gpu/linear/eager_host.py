@@ -1,6 +1,6 @@
 """Host microseconds of quantized layers that are called one by one on a GPU, and where they go.
 
-    PYTHONPATH=. python tests/gpu/linear/eager_host.py [--rows 1] [--json FILE]
+    PYTHONPATH=. python tests/gpu/linear/eager_host.py [--rows 1] [--shapes 4096x4096 ...] [--only NAME ...] [--json FILE]
 
 For each shape and configuration a stack of layers whose weights are other memory each. "layer": the module's call; "linear":
 `F.linear`; "program": what the weight keeps prepared, where it does; "gpu": between two events, launches waiting for nothing.
@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,13 @@ CONFIGS: dict[str, Callable[[], Any] | None] = {
     "int4 g128": integers(4, 128),
     "int4 g128, zero points": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
     "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
+    "int8 dynamic": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
     "fp8 dynamic, rows": float8_dynamic(ao_lab.PerRow()),
+    "fp8 dynamic, tensor": float8_dynamic(ao_lab.PerTensor()),
     "mxfp4": lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn"),
 }
-LAYERS, LOOPS = 16, 40
+#: Layers, loops, and calls before: the second one of many rows prepares the product.
+LAYERS, LOOPS, BEFORE = 16, 40, 3
 
 
 def stack(shape: tuple[int, int], config: Callable[[], Any] | None) -> list[nn.Linear]:
@@ -63,7 +66,8 @@ def ways(layers: list[nn.Linear], x: torch.Tensor) -> dict[str, Callable[[], Non
         for one in weights:
             F.linear(x, one)
 
-    modules()
+    for _ in range(BEFORE):
+        modules()
     found = {"layer": modules, "linear": linears}
     known = [getattr(one, "__dict__", {}).get("_settled", {}).get(PROGRAMS) for one in weights]
     if all(one is not None and one(x, None) is not None for one in known):
@@ -101,10 +105,10 @@ def gpu(call: Callable[[], None]) -> float:
 
 
 @torch.no_grad()
-def measured(shape: tuple[int, int], rows: int) -> dict[str, dict[str, float]]:
+def measured(shape: tuple[int, int], rows: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Of each configuration its ways, median and least of loops in turn."""
     x = torch.randn(1, rows, shape[1], device="cuda", dtype=torch.bfloat16)
-    calls = {name: ways(stack(shape, config), x) for name, config in CONFIGS.items()}
+    calls = {name: ways(stack(shape, CONFIGS[name]), x) for name in names}
     times: dict[tuple[str, str], list[float]] = {}
     for _ in range(LOOPS):
         for name, found in calls.items():
@@ -118,22 +122,32 @@ def measured(shape: tuple[int, int], rows: int) -> dict[str, dict[str, float]]:
     return result
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """Of a weight, as arguments have it: 4096x14336."""
+    n, k = map(int, text.split("x"))
+    return n, k
+
+
 def main() -> int:
-    """All shapes."""
+    """All shapes, each as soon as it is measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--shapes", nargs="*", type=shape_of, default=SHAPES)
+    parser.add_argument("--only", nargs="*", choices=[*CONFIGS], default=[*CONFIGS])
     parser.add_argument("--json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.stderr.write("there is no GPU that torch sees; tests/gpu/host_time.py runs without one\n")
         return 2
-    found = {str(shape): measured(shape, options.rows) for shape in SHAPES}
-    for shape, methods in found.items():
-        for name, values in methods.items():
+    found = {}
+    for shape in options.shapes:
+        found[str(shape)] = measured(shape, options.rows, options.only)
+        for name, values in found[str(shape)].items():
             text = "  ".join(f"{way} {value:.1f}" for way, value in values.items())
             sys.stdout.write(f"{shape} {name:24} {text}\n")
+        sys.stdout.flush()
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

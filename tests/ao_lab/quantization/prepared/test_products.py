@@ -12,76 +12,28 @@ from ao_lab import QuantizedTensor
 from ao_lab.gemm import choices, select
 from ao_lab.gemm.problem import Choice, Problem
 from ao_lab.quantization import prepared_products
-from ao_lab.quantization.prepared_products import MOST_SHAPES, PROGRAMS
+from ao_lab.quantization.prepared_products import MOST_SHAPES
 from fast.kernels.launch import direct
-from fast.kernels.launch.call import Call
-from tests.fast.kernels.compiling.recorded_launches import Flat, Nested, Recorded
-
-WIDTH, ROWS = 512, 256
-#: The end of a configuration's name whose weights are in that layout.
-PRESHUFFLED = ", preshuffled"
-CONFIGS = {
-    "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
-    "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
-    "int8 by int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
-    "float8 by float8": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
-    "tensorwise": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
-}
-#: Of which preshuffled weights alone are multiplied by kernels.
-DYNAMIC = {
-    "int8 by int4": lambda: ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
-    "float8 by int4": lambda: ao_lab.Float8DynamicActivationInt4WeightConfig(),
-    "mxfp8 by int4": lambda: ao_lab.SchemeConfig(scheme="int4_g32", activation_scheme="mxfp8_e4m3"),
-}
+from tests.ao_lab.quantization.prepared.layers import (
+    CONFIGS,
+    DYNAMIC,
+    PRESHUFFLED,
+    ROWS,
+    WIDTH,
+    given,
+    inputs,
+    kept,
+    layer,
+    pretend,
+    run,
+)
+from tests.fast.kernels.compiling.recorded_launches import Flat, Nested
 
 
 @pytest.fixture(params=[Flat, Nested])
 def gpu(monkeypatch, request):
     """CPU tensors that pass for a GPU's."""
-    monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
-    monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
-    recorded = Recorded(monkeypatch, request.param)
-    recorded.calls = []
-    original = Call.__call__
-
-    def noted(self, *inputs):
-        recorded.calls.append(self)
-        return original(self, *inputs)
-
-    monkeypatch.setattr(Call, "__call__", noted)
-    return recorded
-
-
-def layer(name="int4", bias=False, seed=0):
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=bias)).bfloat16().requires_grad_(False)
-    ao_lab.quantize_(net, (CONFIGS | DYNAMIC)[name.removesuffix(PRESHUFFLED)]())
-    if name.endswith(PRESHUFFLED):
-        net[0].weight = nn.Parameter(net[0].weight.to_layout("preshuffled"), requires_grad=False)
-    return net[0]
-
-
-def inputs(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, WIDTH, dtype=dtype)
-
-
-def kept(one):
-    """What a layer's weight keeps prepared."""
-    return vars(one.weight)["_settled"].get(PROGRAMS)
-
-
-def run(gpu, one, x):
-    """The result, how many calls were looked up, and the launches."""
-    before, calls = len(gpu.straight), len(gpu.calls)
-    with torch.no_grad():
-        y = one(x)
-    return y, len(gpu.calls) - calls, [addresses(launch) for launch in gpu.straight[before:]]
-
-
-def addresses(launch):
-    """Arguments, of descriptors where their matrices begin."""
-    return [value.base.data_ptr() if hasattr(value, "base") else value for value in launch]
+    return pretend(monkeypatch, request.param)
 
 
 #: Several rows of codes are torch's product, or go by descriptors (`tests/fast/kernels/test_scaled_mm.py`).
@@ -114,13 +66,6 @@ def test_launches_are_those_of_the_call(gpu, name, bias, shape):
     assert [given(one, fixed) for one in launches] == [given(one, fixed) for one in ordinary]
     assert y.data_ptr() in launches[-1]
     assert fixed <= {value for launch in launches for value in launch if isinstance(value, int)}
-
-
-def given(launch, fixed):
-    """Arguments, with a mark for addresses of memory that a call makes."""
-    least = 1 << 28
-    made = [isinstance(value, int) and value > least and value not in fixed for value in launch]
-    return ["made" if new else value for value, new in zip(launch, made, strict=True)]
 
 
 def test_the_codes_of_inputs_are_those_that_are_multiplied(gpu):

@@ -1,0 +1,136 @@
+"""Layers whose weights pass for a GPU's, and what their calls launch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab import QuantizedTensor
+from ao_lab.gemm import select
+from ao_lab.quantization import prepared_products
+from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
+from fast import dispatch
+from fast.kernels.dense_mm import host as dense_mm
+from fast.kernels.dense_mm.variants import fitted
+from fast.kernels.launch.call import Call
+from fast.kernels.mixed_mm import host as mixed_mm
+from tests.fast.kernels.compiling.recorded_launches import Recorded
+
+WIDTH, ROWS = 512, 256
+#: The end of a configuration's name whose weights are in that layout.
+PRESHUFFLED = ", preshuffled"
+CONFIGS = {
+    "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
+    "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
+    "int8 by int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
+    "float8 by float8": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
+    "tensorwise": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
+}
+#: For many rows alone.
+OTHERS = {
+    "symmetric int4": lambda: ao_lab.SchemeConfig(scheme="int4_g128"),
+    "mxfp4": lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn"),
+    "static": lambda: ao_lab.Float8StaticActivationFloat8WeightConfig(act_quant_scale=0.02),
+    "blocks": lambda: ao_lab.SchemeConfig(scheme="fp8_1x128", activation_scheme="fp8_1x128"),
+    "rows by one scale": lambda: ao_lab.SchemeConfig(
+        scheme="fp8_tensorwise", activation_scheme="fp8_rowwise"
+    ),
+}
+#: Of which preshuffled weights alone are multiplied by kernels.
+DYNAMIC = {
+    "int8 by int4": lambda: ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+    "float8 by int4": lambda: ao_lab.Float8DynamicActivationInt4WeightConfig(),
+    "mxfp8 by int4": lambda: ao_lab.SchemeConfig(scheme="int4_g32", activation_scheme="mxfp8_e4m3"),
+}
+
+
+def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
+    """CPU tensors pass for a GPU's, of one of the launchers of `recorded_launches`; `calls` are those that were looked up."""
+    monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
+    monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
+    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    recorded: Any = Recorded(monkeypatch, launcher)
+    recorded.calls = []
+    for kind in (Call, mixed_mm.Product, dense_mm.Product):
+        monkeypatch.setattr(kind, "__call__", _noted(kind.__call__, recorded.calls))
+    return recorded
+
+
+def _noted(original: Any, calls: list[Any]) -> Any:
+    def call(self: Any, *inputs: Any) -> Any:
+        calls.append(self)
+        return original(self, *inputs)
+
+    return call
+
+
+def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
+    """Kernels in CUDA C++ launch, too: programs, addresses of tensor maps, then all values, in `straight`."""
+
+    def launch(programs: int, stream: int, maps: bytes, *values: Any) -> None:
+        recorded.straight.append((programs, *struct.unpack(f"={len(maps) // 8}q", maps), *values))
+
+    for host in (mixed_mm, dense_mm):
+        for name, value in {
+            "refused": lambda *given: None, "processors_of": lambda index: 132, "_launch": lambda *given: (launch, 60),
+            "tensor_map": lambda address, *rest: struct.pack("=q", address), "current_device": lambda: -1,
+            "current_stream": lambda index: 7,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(host, name, value)
+    monkeypatch.setattr(
+        dense_mm, "choose", lambda tokens, features, stored, processors: fitted(128, 2, stored)
+    )
+
+
+def layer(name: str = "int4", bias: bool = False, seed: int = 0) -> Any:
+    """A quantized layer from WIDTH to ROWS; the weight's codes are those of a CPU."""
+    torch.manual_seed(seed)
+    net: Any = nn.Sequential(nn.Linear(WIDTH, ROWS, bias=bias)).bfloat16().requires_grad_(False)
+    with mock.patch.object(dispatch, "has_kernels", return_value=False):
+        ao_lab.quantize_(net, (CONFIGS | DYNAMIC | OTHERS)[name.removesuffix(PRESHUFFLED)]())
+        if name.endswith(PRESHUFFLED):
+            net[0].weight = nn.Parameter(net[0].weight.to_layout("preshuffled"), requires_grad=False)
+    return net[0]
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random ones."""
+    return torch.randn(*shape, WIDTH, dtype=dtype)
+
+
+def kept(one: Any) -> PreparedProducts:
+    """What a layer's weight keeps prepared."""
+    found: PreparedProducts = vars(one.weight)["_settled"].get(PROGRAMS)
+    return found
+
+
+def run(gpu: Any, one: Any, x: torch.Tensor) -> tuple[Any, int, list[list[Any]]]:
+    """The result, how many calls were looked up, and the launches."""
+    before, calls = len(gpu.straight), len(gpu.calls)
+    with torch.no_grad():
+        y = one(x)
+    return y, len(gpu.calls) - calls, [addresses(launch) for launch in gpu.straight[before:]]
+
+
+def addresses(launch: Sequence[Any]) -> list[Any]:
+    """Arguments, of descriptors where their matrices begin."""
+    return [value.base.data_ptr() if hasattr(value, "base") else value for value in launch]
+
+
+def given(launch: Sequence[Any], fixed: set[int]) -> list[Any]:
+    """Arguments, with a mark for addresses of memory that a call makes."""
+    least = 1 << 28
+    made = [isinstance(value, int) and value > least and value not in fixed for value in launch]
+    return ["made" if new else value for value, new in zip(launch, made, strict=True)]
+
+
+__all__ = [
+    "CONFIGS", "DYNAMIC", "PRESHUFFLED", "ROWS", "WIDTH", "given", "inputs", "kept", "layer", "pretend", "pretend_hopper",
+    "run",
+]  # fmt: skip
