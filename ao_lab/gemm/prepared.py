@@ -12,8 +12,13 @@ import torch
 from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.fused import PRESHUFFLED
-from ao_lab.gemm.select import multiplies_codes, select_kernel
-from fast.prepared.products import prepared_linear, prepared_linear_of_codes, prepared_linear_small
+from ao_lab.gemm.select import multiplies_codes, quantizes_on_the_way, select_kernel
+from fast.prepared.products import (
+    prepared_linear,
+    prepared_linear_dynamic,
+    prepared_linear_of_codes,
+    prepared_linear_small,
+)
 from fast.prepared.program import Program
 
 #: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias and the shape of the result.
@@ -45,8 +50,10 @@ def _fused(
 def _codes(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
 ) -> Program | None:
-    """Of rows that are multiplied as codes."""
+    """Of rows that are quantized on the way, or multiplied as codes."""
     scheme = w.recipe.activation
+    if scheme is not None and w.scheme.element != "int8" and quantizes_on_the_way(x, w):
+        return prepared_linear_dynamic(x, w.quantized, bias, shape, scheme)
     if scheme is None or not multiplies_codes(x, w):
         return None
     return prepared_linear_of_codes(x, w.quantized, bias, shape, scheme, w.input_scales)
