@@ -105,7 +105,7 @@ def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | Non
     """Of 8 bits, but for one wave of blocks, for long rows by more than one or two rows of x, and without factors for most
     programs of more than two slabs; None where there is none."""
     slabs, factored = _slabs(n), form.element in FACTORED
-    if not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
+    if form.element not in DIRECT or not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
         return None
     if 2 < slabs < 14 and not factored:
         return None
