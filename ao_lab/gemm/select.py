@@ -10,8 +10,9 @@ ValueError. Nothing is measured here.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on Hopper GPUs
   with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights.
   Up to 16 rows of bfloat16 whose scales of rows are found anew are one launch on Hopper, which quantizes them on the way
-  (`fast.matmul.dynamic`), where that fills the GPU. Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
-  than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
+  (`fast.matmul.dynamic`), where that fills the GPU. Else one row on a GPU is `fast.linear.linear_of_codes`, which reads the
+  weight once, inside the same bound, with other bits than that row has among several; of several rows too, where that was
+  measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
   is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,

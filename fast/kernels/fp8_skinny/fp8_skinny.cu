@@ -1,5 +1,5 @@
-// y = x @ w.T + bias of at most TOKENS rows of x, rounded to e4m3 under a scale of each on the way (`inputs.cuh`), with a weight of
-// e4m3, a scale a row, stored as it is, for Hopper. `variants.py` says what is defined for a variant, `host.py` launches it.
+// y = x @ w.T + bias of at most TOKENS rows of x with a weight of e4m3, both with a scale a row, stored as it is, for Hopper. x is
+// codes, or bfloat16 that is quantized on the way (`inputs.cuh`). `variants.py` says what is defined for a variant, `host.py` launches it.
 //
 // No word of the weight goes through shared memory. A warp has 16 rows (a slab) of SLABS of a program, and every PHASES-th turn of
 // 128 columns, whose words are in registers, EACH turns ahead of what it multiplies. Columns are taken in an order in which a lane
@@ -13,7 +13,8 @@ typedef long long i64;
 struct TensorMap;
 
 struct Problem {
-  const char* x;        // (count, k) bfloat16
+  const char* x;        // (count, k) e4m3, bfloat16 where KEPT
+  const float* x_scale;  // (count); not read where KEPT
   const char* codes;    // (n, k)
   const float* scale;   // (n)
   const void* bias;     // (n); may be null
@@ -67,6 +68,11 @@ struct Stream {
     high[j][half] = load_stream(at), low[j][half] = load_stream(at + lower);
   }
 
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) load(j, j, 0), load(j, j, 1);
+  }
+
   // Ask for the first turns, into the L2 cache.
   __device__ __forceinline__ void prefetch(int lane) const {
 #pragma unroll
@@ -105,19 +111,23 @@ __device__ __forceinline__ void multiply_half(Sums& total, Stream& from, int j, 
   }
 }
 
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 __device__ __forceinline__ void consume(Sums& total, Stream& from, const u32 (&x)[TILES]) {
 #pragma unroll
   for (int t = 0; t < TILES; t++)
 #pragma unroll
     for (int i = 0; i < 4; i++) total[t][i] = 0.f;
 #pragma unroll 1
-  for (int i = 0; i < from.turns; i += EACH)
+  for (int i = 0; i < from.turns; i += EACH) {
+    if (LATE && i + EACH >= from.turns) launch_dependents();
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       if (i + j >= from.turns) break;
 #pragma unroll
       for (int half = 0; half < 2; half++) multiply_half(total, from, j, i + j, half, x, (i + j) * PHASES * TURN + half * 64);
     }
+  }
 }
 
 // A warp's sums, by phase, token and row.
@@ -137,7 +147,8 @@ __device__ __forceinline__ void finish(const Problem& p, u32 sums, u32 largest, 
     float v = 0.f;
 #pragma unroll
     for (int phase = 0; phase < PHASES; phase++) v += __uint_as_float(load_word(sums + 4 * ((phase * TOKENS + token) * LINE + at)));
-    v = __fmul_rn(__fmul_rn(v, scale_of(load_word(largest + 4 * token))), p.scale[row]);
+    const float own = KEPT ? scale_of(load_word(largest + 4 * token)) : p.x_scale[token];
+    v = __fmul_rn(__fmul_rn(v, own), p.scale[row]);
     if (p.bias != nullptr) v = __fadd_rn(v, bias_at(p.bias, p.bias_kind, row));
     unsigned short half;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v));
@@ -154,16 +165,24 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void fp8_skinny(const __g
   const int own = warp % SLABS, slab = blockIdx.x * SLABS + own, phase = warp / SLABS;
   const u32 base = (shared_address(memory) + 127) & ~127u, pitch = p.k + 64, sums = base + p.count * pitch;
   const u32 largest = sums + PHASES * TOKENS * LINE * 4;
-  if (thread < TOKENS) store_float(largest + 4 * thread, 0.f);
-  meet_all();
+  if (KEPT && thread < TOKENS) store_float(largest + 4 * thread, 0.f);
+  if (KEPT) meet_all();
   Stream from(p, slab, phase, lane);
   if (AHEAD) from.prefetch(lane);
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-#pragma unroll
-  for (int j = 0; j < EACH; j++) from.load(j, j, 0), from.load(j, j, 1);
-  find_largest(p, largest, warp, lane);
-  meet_all();
-  leave_codes(p, base, pitch, largest, warp, lane);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (!LATE) launch_dependents();
+  // x first: it would come behind all of the weight.
+  if constexpr (KEPT > 0) {
+    const Pieces pieces(p, warp, lane);
+    from.begin();
+    pieces.find_largest(p, largest, warp, lane);
+    meet_all();
+    pieces.leave_codes(p, base, pitch, largest, warp, lane);
+  } else {
+    copy_codes(p, base, pitch, thread);
+    from.begin();
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
   meet_all();
   u32 x[TILES];
 #pragma unroll

@@ -18,26 +18,28 @@ from reference.schemes.schemes import SCHEMES
 
 #: The scheme of inputs and weight.
 SCHEME = "fp8_rowwise"
+#: Dtypes of x: codes, and what is quantized on the way.
+INPUTS = (torch.uint8, torch.bfloat16)
 
 
 def launch_for(
     x: torch.Tensor, n: int, device: int, variant: Variant | None = None
 ) -> Fp8SkinnyLaunch | None:
-    """What multiplies rows x (count, K) by a weight (n, K) on a device; its pointers are POINTERS. None where another kernel
-    has to: `takes`, and what does not compile. variant: by default that of `choose`."""
+    """What multiplies rows x (count, K), codes or bfloat16, by a weight (n, K) on a device; its pointers are POINTERS. None
+    where another kernel has to: `takes`, and what does not compile. variant: by default that of `choose`."""
     count, k = x.shape
     if not takes(count, (n, k), x.dtype) or capability(device) != HOPPER:
         return None
-    given = variant or choose(count, n, k)
+    given = variant or choose(count, n, k, x.dtype == torch.bfloat16)
     return None if given is None or not is_loadable(given, device) else launch_of(given, count, (n, k))
 
 
 def takes(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether it multiplies so many rows of a dtype by a weight (N, K) on a Hopper GPU: bfloat16, at most MOST_ROWS rows, a shape
-    that `choose` has a variant for; and whether it can be compiled."""
-    if dtype != torch.bfloat16 or interpreted() or not 0 < count <= MOST_ROWS:
+    """Whether it multiplies so many rows of a dtype by a weight (N, K) on a Hopper GPU: codes or bfloat16, of a shape that
+    `choose` has a variant for; and whether it can be compiled."""
+    if dtype not in INPUTS or interpreted() or not 0 < count <= MOST_ROWS:
         return False
-    return choose(count, *shape) is not None and has_compiler()
+    return choose(count, *shape, dtype == torch.bfloat16) is not None and has_compiler()
 
 
 @lru_cache(maxsize=1024)
@@ -52,23 +54,25 @@ def fp8_skinny(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
     variant: Variant | None = None,
     key: Any = None,
     record: Scheme | None = None,
 ) -> torch.Tensor | None:
-    """x (count, K), rounded to e4m3 by rows, times the transpose of codes (N, K) with a scale of each row, plus bias (N).
+    """x (count, K) times the transpose of codes (N, K) with a scale of each row, plus bias (N), in bfloat16.
 
-    None as `launch_for`, and for a bias that is no float of 16 or 32 bits. key, record: see `launch.cache`.
+    x: codes with x_scale (count), or bfloat16, which is quantized. None as `launch_for`, and for a bias that is no float of 16 or 32 bits. key, record: see `launch.cache`.
     """
-    if not x.is_cuda or not same_device(x, codes, scale, bias):
+    if not x.is_cuda or not same_device(x, x_scale, codes, scale, bias):
         return None
     if bias is not None and bias.dtype not in FLOAT_NAMES:
         return None
     launch = launch_for(x, codes.shape[0], x.get_device(), variant)
     if launch is None:
         return None
-    call = Call({"x": x, "codes": codes, "scale": scale, "bias": bias}, words=("codes",))
-    call.allocate("y", (x.shape[0], codes.shape[0]), x.dtype)
+    given = {"x": x, "x_scale": x_scale, "codes": codes, "scale": scale, "bias": bias}
+    call = Call(given, words=("codes",) if x_scale is None else ("x", "codes"))
+    call.allocate("y", (x.shape[0], codes.shape[0]), torch.bfloat16)
     call.launch(launch, POINTERS)  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y", key, record)
     return y

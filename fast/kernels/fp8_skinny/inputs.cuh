@@ -1,8 +1,7 @@
-// Rows of x as codes of e4m3 under a scale each, in shared memory: `quantize` of the scheme fp8_rowwise to the bit.
+// Rows of x as codes of e4m3 under a scale each, in shared memory: as they come, or of bfloat16 by `quantize` of the scheme
+// fp8_rowwise to the bit. Every program has all of them. Pieces of 256 columns are a warp's.
 //
-// Every program has all of them: reading x costs less than a kernel in front would. Pieces of 256 columns are a warp's.
-//
-// Before: `words.cuh`; Problem; WARPS, TOKENS.
+// Before: `words.cuh`; Problem; WARPS; KEPT: pieces of a warp, 0 where x is codes.
 
 constexpr int PIECE = 256;
 constexpr u32 INFINITY_BITS = 0x7F80;  // of bfloat16
@@ -37,30 +36,51 @@ __device__ __forceinline__ u32 codes_of(u32 pair, float reciprocal) {
   return d;
 }
 
-// The largest magnitudes of all rows, words from `largest` on, which are 0.
-__device__ __forceinline__ void find_largest(const Problem& p, u32 largest, int warp, int lane) {
-  const int pieces = p.k / PIECE;
-#pragma unroll 1
-  for (int i = warp; i < pieces * p.count; i += WARPS) {
-    const uint4 v = load_piece(p.x + i64(i) * PIECE * 2 + lane * 16);
-    const u32 pair = larger(larger(larger(larger(0, v.x), v.y), v.z), v.w);
-    u32 one = max(pair >> 16, pair & 0xFFFFu);
-    asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(one) : "r"(one));
-    if (lane == 0) asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(largest + 4 * (i / pieces)), "r"(one) : "memory");
-  }
-}
+// A warp's pieces of all rows, every WARPS-th: kept, as reading them again would wait behind the weight.
+struct Pieces {
+  uint4 v[KEPT > 0 ? KEPT : 1];
 
-// Codes of all rows, `pitch` bytes apart.
-__device__ __forceinline__ void leave_codes(const Problem& p, u32 to, u32 pitch, u32 largest, int warp, int lane) {
-  const int pieces = p.k / PIECE;
-#pragma unroll 1
-  for (int i = warp; i < pieces * p.count; i += WARPS) {
-    const uint4 v = load_piece(p.x + i64(i) * PIECE * 2 + lane * 16);
-    const int token = i / pieces;
-    float m;
-    asm("rcp.rn.f32 %0, %1;" : "=f"(m) : "f"(scale_of(load_word(largest + 4 * token))));
-    const u32 first = codes_of(v.x, m) | codes_of(v.y, m) << 16, second = codes_of(v.z, m) | codes_of(v.w, m) << 16;
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
-        ::"r"(to + token * pitch + (i - token * pieces) * PIECE + lane * 8), "r"(first), "r"(second) : "memory");
+  __device__ __forceinline__ Pieces(const Problem& p, int warp, int lane) {
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+      if (const int i = warp + j * WARPS; i < p.k / PIECE * p.count) v[j] = load_piece(p.x + i64(i) * PIECE * 2 + lane * 16);
   }
+
+  // The largest magnitudes of all rows, words from `largest` on, which are 0.
+  __device__ __forceinline__ void find_largest(const Problem& p, u32 largest, int warp, int lane) const {
+    const int pieces = p.k / PIECE;
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+      const int i = warp + j * WARPS;
+      if (i >= pieces * p.count) break;
+      const u32 pair = larger(larger(larger(larger(0, v[j].x), v[j].y), v[j].z), v[j].w);
+      u32 one = max(pair >> 16, pair & 0xFFFFu);
+      asm volatile("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(one) : "r"(one));
+      if (lane == 0) asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(largest + 4 * (i / pieces)), "r"(one) : "memory");
+    }
+  }
+
+  // Codes, rows of which are `pitch` bytes apart.
+  __device__ __forceinline__ void leave_codes(const Problem& p, u32 to, u32 pitch, u32 largest, int warp, int lane) const {
+    const int pieces = p.k / PIECE;
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+      const int i = warp + j * WARPS, token = i / pieces;
+      if (i >= pieces * p.count) break;
+      float m;
+      asm("rcp.rn.f32 %0, %1;" : "=f"(m) : "f"(scale_of(load_word(largest + 4 * token))));
+      const u32 first = codes_of(v[j].x, m) | codes_of(v[j].y, m) << 16, second = codes_of(v[j].z, m) | codes_of(v[j].w, m) << 16;
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};"
+          ::"r"(to + token * pitch + (i - token * pieces) * PIECE + lane * 8), "r"(first), "r"(second) : "memory");
+    }
+  }
+};
+
+// Rows of x that are codes already.
+__device__ __forceinline__ void copy_codes(const Problem& p, u32 to, u32 pitch, int thread) {
+  const int each = p.k / 16;
+#pragma unroll 1
+  for (int i = thread; i < each * p.count; i += 32 * WARPS)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+        ::"r"(to + i / each * pitch + i % each * 16), "l"(__cvta_generic_to_global(p.x + i64(i) * 16)) : "memory");
 }

@@ -13,10 +13,10 @@ from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.launch.launcher import Signature
 from fast.kernels.linear_skinny.launch import Compiled, Launch, SkinnyLaunch, launcher
 
-#: `Problem` of the source: addresses of x, codes, scale, bias, y; count, n, k, bias_kind.
-ARGUMENTS = struct.Struct("=5Q4i")
+#: `Problem` of the source: addresses of x, x_scale, codes, scale, bias, y; count, n, k, bias_kind.
+ARGUMENTS = struct.Struct("=6Q4i")
 #: Pointers of a launch in their order.
-POINTERS = ("x", "codes", "scale", "bias", "y")
+POINTERS = ("x", "x_scale", "codes", "scale", "bias", "y")
 
 
 class Fp8SkinnyLaunch(SkinnyLaunch):

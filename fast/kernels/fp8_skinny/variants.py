@@ -20,7 +20,8 @@ class Variant(NamedTuple):
     """tokens: rows of x of a tile. slabs: of 16 rows of the weight in a program. phases: warps that share a slab's turns.
 
     each: turns that a warp has asked for. ahead: whether the first ones are asked for, into the L2 cache, before the kernel in
-    front has ended.
+    front has ended. late: whether the next kernel may begin when the last ones are asked for, not before. kept: pieces of x
+    that a warp quantizes; 0 where x is codes.
     """
 
     tokens: int
@@ -28,6 +29,8 @@ class Variant(NamedTuple):
     phases: int
     each: int
     ahead: bool = False
+    late: bool = False
+    kept: int = 0
 
     @property
     def threads(self) -> int:
@@ -46,7 +49,8 @@ class Variant(NamedTuple):
     def takes(self, count: int, n: int, k: int) -> bool:
         """Whether a product is one for it: whole programs and pieces, x within shared memory, a turn for each warp."""
         whole = n % (SLAB * self.slabs) == 0 and k % PIECE == 0 and k // TURN >= self.phases
-        return whole and 0 < count <= self.tokens and self.shared(count, k) <= MOST_SHARED
+        room = self.kept == 0 or count * (k // PIECE) <= self.kept * self.slabs * self.phases
+        return whole and room and 0 < count <= self.tokens and self.shared(count, k) <= MOST_SHARED
 
 
 def sources(variant: Variant) -> tuple[str, dict[str, str], tuple[str, ...]]:

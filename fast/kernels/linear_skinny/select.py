@@ -50,6 +50,8 @@ FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS, LONG = 132, 90, 8, 8, 8192
 #: Where words come straight from memory: programs that leave no multiprocessor out; warps of one, and of few slabs; loads
 #: under way.
 WHOLE, WARPS, WARPS_OF_FEW, LOADS = 120, 28, 24, 4
+#: Slabs of programs of int4 that do so.
+MOST_SLABS = 7
 #: Elements whose programs are tall, and clusters of so many programs that run at once, one a multiprocessor.
 TALL, CLUSTERS = ("nf4", "e2m1"), {2: 66, 4: 30, 8: 14}
 #: Rows of x that such programs read before they begin; bytes of a word of NF4 that a table decodes.
@@ -105,6 +107,10 @@ def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | Non
     """Of 8 bits, but for one wave of blocks, for long rows by more than one or two rows of x, and without factors for most
     programs of more than two slabs; None where there is none."""
     slabs, factored = _slabs(n), form.element in FACTORED
+    if form.element == "int4":
+        few = count <= UPFRONT and 0 < slabs <= MOST_SLABS and _fills(n, k)
+        one = Direct(tokens, slabs, min(WARPS // max(slabs, 1), k // 64), 2, True, True)
+        return one if few and one.takes(form, count, n, k) else None
     if form.element not in DIRECT or not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
         return None
     if 2 < slabs < 14 and not factored:

@@ -1,7 +1,7 @@
 """`linear_dynamic` below its signature: kernel, reference, operator and gradient; see `fast.dispatch`.
 
-Operands are x, codes and scale of the weight, bias; values the record of the inputs as text, whether the weight has other parts,
-and how it is stored.
+Operands are x, codes and scale of the weight, bias; values the record of the inputs as text, whether the weight has other
+parts, and how it is stored.
 """
 
 from __future__ import annotations

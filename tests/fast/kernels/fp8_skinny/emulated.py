@@ -13,7 +13,7 @@ from tests.emulator.device.memory import POISON, Memory
 from tests.emulator.device.stand_in import GUARD, _bytes
 
 
-def product(x, codes, scale, bias=None, *, variant, early=False, seed=0, swap=None):
+def product(x, codes, scale, bias=None, *, variant, x_scale=None, early=False, seed=0, swap=None):
     """The product by a variant. swap: a text that the source or its header has, and what takes its place, to plant faults."""
     source, headers, options = sources(variant)
     if swap is not None:
@@ -25,7 +25,7 @@ def product(x, codes, scale, bias=None, *, variant, early=False, seed=0, swap=No
     size, memory = count * n * 2, Memory()
     held = torch.empty(size + 2 * GUARD, dtype=torch.uint8).fill_(POISON)
     y = held[GUARD : GUARD + size].view(torch.bfloat16).view(count, n)
-    given = (x, codes, scale, bias, y)
+    given = (x, x_scale, codes, scale, bias, y)
     for one in given:
         if one is not None:
             memory.regions[one.data_ptr()] = _bytes(one.data_ptr(), one.nbytes)

@@ -37,7 +37,7 @@ def test_shapes_that_another_kernel_takes(shape):
     assert choose(1, *shape) is None
 
 
-@pytest.mark.parametrize("one", [Variant(8, 14, 2, 2), Variant(8, 2, 14, 2, True), Variant(8, 3, 9, 2)])
+@pytest.mark.parametrize("one", [choose(1, *shape, True) for shape in SHAPES] + [choose(8, *SHAPES[0])])
 def test_variants_compile_without_spills(one):
     require_nvrtc()
     source, headers, options = sources(one)
@@ -58,8 +58,10 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(ahead):
 
 def test_what_it_takes(monkeypatch):
     monkeypatch.setattr(host, "has_compiler", lambda: True)
-    assert host.takes(16, (4096, 4096), torch.bfloat16)
-    assert not host.takes(17, (4096, 4096), torch.bfloat16)
+    assert host.takes(1, (4096, 4096), torch.bfloat16)
+    assert host.takes(16, (4096, 4096), torch.uint8)
+    assert not host.takes(8, (4096, 4096), torch.bfloat16)
+    assert not host.takes(17, (4096, 4096), torch.uint8)
     assert not host.takes(0, (4096, 4096), torch.bfloat16)
     assert not host.takes(1, (4096, 4096), torch.float16)
     assert not host.takes(1, (1024, 4096), torch.bfloat16)
