@@ -61,7 +61,8 @@ def fp8_skinny(
 ) -> torch.Tensor | None:
     """x (count, K) times the transpose of codes (N, K) with a scale of each row, plus bias (N), in bfloat16.
 
-    x: codes with x_scale (count), or bfloat16, which is quantized. None as `launch_for`, and for a bias that is no float of 16 or 32 bits. key, record: see `launch.cache`.
+    x: codes with x_scale (count), or bfloat16, which is quantized. None as `launch_for`, and for a bias that is no float of 16
+    or 32 bits. key, record: see `launch.cache`.
     """
     if not x.is_cuda or not same_device(x, x_scale, codes, scale, bias):
         return None

@@ -22,7 +22,12 @@ def choose(count: int, n: int, k: int, quantizes: bool = False) -> Variant | Non
     quantizes: whether x is bfloat16.
     """
     slabs = next(
-        (one for one in range(1, MOST_SLABS + 1) if n % (SLAB * one) == 0 and ENOUGH <= n // SLAB // one <= FULL), 0
+        (
+            one
+            for one in range(1, MOST_SLABS + 1)
+            if n % (SLAB * one) == 0 and ENOUGH <= n // SLAB // one <= FULL
+        ),
+        0,
     )
     if not slabs:
         return None

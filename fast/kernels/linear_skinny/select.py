@@ -111,7 +111,12 @@ def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | Non
         few = count <= UPFRONT and 0 < slabs <= MOST_SLABS and _fills(n, k)
         one = Direct(tokens, slabs, min(WARPS // max(slabs, 1), k // 64), 2, True, True)
         return one if few and one.takes(form, count, n, k) else None
-    if form.element not in DIRECT or not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
+    if (
+        form.element not in DIRECT
+        or not slabs
+        or ENOUGH <= n // 64 <= FULL
+        or (k > LONG and count > 1 + factored)
+    ):
         return None
     if 2 < slabs < 14 and not factored:
         return None

@@ -142,7 +142,11 @@ class Direct(NamedTuple):
     def takes(self, form: Form, count: int, n: int, k: int) -> bool:
         """Whether a product is one for it: elements, whole programs, x within shared memory, an atom for each warp."""
         whole = form.group and form.group % 64 == 0 and not form.zero
-        served = whole if form.element == "int4" else form.element in DIRECT and (form.group == 0 or form.element in FACTORED)
+        served = (
+            whole
+            if form.element == "int4"
+            else form.element in DIRECT and (form.group == 0 or form.element in FACTORED)
+        )
         return (
             served
             and count <= self.tokens

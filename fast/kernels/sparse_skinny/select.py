@@ -1,5 +1,5 @@
-"""Which variant a product gets: as measured on an H200 (int4 in groups of 64; 1, 8 and 16 rows; the layers of a block of a model
-of 8 billion parameters, up to 35 variants each), and of small weights on an H100.
+"""Which variant a product gets: as measured on an H200 (int4 in groups of 64; 1, 8 and 16 rows; the layers of a block of a
+model of 8 billion parameters, up to 35 variants each), and of small weights on an H100.
 
 Stages of 512 columns before those of 256; parts of K of at most eight stages. Two parts whose programs share a multiprocessor
 are before all of K by one: 16.9 us of (28672, 4096) at one row for 18.5, 18.2 for 20.0 at eight, 6.3 of (6144, 4096) at eight
