@@ -117,6 +117,7 @@ class Direct(NamedTuple):
     loads: int
     ahead: bool = False
     late: bool = False
+    first: bool = False
 
     @property
     def source(self) -> str:

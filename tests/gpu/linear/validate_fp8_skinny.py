@@ -3,7 +3,8 @@
     PYTHONPATH=. python tests/gpu/linear/validate_fp8_skinny.py [--seconds 60] [--rows 1 2 8 16] [--shapes 0 1]
 
 Of bfloat16 that is quantized on the way, where a variant takes so many rows, and of codes. Times are of CUDA graphs in turn,
-over weights that exceed the L2 cache, beside bfloat16 and what quantizes first: `fast.quantize` and the product of codes in Triton.
+over weights that exceed the L2 cache, beside bfloat16 and what quantizes first: `fast.quantize`, the product of codes in
+Triton.
 Writes $OUT/fp8_skinny.json; exits with 1 on any difference.
 """
 
