@@ -59,7 +59,7 @@ def test_what_no_variant_divides():
     assert choose(INT4, 1, 64, 384) is None
     assert choose(INT4, 16, 8192, 28672) is None
     assert fitted(Form(256, True, False), 8, 256, 1, 1, 256) is None
-    assert fitted(INT4, 8, 256, 1, 9, 4096) is None
+    assert fitted(INT4, 8, 256, 1, 20, 4096) is None
     assert fitted(INT4, 8, 256, 1, 1, 8192) is None
 
 
