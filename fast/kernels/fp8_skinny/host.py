@@ -71,8 +71,9 @@ def fp8_skinny(
     launch = launch_for(x, codes.shape[0], x.get_device(), variant)
     if launch is None:
         return None
-    given = {"x": x, "x_scale": x_scale, "codes": codes, "scale": scale, "bias": bias}
-    call = Call(given, words=("codes",) if x_scale is None else ("x", "codes"))
+    # In the order of the operands of `linear_dynamic` and `linear_of_codes`, which repeat the call by it.
+    rows = {"x": x} if x_scale is None else {"x": x, "x_scale": x_scale, "x_zero": None}
+    call = Call({**rows, "codes": codes, "scale": scale, "bias": bias}, words=("x", "codes"))
     call.allocate("y", (x.shape[0], codes.shape[0]), torch.bfloat16)
     call.launch(launch, POINTERS)  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y", key, record)

@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fast.kernels.fp8_skinny import host, launch
 from fast.kernels.fp8_skinny.select import choose
 from fast.kernels.fp8_skinny.variants import Variant, sources
 from fast.kernels.hopper import nvrtc
+from fast.matmul.codes_ops import LINEAR_OF_CODES
+from fast.matmul.dynamic.ops import LINEAR_DYNAMIC
 from reference import SCHEMES
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
@@ -78,6 +81,27 @@ def test_schemes_that_it_takes(other):
     assert host.takes_schemes(own, own)
     assert not host.takes_schemes(own, key)
     assert not host.takes_schemes(key, own)
+
+
+def test_a_call_has_the_operands_of_its_functions_in_their_order(monkeypatch):
+    """What is repeated is given them by place."""
+    seen = []
+
+    class Told:
+        def __init__(self, inputs, words):
+            seen.append(list(inputs))
+
+        def __getattr__(self, name):
+            return lambda *_: None
+
+    monkeypatch.setattr(host, "Call", Told)
+    monkeypatch.setattr(host, "launch_for", lambda *_: True)
+    with FakeTensorMode():
+        x, codes = torch.empty(1, 256, device="cuda"), torch.empty(16, 256, device="cuda")
+        host.fp8_skinny(x, codes, codes[:, 0])
+        host.fp8_skinny(x, codes, codes[:, 0], x_scale=x[:, 0])
+    assert seen == [["x", "codes", "scale", "bias"], ["x", "x_scale", "x_zero", "codes", "scale", "bias"]]
+    assert [len(one.operands) for one in (LINEAR_DYNAMIC, LINEAR_OF_CODES)] == [len(one) for one in seen]
 
 
 def test_cpu_tensors_are_left_to_others():
