@@ -97,9 +97,9 @@ def test_a_call_has_the_operands_of_its_functions_in_their_order(monkeypatch):
     monkeypatch.setattr(host, "Call", Told)
     monkeypatch.setattr(host, "launch_for", lambda *_: True)
     with FakeTensorMode():
-        x, codes = torch.empty(1, 256, device="cuda"), torch.empty(16, 256, device="cuda")
-        host.fp8_skinny(x, codes, codes[:, 0])
-        host.fp8_skinny(x, codes, codes[:, 0], x_scale=x[:, 0])
+        x, codes, scale = (torch.empty(size, device="cuda") for size in ((1, 256), (16, 256), (16,)))
+        host.fp8_skinny(x, codes, scale)
+        host.fp8_skinny(x, codes, scale, x_scale=torch.empty(1, device="cuda"))
     assert seen == [["x", "codes", "scale", "bias"], ["x", "x_scale", "x_zero", "codes", "scale", "bias"]]
     assert [len(one.operands) for one in (LINEAR_DYNAMIC, LINEAR_OF_CODES)] == [len(one) for one in seen]
 
