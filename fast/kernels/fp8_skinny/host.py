@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fast.kernels.fp8_skinny.launch import POINTERS, Fp8SkinnyLaunch, is_loadable
-from fast.kernels.fp8_skinny.select import MOST_ROWS, choose
+from fast.kernels.fp8_skinny.select import MOST_ROWS, choose, gains
 from fast.kernels.fp8_skinny.variants import Variant
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted, same_device
@@ -28,16 +28,19 @@ def launch_for(
     """What multiplies rows x (count, K), codes or bfloat16, by a weight (n, K) on a device; its pointers are POINTERS. None
     where another kernel has to: `takes`, and what does not compile. variant: by default that of `choose`."""
     count, k = x.shape
-    if not takes(count, (n, k), x.dtype) or capability(device) != HOPPER:
+    if x.dtype not in INPUTS or interpreted() or capability(device) != HOPPER or not has_compiler():
         return None
-    given = variant or choose(count, n, k, x.dtype == torch.bfloat16)
+    chosen = choose(count, n, k, x.dtype == torch.bfloat16) if takes(count, (n, k), x.dtype) else None
+    given = variant or chosen
     return None if given is None or not is_loadable(given, device) else launch_of(given, count, (n, k))
 
 
 def takes(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether it multiplies so many rows of a dtype by a weight (N, K) on a Hopper GPU: codes or bfloat16, of a shape that
-    `choose` has a variant for; and whether it can be compiled."""
+    """Whether it multiplies so many rows of a dtype by a weight (N, K) on a Hopper GPU: codes or bfloat16, rows that gain, of a
+    shape that `choose` has a variant for; and whether it can be compiled."""
     if dtype not in INPUTS or interpreted() or not 0 < count <= MOST_ROWS:
+        return False
+    if not gains(count, dtype == torch.bfloat16):
         return False
     return choose(count, *shape, dtype == torch.bfloat16) is not None and has_compiler()
 

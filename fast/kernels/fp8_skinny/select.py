@@ -13,6 +13,8 @@ MOST_ROWS, TOKENS = 16, (8, 16)
 FULL, ENOUGH, WARPS, EACH, MOST_SLABS = 132, 120, 28, 1, 14
 #: Pieces of x that a warp quantizes at most.
 MOST_KEPT = 2
+#: The most rows of codes, and of bfloat16, that products of `fast` multiply by this kernel: those that were measured to gain.
+GAINING_CODES, GAINING_VALUES = 0, 0
 
 
 @lru_cache(maxsize=1024)
@@ -40,4 +42,9 @@ def choose(count: int, n: int, k: int, quantizes: bool = False) -> Variant | Non
     return one if one.takes(count, n, k) else None
 
 
-__all__ = ["MOST_ROWS", "choose"]
+def gains(count: int, quantizes: bool) -> bool:
+    """Whether so many rows, of bfloat16 or codes, were measured to be faster than by a kernel that quantizes in front."""
+    return count <= (GAINING_VALUES if quantizes else GAINING_CODES)
+
+
+__all__ = ["MOST_ROWS", "choose", "gains"]

@@ -186,10 +186,9 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void linear_skinny(const 
   if (AHEAD) from.prefetch(lane);
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (!LATE) launch_dependents();
-  if (FIRST) copy_inputs(p, base, pitch, bars, warp, lane);
 #pragma unroll
   for (int j = 0; j < EACH; j++) from.load(j, j);
-  if (!FIRST) copy_inputs(p, base, pitch, bars, warp, lane);
+  copy_inputs(p, base, pitch, bars, warp, lane);
   RowScales scales(p, slab * 16 + lane / 4);
   if constexpr (FACTORED) scales.low = scales.high = __uint_as_float(load_factor(p.scale)) * LACKING;
   Less less;

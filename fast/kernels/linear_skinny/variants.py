@@ -117,7 +117,6 @@ class Direct(NamedTuple):
     loads: int
     ahead: bool = False
     late: bool = False
-    first: bool = False
 
     @property
     def source(self) -> str:

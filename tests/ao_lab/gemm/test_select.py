@@ -154,6 +154,7 @@ def test_few_rows_on_a_gpu_are_quantized_on_the_way(rows, length, scheme, newest
     """Where that is one launch, as `fp8_skinny` says; its compiler need not be here."""
     seen, multiplied = [], select.linear_dynamic
     monkeypatch.setattr(fp8_skinny, "has_compiler", lambda: True)
+    monkeypatch.setattr(fp8_skinny, "gains", lambda *_: True)
     monkeypatch.setattr(select, "_capability", lambda index: newest)
     monkeypatch.setattr(select, "linear_dynamic", lambda *a: seen.append(a) or multiplied(*a))
     select.is_one_launch.cache_clear()

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
 from fast.kernels.fp8_skinny.host import SCHEME, fp8_skinny
+from fast.kernels.fp8_skinny.select import choose
 from fast.kernels.linear import w8a8_host
 from fast.kernels.scaled_mm import host as scaled_mm_host
 from reference import Quantized
@@ -44,12 +45,14 @@ def exact_weight(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ways(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: Any = None) -> dict[str, Any]:
-    """Calls of bfloat16 and of codes; None of what is not taken."""
+    """Calls of bfloat16 and of codes by the rule's variants, whether or not they gain; those that there are."""
     q = fast.quantize(x, SCHEME, axis=-1)
-    return {
-        "on the way": lambda: fp8_skinny(x, codes, scale, bias),
-        "codes": lambda: fp8_skinny(q.codes, codes, scale, bias, x_scale=q.scale),
+    values, own = (choose(len(x), *codes.shape, quantizes) for quantizes in (True, False))
+    calls = {
+        "on the way": values and (lambda: fp8_skinny(x, codes, scale, bias, variant=values)),
+        "codes": own and (lambda: fp8_skinny(q.codes, codes, scale, bias, x_scale=q.scale, variant=own)),
     }
+    return {name: call for name, call in calls.items() if call}
 
 
 def wrong(shape: tuple[int, int], count: int) -> Iterator[str]:
@@ -65,11 +68,9 @@ def wrong(shape: tuple[int, int], count: int) -> Iterator[str]:
         with poisoned(0xA5):
             got = call()
             torch.cuda.synchronize()
-        if got is None:
-            print(f"{shape} {count} rows, {name}: not taken", flush=True)
-            continue
-        if not torch.equal(got, wanted):
-            yield f"{shape} {count} rows, {name}: {int((got != wanted).sum())} of {got.numel()} differ"
+        if got is None or not torch.equal(got, wanted):
+            off = -1 if got is None else int((got != wanted).sum())
+            yield f"{shape} {count} rows, {name}: {off} of {wanted.numel()} differ"
         elif not all(torch.equal(call(), got) for _ in range(REPEATS)):
             yield f"{shape} {count} rows, {name}: other bits in another call"
 
@@ -86,7 +87,7 @@ def wrong_inputs() -> Iterator[str]:
                 row[0, 5] = odd
             q = fast.quantize(row, SCHEME, axis=-1)
             wanted = (q.codes.view(E4M3).float() * q.scale.view(-1, 1)).bfloat16()
-            got = fp8_skinny(row, eye, torch.ones(n, device="cuda"))
+            got = fp8_skinny(row, eye, torch.ones(n, device="cuda"), variant=choose(1, n, k, True))
             if got is None or not torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0)):
                 yield f"inputs of 2**{power} with {odd}: {-1 if got is None else int((got != wanted).sum())} differ"
 
@@ -112,8 +113,7 @@ def timed(shape: tuple[int, int], counts: list[int]) -> Iterator[dict[str, Any]]
         q = fast.quantize(x, SCHEME, axis=-1)
         calls: dict[str, list[Callable[[], Any]]] = {
             name: [ways(x, w.codes, w.scale)[name] for w in held]
-            for name, call in ways(x, held[0].codes, held[0].scale).items()
-            if call() is not None
+            for name in ways(x, held[0].codes, held[0].scale)
         }
         calls["quantize"] = [lambda x=x: fast.quantize(x, SCHEME, axis=-1)] * len(held)
         calls["Triton, codes"] = [lambda w=w, q=q: product_of(q, w) for w in held]
