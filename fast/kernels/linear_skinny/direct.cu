@@ -15,12 +15,15 @@ struct TensorMap;
 #include "problem.cuh"
 
 constexpr int GROUPS = 1, CLUSTER = 1;
-constexpr bool FACTORED = ELEMENT == E4M3_MX;
-constexpr int ATOM = 4096, HALF_ATOM = ATOM / 2, SLAB = 512;   // bytes of 64 rows by 64 columns, by 32, and of 16 rows by 32
+constexpr bool FACTORED = ELEMENT == E4M3_MX, NIBBLES = ELEMENT == INT4;
+constexpr int SLAB = 512, PART = 4 * SLAB;                     // bytes that a warp loads at once: of 16 rows, and of 64
+constexpr int WORDS = NIBBLES ? 1 : 2, ATOM = WORDS * PART;    // loads of an atom; bytes of 64 rows by 64 columns
 constexpr int TILES = TOKENS / 8, WARPS = SLABS * PHASES, ROWS = 16 * SLABS, LINE = ROWS + 4;
-constexpr int EACH = LOADS / 2, PIECE = EACH * PHASES * 64;    // atoms of a warp ahead; columns of x of a barrier
-static_assert(LOADS % 2 == 0, "atoms are two loads");
-static_assert(GROUP == 0 || FACTORED, "scales are of rows, or factors");
+constexpr int EACH = LOADS / WORDS, PIECE = EACH * PHASES * 64;  // atoms of a warp ahead; columns of x of a barrier
+constexpr bool GROUPED = GROUP > 0 && !FACTORED;
+constexpr int SCALES = GROUPED ? 2 : 1;                        // words of an atom's scales of a lane's rows, or of its factors
+static_assert(LOADS % WORDS == 0, "atoms are whole");
+static_assert(!GROUPED || GROUP % 64 == 0 && NIBBLES && !ZERO, "an atom has one scale of a row");
 
 #include "words.cuh"
 #include "copies.cuh"
@@ -63,30 +66,51 @@ __device__ __forceinline__ void copy_inputs(const Problem& p, u32 to, u32 pitch,
 // What a warp multiplies: its atoms, every PHASES-th, some of them under way.
 struct Stream {
   const char *words, *factors;
-  i64 next;  // bytes from factors to those of the warp's next atom
-  int atoms;
+  i64 next;  // bytes from factors to those of the warp's next atom; of groups, to those of the next group
+  int atoms, phase;
   uint4 w[LOADS];
-  u32 f[EACH];
+  u32 f[EACH][SCALES];
 
   __device__ __forceinline__ Stream(const Problem& p, int slab, int phase, int lane)
       : words(p.words + (i64(slab / 4) * (p.k / 64) + phase) * ATOM + slab % 4 * SLAB + lane * 16),
-        factors(p.scale + i64(p.n) * 2 + (i64(phase) * (p.n / 2) + slab * 8 + lane / 4) * 4), next(i64(p.n) * 2 * PHASES),
-        atoms((p.k / 64 - phase + PHASES - 1) / PHASES) {}
+        factors(GROUPED ? p.scale + (slab * 16 + lane / 4) * 4
+                        : p.scale + i64(p.n) * 2 + (i64(phase) * (p.n / 2) + slab * 8 + lane / 4) * 4),
+        next(GROUPED ? i64(p.n) * 4 : i64(p.n) * 2 * PHASES), atoms((p.k / 64 - phase + PHASES - 1) / PHASES), phase(phase) {}
 
   // Atom i in place j.
   __device__ __forceinline__ void load(int j, int i) {
     if (i >= atoms) return;
     const char* at = words + i64(i) * PHASES * ATOM;
-    w[2 * j] = load_stream(at), w[2 * j + 1] = load_stream(at + HALF_ATOM);
-    if (FACTORED) f[j] = load_factor(factors + i * next);
+#pragma unroll
+    for (int part = 0; part < WORDS; part++) w[WORDS * j + part] = load_stream(at + part * PART);
+    if (FACTORED) f[j][0] = load_factor(factors + i * next);
+    if constexpr (GROUPED) {
+      const char* scale = factors + (i * PHASES + phase) * 64 / GROUP * next;
+      f[j][0] = load_factor(scale), f[j][1] = load_factor(scale + 32);
+    }
+  }
+
+  // Ask for the first atoms, into the L2 cache: a line a lane.
+  __device__ __forceinline__ void prefetch(int lane) const {
+    if (lane % 8) return;
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+#pragma unroll
+      for (int part = 0; part < WORDS; part++)
+        if (j < atoms)
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(words + i64(j) * PHASES * ATOM + part * PART)) : "memory");
   }
 };
 
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // Multiplying
 
-// First operands of two tiles, 32 columns: half of the atom in place j.
+// First operands of two tiles, 32 columns: half of an atom. w: of NIBBLES the atom's words, else the half's.
 __device__ __forceinline__ void operands(u32 (&a)[2][4], const uint4& w, int half, const Less& less, const Factors& factors) {
-  if constexpr (FACTORED) {
+  if constexpr (NIBBLES) {
+    decode(a[0], half ? w.z : w.x, less), decode(a[1], half ? w.w : w.y, less);
+  } else if constexpr (FACTORED) {
     decode_factored(a[0], w.x, w.y, 2 * half, factors), decode_factored(a[1], w.z, w.w, 2 * half + 1, factors);
   } else {
     decode(a[0], w.x, w.y, less), decode(a[1], w.z, w.w, less);
@@ -96,10 +120,10 @@ __device__ __forceinline__ void operands(u32 (&a)[2][4], const uint4& w, int hal
 // The products of the atom in place j, atom i of the warp; the next one is asked for as soon as that is decoded. at: of x, its columns.
 __device__ __forceinline__ void multiply_atom(Sums& sums, Stream& from, int j, int i, const u32 (&x)[TILES], u32 at, const Less& less) {
   Factors factors;
-  if (FACTORED) factors.words[0] = from.f[j];
+  if (FACTORED) factors.words[0] = from.f[j][0];
   u32 a[2][2][4];
 #pragma unroll
-  for (int half = 0; half < 2; half++) operands(a[half], from.w[2 * j + half], half, less, factors);
+  for (int half = 0; half < 2; half++) operands(a[half], from.w[WORDS * j + half % WORDS], half, less, factors);
   from.load(j, i + EACH);
 #pragma unroll
   for (int half = 0; half < 2; half++)
@@ -117,16 +141,18 @@ __device__ __forceinline__ void consume(Sums& total, Stream& from, const u32 (&x
   clear(total);
 #pragma unroll 1
   for (int i = 0; i < from.atoms; i += EACH) {
+    if (LATE && i + EACH >= from.atoms) launch_dependents();
     wait_for(bars + i / EACH * 8, 0);
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       if (i + j >= from.atoms) break;
       const u32 at = (i + j) * PHASES * 128;
-      if constexpr (FACTORED) {
+      if constexpr (FACTORED || GROUPED) {
+        const float low = GROUPED ? __uint_as_float(from.f[j][0]) : 1.f, high = GROUPED ? __uint_as_float(from.f[j][SCALES - 1]) : 1.f;
         Sums sums;
         clear(sums);
         multiply_atom(sums, from, j, i + j, x, at, less);
-        add_scaled(total, sums, 1.f, 1.f);
+        add_scaled(total, sums, low, high);
       } else {
         multiply_atom(total, from, j, i + j, x, at, less);
       }
@@ -156,8 +182,10 @@ extern "C" __global__ __launch_bounds__(32 * WARPS, 1) void linear_skinny(const 
   const u32 bars = sums + PHASES * TOKENS * LINE * 4;
   for (int i = thread; i < (p.k + PIECE - 1) / PIECE; i += 32 * WARPS) init_barrier(bars + 8 * i, 32 * p.count);
   asm volatile("fence.mbarrier_init.release.cluster;\nbar.sync 0;" ::: "memory");
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   Stream from(p, slab, phase, lane);
+  if (AHEAD) from.prefetch(lane);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (!LATE) launch_dependents();
 #pragma unroll
   for (int j = 0; j < EACH; j++) from.load(j, j);
   copy_inputs(p, base, pitch, bars, warp, lane);

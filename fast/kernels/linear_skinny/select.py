@@ -7,6 +7,12 @@ blocks, two phases; 0.5 to 1 us of 22). Asking for its weight then, into the L2 
 busy; where programs have a multiprocessor of their own it gains 0.3 to 1 (`ahead`). x by a warp of its own is faster from one
 row on.
 
+By an H200: int4 of one or two rows straight from memory, two loads under way, and three blocks of (28672, 4096) whose ends
+leave room: in groups of 64 6.5 us of (6144, 4096) at one row for 7.2 by a stream, 4.9 of (4096, 4096) for 5.5, 11.8 of (4096,
+14336) for 12.8, 21.3 of (28672, 4096) for 24.5 in two blocks; a block of four such layers 46.4 for 51.5. Of 8 bits without
+factors such kernels are let in late and ask ahead, which gains 2 to 4 percent: 16.4 us of (14336, 4096) at one row for 16.9,
+8.0 of (6144, 4096) for 8.8; int8 17.7 for 18.1 at eight.
+
 int4 up to 8 rows: 13.0 to 13.9 us of (14336, 4096) where `linear_small` takes 15.0, 25 to 26 of (28672, 4096) for 30.6, 7.4
 to 8.0 of (6144, 4096) for 9.0 to 9.4.
 
@@ -45,7 +51,7 @@ GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23), "int8": (8, 1 <<
 #: memory, of one wave and of long rows.
 SHORT_GROUPS, FEW_PROGRAMS, ONE_WAVE, LONG_ROWS = 2, 4, 4, 4
 #: Those of 8 bits by the slabs of one wave of programs, without factors and with them.
-GAINING_SLABS = {14: (16, 16), 7: (4, 8), 2: (2, 4)}
+GAINING_SLABS = {14: (16, 16), 7: (8, 8), 2: (2, 4)}
 #: The most rows that a variant takes, and rows of its tiles.
 MOST_ROWS, TILES = 16, (8, 16)
 #: Multiprocessors; programs that nearly fill them; the most parts of K, and the fewest steps of one; columns of a long row.
@@ -53,6 +59,9 @@ FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS, LONG = 132, 90, 8, 8, 8192
 #: Where words come straight from memory: programs that leave no multiprocessor out; warps of one, and of few slabs; loads
 #: under way.
 WHOLE, WARPS, WARPS_OF_FEW, LOADS = 120, 28, 24, 4
+#: Of int4 loads, and the most slabs; of 8 bits and one row of x warps and loads, by the slabs.
+LOADS_OF_INT4, MOST_SLABS = 2, 7
+ALONE = {14: (28, 4), 7: (21, 4), 3: (15, 6), 2: (24, 4)}
 #: Elements whose programs are tall, and clusters of so many programs that run at once, one a multiprocessor.
 TALL, CLUSTERS = ("nf4", "e2m1"), {2: 66, 4: 30, 8: 14}
 #: Rows of x that such programs read before they begin; bytes of a word of NF4 that a table decodes.
@@ -110,20 +119,42 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | Direct | None:
 
 
 def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | None:
-    """Of 8 bits, but for one wave of blocks, for long rows by more than one or two rows of x, and without factors for most
-    programs of more than two slabs; None where there is none."""
-    slabs, factored = _slabs(n), form.element in FACTORED
-    if not slabs or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
+    """Straight from memory, where programs of that are one wave: int4 of one or two rows, 8 bits by `_of_bytes`; None else."""
+    slabs = _slabs(n)
+    if not slabs:
         return None
-    if 2 < slabs < 14 and not factored:
+    if form.element == "int4":
+        few = count <= UPFRONT and slabs <= MOST_SLABS and _fills(n, k)
+        sizes = (WARPS // slabs, LOADS_OF_INT4) if few else None
+    else:
+        sizes = _of_bytes(form, slabs, count, n, k) if form.element in DIRECT else None
+    if sizes is None:
         return None
-    one = Direct(tokens, slabs, min((WARPS if slabs > 4 else WARPS_OF_FEW) // slabs, k // 64), LOADS)
+    # Those of factors were not timed with what lets kernels overlap.
+    overlap = form.element not in FACTORED
+    one = Direct(tokens, slabs, min(sizes[0], k // 64), sizes[1], overlap, overlap)
     return one if one.takes(form, count, n, k) else None
+
+
+def _of_bytes(form: Form, slabs: int, count: int, n: int, k: int) -> tuple[int, int] | None:
+    """Phases and loads of 8 bits. Without factors one row by what was timed, more rows of the largest weights, of small ones,
+    and of those between from five rows on; None for others, and for long rows by more than one or two rows of x."""
+    factored = form.element in FACTORED
+    if not factored and count == 1 and slabs in ALONE:
+        warps, loads = ALONE[slabs]
+        return warps // slabs, loads
+    between = 2 < slabs < 14 and not factored and not (slabs == 7 and count > ONE_WAVE)
+    if between or ENOUGH <= n // 64 <= FULL or (k > LONG and count > 1 + factored):
+        return None
+    return (WARPS if slabs > 4 else WARPS_OF_FEW) // slabs, LOADS
 
 
 def _stream(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None:
     """Two blocks where those nearly fill a device; else one, and parts of K until they do; one where scales leave no room."""
     steps, splits = k // STEP, 1
+    three = form.element == "int4" and count <= UPFRONT and n // 128 >= ENOUGH
+    if three and (one := fitted(form, (tokens, 1, 3, 1), count, steps, 2, streamed=True)) is not None:
+        return one
     if (
         n // 128 >= ENOUGH
         and (two := fitted(form, (tokens, 2, 2, 1), count, steps, 2, streamed=True)) is not None

@@ -77,6 +77,7 @@ class Variant(NamedTuple):
     streamed: bool = False
     tabled: int = 2
     ahead: bool = False
+    late: bool = False
 
     @property
     def source(self) -> str:
@@ -114,6 +115,8 @@ class Direct(NamedTuple):
     slabs: int
     phases: int
     loads: int
+    ahead: bool = False
+    late: bool = False
 
     @property
     def source(self) -> str:
@@ -131,13 +134,19 @@ class Direct(NamedTuple):
 
     def shared(self, form: Form, count: int, steps: int) -> int:
         """Bytes of dynamic shared memory for `count` rows of x and `steps` along K: x, sums, a barrier for each piece of x."""
-        pieces = -(-steps * STEP // (32 * self.loads * self.phases))
+        columns = 64 if form.element == "int4" else 32
+        pieces = -(-steps * STEP // (columns * self.loads * self.phases))
         sums = self.phases * self.tokens * (16 * self.slabs + 4) * 4
         return 16 + count * (steps * 2 * STEP + 16) + sums + 8 * pieces
 
     def takes(self, form: Form, count: int, n: int, k: int) -> bool:
         """Whether a product is one for it: elements, whole programs, x within shared memory, an atom for each warp."""
-        served = form.element in DIRECT and (form.group == 0 or form.element in FACTORED)
+        whole = form.group and form.group % 64 == 0 and not form.zero
+        served = (
+            whole
+            if form.element == "int4"
+            else form.element in DIRECT and (form.group == 0 or form.element in FACTORED)
+        )
         return (
             served
             and count <= self.tokens

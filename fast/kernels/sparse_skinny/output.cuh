@@ -61,15 +61,15 @@ __device__ __forceinline__ Four sum_of(u32 place, u32 stride) {
 }
 
 // Add what the warps left, four rows a thread. Of parts of K every SPLITS-th part of the rows is a program's to add and write: the
-// others send it their sums, behind its tiles, which it may still multiply.
-__device__ __forceinline__ void finish(const Problem& p, u32 base, int row, int split, int thread) {
+// others send it their sums, behind its own. left: of its tiles.
+__device__ __forceinline__ void finish(const Problem& p, u32 left, int row, int split, int thread) {
   constexpr int FOURS = ROWS / 4, SHARE = FOURS / SPLITS, SENT = TOKENS * SHARE * 16;
-  const u32 received = base + TILES * TILE;
+  const u32 received = left + TILES * PHASES * LEFT;
   if constexpr (SPLITS > 1) wait_cluster();  // for all of its programs to run
 #pragma unroll 1
   for (int i = thread; i < p.count * FOURS; i += THREADS) {
     const int token = i / FOURS, four = i % FOURS, at = four * 4;
-    const Four total = sum_of<PHASES>(base + at / 16 * TILE + 4 * (token * LINE + at % 16), PART);
+    const Four total = sum_of<PHASES>(left + at / 16 * PHASES * LEFT + 4 * (token * LINE + at % 16), LEFT);
     if constexpr (SPLITS > 1) send(received + split * SENT + (token * SHARE + four % SHARE) * 16, four / SHARE, total);
     else store_rows(p, total, token, row + at);
   }

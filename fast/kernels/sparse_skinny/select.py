@@ -1,9 +1,11 @@
-"""Which variant a product gets: as measured on an H100 (int4 in groups of 128; 1 to 16 rows; four shapes of a model of 8
-billion parameters, up to 14 variants each).
+"""Which variant a product gets: as measured on an H200 (int4 in groups of 64; 1, 8 and 16 rows; the layers of a block of a
+model of 8 billion parameters, up to 35 variants each), and of small weights on an H100.
 
-Stages of 512 columns before those of 256; parts of K of at most eight stages: 12.7 us of (4096, 14336) at eight rows in four
-parts of seven, 13.4 in two of fourteen. One wave of programs, each with a multiprocessor of its own: 10.4 us of (14336, 4096)
-at one row, 11.4 in two waves of two programs at once. Two at once where that is all there is, and in many waves. At 16 rows,
+Stages of 512 columns before those of 256; parts of K of at most eight stages. Two parts whose programs share a multiprocessor
+are before all of K by one: 16.9 us of (28672, 4096) at one row for 18.5, 18.2 for 20.0 at eight, 6.3 of (6144, 4096) at eight
+for 6.9, as one multiplies while the other begins or ends; of fewer than three tiles each, one wave of twice as many (5.0 of
+(4096, 4096) at eight rows, 5.7 without parts). One wave else, where sums of its tiles fit: 24.1 of (28672, 4096) at 16 rows for
+27.8 in two waves of half as many, and clusters of four, of which 30 run at once, 15.8 of (4096, 14336) for 20.7. At 16 rows,
 whose x a warp reads long, few tiles are divided along K: 4.2 us of (1024, 4096), else 5.1.
 """
 
@@ -17,8 +19,9 @@ from fast.kernels.sparse_skinny.variants import STAGES, TILE, Form, Variant, fit
 
 #: The most rows of x, and those of a tile.
 MOST_ROWS, TOKENS = 16, (8, 16)
-#: Programs along K, and tiles of programs that share a multiprocessor in many waves; the most tiles.
-SPLITS, SHORT, MOST_TILES = (1, 2, 4), 2, 16
+#: Programs along K; tiles of programs that share a multiprocessor in many waves, and of two parts that do in one, at least; the
+#: most tiles.
+SPLITS, SHORT, SEVERAL, MOST_TILES = (1, 2, 4), 2, 3, 16
 #: Warps that programs have where they can, and the most of those that share a multiprocessor.
 FEW_WARPS = 8
 
@@ -41,6 +44,9 @@ def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
 
 def _parted(tokens: int, stages: int, tiles: int) -> Iterator[tuple[int, tuple[int, int]]]:
     """Programs along K, none without a stage, each with programs of a multiprocessor and tiles of a program."""
+    if tiles > AT_ONCE[1] and 2 <= stages <= 2 * FEW_WARPS:
+        shared = -(-tiles // (2 * AT_ONCE[2]))
+        yield 2, ((2, shared) if shared >= SEVERAL else (1, -(-tiles // AT_ONCE[2])))
     least = 2 if tokens == TOKENS[1] and tiles <= AT_ONCE[2] else 1
     for splits in sorted(SPLITS, key=lambda one: (-(-stages // one) > FEW_WARPS, one < least, one)):
         if splits <= stages:
@@ -57,7 +63,8 @@ def _sizes(tokens: int, splits: int, tiles: int) -> Iterator[tuple[int, int]]:
         yield 1, wave
     if two and tiles >= SHORT:
         yield 2, SHORT
-    yield from ((1, size) for size in range(min(wave - 1, MOST_TILES), 0, -1))
+    fewer = range(min(wave - 1, MOST_TILES), 0, -1)
+    yield from ((1, size) for size in sorted(fewer, key=lambda size: -(-tiles // (size * room)) * (size + 1)))
     yield from ((2, size) for size in range(min(wave, tiles, MOST_TILES), 0, -1))
 
 

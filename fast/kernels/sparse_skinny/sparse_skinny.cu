@@ -4,7 +4,8 @@
 // A program has TILES tiles of 16 rows and a part of K, each of its PHASES warps a stage of that, COLUMNS columns, whose x it keeps
 // in registers. Whole rows are a stream of memory (`cp.async`, each warp its own stage). A warp waits for nobody but its copies, and
 // has AHEAD tiles under way: were all asked for at once, those of one warp would come before the next one's, and the last would
-// have all of its tiles to multiply when everything is there. Its sums of a tile take the place of what it has multiplied.
+// have all of its tiles to multiply when everything is there. Places of tiles are a ring, so that a program may have as many as
+// make one wave; sums of all of them are kept.
 //
 // Products are `mma.sp.m16n8k32`. Instruction i of a stage has columns 32 i to 32 i + 31, whose eight groups of four it takes in
 // the order 0, 1, 4, 5, 2, 3, 6, 7: lane t of four has the group of byte t % 2 of word t / 2 of the codes, then that of byte
@@ -36,10 +37,10 @@ constexpr int STAGE = COLUMNS, INSTRUCTIONS = STAGE / 32;       // columns of a 
 constexpr int CODES = STAGE / 4, METADATA = STAGE / 8, SCALES = STAGE / GROUP * SCALE_BYTES;  // bytes of a row of a stage
 constexpr int PIECE = SCALES < 16 ? SCALES : 16;                // bytes of scales in a copy
 constexpr int PART = (16 * (CODES + METADATA + SCALES) + 127) / 128 * 128, TILE = PHASES * PART;  // bytes of a tile: of a warp, of all
+// Places of tiles that are under way: the next one is asked for while one is multiplied, in the place of the one before.
+constexpr int RING = TILES <= AHEAD ? TILES : AHEAD + 1;
 constexpr int COLUMN_TILES = TOKENS / 8, THREADS = 32 * PHASES, ROWS = 16 * TILES;
-constexpr int LINE = 20;                                        // words of a row of sums, for which a stage has room
-// Products are of a whole warp: after the last one nobody reads codes and metadata, whose place sums take; scales are read later.
-static_assert(TOKENS * LINE * 4 <= 16 * (CODES + METADATA), "sums end before scales");
+constexpr int LINE = 20, LEFT = TOKENS * LINE * 4;              // words of a row of sums, bytes of a warp's of a tile
 
 #include "words.cuh"
 #include "copies.cuh"
@@ -133,7 +134,7 @@ __device__ __forceinline__ void copy_tile(u32 to, const char* from, i64 stride, 
 // Ask for a warp's stage of a tile, if it has one.
 __device__ __forceinline__ void load(const Problem& p, u32 part, int stage, bool has, int row, int tile, int lane) {
   if (has) {
-    const u32 to = part + tile * TILE;
+    const u32 to = part + tile % RING * TILE;
     row += tile * 16;
     copy_tile<CODES, 16, true>(to, p.codes, p.k / 4, i64(stage) * CODES, row, p.n, lane);
     copy_tile<METADATA, 16, true>(to + 16 * CODES, p.metadata, p.k / 8, i64(stage) * METADATA, row, p.n, lane);
@@ -272,9 +273,9 @@ __device__ __forceinline__ void multiply_stage(Sums& total, const Places& places
   }
 }
 
-// A warp's sums of a tile in the place of its stage, by token and row.
-__device__ __forceinline__ void leave(const Sums& total, u32 part, const Lane& at) {
-  const u32 place = part + 4 * (2 * at.pair * LINE + at.row);
+// A warp's sums of a tile, by token and row.
+__device__ __forceinline__ void leave(const Sums& total, u32 to, const Lane& at) {
+  const u32 place = to + 4 * (2 * at.pair * LINE + at.row);
 #pragma unroll
   for (int t = 0; t < COLUMN_TILES; t++)
 #pragma unroll
@@ -282,19 +283,18 @@ __device__ __forceinline__ void leave(const Sums& total, u32 part, const Lane& a
 }
 
 // Multiply a warp's stage of all tiles as they come, and ask for those AHEAD of them. Without a stage its sums are zeros.
-__device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, int stage, bool has, int row, const Lane& at) {
+__device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, u32 left, int stage, bool has, int row, const Lane& at) {
   const Chosen chosen(at.pair);
   if (has) spread(b, at);
 #pragma unroll 1
   for (int tile = 0; tile < TILES; tile++) {
-    const u32 part = begin + tile * TILE;
     Sums total;
     clear(total);
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncwarp();
     load(p, begin, stage, has && tile + AHEAD < TILES, row, tile + AHEAD, at.lane);
-    if (has) multiply_stage(total, Places(part, at), b, chosen);
-    leave(total, part, at);
+    if (has) multiply_stage(total, Places(begin + tile % RING * TILE, at), b, chosen);
+    leave(total, left + tile * PHASES * LEFT, at);
   }
 }
 
@@ -310,7 +310,7 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   if constexpr (SPLITS > 1) arrive_cluster();
   const int row = blockIdx.x / SPLITS * ROWS;
   const Span span(p, split);
-  const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART;
+  const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART, left = base + RING * TILE;
   const int stage = span.first + at.warp;
   const bool has = stage < span.last;
   if constexpr (EARLY) prefetch(p, span, at, row);
@@ -320,7 +320,7 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   if (has) load_inputs(b, p, stage, at);
 #pragma unroll 1
   for (int tile = 0; tile < AHEAD; tile++) load(p, part, stage, has, row, tile, at.lane);
-  consume(p, b, part, stage, has, row, at);
+  consume(p, b, part, left + at.warp * LEFT, stage, has, row, at);
   __syncthreads();
-  finish(p, base, row, split, thread);
+  finish(p, left, row, split, thread);
 }

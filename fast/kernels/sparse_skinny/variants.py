@@ -16,7 +16,8 @@ OUTPUT, COMMON = "output.cuh", ("words.cuh", "copies.cuh")
 STAGES, TILE = (256, 512), 16
 #: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
 MOST_WARPS, REGISTERS, LEAST_BYTES = 16, 1 << 16, 4
-#: Tiles that a warp has asked for and not multiplied.
+#: Words of a row of a warp's sums of a tile; tiles that it has asked for and not multiplied.
+LINE = 20
 AHEAD = 2
 
 
@@ -72,9 +73,11 @@ class Variant(NamedTuple):
         return -(-n // (TILE * self.tiles)) * self.splits
 
     def shared(self, form: Form) -> int:
-        """Bytes of dynamic shared memory: stages of all warps and tiles, alignment; sums that a cluster's programs send."""
-        sent = 4 * TILE * self.tiles * self.tokens if self.splits > 1 else 0
-        return self.tiles * self.phases * form.part(self.columns) + 128 + sent
+        """Bytes of dynamic shared memory: stages of all warps under way, their sums, alignment; sums that a cluster's programs
+        send."""
+        ring, sent = min(self.ahead + 1, self.tiles), 4 * TILE * self.tiles * self.tokens
+        sums = self.tiles * self.phases * self.tokens * LINE * 4
+        return ring * self.phases * form.part(self.columns) + sums + 128 + (sent if self.splits > 1 else 0)
 
 
 def fitted(

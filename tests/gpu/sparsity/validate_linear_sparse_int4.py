@@ -1,15 +1,16 @@
 """On a GPU: `linear_sparse_int4` exact on integers, within its bound on others, the same bits fifty times; then its times.
 
     PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune | --choices | --skinny | --bar]
-        [--rows 1 16] [--shapes 0 1] [--seconds 90] [--variants 14] [--out FOLDER]
+        [--rows 1 16] [--shapes 0 1] [--seconds 90] [--variants 14]
+        [--group 64] [--out FOLDER]
 
 Integers: shapes whole and cut, all groups, both dtypes, both storages of scales, one to sixty-four rows and more. --tune:
 each of several tiles is compared and timed, in place of all that. --choices: in place of it too, the choices of real shapes at
 1 to 16 rows are compared, and timed beside int4 alone and bfloat16; inputs arranged beside inputs in place. --skinny:
 `sparse_skinny` alone (capability 9.0): all elements by one-hot rows, integers, bounds, groups, odd rows, variants. --bar: times
-of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --rows, --shapes:
-what is timed, shapes by their numbers. --seconds: after which --skinny and --bar begin nothing new.
-Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny and --bar
+of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --rows, --shapes,
+--group: what is timed, shapes by their numbers, columns of a scale. --seconds: after which --skinny and --bar begin nothing
+new. Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny and --bar
 linear_sparse_int4_<that>.json. Exits with 1 on any difference.
 """
 
@@ -137,7 +138,8 @@ def skinny(options: argparse.Namespace, shapes: list[tuple[int, int]]) -> int:
         found["wrong"] = skinny_bits.compared(progress)
         written("linear_sparse_int4_skinny", found | {"left_out": progress.left_out}, options.out)
         return int(bool(found["wrong"]))
-    for row in skinny_times.timed(shapes, options.rows or skinny_times.COUNTS, progress, options.variants):
+    counts = options.rows or skinny_times.COUNTS
+    for row in skinny_times.timed(shapes, counts, progress, options.variants, options.group):
         found["times"].append(row)
         written("linear_sparse_int4_bar", found, options.out)
     progress.say(f"not reached: {', '.join(progress.left_out) or 'nothing'}")
@@ -163,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--variants", type=int, default=14)
+    parser.add_argument("--group", type=int, default=speed.GROUP)
     parser.add_argument("--out")
     parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument(

@@ -27,6 +27,8 @@ CASES = {
     "mxfp8": ("mxfp8_e4m3", (128, 512, 5), BF16, WIDE, Direct(8, 8, 1, 4)),
     "mxfp8, 16 rows": ("mxfp8_e4m3", (128, 384, 16), BF16, BF16, Direct(16, 2, 2, 2)),
     "fewer atoms than places": ("int8_rowwise", (128, 128, 2), BF16, BF16, Direct(8, 2, 2, 8)),
+    "int4, groups of two atoms": ("int4_g128", (128, 640, 3), BF16, BF16, Direct(8, 2, 3, 3)),
+    "int4, a group an atom, float16": ("int4_g64", (128, 512, 9), HALF, WIDE, Direct(16, 4, 2, 4, ahead=True, late=True)),
 }  # fmt: skip
 
 
@@ -83,10 +85,10 @@ FAULTS = {
     "a phase is left out": ("int phase = 0; phase < PHASES", "int phase = 1; phase < PHASES"),
     "an atom too soon": ("from.load(j, i + EACH)", "from.load(j, i + EACH - 1)"),
     "an atom of no one": ("if (i >= atoms) return;", "if (i > atoms) return;"),
-    "both halves are the first": ("at + HALF_ATOM", "at"),
+    "both halves are the first": ("load_stream(at + part * PART)", "load_stream(at)"),
     "x's first half twice": ("at + half * 64", "at"),
     "the first atom's factors": ("factors + i * next", "factors"),
-    "factors of other rows": ("slab * 8 + lane / 4) * 4), next", "slab * 8 + lane % 4) * 4), next"),
+    "factors of other rows": ("slab * 8 + lane / 4) * 4),\n        next", "slab * 8 + lane % 4) * 4),\n        next"),
     "without the weight's own scale": ("scales.low = scales.high =", "scales.low ="),
 }  # fmt: skip
 

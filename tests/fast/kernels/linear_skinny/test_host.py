@@ -27,7 +27,7 @@ WAVE, LONG, PAIR = (6144, 4096), (4096, 14336), (28672, 4096)
     [
         (INT4, 8, LARGE, True), (INT4, 9, LARGE, False), (INT4, 8, SMALL, True),
         (INT4, 4, LEAST, True), (INT4, 5, LEAST, False), (INT4._replace(group=32), 3, LARGE, False),
-        (INT8, 4, LARGE, True), (INT8, 5, LARGE, False), (INT8, 2, SMALL, True), (INT8, 3, SMALL, False),
+        (INT8, 8, LARGE, True), (INT8, 9, LARGE, False), (INT8, 2, SMALL, True), (INT8, 3, SMALL, False),
         (INT8, 8, LEAST, True), (INT8, 9, LEAST, False), (INT8._replace(zero=True), 1, LEAST, False),
         (INT8._replace(element="e4m3"), 1, LEAST, False), (INT8, 3, LEAST[::-1], False), (INT8, 1, (2048, 4096), False),
         (INT8, 4, WAVE, True), (INT8, 5, WAVE, False), (INT8, 4, LONG, True), (INT8, 5, LONG, False), (INT8, 16, PAIR, True),
@@ -47,11 +47,16 @@ def test_rows_that_gain(form, rows, shape, gained):
     [
         (MXFP8, 1, LARGE, Direct(8, 7, 4, 4)), (INT8, 4, LARGE, Variant(8, 2, 2, 1, 4, 2, True)),
         (MXFP8, 16, PAIR, Direct(16, 14, 2, 4)),
-        (INT8, 1, SMALL, Direct(8, 2, 12, 4)), (INT8, 1, LONG, Direct(8, 2, 12, 4)),
+        (INT8, 1, SMALL, Direct(8, 2, 12, 4, True, True)), (INT8, 1, LONG, Direct(8, 2, 12, 4, True, True)),
         (INT8, 2, LONG, Variant(8, 1, 4, 2, 16, 1, True, ahead=True)),
         (MXFP8, 2, LONG, Direct(8, 2, 12, 4)),
-        (INT8, 1, WAVE, Variant(8, 1, 4, 1, 8, 2, True)), (INT4, 8, LARGE, Variant(8, 2, 2, 1, 4, 2, True)),
-        (INT4, 4, SMALL, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LONG, Variant(8, 1, 4, 2, 16, 1, True, ahead=True)),
+        (INT8, 1, WAVE, Direct(8, 3, 5, 6, True, True)), (INT8, 2, WAVE, Variant(8, 1, 4, 1, 8, 2, True)),
+        (INT4, 8, LARGE, Variant(8, 2, 2, 1, 4, 2, True)),
+        (INT4, 4, SMALL, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LONG, Direct(8, 2, 14, 2, True, True)),
+            (INT4, 2, WAVE, Direct(8, 3, 9, 2, True, True)), (INT4, 3, WAVE, Variant(8, 1, 3, 1, 6, 2, True)),
+            (INT4, 1, PAIR, Variant(8, 1, 3, 1, 6, 2, True)),
+        (INT4._replace(zero=True), 1, SMALL, Variant(8, 1, 3, 2, 6, 2, True)),
+            (INT8, 1, LARGE, Direct(8, 7, 3, 4, True, True)), (INT8, 8, LARGE, Direct(8, 7, 4, 4, True, True)),
         (INT4, 4, LONG, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LEAST, Variant(8, 1, 4, 4, 4, 1, ahead=True)),
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ CASES = {
     "a scale of two reads of metadata": ((11, 48, 1024, 256), BF16, WIDE, (16, 512, 2, 2), 1),
     "three tiles": ((2, 130, 1024, 128), F16, WIDE, (8, 512, 1, 3), 1),
     "scales of four bytes, two programs": ((2, 20, 768, 128), BF16, BF16, (8, 256, 1, 2), 2),
+    "five tiles in a ring of three": ((3, 77, 768, 64), BF16, WIDE, (8, 256, 1, 5), 1),
     "parts of K with nothing": ((8, 16, 256, 64), F16, WIDE, (8, 256, 2, 1), 1),
 }  # fmt: skip
 
@@ -81,7 +82,8 @@ FAULTS = {
     "four rows behind the last are written": ("if (row < p.n) *", "*"),
     "another's share of the rows": ("(split * SHARE + i % SHARE) * 4", "i % SHARE * 4"),
     "sums of another part of K": ("received + split * SENT", "received"),
-    "sums among what is still multiplied": ("received = base + TILES * TILE", "received = base"),
+    "sums among those of its own": ("received = left + TILES * PHASES * LEFT", "received = left"),
+    "a tile in the place of one that is read": ("TILES <= AHEAD ? TILES : AHEAD + 1", "AHEAD"),
     "tiles that nobody asked for": ("has && tile + AHEAD < TILES", "false"),
     "rows behind the last are read": ("min(row + own, rows - 1)", "(row + own)"),
     "rows of x behind the last": ("token < p.count ? from[4 * i]", "true ? from[4 * i]"),

@@ -20,8 +20,8 @@ from reference.quantize.stored import Quantized
 from reference.schemes.schemes import SCHEMES
 from tests.gpu.harness.graph_times import Call, captured, in_turn
 
-#: (N, K) of the linears of an 8-billion-parameter model, and rows of inputs.
-SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
+#: (N, K) of the linears of an 8-billion-parameter model, the last two as they are joined, and rows of inputs.
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (6144, 4096), (28672, 4096))
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 #: Columns of a scale; bytes that weights in turn have together at least; rounds.
 GROUP, COLD, ROUNDS = 128, 1 << 28, 20
@@ -49,12 +49,12 @@ def bytes_of(shape: tuple[int, int]) -> torch.Tensor:
     return torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
 
 
-def sparse_weight(shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+def sparse_weight(shape: tuple[int, int], group: int = GROUP) -> tuple[torch.Tensor, ...]:
     """Codes, metadata and scales."""
     rows, length = shape
     pairs = torch.tensor(PAIRS, device="cuda", dtype=torch.uint8)
     low, high = (pairs[torch.randint(0, 6, (rows, length // 8), device="cuda")] for _ in range(2))
-    scale = torch.rand(rows, length // GROUP, device="cuda") * 0.01
+    scale = torch.rand(rows, length // group, device="cuda") * 0.01
     return bytes_of((rows, length // 4)), low | high << 4, scale
 
 

@@ -20,7 +20,7 @@ from tests.gpu.sparsity.products import int4_timing as speed
 from tests.gpu.sparsity.products.skinny_bits import compile_all, variants
 from tests.gpu.sparsity.progress import Progress
 
-COUNTS, FORM, MOST, ROUNDS = (1, 2, 4, 8, 16), Form(speed.GROUP, False, False), 14, 9
+COUNTS, MOST, ROUNDS = (1, 2, 4, 8, 16), 14, 9
 TILES, DENSE, TORCH = "mma_sparse_kernel", "int4", "bf16"
 Calls = dict[str, list[Callable[[], Any]]]
 
@@ -31,21 +31,21 @@ def named(one: Variant) -> str:
 
 
 class Weights:
-    """Those of a shape, of each kernel so many that every one comes from the memory."""
+    """Those of a shape in groups, of each kernel so many that every one comes from the memory."""
 
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.shape = shape
-        self.sparse = speed.several(speed.sparse_weight, shape, 0.41)
-        self.stored = speed.several(lambda size: filled_weight(f"int4_g{speed.GROUP}", size), shape, 0.53)
+    def __init__(self, shape: tuple[int, int], group: int) -> None:
+        self.shape, self.form = shape, Form(group, False, False)
+        self.sparse = speed.several(lambda size: speed.sparse_weight(size, group), shape, 0.41)
+        self.stored = speed.several(lambda size: filled_weight(f"int4_g{group}", size), shape, 0.53)
         self.dense = speed.several(speed.dense_weight, shape, 2.0)
 
     def calls(self, x: torch.Tensor, most: int) -> Calls:
         """Each with all of its weights; variants first, of those the rule's."""
-        group, count = speed.GROUP, len(x)
+        group, count = self.form.group, len(x)
         tiling = host.tiling_of(*self.shape, group, count)
         found: Calls = {
             named(one): [lambda w=w, v=one: sparse_skinny(x, *w, None, group, v) for w in self.sparse]
-            for one in variants(FORM, count, self.shape, most)
+            for one in variants(self.form, count, self.shape, most)
         }
         found[TILES] = [
             lambda w=w: host.linear_sparse_int4(x, *w, None, group, None, tiling) for w in self.sparse
@@ -68,7 +68,8 @@ def row_of(held: Weights, count: int, most: int) -> dict[str, Any]:
     own = {name: us for name, us in times.items() if name not in (TILES, DENSE, TORCH)}
     stored = sum(part.nbytes for part in held.sparse[0]) + x.nbytes + 2 * count * held.shape[0]
     return {
-        "shape": held.shape, "rows": count, "rule": next(iter(own), None), "best": min(own, key=own.__getitem__, default=None),
+        "shape": held.shape, "group": held.form.group, "rows": count, "rule": next(iter(own), None),
+        "best": min(own, key=own.__getitem__, default=None),
         "floor": stored / rate(), "us": times, "failed": failed,
     }  # fmt: skip
 
@@ -85,13 +86,18 @@ def told(row: dict[str, Any]) -> str:
 
 
 def timed(
-    shapes: Sequence[tuple[int, int]], counts: Sequence[int], progress: Progress, most: int = MOST
+    shapes: Sequence[tuple[int, int]],
+    counts: Sequence[int],
+    progress: Progress,
+    most: int = MOST,
+    group: int = speed.GROUP,
 ) -> Iterator[dict[str, Any]]:
     """A row for each shape and count within the time, printed."""
     counts = [count for count in counts if count <= MOST_ROWS]
-    compile_all(((v, FORM) for s in shapes for c in counts for v in variants(FORM, c, s, most)), progress)
+    form = Form(group, False, False)
+    compile_all(((v, form) for s in shapes for c in counts for v in variants(form, c, s, most)), progress)
     for shape in shapes:
-        held = Weights(shape) if progress.left() > 0 else None
+        held = Weights(shape, group) if progress.left() > 0 else None
         for count in counts:
             if held is None or progress.left() < 0:
                 progress.left_out.append(f"{shape} {count} rows")
