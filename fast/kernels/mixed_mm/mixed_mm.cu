@@ -83,6 +83,16 @@ struct Steps {
 
 #include "load.cuh"
 
+// Where in the first stage a thread finds what it has of one. Known to no compiler: it would find out again for each stage.
+struct Sources {
+  u32 words, rows, pairs;
+  __device__ __forceinline__ Sources(const Ring& ring, int group, int thread)
+      : words(ring.words + group * ATOM + 16 * thread), rows(ring.scales + 4 * (64 * group + thread / 32 * 16 + thread % 32 / 4)),
+        pairs((FACTORS ? ring.scales : ring.zeros) + (PARTS == 4 ? 16 : 4) * (32 * group + thread / 32 * 8 + thread % 32 / 4)) {
+    asm volatile("" : "+r"(words), "+r"(rows), "+r"(pairs));
+  }
+};
+
 // What a thread has of a stage: its words, and the scales and zero points of its rows, or its factors.
 struct Loaded {
   uint4 words[ATOM / 2048];
@@ -94,18 +104,16 @@ struct Loaded {
     for (uint4& w : words) w = make_uint4(0, 0, 0, 0);
   }
 
-  __device__ __forceinline__ void load(const Ring& ring, int stage, int group, int thread) {
-    const int row = 64 * group + thread / 32 * 16 + thread % 32 / 4, pair = 32 * group + thread / 32 * 8 + thread % 32 / 4;
+  __device__ __forceinline__ void load(const Sources& from, int stage) {
 #pragma unroll
-    for (int i = 0; i < ATOM / 2048; i++)
-      words[i] = load_words(ring.words + stage * WORD_BYTES + group * ATOM + 2048 * i + 16 * thread);
+    for (int i = 0; i < ATOM / 2048; i++) words[i] = load_words(from.words + stage * WORD_BYTES + 2048 * i);
     if constexpr (FACTORS) {
-      factored.load(ring.scales + stage * PARTS * SCALE_BYTES, pair);
+      factored.load(from.pairs + stage * PARTS * SCALE_BYTES);
     } else {
 #pragma unroll
       for (int i = 0; i < PARTS; i++) {
         const int at = stage * PARTS + i;
-        rows[i] = Rows(ring.scales + at * SCALE_BYTES + 4 * row, ring.zeros + at * ZERO_BYTES + 4 * pair);
+        rows[i] = Rows(from.rows + at * SCALE_BYTES, from.pairs + at * ZERO_BYTES);
       }
     }
   }
@@ -131,6 +139,7 @@ struct Consumer {
   const Masks masks;
   const float own_scale;
   const u32 tile, side;
+  const Sources from;
   Place at;
   u32 turn = 0;
   bool opening = true;
@@ -138,7 +147,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int split)
       : maps(maps), p(p), ring(ring), group(group), thread(thread), split(split), steps(p, split), masks(p.nibble),
         own_scale(FACTORS ? p.scales[0] : 1.f), tile(ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER)),
-        side(ring.side + group * SIDE * 4) {}
+        side(ring.side + group * SIDE * 4), from(ring, group, thread) {}
 
   __device__ __forceinline__ void release(int stage) const {
     if (thread % 32 < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + thread % 32);
@@ -170,7 +179,7 @@ struct Consumer {
         commit();
         if (i == 0 && more) {
           wait_for(ring.full + 8 * at.stage, at.parity);
-          next.load(ring, at.stage, group, thread);
+          next.load(from, at.stage);
         }
         finish<4 / BATCH>(sum);  // all but this stage's, and those of the one before that came after the ones that read b[i]
 #pragma unroll
@@ -184,7 +193,7 @@ struct Consumer {
     if (SKEW > 0 && group == 1 && opening) skew_wait();
     if (steps.last > steps.first) {
       wait_for(ring.full + 8 * at.stage, at.parity);
-      next.load(ring, at.stage, group, thread);
+      next.load(from, at.stage);
       next.decode(0, even[0], masks, own_scale);
       next.decode(1, even[1], masks, own_scale);
       next.decode(2, even[2], masks, own_scale);
