@@ -141,7 +141,7 @@ FAULTS = {
     "scales of another row": ("rows.scale[r % 2]", "rows.scale[r / 2]"),
     "scales of another block": ("left = PARTS > 1 ? 1 : p.each;", "left = 1;"),
     "a buffer is written while it is copied": ("wait_written<1>();", ";"),
-    "it ends before it is written": ("if (SPLITS == 1 && thread == 0) wait_written<0>();", ""),
+    "it ends before it is written": ("if (SPLITS == 1 && thread == 0 && turn == 0) wait_written<0>();", ""),
     "columns of another instruction": ("x + 2 * j", "x"),
 }  # fmt: skip
 
