@@ -7,8 +7,8 @@
 //     4 bits    [k5][k4]        nibbles 2 k3 + n3 and 4 more      128 threads of 4 words
 //     8 bits    [k5] [k4][k3]   bytes n3 and n3 + 2               twice 128 threads of 4 words
 //
-// Elements become float32 exactly: integers in the fraction of a power of two, less that power and the zero point; e4m3 as bfloat16
-// times a power of two. Times the scale, rounded once.
+// Elements become float32 exactly: integers in the fraction of a power of two, less that power and the zero point; e4m3 by way of
+// float16. Times the scale, rounded once.
 
 enum { INT4 = 0, INT8 = 1, E4M3 = 2, E2M1 = 3, E4M3_MX = 4 };  // the last two: `factors.cuh`
 
@@ -45,12 +45,15 @@ struct Rows {
 };
 
 // Where the nibbles of pairs are. nibble: 15, which no compiler knows: assemblers, whose instructions have one constant only, would
-// take two for each nibble in place of registers for these.
+// take two for each nibble in place of registers for these. Nor does one know that all come from it: it would shift again for each.
 struct Masks {
   u32 at[4];
   __device__ __forceinline__ Masks(u32 nibble) {
 #pragma unroll
-    for (int r = 0; r < 4; r++) at[r] = nibble << 4 * r;
+    for (int r = 0; r < 4; r++) {
+      at[r] = nibble << 4 * r;
+      asm volatile("" : "+r"(at[r]));
+    }
   }
 };
 
@@ -85,10 +88,17 @@ __device__ __forceinline__ void decode_nibbles(Fragment& a, u32 word, const Rows
   }
 }
 
-// The bytes of pair r of e4m3 as bfloat16, 2**120 too small.
-__device__ __forceinline__ u32 small_e4m3(u32 word, int r) {
-  const u32 v = r % 2 ? word : word << 8;
-  return (v & 0x80008000u) | (v >> 4 & 0x07F007F0u);
+// Two e4m3 as float16, and one of those as float32: exactly.
+__device__ __forceinline__ u32 halves_of(u32 bytes) {
+  u32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(static_cast<unsigned short>(bytes)));
+  return d;
+}
+
+__device__ __forceinline__ float float_of(u32 half) {
+  float v;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(static_cast<unsigned short>(half)));
+  return v;
 }
 
 // 16 columns of a thread: two words.
@@ -97,8 +107,8 @@ __device__ __forceinline__ void decode_bytes(Fragment& a, u32 first, u32 second,
   for (int r = 0; r < 4; r++) {
     const u32 word = r < 2 ? first : second;
     if constexpr (ELEMENT == E4M3) {
-      const u32 pair = multiply_pairs(small_e4m3(word, r), 0x7B807B80u);  // 2**120
-      a[r] = scaled(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u), rows.scale[r % 2]);
+      const u32 pair = halves_of(__byte_perm(word, 0, 0x3120) >> 16 * (r % 2));  // bytes 0 and 2, or 1 and 3
+      a[r] = scaled(float_of(pair), float_of(pair >> 16), rows.scale[r % 2]);
     } else {
       const u32 v = word ^ 0x80808080u;
       a[r] = scaled(rows.integer(__byte_perm(v, 0x4B000000u, 0x7440 + r % 2), r), rows.integer(__byte_perm(v, 0x4B000000u, 0x7442 + r % 2), r),

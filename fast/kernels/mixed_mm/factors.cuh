@@ -29,6 +29,12 @@ __device__ __forceinline__ u32 multiply_last(u32 a, u32 b) {
   return d;
 }
 
+// The bytes of pair r of e4m3 as bfloat16, 2**120 too small.
+__device__ __forceinline__ u32 small_e4m3(u32 word, int r) {
+  const u32 v = r % 2 ? word : word << 8;
+  return (v & 0x80008000u) | (v >> 4 & 0x07F007F0u);
+}
+
 // The factors of a thread's rows in a stage.
 struct Factored {
   u32 words[PARTS == 4 ? 4 : 1];
@@ -38,13 +44,13 @@ struct Factored {
     for (u32& w : words) w = 0;
   }
 
-  // stage: where its factors are; pair: of rows.
-  __device__ __forceinline__ void load(u32 stage, int pair) {
+  // from: where its factors are.
+  __device__ __forceinline__ void load(u32 from) {
     if constexpr (PARTS == 4) {
-      const uint4 w = load_words(stage + 16 * pair);
+      const uint4 w = load_words(from);
       words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
     } else {
-      words[0] = load_word(stage + 4 * pair);
+      words[0] = load_word(from);
     }
   }
 

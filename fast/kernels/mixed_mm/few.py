@@ -1,4 +1,5 @@
-"""33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to times of an H100.
+"""33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to times of an H100 and,
+of its own tiles for few rows, an H200.
 
 Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Steps were timed
 of weights of (14336, 4096), (6144, 4096) and (4096, 14336), 64 to 128 rows. Of 32 rows `linear_small` was always faster.
@@ -10,16 +11,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fast.kernels.linear_small.tilings import CACHE, LAUNCH, SECOND, tiling_of
-from fast.kernels.mixed_mm.select import MULTIPROCESSORS, choose, rounds
-from fast.kernels.mixed_mm.variants import ATOM, Weight
+from fast.kernels.mixed_mm.select import MULTIPROCESSORS, TURNED, choose, rounds, stage
+from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
 
 #: The fewest rows that are asked for, and the most of `linear_small`.
 LEAST, MOST = 33, 128
 
 
 class Steps(NamedTuple):
-    """Microseconds of a step. own: of 64 columns. half: of `linear_small`, 128 columns of 64 rows of x where there are no more;
-    halves: of 64 rows of more of them, in two programs; whole: of 128 rows. 8-bit elements have no halves."""
+    """Microseconds of a step. own: of 64 columns in a tile of 128 rows. half: of `linear_small`, 128 columns of 64 rows of x
+    where there are no more; halves: of 64 rows of more of them, in two programs; whole: of 128 rows. 8-bit elements have no
+    halves."""
 
     own: float
     half: float
@@ -29,9 +31,9 @@ class Steps(NamedTuple):
 
 #: By what is decoded. Where zero points or groups were not timed they are those of the element without, see `steps_of`.
 STEPS = {
-    Weight("int4"): Steps(0.495, 0.60, 0.52, 1.16), Weight("int4", True): Steps(0.49, 0.62, 0.81, 1.27),
-    Weight("int4", False, 2): Steps(0.54, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.56, 0.95, 0.0, 1.31),
-    Weight("e4m3"): Steps(0.565, 0.90, 0.0, 1.28), Weight("e2m1", False, 2): Steps(0.44, 0.68, 0.62, 1.17),
+    Weight("int4"): Steps(0.485, 0.60, 0.52, 1.16), Weight("int4", True): Steps(0.49, 0.62, 0.81, 1.27),
+    Weight("int4", False, 2): Steps(0.49, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.522, 0.95, 0.0, 1.31),
+    Weight("e4m3"): Steps(0.486, 0.90, 0.0, 1.28), Weight("e2m1", False, 2): Steps(0.43, 0.68, 0.62, 1.17),
     Weight("e2m1", False, 4): Steps(0.58, 0.71, 0.635, 1.19), Weight("e4m3_mx", False, 2): Steps(0.48, 0.93, 0.0, 1.35),
 }  # fmt: skip
 #: Microseconds of a call of `mixed_mm`, and of parts of K; how much faster it has to be.
@@ -50,8 +52,14 @@ def gains(
 def own_time(tokens: int, features: int, length: int, weight: Weight, multiprocessors: int) -> float:
     """Microseconds of `mixed_mm`."""
     one = choose(tokens, features, length, weight, multiprocessors)
-    round_of = length / ATOM / one.splits * steps_of(weight).own + (PARTS if one.splits > 1 else 0.0)
+    round_of = length / ATOM / one.splits * own_step(one, weight) + (PARTS if one.splits > 1 else 0.0)
     return ONCE + rounds(one, tokens, features, multiprocessors) * round_of
+
+
+def own_step(one: Variant, weight: Weight) -> float:
+    """Microseconds of 64 columns: tiles of fewer rows are to one of 128 as `select` has it."""
+    times = stage(one.tokens, weight) / stage(128, weight)
+    return steps_of(weight).own * times - (TURNED / 1e3 if one.turns > 1 else 0.0)
 
 
 def other_time(tokens: int, features: int, length: int, weight: Weight, multiprocessors: int) -> float:

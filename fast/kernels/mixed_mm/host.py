@@ -25,7 +25,6 @@ from fast.kernels.mixed_mm.variants import (
     ELEMENTS,
     FEATURES,
     PANEL,
-    THREADS,
     Variant,
     Weight,
     sources,
@@ -197,8 +196,8 @@ def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[L
     shared = variant.shared(weight)
     cubin = cached_cubin(*sources(variant, weight, name, name), name=NAME)
     function = function_of(cubin, NAME, shared, device)
-    at_once = clusters_at_once(function, variant.cluster, THREADS, shared, device)
-    return launcher(function, THREADS, shared, ARGUMENTS, MAPS), at_once
+    at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
+    return launcher(function, variant.threads, shared, ARGUMENTS, MAPS), at_once
 
 
 __all__ = [

@@ -15,10 +15,12 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "load.cuh")
+OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "load.cuh", "turns.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
-FEATURES, THREADS = GROUPS * ATOM, 128 * (GROUPS + 1)
+FEATURES = GROUPS * ATOM
+#: Tokens whose sums one warpgroup leaves for another at once.
+GATHERED = 64
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
 PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096}
 MOST_STAGES = 12
@@ -50,7 +52,8 @@ class Variant(NamedTuple):
     """tokens: of a tile, a multiple of 16 up to 256. pair: programs of a cluster along the features, which share tokens.
 
     splits: programs along K. stages: of the ring. small: tokens of smaller tiles, a multiple of 16 as well, 0 where there are
-    none, as with splits.
+    none, as with splits. turns: 2 where twice as many warpgroups take stages in turn, without pairs, splits and small tiles;
+    stages are even then.
     """
 
     tokens: int
@@ -58,6 +61,12 @@ class Variant(NamedTuple):
     splits: int
     stages: int
     small: int = 0
+    turns: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a program: warpgroups that multiply, and one that loads."""
+        return 128 * (GROUPS * self.turns + 1)
 
     @property
     def cluster(self) -> int:
@@ -80,9 +89,10 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as t256c2k1s5, t256+192c1k1s5."""
+        """Such as t256c2k1s5, t256+192c1k1s5, t96c1k1s10u2."""
         small = f"+{self.small}" if self.small else ""
-        return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}"
+        turns = f"u{self.turns}" if self.turns > 1 else ""
+        return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}{turns}"
 
     def ring(self, weight: Weight) -> int:
         """Bytes of the ring."""
@@ -90,16 +100,18 @@ class Variant(NamedTuple):
 
     def shared(self, weight: Weight) -> int:
         """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits, and then scales and biases),
-        barriers, alignment."""
+        sums of those that take turns, barriers, alignment."""
         outgoing = GROUPS * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
-        return self.ring(weight) + outgoing + 16 * self.stages + 1024
+        sums = GROUPS * min(GATHERED, self.tokens) * 256 if self.turns > 1 else 0
+        return self.ring(weight) + outgoing + sums + 16 * self.stages + 1024
 
 
-def fitted(tokens: int, pair: int, splits: int, weight: Weight, small: int = 0) -> Variant:
-    """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
-    none = Variant(tokens, pair, splits, 0, small)
+def fitted(tokens: int, pair: int, splits: int, weight: Weight, small: int = 0, turns: int = 1) -> Variant:
+    """The variant with as many stages as shared memory holds, at most MOST_STAGES, the same number for each turn."""
+    none = Variant(tokens, pair, splits, 0, small, turns)
     each = none._replace(stages=1).shared(weight) - none.shared(weight)
-    return none._replace(stages=min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each))
+    most = min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each)
+    return none._replace(stages=most - most % turns)
 
 
 def sources(
@@ -108,9 +120,9 @@ def sources(
     """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
     defined = {
         "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
-        "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
+        "TURNS": variant.turns, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
-        "SKEW": SKEW if variant.splits == 1 and variant.stages > SKEW else 0,
+        "SKEW": SKEW if variant.splits == variant.turns == 1 and variant.stages > SKEW else 0,
         "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
     sizes = sorted({variant.tokens, variant.small} - {0})
@@ -125,5 +137,5 @@ def text(name: str) -> str:
 
 
 __all__ = [
-    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "THREADS", "Variant", "Weight", "fitted", "sources",
+    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "Variant", "Weight", "fitted", "sources",
 ]  # fmt: skip

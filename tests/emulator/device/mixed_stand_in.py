@@ -12,7 +12,7 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.variants import THREADS, Variant, Weight, sources
+from fast.kernels.mixed_mm.variants import Variant, Weight, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.stand_in import MAP, StandIn, described
 
@@ -31,7 +31,7 @@ class MixedStandIn(StandIn):
             ]
             found = {(0, at): described(packed[at : at + MAP]) for at in range(0, host.MAPS, MAP)}
             machine = Machine(
-                ptx, self.memory, arguments, found, threads=THREADS,
+                ptx, self.memory, arguments, found, threads=variant.threads,
                 shared=variant.shared(weight), early=self.early, seed=self.seed,
             )  # fmt: skip
             machine.run(programs, variant.cluster, self.at_once)

@@ -71,6 +71,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if opcode in ("sub.f32", "mul.f32", "neg.f32"):
         make = {"sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a}[parts[0]]
         return lambda th: pattern(make(*(real(read(th)) for read in reads)))
+    if opcode == "cvt.rn.f16x2.e4m3x2":
+        return lambda th: joined(halves(reads[0](th), ml_dtypes.float8_e4m3fn)[:2], np.float16)
     if parts[0] == "cvt" and parts[2] in ("bf16x2", "f16x2"):
         return lambda th: joined([real(reads[1](th)), real(reads[0](th))], KINDS[parts[2]])
     if parts[-1] in KINDS and parts[0] in PAIRS:

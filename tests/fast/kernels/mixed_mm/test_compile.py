@@ -11,13 +11,14 @@ import pytest
 from fast.kernels.hopper import nvrtc
 from fast.kernels.mixed_mm import select
 from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
-from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, THREADS, Weight, fitted, sources
+from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, Weight, fitted, sources
 from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
 
+THREADS = fitted(256, 1, 1, Weight("int4")).threads
 INTEGERS = [
     Weight(element, zero, parts) for element in ("int4", "int8") for zero in (False, True) for parts in (1, 2)
 ]
@@ -61,6 +62,29 @@ def test_variants(tile, weight):
     assert uses_in_flight(code) == []
 
 
+def tiles_in_turn(weight):
+    """Those that are taken with turns."""
+    return [tokens for tokens in select.FEW if select.turns_of(tokens, tokens, 1, weight) > 1]
+
+
+@pytest.mark.parametrize(
+    ("weight", "tokens", "x"),
+    [(weight, tokens, "bfloat16") for weight in WEIGHTS for tokens in tiles_in_turn(weight)]
+    + [(weight, tiles_in_turn(weight)[-1], "float16") for weight in WEIGHTS],
+)
+def test_turns(weight, tokens, x):
+    """A stage of four products and a wait for all of them, one at the end; 112 registers are enough."""
+    require_nvrtc()
+    one = fitted(tokens, 1, 1, weight, turns=2)
+    source, headers, options = sources(one, weight, x, x)
+    cubin, log = nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v"))
+    assert complaints(log, one.threads) == []
+    code = disassembled(cubin)
+    assert sum("HGMMA" in line.text for line in code.lines) == 4
+    assert waits(code) == (0, 2)
+    assert uses_in_flight(code) == []
+
+
 @pytest.mark.parametrize("tile", [*TILES[:2], CUT[0]])
 @pytest.mark.parametrize("weight", [WEIGHTS[1], *FACTORS])
 def test_float16(tile, weight):
@@ -94,7 +118,7 @@ def test_older_assemblers(tile, weight, tmp_path):
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("cluster", select.CLUSTERS)
-@pytest.mark.parametrize("tokens", select.TILES)
+@pytest.mark.parametrize("tokens", [*select.FEW[:2], *select.TILES])
 def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
     one = fitted(tokens, *cluster, weight)
@@ -102,6 +126,10 @@ def test_shared_memory_suffices(tokens, cluster, weight):
     assert one.stages >= 4
     if one.splits > 1:
         assert GROUPS * tokens * PITCH * 4 <= one.ring(weight)
+    if tokens in select.FEW and one.cluster == 1:
+        turned = fitted(tokens, 1, 1, weight, turns=2)
+        assert turned.shared(weight) <= MOST_SHARED
+        assert turned.stages in range(4, 13, 2)
 
 
 def test_every_element_is_compiled():

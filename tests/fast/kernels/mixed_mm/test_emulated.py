@@ -13,6 +13,7 @@ import torch
 import fast
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.hopper.nvrtc import CompileError
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm.host import weight_of
 from fast.kernels.mixed_mm.variants import Variant
@@ -46,6 +47,10 @@ CASES = {
     "boxes without tokens": (Variant(96, 1, 1, 3), "int4_g128", (100, 128, 256), BF16, None),
     "boxes without tokens, pairs": (Variant(96, 2, 1, 4), "mxfp4", (130, 256, 256), BF16, None),
     "boxes without tokens, splits": (Variant(96, 2, 2, 5), "int4_g64", (30, 256, 256), BF16, None),
+    "turns": (Variant(32, 1, 1, 4, turns=2), "int4_g128", (33, 256, 512), BF16, BF16),
+    "turns, groups of 32": (Variant(16, 1, 1, 6, turns=2), "int4_g32_asymmetric", (17, 128, 640), F16, None),
+    "turns, e4m3": (Variant(96, 1, 1, 4, turns=2), "fp8_rowwise", (70, 128, 256), BF16, None),
+    "turns, nvfp4": (Variant(32, 1, 1, 4, turns=2), "nvfp4", (20, 256, 256), BF16, None),
     "wide": (Variant(192, 2, 1, 4), "int4_g128", (200, 256, 256), BF16, BF16),
 }  # fmt: skip
 
@@ -108,6 +113,26 @@ def test_sums(early):
     assert_same_bits(MixedStandIn(early=early).multiplied(x, w, None, Variant(32, 2, 1, 3)), right)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("stages", [2 * 2, 2 * 3])
+def test_sums_of_those_that_take_turns(early, stages):
+    """Several tiles of a program, of more tokens than are left at once."""
+    require_nvrtc()
+    x, w, right = integers(96, 256, 640)
+    assert_same_bits(
+        MixedStandIn(early=early).multiplied(x, w, None, Variant(80, 1, 1, stages, turns=2)), right
+    )
+
+
+@pytest.mark.parametrize("stages", [3, 5])
+def test_stages_are_those_of_one_turn(stages):
+    """Else a warpgroup would not see whether it waits for a phase, or for the next but one."""
+    require_nvrtc()
+    x, w, _ = integers(16, 128, 256)
+    with pytest.raises(CompileError, match="STAGES"):
+        MixedStandIn(early=True).multiplied(x, w, None, Variant(16, 1, 1, stages, turns=2))
+
+
 #: A fault of the kernel, and what is changed.
 FAULTS = {
     "a stage is handed back while it is read": ("if (!begins) release(before);", "release(own);"),
@@ -116,9 +141,34 @@ FAULTS = {
     "scales of another row": ("rows.scale[r % 2]", "rows.scale[r / 2]"),
     "scales of another block": ("left = PARTS > 1 ? 1 : p.each;", "left = 1;"),
     "a buffer is written while it is copied": ("wait_written<1>();", ";"),
-    "it ends before it is written": ("if (SPLITS == 1 && thread == 0) wait_written<0>();", ""),
+    "it ends before it is written": ("if (SPLITS == 1 && thread == 0 && turn == 0) wait_written<0>();", ""),
     "columns of another instruction": ("x + 2 * j", "x"),
 }  # fmt: skip
+
+
+#: The same of warpgroups that take turns.
+FAULTS_OF_TURNS = {
+    "a stage is handed back while it is read": ("if (step > steps.first) release(before);", "release(at.stage);"),
+    "operands are written while they are read": ("finish<0>(sum);\n#pragma unroll\n      for", "#pragma unroll\n      for"),
+    "sums of another turn are left out": ("add_sums(sum + i", "if (i > 4) add_sums(sum + i"),
+    "nobody waits for sums": ("sync_named(left);", ";"),
+    "sums are left before others were taken": ("if (!opening) sync_named(taken);", ";"),
+    "both take the same stages": ("at(turn)", "at(0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_TURNS)
+def test_the_emulator_sees_faults_of_turns(fault):
+    require_nvrtc()
+    x, w, right = integers(80, 256, 640)
+    variant, seen = Variant(80, 1, 1, 4, turns=2), []
+    for early in (True, False):
+        stand_in = MixedStandIn(early=early, change=replaced(*FAULTS_OF_TURNS[fault]))
+        try:
+            seen.append(not torch.equal(stand_in.multiplied(x, w, None, variant), right))
+        except (ValueError, TypeError, RuntimeError, struct.error):
+            seen.append(True)
+    assert any(seen)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

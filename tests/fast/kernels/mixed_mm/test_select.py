@@ -8,6 +8,7 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
+from fast.kernels.mixed_mm.few import own_step
 from fast.kernels.mixed_mm.schedule import grid_of, scheduled
 from fast.kernels.mixed_mm.select import STAGES, candidates, choose, nanoseconds, ratio_of, stage
 from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight, fitted
@@ -112,7 +113,43 @@ def test_candidates_are_possible():
     """Parts of K have at least one pair of stages, tiles are no larger than needed."""
     assert {one.splits for one in candidates(300, 128, INT4)} == {1}
     assert {one.tokens for one in candidates(130, 4096, INT4)} == {128, 160}
-    assert {one.tokens for one in candidates(128, 4096, INT4)} == {128}
+    assert {one.tokens for one in candidates(128, 4096, INT4)} == {64, 96, 128}
+    assert {one.tokens for one in candidates(33, 4096, INT4)} == {64}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight", "wanted"),
+    [(64, INT4, "t64c1k1s12u2"), (65, INT4, "t96c1k1s10u2"), (128, INT4, "t128c1k1s10"), (128, MXFP4, "t128c1k1s8u2"),
+     (128, Weight("int8"), "t128c1k1s6u2"), (129, MXFP4, "t160c1k1s8")],
+)  # fmt: skip
+def test_few_rows(tokens, weight, wanted):
+    """Tiles of what there is, by warpgroups that take turns where that was faster."""
+    assert choose(tokens, *UP, weight).name == wanted
+
+
+def test_turns_have_no_neighbours():
+    """And as many stages each, of few rows alone."""
+    for tokens in (33, 96, 128, 129, 1000):
+        for weight in STAGES:
+            for one in candidates(tokens, 4096, weight):
+                assert one.turns == 1 or (one.cluster == 1 and not one.small and one.stages % 2 == 0)
+                assert one.turns == 1 or (tokens <= 128 and one.threads == 640)
+
+
+#: Microseconds of stages on an H200, (time - 3) / 64, of (14336, 4096): by tokens of tiles with turns, and of 128.
+TURNS = {
+    INT4: {64: 0.364, 96: 0.40}, Weight("int4", True): {64: 0.385}, Weight("int4", False, 2): {64: 0.367},
+    Weight("int8"): {64: 0.388, 96: 0.44, 128: 0.50}, Weight("e4m3"): {64: 0.361, 96: 0.413, 128: 0.472},
+    MXFP4: {64: 0.308, 128: 0.403},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weight", TURNS)
+def test_stages_in_turn(weight):
+    """The model of few rows is within 8 percent."""
+    for tokens, us in TURNS[weight].items():
+        one = fitted(tokens, 1, 1, weight, turns=2)
+        assert own_step(one, weight) == pytest.approx(us, rel=0.08)
 
 
 def test_programs():

@@ -35,6 +35,11 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("fp8_rowwise", (4096, 1792), 100, FP16, BF16), ("mxfp8_e4m3", (2048, 2048), 64, BF16, None),
     ("nvfp4", (1920, 2048), 96, BF16, BF16), ("int4_g128", (14336, 1024), 512, BF16, None),
     ("int8_g128", (6144, 1024), 1024, BF16, None), ("int4_g32_asymmetric", (4096, 2048), 700, BF16, None),
+    # Warpgroups that take turns: tiles of 64, 96 and 128, and several of a program.
+    ("int4_g128", (14336, 512), 64, BF16, BF16), ("int4_g128_asymmetric", (14336, 768), 90, FP16, None),
+    ("int8_rowwise", (14336, 512), 100, BF16, None), ("fp8_rowwise", (28672, 384), 96, FP16, FP16),
+    ("mxfp4", (14336, 384), 128, BF16, None), ("nvfp4", (28672, 256), 33, BF16, torch.float32),
+    ("mxfp8_e4m3", (28672, 384), 120, BF16, None), ("int4_g32_asymmetric", (14336, 512), 65, BF16, None),
     # Tiles of two sizes: in some columns, in all, by some clusters.
     ("int4_g128", (14336, 512), 1024, BF16, BF16), ("mxfp8_e4m3", (14336, 384), 1000, FP16, None),
     ("nvfp4", (28672, 256), 400, BF16, BF16), ("int4_g128_asymmetric", (6144, 512), 700, BF16, FP16),
