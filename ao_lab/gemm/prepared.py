@@ -14,13 +14,8 @@ from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.fused import PRESHUFFLED
 from ao_lab.gemm.products.scaled_blocks import BLOCK
-from ao_lab.gemm.select import FLOAT8, multiplies_codes, quantizes_on_the_way, select_kernel
-from fast.prepared.products import (
-    prepared_linear,
-    prepared_linear_dynamic,
-    prepared_linear_of_codes,
-    prepared_linear_small,
-)
+from ao_lab.gemm.select import FLOAT8, multiplies_codes, select_kernel
+from fast.prepared.products import prepared_linear, prepared_linear_of_codes, prepared_linear_small
 from fast.prepared.program import Program
 from fast.prepared.scaled_mm import ScaledProduct, prepared_scaled_mm
 
@@ -55,13 +50,10 @@ def _fused(
 def _codes(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
 ) -> Prepared | None:
-    """Of rows that are quantized on the way, or multiplied as codes: by kernels of ours, or by torch of 8-bit floats under
-    scales alike."""
+    """Of rows that are multiplied as codes: by kernels of ours, or by torch of 8-bit floats under scales alike."""
     scheme = w.recipe.activation
     if scheme is None:
         return None
-    if w.scheme.element != "int8" and quantizes_on_the_way(x, w):
-        return prepared_linear_dynamic(x, w.quantized, bias, shape, scheme)
     if multiplies_codes(x, w):
         return prepared_linear_of_codes(x, w.quantized, bias, shape, scheme, w.input_scales)
     blocks = scheme.scale.block, w.scheme.scale.block

@@ -9,10 +9,8 @@ ValueError. Nothing is measured here.
   is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what follows.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on Hopper GPUs
   with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights.
-  Up to 16 rows of bfloat16 whose scales of rows are found anew are one launch on Hopper, which quantizes them on the way
-  (`fast.matmul.dynamic`), where that fills the GPU. Else one row on a GPU is `fast.linear.linear_of_codes`, which reads the
-  weight once, inside the same bound, with other bits than that row has among several; of several rows too, where that was
-  measured to be faster (`codes_beat_torch`).
+  Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
+  than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
   is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,
@@ -48,7 +46,6 @@ from ao_lab.gemm.products.fused import PRESHUFFLED, STORED, fused, most_fused_ro
 from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, blocks_product, blocks_reason, whole_steps
 from fast.cpu.int8 import integer_sums
 from fast.device import OLDEST
-from fast.matmul.dynamic.linear import is_one_launch, linear_dynamic
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import INPUTS
@@ -197,16 +194,6 @@ def _int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> tor
     return total.to(x.dtype)
 
 
-def quantizes_on_the_way(x: torch.Tensor, w: QuantizedWeight) -> bool:
-    """Whether kernel "scaled_mm" is `linear_dynamic` for these inputs: few rows, whose scales are found anew, in one launch."""
-    sizes: tuple[Any, ...] = (x.shape[0], *w.codes.shape)
-    if not w.is_cuda or x.dtype != torch.bfloat16 or w.input_scales is not None:
-        return False
-    if not all(isinstance(size, int) for size in sizes) or _capability(w.device.index or 0) != OLDEST:
-        return False
-    return is_one_launch(sizes[0], _activation(w).key, w.scheme.key, sizes[1:])
-
-
 def _is_one_row(x: torch.Tensor, w: QuantizedWeight) -> bool:
     """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
     if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
@@ -280,8 +267,6 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
         return dequantized(x, w, bias)
     if _activation(w).scale.block == BLOCK:
         return _scaled_blocks(x, w, bias)
-    if quantizes_on_the_way(x, w):
-        return linear_dynamic(x, _activation(w), w.quantized, bias)
     inputs = quantized_input(x, w, _activation(w))
     if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)

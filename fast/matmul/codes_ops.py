@@ -84,7 +84,6 @@ def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.T
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.fp8_skinny import host as fp8_skinny
     from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
     from fast.kernels.linear import w8a8_host
     from fast.kernels.scaled_mm import host as scaled_mm_host
@@ -96,11 +95,6 @@ def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key
         return None
     if x.shape[0] == 1:
         return w8a8_host.linear_of_codes(x, w, bias, values[0], key)
-    if values[0] == torch.bfloat16 and fp8_skinny.takes_schemes(x.scheme.key, w.scheme.key):
-        given = {"x_scale": x.scale, "key": key, "record": x.scheme}
-        y = fp8_skinny.fp8_skinny(x.codes, w.codes, w.scale, bias, **given)
-        if y is not None:
-            return y
     if x.scheme.element == "int8":
         return int_scaled_mm_host.linear_of_codes(x, w, bias, values[0], key)
     return scaled_mm_host.linear_of_codes(x, w, bias, values[0], values[3], key)

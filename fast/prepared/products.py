@@ -1,4 +1,4 @@
-"""`fast.linear`, `linear_small` and `linear_dynamic`, of inputs in a scheme, and `fast.linear_of_codes` of inputs that are
+"""`fast.linear`, `linear_small`, also of inputs in a scheme, `fast.quantize` and `fast.linear_of_codes` of inputs that are
 quantized first, as a `Program`."""
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import torch
 
 from fast.kernels.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
-from fast.matmul.dynamic.ops import LINEAR_DYNAMIC
 from fast.matmul.linear_ops import LINEAR
 from fast.matmul.preshuffled.dynamic_ops import LINEAR_SMALL_DYNAMIC
 from fast.matmul.preshuffled.ops import LINEAR_SMALL
-from fast.ops import record_name
 from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
 from fast.quantize.ops import QUANTIZE, operands_of
 from fast.quantize.quantize import quantize
@@ -46,18 +44,6 @@ def prepared_linear_small(
     call = cache.find(cache.key_of(function.name, w.scheme, values, operands))
     steps = Steps(*operands[1:4])
     result = steps.add(call, (X, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
-    return _program(steps, result, shape, x.device)
-
-
-def prepared_linear_dynamic(
-    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, shape: tuple[int, ...], scheme: Scheme
-) -> Program | None:
-    """The same of `linear_dynamic(x, scheme, w, bias)`."""
-    operands = (x, w.codes, w.scale, bias)
-    values = (record_name(scheme), False, *cache.settings(w))
-    call = cache.find(cache.key_of(LINEAR_DYNAMIC.name, w.scheme, values, operands))
-    steps = Steps(*operands[1:3])
-    result = steps.add(call, (X, *map(steps.place, operands[1:3]), ABSENT if bias is None else BIAS))
     return _program(steps, result, shape, x.device)
 
 
@@ -116,7 +102,6 @@ def _program(steps: Steps, result: Any, shape: tuple[int, ...], device: torch.de
 __all__ = [
     "prepared_codes",
     "prepared_linear",
-    "prepared_linear_dynamic",
     "prepared_linear_of_codes",
     "prepared_linear_small",
 ]

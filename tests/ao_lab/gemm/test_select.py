@@ -14,7 +14,6 @@ from ao_lab import Recipe, quantized
 from ao_lab.config.recipe import integer_scheme
 from ao_lab.gemm import select
 from ao_lab.gemm.select import PRODUCTS, as_right_operand, select_kernel
-from fast.kernels.fp8_skinny import host as fp8_skinny
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import DEVICES
 from tests.support.quantized_weights import weight as numbers
@@ -140,30 +139,6 @@ def test_few_rows_on_a_gpu_are_multiplied_as_codes(scheme, rows, length, newest,
         w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]))
         made = functional.linear(dense.new_empty(rows, length), w)
     assert (made.shape, made.dtype, made.device.type) == ((rows, columns), torch.bfloat16, "cuda")
-    assert len(seen) == taken
-
-
-@pytest.mark.parametrize(
-    ("rows", "length", "scheme", "newest", "taken"),
-    [
-        (1, 1024, "fp8_rowwise", (9, 0), 1), (4, 1024, "fp8_rowwise", (9, 0), 1), (5, 1024, "fp8_rowwise", (9, 0), 0),
-        (1, 1040, "fp8_rowwise", (9, 0), 0), (1, 1024, "fp8_rowwise", (10, 0), 0), (1, 1024, "int8_rowwise", (9, 0), 0),
-    ],
-)  # fmt: skip
-def test_few_rows_on_a_gpu_are_quantized_on_the_way(rows, length, scheme, newest, taken, monkeypatch):
-    """Where that is one launch, as `fp8_skinny` says; its compiler need not be here."""
-    seen, multiplied = [], select.linear_dynamic
-    monkeypatch.setattr(fp8_skinny, "has_compiler", lambda: True)
-    monkeypatch.setattr(fp8_skinny, "gains", lambda *_: True)
-    monkeypatch.setattr(select, "_capability", lambda index: newest)
-    monkeypatch.setattr(select, "linear_dynamic", lambda *a: seen.append(a) or multiplied(*a))
-    select.is_one_launch.cache_clear()
-    with FakeTensorMode(), torch.no_grad():
-        dense = torch.empty(2048, length, device="cuda:0", dtype=torch.bfloat16)
-        w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]))
-        made = functional.linear(dense.new_empty(rows, length), w)
-    select.is_one_launch.cache_clear()
-    assert (made.shape, made.dtype, made.device.type) == ((rows, 2048), torch.bfloat16, "cuda")
     assert len(seen) == taken
 
 

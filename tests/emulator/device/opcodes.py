@@ -87,7 +87,6 @@ UNARY: dict[str, Callable[[int], int]] = {
     "cvt.rn.f16.f32": narrow(np.float16),
     "cvt.f32.f16": lambda v: pattern(np.array(v, np.uint16).view(np.float16)),
     "cvt.rn.f32.s32": lambda v: pattern(np.float32(signed(v, 32))),
-    "rcp.rn.f32": lambda v: pattern(np.float32(1) / real(v)),
 }
 
 
@@ -113,7 +112,6 @@ PAIRS: dict[str, Callable[..., int]] = {
 }  # fmt: skip
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
-    "div.rn.f32": lambda a, b: a / b,
 }  # fmt: skip
 
 

@@ -16,12 +16,9 @@ import numpy as np
 
 from tests.emulator.device.opcodes import Operands, Step, pattern, real, rounded, signed
 from tests.emulator.device.sparse_opcodes import sparse_product
-from tests.emulator.ptx_opcodes import OPCODES
 
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 #: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.
-#: Those that are computed as for Triton's interpreter: on words.
-OF_WORDS = ("max.u16x2", "max.f32", "cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32")
 PAIRS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
 }  # fmt: skip
@@ -34,10 +31,6 @@ def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: 
         return lambda th: None
     if opcode.startswith("cp.async."):
         return _copy_own(opcode, operands, o)
-    if opcode == "redux.sync.max.u32":
-        return _largest(operands, o, at, meet)
-    if opcode == "red.shared.max.u32":
-        return _raise_word(o.address(operands[0]), o.reader(operands[1]))
     if parts[0] == "ldmatrix":
         return _load_matrices(operands, o, at, meet)
     if opcode.startswith("mma.sp"):
@@ -57,9 +50,6 @@ def of_warp(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: 
 
 def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     """What an instruction of one thread makes."""
-    if opcode in OF_WORDS:
-        make_words = OPCODES[opcode]
-        return lambda th: int(make_words(*(np.array([read(th)], np.uint32) for read in reads))[0])
     if opcode == "lop3.b32":
         return lambda th: table(*(read(th) for read in reads))
     if opcode == "min.s16x2":
@@ -181,28 +171,6 @@ def _arrive_late(address: Step) -> Step:
         cta.cluster.copy(make)
 
     return arrive
-
-
-def _largest(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
-    """The largest number of a warp, for all of its lanes."""
-    target, read = o.at(operands[0]), o.reader(operands[1])
-
-    def together(group: list[Any]) -> None:
-        top = max(read(th) & 0xFFFFFFFF for th in group)
-        for th in group:
-            th.registers[target] = top
-
-    return lambda th: meet(th, ("largest", at, th.tid_x // 32), 32, together)
-
-
-def _raise_word(address: Step, read: Step) -> Step:
-    """A word of shared memory becomes the larger of it and a number."""
-
-    def step(th: Any) -> None:
-        word = th.cta.shared.view(address(th), 4).view(np.uint32)
-        word[0] = max(int(word[0]), read(th) & 0xFFFFFFFF)
-
-    return step
 
 
 def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
