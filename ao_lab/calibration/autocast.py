@@ -15,14 +15,14 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """Whether autocast is on and to which dtype, of the kinds of devices of a block's input and of a CPU."""
+    """Whether autocast is on and to which dtype, of the kinds of devices that a block may multiply on."""
 
     states: tuple[tuple[str, bool, torch.dtype], ...]
 
     @staticmethod
     def now(device: torch.device) -> Autocast:
-        """The state of the moment."""
-        kinds = dict.fromkeys((device.type, "cpu"))
+        """The state of the moment. A block may move its input, which waits on a host, to a GPU by itself."""
+        kinds = dict.fromkeys((device.type, "cpu", *(["cuda"] if torch.cuda.is_available() else [])))
         return Autocast(
             tuple(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

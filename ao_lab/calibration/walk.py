@@ -175,6 +175,8 @@ def calibrating(model: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
+        # Casts of weights as they were: inside a caller's autocast those of the first run would multiply on.
+        torch.clear_autocast_cache()
         for config in configs.values():
             config.use_cache = True
         for module, training in modes:

@@ -20,6 +20,7 @@ from ao_lab.tensor.matmul_ops import eager_linear
 from ao_lab.tensor.op_registry import eager_function
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import PLAIN, is_transformed
+from fast.prepared.program import ALIGNMENT
 
 #: The most rows that are prepared when they come first; more, which may be a prompt of a length that never comes again, when
 #: they come twice. The most shapes of inputs that a weight keeps, of either.
@@ -58,10 +59,13 @@ class PreparedProducts:
     def add(self, x: torch.Tensor, w: QuantizedTensor, bias: torch.Tensor | None) -> None:
         """Prepare what was computed just now: inputs (..., K) times a weight (N, K).
 
-        Not while a CUDA graph is captured: what is launched to prepare a product would stay in the graph.
+        Not while a CUDA graph is captured: what is launched to prepare a product would stay in the graph. Nor of inputs at an
+        odd address, whose kernels are others than those of programs.
         """
         key, rows = _key(x, bias), prod(x.shape[:-1])
-        if key in self.programs or not rows or (rows > FIRST_ROWS and self._is_new(key)):
+        if key in self.programs or not rows or x.data_ptr() % ALIGNMENT:
+            return
+        if rows > FIRST_ROWS and self._is_new(key):
             return
         if (self.tuned and pinned()) or is_captured():
             return

@@ -44,9 +44,9 @@ class Table:
 
     @property
     def needed(self) -> float:
-        """About how many seconds it takes on an H200: compiling is half a minute, and one second more a layer."""
+        """About how many seconds it takes on an H200: compiling takes a method 16, and one more a layer."""
         compiled = self.compiled and self.part == DECODE
-        each = 6.0 + (5.0 + 1.0 * self.stage.layers if compiled else 0.0)
+        each = 6.0 + (16.0 + 1.0 * self.stage.layers if compiled else 0.0)
         others = [one for one in self.methods if one.library == TORCHAO]
         return each * len(self.methods) + (70.0 * len(others) if compiled else 0.0)
 

@@ -424,6 +424,24 @@ REWRITES = (
             "sparsity/sam",
         ),
     ),
+    Rewrite(
+        "1e12648",
+        (
+            "ao_lab/calibration/autocast.py",
+            "ao_lab/calibration/walk.py",
+            "ao_lab/quantization/prepared_products.py",
+            "experiments/generate/tables.py",
+            "fast/kernels/linear_skinny/direct.cu",
+            "fast/kernels/linear_skinny/linear_skinny.cu",
+            "fast/kernels/linear_skinny/load.cuh",
+            "fast/kernels/linear_skinny/select.py",
+            "fast/kernels/linear_skinny/variants.py",
+            "fast/kernels/mixed_mm/mixed_mm.cu",
+            "fast/kernels/sparse_skinny/select.py",
+        ),
+        "casts of weights inside a caller's autocast, inputs at odd addresses, weights of more than 65536 rows, which no row "
+        "has; seconds that a table is expected to take; comments, and a choice of the next kernel's time that no variant made",
+    ),
 )
 
 __all__ = ["REWRITES", "Rewrite"]

@@ -1,10 +1,11 @@
-// y = x @ w.T * x_scale + bias as `linear_skinny.cu`, of elements of 8 bits: no word of the weight goes through shared memory. A warp
-// has 16 rows (a slab) of SLABS of a program, and every PHASES-th atom of 64 columns; its lanes load 16 bytes each of half an atom,
+// y = x @ w.T * x_scale + bias as `linear_skinny.cu`, of 8 bits and of int4 in groups: no word of the weight goes through shared
+// memory. A warp has 16 rows (a slab) of SLABS of a program, and every PHASES-th atom of 64 columns; its lanes load 16 bytes each of
+// half an atom, of int4 of a whole one,
 // operands of `mma.m16n8k16` where they are, LOADS of them ahead of what they multiply. x is in shared memory as a whole: warps copy
 // it piece by piece, as many columns as one round of loads meets, and wait for a piece when they come to it.
 //
 // So programs may have any number of slabs, every multiprocessor has one, and the sums of a row are of PHASES parts, added in their
-// order. A part's products go on from one to the next; with factors those of an atom do, and atoms are added.
+// order. A part's products go on from one to the next; with factors or groups those of an atom do, and atoms are added.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

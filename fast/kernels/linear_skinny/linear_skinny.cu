@@ -214,11 +214,9 @@ extern "C" __global__ __launch_bounds__(32 * (WARPS + 1 + STREAMED), AT_ONCE) __
   if (AHEAD && warp == WARPS) prefetch(p, span, row, lane);
   if (warp != WARPS) fill_table(ring.table, warp < WARPS ? thread : thread - 32, 32 * (WARPS + STREAMED));
   sync_cluster();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (!LATE) launch_dependents();
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   if (warp == WARPS) {
     if (lane == 0) produce(p, ring, span, row);
-    if (LATE) launch_dependents();
     __syncwarp();
   } else if (warp > WARPS) {
     produce_inputs(p, ring, span, lane);

@@ -35,8 +35,6 @@ __device__ __forceinline__ void prefetch(const Problem& p, const Span& span, int
   }
 }
 
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // One thread: copy the weight of a program's rows and part of K, stage by stage.
 __device__ __forceinline__ void produce(const Problem& p, const Ring& ring, const Span& span, int row) {
   const char* from = p.words + (i64(row / 64) * (p.k / 64) + 2 * span.first) * ATOM;

@@ -7,11 +7,11 @@ blocks, two phases; 0.5 to 1 us of 22). Asking for its weight then, into the L2 
 busy; where programs have a multiprocessor of their own it gains 0.3 to 1 (`ahead`). x by a warp of its own is faster from one
 row on.
 
-By an H200: int4 of one or two rows straight from memory, two loads under way, and three blocks of (28672, 4096) whose ends
-leave room: in groups of 64 6.5 us of (6144, 4096) at one row for 7.2 by a stream, 4.9 of (4096, 4096) for 5.5, 11.8 of (4096,
-14336) for 12.8, 21.3 of (28672, 4096) for 24.5 in two blocks; a block of four such layers 46.4 for 51.5. Of 8 bits without
-factors such kernels are let in late and ask ahead, which gains 2 to 4 percent: 16.4 us of (14336, 4096) at one row for 16.9,
-8.0 of (6144, 4096) for 8.8; int8 17.7 for 18.1 at eight.
+By an H200: int4 of one or two rows straight from memory, two loads under way, and (28672, 4096) by one block in three
+phases, whose ends leave room: in groups of 64 6.5 us of (6144, 4096) at one row for 7.2 by a stream, 4.9 of (4096, 4096)
+for 5.5, 11.8 of (4096, 14336) for 12.8, 21.3 of (28672, 4096) for 24.5 in two blocks; a block of four such layers 46.4
+for 51.5. Of 8 bits without factors such kernels are let in late and ask ahead, which gains 2 to 4 percent: 16.4 us of
+(14336, 4096) at one row for 16.9, 8.0 of (6144, 4096) for 8.8; int8 17.7 for 18.1 at eight.
 
 int4 up to 8 rows: 13.0 to 13.9 us of (14336, 4096) where `linear_small` takes 15.0, 25 to 26 of (28672, 4096) for 30.6, 7.4
 to 8.0 of (6144, 4096) for 9.0 to 9.4.
@@ -150,10 +150,11 @@ def _of_bytes(form: Form, slabs: int, count: int, n: int, k: int) -> tuple[int, 
 
 
 def _stream(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None:
-    """Two blocks where those nearly fill a device; else one, and parts of K until they do; one where scales leave no room."""
+    """Two blocks where those nearly fill a device, of int4 to two rows one in three phases; else one, and parts of K until they
+    do; one where scales leave no room."""
     steps, splits = k // STEP, 1
-    three = form.element == "int4" and count <= UPFRONT and n // 128 >= ENOUGH
-    if three and (one := fitted(form, (tokens, 1, 3, 1), count, steps, 2, streamed=True)) is not None:
+    phased = form.element == "int4" and count <= UPFRONT and n // 128 >= ENOUGH
+    if phased and (one := fitted(form, (tokens, 1, 3, 1), count, steps, 2, streamed=True)) is not None:
         return one
     if (
         n // 128 >= ENOUGH

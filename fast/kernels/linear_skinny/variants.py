@@ -18,7 +18,7 @@ OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 KINDS, ELEMENTS = ("float32", "bfloat16", "float16"), ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
 #: Elements whose scales are factors of theirs, of bfloat16 alone.
 FACTORED = ("e2m1", "e4m3_mx")
-#: Elements of `direct.cu`, with scales of rows or factors.
+#: Elements of `direct.cu` with scales of rows or factors; it takes int4 in groups, too.
 DIRECT = ("int8", "e4m3", "e4m3_mx")
 #: Bytes of shared memory of a multiprocessor, what each program takes of it besides its own, and the most of a program.
 SHARED, SYSTEM, MOST_SHARED = 233472, 1024, 232448
@@ -77,7 +77,6 @@ class Variant(NamedTuple):
     streamed: bool = False
     tabled: int = 2
     ahead: bool = False
-    late: bool = False
 
     @property
     def source(self) -> str:
@@ -109,7 +108,8 @@ class Variant(NamedTuple):
 
 class Direct(NamedTuple):
     """Of `direct.cu`. tokens: rows of x of a tile. slabs: of 16 rows of the weight in a program. phases: warps that share a
-    slab's atoms. loads: halves of atoms that a warp has asked for, even."""
+    slab's atoms. loads: halves of atoms that a warp has asked for, even; whole ones of int4. ahead: as above. late: whether the
+    next kernel is let in with a warp's last loads, and not at once."""
 
     tokens: int
     slabs: int

@@ -3,8 +3,8 @@
 //
 // The first operand of wgmma comes from registers: features (rows of w) are its M, 64 a warpgroup, tokens (rows of x) its N. One
 // thread of each of three warps loads by the copy engine into a ring of STAGES; GROUPS warpgroups, or TURNS times as many that take
-// stages in turn (`turns.cuh`), decode what they have of w (`decode.cuh`) and multiply. A stage has 64 columns: 128 bytes of a row of x, one atom of w for each warpgroup, and the scales
-// and zero points, or factors, of PARTS blocks.
+// stages in turn (`turns.cuh`), decode what they have of w (`decode.cuh`) and multiply. A stage has 64 columns: 128 bytes of a row
+// of x, one atom of w for each of GROUPS, and the scales and zero points, or factors, of PARTS blocks.
 //
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
 // which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent, and

@@ -44,7 +44,7 @@ def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
 
 def _parted(tokens: int, stages: int, tiles: int) -> Iterator[tuple[int, tuple[int, int]]]:
     """Programs along K, none without a stage, each with programs of a multiprocessor and tiles of a program."""
-    if tiles > AT_ONCE[1] and 2 <= stages <= 2 * FEW_WARPS:
+    if AT_ONCE[1] < tiles <= 2 * AT_ONCE[2] * MOST_TILES and 2 <= stages <= 2 * FEW_WARPS:
         shared = -(-tiles // (2 * AT_ONCE[2]))
         yield 2, ((2, shared) if shared >= SEVERAL else (1, -(-tiles // AT_ONCE[2])))
     least = 2 if tokens == TOKENS[1] and tiles <= AT_ONCE[2] else 1

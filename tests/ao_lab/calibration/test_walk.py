@@ -250,3 +250,18 @@ def test_blocks_are_called_under_the_autocast_that_their_model_enters():
     after = inputs_of_blocks(model, batches, model.blocks)
     assert all(torch.equal(a, b) for a, b in zip(seen[1], after[1], strict=True))
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_weights_that_changed_multiply_inside_the_callers_autocast():
+    """What is cast once is kept until autocast ends, also of weights that the walk has changed."""
+    torch.manual_seed(0)
+    model, x = Stack(Residual(), Residual()), torch.randn(4, 8)
+
+    def halve(block):
+        block.module.linear.weight.data.mul_(0.5)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        walked(model, [x], halve)
+        inside = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(model(x), inside)

@@ -1,5 +1,6 @@
 """Several measurements at once: what is lost where a process dies, and that a training gives the same rows in any process."""
 
+import json
 import os
 import time
 from functools import partial
@@ -69,6 +70,8 @@ def test_a_run_that_lost_something_publishes_and_fails(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "a file" in out
     assert "2 measurements were lost, dense, seed 0 first" in err
+    assert main(["reproduce", "formats", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == [{"what": "rows", "where": "a file"}]
     lost = []
     assert main(["reproduce", "formats"]) == 0
 

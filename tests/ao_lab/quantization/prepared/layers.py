@@ -131,6 +131,6 @@ def given(launch: Sequence[Any], fixed: set[int]) -> list[Any]:
 
 
 __all__ = [
-    "CONFIGS", "DYNAMIC", "PRESHUFFLED", "ROWS", "WIDTH", "given", "inputs", "kept", "layer", "pretend", "pretend_hopper",
-    "run",
+    "CONFIGS", "DYNAMIC", "OTHERS", "PRESHUFFLED", "ROWS", "WIDTH", "given", "inputs", "kept", "layer", "pretend",
+    "pretend_hopper", "run",
 ]  # fmt: skip

@@ -164,6 +164,19 @@ def test_inputs_at_odd_addresses_go_the_ordinary_way(gpu, torchs, name):
     assert run(gpu, one, odd)[0].shape == (MANY, ROWS)
 
 
+@pytest.mark.parametrize("name", [OURS[3], TORCHS[0]])
+def test_inputs_at_odd_addresses_prepare_nothing(gpu, torchs, name):
+    """Their kernels are not those of programs, which later inputs of the shape then have all the same."""
+    one, x = layer(name), inputs(MANY)
+    odd = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    for _ in range(3):
+        run(gpu, one, odd)
+    assert not kept(one).programs
+    for _ in range(3):
+        run(gpu, one, x)
+    assert [made is not None for made in kept(one).programs.values()] == [True]
+
+
 def test_the_second_call_prepares(gpu):
     """A prompt whose length never comes again costs its one call alone."""
     one = layer(OURS[0])

@@ -53,10 +53,10 @@ def test_rows_that_gain(form, rows, shape, gained):
         (INT8, 1, WAVE, Direct(8, 3, 5, 6, True, True)), (INT8, 2, WAVE, Variant(8, 1, 4, 1, 8, 2, True)),
         (INT4, 8, LARGE, Variant(8, 2, 2, 1, 4, 2, True)),
         (INT4, 4, SMALL, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LONG, Direct(8, 2, 14, 2, True, True)),
-            (INT4, 2, WAVE, Direct(8, 3, 9, 2, True, True)), (INT4, 3, WAVE, Variant(8, 1, 3, 1, 6, 2, True)),
-            (INT4, 1, PAIR, Variant(8, 1, 3, 1, 6, 2, True)),
+        (INT4, 2, WAVE, Direct(8, 3, 9, 2, True, True)), (INT4, 3, WAVE, Variant(8, 1, 3, 1, 6, 2, True)),
+        (INT4, 1, PAIR, Variant(8, 1, 3, 1, 6, 2, True)),
         (INT4._replace(zero=True), 1, SMALL, Variant(8, 1, 3, 2, 6, 2, True)),
-            (INT8, 1, LARGE, Direct(8, 7, 3, 4, True, True)), (INT8, 8, LARGE, Direct(8, 7, 4, 4, True, True)),
+        (INT8, 1, LARGE, Direct(8, 7, 3, 4, True, True)), (INT8, 8, LARGE, Direct(8, 7, 4, 4, True, True)),
         (INT4, 4, LONG, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LEAST, Variant(8, 1, 4, 4, 4, 1, ahead=True)),
     ],
 )  # fmt: skip

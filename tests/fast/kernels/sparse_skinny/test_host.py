@@ -53,6 +53,7 @@ def test_programs_fit_a_multiprocessor(count, group):
         ((1024, 4096), 8, (8, 512, 8, 1, 1, 2, True, 1)),
         ((1024, 4096), 16, (16, 512, 4, 2, 1, 1, True, 1)),
         ((128256, 4096), 1, (8, 512, 8, 1, 2, 2, True, 2)),
+        ((151936, 1024), 1, (8, 512, 2, 1, 2, 2, True, 2)),
     ],
 )
 def test_layers_of_a_model_have_what_was_measured_to_be_fastest(shape, count, chosen):
