@@ -16,7 +16,7 @@ WHOLE, PART = OF.format(32), OF.format(8)
 TEXT = """\
 Nothing has to be switched on: with the shapes of Llama-3.1-8B transformers' own `generate()`, which compiles by itself, runs
 {int4:.2f} (int4) and {int8:.2f} (int8) times as fast as bfloat16 at batch 1, {prepared:.2f} times with int4 after the call
-below. Not compiled, a step waits for the host, which a quantized layer takes longer: {eager:.2f} and {eager8:.2f} times (one
+below. Not compiled, a step is what the host takes, whose seconds differ by half: {eager:.2f} and {eager8:.2f} times (one
 {device}, [rows](reports/generate.md)).
 """
 
