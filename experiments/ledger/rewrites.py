@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from experiments.ledger.rewritten_files import PRODUCTS, WEIGHTS
+
 
 @dataclass(frozen=True)
 class Rewrite:
@@ -23,101 +25,6 @@ class Rewrite:
             return not self.experiments or experiment in {name.partition("/")[0] for name in self.experiments}
         return not self.experiments or bool({experiment, f"{experiment}/{kind}"} & {*self.experiments})
 
-
-#: Files of products of quantized and of 2:4 weights, and of the CUDA C++ that they share.
-PRODUCTS = (
-    "ao_lab/compile/generation.py",
-    "ao_lab/gemm/sparse_wgmma.py",
-    "ao_lab/sparsity/training/autograd.py",
-    "ao_lab/sparsity/training/products.py",
-    "fast/kernels/cublaslt/__init__.py",
-    "fast/kernels/cublaslt/library.py",
-    "fast/kernels/cublaslt/weight_gradient.py",
-    "fast/kernels/dense_mm/dense_mm.cu",
-    "fast/kernels/dense_mm/host.py",
-    "fast/kernels/hopper/__init__.py",
-    "fast/kernels/hopper/driver.py",
-    "fast/kernels/hopper/headers.py",
-    "fast/kernels/hopper/nvrtc.py",
-    "fast/kernels/hopper/operands.py",
-    "fast/kernels/hopper/output.cuh",
-    "fast/kernels/hopper/store.cuh",
-    "fast/kernels/hopper/words.cuh",
-    "fast/kernels/linear_skinny/decode.cuh",
-    "fast/kernels/linear_skinny/direct.cu",
-    "fast/kernels/linear_skinny/host.py",
-    "fast/kernels/linear_skinny/launch.py",
-    "fast/kernels/linear_skinny/linear_skinny.cu",
-    "fast/kernels/linear_skinny/problem.cuh",
-    "fast/kernels/linear_skinny/select.py",
-    "fast/kernels/linear_skinny/sums.cuh",
-    "fast/kernels/linear_skinny/variants.py",
-    "fast/kernels/mixed_mm/decode.cuh",
-    "fast/kernels/mixed_mm/factors.cuh",
-    "fast/kernels/mixed_mm/host.py",
-    "fast/kernels/mixed_mm/load.cuh",
-    "fast/kernels/mixed_mm/mixed_mm.cu",
-    "fast/kernels/mixed_mm/products.py",
-    "fast/kernels/mixed_mm/schedule.cuh",
-    "fast/kernels/mixed_mm/schedule.py",
-    "fast/kernels/mixed_mm/select.py",
-    "fast/kernels/mixed_mm/variants.py",
-    "fast/kernels/sparse_mm/driver.py",
-    "fast/kernels/sparse_mm/host.py",
-    "fast/kernels/sparse_mm/nvrtc.py",
-    "fast/kernels/sparse_mm/sparse_mm.cu",
-    "fast/kernels/sparse_skinny/__init__.py",
-    "fast/kernels/sparse_skinny/launch.py",
-    "fast/kernels/sparse_skinny/output.cuh",
-    "fast/kernels/sparse_skinny/select.py",
-    "fast/kernels/sparse_skinny/sparse_skinny.cu",
-    "fast/kernels/sparse_skinny/variants.py",
-    "fast/layers/linear_gradients.py",
-)
-
-#: Files of products of quantized weights, of 8-bit inputs and of columns' sums, as they were before.
-WEIGHTS = (
-    "fast/kernels/mixed_mm/store.cuh",
-    "ao_lab/gemm/products/scaled_blocks.py",
-    "ao_lab/gemm/select.py",
-    "ao_lab/tensor/torch_changes/weight_guards.py",
-    "fast/kernels/dense_mm/dense_mm.cu",
-    "fast/kernels/dense_mm/host.py",
-    "fast/kernels/dense_mm/products.py",
-    "fast/kernels/dense_mm/select.py",
-    "fast/kernels/dense_mm/variants.py",
-    "fast/kernels/hopper/headers.py",
-    "fast/kernels/hopper/output.cuh",
-    "fast/kernels/hopper/scaled.cuh",
-    "fast/kernels/hopper/store.cuh",
-    "fast/kernels/int_scaled_mm/host.py",
-    "fast/kernels/layers/column_sums.py",
-    "fast/kernels/layers/rms_norm_gradient.py",
-    "fast/kernels/linear_skinny/decode.cuh",
-    "fast/kernels/linear_skinny/factors.cuh",
-    "fast/kernels/linear_skinny/host.py",
-    "fast/kernels/linear_skinny/launch.py",
-    "fast/kernels/linear_skinny/levels.cuh",
-    "fast/kernels/linear_skinny/linear_skinny.cu",
-    "fast/kernels/linear_skinny/load.cuh",
-    "fast/kernels/linear_skinny/select.py",
-    "fast/kernels/linear_skinny/variants.py",
-    "fast/kernels/mixed_mm/few.py",
-    "fast/kernels/mixed_mm/host.py",
-    "fast/kernels/mixed_mm/select.py",
-    "fast/kernels/mixed_mm/variants.py",
-    "fast/kernels/sparse_mm/host.py",
-    "fast/kernels/sparse_mm/select.py",
-    "fast/kernels/sparse_mm/sparse_mm.cu",
-    "fast/kernels/sparse_mm/variants.py",
-    "fast/kernels/sparse_skinny/sparse_skinny.cu",
-    "fast/layers/column_sums.py",
-    "fast/matmul/codes_ops.py",
-    "fast/matmul/linear_ops.py",
-    "fast/matmul/preshuffled/dynamic_ops.py",
-    "fast/matmul/preshuffled/ops.py",
-    "fast/matmul/stored_weight_ops.py",
-)
 
 REWRITES = (
     Rewrite(
