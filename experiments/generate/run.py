@@ -1,9 +1,9 @@
 """Experiment `generate`: transformers' `generate()` on shapes of Llama-3.1-8B, as users call it.
 
-Random weights; 8 layers, and all 32 where it says most. Parts, by the names of `--only`: "decode" (a token's time at batch 1,
-16 and 64, compiled as transformers does by itself, and not compiled) and "prefill" (a prompt of 2048 tokens). At quick scale,
-and without a GPU: a tiny stand-in. A run that has a limit of seconds starts no table after it and publishes what it has; the
-same call goes on from there.
+Random weights; 8 layers, and all 32 where it says most. Parts, by the names of `--only`: "eager" (a token's time at batch 1,
+16 and 64, not compiled), "prefill" (a prompt of 2048 tokens) and "decode" (a token's time, compiled as transformers does by
+itself). At quick scale, and without a GPU: a tiny stand-in. A run that has a limit of seconds starts no table after it and
+publishes what it has; the same call goes on from there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from experiments.fp8_training.deadline import Deadline
 from experiments.generate.methods import TORCHAO, TRANSFORMERS
-from experiments.generate.tables import DECODE, KIND, PREFILL, Table, stand_ins, tables_of
+from experiments.generate.tables import DECODE, EAGER_DECODE, KIND, PREFILL, Table, stand_ins, tables_of
 from experiments.generate.times import Bench
 from experiments.harness.libraries import seed_and_libraries, version_of
 from experiments.harness.outcome import Values, keep, status
@@ -22,7 +22,7 @@ from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = "generate"
 TITLE = "transformers' generate() with quantized weights"
-PARTS = (DECODE, PREFILL)
+PARTS = (EAGER_DECODE, PREFILL, DECODE)
 CODE = f"experiments.{EXPERIMENT}"
 #: Tables are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
 GOES_ON = True

@@ -9,7 +9,7 @@ from experiments.generate.methods import BASE, METHODS, TORCHAO, Method
 from experiments.generate.stage import Stage
 
 KIND = "generate"
-DECODE, PREFILL = "decode", "prefill"
+DECODE, EAGER_DECODE, PREFILL = "decode", "eager", "prefill"
 #: The whole model, of which those that say most are measured; a quarter of it, with more methods; and one layer, whose
 #: token takes hardly more than transformers' own loop on the host, below which no weights bring a step.
 WHOLE, DEPTH, LEAST = 32, 8, 1
@@ -19,7 +19,7 @@ COMPILED, EAGER = "compiled", "not compiled"
 
 @dataclass(frozen=True)
 class Table:
-    """What is timed. part: DECODE or PREFILL, the names of `--only`; length: of a prefill. needed: seconds of a method.
+    """What is timed. part: one of the names of `--only`; length: of a prefill. needed: seconds of a method.
 
     beside: whether it is one more run of a setting, with other libraries, whose compilers take minutes.
     """
@@ -28,9 +28,13 @@ class Table:
     part: str
     methods: tuple[Method, ...]
     batch: int = 1
-    compiled: bool = True
     length: int = 0
     beside: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        """Whether transformers compiles the steps of decoding."""
+        return self.part == DECODE
 
     @property
     def setting(self) -> str:
@@ -45,10 +49,9 @@ class Table:
     @property
     def needed(self) -> float:
         """About how many seconds it takes on an H200: compiling takes a method 16, and one more a layer."""
-        compiled = self.compiled and self.part == DECODE
-        each = 6.0 + (16.0 + 1.0 * self.stage.layers if compiled else 0.0)
+        each = 6.0 + (16.0 + 1.0 * self.stage.layers if self.compiled else 0.0)
         others = [one for one in self.methods if one.library == TORCHAO]
-        return each * len(self.methods) + (70.0 * len(others) if compiled else 0.0)
+        return each * len(self.methods) + (70.0 * len(others) if self.compiled else 0.0)
 
 
 def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
@@ -59,10 +62,10 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
     ours = tuple(one for one in METHODS if one.library != TORCHAO)
     unprepared = tuple(one for one in METHODS if one.frozen is None)
     found = (
-        Table(eager, DECODE, unprepared, 1, compiled=False),
+        Table(eager, EAGER_DECODE, unprepared, 1),
         Table(replace(stage, calls=24), PREFILL, unprepared, length=LONG),
-        Table(eager, DECODE, unprepared, 16, compiled=False),
-        Table(eager, DECODE, unprepared, 64, compiled=False),
+        Table(eager, EAGER_DECODE, unprepared, 16),
+        Table(eager, EAGER_DECODE, unprepared, 64),
         Table(whole, DECODE, deep, 1),
         Table(whole, DECODE, deep, 16),
         Table(stage, DECODE, ours, 1),
@@ -80,8 +83,8 @@ def stand_ins(parts: Sequence[str], device: str) -> Iterator[Table]:
     stage = Stage(1, device, divide=32, new=8, calls=1)
     ours = tuple(one for one in METHODS if one.frozen is None and one.library == BASE.library)
     found = (
-        Table(stage, DECODE, ours, 2, compiled=False),
-        Table(stage, PREFILL, ours, length=64, compiled=False),
+        Table(stage, EAGER_DECODE, ours, 2),
+        Table(stage, PREFILL, ours, length=64),
     )
     return (one for one in found if one.part in parts)
 
@@ -91,6 +94,7 @@ __all__ = [
     "DECODE",
     "DEPTH",
     "EAGER",
+    "EAGER_DECODE",
     "KIND",
     "LEAST",
     "LONG",

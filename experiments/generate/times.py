@@ -171,7 +171,7 @@ def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
 def warmed(table: Table, model: Any) -> float:
     """Seconds of the calls before anything is timed: compilation, and recording a graph. Wrong where another model's program
     answered: programs of several models are beside each other, and what tells two of them apart may be left out."""
-    started, graphs, compiles = time.perf_counter(), unique_graphs(), table.compiled and table.part != PREFILL
+    started, graphs, compiles = time.perf_counter(), unique_graphs(), table.compiled
     for _ in range(COMPILING if compiles else EAGERLY):
         one_call(table, model)
     if compiles and unique_graphs() == graphs:

@@ -12,7 +12,7 @@ from experiments.generate import page, targets, times
 from experiments.generate import run as experiment
 from experiments.generate.methods import BASE, METHODS
 from experiments.generate.stage import Stage
-from experiments.generate.tables import COMPILED, DECODE, KIND, Table, tables_of
+from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, KIND, Table, tables_of
 from experiments.harness import provenance
 from experiments.harness.rows import Journal, Row
 from tests.experiments.harness import tiny
@@ -68,7 +68,7 @@ def test_a_model_whose_products_are_wrong_is_not_timed():
             model.lm_head.register_forward_hook(lambda layer, inputs, outputs: outputs.flip(-1))
 
     wrong = Wrong(name="wrong", build=METHODS[1].build)
-    found = times.Bench(0).measure(Table(stage, DECODE, (BASE, wrong), 1, compiled=False))
+    found = times.Bench(0).measure(Table(stage, EAGER_DECODE, (BASE, wrong), 1))
     assert times.TIME in found[BASE.name]
     (status,) = found["wrong"]
     assert status.startswith("status: wrong: outputs differ by")
@@ -81,7 +81,7 @@ def test_logits_are_those_of_what_is_stored():
         name="rough",
         build=lambda: ao_lab.IntxWeightOnlyConfig(weight_dtype="int2", granularity=ao_lab.PerGroup(32)),
     )
-    found = times.Bench(0).measure(Table(stage, DECODE, (BASE, rough), 1, compiled=False))["rough"]
+    found = times.Bench(0).measure(Table(stage, EAGER_DECODE, (BASE, rough), 1))["rough"]
     assert times.CHANGE in found, found
     assert found[times.CHANGE][0] < 0.01
 
@@ -125,7 +125,7 @@ def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
     monkeypatch.setattr(Stage, "steps", steps)
     ready = {BASE.name: object(), "a": object(), "b": object()}
     found = {name: {} for name in ready}
-    times.in_turn(Table(stage, DECODE, (BASE,), 1), ready, found)
+    times.in_turn(Table(stage, EAGER_DECODE, (BASE,), 1), ready, found)
     assert order == [BASE.name, "a", "b", "a", "b", BASE.name, BASE.name, "a"]
     assert found["b"] == {"status: error: RuntimeError: stopped": (0.0, "")}
     assert found["a"][times.SPEED] == (2.0, "ratio")
@@ -162,7 +162,7 @@ def test_steps_leave_the_first_quarter_out():
 def test_at_full_scale_what_compiles_comes_after_what_does_not():
     """Programs that a process has compiled, and the threads that compile, are no part of what eager mode's users have."""
     tables = [*tables_of(experiment.PARTS, "cuda")]
-    compiles = [one.compiled and one.part == DECODE for one in tables]
+    compiles = [one.compiled for one in tables]
     assert compiles == sorted(compiles)
     first = tables[compiles.index(True)]
     assert (first.setting, first.stage.layers) == (f"batch 1, {COMPILED}", 32)
@@ -180,7 +180,7 @@ def test_a_model_that_runs_another_ones_program_is_not_timed(monkeypatch):
     monkeypatch.setattr(Stage, "steps", lambda self, model, batch, compiled: [1.0])
     with pytest.raises(times.Wrong, match="another model's program"):
         times.warmed(Table(Stage(1, "cpu", divide=32), DECODE, (BASE,), 1), object())
-    assert times.warmed(Table(Stage(1, "cpu", divide=32), DECODE, (BASE,), 1, compiled=False), object()) >= 0
+    assert times.warmed(Table(Stage(1, "cpu", divide=32), EAGER_DECODE, (BASE,), 1), object()) >= 0
 
 
 def test_targets_are_met_or_missed():
@@ -203,7 +203,7 @@ def test_targets_are_met_or_missed():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "x"], "the parts are decode, prefill"),
+        (["--only", "x"], "the parts are eager, prefill, decode"),
         (["--seconds", "0"], "--seconds is a positive limit"),
     ],
 )
