@@ -3,7 +3,7 @@
 `for_products` is asked where a weight comes to rest on a GPU: by `quantize_`, by loading, and by moves from the host. Products
 of up to 128 rows of 16-bit inputs then read it as it is stored (`fast.matmul.preshuffled`), and nothing is kept twice; all
 else goes through the plain layout, made for the call. `to_layout("plain")` is the way out, and stays plain on its device.
-Inputs may be quantized, in schemes that 16-bit floats hold exactly, where no kernel multiplies their codes by the weight's.
+Inputs may be quantized, where no kernel multiplies their codes by the weight's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ao_lab.config.recipe import Recipe
+from ao_lab.gemm.products.scaled_blocks import BLOCK
 from ao_lab.tensor.metadata import PRESHUFFLED
 from fast.device import PLAIN, has_kernels, is_traced, is_transformed
-from fast.matmul.preshuffled.exact_inputs import inputs_reason
 from fast.matmul.preshuffled.layout import unsupported_reason as stored_reason
 from fast.matmul.preshuffled.linear import INPUTS
 from fast.matmul.weights import MULTIPLIED, one_scale
@@ -29,19 +29,16 @@ KERNELS = ("auto", "fused")
 
 def recipe_reason(recipe: Recipe) -> str | None:
     """Why weights of a recipe are not preshuffled; None where the stored weight decides."""
-    if recipe.activation is not None:
-        reason = inputs_reason(recipe.activation)
-        if reason is not None:
-            return f"of its inputs {reason}"
-        if _are_multiplied_as_codes(recipe.activation, recipe.weight):
-            return "its codes are multiplied by those of its inputs as they are"
+    if recipe.activation is not None and _are_multiplied_as_codes(recipe.activation, recipe.weight):
+        return "its codes are multiplied by those of its inputs as they are"
     return None if recipe.kernel in KERNELS else f"its kernel must be {' or '.join(KERNELS)}"
 
 
 def _are_multiplied_as_codes(inputs: Scheme, weight: Scheme) -> bool:
     """Whether kernels "int8" and "scaled_mm" take both (`ao_lab.gemm.select`)."""
     together = weight.element in MULTIPLIED.get(inputs.element, ()) and weight.zero is None
-    return together and one_scale(inputs) and one_scale(weight)
+    blocks = inputs.scale.block == BLOCK and weight.scale.block in (BLOCK, (BLOCK, BLOCK))
+    return together and (blocks or (one_scale(inputs) and one_scale(weight)))
 
 
 def unsupported_reason(t: Weight) -> str | None:

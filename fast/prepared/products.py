@@ -11,8 +11,11 @@ from fast.kernels.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear_ops import LINEAR
 from fast.matmul.preshuffled.dynamic_ops import LINEAR_SMALL_DYNAMIC
+from fast.matmul.preshuffled.exact_inputs import CODES, inputs_record, kind_of
+from fast.matmul.preshuffled.linear import MOST_ROWS
 from fast.matmul.preshuffled.ops import LINEAR_SMALL
 from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
+from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
 from fast.quantize.ops import QUANTIZE, operands_of
 from fast.quantize.quantize import quantize
 from reference import Quantized, Scales, Scheme
@@ -37,14 +40,35 @@ def prepared_linear_small(
     shape: tuple[int, ...],
     scheme: Scheme | None = None,
 ) -> Program | None:
-    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear`), and of inputs in a scheme (`dynamic`)."""
-    operands = (x, w.codes, w.scale, w.zero, bias)
-    function = LINEAR_SMALL if scheme is None else LINEAR_SMALL_DYNAMIC
-    values = (tuple(w.shape), *([] if scheme is None else [scheme.key]))
-    call = cache.find(cache.key_of(function.name, w.scheme, values, operands))
+    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear`), and of inputs in a scheme: by `dynamic`, or
+    `fast.fake_quantize` of them and the product of that."""
+    operands, values = (x, w.codes, w.scale, w.zero, bias), (tuple(w.shape),)
     steps = Steps(*operands[1:4])
-    result = steps.add(call, (X, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
+    inputs: Any = X
+    call = None if scheme is None else _dynamic_call(operands, w, scheme)
+    if call is None:
+        inputs = X if scheme is None else steps.add(_rounding_call(x, scheme), (X,))
+        call = cache.find(cache.key_of(LINEAR_SMALL.name, w.scheme, values, operands))
+    if not isinstance(inputs, int):
+        return None
+    result = steps.add(call, (inputs, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
     return _program(steps, result, shape, x.device)
+
+
+def _dynamic_call(operands: tuple[Any, ...], w: Quantized, scheme: Scheme) -> Any:
+    """Of the cache: what quantizes few rows and multiplies them."""
+    values = (tuple(w.shape), scheme.key)
+    return cache.find(cache.key_of(LINEAR_SMALL_DYNAMIC.name, w.scheme, values, operands))
+
+
+def _rounding_call(x: torch.Tensor, scheme: Scheme) -> Any:
+    """Of the cache: `fast.fake_quantize` of x, as `linear_small_dynamic` calls it or its caller does. None for few rows whose
+    codes are multiplied as they are."""
+    kind = kind_of(scheme)
+    if kind == CODES and x.shape[0] <= MOST_ROWS:
+        return None
+    record = scheme if kind is None else inputs_record(scheme.key)
+    return cache.find(cache.key_of(FAKE_QUANTIZE.name, record, (-1,), operands_of(x, None, None)))
 
 
 def prepared_linear_of_codes(

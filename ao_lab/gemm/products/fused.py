@@ -1,7 +1,8 @@
 """Kernel "fused": products that decode a weight's codes on the way, on the devices that `ao_lab.gemm.select` lets it have.
 
-Inputs are taken as they are, and with a preshuffled weight also in schemes that 16-bit floats hold exactly
-(`fast.matmul.preshuffled.exact_inputs`): those are quantized by a kernel in front of the product.
+Inputs are taken as they are, and with a preshuffled weight also in a scheme. Where 16-bit floats hold it exactly
+(`fast.matmul.preshuffled.exact_inputs`) a kernel in front of the product quantizes them; in others they go through their scheme
+and back in their own dtype, as `dequantize` has them, and are multiplied by the weight as it is stored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.products.dense import dequantized
+from ao_lab.gemm.products.dense import dequantized, rounded
 from fast.cpu.linear import takes as takes_one_row
 from fast.matmul.one_row_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
@@ -28,11 +29,9 @@ def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> tor
     """x (M, K) times w (K, N) plus bias (N), in x's dtype."""
     scheme = w.recipe.activation
     if w.meta.layout == PRESHUFFLED:
-        return (
-            linear_small(x, w.stored, bias)
-            if scheme is None
-            else linear_small_dynamic(x, scheme, w.stored, bias)
-        )
+        if scheme is not None and inputs_reason(scheme) is None:
+            return linear_small_dynamic(x, scheme, w.stored, bias)
+        return linear_small(rounded(x, w), w.stored, bias)
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
     if isinstance(x.shape[0], int) and x.shape[0] == 1:
@@ -58,12 +57,11 @@ def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def _dynamic_reason(w: QuantizedWeight) -> str | None:
     """Why it does not quantize a weight's inputs; None where it does, or they are not quantized."""
-    scheme = w.recipe.activation
-    if scheme is None:
+    if w.recipe.activation is None:
         return None
     if w.meta.layout != PRESHUFFLED or len(w.shape) != 2:
         return "its inputs must not be quantized, but those of preshuffled matrices"
-    return "scales of its inputs must not be given" if w.input_scales is not None else inputs_reason(scheme)
+    return None if w.input_scales is None else "scales of its inputs must not be given"
 
 
 def _preshuffled_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:

@@ -19,7 +19,8 @@ def linear_small_dynamic(
     `linear.MOST_ROWS` rows of bfloat16 or float16 take two launches (three where K is in parts), which read the weight as it
     is stored. The result is within `reference.linear_error_bound` of the exact product, x being the dequantized inputs:
     every addition is counted twice there, which covers the scales of rows. It has the same bits in every call. Others are
-    multiplied by torch: what `fast.fake_quantize` gives by what `dequantize` gives, both in x's dtype. CPU tensors run
+    what `linear_small` gives of what `fast.fake_quantize` gives in x's dtype, and so are 33 to 128 rows in schemes whose values
+    that dtype holds (MX), where another kernel than that of few rows is faster. CPU tensors run
     `reference.linear` of the quantized inputs. Errors are its. Differentiable in x, straight through as `fake_quantize` is,
     and in bias; NotImplementedError where scales require a gradient.
     """

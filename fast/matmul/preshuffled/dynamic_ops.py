@@ -13,12 +13,11 @@ import reference
 from fast.dispatch import Function, execute
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.exact_inputs import inputs_reason, kind_of
-from fast.matmul.preshuffled.ops import STORED, restored, weight_of
+from fast.matmul.preshuffled.exact_inputs import VALUES, inputs_reason, inputs_record, kind_of
+from fast.matmul.preshuffled.ops import LINEAR_SMALL, STORED, restored, weight_of
 from fast.matmul.stored_weight_ops import (
     Operands,
     Values,
-    dense,
     has_float_inputs,
     refuse_scale_gradients,
     times_weight,
@@ -52,7 +51,7 @@ def _checked(record: Any, values: Values, operands: Operands) -> tuple[Any, Quan
 
 def _scheme(values: Values) -> tuple[Scheme, str]:
     """The inputs' record, and what is exact of them; ValueError where nothing is."""
-    scheme = record_of(values[1])
+    scheme = inputs_record(values[1])
     kind = kind_of(scheme)
     if kind is None:
         raise ValueError(
@@ -73,24 +72,23 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """Of few 16-bit rows by kernels; of others torch's product of both operands as floats."""
+    """Of few 16-bit rows by a kernel in front of `linear_small`'s; of others `linear_small` of what the inputs' scheme makes of
+    them in their dtype, and so of few rows that another kernel multiplies faster and 16-bit floats hold exactly."""
     from fast.kernels.exact_inputs import host
-    from fast.kernels.linear_small.dense import arranged_dense
     from fast.kernels.linear_small.layout import ArrangedWeight
+    from fast.kernels.mixed_mm.host import is_faster
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
     scheme, kind = _scheme(values)
     arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
-    if x.numel():
+    if x.numel() and not (kind == VALUES and is_faster(x, arranged, bias)):
         y = host.linear_small_dynamic(x, scheme, kind, arranged, bias, key=key, record=record)
         if y is not None:
             return y
-    made = arranged_dense(arranged, x.dtype)
-    values_of = dense(restored(w), x.dtype) if made is None else made
     rounded = execute(FAKE_QUANTIZE, scheme, (-1,), (x,))
-    return torch.nn.functional.linear(rounded, values_of, None if bias is None else bias.to(x.dtype))
+    return execute(LINEAR_SMALL, record, values[:1], (rounded, *operands[1:]))
 
 
 def _reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -33,6 +33,12 @@ def kind_of(scheme: Scheme) -> str | None:
     return _kind(scheme.key)
 
 
+@lru_cache(maxsize=1024)
+def inputs_record(key: str) -> Scheme:
+    """The record of a `Scheme.key`, the same object in every call: the cache of calls knows records by their ids."""
+    return record_of(key)
+
+
 def inputs_reason(scheme: Scheme) -> str | None:
     """Why no product of 16-bit floats computes with inputs in a scheme; None where one does."""
     if kind_of(scheme) is not None:
@@ -91,4 +97,4 @@ def _codes_are_exact(scheme: Scheme) -> bool:
     )
 
 
-__all__ = ["CODES", "DIGITS", "VALUES", "inputs_reason", "kind_of"]
+__all__ = ["CODES", "DIGITS", "VALUES", "inputs_reason", "inputs_record", "kind_of"]

@@ -17,6 +17,7 @@ from ao_lab import Recipe, explain, quantize_, quantized
 from ao_lab.gemm import select
 from ao_lab.gemm.products import fused
 from ao_lab.gemm.select import PRODUCTS, groups_reason, most_fused_rows, select_kernel
+from fast.matmul.preshuffled.linear import linear_small
 from reference import SCHEMES
 
 LAYOUT = "preshuffled"
@@ -26,12 +27,12 @@ CONFIGS = {
     "float8 by int4": lambda: ao_lab.Float8DynamicActivationInt4WeightConfig(),
     "mxfp8": lambda: ao_lab.MXDynamicActivationMXWeightConfig(),
     "int8 by int8 in groups": lambda: ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8),
+    "nvfp4": lambda: ao_lab.NVFP4DynamicActivationNVFP4WeightConfig(),
 }
 PLAIN = {
     "int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
     "float8 tensor": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
     "float8 rows": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
-    "nvfp4": lambda: ao_lab.NVFP4DynamicActivationNVFP4WeightConfig(),
 }
 
 
@@ -114,8 +115,8 @@ def test_the_product_quantizes_inputs():
     [
         (lambda: weight_of("int8_rowwise", "int8_rowwise"), "codes are multiplied by those of its inputs"),
         (lambda: weight_of("fp8_rowwise", "fp8_rowwise_e5m2"), "codes are multiplied by those of its inputs"),
-        (lambda: weight_of("fp8_1x128", "fp8_1x128"), "16-bit floats must hold fp8_1x128 exactly"),
-        (lambda: weight_of("int4_g128", "nvfp4"), "16-bit floats must hold nvfp4 exactly"),
+        (lambda: weight_of("fp8_1x128", "fp8_1x128"), "codes are multiplied by those of its inputs"),
+        (lambda: weight_of("fp8_128x128", "fp8_1x128"), "codes are multiplied by those of its inputs"),
         (
             lambda: weight_of("int4_g128", "int8_rowwise", (2, 128, 128)),
             "inputs of experts must not be quantized",
@@ -143,7 +144,9 @@ def test_given_scales_are_not_taken(gpu):
 def test_recipes_change_the_layout():
     t = quantized(torch.randn(256, 384).to(BF16), "int4_g128").to_layout(LAYOUT)
     assert t.with_recipe(activation=SCHEMES["int8_rowwise"]).meta.layout == LAYOUT
-    assert t.with_recipe(activation=SCHEMES["fp8_1x128"]).meta.layout == "plain"
+    rows = quantized(torch.randn(256, 384).to(BF16), "fp8_rowwise").to_layout(LAYOUT)
+    assert t.with_recipe(activation=SCHEMES["fp8_1x128"]).meta.layout == LAYOUT
+    assert rows.with_recipe(activation=SCHEMES["fp8_rowwise"]).meta.layout == "plain"
     experts = quantized(torch.randn(2, 128, 128).to(BF16), "int4_g128").to_layout(LAYOUT)
     asked = experts.with_recipe(activation=SCHEMES["int8_rowwise"])
     assert groups_reason(on_gpu(asked.transposed()), BF16) == "its inputs must not be quantized"
@@ -154,6 +157,20 @@ def test_plain_weights_are_told_why():
     w.recipe = replace(w.recipe, kernel="fused")
     assert "but those of preshuffled matrices" in str(fused.unsupported_reason(w, BF16))
     assert PRODUCTS["fused"].unsupported_reason(weight_of("int4_g128", "int8_rowwise").transposed(), BF16)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_1x128", "nf4"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_inputs_that_16_bits_do_not_hold_go_through_their_scheme(name, dtype, monkeypatch):
+    """They are rounded in their own dtype, and the weight is multiplied as it is stored; gradients go straight through."""
+    t = weight_of("int4_g128", name).to_layout(LAYOUT)
+    x = torch.randn(3, 384, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    wanted = linear_small(ao_lab.fake_quantize(x, name), t.stored)
+    monkeypatch.setattr(ao_lab.QuantizedTensor, "dequantize", None)
+    made = fused.fused(x, t.transposed(), None)
+    assert torch.equal(made, wanted)
+    g = torch.ones_like(made)
+    assert torch.equal(torch.autograd.grad(made, x, g)[0], torch.autograd.grad(wanted, x, g)[0])
 
 
 @pytest.mark.parametrize("rows", [1, 16, 200])

@@ -42,8 +42,9 @@ OTHERS = {
         scheme="fp8_tensorwise", activation_scheme="fp8_rowwise"
     ),
 }
-#: Of which preshuffled weights alone are multiplied by kernels.
+#: Of which preshuffled weights alone are multiplied by kernels. NVFP4: inputs go through their scheme first.
 DYNAMIC = {
+    "nvfp4 by nvfp4": lambda: ao_lab.NVFP4DynamicActivationNVFP4WeightConfig(),
     "int8 by int4": lambda: ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
     "float8 by int4": lambda: ao_lab.Float8DynamicActivationInt4WeightConfig(),
     "mxfp8 by int4": lambda: ao_lab.SchemeConfig(scheme="int4_g32", activation_scheme="mxfp8_e4m3"),
@@ -110,6 +111,14 @@ def kept(one: Any) -> PreparedProducts:
     return found
 
 
+def addresses_of(one: Any) -> set[int]:
+    """Addresses of what kernels read of a layer: its bias and the weight's parts, but for a scale of all that others hold."""
+    parts = dict(one.weight.parts)
+    if one.weight.meta.layout == "preshuffled":
+        parts.pop("outer", None)
+    return {part.data_ptr() for part in (*parts.values(), one.bias) if part is not None}
+
+
 def run(gpu: Any, one: Any, x: torch.Tensor) -> tuple[Any, int, list[list[Any]]]:
     """The result, how many calls were looked up, and the launches."""
     before, calls = len(gpu.straight), len(gpu.calls)
@@ -131,6 +140,6 @@ def given(launch: Sequence[Any], fixed: set[int]) -> list[Any]:
 
 
 __all__ = [
-    "CONFIGS", "DYNAMIC", "OTHERS", "PRESHUFFLED", "ROWS", "WIDTH", "given", "inputs", "kept", "layer", "pretend",
-    "pretend_hopper", "run",
+    "CONFIGS", "DYNAMIC", "OTHERS", "PRESHUFFLED", "ROWS", "WIDTH", "addresses_of", "given", "inputs", "kept", "layer",
+    "pretend", "pretend_hopper", "run",
 ]  # fmt: skip

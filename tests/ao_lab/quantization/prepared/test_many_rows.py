@@ -8,10 +8,13 @@ import ao_lab
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import FIRST_ROWS, MOST_SHAPES
 from fast.kernels.dense_mm import host as dense_mm
+from fast.kernels.mixed_mm import host as mixed_mm
 from tests.ao_lab.quantization.prepared.layers import (
+    DYNAMIC,
     PRESHUFFLED,
     ROWS,
     WIDTH,
+    addresses_of,
     given,
     inputs,
     kept,
@@ -24,7 +27,10 @@ from tests.fast.kernels.compiling.recorded_launches import Flat
 
 #: A multiple of 16: products of blocks pad others, so that nothing is found of them.
 MANY = 304
-OURS = (f"symmetric int4{PRESHUFFLED}", f"int8{PRESHUFFLED}", f"mxfp4{PRESHUFFLED}", "int8 by int8")
+INPUTS_FIRST = tuple(f"{name}{PRESHUFFLED}" for name in DYNAMIC)
+OURS = (
+    f"symmetric int4{PRESHUFFLED}", f"int8{PRESHUFFLED}", f"mxfp4{PRESHUFFLED}", "int8 by int8", *INPUTS_FIRST,
+)  # fmt: skip
 TORCHS = ("float8 by float8", "tensorwise", "static")
 
 
@@ -51,8 +57,7 @@ def torchs(monkeypatch):
 
 def fixed_of(one, x):
     """Addresses of what a call is given."""
-    parts = [part.data_ptr() for part in one.weight.parts.values() if part is not None]
-    return {x.data_ptr(), *parts, *([] if one.bias is None else [one.bias.data_ptr()])}
+    return {x.data_ptr(), *addresses_of(one)}
 
 
 @pytest.mark.parametrize("name", [*OURS, "int8 by int8, Triton"])
@@ -74,6 +79,31 @@ def test_launches_are_those_of_the_call(gpu, monkeypatch, name, shape, bias):
     prepared = ordinary[: len(launches)]  # behind them are those that prepared it
     assert [given(one, fixed) for one in launches] == [given(one, fixed) for one in prepared]
     assert y.data_ptr() in launches[-1]
+
+
+@pytest.mark.parametrize("name", INPUTS_FIRST)
+def test_inputs_in_a_scheme_are_multiplied_by_the_weight_as_it_is_stored(gpu, name):
+    """What the first launches write is what the last one reads, beside the weight's own words: no dense weight is made."""
+    one, x = layer(name), inputs(MANY)
+    for _ in range(2):
+        run(gpu, one, x)
+    *first, last = run(gpu, one, x)[2]
+    assert len(first) in (1, 2)
+    assert last[0] == gpu.straight[-1][0]  # programs: `mixed_mm`, as weights alone have it
+    assert one.weight.parts["codes"].data_ptr() in last
+    assert all(one.weight.parts["codes"].data_ptr() not in launch for launch in first)
+    assert set(first[-1]) & set(last) - {0, 1}
+
+
+@pytest.mark.parametrize(("name", "count"), [("mxfp8 by int4", 1), ("float8 by int4", 0)])
+def test_few_rows_that_many_rows_kernel_multiplies_faster(gpu, monkeypatch, name, count):
+    """Values that 16 bits hold are multiplied by it; codes have scales of rows, which it has not."""
+    monkeypatch.setattr(mixed_mm, "is_faster", lambda x, w, bias: len(x) == 96)
+    one, x = layer(f"{name}{PRESHUFFLED}"), inputs(96)
+    run(gpu, one, x)
+    y, looked_up, launches = run(gpu, one, x)
+    assert (looked_up, y.shape) == (0, (96, ROWS))
+    assert sum(launch[0] < 1000 for launch in launches) == count  # programs, in the place of an address
 
 
 def test_int8_codes_of_inputs_are_those_that_are_multiplied(gpu):

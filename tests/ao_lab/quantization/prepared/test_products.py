@@ -20,6 +20,7 @@ from tests.ao_lab.quantization.prepared.layers import (
     PRESHUFFLED,
     ROWS,
     WIDTH,
+    addresses_of,
     given,
     inputs,
     kept,
@@ -61,8 +62,7 @@ def test_launches_are_those_of_the_call(gpu, name, bias, shape):
     assert y.shape == (*shape, ROWS)
     assert y.dtype == x.dtype
     assert y.is_contiguous()
-    parts = [part.data_ptr() for part in one.weight.parts.values() if part is not None]
-    fixed = {x.data_ptr(), *parts, *([one.bias.data_ptr()] if bias else [])}
+    fixed = {x.data_ptr(), *addresses_of(one)}
     assert [given(one, fixed) for one in launches] == [given(one, fixed) for one in ordinary]
     assert y.data_ptr() in launches[-1]
     assert fixed <= {value for launch in launches for value in launch if isinstance(value, int)}
