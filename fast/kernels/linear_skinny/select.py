@@ -21,8 +21,10 @@ rows, (4096, 4096) 7.9 and 8.0 for 9.0 and 9.4 of one row, MXFP8 of (14336, 4096
 through shared memory int8 of (14336, 4096) 22.6 to 23.3 for 23.0 to 23.4 up to 4, (6144, 4096) 10.5 to 11.1 for 12.1 to 12.9,
 (4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`.
 
-int8 of (1024, 4096) in four parts of K takes 3.6, 3.7, 4.0 and 4.3 us of 1, 2, 4 and 8 rows on an H200, `linear_small` 5.0 to
-5.2 in two launches.
+(1024, 4096) straight from memory, a program for each 16 rows: int4 3.5, 3.8, 4.4 us and 8 bits 3.6, 4.1, 4.6 to 4.9 of 1, 2, 8
+rows, where four parts of K take 4.2 to 4.7, 4.3 to 4.9, 4.9 to 5.5 and `linear_small` 4.7 to 5.5 in two launches.
+int4 in groups of 64, (14336, 4096): 14.5 us of 8 rows by one program a multiprocessor, 19.0 by two, whose scales leave them two
+stages each, 16.7 by `linear_small`.
 
 NF4 up to 16 rows of the first three, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of (14336, 4096) at 1, 2, 4, 8, 16 rows,
 where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5 to 27.4, by permutations alone 28 to
@@ -46,7 +48,9 @@ from fast.kernels.linear_skinny.variants import DIRECT, FACTORED, STEP, Direct, 
 
 #: The most rows of x that gain, by the element: of any weight; of at most as many elements as stand beside.
 GAINING = {"int4": 8, "nf4": 16}
-GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23), "int8": (8, 1 << 22)}
+GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23)}
+#: Elements of a weight that is small where words come straight from memory; warps, loads, and the most rows of x.
+SMALL, WARPS_OF_SMALL, LOADS_OF_SMALL, MOST_OF_SMALL = 1 << 22, 24, 4, 8
 #: Those of int4 in groups of fewer columns than a step, and of weights that fill less than a device; of 8 bits through shared
 #: memory, of one wave and of long rows.
 SHORT_GROUPS, FEW_PROGRAMS, ONE_WAVE, LONG_ROWS = 2, 4, 4, 4
@@ -70,20 +74,17 @@ UPFRONT, TABLED = 2, 4
 
 def gains(form: Form, count: int, n: int, k: int) -> bool:
     """Whether so many rows are multiplied faster than by `linear_small`."""
+    if _small(form, TILES[0], count, n, k) is not None:
+        return True
     few, small = GAINING_SMALL.get(form.element, (0, 0))
-    most = few if n * k <= small and _is_timed_small(form, n) else _most_rows(form, n, k)
+    most = few if n * k <= small else _most_rows(form, n, k)
     return count <= most and choose(form, count, n, k) is not None
-
-
-def _is_timed_small(form: Form, n: int) -> bool:
-    """Whether small weights were timed: of int8 those by rows, without zero points, that make no wave of slabs."""
-    return form.element != "int8" or not (form.group or form.zero or _slabs(n))
 
 
 def _most_rows(form: Form, n: int, k: int) -> int:
     """The most rows that gain, of weights that are not small."""
     if form.element == "int4":
-        short = 0 < form.group < STEP
+        short = 0 < form.group < STEP and not (form.group == STEP // 2 and ENOUGH <= n // 128 <= FULL)
         return min(SHORT_GROUPS if short else MOST_ROWS, GAINING["int4"] if _fills(n, k) else FEW_PROGRAMS)
     if form.element not in DIRECT:
         return GAINING.get(form.element, 0)
@@ -115,7 +116,16 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | Direct | None:
     tokens = next(size for size in TILES if count <= size)
     if form.element in TALL or (form.element == "e4m3_mx" and not _fills(n, k)):
         return _tall(form, tokens, count, n, k)
-    return _direct(form, tokens, count, n, k) or _stream(form, tokens, count, n, k)
+    small = _small(form, tokens, count, n, k)
+    return small or _direct(form, tokens, count, n, k) or _stream(form, tokens, count, n, k)
+
+
+def _small(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | None:
+    """Straight from memory, where programs of 16 rows are fewer than multiprocessors; None for factors, and where it is not."""
+    if n * k > SMALL or n // 16 >= WHOLE or count > MOST_OF_SMALL or form.element in FACTORED or form.zero:
+        return None
+    one = Direct(tokens, 1, min(WARPS_OF_SMALL, k // 64), LOADS_OF_SMALL)
+    return one if one.takes(form, count, n, k) else None
 
 
 def _direct(form: Form, tokens: int, count: int, n: int, k: int) -> Direct | None:
@@ -150,15 +160,17 @@ def _of_bytes(form: Form, slabs: int, count: int, n: int, k: int) -> tuple[int, 
 
 
 def _stream(form: Form, tokens: int, count: int, n: int, k: int) -> Variant | None:
-    """Two blocks where those nearly fill a device, of int4 to two rows one in three phases; else one, and parts of K until they
-    do; one where scales leave no room."""
+    """Two blocks where those nearly fill a device (of int4 to two rows one in three phases; for the many scales of short groups
+    one program a multiprocessor); else one, and parts of K until they do; one where scales leave no room."""
     steps, splits = k // STEP, 1
     phased = form.element == "int4" and count <= UPFRONT and n // 128 >= ENOUGH
     if phased and (one := fitted(form, (tokens, 1, 3, 1), count, steps, 2, streamed=True)) is not None:
         return one
+    alone = form.element == "int4" and 0 < form.group < STEP and n // 128 <= FULL
+    each = {"at_once": 1, "ahead": True} if alone else {"at_once": 2}
     if (
         n // 128 >= ENOUGH
-        and (two := fitted(form, (tokens, 2, 2, 1), count, steps, 2, streamed=True)) is not None
+        and (two := fitted(form, (tokens, 2, 2, 1), count, steps, streamed=True, **each)) is not None
     ):
         return two
     while splits < MOST_SPLITS and n // 64 * splits < ENOUGH and steps // (2 * splits) >= FEWEST_STEPS:

@@ -26,10 +26,12 @@ WAVE, LONG, PAIR = (6144, 4096), (4096, 14336), (28672, 4096)
     ("form", "rows", "shape", "gained"),
     [
         (INT4, 8, LARGE, True), (INT4, 9, LARGE, False), (INT4, 8, SMALL, True),
-        (INT4, 4, LEAST, True), (INT4, 5, LEAST, False), (INT4._replace(group=32), 3, LARGE, False),
+        (INT4, 8, LEAST, True), (INT4, 9, LEAST, False), (INT4._replace(group=32), 3, LARGE, False),
+        (INT4._replace(group=64), 8, LARGE, True), (INT4._replace(group=64), 9, LARGE, False),
+        (INT4._replace(group=64), 3, PAIR, False), (INT4._replace(group=64, zero=True), 5, LEAST, False),
         (INT8, 8, LARGE, True), (INT8, 9, LARGE, False), (INT8, 2, SMALL, True), (INT8, 3, SMALL, False),
         (INT8, 8, LEAST, True), (INT8, 9, LEAST, False), (INT8._replace(zero=True), 1, LEAST, False),
-        (INT8._replace(element="e4m3"), 1, LEAST, False), (INT8, 3, LEAST[::-1], False), (INT8, 1, (2048, 4096), False),
+        (INT8._replace(element="e4m3"), 8, LEAST, True), (INT8, 3, LEAST[::-1], False), (INT8, 1, (2048, 4096), False),
         (INT8, 4, WAVE, True), (INT8, 5, WAVE, False), (INT8, 4, LONG, True), (INT8, 5, LONG, False), (INT8, 16, PAIR, True),
         (INT8._replace(group=128), 1, LARGE, False), (INT8._replace(element="e4m3"), 4, LARGE, True),
         (NF4, 16, LARGE, True), (NF4, 16, SMALL, True), (NF4, 17, LARGE, False),
@@ -57,7 +59,9 @@ def test_rows_that_gain(form, rows, shape, gained):
         (INT4, 1, PAIR, Variant(8, 1, 3, 1, 6, 2, True)),
         (INT4._replace(zero=True), 1, SMALL, Variant(8, 1, 3, 2, 6, 2, True)),
         (INT8, 1, LARGE, Direct(8, 7, 3, 4, True, True)), (INT8, 8, LARGE, Direct(8, 7, 4, 4, True, True)),
-        (INT4, 4, LONG, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LEAST, Variant(8, 1, 4, 4, 4, 1, ahead=True)),
+        (INT4, 4, LONG, Variant(8, 1, 3, 2, 6, 2, True)), (INT4, 1, LEAST, Direct(8, 1, 24, 4)),
+        (INT8, 8, LEAST, Direct(8, 1, 24, 4)), (INT4._replace(zero=True), 1, LEAST, Variant(8, 1, 4, 4, 4, 1, ahead=True)),
+        (INT4._replace(group=64), 8, LARGE, Variant(8, 2, 2, 1, 8, 1, True, ahead=True)),
     ],
 )  # fmt: skip
 def test_programs_leave_room_or_ask_ahead(form, count, shape, chosen):
