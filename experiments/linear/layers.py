@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
-from ao_lab.gemm.select import most_fused_rows, select_kernel
+from ao_lab.gemm.select import groups_reason, most_fused_rows, select_kernel
 from experiments.harness.outcome import Wrong
 from experiments.harness.timing import cache_bytes, input_sets
 from experiments.linear.methods import BASE, OURS, TORCHAO, Method
@@ -36,6 +36,15 @@ class Layers:
     device: str
     seed: int
     made: dict[str, list[nn.Linear]] = field(default_factory=dict)
+
+    @property
+    def data(self) -> str:
+        """How rows call the shape: outputs x inputs."""
+        return "x".join(map(str, self.shape))
+
+    def share_read(self, rows: int) -> float:
+        """The part of a weight that these rows need: all of it."""
+        return 1.0
 
     @torch.no_grad()
     def of(self, method: Method, rows: int) -> list[nn.Linear]:
@@ -93,13 +102,14 @@ def expected(method: Method, layer: nn.Linear, x: Tensor, dense: Tensor, picked:
     """The product in float32 of the values of inputs and weight as they are stored, of some rows; of torchao's, and of the
     dense layer, the dense weight's."""
     weight: Any = layer.weight
-    if method.library != OURS:
-        return x[picked].float() @ dense.float().t()
-    scheme = weight.recipe.activation
-    if scheme is not None:
-        # Scales may be of all rows.
-        x = ao_lab.dequantize(ao_lab.quantize(x, scheme), "float32")
-    return x[picked].float() @ weight.dequantize(torch.float32).float().t()
+    if method.library == OURS:
+        dense, scheme = weight.dequantize(torch.float32), weight.recipe.activation
+        if scheme is not None:
+            # Scales may be of all rows.
+            x = ao_lab.dequantize(ao_lab.quantize(x, scheme), "float32")
+    if not isinstance(layer, nn.Linear):
+        return layer.product(x, dense)[picked]
+    return x[picked].float() @ dense.float().t()
 
 
 def kernel_of(method: Method, layer: nn.Linear, rows: int) -> str:
@@ -107,6 +117,8 @@ def kernel_of(method: Method, layer: nn.Linear, rows: int) -> str:
     if method.library != OURS or method == BASE:
         return method.library
     weight: Any = layer.weight.transposed()
+    if not isinstance(layer, nn.Linear):
+        return "dequantize" if groups_reason(weight, torch.bfloat16) else "fused"
     name = select_kernel(weight, torch.bfloat16, rows)
     return "dequantize" if name == "fused" and rows > most_fused_rows(weight, torch.bfloat16) else name
 

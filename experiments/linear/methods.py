@@ -17,6 +17,7 @@ from experiments.decode.configs import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_con
 from experiments.harness import libraries
 
 TORCH, OURS, TORCHAO = "torch", "ao_lab", libraries.TORCHAO
+EXPERTS = "experts"
 Build = Callable[[], Any]
 
 
@@ -29,8 +30,8 @@ class Method:
     library: str = OURS
     compiled: bool = False
 
-    def quantize(self, layer: nn.Linear) -> nn.Linear:
-        """The layer with its weight quantized, in place."""
+    def quantize(self, layer: Any) -> Any:
+        """The linear layer, or batched experts, with its weight quantized, in place."""
         if self.build is None:
             return layer
         holder = nn.Sequential(layer)
@@ -39,7 +40,7 @@ class Method:
 
             quantize_(holder, self.build())
         else:
-            ao_lab.quantize_(holder, self.build())
+            ao_lab.quantize_(holder, self.build(), ao_lab.linear_and_experts)
         return holder[0]
 
     @property
@@ -121,12 +122,26 @@ PEERS = {
     theirs("fp8wo", torchao_config("Float8WeightOnlyConfig")): "fp8",
     theirs("fp8dq, rows", torchao_config(FLOAT8_DYNAMIC, granularity="PerRow")): "fp8 dynamic, rows",
 }
+#: Of experts: weights alone, one of each kind.
+OF_EXPERTS = ("int4 g128", "int4 g128, zero points", "int8", "fp8", "mxfp8", "mxfp4", "nvfp4")
 OF_OURS = {method.name: method for method in (*WEIGHTS, *ACTIVATIONS)}
 #: By part, which is a kind of table too: what is timed in turn, bfloat16 first.
 PARTS: dict[str, tuple[Method, ...]] = {
     "weights": (BASE, *WEIGHTS),
     "activations": (BASE, *ACTIVATIONS),
+    EXPERTS: (BASE, *(OF_OURS[name] for name in OF_EXPERTS)),
     TORCHAO: (BASE, *(one for peer, ours in PEERS.items() for one in (OF_OURS[ours], peer))),
 }
 
-__all__ = ["ACTIVATIONS", "BASE", "OF_OURS", "OURS", "PARTS", "PEERS", "TORCHAO", "WEIGHTS", "Method"]
+__all__ = [
+    "ACTIVATIONS",
+    "BASE",
+    "EXPERTS",
+    "OF_OURS",
+    "OURS",
+    "PARTS",
+    "PEERS",
+    "TORCHAO",
+    "WEIGHTS",
+    "Method",
+]

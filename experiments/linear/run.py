@@ -1,7 +1,8 @@
 """Experiment `linear`: layers of Llama-3.1-8B's shapes over rows of inputs, each as `ao_lab.quantize_` makes it.
 
-Parts, each a kind of table: "weights" (weights alone are quantized), "activations" (inputs too, in every call) and "torchao"
-(its layers and ours of the same weights and inputs). A table has one shape and one number of rows; bfloat16 stands in each.
+Parts, each a kind of table: "weights" (weights alone are quantized), "activations" (inputs too, in every call), "experts"
+(weights of experts, rows sorted by expert, two a token) and "torchao" (its layers and ours of the same weights and inputs). A
+table has one shape and one number of rows; bfloat16 stands in each.
 Outputs are checked against the product of what is stored before anything is timed. Layers follow their rules: nothing is tuned.
 
 At quick scale, and without a GPU: errors of outputs and what computes them, of small shapes. A run that has a limit of seconds
@@ -20,7 +21,7 @@ from experiments.harness.outcome import Values
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.harness.timing import CudaWatch
 from experiments.linear import outputs
-from experiments.linear.methods import PARTS, TORCHAO
+from experiments.linear.methods import EXPERTS, PARTS
 from experiments.linear.tables import EXPERIMENT, OUTPUTS, Table, run_tables, stand_ins, tables_of
 from experiments.linear.times import Bench
 from experiments.runs.settings import Settings, published_shapes
@@ -38,10 +39,11 @@ def subject(settings: Settings) -> str:
 
 def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
     """What a row's measurement starts from; none for rows of parts that no longer exist."""
-    configs = {"weights": "WEIGHTS", "activations": "ACTIVATIONS", TORCHAO: "PARTS"}.get(kind)
-    if configs is None:
+    configs = {"weights": "WEIGHTS", "activations": "ACTIVATIONS"}.get(kind, "PARTS")
+    if kind not in PARTS:
         return ()
-    layers = (f"{CODE}.layers.Layers", f"{CODE}.methods.Method", f"{CODE}.methods.{configs}")
+    made = f"{CODE}.experts.ExpertLayers" if kind == EXPERTS else f"{CODE}.layers.Layers"
+    layers = (made, f"{CODE}.methods.Method", f"{CODE}.methods.{configs}")
     if setting.endswith(OUTPUTS):
         return (f"{CODE}.outputs.measure", *layers)
     return (f"{CODE}.times.Bench", "experiments.fp8_training.speed.floor.measure_rates", *layers)

@@ -13,18 +13,22 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.harness.outcome import Values, keep, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
+from experiments.linear.experts import ExpertLayers
 from experiments.linear.layers import Layers, Shape
-from experiments.linear.methods import OURS, PARTS, TORCHAO, Method
+from experiments.linear.methods import EXPERTS, OURS, PARTS, TORCHAO, Method
 from experiments.runs.settings import Settings
 
 EXPERIMENT = "linear"
-#: Up and down of Llama-3.1-8B, and its queries; time may not reach the last.
-SHAPES: tuple[Shape, ...] = ((14336, 4096), (4096, 14336), (4096, 4096))
+#: Up and down of Llama-3.1-8B, its queries, and its keys; time may not reach the last.
+SHAPES: tuple[Shape, ...] = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
+#: Of experts, up and down of Mixtral-8x7B; rows are two a token: of 1, 8, 64, 256 and 2048 tokens.
+EXPERT_SHAPES, EXPERT_ROWS = SHAPES[:2], (2, 16, 128, 512, 4096)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 #: torchao's layers are compiled for every number of rows, which takes seconds, so they have fewer tables.
 COMPILED_ROWS, COMPILED_SHAPES = (1, 16, 64, 256, 1024), SHAPES[:2]
 STAND_INS: tuple[Shape, ...] = ((256, 512), (512, 256))
 STAND_IN_ROWS = (1, 4, 33)
+EXPERT_STAND_IN, STAND_IN_EXPERTS, EXPERT_STAND_IN_ROWS = (256, 512), 4, (2, 32)
 #: What is measured, which ends a row's setting.
 TIMES, OUTPUTS = "CUDA graph", "outputs"
 #: About how many seconds a table takes on an H200, kernels compiled; it is not begun where fewer are left.
@@ -62,8 +66,8 @@ class Table:
 
     @property
     def data(self) -> str:
-        """The shape."""
-        return data_of(self.layers.shape)
+        """The shape, before it the number of experts."""
+        return self.layers.data
 
     @property
     def setting(self) -> str:
@@ -94,9 +98,13 @@ def tables_of(parts: Sequence[str], device: str, seed: int) -> Iterator[Table]:
     for shape in SHAPES:
         layers = Layers(shape, device, seed)
         for part in parts:
-            if part != TORCHAO or shape in COMPILED_SHAPES:
+            if part != EXPERTS and (part != TORCHAO or shape in COMPILED_SHAPES):
                 for rows in COMPILED_ROWS if part == TORCHAO else ROWS:
                     yield Table(part, layers, rows, TIMES)
+    for shape in EXPERT_SHAPES if EXPERTS in parts else ():
+        experts = ExpertLayers(shape, device, seed)
+        for rows in EXPERT_ROWS:
+            yield Table(EXPERTS, experts, rows, TIMES)
 
 
 def stand_ins(parts: Sequence[str], device: str, seed: int) -> Iterator[Table]:
@@ -104,11 +112,14 @@ def stand_ins(parts: Sequence[str], device: str, seed: int) -> Iterator[Table]:
     for shape in STAND_INS:
         layers = Layers(shape, device, seed)
         for part in parts:
-            if part != TORCHAO:
+            if part not in (TORCHAO, EXPERTS):
                 for rows in STAND_IN_ROWS:
                     yield Table(part, layers, rows, OUTPUTS)
-            elif shape == STAND_INS[0]:
+            elif part == TORCHAO and shape == STAND_INS[0]:
                 yield Table(part, layers, STAND_IN_ROWS[0], OUTPUTS)
+    experts = ExpertLayers(EXPERT_STAND_IN, device, seed, experts=STAND_IN_EXPERTS)
+    for rows in EXPERT_STAND_IN_ROWS if EXPERTS in parts else ():
+        yield Table(EXPERTS, experts, rows, OUTPUTS)
 
 
 def run_tables(

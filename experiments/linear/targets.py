@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from experiments.linear.methods import BASE, PEERS, TORCHAO
-from experiments.linear.tables import COMPILED_ROWS, ROWS, SHAPES, data_of, setting_of
+from experiments.linear.methods import BASE, EXPERTS, PEERS, TORCHAO
+from experiments.linear.tables import COMPILED_ROWS, EXPERT_ROWS, ROWS, SHAPES, data_of, setting_of
 from experiments.linear.times import SPEED, TIME
 from experiments.report.results import Results, Where
 from experiments.report.targets import Target
@@ -60,15 +60,18 @@ LIMITS = (
     Limit(("mxfp8",), 1, 16, SPEED, 1.7),
     Limit((*BITS4, "mxfp8"), 1024, 8192, SPEED, 0.95),
 )
+#: Of experts, 64 tokens.
+LIMITS_OF_EXPERTS = (Limit(("int4 g128", "fp8"), 128, 128, SPEED, 1.8),)
 
 
 def targets_of(part: str, where: Where, results: Results) -> list[Target]:
     """The targets of a part at a shape; none of other shapes and of stand-ins."""
-    if where.data != SHAPE or where.scale != "full" or where.device == "cpu":
+    if not where.data.endswith(SHAPE) or where.scale != "full" or where.device == "cpu":
         return []
+    limits = LIMITS_OF_EXPERTS if part == EXPERTS else LIMITS
     methods, held = (
         set(results.methods),
-        [one for one in LIMITS if one.metric != TIME or DEVICE in where.device],
+        [one for one in limits if one.metric != TIME or DEVICE in where.device],
     )
     return [
         target(one, results, method, rows)
@@ -103,7 +106,9 @@ def over_torchao(results: Results, setting: str, method: str) -> float | None:
 def slow_rows(results: Results) -> Iterator[tuple[str, list[int]]]:
     """Of each method that is slower than bfloat16 somewhere, the numbers of rows where."""
     for method in dict.fromkeys(row.method for row in results.rows if row.method != BASE.name):
-        speeds = {rows: results.value(setting_of(rows), method, SPEED) for rows in ROWS}
+        speeds = {
+            rows: results.value(setting_of(rows), method, SPEED) for rows in sorted({*ROWS, *EXPERT_ROWS})
+        }
         slow = [rows for rows, speed in speeds.items() if speed is not None and speed < 1]
         if slow:
             yield method, slow

@@ -126,10 +126,10 @@ def runner(method: Method) -> Callable[[Any, torch.Tensor], torch.Tensor]:
 
 
 def floor_seconds(layers: Layers, method: Method, rows: int, rates: Rates) -> float:
-    """The least time: weight, inputs and outputs once at the copy rate, or all operations at the rate of the units that these
-    elements need, whichever is more."""
+    """The least time: what rows need of the weight, inputs and outputs once at the copy rate, or all operations at the rate of
+    the units that these elements need, whichever is more."""
     layer, (n, k) = layers.of(method, rows)[0], layers.shape
-    moved = stored_bytes(layer) + 2.0 * rows * (n + k)
+    moved = layers.share_read(rows) * stored_bytes(layer) + 2.0 * rows * (n + k)
     return max(moved / rates.copy, 2.0 * rows * n * k / rate_of(layer.weight, rates))
 
 

@@ -16,7 +16,7 @@ from experiments.report.targets import Target, missed
 
 ABOUT = (
     "One linear layer of a user's model, `nn.Linear` in bfloat16 through `ao_lab.quantize_`, over 1 to 8192 rows of inputs: "
-    "what its rules choose without tuning, beside bfloat16 and torchao.",
+    "what its rules choose without tuning, beside bfloat16 and torchao; and experts of a mixture, whose rows are sorted.",
     "Outputs are compared with the product in float32 of what is stored before anything is timed. Times are of a GPU at full "
     "scale; at quick scale errors and the kernels that were chosen are of small shapes on a CPU.",
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from experiments.fp8_training.report.lines import failures
-from experiments.linear.methods import BASE, TORCHAO
+from experiments.linear.methods import BASE, EXPERTS, TORCHAO
 from experiments.linear.outputs import ERROR
 from experiments.linear.report.outputs import kernel, methods_of
-from experiments.linear.tables import ROWS, TIMES, setting_of
+from experiments.linear.tables import EXPERT_ROWS, ROWS, TIMES, setting_of
 from experiments.linear.targets import targets_of
 from experiments.linear.times import FLOOR, HOST, SPEED, TIME
 from experiments.report.content import Drawing, Section, Table
@@ -17,6 +17,7 @@ from experiments.report.targets import Target
 TITLES = {
     "weights": "Quantized weights",
     "activations": "Quantized weights and inputs",
+    EXPERTS: "Quantized experts",
     TORCHAO: "Beside torchao",
 }
 TEXT = (
@@ -26,9 +27,14 @@ TEXT = (
     "8192-cubed product of such elements, whichever is more; both rates were measured in the same process. Host: what the host "
     "spends on a call in eager mode. Kernel: `dequantize` is a dense product after the weight was dequantized.",
 )
+GROUPED = (
+    "Rows are sorted by expert, two a token of experts drawn at random; bfloat16 is `torch._grouped_mm`. The floor reads those "
+    "experts alone that have rows."
+)
 COMPARED = (
     "torchao's layers are compiled for each number of rows, but for int4wo, which is a kernel of its own."
 )
+NOTES = {TORCHAO: [COMPARED], EXPERTS: [GROUPED]}
 #: Of a metric: the column, digits.
 COLUMNS = {
     TIME: ("us", 1),
@@ -42,8 +48,8 @@ COLUMNS = {
 
 def section(part: str, where: Where, results: Results) -> Section:
     """One part at one shape on one GPU."""
-    text = [*TEXT, *([COMPARED] if part == TORCHAO else []), *failures(results)]
-    rows = [count for count in ROWS if setting_of(count) in results.settings]
+    text = [*TEXT, *NOTES.get(part, []), *failures(results)]
+    rows = [count for count in sorted({*ROWS, *EXPERT_ROWS}) if setting_of(count) in results.settings]
     methods = list(dict.fromkeys(row.method for row in results.rows if row.metric == SPEED))
     if not methods:
         return Section(f"{TITLES[part]} ({where})", failures(results))

@@ -9,7 +9,7 @@ from experiments.harness import provenance
 from experiments.harness.rows import Journal, table_parts
 from experiments.linear import run as experiment
 from experiments.linear import tables
-from experiments.linear.methods import ACTIVATIONS, PEERS, WEIGHTS
+from experiments.linear.methods import ACTIVATIONS, EXPERTS, PARTS, PEERS, WEIGHTS
 from experiments.linear.report import page
 from tests.experiments.harness import tiny
 
@@ -20,6 +20,7 @@ def small(monkeypatch):
     monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
     monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     monkeypatch.setattr(tables, "STAND_INS", ((128, 256),))
+    monkeypatch.setattr(tables, "EXPERT_STAND_IN", (128, 256))
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_rows_of_all_parts_and_their_page(settings):
     parts = {"weights": WEIGHTS, "activations": ACTIVATIONS}
     assert found == {
         (part, rows, one.name) for part, all_of in parts.items() for rows in counts for one in all_of
-    }
+    } | {(EXPERTS, f"{rows} rows, outputs", one.name) for rows in (2, 32) for one in PARTS[EXPERTS][1:]}
     errors = {row.value for row in rows if row.metric == "relative error"}
     # Outputs are rounded to bfloat16 at least, and nothing computes anything else than what is stored.
     assert min(errors) > 1e-3
@@ -52,11 +53,11 @@ def test_rows_of_all_parts_and_their_page(settings):
     first, second = page.findings(rows)
     assert first == page.NOTHING
     assert second.startswith(
-        "69 layers on a CPU: outputs differ from the product of what is stored by at most "
+        "83 layers on a CPU: outputs differ from the product of what is stored by at most "
     )
     sections = page.sections(rows)
     assert [one.title.partition(" (")[0] for one in sections] == [
-        "Outputs: weights", "Outputs: activations", "Outputs: torchao"
+        "Outputs: weights", "Outputs: activations", "Outputs: experts", "Outputs: torchao"
     ]  # fmt: skip
     (table,) = sections[0].tables
     assert table.lines[0][2::2] == ["fused", "dequantize", "dequantize"]
@@ -73,7 +74,7 @@ def test_a_part_alone_and_nothing_after_the_limit(settings):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--only", "x"], "the parts are weights, activations, torchao"),
+        (["--only", "x"], "the parts are weights, activations, experts, torchao"),
         (["--seconds", "0"], "--seconds is a positive limit"),
         (["--workers", "2"], "--workers is a positive number of processes"),
     ],

@@ -11,7 +11,7 @@ from experiments.harness.rows import Journal
 from experiments.harness.timing import Plan
 from experiments.linear import layers, tables, times
 from experiments.linear.layers import Layers, checked, kernel_of, stored_bytes
-from experiments.linear.methods import BASE, OF_OURS, PARTS, PEERS, TORCH, TORCHAO, Method
+from experiments.linear.methods import BASE, EXPERTS, OF_OURS, PARTS, PEERS, TORCH, TORCHAO, Method
 from experiments.linear.tables import TIMES, Table
 from tests.experiments.harness import tiny
 
@@ -175,11 +175,16 @@ def test_torchao_is_left_out_with_a_reason_where_it_is_missing(tmp_path, monkeyp
 def test_tables_are_of_the_issues_shapes_and_rows():
     made = list(tables.tables_of(tuple(PARTS), "cpu", 0))
     assert [one.data for one in made if one.part == "weights" and one.rows == 1] == [
-        "14336x4096", "4096x14336", "4096x4096"
+        "14336x4096", "4096x14336", "4096x4096", "1024x4096"
     ]  # fmt: skip
+    assert [one.data for one in made if one.part == EXPERTS and one.rows == 128] == [
+        "8x14336x4096",
+        "8x4096x14336",
+    ]
     assert tables.ROWS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
     assert {one.data for one in made if one.part == TORCHAO} == {"14336x4096", "4096x14336"}
     # All of a shape comes before the next, whose time may not come.
     first = [one.data for one in made]
-    assert first == sorted(first, key=["14336x4096", "4096x14336", "4096x4096"].index)
+    order = ["14336x4096", "4096x14336", "4096x4096", "1024x4096", "8x14336x4096", "8x4096x14336"]
+    assert first == sorted(first, key=order.index)
     assert not made[0].layers.made
