@@ -30,7 +30,8 @@ class SparseSkinnyLaunch(SkinnyLaunch):
         self, variant: Variant, form: Form, count: int, shape: tuple[int, int], second: int = 0
     ) -> None:
         self.variant, self.form, self.sizes = variant, form, (count, *shape)  # type: ignore[assignment]
-        self.names, self.second = PAIR_POINTERS if form.products else POINTERS, second
+        self.products, self.second = form.products, second
+        self.names = PAIR_POINTERS if form.products else POINTERS
         self.programs = variant.programs(rows_of_tiles(shape[0], second))
         self.compiled: dict[Signature, Compiled] = {}
 
@@ -45,7 +46,7 @@ class SparseSkinnyLaunch(SkinnyLaunch):
 
     def arguments(self, bias_kind: int) -> tuple[int, ...]:
         """Those behind the pointers."""
-        more = (self.second, 0) if self.form.products else ()  # type: ignore[union-attr]
+        more = (self.second, 0) if self.products else ()
         return (*self.sizes, bias_kind, *more)
 
 

@@ -46,7 +46,12 @@ def launch_for(
 
 
 def sparse_skinny_pair(
-    x: torch.Tensor, first: Weight, second: Weight, group: int, variant: Variant | None = None, key: Any = None
+    x: torch.Tensor,
+    first: Weight,
+    second: Weight,
+    group: int,
+    variant: Variant | None = None,
+    key: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """x (..., K) times the transposes of two weights: (..., N) and (..., M) in x's dtype. None as `launch_for`.
 
@@ -83,7 +88,7 @@ def _recorded(
     parts = dict(zip((*names, *(f"{name}2" for name in names)), (*first, *second), strict=True))
     call = Call({"x": x, **parts})
     call.allocate("y", (*x.shape[:-1], launch.sizes[1]), x.dtype)
-    if launch.form.products == TWO:  # type: ignore[union-attr]
+    if launch.products == TWO:
         call.allocate("y2", (*x.shape[:-1], launch.second), x.dtype)
     call.launch(launch, PAIR_POINTERS)  # type: ignore[arg-type]
     return call

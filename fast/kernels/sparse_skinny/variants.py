@@ -89,8 +89,8 @@ class Variant(NamedTuple):
 def fitted(
     form: Form, tokens: int, columns: int, splits: int, tiles: int, k: int, at_once: int = 1
 ) -> Variant | None:
-    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy, tiles of a gate and of
-    what it gates are no pairs, or there is no room: for warps, registers, shared memory."""
+    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy, tiles of a gate and
+    of what it gates are no pairs, or there is no room: for warps, registers, shared memory."""
     if k % columns or form.scales(columns) < LEAST_BYTES or (form.products == GATED and tiles % 2):
         return None
     one = Variant(
@@ -104,7 +104,12 @@ def fitted(
 
 def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC."""
-    numbers = {"GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half), "PRODUCTS": form.products}
+    numbers = {
+        "GROUP": form.group,
+        "SCALE_BYTES": form.scale_bytes,
+        "HALF": int(form.half),
+        "PRODUCTS": form.products,
+    }
     defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return (
