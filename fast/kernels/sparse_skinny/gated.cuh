@@ -1,5 +1,5 @@
-// silu(gate) * up of 16-bit floats, the bits of `reference.swiglu`: the steps of `fast/kernels/layers/swiglu.py`, which says why
-// they round right for every gate.
+// silu(gate) * up of 16-bit floats, the bits of `reference.swiglu`: the steps of `fast/kernels/layers/swiglu.py`, which says
+// why they round right for every gate.
 //
 // Before: u32, HALF; rounding to 16 bits is that of `cvt.rn`, NaN as the one NaN of the dtype.
 
@@ -34,8 +34,8 @@ __device__ __forceinline__ float power_of_fraction(float f) {
   return fmaf(p, f, 1.f);
 }
 
-// v / (1 + exp(-v)) for -104 <= v <= 64 (bfloat16) or |v| <= 32 (float16), on the right side of every tie of 16-bit floats. The sum
-// with 1.5 * 2**23 is rounded to an integer; d and q are 2**32 times less and more than what they stand for.
+// v / (1 + exp(-v)) for -104 <= v <= 64 (bfloat16) or |v| <= 32 (float16), on the right side of every tie of 16-bit floats. The
+// sum with 1.5 * 2**23 is rounded to an integer; d and q are 2**32 times less and more than what they stand for.
 __device__ __forceinline__ float silu(float v) {
   constexpr float INTEGER = 12582912.f, LOG2E = 1.4426950216293335f, LOG2E_REST = 1.925963033500e-8f, SCALE = 0x1p-32f;
   const float z = fmaf(v, -LOG2E, INTEGER), k = z - INTEGER;

@@ -56,8 +56,8 @@ __device__ __forceinline__ Four sum_of(u32 place, u32 stride) {
   return total;
 }
 
-// Four rows of a program's sums: their tile, and the first of them in it. Where GATED, fours of a gate's tile and of what it gates
-// take turns, so that who has a share of the rows has both.
+// Four rows of a program's sums: their tile, and the first of them in it. Where GATED, fours of a gate's tile and of what it
+// gates take turns, so that who has a share of the rows has both.
 struct Rows {
   int tile, at;
   __device__ __forceinline__ explicit Rows(int four)
@@ -113,7 +113,8 @@ __device__ __forceinline__ void finish(const Problem& p, u32 left, int first, in
 #pragma unroll 1
   for (int i = thread; i < p.count * (SHARE / EACH); i += THREADS) {
     const int token = i / (SHARE / EACH), own = i % (SHARE / EACH) * EACH;
-    if constexpr (PRODUCTS == GATED) write_gated(p, total(token, own), total(token, own + 1), token, first, split * SHARE + own);
-    else write(p, total(token, own), token, first, split * SHARE + own);
+    const int four = split * SHARE + own;
+    if constexpr (PRODUCTS == GATED) write_gated(p, total(token, own), total(token, own + 1), token, first, four);
+    else write(p, total(token, own), token, first, four);
   }
 }

@@ -15,9 +15,9 @@
 // Warps' sums are added in the order of K, then those of a cluster's SPLITS programs, which send them to each other. So the
 // same operands have the same bits every time.
 //
-// PRODUCTS: ONE weight, TWO of one x in one launch, or GATED: y is silu of the first product times the second. Of TWO the tiles of
-// the second follow those of the first, of GATED they take turns, so that a program has both. A tile's sums are those that it has
-// alone.
+// PRODUCTS: ONE weight, TWO of one x in one launch, or GATED: y is silu of the first product times the second. Of TWO the tiles
+// of the second follow those of the first, of GATED they take turns, so that a program has both. Sums of a tile are those that
+// it has alone.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

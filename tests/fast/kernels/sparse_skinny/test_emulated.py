@@ -80,7 +80,7 @@ FAULTS = {
     "the next group's scale": ("at * 32 / GROUP * SCALE_BYTES", "(at * 32 / GROUP ^ 1) * SCALE_BYTES"),
     "rows behind the last are written": ("if (row + i < t.n) to[i]", "to[i]"),
     "four rows behind the last are written": ("if (row < t.n) *", "*"),
-    "another's share of the rows": ("split * SHARE + own);", "own);"),
+    "another's share of the rows": ("four = split * SHARE + own;", "four = own;"),
     "sums of another part of K": ("received + split * SENT", "received"),
     "sums among those of its own": ("received = left + TILES * PHASES * LEFT", "received = left"),
     "a tile in the place of one that is read": ("TILES <= AHEAD ? TILES : AHEAD + 1", "AHEAD"),

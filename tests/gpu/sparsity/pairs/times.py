@@ -1,0 +1,79 @@
+"""Times of two products of one x by 2:4 weights in one launch, beside a launch each, and of silu of one times the other; CUDA
+graphs in turn over weights that exceed the second-level cache together, beside int4 alone in the preshuffled layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import fast
+from fast.kernels.linear_small import pair as dense
+from fast.kernels.linear_small.host import linear_small
+from fast.kernels.sparse_skinny.host import sparse_skinny
+from fast.kernels.sparse_skinny.pair import sparse_skinny_pair, sparse_skinny_swiglu
+from tests.gpu.harness.graph_times import captured, in_turn
+from tests.gpu.linear.small.times import rate
+from tests.gpu.linear.small.weights import filled_weight
+from tests.gpu.sparsity.products import int4_timing as speed
+from tests.gpu.sparsity.progress import Progress
+
+#: Rows of both weights: queries and keys, keys and values, a gate and what it gates.
+SHAPES, K = ((4096, 1024), (1024, 1024), (14336, 14336)), 4096
+COUNTS, ROUNDS, GROUP = (1, 2, 4, 8, 16), 9, 64
+Calls = dict[str, list[Any]]
+
+
+def drawn(rows: tuple[int, int], make: Any, size: float) -> list[Any]:
+    """Pairs of weights in turn."""
+    number = max(2, int(speed.COLD / (size * sum(rows) * K)) + 1)
+    return [[make((n, K)) for n in rows] for _ in range(number)]
+
+
+def calls_of(x: torch.Tensor, sparse: list[Any], stored: list[Any]) -> Calls:
+    """By name."""
+
+    def two(w: Any) -> list[Any]:
+        return [sparse_skinny(x, *one, None, GROUP) for one in w]
+
+    def two_dense(w: Any) -> list[Any]:
+        return [linear_small(x, one) for one in w]
+
+    found: Calls = {
+        "two": [lambda w=w: two(w) for w in sparse],
+        "pair": [lambda w=w: sparse_skinny_pair(x, *w, GROUP) for w in sparse],
+        "int4 two": [lambda w=w: two_dense(w) for w in stored],
+    }
+    if stored[0][0].shape == stored[0][1].shape:
+        found |= {
+            "int4 pair": [lambda w=w: dense.linear_small_pair(x, *w) for w in stored],
+            "two and swiglu": [lambda w=w: fast.swiglu(*two(w)) for w in sparse],
+            "pair and swiglu": [lambda w=w: fast.swiglu(*sparse_skinny_pair(x, *w, GROUP)) for w in sparse],
+            "swiglu": [lambda w=w: sparse_skinny_swiglu(x, *w, GROUP) for w in sparse],
+            "int4 swiglu": [lambda w=w: dense.linear_small_swiglu(x, *w) for w in stored],
+        }
+    return found
+
+
+def timed(counts: Sequence[int], progress: Progress) -> Iterator[dict[str, Any]]:
+    """A row for each shape and number of rows of x, printed."""
+    for rows in SHAPES:
+        if progress.left() < 0:
+            progress.left_out.append(f"times of {rows}")
+            continue
+        sparse = drawn(rows, lambda shape: speed.sparse_weight(shape, GROUP), 0.44)
+        stored = drawn(rows, lambda shape: filled_weight(f"int4_g{GROUP}", shape), 0.56)
+        floor = sum(part.nbytes for w in sparse[0] for part in w) / rate()
+        for count in counts:
+            x = torch.randn(count, K, device="cuda", dtype=torch.bfloat16)
+            graphs = {name: captured(calls) for name, calls in calls_of(x, sparse, stored).items()}
+            us = in_turn(graphs, ROUNDS)
+            told = "  ".join(f"{name} {time:.2f}" for name, time in us.items())
+            progress.say(
+                f"{rows} x {K}, {count:2} rows: {told}  | floor {floor:.2f}, two / pair {us['two'] / us['pair']:.2f}"
+            )
+            yield {"rows": rows, "k": K, "count": count, "us": us, "floor": floor}
+
+
+__all__ = ["COUNTS", "timed"]
