@@ -20,8 +20,8 @@ from tests.gpu.linear.small.weights import filled_weight
 from tests.gpu.sparsity.products import int4_timing as speed
 from tests.gpu.sparsity.progress import Progress
 
-#: Rows of both weights: queries and keys, keys and values, a gate and what it gates.
-SHAPES, K = ((4096, 1024), (1024, 1024), (14336, 14336)), 4096
+#: Rows of both weights: a gate and what it gates, queries and keys, keys and values.
+SHAPES, K = ((14336, 14336), (4096, 1024), (1024, 1024)), 4096
 COUNTS, ROUNDS, GROUP = (1, 2, 4, 8, 16), 9, 64
 Calls = dict[str, list[Any]]
 
