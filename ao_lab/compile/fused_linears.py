@@ -6,7 +6,8 @@ A layer multiplies its inputs by several weights: those of a gate and of what it
 row of inputs each launch loses time at its beginning and end, and the compiler, which fuses products of plain weights by
 itself, cannot look into an operator. This pass over the compiled graph fuses them: silu of one times the other as one launch
 (`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`). Preshuffled
-weights have operators of their own (`fast.matmul.preshuffled.pair`), for up to 16 rows.
+weights have operators of their own (`fast.matmul.preshuffled.pair`), and so have 4-bit integers in 2:4 storage
+(`fast.sparsity.int4.pair`), both for up to 16 rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.fx import Graph, Node
 from ao_lab.compile import swiglu_pattern
 from ao_lab.compile.swiglu_pattern import HALVES, gated
 from fast.matmul.preshuffled import pair
+from fast.sparsity.int4 import pair as sparse_pair
 
 #: Operators that only say how memory is looked at: the same of the same are the same.
 VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
@@ -33,21 +35,39 @@ class Product:
     """An operator of ours, `ao_lab::name`, of which `name_pair` and `name_swiglu` are two at once.
 
     Its arguments are inputs, parts of the weight, the bias, and how the weight is stored, the shape first. bias: the bias's
-    place. rows: the most rows of inputs. mixed: whether a gate and what it gates may be stored in different ways.
+    place. rows: the most rows of inputs. mixed: whether a gate and what it gates may be stored in different ways. described:
+    whether arguments say how a weight is stored; where not, its parts do, codes first and scales last.
     """
 
     name: str
     bias: int
     rows: int
     mixed: bool
+    described: bool = True
 
     def parts(self, node: Node) -> tuple[Any, ...]:
         """What the weight of a node consists of."""
         return tuple(node.args[1 : self.bias])
 
     def form(self, node: Node) -> tuple[Any, ...]:
-        """How it is stored."""
+        """The arguments that say how it is stored."""
         return tuple(node.args[self.bias + 1 :])
+
+    def rows_of(self, node: Node) -> Any:
+        """What says how many rows it has: its shape, or that of the product."""
+        return self.form(node)[0] if self.described else node.meta["val"].shape[-1]
+
+    def stored(self, node: Node) -> tuple[Any, ...]:
+        """What two weights have in common that are stored alike, besides their rows where arguments do not say them."""
+        if self.described:
+            return self.form(node)
+        scale = node.args[self.bias - 1].meta["val"]  # type: ignore[union-attr]
+        return scale.shape[1], scale.dtype
+
+    def is_known(self, node: Node) -> bool:
+        """Whether it is said how the weight of a node is stored."""
+        scale = node.args[self.bias - 1]
+        return self.described or (isinstance(scale, Node) and "val" in scale.meta)
 
     def at_once(self, kind: str) -> Any:
         """The operator of two products. kind: pair or swiglu."""
@@ -56,7 +76,11 @@ class Product:
 
 PRODUCTS = {
     f"ao_lab.{each.name}.default": each
-    for each in (Product("linear", 5, 1, True), Product("linear_small", 4, pair.MOST_ROWS, False))
+    for each in (
+        Product("linear", 5, 1, True),
+        Product("linear_small", 4, pair.MOST_ROWS, False),
+        Product("linear_sparse_int4", 4, sparse_pair.MOST_ROWS, False, described=False),
+    )
 }
 
 
@@ -72,8 +96,8 @@ class FuseLinears:
 
     def uuid(self) -> str:
         """What the compiler's caches know this pass by: its text."""
-        texts = (Path(module).read_bytes() for module in (__file__, swiglu_pattern.__file__, pair.__file__))
-        return hashlib.sha256(b"".join(texts)).hexdigest()
+        modules = (__file__, swiglu_pattern.__file__, pair.__file__, sparse_pair.__file__)
+        return hashlib.sha256(b"".join(Path(module).read_bytes() for module in modules)).hexdigest()
 
 
 def fuse_gated(graph: Graph, node: Node) -> None:
@@ -83,14 +107,14 @@ def fuse_gated(graph: Graph, node: Node) -> None:
     if found is None or products[0] is None or products[0] is not products[1]:
         return
     (gate, up, between), product = found, products[0]
-    like, wanted, stored = gate.meta["val"], node.meta["val"], [product.form(one) for one in (gate, up)]
-    alike = source(gate.args[0]) == source(up.args[0]) and stored[0][0] == stored[1][0]
+    like, wanted = gate.meta["val"], node.meta["val"]
+    alike = source(gate.args[0]) == source(up.args[0]) and product.rows_of(gate) == product.rows_of(up)
     if not alike or like.dtype not in HALVES or wanted.numel() != like.numel():
         return
-    if not product.mixed and stored[0] != stored[1]:
+    if not product.mixed and product.stored(gate) != product.stored(up):
         return
     with graph.inserting_before(node):
-        form = (*stored[0], *stored[1][1:]) if product.mixed else stored[0]
+        form = (*product.form(gate), *product.form(up)[1:]) if product.mixed else product.form(gate)
         given = (gate.args[0], *product.parts(gate), *product.parts(up), *form)
         result = graph.call_function(product.at_once("swiglu"), given)
         result.meta["val"] = like
@@ -110,7 +134,7 @@ def fuse_pairs(graph: Graph) -> None:
         product = product_of(node)
         if product is None:
             continue
-        key = (product, source(node.args[0]), *map(str, product.form(node)))
+        key = (product, source(node.args[0]), *map(str, product.stored(node)))
         first = waiting.pop(key, None)
         if first is None:
             waiting[key] = node
@@ -122,7 +146,7 @@ def product_of(node: Node) -> Product | None:
     """Of a node that multiplies few rows by a stored weight, without a bias; None for others, and where sizes are left open."""
     product = PRODUCTS.get(str(node.target)) if node.op == "call_function" else None
     x = node.args[0].meta.get("val") if product is not None and isinstance(node.args[0], Node) else None
-    if product is None or x is None or node.args[product.bias] is not None:
+    if product is None or x is None or node.args[product.bias] is not None or not product.is_known(node):
         return None
     few = all(isinstance(size, int) for size in x.shape) and 0 < x.numel() <= product.rows * x.shape[-1]
     return product if few else None

@@ -105,4 +105,4 @@ SPARSE_INT4_DENSE = Function(
 )  # fmt: skip
 register("sparse_int4_dense", sparse_int4_dense_op, _dense_fake)
 
-__all__ = ["LINEAR_SPARSE_INT4", "SPARSE_INT4_DENSE"]
+__all__ = ["LINEAR_SPARSE_INT4", "LINEAR_SPARSE_INT4_OP", "SPARSE_INT4_DENSE"]

@@ -78,9 +78,11 @@ def is_served(x: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> SparseSkinnyLaunch:
-    """One launch, compiled once."""
-    return SparseSkinnyLaunch(variant, form, count, shape)
+def launch_of(
+    variant: Variant, form: Form, count: int, shape: tuple[int, int], second: int = 0
+) -> SparseSkinnyLaunch:
+    """One launch, compiled once. second: rows of the second weight, where the form has two."""
+    return SparseSkinnyLaunch(variant, form, count, shape, second)
 
 
-__all__ = ["MOST_ROWS", "add_product", "launch_for", "sparse_skinny"]
+__all__ = ["MOST_ROWS", "add_product", "is_served", "launch_for", "launch_of", "sparse_skinny"]

@@ -11,22 +11,28 @@ from fast.kernels.hopper.driver import function_of
 from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.launch.launcher import Signature
 from fast.kernels.linear_skinny.launch import Compiled, Launch, SkinnyLaunch, launcher
-from fast.kernels.sparse_skinny.variants import MOST_SHARED, Form, Variant, sources
+from fast.kernels.sparse_skinny.variants import MOST_SHARED, Form, Variant, rows_of_tiles, sources
 
 #: `Problem` of the source: addresses of x, codes, metadata, scale, bias, y; count, n, k, bias_kind.
 ARGUMENTS = struct.Struct("=6Q4i")
+#: Of two products codes, metadata, scale and y of the second stand behind those of the first, its rows and a gap at the end.
+PAIR_ARGUMENTS = struct.Struct("=10Q6i")
 #: Pointers of a launch in their order.
 POINTERS = ("x", "codes", "metadata", "scale", "bias", "y")
+PAIR_POINTERS = (*POINTERS, "codes2", "metadata2", "scale2", "y2")
 
 
 class SparseSkinnyLaunch(SkinnyLaunch):
-    """A variant with its shape (n, k), in place of a `launcher.CompiledLaunch`."""
+    """A variant with its shape (n, k), in place of a `launcher.CompiledLaunch`. second: rows of the second weight, where the
+    form has two."""
 
-    names = POINTERS
-
-    def __init__(self, variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, variant: Variant, form: Form, count: int, shape: tuple[int, int], second: int = 0
+    ) -> None:
         self.variant, self.form, self.sizes = variant, form, (count, *shape)  # type: ignore[assignment]
-        self.programs = variant.programs(shape[0])
+        self.products, self.second = form.products, second
+        self.names = PAIR_POINTERS if form.products else POINTERS
+        self.programs = variant.programs(rows_of_tiles(shape[0], second))
         self.compiled: dict[Signature, Compiled] = {}
 
     def launch(self, bias_kind: int, device: int) -> Launch:
@@ -34,7 +40,14 @@ class SparseSkinnyLaunch(SkinnyLaunch):
         variant: Variant = self.variant  # type: ignore[assignment]
         form: Form = self.form  # type: ignore[assignment]
         function, shared = loaded(variant, form, device), variant.shared(form)
-        return launcher(function, self.programs, variant.threads, shared, (*self.sizes, bias_kind), ARGUMENTS)
+        rest = self.arguments(bias_kind)
+        layout = PAIR_ARGUMENTS if form.products else ARGUMENTS
+        return launcher(function, self.programs, variant.threads, shared, rest, layout)
+
+    def arguments(self, bias_kind: int) -> tuple[int, ...]:
+        """Those behind the pointers."""
+        more = (self.second, 0) if self.products else ()
+        return (*self.sizes, bias_kind, *more)
 
 
 @lru_cache(maxsize=256)
@@ -54,4 +67,12 @@ def is_loadable(variant: Variant, form: Form, device: int) -> bool:
         return False
 
 
-__all__ = ["ARGUMENTS", "POINTERS", "SparseSkinnyLaunch", "is_loadable", "loaded"]
+__all__ = [
+    "ARGUMENTS",
+    "PAIR_ARGUMENTS",
+    "PAIR_POINTERS",
+    "POINTERS",
+    "SparseSkinnyLaunch",
+    "is_loadable",
+    "loaded",
+]

@@ -6,7 +6,8 @@ are before all of K by one: 16.9 us of (28672, 4096) at one row for 18.5, 18.2 f
 for 6.9, as one multiplies while the other begins or ends; of fewer than three tiles each, one wave of twice as many (5.0 of
 (4096, 4096) at eight rows, 5.7 without parts). One wave else, where sums of its tiles fit: 24.1 of (28672, 4096) at 16 rows for
 27.8 in two waves of half as many, and clusters of four, of which 30 run at once, 15.8 of (4096, 14336) for 20.7. At 16 rows,
-whose x a warp reads long, few tiles are divided along K: 4.2 us of (1024, 4096), else 5.1.
+whose x a warp reads long, few tiles are divided along K: 4.2 us of (1024, 4096), else 5.1. Two products of one x have the
+variant of one weight with the rows of both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fast.kernels.sparse_mm.select import AT_ONCE
-from fast.kernels.sparse_skinny.variants import STAGES, TILE, Form, Variant, fitted
+from fast.kernels.sparse_skinny.variants import GATED, STAGES, TILE, Form, Variant, fitted
 
 #: The most rows of x, and those of a tile.
 MOST_ROWS, TOKENS = 16, (8, 16)
@@ -33,11 +34,13 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
 
 
 def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
-    """Variants whose programs have no more tiles than there are, what is preferred first."""
+    """Variants whose programs have no more tiles than there are, what is preferred first; of a gate and what it gates an even
+    number."""
     tokens, tiles = next(size for size in TOKENS if count <= size), -(-n // TILE)
     for columns in sorted(STAGES, reverse=True):
         for splits, (at_once, size) in _parted(tokens, k // columns, tiles):
-            one = fitted(form, tokens, columns, splits, size, k, at_once)
+            even = size + size % 2 if form.products == GATED else size
+            one = fitted(form, tokens, columns, splits, even, k, at_once)
             if one is not None and (at_once == 1 or one.phases <= FEW_WARPS):
                 yield one
 

@@ -14,6 +14,10 @@
 //
 // Warps' sums are added in the order of K, then those of a cluster's SPLITS programs, which send them to each other. So the
 // same operands have the same bits every time.
+//
+// PRODUCTS: ONE weight, TWO of one x in one launch, or GATED: y is silu of the first product times the second. Of TWO the tiles
+// of the second follow those of the first, of GATED they take turns, so that a program has both. Sums of a tile are those that
+// it has alone.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -21,22 +25,49 @@ typedef long long i64;
 
 struct TensorMap;
 
+enum { ONE = 0, TWO = 1, GATED = 2 };
+
 struct Problem {
   const char* x;         // (count, k) of 16 bits
   const char* codes;     // (n, k / 4)
   const char* metadata;  // (n, k / 8)
   const char* scale;     // (n, k / GROUP) of SCALE_BYTES: float32 or bfloat16
-  const void* bias;      // (n); may be null
+  const void* bias;      // (n); may be null, of two products it is
   void* y;               // (count, n), of x's dtype
+#if PRODUCTS
+  const char *codes2, *metadata2, *scale2;  // the second weight, of n2 rows; of GATED n2 is n
+  void* y2;                                 // (count, n2); null where GATED
+#endif
   int count, n, k;
   int bias_kind;  // FLOAT32, ...
+#if PRODUCTS
+  int n2;
+#endif
 };
+
+// A tile of 16 rows of one of the weights: from row `row` of n on, of which those behind the last are none.
+struct Tile {
+  const char *codes, *metadata, *scale;
+  void* y;
+  int n, row;
+};
+
+// number: of all tiles of all weights.
+__device__ __forceinline__ Tile tile_of(const Problem& p, int number) {
+#if PRODUCTS
+  const int first = (p.n + 15) / 16;
+  const bool second = PRODUCTS == GATED ? number % 2 : number >= first;
+  number = PRODUCTS == GATED ? number / 2 : second ? number - first : number;
+  if (second) return {p.codes2, p.metadata2, p.scale2, p.y2, p.n2, number * 16};
+#endif
+  return {p.codes, p.metadata, p.scale, p.y, p.n, number * 16};
+}
 
 constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr int STAGE = COLUMNS, INSTRUCTIONS = STAGE / 32;       // columns of a stage, and products of 16 rows by it
 constexpr int CODES = STAGE / 4, METADATA = STAGE / 8, SCALES = STAGE / GROUP * SCALE_BYTES;  // bytes of a row of a stage
 constexpr int PIECE = SCALES < 16 ? SCALES : 16;                // bytes of scales in a copy
-constexpr int PART = (16 * (CODES + METADATA + SCALES) + 127) / 128 * 128, TILE = PHASES * PART;  // bytes of a tile: of a warp, of all
+constexpr int PART = (16 * (CODES + METADATA + SCALES) + 127) / 128 * 128, PLACE = PHASES * PART;  // bytes of a tile: of a warp, of all
 // Places of tiles that are under way: the next one is asked for while one is multiplied, in the place of the one before.
 constexpr int RING = TILES <= AHEAD ? TILES : AHEAD + 1;
 constexpr int COLUMN_TILES = TOKENS / 8, THREADS = 32 * PHASES, ROWS = 16 * TILES;
@@ -132,13 +163,13 @@ __device__ __forceinline__ void copy_tile(u32 to, const char* from, i64 stride, 
 }
 
 // Ask for a warp's stage of a tile, if it has one.
-__device__ __forceinline__ void load(const Problem& p, u32 part, int stage, bool has, int row, int tile, int lane) {
+__device__ __forceinline__ void load(const Problem& p, u32 part, int stage, bool has, int first, int tile, int lane) {
   if (has) {
-    const u32 to = part + tile % RING * TILE;
-    row += tile * 16;
-    copy_tile<CODES, 16, true>(to, p.codes, p.k / 4, i64(stage) * CODES, row, p.n, lane);
-    copy_tile<METADATA, 16, true>(to + 16 * CODES, p.metadata, p.k / 8, i64(stage) * METADATA, row, p.n, lane);
-    copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), p.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, row, p.n, lane);
+    const u32 to = part + tile % RING * PLACE;
+    const Tile t = tile_of(p, first + tile);
+    copy_tile<CODES, 16, true>(to, t.codes, p.k / 4, i64(stage) * CODES, t.row, t.n, lane);
+    copy_tile<METADATA, 16, true>(to + 16 * CODES, t.metadata, p.k / 8, i64(stage) * METADATA, t.row, t.n, lane);
+    copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), t.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, t.row, t.n, lane);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -150,14 +181,16 @@ __device__ __forceinline__ void prefetch_bytes(const char* from, u32 bytes) {
 // Ask for the first tiles before the kernel in front has ended: into the L2 cache, nothing is read of them. Whole rows of a tile are
 // one piece of memory; of parts of K each row is one. Asking takes a thread long, so each warp has a few of all pieces, and of all
 // tiles it takes longer than it saves.
-__device__ __forceinline__ void prefetch(const Problem& p, const Span& span, const Lane& at, int row) {
+__device__ __forceinline__ void prefetch(const Problem& p, const Span& span, const Lane& at, int tile) {
   constexpr int EACH = SPLITS == 1 ? 16 : 1, PIECES = 16 * AHEAD / EACH;
   const int stages = span.last - span.first;
+#pragma unroll 1
   for (int i = at.lane * PHASES + at.warp; i < 2 * PIECES; i += THREADS) {
-    const int first = row + i / 2 * EACH, many = min(EACH, p.n - first) * stages;
-    if (many <= 0) break;
-    if (i % 2 == 0) prefetch_bytes(p.codes + i64(first) * (p.k / 4) + span.first * CODES, many * CODES);
-    else prefetch_bytes(p.metadata + i64(first) * (p.k / 8) + span.first * METADATA, many * METADATA);
+    const Tile t = tile_of(p, tile + i / 2 * EACH / 16);
+    const int first = t.row + i / 2 * EACH % 16, many = min(EACH, t.n - first) * stages;
+    if (many <= 0) continue;
+    if (i % 2 == 0) prefetch_bytes(t.codes + i64(first) * (p.k / 4) + span.first * CODES, many * CODES);
+    else prefetch_bytes(t.metadata + i64(first) * (p.k / 8) + span.first * METADATA, many * METADATA);
   }
 }
 
@@ -283,7 +316,7 @@ __device__ __forceinline__ void leave(const Sums& total, u32 to, const Lane& at)
 }
 
 // Multiply a warp's stage of all tiles as they come, and ask for those AHEAD of them. Without a stage its sums are zeros.
-__device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, u32 left, int stage, bool has, int row, const Lane& at) {
+__device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, u32 left, int stage, bool has, int first, const Lane& at) {
   const Chosen chosen(at.pair);
   if (has) spread(b, at);
 #pragma unroll 1
@@ -292,12 +325,13 @@ __device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, 
     clear(total);
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncwarp();
-    load(p, begin, stage, has && tile + AHEAD < TILES, row, tile + AHEAD, at.lane);
-    if (has) multiply_stage(total, Places(begin + tile % RING * TILE, at), b, chosen);
+    load(p, begin, stage, has && tile + AHEAD < TILES, first, tile + AHEAD, at.lane);
+    if (has) multiply_stage(total, Places(begin + tile % RING * PLACE, at), b, chosen);
     leave(total, left + tile * PHASES * LEFT, at);
   }
 }
 
+#include "gated.cuh"
 #include "output.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLITS, 1, 1) void sparse_skinny(
@@ -308,19 +342,19 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   u32 split = 0;
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
   if constexpr (SPLITS > 1) arrive_cluster();
-  const int row = blockIdx.x / SPLITS * ROWS;
+  const int first = blockIdx.x / SPLITS * TILES;
   const Span span(p, split);
-  const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART, left = base + RING * TILE;
+  const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART, left = base + RING * PLACE;
   const int stage = span.first + at.warp;
   const bool has = stage < span.last;
-  if constexpr (EARLY) prefetch(p, span, at, row);
+  if constexpr (EARLY) prefetch(p, span, at, first);
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   Inputs b;
   // x first: it would come behind all of the weight, and nothing could be multiplied before.
   if (has) load_inputs(b, p, stage, at);
 #pragma unroll 1
-  for (int tile = 0; tile < AHEAD; tile++) load(p, part, stage, has, row, tile, at.lane);
-  consume(p, b, part, left + at.warp * LEFT, stage, has, row, at);
+  for (int tile = 0; tile < AHEAD; tile++) load(p, part, stage, has, first, tile, at.lane);
+  consume(p, b, part, left + at.warp * LEFT, stage, has, first, at);
   __syncthreads();
-  finish(p, left, row, split, thread);
+  finish(p, left, first, split, thread);
 }

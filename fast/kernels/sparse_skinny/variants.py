@@ -10,8 +10,8 @@ from fast.kernels.hopper.headers import common
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
 
 SOURCE = Path(__file__).with_name("sparse_skinny.cu")
-#: The header beside it, and those of all kernels.
-OUTPUT, COMMON = "output.cuh", ("words.cuh", "copies.cuh")
+#: The headers beside it, and those of all kernels.
+OWN, COMMON = ("gated.cuh", "output.cuh"), ("words.cuh", "copies.cuh")
 #: Columns that a stage may have, and rows of a tile.
 STAGES, TILE = (256, 512), 16
 #: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
@@ -19,14 +19,20 @@ MOST_WARPS, REGISTERS, LEAST_BYTES = 16, 1 << 16, 4
 #: Words of a row of a warp's sums of a tile; tiles that it has asked for and not multiplied.
 LINE = 20
 AHEAD = 2
+#: One weight, two of one x, or silu of the first product times the second, by the numbers of the source.
+ONE, TWO, GATED = 0, 1, 2
 
 
 class Form(NamedTuple):
-    """What is multiplied. group: columns of a scale; narrow: whether scales are bfloat16; half: whether inputs are float16."""
+    """What is multiplied. group: columns of a scale; narrow: whether scales are bfloat16; half: whether inputs are float16.
+
+    products: ONE, TWO or GATED.
+    """
 
     group: int
     narrow: bool
     half: bool
+    products: int = ONE
 
     @property
     def scale_bytes(self) -> int:
@@ -83,9 +89,9 @@ class Variant(NamedTuple):
 def fitted(
     form: Form, tokens: int, columns: int, splits: int, tiles: int, k: int, at_once: int = 1
 ) -> Variant | None:
-    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy, or there is no room:
-    for warps, registers, shared memory."""
-    if k % columns or form.scales(columns) < LEAST_BYTES:
+    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy, tiles of a gate and
+    of what it gates are no pairs, or there is no room: for warps, registers, shared memory."""
+    if k % columns or form.scales(columns) < LEAST_BYTES or (form.products == GATED and tiles % 2):
         return None
     one = Variant(
         tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once, ahead=min(AHEAD, tiles)
@@ -98,12 +104,17 @@ def fitted(
 
 def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """Source, headers and options for NVRTC."""
-    numbers = {"GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half)}
+    numbers = {
+        "GROUP": form.group,
+        "SCALE_BYTES": form.scale_bytes,
+        "HALF": int(form.half),
+        "PRODUCTS": form.products,
+    }
     defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
     return (
         source(),
-        {**{name: common()[name] for name in COMMON}, OUTPUT: SOURCE.with_name(OUTPUT).read_text()},
+        {name: common()[name] for name in COMMON} | own_headers(),
         options,
     )
 
@@ -114,4 +125,28 @@ def source() -> str:
     return SOURCE.read_text()
 
 
-__all__ = ["KINDS", "MOST_SHARED", "OUTPUT", "STAGES", "Form", "Variant", "fitted", "sources"]
+@lru_cache(maxsize=1)
+def own_headers() -> dict[str, str]:
+    """Text of the headers beside it, by name."""
+    return {name: SOURCE.with_name(name).read_text() for name in OWN}
+
+
+def rows_of_tiles(*rows: int) -> int:
+    """Rows of weights in tiles of their own."""
+    return sum(-(-n // TILE) * TILE for n in rows)
+
+
+__all__ = [
+    "GATED",
+    "KINDS",
+    "MOST_SHARED",
+    "ONE",
+    "OWN",
+    "STAGES",
+    "TWO",
+    "Form",
+    "Variant",
+    "fitted",
+    "rows_of_tiles",
+    "sources",
+]

@@ -42,8 +42,8 @@ def weight(scheme="int4_g32", activation=None, *, n=16, k=128):
     return quantized_compressed(pruned(n, k), Recipe(weight=scheme, activation=inputs))
 
 
-def layer(scheme="int4_g32"):
-    made = torch.nn.Linear(128, 16, dtype=BF16)
+def layer(scheme="int4_g32", *, bias=True):
+    made = torch.nn.Linear(128, 16, bias, dtype=BF16)
     stored = quantized_compressed(pruned(16, 128).to(BF16), Recipe(weight=SCHEMES[scheme]))
     made.weight = torch.nn.Parameter(stored, requires_grad=False)
     return made
@@ -153,3 +153,22 @@ def test_as_many_rows_as_the_kernel_takes():
     from fast.kernels.sparse_linear import host
 
     assert sparse_int4.MOST_ROWS == host.MOST_ROWS
+
+
+def test_compiled_layers_of_one_input_are_joined(kernels):
+    """A gate and what it gates as silu of one times the other, two others as a pair; the bits of the layers by themselves."""
+    from tests.fast.linear.test_linear_swiglu import compiled
+
+    layers, x = [layer(bias=False) for _ in range(4)], torch.randn(1, 4, 128).to(BF16)
+
+    def step(x):
+        gate, up, *others = (one(x) for one in layers)
+        return torch.nn.functional.silu(gate) * up, *others
+
+    with torch.no_grad():
+        (gated, *others), seen = compiled(step, x)
+        wanted = [one(x) for one in layers]
+    names = {"ao_lab.linear_sparse_int4_pair.default", "ao_lab.linear_sparse_int4_swiglu.default"}
+    assert (len(seen), set(seen)) == (2, names)
+    assert same(gated, reference.swiglu(*wanted[:2]))
+    assert all(map(same, others, wanted[2:]))

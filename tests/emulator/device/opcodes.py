@@ -87,6 +87,8 @@ UNARY: dict[str, Callable[[int], int]] = {
     "cvt.rn.f16.f32": narrow(np.float16),
     "cvt.f32.f16": lambda v: pattern(np.array(v, np.uint16).view(np.float16)),
     "cvt.rn.f32.s32": lambda v: pattern(np.float32(signed(v, 32))),
+    # The device may err by a unit in the last place.
+    "rcp.approx.ftz.f32": lambda v: pattern(np.float32(1) / real(v)),
 }
 
 
@@ -112,6 +114,8 @@ PAIRS: dict[str, Callable[..., int]] = {
 }  # fmt: skip
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
+    # Of a NaN and a number the number.
+    "min.f32": np.fmin, "max.f32": np.fmax,
 }  # fmt: skip
 
 
@@ -194,12 +198,26 @@ def _pair(opcode: str, operands: tuple[str, ...], o: Operands) -> Step:
 
 
 def _setp(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
-    compare, kind = COMPARISONS[parts[1]], parts[2]
-    target, a, b = o.at(operands[0]), o.reader(operands[1]), o.reader(operands[2])
+    kind, target, a, b = parts[2], o.at(operands[0]), o.reader(operands[1]), o.reader(operands[2])
+    if kind == "f32":
+        return _setp_float(parts[1], target, a, b)
+    compare = COMPARISONS[parts[1]]
     mask = (1 << WIDTHS[kind]) - 1
 
     def step(th: Any) -> None:
         th.registers[target] = compare(number(a(th) & mask, kind), number(b(th) & mask, kind))
+
+    return step
+
+
+def _setp_float(name: str, target: int, a: Step, b: Step) -> Step:
+    """A comparison that ends in u holds of NaN, the others do not."""
+    unordered = name not in COMPARISONS
+    compare = COMPARISONS[name.removesuffix("u") if unordered else name]
+
+    def step(th: Any) -> None:
+        x, y = real(a(th)), real(b(th))
+        th.registers[target] = bool(compare(x, y)) if x == x and y == y else unordered
 
     return step
 

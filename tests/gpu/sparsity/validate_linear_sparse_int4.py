@@ -1,16 +1,16 @@
 """On a GPU: `linear_sparse_int4` exact on integers, within its bound on others, the same bits fifty times; then its times.
 
     PYTHONPATH=. python tests/gpu/sparsity/validate_linear_sparse_int4.py [--device cpu] [--tune | --choices | --skinny | --bar]
-        [--rows 1 16] [--shapes 0 1] [--seconds 90] [--variants 14]
-        [--group 64] [--out FOLDER]
+        [--pairs [--no-times]] [--rows 1 16] [--shapes 0 1] [--seconds 90] [--variants 14] [--group 64] [--out FOLDER]
 
 Integers: shapes whole and cut, all groups, both dtypes, both storages of scales, one to sixty-four rows and more. --tune:
 each of several tiles is compared and timed, in place of all that. --choices: in place of it too, the choices of real shapes at
 1 to 16 rows are compared, and timed beside int4 alone and bfloat16; inputs arranged beside inputs in place. --skinny:
 `sparse_skinny` alone (capability 9.0): all elements by one-hot rows, integers, bounds, groups, odd rows, variants. --bar: times
-of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --rows, --shapes,
---group: what is timed, shapes by their numbers, columns of a scale. --seconds: after which --skinny and --bar begin nothing
-new. Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny and --bar
+of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --pairs: two products of one
+input in one launch of it, bits, then times beside a launch each; --no-times: bits alone. --rows, --shapes, --group: what is
+timed, shapes by their numbers, columns of a scale. --seconds: after which --skinny, --bar and --pairs begin nothing new.
+Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny, --bar and --pairs
 linear_sparse_int4_<that>.json. Exits with 1 on any difference.
 """
 
@@ -147,6 +147,19 @@ def skinny(options: argparse.Namespace, shapes: list[tuple[int, int]]) -> int:
     return 0
 
 
+def pairs(options: argparse.Namespace) -> int:
+    """Bits of two products in one launch, then times, written as they come; 2 where the time ended before."""
+    from tests.gpu.sparsity.pairs import bits, times
+
+    progress, found = Progress(options.seconds), dict[str, Any](device=torch.cuda.get_device_name(), times=[])
+    found["wrong"] = bits.compared(progress)
+    for row in () if options.no_times else times.timed(options.rows or times.COUNTS, progress):
+        found["times"].append(row)
+        written("linear_sparse_int4_pairs", found, options.out)
+    written("linear_sparse_int4_pairs", found | {"left_out": progress.left_out}, options.out)
+    return progress.verdict()
+
+
 def written(name: str, found: dict[str, Any], folder: str | None = None) -> None:
     """Into a folder, else $OUT, where there is one."""
     folder = folder or os.environ.get("OUT")
@@ -161,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tune", action="store_true")
-    for name in ("choices", "skinny", "bar"):
+    for name in ("choices", "skinny", "bar", "pairs", "no-times"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--variants", type=int, default=14)
@@ -173,6 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     shapes = [speed.SHAPES[at] for at in options.shapes]
+    if options.pairs:
+        return pairs(options)
     if options.skinny or options.bar:
         return skinny(options, shapes)
     if options.choices:

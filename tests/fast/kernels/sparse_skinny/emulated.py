@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from unittest import mock
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from fast.kernels.hopper import nvrtc
 from fast.kernels.launch.call import Call
 from fast.kernels.sparse_linear import host as sparse_linear
-from fast.kernels.sparse_skinny import host, launch
-from fast.kernels.sparse_skinny.variants import KINDS, OUTPUT, sources
+from fast.kernels.sparse_skinny import host, launch, pair
+from fast.kernels.sparse_skinny.variants import KINDS, OWN, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
 from tests.emulator.device.stand_in import GUARD, _bytes
@@ -26,12 +27,14 @@ class Device:
     def run(self, one, pointers, device):
         """As `SparseSkinnyLaunch.run`."""
         source, headers, options = sources(one.variant, one.form)
-        source = source.replace(f'#include "{OUTPUT}"\n', headers[OUTPUT])
+        for name in OWN:
+            source = source.replace(f'#include "{name}"\n', headers[name])
         ptx = nvrtc.compile_source(self.change(source), headers, options, ptx=True)[0].decode().rstrip("\0")
-        bias = pointers[launch.POINTERS.index("bias")]
+        bias = pointers[one.names.index("bias")]
         kind = 0 if bias is None else KINDS.index(str(bias.dtype).removeprefix("torch."))
         addresses = [0 if p is None else p.data_ptr() for p in pointers]
-        packed = launch.ARGUMENTS.pack(*addresses, *one.sizes, kind)
+        layout = launch.PAIR_ARGUMENTS if one.form.products else launch.ARGUMENTS
+        packed = layout.pack(*addresses, *one.arguments(kind))
         machine = Machine(
             ptx, self.memory, [np.frombuffer(packed, np.uint8).copy()], {}, threads=one.variant.threads,
             shared=one.variant.shared(one.form), early=self.early, seed=self.seed,
@@ -41,7 +44,20 @@ class Device:
 
     def product(self, x, codes, metadata, scale, bias=None, *, variant):
         """`sparse_linear.host.linear_sparse_int4` by a variant of this kernel."""
-        for one in (x, codes, metadata, scale, bias):
+        group = 4 * codes.shape[1] // scale.shape[1]
+        given = (x, codes, metadata, scale, bias)
+        with mock.patch.object(host, "choose", return_value=variant):
+            return self.made(given, lambda: sparse_linear.linear_sparse_int4(*given, group))
+
+    def two(self, x, first, second, *, variant, gated=False):
+        """`sparse_skinny_pair` by a variant, or `sparse_skinny_swiglu`."""
+        function = pair.sparse_skinny_swiglu if gated else pair.sparse_skinny_pair
+        group = 4 * first[0].shape[1] // first[2].shape[1]
+        return self.made((x, *first, *second), lambda: function(x, first, second, group, variant))
+
+    def made(self, operands, call):
+        """What a call makes of these operands."""
+        for one in operands:
             if one is not None:
                 self.memory.regions[one.data_ptr()] = _bytes(one.data_ptr(), one.nbytes)
         made = []
@@ -53,20 +69,16 @@ class Device:
             self.memory.regions[part.data_ptr()] = _bytes(part.data_ptr(), size)
             call.tensors[name], call.buffers[name] = part.view(dtype).view(shape), (tuple(shape), dtype, ())
 
-        group = 4 * codes.shape[1] // scale.shape[1]
-        with (
-            mock.patch.object(host, "is_served", return_value=True),
-            mock.patch.object(host, "is_loadable", return_value=True),
-            mock.patch.object(
-                launch.SparseSkinnyLaunch,
-                "run",
-                lambda one, pointers, device: self.run(one, pointers, device),
-            ),
-            mock.patch.object(Call, "allocate", allocate),
-            mock.patch.object(host, "choose", return_value=variant),
-        ):
-            y = sparse_linear.linear_sparse_int4(x, codes, metadata, scale, bias, group)
-        (whole,) = made
-        if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
-            raise ValueError("the kernel wrote outside of its output")
+        run = mock.patch.object(
+            launch.SparseSkinnyLaunch, "run", lambda one, pointers, device: self.run(one, pointers, device)
+        )
+        served = [mock.patch.object(module, "is_served", return_value=True) for module in (host, pair)]
+        loaded = [mock.patch.object(module, "is_loadable", return_value=True) for module in (host, pair)]
+        with ExitStack() as stack:
+            for patch in (run, *served, *loaded, mock.patch.object(Call, "allocate", allocate)):
+                stack.enter_context(patch)
+            y = call()
+        for whole in made:
+            if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
+                raise ValueError("the kernel wrote outside of its output")
         return y
