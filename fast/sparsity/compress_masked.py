@@ -35,10 +35,10 @@ def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool = False) -
 
 
 def masked(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """w (..., K) where mask is True, the same bits, +0 elsewhere, NaN too; without history. out: w itself or memory like it.
+    """w (..., K) where mask is True, the same bits, +0 elsewhere, also where w is NaN. out: w itself or memory like it.
 
-    mask: bool of its shape, or uint8 (..., ceil(K/8)), the bits of one: on a GPU by one kernel where 8 divides K. Where a mode
-    or a compiler listens by torch's operators. ValueError for other shapes.
+    For calls in which no gradient is recorded. mask: bool of its shape, or uint8 (..., ceil(K/8)), the bits of one: on a GPU by
+    one kernel where 8 divides K; where a mode or a compiler listens by torch's operators. ValueError for other shapes.
     """
     if mask.dtype == torch.bool:
         return _written(w, mask, out)
@@ -48,7 +48,7 @@ def masked(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None)
             f"{mask.dtype} of {tuple(mask.shape)}; `pack_bits` makes such"
         )
     plain = not (is_traced(w) or is_transformed())
-    if not (plain and w.is_cuda and _served(w, mask, out)):
+    if not (plain and w.is_cuda and _served(w, out)):
         return _written(w, unpack_bits(mask, w.shape[-1]), out)
     made: torch.Tensor = execute(MASKED, None, (), (w, mask, out))
     if out is None:
@@ -57,10 +57,13 @@ def masked(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None)
     return out
 
 
-def _served(w: torch.Tensor, bits: torch.Tensor, out: torch.Tensor | None) -> bool:
+def _served(w: torch.Tensor, out: torch.Tensor | None) -> bool:
     """Asked in every call: one that is remembered reads its tensors as contiguous copies, and would write to one."""
-    alike = out is None or (out.dtype == w.dtype and out.shape == w.shape and out.is_contiguous())
-    return alike and w.dtype.itemsize in (2, 4) and w.shape[-1] % OCTET == 0 and w.numel() > 0
+    if out is not None and (
+        (out.dtype, out.shape) != (w.dtype, w.shape) or not out.is_contiguous() or out.is_neg()
+    ):
+        return False
+    return w.dtype.itemsize in (2, 4) and w.shape[-1] % OCTET == 0 and w.numel() > 0
 
 
 def _written(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

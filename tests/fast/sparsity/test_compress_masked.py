@@ -1,13 +1,18 @@
 """`compress_masked`: what the reference compresses by a mask, in the order of the product's kernel, and its errors."""
 
+import platform
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast import dispatch
 from fast.kernels.sparse_mm.arrange import restore
 from fast.kernels.sparse_mm.bits import pack_bits
+from fast.sparsity import compress_masked as module
 from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
 from tests.gpu.sparsity.training.masked_weights import weights
 
@@ -78,3 +83,26 @@ def test_masks_that_are_none(mask):
         ValueError, match=r"a bool mask of the weight's shape \(4, 16\), or uint8 of \(4, 2\)"
     ):
         masked(torch.ones(4, 16), mask)
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+def test_a_kernel_masks_by_bits(monkeypatch):
+    """One launch, in place too; torch's operators where a mode listens, and for memory that the kernel cannot write."""
+    from tests.fast.kernels.compiling.kernel_compiler import launched
+
+    monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    w = torch.ones(64, 64, dtype=torch.bfloat16)
+    bits = torch.zeros(64, 8, dtype=torch.uint8)
+
+    def kernels(*given):
+        return [one.kernel for one in launched(lambda: masked(*given))]
+
+    assert kernels(w, bits) == kernels(w, bits, w) == ["keep_kernel"]
+    monkeypatch.setattr(module, "execute", lambda *_: pytest.fail("a kernel"))
+    turned = torch.ones(64, 64, dtype=torch.bfloat16).t()
+    assert masked(w, bits, turned) is turned
+    assert not turned.any()
+    assert not masked(w[:, :20], torch.zeros(64, 3, dtype=torch.uint8)).any()
+    with FlopCounterMode(display=False):
+        assert not masked(w, bits).any()

@@ -11,6 +11,7 @@ from ao_lab import SparseTrainingConfig, finish_sparsity_, sparsify_, step_spars
 from ao_lab.sparsity.training import api, products
 from ao_lab.sparsity.training.masks import find_mask, stored_as, stored_dtype, zero_pruned_
 from fast.kernels.sparse_mm.bits import pack_bits
+from fast.sparsity import compress_masked, prune_into
 
 RECOMPUTED = SparseTrainingConfig(masks="recomputed")
 
@@ -183,3 +184,25 @@ def test_what_backward_keeps(kernels):
         net(torch.ones(4, 16, dtype=torch.bfloat16).requires_grad_())
     assert sorted(t.nbytes for t in kept) == [32 * 2, 4 * 16 * 2, 32 * 16 * 2]
     assert sum(t.dtype == torch.uint8 for t in kept) == 1
+
+
+@pytest.mark.parametrize(("masks", "kernel"), [("fixed", "keep"), ("recomputed", "prune")])
+def test_a_step_is_one_launch(kernels, monkeypatch, masks, kernel):
+    """Fixed masks take no more of the host than those that are found: beside the count of steps torch is asked for nothing."""
+    net, told = sparse(SparseTrainingConfig(products="sparse_wgmma", masks=masks, transposable=True)), []
+    step_sparsity_(net)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module, name in ((compress_masked, "keep"), (prune_into, "prune")):
+        monkeypatch.setattr(
+            module, "execute", lambda f, r, v, operands, name=name: told.append(name) or operands[-1]
+        )
+    monkeypatch.setattr(api, "is_capturing", lambda steps: False)
+    monkeypatch.setattr("ao_lab.sparsity.training.counts.is_capturing", lambda steps: False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        step_sparsity_(net)
+    assert told == [kernel] * 2
+    called = {event.name for event in seen.events() if event.name.startswith("aten::")}
+    # On a CPU the reference gets copies.
+    alike = {"aten::detach", "aten::clone", "aten::empty_strided", "aten::copy_"}
+    counted = {"aten::_foreach_add_", "aten::add_"}
+    assert called == (counted if masks == "fixed" else counted | alike)
