@@ -5,12 +5,12 @@
 First bits: masks that kernels write as bits, weights that are masked by bits as they are and compressed, each against the same
 by a bool mask, in a first and a remembered call; and steps with masks that are kept as bits against steps with bytes. Then
 microseconds of these kernels by bytes and by bits in CUDA graphs, over weights of more than 50 MB in turn. Then a linear layer,
-float16, forward and backward, at the published shapes: dense, masks found in each step, kept without any step of theirs, and
-fixed. "host": after which a step returns, the GPU being idle before; "steady": of a hundred steps in a row from an idle GPU on,
-which is the larger one of host and GPU; "after dense": the same behind as many dense steps, whose launches hide the host until
-the queue is empty. Then what parts of a kept step take the host. Last the peak of a training step of MLP blocks of ViT-L,
-dense, 2:4 with masks as bits and as bytes. Exits with 1 where a bit differs or a call raises, with 2 where something was left
-out.
+float16, forward and backward, at the published shapes: dense, masks found in each step, kept without any step of theirs (on one
+stream too), and fixed. "host": after which a step returns, the GPU being idle before; "steady": of forty steps in a row from an
+idle GPU on, which is the larger one of host and GPU; "after dense": the same behind a hundred dense steps, whose launches hide
+the host until the queue is empty. Then what parts of a kept step take the host. Last the peak of a training step of MLP blocks
+of ViT-L, dense, 2:4 with masks as bits and as bytes. Exits with 1 where a bit differs or a call raises, with 2 where something
+was left out.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from tests.gpu.sparsity.training.profile_training_layer import CALLS, graph_of, 
 
 Step = Callable[[], object]
 CUT = ((4096, 1024), (1024, 4096), (80, 144), (16, 16), (1040, 528))
-#: Weights in turn, of 8 MB each; steps in a row; tokens and blocks of the training step.
-SETS, STEPS, TOKENS, BLOCKS = 8, 100, 32768, 4
+#: Weights in turn, of 8 MB each; steps in a row, and dense ones before; tokens and blocks of the training step.
+SETS, STEPS, BEFORE, TOKENS, BLOCKS = 8, 40, 100, 32768, 4
 #: The layer whose steps are compared, and dtypes of weights.
 SMALL, FLOATS = (640, 256, 512), (torch.float16, torch.bfloat16, torch.float32)
 
@@ -192,10 +192,10 @@ def time_kernels(progress: Progress, shape: tuple[int, int]) -> None:
 
 
 def steady(step: Step, before: Step | None = None) -> float:
-    """Milliseconds of a step, of STEPS in a row that begin on an idle GPU, or behind as many of others."""
+    """Milliseconds of a step, of STEPS in a row that begin on an idle GPU, or behind BEFORE others."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    for _ in range(STEPS if before else 0):
+    for _ in range(BEFORE if before else 0):
         before()  # type: ignore[misc]
     start.record()
     for _ in range(STEPS):
@@ -205,12 +205,30 @@ def steady(step: Step, before: Step | None = None) -> float:
     return start.elapsed_time(stop) / STEPS
 
 
+def one_stream(step: Step) -> Step:
+    """A step whose gradients come one after the other: what the stream beside costs the host."""
+
+    def run() -> object:
+        kept = products.beside_work, linear_gradients.beside
+        products.beside_work, linear_gradients.beside = (
+            lambda g, x, work: (None, work()),
+            linear_gradients.apart,
+        )
+        try:
+            return step()
+        finally:
+            products.beside_work, linear_gradients.beside = kept
+
+    return run
+
+
 def time_layers(progress: Progress, shape: tuple[int, int, int]) -> None:
     """All sides, in turn."""
     steps = {
         "dense": dense(shape, "cuda", 0),
         "found": layer(shape, config_of("recomputed"), counts=True),
         "kept": layer(shape, config_of("recomputed"), counts=False),
+        "kept, one stream": one_stream(layer(shape, config_of("recomputed"), counts=False)),
         "fixed": layer(shape, config_of("fixed"), counts=True),
         "fixed, masked": layer(shape, config_of("fixed", "masked"), counts=True),
     }
