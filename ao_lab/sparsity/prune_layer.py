@@ -59,8 +59,10 @@ def mask_of(
     """Bool, True where a weight stays. out: a mask that is written, by default a new one."""
     ranked = w if scores is None else scores
     rows = max((PIECE if w.device.type == "cpu" else 16 * PIECE) // max(w.shape[1], 1) // 8 * 8, 8)
-    if out is None and ranked.shape[0] <= rows:
-        return _mask(ranked, config)
+    if ranked.shape[0] <= rows:
+        if out is None:
+            return _mask(ranked, config)
+        return prune_into(ranked, out, pattern=config.pattern, transposable=config.transposable)
     made = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device) if out is None else out
     for start in range(0, ranked.shape[0], rows):
         place, piece = made[start : start + rows], ranked[start : start + rows]

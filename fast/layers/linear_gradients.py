@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fast.device import is_traced
-from fast.dispatch import Function, execute, run
+from fast.device import has_kernels, is_traced, is_transformed
+from fast.dispatch import Function, execute, run, wants_gradient
 from fast.layers.column_sums import COLUMN_SUMS, column_sums, covers
 from fast.ops import register
 
@@ -53,8 +53,18 @@ def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair:
     _check(g, x)
     if not g.is_cuda or not (is_traced(g) or covers(g)):
         return g.t().mm(x), column_sums(g)
-    made: Pair = run(LINEAR_GRADIENTS, None, (), (g, x))
-    return made
+    if not _is_plain(g, x):
+        made: Pair = run(LINEAR_GRADIENTS, None, (), (g, x))
+        return made
+    # No call is remembered, so that dispatch would look at both anew in each: half of what such a call takes the host.
+    return _kernel(None, (), (g, x), None) or apart(g, x)
+
+
+def _is_plain(g: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether dispatch would come to the kernels: dense matrices of one GPU that has them, and nothing that listens."""
+    if is_traced(g) or is_traced(x) or is_transformed() or wants_gradient((g, x)):
+        return False
+    return g.layout is x.layout is torch.strided and g.device == x.device and has_kernels(g)
 
 
 def _check(g: torch.Tensor, x: torch.Tensor) -> None:
@@ -132,15 +142,21 @@ def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tupl
 
 def way(g: torch.Tensor, x: torch.Tensor) -> str:
     """`way_of` on the GPUs that it was measured on."""
-    if torch.cuda.get_device_capability(g.device) != HOPPER:
+    if _capability(g.get_device()) != HOPPER:
         return APART
     return way_of(*g.shape, x.shape[1], g.dtype)
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> tuple[int, int]:
+    """Of a CUDA device; torch takes as long to say so as to launch a kernel."""
+    return torch.cuda.get_device_capability(device)
 
 
 def product_stream(device: int) -> torch.cuda.Stream:
     """The stream of a device's products; another one while a graph is captured: cuBLAS keeps a workspace for each stream, and
     that of calls outside of graphs is none of a graph's memory."""
-    return _stream(device, torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return _stream(device, torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.counts import count, is_capturing
 from ao_lab.sparsity.training.layers import CLASSES, SparseLinear, plain_again, train_sparse
-from ao_lab.sparsity.training.masks import find_mask, zero_pruned_
+from ao_lab.sparsity.training.masks import find_mask, stored_as, stored_dtype, zero_pruned_
 from ao_lab.sparsity.training.plan import Group, planned
 from ao_lab.sparsity.training.schedule import SPARSE, WARMUP, finds_masks, phase
 from ao_lab.sparsity.transforms import Call, transform
@@ -46,10 +46,12 @@ def train(call: Call) -> SparsityReport:
 
 
 def _first_mask(group: Group, config: SparseTrainingConfig) -> torch.Tensor:
-    """The mask of a weight before the first step."""
+    """The mask of a weight before the first step, as it is stored."""
     if phase(config, 0) == SPARSE:
-        return find_mask(group.weight, config)
-    return torch.ones(group.weight.shape, dtype=torch.bool, device=group.weight.device)
+        mask = find_mask(group.weight, config)
+    else:
+        mask = torch.ones(group.weight.shape, dtype=torch.bool, device=group.weight.device)
+    return stored_as(mask, stored_dtype(config))
 
 
 class SparsityStep(NamedTuple):
@@ -107,8 +109,8 @@ def _step(places: list[SparseLinear], done: int) -> bool:
         # Into the first one's buffer, which those of other places mostly are.
         first = places[0].renew_mask(done)
         for layer in places[1:]:
-            if layer.sparse_mask is not first:
-                layer.sparse_mask.copy_(first)
+            if layer.stored_mask is not first:
+                layer.stored_mask.copy_(first)
     for layer in places:
         layer.settle(done)
     return finds
@@ -156,7 +158,7 @@ def finish_sparsity_(model: nn.Module) -> SparsityReport:
         config, name = layer.sparse, f"{path}.weight" if path else "weight"
         sparse = phase(config, int(layer.sparse_step)) == SPARSE
         if sparse:
-            zero_pruned_(layer.weight, layer.sparse_mask)
+            zero_pruned_(layer.weight, layer.stored_mask)
         patterns[name] = config.pattern if sparse else ""
         reasons[name] = f"trained sparse, masks {config.masks}" if sparse else "dense in its cool-down"
         remember(model, name, f"{config.pattern} by training" if sparse else "")

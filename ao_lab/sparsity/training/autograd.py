@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ao_lab.sparsity.training.products import PRODUCTS, masked
+from fast.kernels.sparse_mm.bits import unpack_bits
 
 Grad = torch.Tensor | None
 
@@ -82,10 +83,11 @@ def weight_gradient(
     if rule.gradient == "straight-through" or mask is None:
         return g
     if rule.gradient == "masked":
-        return torch.where(mask, g, torch.zeros((), dtype=g.dtype, device=g.device))
+        return masked(g, mask)
     if w is None or rule.decay == 0:
         return g
-    made: torch.Tensor = torch.ops.ao_lab.sr_ste_gradient(g, w, mask, rule.decay)
+    kept = mask if mask.dtype == torch.bool else unpack_bits(mask, w.shape[-1])
+    made: torch.Tensor = torch.ops.ao_lab.sr_ste_gradient(g, w, kept, rule.decay)
     return made
 
 
@@ -131,7 +133,7 @@ def _fake(g: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, decay: float) ->
 def masked_linear(
     x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None, rule: Rule
 ) -> torch.Tensor:
-    """x (..., K) times (w * mask)^T plus bias, in autograd; see the module text. w: (N, K), mask: bool of its shape.
+    """x (..., K) times (w * mask)^T plus bias, in autograd; see the module text. w: (N, K), mask: bool of its shape, or bits.
 
     Raises TypeError where x and w differ in dtype outside of autocast, ValueError where K is another.
     """

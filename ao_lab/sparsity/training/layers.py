@@ -2,10 +2,14 @@
 
 `sparsify_(model, SparseTrainingConfig(...))` gives a module this class, in place: the module, its weight, its hooks and the
 names in its state_dict stay what they were, and isinstance(module, nn.Linear) stays true. What was added is `module.sparse` and
-two buffers: `sparse_mask`, bool of the weight's shape (all True in dense phases), a byte a weight on every rank, and
-`sparse_step`, how many steps have been done (`step_sparsity_`). Layers that share a weight share both. Saved training goes on
-from them, with the same bits; checkpoints of the dense model load too, strictly: the mask is found again from what was loaded,
-and the count stays.
+two buffers: `sparse_mask` on every rank, all True in dense phases, and `sparse_step`, how many steps have been done
+(`step_sparsity_`). Layers that share a weight share both. Saved training goes on from them, with the same bits; checkpoints of
+the dense model load too, strictly: the mask is found again from what was loaded, and the count stays.
+
+The buffer of a mask, which is what a state_dict has, is bool of the weight's shape; with products="sparse_wgmma" uint8
+(out, ceil(in / 8)), the bits of that (`fast.kernels.sparse_mm.bits`, as `numpy.packbits`): an eighth of the memory. A
+state_dict with either one loads into both. The attribute `layer.sparse_mask` is bool always: the buffer where that is, else a
+copy, so that only the buffer (`layer.stored_mask`) can be written to.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import nn
 from ao_lab.sparsity.training import pending
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
 from ao_lab.sparsity.training.config import SparseTrainingConfig
-from ao_lab.sparsity.training.masks import find_mask, is_distributed, zero_pruned_
+from ao_lab.sparsity.training.masks import bool_mask, find_mask, is_distributed, stored_as, zero_pruned_
 from ao_lab.sparsity.training.schedule import SPARSE, phase
 
 MASK, STEP = "sparse_mask", "sparse_step"
@@ -30,7 +34,6 @@ class SparseLinear(nn.Linear):
     """nn.Linear that trains with an N:M sparse weight; see the module text."""
 
     sparse: SparseTrainingConfig
-    sparse_mask: torch.Tensor
     sparse_step: torch.Tensor
     #: Backward's part of the configuration, in the phase that the layer is in.
     sparse_rule: Rule
@@ -41,6 +44,16 @@ class SparseLinear(nn.Linear):
     def unsupported_config(cls, config: SparseTrainingConfig) -> str | None:
         """Why layers of this class do not train by a configuration; None where they do."""
         return None
+
+    @property
+    def stored_mask(self) -> torch.Tensor:
+        """The buffer of the mask: bool, or uint8 of its bits."""
+        return cast(torch.Tensor, self._buffers[MASK])
+
+    @property
+    def sparse_mask(self) -> torch.Tensor:
+        """The mask, bool of the weight's shape: the buffer itself where that is bool."""
+        return bool_mask(self.stored_mask, self.in_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input (..., K) times the masked weight (N, K) transposed, plus bias; see `ao_lab.sparsity.training.autograd`.
@@ -56,7 +69,7 @@ class SparseLinear(nn.Linear):
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the masked weight."""
-        return masked_linear(input, self.weight, self.sparse_mask, self.bias, self.sparse_rule)
+        return masked_linear(input, self.weight, self.stored_mask, self.bias, self.sparse_rule)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of copies: their steps are counted for themselves."""
@@ -64,19 +77,18 @@ class SparseLinear(nn.Linear):
         pending.watch(self)
 
     def renew_mask(self, done: int) -> torch.Tensor:
-        """`sparse_mask`, written: that of the weight as it is, after `done` steps; all True in dense phases."""
-        mask = self.sparse_mask
-        return (
-            find_mask(self.weight, self.sparse, mask)
-            if phase(self.sparse, done) == SPARSE
-            else mask.fill_(True)
-        )
+        """`stored_mask`, written: that of the weight as it is, after `done` steps; all True in dense phases."""
+        mask = self.stored_mask
+        if phase(self.sparse, done) == SPARSE:
+            return find_mask(self.weight, self.sparse, mask)
+        # Lengths of rows that are stored as bits are multiples of 16: no bit is left over.
+        return mask.fill_(True if mask.dtype == torch.bool else 0xFF)
 
     def settle(self, done: int) -> None:
         """After `done` steps or loaded values: products of the phase, zeros where masks are fixed."""
         self.sparse_rule = rule(self.sparse, done)
         if self.sparse.masks == "fixed" and phase(self.sparse, done) == SPARSE:
-            zero_pruned_(self.weight, self.sparse_mask)
+            zero_pruned_(self.weight, self.stored_mask)
         pending.settle(self)
 
     def _load_from_state_dict(
@@ -88,11 +100,15 @@ class SparseLinear(nn.Linear):
         missing_keys: list[str],
         *rest: Any,
     ) -> None:
-        """What is missing of the buffers is no error: a dense checkpoint has none. Without a mask it is found again."""
+        """What is missing of the buffers is no error: a dense checkpoint has none. Without a mask it is found again; a
+        mask that is stored as bool loads where bits are, and the other way round."""
+        given, own = state_dict.get(prefix + MASK), self.stored_mask
+        if isinstance(given, torch.Tensor) and {given.dtype, own.dtype} == {torch.bool, torch.uint8}:
+            state_dict = {**state_dict, prefix + MASK: stored_as(given, own.dtype, self.in_features)}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         missing = [name for name in ADDED if prefix + name not in state_dict]
         missing_keys[:] = [key for key in missing_keys if key not in [prefix + name for name in missing]]
-        if self.weight.is_meta or self.sparse_mask.is_meta:
+        if self.weight.is_meta or self.stored_mask.is_meta:
             return
         done = int(self.sparse_step)
         if MASK in missing and prefix + "weight" in state_dict:

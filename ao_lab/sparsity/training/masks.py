@@ -1,5 +1,7 @@
 """Masks of weights in training, and weights that are set to zero by them; whole weights and shards of FSDP2.
 
+A mask is stored as bool, or as bits (`fast.kernels.sparse_mm.bits`) where the products read these: an eighth of the memory.
+
 A mask is found from the whole weight, gathered where ranks have a shard each: rows of a shard would do for N:M along the last
 axis, but not for tiles of a transposable mask, and with the whole weight no rank can have another mask than the next.
 """
@@ -12,6 +14,8 @@ import torch
 
 from ao_lab.sparsity.prune_layer import mask_of
 from ao_lab.sparsity.training.config import SparseTrainingConfig
+from fast.kernels.sparse_mm.bits import pack_bits, unpack_bits
+from fast.sparsity.compress_masked import masked
 
 
 def is_distributed(w: torch.Tensor) -> bool:
@@ -29,7 +33,7 @@ def whole(w: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def find_mask(w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Bool (out, in), True where a weight (out, in) stays. out: where it is written to; by default a new tensor.
+    """Bool (out, in), True where a weight (out, in) stays. out: a stored mask that is written; by default a new bool tensor.
 
     Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether): for these the host
     waits for two numbers of a GPU. Others are found without any wait.
@@ -38,7 +42,7 @@ def find_mask(w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor |
     if config.masks == "fixed":
         own = values != 0
         if has_pattern(own, config):
-            return own if out is None else out.copy_(own)
+            return own if out is None else out.copy_(stored_as(own, out.dtype))
     return mask_of(values, config.scoring(), None, out)
 
 
@@ -52,15 +56,35 @@ def has_pattern(kept: torch.Tensor, config: SparseTrainingConfig) -> bool:
 
 @torch.no_grad()
 def zero_pruned_(w: torch.Tensor, mask: torch.Tensor) -> None:
-    """Set what a mask (of the whole weight) drops to +0, in place; of a DTensor the part that this rank has."""
+    """Set what a stored mask (of the whole weight) drops to +0, in place; of a DTensor the part that this rank has."""
     part: Any = w
     if is_distributed(w):
         from torch.distributed.tensor import distribute_tensor
 
-        # No rank is asked for it: each has the whole mask.
-        split: Any = distribute_tensor(mask, part.device_mesh, part.placements, src_data_rank=None)
+        # No rank is asked for it: each has the whole mask. Axes may be split within a byte of bits.
+        kept = bool_mask(mask, w.shape[-1])
+        split: Any = distribute_tensor(kept, part.device_mesh, part.placements, src_data_rank=None)
         part, mask = part.to_local(), split.to_local()
-    part.masked_fill_(~mask, 0)
+    masked(part, mask, part)
 
 
-__all__ = ["find_mask", "has_pattern", "is_distributed", "whole", "zero_pruned_"]
+def stored_dtype(config: SparseTrainingConfig) -> torch.dtype:
+    """As what masks are stored: torch.uint8, bits, for the kernels that read these, torch.bool for torch's operators."""
+    return torch.uint8 if config.products == "sparse_wgmma" else torch.bool
+
+
+def stored_as(mask: torch.Tensor, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
+    """A stored mask as `stored_dtype` says. length: of its rows, read where it is bits and is to be bool."""
+    if mask.dtype == dtype:
+        return mask
+    return pack_bits(mask) if dtype == torch.uint8 else bool_mask(mask, length)
+
+
+def bool_mask(mask: torch.Tensor, length: int) -> torch.Tensor:
+    """A stored mask of rows of this length as bool; the tensor itself where it is."""
+    return mask if mask.dtype == torch.bool else unpack_bits(mask, length)
+
+
+__all__ = [
+    "bool_mask", "find_mask", "has_pattern", "is_distributed", "stored_as", "stored_dtype", "whole", "zero_pruned_",
+]  # fmt: skip

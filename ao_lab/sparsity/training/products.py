@@ -27,7 +27,7 @@ from fast.device import is_traced, is_transformed
 from fast.dispatch import execute
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
-from fast.sparsity.compress_masked import DTYPES, compress_masked
+from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
 from fast.sparsity.linear_sparse_ops import HOPPER, LINEAR_SPARSE
 
 #: What lengths of a 2:4 matrix are multiples of, and rows of cuSPARSELt's other operand.
@@ -39,7 +39,7 @@ OLDEST = (8, 0)
 class Product(NamedTuple):
     """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), why a weight cannot be taken, what a bias
     gets of g, what weight and bias get of g and x (M, K), and where it is not just one after the other, all three of
-    (g, x, w, mask, transposable)."""
+    (g, x, w, mask, transposable). Masks are bool, or uint8 of bits (`fast.sparsity.compress_masked`)."""
 
     output: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     input_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
@@ -49,11 +49,6 @@ class Product(NamedTuple):
         weight_and_bias_gradients
     )
     all_grads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
-
-
-def masked(w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """w where mask is True, +0 elsewhere."""
-    return torch.where(mask, w, torch.zeros((), dtype=w.dtype, device=w.device))
 
 
 def _dense_output(

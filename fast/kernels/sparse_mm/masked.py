@@ -1,9 +1,9 @@
 """A masked 16-bit weight, or its transpose, as the kernel of `sparse_mm` reads it: kept values and arranged metadata, one read.
 
 A thread has 8 x 8 elements, as in `fast.kernels.sparsity.transposable`: whole bytes of metadata in both directions, and nothing
-moves between threads. A program is one warp, four blocks down and eight across. Of an element 2 bytes and one of the mask are
-read, 1.125 are written. Bytes of metadata go one by one: those of a row in a panel are eight of 16, of which the others are of
-the row eight below.
+moves between threads. A program is one warp, four blocks down and eight across. Of an element 2 bytes and one of the mask, or
+a bit, are read, 1.125 are written. Bytes of metadata go one by one: those of a row in a panel are eight of 16, of which the
+others are of the row eight below.
 
 Programs cover the metadata with its padding (`arrange`), where nothing is kept.
 """
@@ -19,6 +19,8 @@ from fast.kernels.sparsity.transposable import turned_columns
 #: Blocks of 8 x 8 that a program has down and across, and its elements.
 DOWN, ACROSS, TILE = 4, 8, 2048
 BLOCKS = tl.constexpr(DOWN * ACROSS)
+#: Elements of a program of `keep_kernel`.
+KEPT_TILE = 2048
 
 
 @triton.jit(do_not_specialize=["height", "width", "across"])
@@ -34,8 +36,8 @@ def masked_kernel(
     inside = (row < height) & (column < width)
     # Octets: where the first row of a block begins.
     at = row.to(tl.int64) * 8 * width + column
-    upper, high = _four_rows(words_at(w, 0), words_at(mask, 0), at, width, inside, PADDED)
-    lower, low = _four_rows(words_at(w, 0), words_at(mask, 0), at + 4 * width, width, inside, PADDED)
+    upper, high = _four_rows(words_at(w, 0), mask, at, width, inside, PADDED)
+    lower, low = _four_rows(words_at(w, 0), mask, at + 4 * width, width, inside, PADDED)
     if TURNED:
         high, low = turned(high), turned(low)
         left, right = bytes_by(high, low, 0x5410), bytes_by(high, low, 0x7632)
@@ -74,18 +76,33 @@ def _nibbles(masks):
 def _row(w, mask, octet, inside, PADDED: tl.constexpr):
     """An octet of each block: its four words with zeros where the mask drops, and the four bits of both groups."""
     words = w + (octet * 4)[:, None] + tl.arange(0, 4)[None, :]
-    marks = mask + (octet * 2)[:, None] + tl.arange(0, 2)[None, :]
     if PADDED:
         a, b, c, d = split_fours(tl.load(words, mask=inside[:, None], other=0), BLOCKS)
-        left, right = tl.split(tl.load(marks, mask=inside[:, None], other=0))
     else:
         a, b, c, d = split_fours(tl.load(words), BLOCKS)
-        left, right = tl.split(tl.load(marks))
-    # Four bytes 0 or 1: the top byte of the product is the sum of 8, 4, 2 and 1 times them.
-    bits = ((left * 0x08040201) >> 24) & 15 | ((((right * 0x08040201) >> 24) & 15) << 16)
+    left, right, bits = _marks(mask, octet, inside, PADDED)
     left, right = left * 255, right * 255
     a, b = a & bytes_by(left, left, 0x1100), b & bytes_by(left, left, 0x3322)
     return (a, b, c & bytes_by(right, right, 0x1100), d & bytes_by(right, right, 0x3322)), bits
+
+
+@triton.jit
+def _marks(mask, octet, inside, PADDED: tl.constexpr):
+    """Of an octet of each block two words of bytes 0 or 1, and both groups' bits; of a bool mask, or of bits in uint8."""
+    if mask.dtype.element_ty == tl.uint8:
+        byte = tl.load(mask + octet, mask=inside, other=0) if PADDED else tl.load(mask + octet)
+        high, low = byte.to(tl.int32) >> 4, byte.to(tl.int32) & 15
+        # The four bits, the highest first, at the bottom of a byte each.
+        left, right = ((high * 0x08040201) >> 3) & 0x01010101, ((low * 0x08040201) >> 3) & 0x01010101
+        return left, right, high | (low << 16)
+    else:
+        marks = words_at(mask, 0) + (octet * 2)[:, None] + tl.arange(0, 2)[None, :]
+        if PADDED:
+            left, right = tl.split(tl.load(marks, mask=inside[:, None], other=0))
+        else:
+            left, right = tl.split(tl.load(marks))
+        # Four bytes 0 or 1: the top byte of the product is the sum of 8, 4, 2 and 1 times them.
+        return left, right, ((left * 0x08040201) >> 24) & 15 | ((((right * 0x08040201) >> 24) & 15) << 16)
 
 
 @triton.jit
@@ -116,4 +133,29 @@ def _write_rows(
         tl.store(metadata + bytes_at + (FIRST + row) * 16, byte.to(tl.uint8))
 
 
-__all__ = ["ACROSS", "DOWN", "TILE", "masked_kernel"]
+@triton.jit
+def keep_kernel(w, bits, out, count, BYTES: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """Of `count` octets of elements of 2 or 4 bytes what bits keep, +0 elsewhere; out may be w."""
+    OCTETS: tl.constexpr = TILE // 8
+    octet = tl.program_id(0).to(tl.int64) * OCTETS + tl.arange(0, OCTETS)
+    at, place = octet[:, None] * 8 + tl.arange(0, 8)[None, :], 7 - tl.arange(0, 8)[None, :]
+    if BYTES == 2:
+        w, out = (
+            w.to(tl.pointer_type(tl.int16), bitcast=True),
+            out.to(tl.pointer_type(tl.int16), bitcast=True),
+        )
+    else:
+        w, out = (
+            w.to(tl.pointer_type(tl.int32), bitcast=True),
+            out.to(tl.pointer_type(tl.int32), bitcast=True),
+        )
+    if PADDED:
+        inside = (octet < count)[:, None]
+        kept = tl.load(bits + octet, mask=octet < count, other=0).to(tl.int32)[:, None] >> place & 1
+        tl.store(out + at, tl.where(kept != 0, tl.load(w + at, mask=inside, other=0), 0), mask=inside)
+    else:
+        kept = tl.load(bits + octet).to(tl.int32)[:, None] >> place & 1
+        tl.store(out + at, tl.where(kept != 0, tl.load(w + at), 0))
+
+
+__all__ = ["ACROSS", "DOWN", "KEPT_TILE", "TILE", "keep_kernel", "masked_kernel"]

@@ -1,4 +1,4 @@
-"""The call of the kernel that masks and compresses a weight for products with it."""
+"""The calls of the kernels that mask a weight: compressed for products with it, and as it is by a mask of bits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import torch
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.sparse_mm.arrange import shape_of
-from fast.kernels.sparse_mm.masked import ACROSS, DOWN, TILE, masked_kernel
+from fast.kernels.sparse_mm.bits import OCTET
+from fast.kernels.sparse_mm.masked import ACROSS, DOWN, KEPT_TILE, TILE, keep_kernel, masked_kernel
 from reference import Compressed
 
 #: Length of a block of the kernel, and blocks that 64 rows, and two panels of 64 columns, of the result have.
 BLOCK, ROWS, COLUMNS = 8, 8, 16
+#: Of a program of `keep_kernel`.
+WARPS = 4
 
 
 def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool, key: Any = None) -> Compressed:
     """Values and arranged metadata of a matrix of 16-bit elements, lengths in multiples of 8, or of its transpose."""
-    call = Call({"w": w, "mask": mask}, words=("w", "mask"))
+    call = Call({"w": w, "mask": mask}, words=("w",) if mask.dtype == torch.uint8 else ("w", "mask"))
     rows, columns = reversed(w.shape) if turned else w.shape
     call.allocate("values", (rows, columns // 2), w.dtype)
     call.allocate("metadata", shape_of(rows, columns // BLOCK, 16), torch.uint8)
@@ -39,4 +42,16 @@ def _launch(w: torch.Tensor, turned: bool) -> CompiledLaunch:
     return CompiledLaunch(masked_kernel, down // DOWN * (across // ACROSS), tail, 1)
 
 
-__all__ = ["compress_masked"]
+def keep(w: torch.Tensor, bits: torch.Tensor, out: torch.Tensor | None, key: Any = None) -> torch.Tensor:
+    """w, rows of whole octets, where bits are set, +0 elsewhere. out: contiguous, perhaps w; by default a new tensor."""
+    call = Call({"w": w, "bits": bits, "out": out})
+    if out is None:
+        call.allocate("out", w.shape, w.dtype)
+    octets, size = w.numel() // OCTET, w.dtype.itemsize
+    tail = (octets, size, w.numel() % KEPT_TILE != 0, KEPT_TILE)
+    call.launch(CompiledLaunch(keep_kernel, -(-w.numel() // KEPT_TILE), tail, WARPS), ("w", "bits", "out"))
+    made: torch.Tensor = call.result("out", key)
+    return made
+
+
+__all__ = ["compress_masked", "keep"]

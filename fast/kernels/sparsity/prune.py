@@ -44,24 +44,38 @@ def mask_kernel(
     scores, mask, count,
     KIND: tl.constexpr, NAN_KEY: tl.constexpr, BYTES: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The mask of 2:4 of `count` octets, a byte an element."""
+    """The mask of 2:4 of `count` octets, a byte an element of a bool mask, a bit of uint8."""
     OCTETS: tl.constexpr = TILE // 8
     first = tl.program_id(0).to(tl.int64) * OCTETS
     left = tl.minimum(count - first, OCTETS).to(tl.int32)
-    w, mask = words_at(scores, first * 2 * BYTES), words_at(mask, first * 2)
+    w = words_at(scores, first * 2 * BYTES)
     if BYTES == 1:
         a, b = read_pairs(w, left, 2, MASKED, OCTETS)
         k0, k1, k2, k3, a, b = marks_of_bytes(a, b, a, b, "largest", KIND, False)
         even, odd = _bytes_of_marks(k0, k1, k2, k3)
-        write_pairs(mask, even, odd, left, 2, MASKED, OCTETS)
+        _write_mask(mask, first, even, odd, left, 2, MASKED, OCTETS)
     elif BYTES == 2:
         a0, a1, b0, b1 = read_fours(w, left, MASKED, OCTETS)
         k0, k1, k2, k3, a0, a1, b0, b1 = marks_of_halves(a0, a1, b0, b1, a0, b0, "largest", False, NAN_KEY)
         even, odd = _bytes_of_marks(k0, k1, k2, k3)
-        write_pairs(mask, even, odd, left, 1, MASKED, OCTETS)
+        _write_mask(mask, first, even, odd, left, 1, MASKED, OCTETS)
     else:
         even = _mask_of_group(w, left, 0, NAN_KEY, MASKED, OCTETS)
-        write_pairs(mask, even, _mask_of_group(w, left, 1, NAN_KEY, MASKED, OCTETS), left, 1, MASKED, OCTETS)
+        odd = _mask_of_group(w, left, 1, NAN_KEY, MASKED, OCTETS)
+        _write_mask(mask, first, even, odd, left, 1, MASKED, OCTETS)
+
+
+@triton.jit
+def _write_mask(
+    mask, first, even, odd, left, NEIGHBOURS: tl.constexpr, MASKED: tl.constexpr, OCTETS: tl.constexpr
+):  # fmt: skip
+    """Octets from `first` on, of two words of bytes 0 or 1 each."""
+    if mask.dtype.element_ty == tl.uint8:
+        # The top byte of the product is the sum of 8, 4, 2 and 1 times the four bytes.
+        byte = (((even * 0x08040201) >> 20) & 0xF0) | (((odd * 0x08040201) >> 24) & 0x0F)
+        write_ones(mask + first, byte.to(tl.uint8), left, NEIGHBOURS, MASKED, OCTETS)
+    else:
+        write_pairs(words_at(mask, first * 2), even, odd, left, NEIGHBOURS, MASKED, OCTETS)
 
 
 @triton.jit

@@ -177,6 +177,12 @@ def bytes_of_row(masks, ROW: tl.constexpr):
     return ((left * 0x08040201) >> 3) & 0x01010101, ((right * 0x08040201) >> 3) & 0x01010101
 
 
+@triton.jit
+def bits_of_row(masks, ROW: tl.constexpr):
+    """The byte of row ROW of two tiles beside each other: the first element is the top bit, and nothing is above it."""
+    return (((masks >> (12 - 4 * ROW)) & 15) << 4) | ((masks >> (28 - 4 * ROW)) & 15)
+
+
 __all__ = [
-    "best_mask", "bytes_of_row", "careful_key", "nibbles_of", "octet_of", "pair_sums", "turned",
+    "best_mask", "bits_of_row", "bytes_of_row", "careful_key", "nibbles_of", "octet_of", "pair_sums", "turned",
 ]  # fmt: skip

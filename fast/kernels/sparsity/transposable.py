@@ -20,6 +20,7 @@ from fast.kernels.sparsity.groups import bytes_by, kept_halves, kept_words
 from fast.kernels.sparsity.octets import joined_fours, split_fours, words_at
 from fast.kernels.sparsity.tiles import (
     best_mask,
+    bits_of_row,
     bytes_of_row,
     careful_key,
     nibbles_of,
@@ -58,8 +59,8 @@ def transposable_kernel(
     if tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), 0) >= INFINITY:
         high, low = _careful_masks(w, at, width, inside, BYTES, IS_BF16, MASKED)
     if mask is not None:
-        _write_masks(words_at(mask, 0), high, at, width, inside, 0, MASKED)
-        _write_masks(words_at(mask, 0), low, at, width, inside, 4, MASKED)
+        _write_masks(mask, high, at, width, inside, 0, MASKED)
+        _write_masks(mask, low, at, width, inside, 4, MASKED)
     else:
         upper = _four_rows(w, at, width, inside, "evict_first", BYTES, MASKED)
         lower = _four_rows(w, at + 4 * width, width, inside, "evict_first", BYTES, MASKED)
@@ -226,15 +227,19 @@ def _write_rows(
 
 @triton.jit
 def _write_masks(mask, masks, at, width, inside, FIRST: tl.constexpr, MASKED: tl.constexpr):
-    """Bytes of rows FIRST to FIRST + 3 of blocks."""
+    """Rows FIRST to FIRST + 3 of blocks: a byte an element of a bool mask, a bit of uint8."""
     for row in tl.static_range(4):
-        left, right = bytes_of_row(masks, row)
         octet = at + (FIRST + row) * width
-        pointers = mask + (octet * 2)[:, None] + tl.arange(0, 2)[None, :]
-        if MASKED:
-            tl.store(pointers, tl.join(left, right), mask=inside[:, None])
+        if mask.dtype.element_ty == tl.uint8:
+            pointers, made, kept = mask + octet, bits_of_row(masks, row).to(tl.uint8), inside
         else:
-            tl.store(pointers, tl.join(left, right))
+            left, right = bytes_of_row(masks, row)
+            pointers = words_at(mask, 0) + (octet * 2)[:, None] + tl.arange(0, 2)[None, :]
+            made, kept = tl.join(left, right), inside[:, None]
+        if MASKED:
+            tl.store(pointers, made, mask=kept)
+        else:
+            tl.store(pointers, made)
 
 
 __all__ = ["ACROSS", "DOWN", "TILE", "transposable_kernel", "turned_columns"]

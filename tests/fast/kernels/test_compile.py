@@ -274,6 +274,7 @@ ELSEWHERE |= {
     "compress_kernel",
     "decompress_kernel",
     "groups_kernel",
+    "keep_kernel",
     "mask_kernel",
     "masked_kernel",
     "quantize_compressed_kernel",

@@ -7,6 +7,7 @@ import torch
 
 import reference
 from fast import dispatch
+from fast.kernels.sparse_mm.bits import pack_bits
 from fast.sparsity import prune_into as module
 from fast.sparsity.prune_into import prune_into
 
@@ -19,6 +20,9 @@ def test_the_mask_is_written(pattern, transposable):
     assert prune_into(w, out, pattern=pattern, transposable=transposable) is out
     wanted = reference.prune_transposable(w) if transposable else reference.prune(w, pattern=pattern)
     assert torch.equal(out, torch.as_tensor(wanted))
+    bits = torch.full((16, 4), 255, dtype=torch.uint8)
+    assert prune_into(w, bits, pattern=pattern, transposable=transposable) is bits
+    assert torch.equal(bits, pack_bits(torch.as_tensor(wanted)))
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -27,11 +31,21 @@ def test_kernels_write_it(monkeypatch):
     from tests.fast.kernels.compiling.kernel_compiler import launched
 
     monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
-    w, out = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bool)
-    for transposable, kernel in ((False, "mask_kernel"), (True, "transposable_kernel")):
-        assert [
-            one.kernel for one in launched(lambda t=transposable: prune_into(w, out, transposable=t))
-        ] == [kernel]
+    w = torch.zeros(64, 64, dtype=torch.bfloat16)
+    for out in (torch.zeros(64, 64, dtype=torch.bool), torch.zeros(64, 8, dtype=torch.uint8)):
+        for transposable, kernel in ((False, "mask_kernel"), (True, "transposable_kernel")):
+            seen = launched(lambda t=transposable, out=out: prune_into(w, out, transposable=t))
+            assert [one.kernel for one in seen] == [kernel]
+
+
+def test_bits_of_other_patterns_go_by_a_copy():
+    """Kernels write the bits of 2:4 of floats alone."""
+    bits = torch.zeros(4, 2, dtype=torch.uint8)
+    w = torch.randn(4, 16)
+    assert module._in_place(w, bits, "2:4")
+    assert not module._in_place(w, bits, "1:4")
+    assert not module._in_place(w.to(torch.int8), bits, "2:4")
+    assert not module._in_place(w, bits[:, :1], "2:4")
 
 
 def test_other_memory_is_asked_about_in_every_call(monkeypatch):

@@ -1,11 +1,17 @@
 """Masks of weights in training."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import reference
-from ao_lab import SparseTrainingConfig
-from ao_lab.sparsity.training.masks import find_mask, zero_pruned_
+from ao_lab import SparseTrainingConfig, finish_sparsity_, sparsify_, step_sparsity_
+from ao_lab.sparsity.training import api, products
+from ao_lab.sparsity.training.masks import find_mask, stored_as, stored_dtype, zero_pruned_
+from fast.kernels.sparse_mm.bits import pack_bits
+from fast.sparsity import compress_masked, prune_into
 
 RECOMPUTED = SparseTrainingConfig(masks="recomputed")
 
@@ -56,3 +62,147 @@ def test_the_mask_decides_what_becomes_zero():
     w = torch.tensor([[float("nan"), -1.0, float("inf"), -0.0]])
     zero_pruned_(w, torch.tensor([[False, True, False, False]]))
     assert w.view(torch.int32).tolist() == [[0, torch.tensor(-1.0).view(torch.int32).item(), 0, 0]]
+
+
+def test_zeros_by_bits_are_those_of_the_mask():
+    w, other = weight(), weight()
+    mask = find_mask(w, RECOMPUTED)
+    zero_pruned_(w, mask)
+    zero_pruned_(other, pack_bits(mask))
+    assert torch.equal(other, w)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The reference in the place of kernels, on the host."""
+    monkeypatch.setattr(products, "_check", lambda x, name: None)
+    ours = products.PRODUCTS["sparse_wgmma"]._replace(unsupported_reason=lambda w: None)
+    monkeypatch.setitem(products.PRODUCTS, "sparse_wgmma", ours)
+
+
+#: Every rule of gradients, and every phase.
+STORED = (
+    SparseTrainingConfig(products="sparse_wgmma", transposable=True),
+    SparseTrainingConfig(products="sparse_wgmma", masks="recomputed", gradient="sr-ste", decay=0.1, every=2),
+    SparseTrainingConfig(
+        products="sparse_wgmma", masks="recomputed", gradient="straight-through", transposable=True
+    ),
+    SparseTrainingConfig(products="sparse_wgmma", masks="recomputed", warmup=1, cooldown=1, steps=4),
+)
+
+
+def sparse(config, seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).bfloat16()
+    sparsify_(net, config)
+    return net
+
+
+def train(net, steps):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
+    for step in steps:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        net(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step_sparsity_(net)
+
+
+@pytest.mark.parametrize("config", STORED, ids=str)
+def test_bits_train_as_bytes_do(kernels, monkeypatch, config):
+    """Weights and masks after each step, the same bits; the attribute is bool, the buffer an eighth of it."""
+    bits = sparse(config)
+    monkeypatch.setattr(api, "stored_dtype", lambda config: torch.bool)
+    whole = sparse(config)
+    for step in range(5):
+        for ours, theirs in zip(bits[::2], whole[::2], strict=True):
+            assert torch.equal(ours.weight, theirs.weight)
+            assert ours.sparse_mask.dtype == torch.bool
+            assert torch.equal(ours.sparse_mask, theirs.stored_mask)
+            assert torch.equal(ours.stored_mask, pack_bits(theirs.sparse_mask))
+            assert ours.stored_mask.nbytes * 8 == theirs.stored_mask.nbytes == ours.weight.numel()
+            assert theirs.sparse_mask is theirs.stored_mask
+        train(bits, [step])
+        train(whole, [step])
+    finish_sparsity_(bits), finish_sparsity_(whole)
+    assert all(torch.equal(a, b) for a, b in zip(bits.parameters(), whole.parameters(), strict=True))
+
+
+def test_other_products_keep_bytes():
+    assert stored_dtype(STORED[0]) == torch.uint8
+    for name in ("dense", "cusparselt"):
+        assert stored_dtype(SparseTrainingConfig(products=name)) == torch.bool
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8], ids=["bytes", "bits"])
+@pytest.mark.parametrize("loads", ["sparse_wgmma", "dense"])
+def test_saved_masks_load_however_they_were_stored(kernels, loads, dtype, assign):
+    """Bytes of earlier versions and of other products; what was given stays as it is."""
+    first = sparse(STORED[0])
+    train(first, range(2))
+    state = {key: value.clone() for key, value in first.state_dict().items()}
+    for key, length in (("0.sparse_mask", 16), ("2.sparse_mask", 32)):
+        assert state[key].dtype == torch.uint8
+        state[key] = stored_as(state[key], dtype, length)
+    given = dict(state)
+    other = sparse(SparseTrainingConfig(products=loads, transposable=True), seed=1)
+    kept = other[0].stored_mask.dtype
+    assert other.load_state_dict(state, strict=True, assign=assign) == ([], [])
+    assert all(state[key] is given[key] for key in given)
+    for ours, theirs in zip(other[::2], first[::2], strict=True):
+        assert ours.stored_mask.dtype == kept == stored_dtype(ours.sparse)
+        assert torch.equal(ours.sparse_mask, theirs.sparse_mask)
+        assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_masks_of_another_shape_are_refused(kernels):
+    net = sparse(STORED[0])
+    state = net.state_dict() | {"0.sparse_mask": torch.ones(32, 8, dtype=torch.bool)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.sparse_mask"):
+        net.load_state_dict(state)
+
+
+def test_layers_that_share_bits(kernels):
+    """One buffer; found for each in its own where a file gave each its own."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
+    net[1].weight = net[0].weight
+    sparsify_(net, STORED[2])
+    assert net[0].stored_mask is net[1].stored_mask
+    net.load_state_dict({key: value.clone() for key, value in net.state_dict().items()}, assign=True)
+    net[1].weight = net[0].weight
+    train(net, range(1))
+    assert net[0].stored_mask is not net[1].stored_mask
+    wanted = torch.as_tensor(reference.prune_transposable(net[0].weight.detach()))
+    assert all(torch.equal(layer.sparse_mask, wanted) for layer in copy.deepcopy(net))
+
+
+def test_what_backward_keeps(kernels):
+    """Of a mask bits alone."""
+    net, kept = sparse(STORED[2])[0], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        net(torch.ones(4, 16, dtype=torch.bfloat16).requires_grad_())
+    assert sorted(t.nbytes for t in kept) == [32 * 2, 4 * 16 * 2, 32 * 16 * 2]
+    assert sum(t.dtype == torch.uint8 for t in kept) == 1
+
+
+@pytest.mark.parametrize(("masks", "kernel"), [("fixed", "keep"), ("recomputed", "prune")])
+def test_a_step_is_one_launch(kernels, monkeypatch, masks, kernel):
+    """Fixed masks take no more of the host than those that are found: beside the count of steps torch is asked for nothing."""
+    net, told = sparse(SparseTrainingConfig(products="sparse_wgmma", masks=masks, transposable=True)), []
+    step_sparsity_(net)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module, name in ((compress_masked, "keep"), (prune_into, "prune")):
+        monkeypatch.setattr(
+            module, "execute", lambda f, r, v, operands, name=name: told.append(name) or operands[-1]
+        )
+    monkeypatch.setattr(api, "is_capturing", lambda steps: False)
+    monkeypatch.setattr("ao_lab.sparsity.training.counts.is_capturing", lambda steps: False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        step_sparsity_(net)
+    assert told == [kernel] * 2
+    called = {event.name for event in seen.events() if event.name.startswith("aten::")}
+    # On a CPU the reference gets copies.
+    alike = {"aten::detach", "aten::clone", "aten::empty_strided", "aten::copy_"}
+    counted = {"aten::_foreach_add_", "aten::add_"}
+    assert called == (counted if masks == "fixed" else counted | alike)

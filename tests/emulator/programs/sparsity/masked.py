@@ -1,4 +1,4 @@
-"""Masked weights compressed in both directions, inline assembly included, on CPU tensors against `reference` and `arrange`.
+"""Masked weights as they are and compressed in both directions, inline assembly included, on CPU tensors against `reference`.
 
     TRITON_INTERPRET=1 python tests/emulator/programs/sparsity/masked.py
 
@@ -16,7 +16,8 @@ import torch
 import triton
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sparse_mm.masked_host import compress_masked
+from fast.kernels.sparse_mm.bits import pack_bits
+from fast.kernels.sparse_mm.masked_host import compress_masked, keep
 from fast.sparsity.compress_masked import COMPRESS_MASKED, DTYPES
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.training.masked_weights import SHAPES, weights
@@ -33,6 +34,18 @@ def compare_full(w: torch.Tensor) -> None:
         assert_same_bits(one, other)
 
 
+def compare_kept(dtype: torch.dtype) -> None:
+    """The same bits or +0, also of 32 bits and in place; whole programs and one that is cut."""
+    for shape in ((64, 64), (24, 104)):
+        for w, mask in weights(shape, dtype, False):
+            for given in (w, w.float()):
+                right = torch.where(mask, given, 0)
+                assert_same_bits(keep(given, pack_bits(mask), None), right)
+                own = given.clone()
+                assert keep(own, pack_bits(mask), own) is own
+                assert_same_bits(own, right)
+
+
 def main() -> None:
     """Install the emulator, and compare."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
@@ -41,11 +54,11 @@ def main() -> None:
         for shape in SHAPES[1:4]:
             for turned in (False, True):
                 for w, mask in weights(shape, dtype, turned):
-                    made = compress_masked(w, mask, turned)
-                    for one, other in zip(
-                        made, COMPRESS_MASKED.reference(None, (turned,), (w, mask)), strict=True
-                    ):
-                        assert_same_bits(one, other)
+                    wanted = COMPRESS_MASKED.reference(None, (turned,), (w, mask))
+                    for given in (mask, pack_bits(mask)):
+                        for one, other in zip(compress_masked(w, given, turned), wanted, strict=True):
+                            assert_same_bits(one, other)
+        compare_kept(dtype)
         compare_full(next(weights((16, 16), dtype, False))[0])
         print(dtype, flush=True)
     print("agreed", flush=True)

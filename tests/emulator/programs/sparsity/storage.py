@@ -21,6 +21,7 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.sparse_mm.bits import pack_bits, packed_shape
 from fast.kernels.sparsity import host, quantize_host
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.inputs import PATTERNS, SHAPES, few_of_four, patterns
@@ -36,6 +37,10 @@ def compare_masks(dtype: torch.dtype) -> None:
         for pattern in PATTERNS:
             if shape[-1] % int(pattern.split(":")[1]) == 0:
                 assert_same_bits(host.prune(scores, None, pattern), reference.prune(scores, pattern=pattern))
+        if dtype.is_floating_point and shape[-1] % 8 == 0:
+            bits = torch.randint(0, 256, packed_shape(shape), dtype=torch.uint8)
+            assert host.prune(scores, None, "2:4", None, bits) is bits
+            assert_same_bits(bits, pack_bits(torch.as_tensor(reference.prune(scores))))
     w = torch.zeros(SHAPES[0])
     assert_same_bits(
         host.prune(w, patterns(dtype, SHAPES[0]), "2:4"),

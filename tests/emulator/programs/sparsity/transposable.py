@@ -18,6 +18,7 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.sparse_mm.bits import pack_bits, packed_shape
 from fast.kernels.sparsity import transposable_host as host
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.tiles import KINDS, SHAPES, tiles
@@ -30,6 +31,9 @@ def compare(w: torch.Tensor) -> None:
     out = torch.rand(w.shape) < 0.5
     assert host.prune_transposable(w, None, "exact", None, out) is out
     assert_same_bits(out, mask)
+    bits = torch.randint(0, 256, packed_shape(w.shape), dtype=torch.uint8)
+    assert host.prune_transposable(w, None, "exact", None, bits) is bits
+    assert_same_bits(bits, pack_bits(mask))
     made = host.compress_transposable(w)
     if w.dim() != 2:
         assert made is None

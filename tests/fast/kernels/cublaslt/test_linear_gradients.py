@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from fast.dispatch import execute
 from fast.kernels.cublaslt import weight_gradient
@@ -101,7 +102,7 @@ def ways(monkeypatch):
     """Names of the ways that were taken, on a Hopper GPU that is played by the host."""
     taken = []
     monkeypatch.setattr(layer, "covers", lambda g: len(g) > 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(layer, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(layer, "beside", lambda g, x: taken.append(BESIDE) or torchs(g, x))
     monkeypatch.setattr(
         weight_gradient, "weight_and_bias_gradients", lambda g, x: taken.append(EPILOGUE) or torchs(g, x)
@@ -119,6 +120,29 @@ def test_the_rules_way_is_taken(ways, monkeypatch, way):
     assert ways == ([] if way == APART else [way, way])
 
 
+@pytest.mark.parametrize("way", [APART, BESIDE, EPILOGUE])
+def test_plain_calls_pass_dispatch_by(ways, monkeypatch, way):
+    """Where nothing listens and no gradient is wanted; the same bits either way."""
+    monkeypatch.setattr(layer, "way_of", lambda *_: way)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(layer, "has_kernels", lambda t: True)
+    monkeypatch.setattr(layer, "execute", lambda f, r, v, o: torchs(*o, o[0])[1])
+    dispatched = []
+    monkeypatch.setattr(layer, "run", lambda f, r, v, o: dispatched.append(f.name) or torchs(*o))
+    g, x = normals(9, 4), normals(9, 3)
+    right = torchs(g, x)
+    assert same(weight_and_bias_gradients(g, x), right)
+    assert (ways, dispatched) == ([] if way == APART else [way], [])
+    assert same(weight_and_bias_gradients(g, x.clone().requires_grad_()), right)
+    with torch.no_grad():
+        assert same(weight_and_bias_gradients(g, x.clone().requires_grad_()), right)
+    with FlopCounterMode(display=False):
+        weight_and_bias_gradients(g, x)
+    monkeypatch.setattr(layer, "has_kernels", lambda t: False)
+    weight_and_bias_gradients(g, x)
+    assert dispatched == 3 * ["weight_and_bias_gradients"]
+
+
 def test_what_no_way_is_worth(ways, monkeypatch):
     """Small matrices, other GPUs, and products that the library does not have."""
     monkeypatch.setattr(layer, "way_of", lambda *_: EPILOGUE)
@@ -127,7 +151,7 @@ def test_what_no_way_is_worth(ways, monkeypatch):
     g, x = normals(9, 4), normals(9, 3)
     assert same(execute(LINEAR_GRADIENTS, None, (), (g, x)), torchs(g, x))
     monkeypatch.setattr(layer, "way_of", lambda *_: BESIDE)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(layer, "_capability", lambda device: (10, 0))
     execute(LINEAR_GRADIENTS, None, (), (g, x))
     assert ways == []
 
@@ -261,7 +285,6 @@ def test_sums_that_fail_leave_no_product_behind(monkeypatch):
 def test_a_graph_that_is_captured_has_a_stream_of_its_own(monkeypatch):
     """cuBLAS keeps a workspace for each stream: one that eager calls made is none of a graph's memory."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: [device, priority])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     layer._stream.cache_clear()
     streams = {}
     for captured in (False, True, False, True):
