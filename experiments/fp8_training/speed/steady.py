@@ -37,6 +37,31 @@ def steady(
     return times
 
 
+def steady_eager(
+    watch: Watch, spans: Mapping[str, Span], plan: Plan, settle: float = SETTLE
+) -> dict[str, list[float]]:
+    """As `steady` of launches one by one, where each method is over before the next one begins: launches that wait behind a
+    slow method's would hide the host's time of the next, which then seems faster than it ever is alone."""
+    runs = {name: span.eager for name, span in spans.items()}
+    before = {name: in_turn([run] * repeats(watch, run, settle)) for name, run in runs.items()}
+    order = [*runs, next(iter(runs))]
+
+    def after_own(name: str) -> float:
+        before[name]()
+        watch.sync()
+        return watch.seconds([runs[name]] * 2)[-1]
+
+    def passed() -> list[float]:
+        return list(map(after_own, order))
+
+    warm = [sum(passed()) for _ in range(plan.warmup)]
+    times: dict[str, list[float]] = {name: [] for name in (*runs, AGAIN)}
+    for _ in range(rounds_of(plan, min(warm, default=0.0))):
+        for key, name, seconds in zip(times, order, passed(), strict=True):
+            times[key].append(seconds / spans[name].count)
+    return times
+
+
 def repeats(watch: Watch, run: Call, settle: float) -> int:
     """How many calls last so many seconds, by two that are timed now; at least FEWEST."""
     if not settle:
@@ -59,4 +84,4 @@ def after_pause(
     return times
 
 
-__all__ = ["IDLE", "SETTLE", "SINGLE", "after_pause", "steady"]
+__all__ = ["IDLE", "SETTLE", "SINGLE", "after_pause", "steady", "steady_eager"]

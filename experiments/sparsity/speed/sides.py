@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.speed.steady import SETTLE, steady
+from experiments.fp8_training.speed.steady import SETTLE, steady, steady_eager
 from experiments.fp8_training.speed.watch import watch_of
 from experiments.harness.outcome import Values, attempt, free, keep, status
 from experiments.harness.progress import bar
@@ -114,7 +114,7 @@ def measure(watch: Watch, table: Table, settle: float = SETTLE) -> dict[str, Val
             made = attempt(partial(spanned, watch, table, side, calls[side.name], spans))
             found[side.name] = {**found[side.name], **made} if side.name in spans else made
     if spans:
-        times = steady(watch, spans, table.plan, settle, graph=table.graph)
+        times = (steady if table.graph else steady_eager)(watch, spans, table.plan, settle)
         add_times(table, times, found)
     calls.clear()
     spans.clear()

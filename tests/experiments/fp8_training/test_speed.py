@@ -10,7 +10,7 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
 from experiments.fp8_training.speed import blocks, checkpointing, grid, grid_eager, linear
 from experiments.fp8_training.speed.floor import Rates, floor_seconds
-from experiments.fp8_training.speed.steady import SETTLE, SINGLE, after_pause, steady
+from experiments.fp8_training.speed.steady import SETTLE, SINGLE, after_pause, steady, steady_eager
 from experiments.harness.timing import AGAIN, Plan, Span
 from reference.training.recipe import PRODUCTS, recipe_of
 from tests.experiments.harness.fake_watch import FakeWatch
@@ -140,6 +140,37 @@ def test_what_is_timed_comes_after_its_own_calls(graph):
     assert found == {"a": [1e-3] * 3, "b": [7e-3] * 3, AGAIN: [1e-3] * 3}
     cold = steady(watch, spans, plan, 0.0, graph=graph)
     assert cold["b"] == [14e-3] * 3
+
+
+class Queued(Heating):
+    """Launches wait behind those that the GPU has not come to; a call whose host is late takes the host's time then alone, when
+    none wait."""
+
+    def __init__(self, times, host):
+        super().__init__(times)
+        self.host, self.waiting = host, 0.0
+
+    def call(self, name):
+        def run():
+            hidden = min(self.waiting, self.host[name])
+            self.waiting = max(0.0, self.waiting + self.times[name] - self.host[name])
+            self.passed += max(self.times[name], self.host[name] - hidden)
+
+        return run
+
+    def sync(self):
+        self.waiting = 0.0
+
+
+def test_launches_one_by_one_do_not_hide_behind_another_method():
+    """Dense steps are launched faster than they run; those of the next side are not, and it is they that are slow."""
+    times, host = {"dense": 2e-3, "sparse": 1e-3}, {"dense": 0.1e-3, "sparse": 3e-3}
+    watch = Queued(times, host)
+    spans = {name: Span(1, None, watch.call(name)) for name in times}
+    found = steady_eager(watch, spans, plan := Plan(rounds=3, warmup=1, seconds=10.0))
+    assert found["sparse"] == [pytest.approx(3e-3)] * 3
+    assert found["dense"] == found[AGAIN] == [2e-3] * 3
+    assert steady(watch, spans, plan, 0.0, graph=False)["sparse"][0] < 3e-3
 
 
 @pytest.mark.parametrize(("seconds", "before"), [(10e-3, 10), (40e-3, 3), (200e-3, 2)])
