@@ -43,8 +43,11 @@ FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
 #: us and 3000 rows 541, by the dense weight 205 and 508).
 SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
-#: Of weights with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096: 530 to 1024 rows 22 to 25 us
-#: for 19 to 23).
+#: NF4 reads a word of shared memory for each element, beside those that products read: by the model (NVFP4's stages) the dense
+#: weight, which takes 50 us more than bfloat16 (H100, 14336 x 4096), is no slower from here on.
+MOST_OF_LEVELS = 4096
+#: Of weights of either with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096 in groups of 16: 530 to
+#: 1024 rows 22 to 25 us for 19 to 23).
 SMALL, MOST_OF_SMALL = 1 << 23, 512
 
 
@@ -96,12 +99,20 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
     if not x.numel() or x.numel() // length > MOST_ROWS:
         return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
-    most = MOST_OF_SMALL if n * length < SMALL else MOST_OF_SIXTEEN
-    if w.group == SIXTEEN and x.numel() // length > most:
-        return f"groups of {SIXTEEN} are multiplied by the dense weight from {most + 1} rows on"
+    if x.numel() // length > (most := most_rows(w)):
+        return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
         return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
     return missing_compiler()
+
+
+def most_rows(w: ArrangedWeight) -> int:
+    """The most rows for which the dense weight is not quicker."""
+    if w.group != SIXTEEN and w.element != "nf4":
+        return MOST_ROWS
+    if w.shape[0] * w.shape[1] < SMALL:
+        return MOST_OF_SMALL
+    return MOST_OF_SIXTEEN if w.group == SIXTEEN else MOST_OF_LEVELS
 
 
 def weight_of(w: ArrangedWeight) -> Weight:

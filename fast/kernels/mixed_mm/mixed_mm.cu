@@ -43,8 +43,8 @@ constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2
 static_assert(TURNS == 1 || (PAIR == 1 && SPLITS == 1 && SKEW == 0));
 static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS) && (SMALL == TOKENS || SMALL / PAIR % BOX == 0));
 constexpr int PANEL = 128;                             // bytes of a row of x
-constexpr int ATOM = ELEMENT == 0 || ELEMENT == 3 ? 2048 : 4096;  // bytes of an atom of w
-constexpr bool FACTORS = ELEMENT >= 3;                 // whether scales are factors of elements
+constexpr int ATOM = ELEMENT == 0 || ELEMENT == 3 || ELEMENT == 5 ? 2048 : 4096;  // bytes of an atom of w
+constexpr bool FACTORS = ELEMENT == 3 || ELEMENT == 4;  // whether scales are factors of elements
 constexpr int X_BYTES = TOKENS * PANEL, WORD_BYTES = GROUPS * ATOM;
 constexpr int SCALE_BYTES = FEATURES * (!FACTORS ? 4 : PARTS == 4 ? 2 : 1), ZERO_BYTES = ZERO ? FEATURES * 2 : 0;  // of a block
 constexpr int SIDE = TOKENS + 128;                     // words of a warpgroup's scales and biases
@@ -59,16 +59,17 @@ constexpr int PITCH = 68;                              // words of a token in th
 #include "schedule.cuh"
 #include "decode.cuh"
 #include "factors.cuh"
+#include "levels.cuh"
 #include "store.cuh"
 #include "turns.cuh"
 
 struct Ring {
-  u32 x, tiles, words, scales, zeros, side, sums, full, empty;
+  u32 x, tiles, words, scales, zeros, side, sums, table, full, empty;
   __device__ __forceinline__ Ring(u32 base)
       : x(base), tiles(SPLITS > 1 ? base : base + STAGES * X_BYTES),
         words(base + STAGES * X_BYTES + (SPLITS > 1 ? 0 : GROUPS * 2 * BUFFER)), scales(words + STAGES * WORD_BYTES),
         zeros(scales + STAGES * PARTS * SCALE_BYTES), side(zeros + STAGES * PARTS * ZERO_BYTES),
-        sums(side + (SPLITS > 1 ? GROUPS * SIDE * 4 : 0)), full(sums + SUMS_BYTES), empty(full + 8 * STAGES) {}
+        sums(side + (SPLITS > 1 ? GROUPS * SIDE * 4 : 0)), table(sums + SUMS_BYTES), full(table + TABLE_BYTES), empty(full + 8 * STAGES) {}
 };
 
 // One warpgroup begins SKEW stages behind the other, so that one multiplies while the other writes its tile. The ring has more, and
@@ -122,11 +123,12 @@ struct Loaded {
   }
 
   // 16 columns, number i of the stage's four. own: the weight's scale beside factors.
-  __device__ __forceinline__ void decode(int i, Fragment& a, const Masks& masks, float own) const {
+  __device__ __forceinline__ void decode(int i, Fragment& a, const Masks& masks, float own, u32 table) const {
     const uint4& w = words[ATOM / 2048 > 1 ? i / 2 : 0];
     const u32 nibbles = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
     if constexpr (ELEMENT == E2M1) factored.decode_nibbles(i, a, nibbles, own);
     else if constexpr (ELEMENT == E4M3_MX) factored.decode_bytes(i, a, i % 2 ? w.z : w.x, i % 2 ? w.w : w.y, own);
+    else if constexpr (ELEMENT == NF4) decode_levels(a, nibbles, rows[0], table);
     else if constexpr (ELEMENT == INT4) decode_nibbles(a, nibbles, rows[PARTS > 1 ? i / 2 : 0], masks);
     else decode_bytes(a, i % 2 ? w.z : w.x, i % 2 ? w.w : w.y, rows[PARTS > 1 ? i / 2 : 0]);
   }
@@ -141,7 +143,7 @@ struct Consumer {
   const Steps steps;
   const Masks masks;
   const float own_scale;
-  const u32 tile, side;
+  const u32 tile, side, table;
   const Sources from;
   Own at;
   u32 buffer = 0;
@@ -150,7 +152,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int split, int turn)
       : maps(maps), p(p), ring(ring), group(group), thread(thread), split(split), turn(turn), steps(p, split), masks(p.nibble),
         own_scale(FACTORS ? p.scales[0] : 1.f), tile(ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER)),
-        side(ring.side + group * SIDE * 4), from(ring, group, thread), at(turn) {}
+        side(ring.side + group * SIDE * 4), table(filled_table(ring.table, p, 128 * (GROUPS * turn + group) + thread)), from(ring, group, thread), at(turn) {}
 
   __device__ __forceinline__ void release(int stage) const {
     if (thread % 32 < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + thread % 32);
@@ -188,7 +190,7 @@ struct Consumer {
       const u64 x = descriptor(ring.x + at.stage * X_BYTES, PANEL);
       at.advance();
 #pragma unroll
-      for (int i = 0; i < 4; i++) own.decode(i, a[i], masks, own_scale);
+      for (int i = 0; i < 4; i++) own.decode(i, a[i], masks, own_scale, table);
       fence();
 #pragma unroll
       for (int i = 0; i < 4; i++) multiply(sum, a[i], x + 2 * i);
@@ -229,7 +231,7 @@ struct Consumer {
 #pragma unroll
         for (int j = i; j < i + BATCH; j++) hold(b[j], side, p.steps);
 #pragma unroll
-        for (int j = i; j < i + BATCH; j++) next.decode(j, b[j], masks, own_scale);
+        for (int j = i; j < i + BATCH; j++) next.decode(j, b[j], masks, own_scale, table);
       }
       if (!begins) release(before);
       before = own;
@@ -238,10 +240,10 @@ struct Consumer {
     if (steps.last > steps.first) {
       wait_for(ring.full + 8 * at.stage, at.parity);
       next.load(from, at.stage);
-      next.decode(0, even[0], masks, own_scale);
-      next.decode(1, even[1], masks, own_scale);
-      next.decode(2, even[2], masks, own_scale);
-      next.decode(3, even[3], masks, own_scale);
+      next.decode(0, even[0], masks, own_scale, table);
+      next.decode(1, even[1], masks, own_scale, table);
+      next.decode(2, even[2], masks, own_scale, table);
+      next.decode(3, even[3], masks, own_scale, table);
     }
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step += 2) {

@@ -15,15 +15,17 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "load.cuh", "turns.cuh")
+OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES = GROUPS * ATOM
 #: Tokens whose sums one warpgroup leaves for another at once.
 GATHERED = 64
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
-PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096}
+PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096, "nf4": 2048}
 MOST_STAGES = 12
+#: Bytes of the table of 16 levels, each once for every bank.
+TABLE = 2048
 #: Products of 16 columns that are given to the tensor core together, and decoded for together.
 BATCH = 2
 
@@ -39,6 +41,11 @@ class Weight(NamedTuple):
     def stage(self) -> int:
         """Bytes of a stage of FEATURES rows: words, scales, zero points."""
         return GROUPS * ELEMENTS[self.element] + self.parts * FEATURES * self._each
+
+    @property
+    def table(self) -> int:
+        """Bytes of the table of levels."""
+        return TABLE if self.element == "nf4" else 0
 
     @property
     def _each(self) -> int:
@@ -103,7 +110,7 @@ class Variant(NamedTuple):
         sums of those that take turns, barriers, alignment."""
         outgoing = GROUPS * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
         sums = GROUPS * min(GATHERED, self.tokens) * 256 if self.turns > 1 else 0
-        return self.ring(weight) + outgoing + sums + 16 * self.stages + 1024
+        return self.ring(weight) + outgoing + sums + weight.table + 16 * self.stages + 1024
 
 
 def fitted(tokens: int, pair: int, splits: int, weight: Weight, small: int = 0, turns: int = 1) -> Variant:

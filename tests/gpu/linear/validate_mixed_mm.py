@@ -6,7 +6,8 @@
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
 `mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
---compared: nothing but times of variants, of `linear_small` and bfloat16 (`mixed/compared.py`), written to PATH after each;
+--compared: nothing but times of variants, of `linear_small`, the dense route and bfloat16 (`mixed/compared.py`; by default of all
+its schemes and rows), written to PATH after each;
 nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
 """
 
@@ -103,7 +104,8 @@ def measure(options: Any, found: dict[str, Any]) -> None:
 
 def compare_kernels(options: Any) -> None:
     """Times of all cells that there is time for, written to a file after each."""
-    cells = list(compared.cells(compared.SCHEMES, compared.SHAPES, compared.ROWS))
+    schemes = options.schemes or compared.SCHEMES
+    cells = list(compared.cells(schemes, compared.SHAPES, options.rows or compared.ROWS))
     compile_cells(cells, options.parallel)
     rows: list[dict[str, Any]] = []
     made = None
@@ -152,8 +154,8 @@ def parsed(arguments: list[str] | None) -> Any:
     parser.add_argument("--times", type=float, default=60.0)
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)))
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--schemes", nargs="*", default=("int4_g128",), choices=tuple(weights.KINDS))
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--schemes", nargs="*", choices=tuple(weights.KINDS))
+    parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="their numbers")
     parser.add_argument("--compared", type=Path, metavar="PATH")
     parser.add_argument("--seconds", type=float, default=150.0)
@@ -167,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.compared is not None:
         compare_kernels(options)
         return 0
+    options.schemes, options.rows = options.schemes or ("int4_g128",), options.rows or ROWS
     compile_all(options)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
     say(found["device"])

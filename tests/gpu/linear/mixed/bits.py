@@ -44,6 +44,10 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("int4_g128", (14336, 512), 1024, BF16, BF16), ("mxfp8_e4m3", (14336, 384), 1000, FP16, None),
     ("nvfp4", (28672, 256), 400, BF16, BF16), ("int4_g128_asymmetric", (6144, 512), 700, BF16, FP16),
     ("mxfp4", (28672, 384), 300, FP16, None), ("fp8_rowwise", (14336, 512), 1024, BF16, None),
+    # Levels of a table: each way of multiplying.
+    ("nf4", (256, 512), 129, BF16, FP16), ("nf4", (384, 1024), 1000, FP16, None), ("nf4", (1920, 2048), 96, BF16, BF16),
+    ("nf4", (28672, 384), 33, FP16, torch.float32), ("nf4", (14336, 384), 128, BF16, None),
+    ("nf4", (14336, 512), 1024, BF16, BF16), ("nf4", (1024, 4096), 2049, BF16, None),
 )  # fmt: skip
 
 
@@ -101,8 +105,12 @@ def wrong_columns(
 
 
 def randomly_scaled(w: ArrangedWeight) -> ArrangedWeight:
-    """The codes with scales that are no powers of two; of MX, that are any within reach of float16."""
+    """The codes with scales that are no powers of two; of MX, that are any within reach of float16; of NF4, before levels."""
     torch.manual_seed(0)
+    if w.element == "nf4":
+        blocks = w.columns // w.group
+        drawn = torch.rand(blocks, w.rows, device=weights.DEVICE) * 0.1 + 0.001
+        return replace(w, scale=torch.cat([drawn.view(torch.int32), w.scale[blocks:]]))
     if w.element in FACTORED:
         return replace(w, scale=random_factors(w))
     return replace(w, scale=torch.rand_like(w.scale) * 0.1 + 0.001)
