@@ -46,8 +46,8 @@ SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
 #: NF4 reads a word of shared memory for each element, beside those that products read: by the model (NVFP4's stages) the dense
 #: weight, which takes 50 us more than bfloat16 (H100, 14336 x 4096), is no slower from here on.
 MOST_OF_LEVELS = 4096
-#: Of weights of either with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096 in groups of 16: 530 to
-#: 1024 rows 22 to 25 us for 19 to 23).
+#: Of weights of either with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096 in groups of 16: 530
+#: to 1024 rows 22 to 25 us for 19 to 23).
 SMALL, MOST_OF_SMALL = 1 << 23, 512
 
 

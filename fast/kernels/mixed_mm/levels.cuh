@@ -1,8 +1,8 @@
 // NF4: levels by their codes from a table in shared memory, times the scale of a block, rounded once: see `decode.cuh`.
 //
-// Byte r of a word is pair r, its first column the low nibble. The table has each of 16 levels 32 times side by side, so that lanes
-// read banks of their own whatever the codes are. Where a level is takes one instruction, a product of bytes: a nibble, left where it
-// is, times the distance of levels over that of its place, plus a lane's copies. A word takes 31 instructions, of int4 28.
+// Byte r of a word is pair r, its first column the low nibble. The table has each of 16 levels 32 times side by side, so that
+// lanes read banks of their own whatever the codes are. The address of a level takes one instruction, a product of bytes: a
+// nibble, left where it is, times the distance of levels over the power of two that its place is, plus a lane's first copy.
 //
 // Before: `words.cuh`, `decode.cuh`, Problem, CONSUMERS.
 
@@ -27,11 +27,12 @@ __device__ __forceinline__ void decode_levels(Fragment& a, u32 word, const Rows&
   const u32 low = word & 0x0F0F0F0Fu, high = word & 0xF0F0F0F0u;
 #pragma unroll
   for (int r = 0; r < 4; r++)
-    a[r] = scaled(level_at(dot(low, u32(LEVEL) << 8 * r, table)), level_at(dot(high, u32(LEVEL / 16) << 8 * r, table)), rows.scale[r % 2]);
+    a[r] = scaled(level_at(dot(low, u32(LEVEL) << 8 * r, table)), level_at(dot(high, u32(LEVEL / 16) << 8 * r, table)),
+                  rows.scale[r % 2]);
 }
 
-// Where a lane's copies are, by all that multiply: the levels of the weight lie behind its scales. No compiler knows the place, or it
-// would read before the others are there.
+// Fill the table, by all that multiply: the levels of a weight lie behind its scales. Where a lane's first copy is no compiler
+// knows, or it might read before others wrote.
 __device__ __forceinline__ u32 filled_table(u32 table, const Problem& p, int thread) {
   if constexpr (ELEMENT != NF4) return 0;
   const float* levels = p.scales + i64(p.steps) * p.features;

@@ -22,7 +22,7 @@ struct Maps { TensorMap x, part, y; };  // of x: a program's share of a tile, an
 
 struct Problem {
   const unsigned char* words;   // (features / 64, steps, ATOM)
-  const float* scales;          // (blocks, features), or the weight's own one and factors, see `factors.cuh`
+  const float* scales;          // (blocks, features), levels behind them, or the weight's own one and factors, see `factors.cuh`
   const int* zeros;             // (blocks, features / 2), or null
   const void* bias;             // or null
   void* y;
@@ -152,7 +152,8 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int split, int turn)
       : maps(maps), p(p), ring(ring), group(group), thread(thread), split(split), turn(turn), steps(p, split), masks(p.nibble),
         own_scale(FACTORS ? p.scales[0] : 1.f), tile(ring.tiles + group * (SPLITS > 1 ? CHUNK * PITCH * 4 : 2 * BUFFER)),
-        side(ring.side + group * SIDE * 4), table(filled_table(ring.table, p, 128 * (GROUPS * turn + group) + thread)), from(ring, group, thread), at(turn) {}
+        side(ring.side + group * SIDE * 4), table(filled_table(ring.table, p, 128 * (GROUPS * turn + group) + thread)),
+        from(ring, group, thread), at(turn) {}
 
   __device__ __forceinline__ void release(int stage) const {
     if (thread % 32 < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + thread % 32);

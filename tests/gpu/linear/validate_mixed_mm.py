@@ -6,9 +6,9 @@
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
 `mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
---compared: nothing but times of variants, of `linear_small`, the dense route and bfloat16 (`mixed/compared.py`; by default of all
-its schemes and rows), written to PATH after each;
-nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
+--compared: nothing but times of variants, of `linear_small`, the dense route and bfloat16 (`mixed/compared.py`, by default all
+of its schemes and rows), written to PATH after each; nothing starts after --seconds, what is compiled before included. Exits
+with 1 on any difference.
 """
 
 from __future__ import annotations

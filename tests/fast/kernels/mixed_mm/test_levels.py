@@ -36,7 +36,9 @@ def every_code(n=N, k=K):
     """A weight whose words have every code in every place, by scales of all sizes, also subnormal ones, infinity left out."""
     draw = torch.Generator().manual_seed(7)
     codes = torch.randint(0, 256, (n, k // 2), generator=draw).to(torch.uint8)
-    scale = torch.randn(k // BLOCK, n, generator=draw) * 2.0 ** torch.randint(-130, 3, (k // BLOCK, n), generator=draw)
+    scale = torch.randn(k // BLOCK, n, generator=draw) * 2.0 ** torch.randint(
+        -130, 3, (k // BLOCK, n), generator=draw
+    )
     levels = torch.tensor(named("nf4").format.values.tolist()).float()
     return arranged(codes, scale.float(), levels), values_of(codes, scale.float(), levels)
 
@@ -85,12 +87,16 @@ def test_levels_are_those_of_the_weight():
     codes = torch.randint(0, 256, (N, K // 2), generator=draw).to(torch.uint8)
     scale, levels = torch.rand(K // BLOCK, N, generator=draw), torch.randn(16, generator=draw)
     x, _ = given(16, N, K, BF16, None)
-    found = MixedStandIn(early=False).multiplied(x, arranged(codes, scale, levels), None, Variant(16, 1, 1, 3))
+    found = MixedStandIn(early=False).multiplied(
+        x, arranged(codes, scale, levels), None, Variant(16, 1, 1, 3)
+    )
     assert_same_bits(found, expected(x, values_of(codes, scale, levels), None))
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("variant", [Variant(32, 1, 1, 3), Variant(32, 1, 1, 4, turns=2), Variant(32, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "variant", [Variant(32, 1, 1, 3), Variant(32, 1, 1, 4, turns=2), Variant(32, 1, 2, 3)]
+)
 def test_sums(early, variant):
     """Of integers, with scales that are powers of two: exact in any order."""
     require_nvrtc()
@@ -98,7 +104,9 @@ def test_sums(early, variant):
     p = layout.preshuffled(q)
     w = ArrangedWeight(p.codes, p.scale, p.zero, p.shape, *layout.form_of(p.scheme, K))
     x = torch.randint(-2, 3, (20, K), generator=torch.Generator().manual_seed(2)).to(BF16)
-    dense = values_of(q.codes, p.scale[: K // BLOCK].view(torch.float32), torch.tensor(q.scheme.format.values.tolist()))
+    dense = values_of(
+        q.codes, p.scale[: K // BLOCK].view(torch.float32), torch.tensor(q.scheme.format.values.tolist())
+    )
     assert_same_bits(MixedStandIn(early=early).multiplied(x, w, None, variant), expected(x, dense, None))
 
 

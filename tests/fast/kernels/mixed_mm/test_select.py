@@ -233,12 +233,17 @@ def test_other_elements_are_refused():
     assert "elements are" in reason
 
 
-@pytest.mark.parametrize(("rows", "small", "taken"), [(4096, False, True), (4097, False, False), (512, True, True), (513, True, False)])
+@pytest.mark.parametrize(
+    ("rows", "small", "taken"),
+    [(4096, False, True), (4097, False, False), (512, True, True), (513, True, False)],
+)
 def test_levels_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, rows, small, taken):
     monkeypatch.setattr(host, "SMALL", arranged().rows * arranged().columns + small)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
     monkeypatch.setattr(host, "missing_compiler", lambda: None)
-    reason = host.refused(on_hopper(torch.bfloat16, (rows, 256)), replace(arranged(), element="nf4", group=64), None)
+    reason = host.refused(
+        on_hopper(torch.bfloat16, (rows, 256)), replace(arranged(), element="nf4", group=64), None
+    )
     assert (reason is None) == taken
 
 
