@@ -16,6 +16,7 @@ from fast.kernels.hopper.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, a
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
+from fast.kernels.linear_small.host import check_row_scales
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import few
 from fast.kernels.mixed_mm.schedule import Grid, Schedule, grid_of, scheduled
@@ -28,6 +29,7 @@ from fast.kernels.mixed_mm.variants import (
     Variant,
     Weight,
     sources,
+    with_scales,
 )
 from fast.kernels.sparse_mm.variants import KINDS
 
@@ -36,8 +38,8 @@ NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x (two boxes) and y; then words, scales, zeros, bias, y as addresses, and tokens,
-#: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4x"), 384
+#: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble, and x_scale (`Problem` in the source).
+ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4xQ"), 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
@@ -56,24 +58,27 @@ def mixed_mm(
     w: ArrangedWeight,
     bias: torch.Tensor | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
     key: Any = None,
     record: Any = None,
 ) -> torch.Tensor | None:
     """x (..., K) times the transpose of what `dequantize` gives of a weight (N, K) in x's dtype, plus bias (N): (..., N).
 
     Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32, and
-    the result rounded once to x's dtype. None where another route has to take it, see `refused`. key, record: see
-    `launch.cache`.
+    the result rounded once to x's dtype. x_scale: float32, one for each row of x, by which its sums are multiplied in float32
+    before that: x is then the rows' codes, which are exact in its dtype. None where another route has to take it, see
+    `refused`. key, record: see `launch.cache`, of a call without x_scale. ValueError for other scales.
     """
+    check_row_scales(x_scale, x, x.numel() // w.shape[1], NAME)
     if refused(x, w, bias) is not None:
         return None
     try:
-        call = Product(x, w, bias)
+        call = Product(x, w, bias, x_scale=x_scale)
     except (RuntimeError, OSError) as error:
         FAILED.append(f"it did not compile or load before: {error}")
         warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=2)
         return None
-    y = call(x, w.words, w.scale, w.zero, bias)
+    y = call(x, w.words, w.scale, w.zero, bias, x_scale)
     cache.remember(key, call, record)
     return y
 
@@ -130,13 +135,14 @@ class Product:
     """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches.
 
     inputs, buffers, launches, finish: what it is as a step of a program (`fast.prepared`), as `launch.call.Call` has them.
+    x_scale: scales of rows, where calls have them.
     """
 
-    inputs = ("x", "words", "scale", "zero", "bias")
+    inputs: tuple[str, ...] = ("x", "words", "scale", "zero", "bias")
 
     def __init__(
         self, x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, variant: Variant | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | None = None, x_scale: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.index, self.device, self.dtype = x.get_device(), x.device, x.dtype
         self.features, self.length = w.shape
@@ -144,6 +150,8 @@ class Product:
         weight = weight_of(w)
         if variant is None:
             variant = choose(self.tokens, self.features, self.length, weight, processors_of(self.index))
+        if x_scale is not None:
+            variant, self.inputs = with_scales(variant, weight), (*self.inputs, "x_scale")
         self.variant, self.maps = variant, TensorMaps(self._describe)
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
@@ -156,12 +164,14 @@ class Product:
             0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, one.cut, *one.whole, one.shares, NIBBLE,
         )  # fmt: skip
 
-    def __call__(self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None) -> torch.Tensor | None:
+    def __call__(
+        self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None, x_scale: Any = None
+    ) -> torch.Tensor | None:
         """The product of operands with the same key; None for a negative view, which has to be resolved."""
         if current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
-                return self(x, words, scale, zero, bias)
-        found = addresses_of((x, words, scale, zero, bias))
+                return self(x, words, scale, zero, bias, x_scale)
+        found = addresses_of((x, words, scale, zero, bias, x_scale))
         if found is None:
             return None
         addresses, _kept = found
@@ -171,9 +181,10 @@ class Product:
             self.programs,
             current_stream(self.index),  # type: ignore[misc]
             self.maps[at],
-            *addresses[1:],
+            *addresses[1:5],
             at[1],
             *self.rest,
+            addresses[5],
         )
         return y
 
@@ -183,9 +194,11 @@ class Product:
 
     def launch_at(self, stream: int, addresses: Sequence[int | None]) -> None:
         """Launch on operands and y at these addresses, None for what is not there."""
-        x, words, scale, zero, bias, y = addresses
+        (x, words, scale, zero, bias), y, scales = addresses[:5], addresses[-1], addresses[5:-1]
         at: Any = (x, y)
-        self.launch(self.programs, stream, self.maps[at], words, scale, zero or 0, bias or 0, y, *self.rest)
+        self.launch(
+            self.programs, stream, self.maps[at], words, scale, zero or 0, bias or 0, y, *self.rest, *(scales or (0,))
+        )
 
     @staticmethod
     def finish(tensors: Sequence[Any]) -> Any:
