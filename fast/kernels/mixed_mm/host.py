@@ -197,7 +197,16 @@ class Product:
         (x, words, scale, zero, bias), y, scales = addresses[:5], addresses[-1], addresses[5:-1]
         at: Any = (x, y)
         self.launch(
-            self.programs, stream, self.maps[at], words, scale, zero or 0, bias or 0, y, *self.rest, *(scales or (0,))
+            self.programs,
+            stream,
+            self.maps[at],
+            words,
+            scale,
+            zero or 0,
+            bias or 0,
+            y,
+            *self.rest,
+            *(scales or (0,)),
         )
 
     @staticmethod

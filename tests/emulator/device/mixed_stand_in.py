@@ -49,7 +49,13 @@ class MixedStandIn(StandIn):
             yield
 
     def multiplied(
-        self, x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant, schedule: Any = None, x_scale: Any = None
+        self,
+        x: torch.Tensor,
+        w: ArrangedWeight,
+        bias: Any,
+        variant: Variant,
+        schedule: Any = None,
+        x_scale: Any = None,
     ) -> torch.Tensor:
         """The product by a variant, by default as `schedule.scheduled` has it."""
         operands = x, w.words, w.scale, w.zero, bias, x_scale

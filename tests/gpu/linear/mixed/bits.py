@@ -51,12 +51,14 @@ CASES: tuple[tuple[Any, ...], ...] = (
 )  # fmt: skip
 
 
-def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None) -> Any:
+def product(
+    x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None, x_scale: Any = None
+) -> Any:
     """The result in memory that held NaN, behind and in front of rows of NaN that must stay."""
-    call = Product(x, w, bias, variant)
+    call = Product(x, w, bias, variant, x_scale=x_scale)
     kept = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
     call.allocate = lambda shape, strides, dtype: kept[1:-1]
-    y = call(x, w.words, w.scale, w.zero, bias)
+    y = call(x, w.words, w.scale, w.zero, bias, x_scale)
     torch.cuda.synchronize()
     outside = int(kept[0].isfinite().sum() + kept[-1].isfinite().sum())
     assert not outside, f"{outside} elements beyond the result were written"
@@ -148,4 +150,4 @@ def outside_of(
         yield f"{label}: other bits another time"
 
 
-__all__ = ["CASES", "product", "wrong_of"]
+__all__ = ["CASES", "product", "randomly_scaled", "wrong_of"]
