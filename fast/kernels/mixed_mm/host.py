@@ -6,7 +6,7 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,18 +69,27 @@ def mixed_mm(
     before that: x is then the rows' codes, which are exact in its dtype. None where another route has to take it, see
     `refused`. key, record: see `launch.cache`, of a call without x_scale. ValueError for other scales.
     """
-    check_row_scales(x_scale, x, x.numel() // w.shape[1], NAME)
-    if refused(x, w, bias) is not None:
-        return None
-    try:
-        call = Product(x, w, bias, x_scale=x_scale)
-    except (RuntimeError, OSError) as error:
-        FAILED.append(f"it did not compile or load before: {error}")
-        warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=2)
+    call = product_of(x, w, bias, x_scale)
+    if call is None:
         return None
     y = call(x, w.words, w.scale, w.zero, bias, x_scale)
     cache.remember(key, call, record)
     return y
+
+
+def product_of(
+    x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, x_scale: torch.Tensor | None = None
+) -> Product | None:
+    """The call, not made yet; None and errors as `mixed_mm`."""
+    check_row_scales(x_scale, x, x.numel() // w.shape[1], NAME)
+    if refused(x, w, bias) is not None:
+        return None
+    try:
+        return Product(x, w, bias, x_scale=x_scale)
+    except (RuntimeError, OSError) as error:
+        FAILED.append(f"it did not compile or load before: {error}")
+        warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=3)
+        return None
 
 
 def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> bool:
@@ -223,6 +232,31 @@ class Product:
         return made
 
 
+class Compiled(NamedTuple):
+    """What a call launches directly: `function(stream, addresses)`."""
+
+    function: Callable[[int, Sequence[int | None]], Any]
+
+
+class ProductLaunch:
+    """A product as one of the launches of a `launch.call.Call`, in place of a `launcher.CompiledLaunch`.
+
+    Its pointers are x, words, scale, zero and bias (None where there is none), x_scale where rows have scales, and y.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.compiled = {(product.index,): Compiled(product.launch_at)}
+
+    def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> tuple[int, ...]:
+        """Run on tensors of one device, on its current stream; what it was compiled for. ValueError for negative views."""
+        found = addresses_of(pointers)
+        if found is None:
+            raise ValueError("mixed_mm: operands must not be negative views; resolve_neg() makes them plain")
+        self.product.launch_at(current_stream(device), found[0])  # type: ignore[misc]
+        return (device,)
+
+
 @lru_cache(maxsize=256)
 def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[Launch, int]:
     """What launches a variant, compiled at first use, and how many of its clusters run at once. name: of the dtype of x."""
@@ -239,8 +273,10 @@ __all__ = [
     "INPUTS",
     "MAPS",
     "Product",
+    "ProductLaunch",
     "is_faster",
     "mixed_mm",
+    "product_of",
     "programs_of",
     "refused",
     "weight_of",

@@ -1,6 +1,7 @@
 """Scales of rows of x: in the emulator bit for bit by each way of finishing a tile, compiled, and what is refused."""
 
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,3 +169,35 @@ def test_calls_with_scales(monkeypatch):
     assert [launched[at][-1] for at in (1, 2)] == [16 * 6, 0]
     assert launched[1][3:8] == (32, 48, 64, 80, 7 * 16)
     assert launched[2][3:8] == (32, 48, 64, 80, 6 * 16)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_launch_of_a_call(monkeypatch, scaled):
+    """What `exact_inputs` launches behind its own kernel: run on tensors, and by their addresses."""
+    require_nvrtc()
+    monkeypatch.setattr(host, "processors_of", lambda index: 132)
+    monkeypatch.setattr(host, "refused", lambda *given: None)
+    w, dense = stored("int4_g32", 128, 256)
+    x, bias = given(40, 128, 256, BF16, BF16)
+    x_scale = scales(40) if scaled else None
+    device, y = MixedStandIn(early=False), torch.zeros(40, 128, dtype=BF16)
+    pointers = [x, w.words, w.scale, w.zero, bias, *([x_scale] if scaled else []), y]
+    for one in pointers:
+        if one is not None:
+            device.add(one)
+    with device.installed():
+        launch = host.ProductLaunch(host.product_of(x, w, bias, x_scale))
+        signature = launch.run(pointers, -1)
+        right = finished(
+            x.double() @ dense.to(BF16).double().t(), scales(40) if scaled else torch.ones(40), bias, BF16
+        )
+        assert_same_bits(y, right)
+        y.zero_()
+        launch.compiled[signature].function(0, [None if one is None else one.data_ptr() for one in pointers])
+    assert_same_bits(y, right)
+
+
+def test_a_launch_has_no_negative_views():
+    launch = host.ProductLaunch(SimpleNamespace(index=0, launch_at=None))
+    with pytest.raises(ValueError, match="resolve_neg"):
+        launch.run([torch.zeros(8, dtype=torch.complex64).conj().imag], 0)

@@ -265,7 +265,7 @@ def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch
 def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch):
     """Once; then nothing is tried any more."""
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
