@@ -119,13 +119,16 @@ def check_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None
         )
 
 
-def check_row_scales(x_scale: torch.Tensor | None, x: torch.Tensor, count: int) -> None:
-    """ValueError where there are scales of inputs that are not one in float32 for each row, beside them on their device."""
+def check_row_scales(
+    x_scale: torch.Tensor | None, x: torch.Tensor, count: int, name: str = "linear_small"
+) -> None:
+    """ValueError, of the kernel of this name, where there are scales of inputs that are not one in float32 for each row, beside
+    them on their device."""
     if x_scale is None:
         return
     if x_scale.numel() != count or x_scale.dtype != torch.float32 or not same_device(x, x_scale):
         raise ValueError(
-            f"linear_small: scales {tuple(x_scale.shape)} in {x_scale.dtype} on {x_scale.device} of inputs {tuple(x.shape)} on "
+            f"{name}: scales {tuple(x_scale.shape)} in {x_scale.dtype} on {x_scale.device} of inputs {tuple(x.shape)} on "
             f"{x.device}: there must be one in float32 for each row, on the same device"
         )
 

@@ -10,7 +10,7 @@
 // Elements become float32 exactly: integers in the fraction of a power of two, less that power and the zero point; e4m3 by way of
 // float16. Times the scale, rounded once.
 
-enum { INT4 = 0, INT8 = 1, E4M3 = 2, E2M1 = 3, E4M3_MX = 4 };  // the last two: `factors.cuh`
+enum { INT4 = 0, INT8 = 1, E4M3 = 2, E2M1 = 3, E4M3_MX = 4, NF4 = 5 };  // from E2M1 on: `factors.cuh`, `levels.cuh`
 
 typedef u32 Fragment[4];  // registers of an instruction's first operand
 

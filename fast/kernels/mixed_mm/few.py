@@ -21,7 +21,7 @@ LEAST, MOST = 33, 128
 class Steps(NamedTuple):
     """Microseconds of a step. own: of 64 columns in a tile of 128 rows. half: of `linear_small`, 128 columns of 64 rows of x
     where there are no more; halves: of 64 rows of more of them, in two programs; whole: of 128 rows. 8-bit elements have no
-    halves."""
+    halves, NF4 has nothing else."""
 
     own: float
     half: float
@@ -30,11 +30,13 @@ class Steps(NamedTuple):
 
 
 #: By what is decoded. Where zero points or groups were not timed they are those of the element without, see `steps_of`.
+#: `own` of NF4 is NVFP4's: no GPU has timed it.
 STEPS = {
     Weight("int4"): Steps(0.485, 0.60, 0.52, 1.16), Weight("int4", True): Steps(0.49, 0.62, 0.81, 1.27),
     Weight("int4", False, 2): Steps(0.49, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.522, 0.95, 0.0, 1.31),
     Weight("e4m3"): Steps(0.486, 0.90, 0.0, 1.28), Weight("e2m1", False, 2): Steps(0.43, 0.68, 0.62, 1.17),
     Weight("e2m1", False, 4): Steps(0.58, 0.71, 0.635, 1.19), Weight("e4m3_mx", False, 2): Steps(0.48, 0.93, 0.0, 1.35),
+    Weight("nf4"): Steps(0.58, 1.45, 1.41, 0.0),
 }  # fmt: skip
 #: Microseconds of a call of `mixed_mm`, and of parts of K; how much faster it has to be.
 ONCE, PARTS, MARGIN = 3.0, 3.9, 0.97

@@ -6,7 +6,7 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from fast.kernels.hopper.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, a
 from fast.kernels.launch import cache
 from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
+from fast.kernels.linear_small.host import check_row_scales
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import few
 from fast.kernels.mixed_mm.schedule import Grid, Schedule, grid_of, scheduled
@@ -28,6 +29,7 @@ from fast.kernels.mixed_mm.variants import (
     Variant,
     Weight,
     sources,
+    with_scales,
 )
 from fast.kernels.sparse_mm.variants import KINDS
 
@@ -36,15 +38,18 @@ NAME = "mixed_mm"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x (two boxes) and y; then words, scales, zeros, bias, y as addresses, and tokens,
-#: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4x"), 384
+#: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble, and x_scale (`Problem` in the source).
+ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4xQ"), 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
 #: us and 3000 rows 541, by the dense weight 205 and 508).
 SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
-#: Of weights with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096: 530 to 1024 rows 22 to 25 us
-#: for 19 to 23).
+#: NF4 reads a word of shared memory for each element, beside those that products read: by the model (NVFP4's stages) the dense
+#: weight, which takes 50 us more than bfloat16 (H100, 14336 x 4096), is no slower from here on.
+MOST_OF_LEVELS = 4096
+#: Of weights of either with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096 in groups of 16: 530
+#: to 1024 rows 22 to 25 us for 19 to 23).
 SMALL, MOST_OF_SMALL = 1 << 23, 512
 
 
@@ -53,26 +58,38 @@ def mixed_mm(
     w: ArrangedWeight,
     bias: torch.Tensor | None = None,
     *,
+    x_scale: torch.Tensor | None = None,
     key: Any = None,
     record: Any = None,
 ) -> torch.Tensor | None:
     """x (..., K) times the transpose of what `dequantize` gives of a weight (N, K) in x's dtype, plus bias (N): (..., N).
 
     Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32, and
-    the result rounded once to x's dtype. None where another route has to take it, see `refused`. key, record: see
-    `launch.cache`.
+    the result rounded once to x's dtype. x_scale: float32, one for each row of x, by which its sums are multiplied in float32
+    before that: x is then the rows' codes, which are exact in its dtype. None where another route has to take it, see
+    `refused`. key, record: see `launch.cache`, of a call without x_scale. ValueError for other scales.
     """
+    call = product_of(x, w, bias, x_scale)
+    if call is None:
+        return None
+    y = call(x, w.words, w.scale, w.zero, bias, x_scale)
+    cache.remember(key, call, record)
+    return y
+
+
+def product_of(
+    x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, x_scale: torch.Tensor | None = None
+) -> Product | None:
+    """The call, not made yet; None and errors as `mixed_mm`."""
+    check_row_scales(x_scale, x, x.numel() // w.shape[1], NAME)
     if refused(x, w, bias) is not None:
         return None
     try:
-        call = Product(x, w, bias)
+        return Product(x, w, bias, x_scale=x_scale)
     except (RuntimeError, OSError) as error:
         FAILED.append(f"it did not compile or load before: {error}")
-        warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=2)
+        warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=3)
         return None
-    y = call(x, w.words, w.scale, w.zero, bias)
-    cache.remember(key, call, record)
-    return y
 
 
 def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> bool:
@@ -96,12 +113,20 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
     if not x.numel() or x.numel() // length > MOST_ROWS:
         return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
-    most = MOST_OF_SMALL if n * length < SMALL else MOST_OF_SIXTEEN
-    if w.group == SIXTEEN and x.numel() // length > most:
-        return f"groups of {SIXTEEN} are multiplied by the dense weight from {most + 1} rows on"
+    if x.numel() // length > (most := most_rows(w)):
+        return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
         return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
     return missing_compiler()
+
+
+def most_rows(w: ArrangedWeight) -> int:
+    """The most rows for which the dense weight is not quicker."""
+    if w.group != SIXTEEN and w.element != "nf4":
+        return MOST_ROWS
+    if w.shape[0] * w.shape[1] < SMALL:
+        return MOST_OF_SMALL
+    return MOST_OF_SIXTEEN if w.group == SIXTEEN else MOST_OF_LEVELS
 
 
 def weight_of(w: ArrangedWeight) -> Weight:
@@ -119,13 +144,14 @@ class Product:
     """A call: all that shapes and dtypes say, so that a repetition allocates, looks a tensor map up and launches.
 
     inputs, buffers, launches, finish: what it is as a step of a program (`fast.prepared`), as `launch.call.Call` has them.
+    x_scale: scales of rows, where calls have them.
     """
 
-    inputs = ("x", "words", "scale", "zero", "bias")
+    inputs: tuple[str, ...] = ("x", "words", "scale", "zero", "bias")
 
     def __init__(
         self, x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, variant: Variant | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | None = None, x_scale: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.index, self.device, self.dtype = x.get_device(), x.device, x.dtype
         self.features, self.length = w.shape
@@ -133,6 +159,8 @@ class Product:
         weight = weight_of(w)
         if variant is None:
             variant = choose(self.tokens, self.features, self.length, weight, processors_of(self.index))
+        if x_scale is not None:
+            variant, self.inputs = with_scales(variant, weight), (*self.inputs, "x_scale")
         self.variant, self.maps = variant, TensorMaps(self._describe)
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
         self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
@@ -145,12 +173,14 @@ class Product:
             0 if bias is None else KINDS.index(FLOAT_NAMES[bias.dtype]), GROUP, one.cut, *one.whole, one.shares, NIBBLE,
         )  # fmt: skip
 
-    def __call__(self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None) -> torch.Tensor | None:
+    def __call__(
+        self, x: Any, words: Any, scale: Any, zero: Any, bias: Any = None, x_scale: Any = None
+    ) -> torch.Tensor | None:
         """The product of operands with the same key; None for a negative view, which has to be resolved."""
         if current_device() != self.index:  # type: ignore[misc]
             with torch.cuda.device(self.index):
-                return self(x, words, scale, zero, bias)
-        found = addresses_of((x, words, scale, zero, bias))
+                return self(x, words, scale, zero, bias, x_scale)
+        found = addresses_of((x, words, scale, zero, bias, x_scale))
         if found is None:
             return None
         addresses, _kept = found
@@ -160,9 +190,10 @@ class Product:
             self.programs,
             current_stream(self.index),  # type: ignore[misc]
             self.maps[at],
-            *addresses[1:],
+            *addresses[1:5],
             at[1],
             *self.rest,
+            addresses[5],
         )
         return y
 
@@ -172,9 +203,20 @@ class Product:
 
     def launch_at(self, stream: int, addresses: Sequence[int | None]) -> None:
         """Launch on operands and y at these addresses, None for what is not there."""
-        x, words, scale, zero, bias, y = addresses
+        (x, words, scale, zero, bias), y, scales = addresses[:5], addresses[-1], addresses[5:-1]
         at: Any = (x, y)
-        self.launch(self.programs, stream, self.maps[at], words, scale, zero or 0, bias or 0, y, *self.rest)
+        self.launch(
+            self.programs,
+            stream,
+            self.maps[at],
+            words,
+            scale,
+            zero or 0,
+            bias or 0,
+            y,
+            *self.rest,
+            *(scales or (0,)),
+        )
 
     @staticmethod
     def finish(tensors: Sequence[Any]) -> Any:
@@ -188,6 +230,31 @@ class Product:
         made += tensor_map(x, self.tokens, 2 * self.length, (one.box, PANEL))
         made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
         return made
+
+
+class Compiled(NamedTuple):
+    """What a call launches directly: `function(stream, addresses)`."""
+
+    function: Callable[[int, Sequence[int | None]], Any]
+
+
+class ProductLaunch:
+    """A product as one of the launches of a `launch.call.Call`, in place of a `launcher.CompiledLaunch`.
+
+    Its pointers are x, words, scale, zero and bias (None where there is none), x_scale where rows have scales, and y.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.compiled = {(product.index,): Compiled(product.launch_at)}
+
+    def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> tuple[int, ...]:
+        """Run on tensors of one device, on its current stream; what it was compiled for. ValueError for negative views."""
+        found = addresses_of(pointers)
+        if found is None:
+            raise ValueError("mixed_mm: operands must not be negative views; resolve_neg() makes them plain")
+        self.product.launch_at(current_stream(device), found[0])  # type: ignore[misc]
+        return (device,)
 
 
 @lru_cache(maxsize=256)
@@ -206,8 +273,10 @@ __all__ = [
     "INPUTS",
     "MAPS",
     "Product",
+    "ProductLaunch",
     "is_faster",
     "mixed_mm",
+    "product_of",
     "programs_of",
     "refused",
     "weight_of",

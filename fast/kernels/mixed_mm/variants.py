@@ -15,15 +15,17 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "load.cuh", "turns.cuh")
+OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES = GROUPS * ATOM
 #: Tokens whose sums one warpgroup leaves for another at once.
 GATHERED = 64
 #: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
-PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096}
+PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096, "nf4": 2048}
 MOST_STAGES = 12
+#: Bytes of the table of 16 levels, each once for every bank.
+TABLE = 2048
 #: Products of 16 columns that are given to the tensor core together, and decoded for together.
 BATCH = 2
 
@@ -41,6 +43,11 @@ class Weight(NamedTuple):
         return GROUPS * ELEMENTS[self.element] + self.parts * FEATURES * self._each
 
     @property
+    def table(self) -> int:
+        """Bytes of the table of levels."""
+        return TABLE if self.element == "nf4" else 0
+
+    @property
     def _each(self) -> int:
         """Bytes of a row's scale, or factor, and zero point."""
         if self.element in FACTORED:
@@ -53,7 +60,7 @@ class Variant(NamedTuple):
 
     splits: programs along K. stages: of the ring. small: tokens of smaller tiles, a multiple of 16 as well, 0 where there are
     none, as with splits. turns: 2 where twice as many warpgroups take stages in turn, without pairs, splits and small tiles;
-    stages are even then.
+    stages are even then. scaled: whether rows of x have scales.
     """
 
     tokens: int
@@ -62,6 +69,7 @@ class Variant(NamedTuple):
     stages: int
     small: int = 0
     turns: int = 1
+    scaled: bool = False
 
     @property
     def threads(self) -> int:
@@ -89,9 +97,9 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as t256c2k1s5, t256+192c1k1s5, t96c1k1s10u2."""
+        """Such as t256c2k1s5, t256+192c1k1s5, t96c1k1s10u2, t64c1k1s12u2x."""
         small = f"+{self.small}" if self.small else ""
-        turns = f"u{self.turns}" if self.turns > 1 else ""
+        turns = (f"u{self.turns}" if self.turns > 1 else "") + "x" * self.scaled
         return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}{turns}"
 
     def ring(self, weight: Weight) -> int:
@@ -99,19 +107,27 @@ class Variant(NamedTuple):
         return self.stages * (self.tokens * PANEL + weight.stage)
 
     def shared(self, weight: Weight) -> int:
-        """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits, and then scales and biases),
-        sums of those that take turns, barriers, alignment."""
-        outgoing = GROUPS * ((self.tokens + 128) * 4 if self.splits > 1 else 2 * self.chunk * PANEL)
+        """Bytes of dynamic shared memory: ring, outgoing tiles (of the ring's bytes with splits), then or where rows have
+        scales those and biases, sums of those that take turns, levels, barriers, alignment."""
+        outgoing = GROUPS * 2 * self.chunk * PANEL if self.splits == 1 else 0
+        outgoing += GROUPS * (self.tokens + 128) * 4 if self.splits > 1 or self.scaled else 0
         sums = GROUPS * min(GATHERED, self.tokens) * 256 if self.turns > 1 else 0
-        return self.ring(weight) + outgoing + sums + 16 * self.stages + 1024
+        return self.ring(weight) + outgoing + sums + weight.table + 16 * self.stages + 1024
 
 
-def fitted(tokens: int, pair: int, splits: int, weight: Weight, small: int = 0, turns: int = 1) -> Variant:
+def fitted(
+    tokens: int, pair: int, splits: int, weight: Weight, small: int = 0, turns: int = 1, scaled: bool = False
+) -> Variant:
     """The variant with as many stages as shared memory holds, at most MOST_STAGES, the same number for each turn."""
-    none = Variant(tokens, pair, splits, 0, small, turns)
+    none = Variant(tokens, pair, splits, 0, small, turns, scaled)
     each = none._replace(stages=1).shared(weight) - none.shared(weight)
     most = min(MOST_STAGES, (MOST_SHARED - none.shared(weight)) // each)
     return none._replace(stages=most - most % turns)
+
+
+def with_scales(one: Variant, weight: Weight) -> Variant:
+    """The same of rows that have scales."""
+    return fitted(one.tokens, one.pair, one.splits, weight, one.small, one.turns, True)
 
 
 def sources(
@@ -121,7 +137,8 @@ def sources(
     defined = {
         "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
         "TURNS": variant.turns, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
-        "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero), "HALF": int(x == "float16"),
+        "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero),
+        "SCALED": int(variant.scaled), "HALF": int(x == "float16"),
         "SKEW": SKEW if variant.splits == variant.turns == 1 and variant.stages > SKEW else 0,
         "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip
@@ -137,5 +154,5 @@ def text(name: str) -> str:
 
 
 __all__ = [
-    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "Variant", "Weight", "fitted", "sources",
+    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "Variant", "Weight", "fitted", "sources", "with_scales",
 ]  # fmt: skip

@@ -49,14 +49,21 @@ class MixedStandIn(StandIn):
             yield
 
     def multiplied(
-        self, x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant, schedule: Any = None
+        self,
+        x: torch.Tensor,
+        w: ArrangedWeight,
+        bias: Any,
+        variant: Variant,
+        schedule: Any = None,
+        x_scale: Any = None,
     ) -> torch.Tensor:
         """The product by a variant, by default as `schedule.scheduled` has it."""
-        for one in (x, w.words, w.scale, w.zero, bias):
+        operands = x, w.words, w.scale, w.zero, bias, x_scale
+        for one in operands:
             if one is not None:
                 self.add(one)
         with self.installed():
-            made = host.Product(x, w, bias, variant, schedule)(x, w.words, w.scale, w.zero, bias)
+            made = host.Product(x, w, bias, variant, schedule, x_scale)(*operands)
         assert made is not None
         self.check_guards()
         return made

@@ -243,6 +243,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
         return lambda th: reads[0](th) & mask
     if opcode == "prmt.b32":
         return lambda th: _permuted(*(read(th) for read in reads))
+    if opcode == "dp4a.u32.u32":
+        return lambda th: _dot(*(read(th) for read in reads))
     if opcode == "bfi.b32":
         return lambda th: _inserted(*(read(th) for read in reads))
     if parts[0] == "selp":
@@ -270,6 +272,11 @@ def _permuted(a: int, b: int, selector: int) -> int:
         byte = both >> 8 * (number & 7) & 255
         found |= (byte if number < 8 else 255 * (byte >> 7)) << 8 * at
     return found
+
+
+def _dot(a: int, b: int, c: int) -> int:
+    """The sum of products of bytes without signs, plus c, what a word holds of it."""
+    return (sum((a >> at & 255) * (b >> at & 255) for at in (0, 8, 16, 24)) + c) & 0xFFFFFFFF
 
 
 def _inserted(field: int, into: int, place: int, length: int) -> int:

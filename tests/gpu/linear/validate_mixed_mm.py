@@ -1,13 +1,15 @@
 """On a Hopper GPU: `mixed_mm` bit for bit, a hundred times, and its times beside torch's bfloat16 product.
 
     PYTHONPATH=. python tests/gpu/linear/validate_mixed_mm.py [--bits 40] [--times 60] [--cases 0 1] [--all]
-        [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1]
+        [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1] [--scaled 15]
         [--compared PATH [--seconds 150] [--parallel 16]]
 
 --bits, --times: seconds after which nothing of a part starts (0: leave it out). --cases: numbers of cases of
 `mixed/bits.py`. --all: every variant that the rule has, not the one it takes. Prints as it goes, writes $OUT/mixed_mm.json.
---compared: nothing but times of variants, of `linear_small` and bfloat16 (`mixed/compared.py`), written to PATH after each;
-nothing starts after --seconds, what is compiled before included. Exits with 1 on any difference.
+--scaled: seconds for scales of rows (`mixed/row_scales.py`), their bits, then times of --schemes.
+--compared: nothing but times of variants, of `linear_small`, the dense route and bfloat16 (`mixed/compared.py`, by default all
+of its schemes and rows), written to PATH after each; nothing starts after --seconds, what is compiled before included. Exits
+with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.mixed_mm.few import MOST
 from fast.kernels.mixed_mm.host import NAME
-from fast.kernels.mixed_mm.select import candidates
-from fast.kernels.mixed_mm.variants import sources
-from tests.gpu.linear.mixed import compared
+from fast.kernels.mixed_mm.select import candidates, choose
+from fast.kernels.mixed_mm.variants import sources, with_scales
+from tests.gpu.linear.mixed import compared, row_scales
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
 from tests.gpu.linear.mixed.compared import weight_named
 from tests.gpu.linear.mixed.times import Weights
@@ -52,10 +54,15 @@ def compile_all(options: Any) -> None:
     """Variants of all that is compared or timed, on all cores; nothing of a GPU is touched."""
     jobs = set()
     if options.bits > 0:
-        for name, (_, length), count, dtype, _ in (CASES[at] for at in options.cases):
-            weight = weight_named(name)
-            some = candidates(count, length, weight) if options.all else ()
-            jobs |= {(one, weight, str(dtype).removeprefix("torch.")) for one in some}
+        for case in (CASES[at] for at in options.cases):
+            weight = weight_named(case[0])
+            some = candidates(case[2], case[1][1], weight) if options.all else chosen(case)
+            jobs |= {(one, weight, str(case[3]).removeprefix("torch.")) for one in some}
+    for case in row_scales.CASES if options.scaled > 0 else ():
+        weight = weight_named(case[0])
+        jobs |= {
+            (with_scales(one, weight), weight, str(case[3]).removeprefix("torch.")) for one in chosen(case)
+        }
     for name in options.schemes if options.times > 0 else ():
         weight = weight_named(name)
         for length in {SHAPES[at][1] for at in options.shapes}:
@@ -65,6 +72,12 @@ def compile_all(options: Any) -> None:
     with multiprocessing.get_context("fork").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.map(compiled, sorted(jobs), chunksize=1)
     say(f"compiled {len(jobs)} variants")
+
+
+def chosen(case: tuple[Any, ...]) -> list[Any]:
+    """The rule's variants of a case of bits, and of all columns of its weight."""
+    name, shape, count = case[:3]
+    return [choose(rows, *shape, weight_named(name)) for rows in (count, shape[1])]
 
 
 def compiled(job: Any) -> None:
@@ -82,6 +95,24 @@ def compare(options: Any) -> list[str]:
         found = list(wrong_of(CASES[at], options.all))
         say("\n    ".join([f"{CASES[at]}: {len(found)} wrong", *found[:8]]))
         wrong += found
+    return wrong
+
+
+def compare_scaled(options: Any) -> list[str]:
+    """What is wrong of scales of rows; times of one shape."""
+    end, wrong = time.monotonic() + options.scaled, list[str]()
+    for case in row_scales.CASES:
+        if time.monotonic() > end:
+            say(f"not compared: scales of rows, {case}")
+            continue
+        found = list(row_scales.wrong_of(case))
+        say("\n    ".join([f"scales of rows, {case}: {len(found)} wrong", *found[:8]]))
+        wrong += found
+    for name in options.schemes:
+        made = Weights(name, SHAPES[0])
+        for count in (64, 128, 256):
+            if time.monotonic() < end:
+                say(row_scales.told(made, count))
     return wrong
 
 
@@ -103,7 +134,8 @@ def measure(options: Any, found: dict[str, Any]) -> None:
 
 def compare_kernels(options: Any) -> None:
     """Times of all cells that there is time for, written to a file after each."""
-    cells = list(compared.cells(compared.SCHEMES, compared.SHAPES, compared.ROWS))
+    schemes = options.schemes or compared.SCHEMES
+    cells = list(compared.cells(schemes, compared.SHAPES, options.rows or compared.ROWS))
     compile_cells(cells, options.parallel)
     rows: list[dict[str, Any]] = []
     made = None
@@ -150,10 +182,11 @@ def parsed(arguments: list[str] | None) -> Any:
     )
     parser.add_argument("--bits", type=float, default=40.0)
     parser.add_argument("--times", type=float, default=60.0)
+    parser.add_argument("--scaled", type=float, default=15.0)
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)))
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--schemes", nargs="*", default=("int4_g128",), choices=tuple(weights.KINDS))
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--schemes", nargs="*", choices=tuple(weights.KINDS))
+    parser.add_argument("--rows", type=int, nargs="*")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="their numbers")
     parser.add_argument("--compared", type=Path, metavar="PATH")
     parser.add_argument("--seconds", type=float, default=150.0)
@@ -167,11 +200,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.compared is not None:
         compare_kernels(options)
         return 0
+    options.schemes, options.rows = options.schemes or ("int4_g128",), options.rows or ROWS
     compile_all(options)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "wrong": [], "times": []}
     say(found["device"])
     if options.bits > 0:
         found["wrong"] = compare(options)
+        written(found)
+    if options.scaled > 0:
+        found["wrong"] += compare_scaled(options)
         written(found)
     if options.times > 0:
         measure(options, found)

@@ -23,7 +23,7 @@ INTEGERS = [
     Weight(element, zero, parts) for element in ("int4", "int8") for zero in (False, True) for parts in (1, 2)
 ]
 FACTORS = [Weight("e2m1", False, 2), Weight("e2m1", False, 4), Weight("e4m3_mx", False, 2)]
-WEIGHTS = [*INTEGERS, Weight("e4m3"), Weight("e4m3", False, 2), *FACTORS]
+WEIGHTS = [*INTEGERS, Weight("e4m3"), Weight("e4m3", False, 2), *FACTORS, Weight("nf4")]
 #: Each tile and cluster occurs; the last ones have small tiles, too.
 TILES = [(256, 2, 1), (192, 1, 1), (128, 2, 2), (256, 1, 2), (128, 1, 4)]
 CUT = [(256, 192), (256, 128), (256, 64), (192, 128), (192, 64), (128, 64)]
@@ -86,7 +86,7 @@ def test_turns(weight, tokens, x):
 
 
 @pytest.mark.parametrize("tile", [*TILES[:2], CUT[0]])
-@pytest.mark.parametrize("weight", [WEIGHTS[1], *FACTORS])
+@pytest.mark.parametrize("weight", [WEIGHTS[1], *FACTORS, WEIGHTS[-1]])
 def test_float16(tile, weight):
     cubin, log, _ = compiled(tile, weight, "float16")
     assert complaints(log, THREADS) == []

@@ -42,6 +42,8 @@ H100 = {
         (UP, 128): (39.8, 43.0), (DOWN, 64): (70.9, 27.9), (DOWN, 128): (67.5, 40.7), (QKV, 128): (25.1, 24.8),
     },
 }  # fmt: skip
+#: What no GPU has timed of this kernel; of `linear_small` an H100 has.
+NF4 = Weight("nf4")
 CELLS = [
     (weight, *cell, *us) for times in (TIMES, H100) for weight in times for cell, us in times[weight].items()
 ]
@@ -64,6 +66,15 @@ def test_rows_between(weight):
     assert [gains(rows, *UP, weight) for rows in (33, 65)] == [gains(rows, *UP, weight) for rows in (64, 128)]
 
 
+@pytest.mark.parametrize(("rows", "other"), [(64, 53.0), (128, 93.0)])
+def test_nf4_is_taken(rows, other):
+    """`linear_small` has a product for each term of its levels, twice what tiles of this kernel take."""
+    arguments = rows, *UP, NF4
+    assert gains(*arguments)
+    assert other_time(*arguments, MULTIPROCESSORS) == pytest.approx(other, rel=0.05)
+    assert own_time(*arguments, MULTIPROCESSORS) < other / 1.3
+
+
 def test_small_weights_stay():
     """What a product takes whatever its weight is most there."""
     assert not any(gains(rows, *SMALL, weight) for rows in (33, 64, 128) for weight in H100)
@@ -71,7 +82,7 @@ def test_small_weights_stay():
 
 def test_what_was_not_timed():
     """The element without zero points, then without groups."""
-    assert set(few.STEPS) == set(H100)
+    assert set(few.STEPS) == {*H100, NF4}
     assert few.steps_of(Weight("int4", True, 2)) is few.STEPS[Weight("int4", False, 2)]
     assert few.steps_of(Weight("int8", True, 2)) is few.STEPS[Weight("int8")]
     assert few.steps_of(Weight("e4m3", False, 2)) is few.STEPS[Weight("e4m3")]

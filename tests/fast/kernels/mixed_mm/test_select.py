@@ -229,8 +229,22 @@ def test_weights_with_factors(monkeypatch, element, group, parts, each):
 
 
 def test_other_elements_are_refused():
-    reason = host.refused(on_hopper(torch.bfloat16, (200, 256)), replace(arranged(), element="nf4"), None)
+    reason = host.refused(on_hopper(torch.bfloat16, (200, 256)), replace(arranged(), element="int2"), None)
     assert "elements are" in reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "small", "taken"),
+    [(4096, False, True), (4097, False, False), (512, True, True), (513, True, False)],
+)
+def test_levels_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, rows, small, taken):
+    monkeypatch.setattr(host, "SMALL", arranged().rows * arranged().columns + small)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
+    monkeypatch.setattr(host, "missing_compiler", lambda: None)
+    reason = host.refused(
+        on_hopper(torch.bfloat16, (rows, 256)), replace(arranged(), element="nf4", group=64), None
+    )
+    assert (reason is None) == taken
 
 
 @pytest.mark.parametrize(
@@ -251,7 +265,7 @@ def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch
 def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch):
     """Once; then nothing is tried any more."""
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

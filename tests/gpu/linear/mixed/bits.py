@@ -44,15 +44,21 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("int4_g128", (14336, 512), 1024, BF16, BF16), ("mxfp8_e4m3", (14336, 384), 1000, FP16, None),
     ("nvfp4", (28672, 256), 400, BF16, BF16), ("int4_g128_asymmetric", (6144, 512), 700, BF16, FP16),
     ("mxfp4", (28672, 384), 300, FP16, None), ("fp8_rowwise", (14336, 512), 1024, BF16, None),
+    # Levels of a table: each way of multiplying.
+    ("nf4", (256, 512), 129, BF16, FP16), ("nf4", (384, 1024), 1000, FP16, None), ("nf4", (1920, 2048), 96, BF16, BF16),
+    ("nf4", (28672, 384), 33, FP16, torch.float32), ("nf4", (14336, 384), 128, BF16, None),
+    ("nf4", (14336, 512), 1024, BF16, BF16), ("nf4", (1024, 4096), 2049, BF16, None),
 )  # fmt: skip
 
 
-def product(x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None) -> Any:
+def product(
+    x: torch.Tensor, w: ArrangedWeight, bias: Any, variant: Variant | None = None, x_scale: Any = None
+) -> Any:
     """The result in memory that held NaN, behind and in front of rows of NaN that must stay."""
-    call = Product(x, w, bias, variant)
+    call = Product(x, w, bias, variant, x_scale=x_scale)
     kept = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
     call.allocate = lambda shape, strides, dtype: kept[1:-1]
-    y = call(x, w.words, w.scale, w.zero, bias)
+    y = call(x, w.words, w.scale, w.zero, bias, x_scale)
     torch.cuda.synchronize()
     outside = int(kept[0].isfinite().sum() + kept[-1].isfinite().sum())
     assert not outside, f"{outside} elements beyond the result were written"
@@ -101,8 +107,12 @@ def wrong_columns(
 
 
 def randomly_scaled(w: ArrangedWeight) -> ArrangedWeight:
-    """The codes with scales that are no powers of two; of MX, that are any within reach of float16."""
+    """The codes with scales that are no powers of two; of MX, that are any within reach of float16; of NF4, before levels."""
     torch.manual_seed(0)
+    if w.element == "nf4":
+        blocks = w.columns // w.group
+        drawn = torch.rand(blocks, w.rows, device=weights.DEVICE) * 0.1 + 0.001
+        return replace(w, scale=torch.cat([drawn.view(torch.int32), w.scale[blocks:]]))
     if w.element in FACTORED:
         return replace(w, scale=random_factors(w))
     return replace(w, scale=torch.rand_like(w.scale) * 0.1 + 0.001)
@@ -140,4 +150,4 @@ def outside_of(
         yield f"{label}: other bits another time"
 
 
-__all__ = ["CASES", "product", "wrong_of"]
+__all__ = ["CASES", "product", "randomly_scaled", "wrong_of"]

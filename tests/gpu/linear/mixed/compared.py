@@ -1,4 +1,4 @@
-"""Variants of `mixed_mm`, `linear_small` and torch's bfloat16 product, in turn."""
+"""Variants of `mixed_mm`, `linear_small`, the dense route and torch's bfloat16 product, in turn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fast.kernels.mixed_mm.few import LEAST, MOST, gains
 from fast.kernels.mixed_mm.select import candidates, nanoseconds
 from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
 from tests.gpu.harness.graph_times import captured, in_turn
-from tests.gpu.linear.mixed.times import Weights, calls_of
+from tests.gpu.linear.mixed.times import Weights, by_dense, calls_of
 from tests.gpu.linear.small import weights
 
 Shape = tuple[int, int]
 SCHEMES = (
-    "int4_g128", "int4_g128_asymmetric", "int4_g32", "int8_rowwise", "fp8_rowwise", "mxfp4", "mxfp8_e4m3", "nvfp4",
+    "int4_g128", "int4_g128_asymmetric", "int4_g32", "int8_rowwise", "fp8_rowwise", "mxfp4", "mxfp8_e4m3", "nvfp4", "nf4",
 )  # fmt: skip
 SHAPES: tuple[Shape, ...] = ((14336, 4096), (4096, 14336), (6144, 4096))
 ROWS = (32, 64, 96, 128, 256, 512, 1024, 2048, 8192)
@@ -52,9 +52,10 @@ def small_calls(x: torch.Tensor, made: Weights) -> list[Callable[[], Any]]:
 
 
 def timed(made: Weights, count: int) -> dict[str, float]:
-    """Microseconds by the name of a variant; of "bf16", and up to 128 rows of "linear_small"."""
+    """Microseconds by the name of a variant; of "bf16", of "dense", and up to 128 rows of "linear_small"."""
     x = torch.randn(count, made.shape[1], device=weights.DEVICE, dtype=torch.bfloat16)
     graphs = {"bf16": captured([partial(F.linear, x, w) for w in made.dense])}
+    graphs["dense"] = captured([partial(by_dense, x, w) for w in made.arranged[:3]])
     for one in variants_of(made.name, made.shape, count):
         graphs[one.name] = captured(calls_of(x, made.arranged, one))
     if count <= MOST:
@@ -80,7 +81,8 @@ def told(row: dict[str, Any]) -> str:
     others = " ".join(f"{name}={us[name]:.1f} (model {row['model'][name]:.1f})" for name in row["model"])
     small_us = f" linear_small {us['linear_small']:.1f}" if "linear_small" in us else ""
     return (
-        f"{row['scheme']:20} {row['shape']} {row['rows']:5} rows: bf16 {us['bf16']:.1f}{small_us} {others}; "
+        f"{row['scheme']:20} {row['shape']} {row['rows']:5} rows: bf16 {us['bf16']:.1f} dense {us['dense']:.1f}{small_us} "
+        f"{others}; "
         f"{row['rule']} x{row['speed over bf16']:.3f}"
     )
 
