@@ -1,4 +1,5 @@
-"""The host side of a product of inputs in a scheme by an arranged weight: the inputs' kernel, then `linear_small`'s."""
+"""The host side of a product of inputs in a scheme by an arranged weight: the inputs' kernel, then `linear_small`'s or
+`mixed_mm`'s."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.linear_small import host as product
 from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.mixed_mm import host as mixed_mm
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import block_launch
 from fast.kernels.quantize.geometry import INT32, Geometry, power_above
@@ -40,25 +42,46 @@ def linear_small_dynamic(
     """x (..., K), quantized in a scheme, times the transpose of an arranged weight (N, K), plus bias (N), in x's dtype.
 
     kind: what of the inputs is exact in x's dtype, as `exact_inputs.kind_of` says: "codes" under a scale for each row, or
-    "values". None where no kernel takes it: inputs that are not bfloat16 or float16, no rows or more than `MOST_ROWS`, rows
-    of codes longer than LONGEST. key, record: see `launch.cache`. ValueError as `linear_small` raises it.
+    "values". Codes of more rows than `linear_small` takes, and of those that it is slower for, are multiplied by `mixed_mm`.
+    None where no kernel takes it: inputs that are not bfloat16 or float16, no rows, values of more rows than `MOST_ROWS`,
+    rows of codes longer than LONGEST. key, record: see `launch.cache`. ValueError as `linear_small` raises it.
     """
-    n, length = w.shape
     product.check_operands(x, w, bias)
-    count = x.numel() // length
-    if x.dtype not in product.INPUTS or not 0 < count <= product.MOST_ROWS:
-        return None
-    if bias is not None and bias.dtype not in FLOAT_NAMES:
+    count, length = x.numel() // w.shape[1], w.shape[1]
+    if x.dtype not in product.INPUTS or not count or (bias is not None and bias.dtype not in FLOAT_NAMES):
         return None
     first = _launch(scheme.key, kind, count, length, FLOAT_NAMES[x.dtype])
-    second = product.launches_for(w, count, x.dtype, x.dtype)
-    if first is None or second is None:
+    many = count > product.MOST_ROWS
+    if first is None or (many and (kind != "codes" or mixed_mm.refused(x, w, bias) is not None)):
         return None
     call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias})
     _add_inputs(call, first, kind, (count, length), x.dtype)
-    product.add_product(call, second, (*x.shape[:-1], n), x.dtype, "values")
+    mixed = kind == "codes" and (many or mixed_mm.is_faster(x, w, bias))
+    if not ((mixed and _add_mixed(call, w)) or (not many and _add_small(call, w))):
+        return None
     y: torch.Tensor = call.result("y", key, record)
     return y
+
+
+def _add_small(call: Call, w: ArrangedWeight) -> bool:
+    """The product of a call's "values" by `linear_small`; whether it takes it."""
+    x, values = call.tensors["x"], call.tensors["values"]
+    launches = product.launches_for(w, len(values), x.dtype, x.dtype)
+    if launches is not None:
+        product.add_product(call, launches, (*x.shape[:-1], w.shape[0]), x.dtype, "values")
+    return launches is not None
+
+
+def _add_mixed(call: Call, w: ArrangedWeight) -> bool:
+    """The same by `mixed_mm`, its sums times "x_scale"."""
+    x, bias = call.tensors["x"], call.tensors.get("bias")
+    made = mixed_mm.product_of(call.tensors["values"], w, bias, call.tensors["x_scale"])
+    if made is None:
+        return False
+    call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
+    names = ("values", "codes", "scale", "zero", "bias", "x_scale", "y")
+    call.launch(mixed_mm.ProductLaunch(made), names)  # type: ignore[arg-type]
+    return True
 
 
 def exact_inputs(

@@ -17,11 +17,12 @@ def linear_small_dynamic(
 
     The scales of x are found anew. scheme: one that `exact_inputs` takes, ValueError with its rule for others. On a GPU up to
     `linear.MOST_ROWS` rows of bfloat16 or float16 take two launches (three where K is in parts), which read the weight as it
-    is stored. The result is within `reference.linear_error_bound` of the exact product, x being the dequantized inputs:
-    every addition is counted twice there, which covers the scales of rows. It has the same bits in every call. Others are
-    what `linear_small` gives of what `fast.fake_quantize` gives in x's dtype, and so are 33 to 128 rows in schemes whose values
-    that dtype holds (MX), where another kernel than that of few rows is faster. CPU tensors run
-    `reference.linear` of the quantized inputs. Errors are its. Differentiable in x, straight through as `fake_quantize` is,
+    is stored; on Hopper any number of rows of codes under a scale for each row does. The result is within
+    `reference.linear_error_bound` of the exact product, x being the dequantized inputs: every addition is counted twice there,
+    which covers the scales of rows. It has the same bits in every call. Others are what `linear_small` gives of what
+    `fast.fake_quantize` gives in x's dtype, and so are 33 to 128 rows in schemes whose values that dtype holds (MX), where
+    another kernel than that of few rows is faster. CPU tensors run `reference.linear` of the quantized inputs. Errors are its.
+    Differentiable in x, straight through as `fake_quantize` is,
     and in bias; NotImplementedError where scales require a gradient.
     """
     require_tensor(x, "linear_small_dynamic")
