@@ -1,0 +1,85 @@
+// Packed codes as the first operand of `mma.m16n8k16`, rows of x as the second.
+//
+// A lane has eight neighbouring columns of each 32, those of 8 t to 8 t + 7 for lane 4 g + t, and so has its place in both operands:
+// sums over columns do not depend on their order. Codes i and i + 4 of the eight are a pair in a register, as they are as far apart as
+// they are wide, four times; x is paired alike.
+//
+// Before: `problem.cuh`, `words.cuh`; BITS, SIGNED, HALF, ZERO.
+
+template <int TABLE>
+__device__ __forceinline__ u32 logic(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+  return d;
+}
+
+__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
+  u32 d;
+  if constexpr (HALF) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ u32 twice(float v) {
+  u32 d;
+  if constexpr (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(v));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(v));
+  return d;
+}
+
+// Minus a zero point, twice.
+__device__ __forceinline__ u32 load_less(u32 address) {
+  int z;
+  asm volatile("ld.shared.s8 %0, [%1];" : "=r"(z) : "r"(address) : "memory");
+  return twice(-float(z));
+}
+
+// The low codes of both halves of a word as floats. Beside the exponent of 128, or 1024, a code counts ones; of two's complement the sign
+// is turned, which adds half of the range. All differences are integers that 16 bits hold: of codes and of zero points up to 8 bits.
+__device__ __forceinline__ u32 floats_of(u32 word, u32 less) {
+  constexpr u32 turned = SIGNED ? 1u << (BITS - 1) : 0u, one = (HALF ? 0x6400u : 0x4300u) | turned, mask = (1u << BITS) - 1;
+  // -(128 + turned): the bits of 128 + turned are those of `one`, as a code of that value would be.
+  constexpr u32 offset = one | 0x8000u;
+  const u32 d = add_pairs(logic<0x6A>(word, mask * 0x10001u, one * 0x10001u), offset * 0x10001u);
+  return ZERO ? add_pairs(d, less) : d;
+}
+
+// Where a lane's codes of 32 columns begin, in words, and in bits of the first.
+struct Window {
+  u32 word, shift;
+  __device__ __forceinline__ explicit Window(int t) : word(t * BITS / 4), shift(t * BITS % 4 * 8) {}
+};
+
+// Eight codes, four pairs. address: of the lane's first word.
+__device__ __forceinline__ void decode(u32 (&pairs)[4], u32 address, u32 shift, u32 less) {
+  u32 low = load_word(address), high = 0;
+  if constexpr (BITS != 2 && BITS != 4) high = load_word(address + 4);
+  u32 last;  // codes 4 to 7
+  if constexpr (BITS == 4) {
+    last = low >> 16;
+  } else {
+    const u64 both = (u64(high) << 32 | low) >> shift;
+    low = u32(both), last = u32(both >> (4 * BITS));
+  }
+  const u32 first = __byte_perm(low, last, 0x5410);
+  pairs[0] = floats_of(first, less), pairs[1] = floats_of(first >> BITS, less);
+  const u32 second = BITS <= 4 ? first >> (2 * BITS) : __byte_perm(low >> (2 * BITS), last >> (2 * BITS), 0x5410);
+  pairs[2] = floats_of(second, less), pairs[3] = floats_of(second >> BITS, less);
+}
+
+// Eight elements of a row of x, paired as the codes.
+__device__ __forceinline__ void load_inputs(u32 (&b)[4], u32 address) {
+  const uint4 w = load_words(address);
+  b[0] = __byte_perm(w.x, w.z, 0x5410), b[1] = __byte_perm(w.x, w.z, 0x7632);
+  b[2] = __byte_perm(w.y, w.w, 0x5410), b[3] = __byte_perm(w.y, w.w, 0x7632);
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&low)[4], const u32 (&high)[4], int half, u32 b0, u32 b1) {
+  const u32 a0 = low[2 * half], a1 = high[2 * half], a2 = low[2 * half + 1], a3 = high[2 * half + 1];
+  if constexpr (HALF)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
