@@ -34,14 +34,44 @@ __device__ __forceinline__ u32 load_less(u32 address) {
   return twice(-float(z));
 }
 
-// The low codes of both halves of a word as floats. Beside the exponent of 128, or 1024, a code counts ones; of two's complement the sign
-// is turned, which adds half of the range. All differences are integers that 16 bits hold: of codes and of zero points up to 8 bits.
+// Bits of a 16-bit float behind its exponent.
+constexpr int MANTISSA = HALF ? 10 : 7;
+
+// The pattern of a power of two, twice.
+__device__ constexpr u32 power(int exponent) { return u32(HALF ? (exponent + 15) << 10 : (exponent + 127) << 7) * 0x10001u; }
+
+// Codes at PLACE of both halves of a word as floats. Beside the exponent of 128, or 1024, a code counts ones, or as many as its place
+// says; of two's complement the sign is turned, which adds half of the range. A fused multiply-add takes both off and rounds once: all
+// results are integers that 16 bits hold, of codes and of zero points up to 8 bits.
+template <int PLACE>
 __device__ __forceinline__ u32 floats_of(u32 word, u32 less) {
-  constexpr u32 turned = SIGNED ? 1u << (BITS - 1) : 0u, one = (HALF ? 0x6400u : 0x4300u) | turned, mask = (1u << BITS) - 1;
-  // -(128 + turned): the bits of 128 + turned are those of `one`, as a code of that value would be.
-  constexpr u32 offset = one | 0x8000u;
-  const u32 d = add_pairs(logic<0x6A>(word, mask * 0x10001u, one * 0x10001u), offset * 0x10001u);
+  static_assert(PLACE + BITS <= MANTISSA, "a code is behind the exponent");
+  constexpr u32 turned = SIGNED ? 1u << (BITS - 1) : 0u, mask = ((1u << BITS) - 1) << PLACE;
+  const u32 v = logic<0x6A>(word, mask * 0x10001u, power(MANTISSA) | (turned << PLACE) * 0x10001u);
+  u32 d;
+  if constexpr (PLACE == 0) {
+    // The bits of 128 + turned are those of 128 and, behind them, of turned.
+    d = add_pairs(v, power(MANTISSA) | turned * 0x10001u | 0x80008000u);
+  } else {
+    const u32 offset = twice(-float((1 << MANTISSA) >> PLACE) - float(turned));
+    if constexpr (HALF) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(v), "r"(power(-PLACE)), "r"(offset));
+    else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(v), "r"(power(-PLACE)), "r"(offset));
+  }
   return ZERO ? add_pairs(d, less) : d;
+}
+
+// Codes INDEX to COUNT - 1 of both halves of a word, of which BASE bits have been shifted away.
+template <int INDEX, int COUNT, int BASE = 0>
+__device__ __forceinline__ void unpack(u32* pairs, u32 word, u32 less) {
+  if constexpr (INDEX < COUNT) {
+    constexpr int place = INDEX * BITS - BASE;
+    if constexpr (place + BITS > MANTISSA) {
+      unpack<INDEX, COUNT, INDEX * BITS>(pairs, word >> place, less);
+    } else {
+      pairs[INDEX] = floats_of<place>(word, less);
+      unpack<INDEX + 1, COUNT, BASE>(pairs, word, less);
+    }
+  }
 }
 
 // Where a lane's codes of 32 columns begin, in words, and in bits of the first.
@@ -62,16 +92,24 @@ __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 address, u32 shift, 
     low = u32(both), last = u32(both >> (4 * BITS));
   }
   const u32 first = __byte_perm(low, last, 0x5410);
-  pairs[0] = floats_of(first, less), pairs[1] = floats_of(first >> BITS, less);
-  const u32 second = BITS <= 4 ? first >> (2 * BITS) : __byte_perm(low >> (2 * BITS), last >> (2 * BITS), 0x5410);
-  pairs[2] = floats_of(second, less), pairs[3] = floats_of(second >> BITS, less);
+  if constexpr (BITS <= 4) {
+    unpack<0, 4>(pairs, first, less);
+  } else {
+    unpack<0, 2>(pairs, first, less);
+    unpack<0, 2>(pairs + 2, __byte_perm(low >> (2 * BITS), last >> (2 * BITS), 0x5410), less);
+  }
 }
 
 // Eight elements of a row of x, paired as the codes.
-__device__ __forceinline__ void load_inputs(u32 (&b)[4], u32 address) {
-  const uint4 w = load_words(address);
+__device__ __forceinline__ void paired(u32 (&b)[4], const uint4& w) {
   b[0] = __byte_perm(w.x, w.z, 0x5410), b[1] = __byte_perm(w.x, w.z, 0x7632);
   b[2] = __byte_perm(w.y, w.w, 0x5410), b[3] = __byte_perm(w.y, w.w, 0x7632);
+}
+
+__device__ __forceinline__ void load_inputs(u32 (&b)[4], u32 address) {
+  const uint4 w = load_words(address);
+  if constexpr (PAIRED) b[0] = w.x, b[1] = w.y, b[2] = w.z, b[3] = w.w;
+  else paired(b, w);
 }
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&low)[4], const u32 (&high)[4], int half, u32 b0, u32 b1) {

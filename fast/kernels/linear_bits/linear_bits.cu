@@ -17,8 +17,8 @@ struct TensorMap;
 #include "problem.cuh"
 #include "words.cuh"
 #include "copies.cuh"
-#include "load.cuh"
 #include "decode.cuh"
+#include "load.cuh"
 
 // A lane's sums of 16 rows and a tile of tokens: (row, token), (row, token + 1), (row + 8, token), (row + 8, token + 1).
 typedef float Totals[HEIGHT][TILES][4];
@@ -97,10 +97,10 @@ __device__ __forceinline__ void multiply_stage(Totals& totals, const Reads& from
 }
 
 // The sums of a program's stages.
-__device__ __forceinline__ void consume(Totals& totals, const Problem& p, const Place& at, const Reads& from, u32 ring, int phase, int thread) {
+__device__ __forceinline__ void consume(Totals& totals, const Copies& copies, const Place& at, const Reads& from, u32 ring, int phase) {
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) {
-    if (at.first + i < at.last) load_stage(p, at, ring + i * STAGE_BYTES, at.first + i, thread);
+    if (at.first + i < at.last) copies.load(ring + i * STAGE_BYTES, at.first + i);
     commit();
   }
 #pragma unroll
@@ -113,9 +113,10 @@ __device__ __forceinline__ void consume(Totals& totals, const Problem& p, const 
 #pragma unroll 1
   for (int index = at.first; index < at.last; index++) {
     arrived();
+    if constexpr (PAIRED) copies.of_x.pair(ring + place * STAGE_BYTES + X_AT);
     asm volatile("bar.sync 0;" ::: "memory");  // all copies of the stage are there, and the stage before has been read
     const int next = index + STAGES - 1, free = place == 0 ? STAGES - 1 : place - 1;
-    if (next < at.last) load_stage(p, at, ring + free * STAGE_BYTES, next, thread);
+    if (next < at.last) copies.load(ring + free * STAGE_BYTES, next);
     commit();
     multiply_stage(totals, from, at, ring + place * STAGE_BYTES, index, phase);
     place = place == STAGES - 1 ? 0 : place + 1;
@@ -177,7 +178,7 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   if constexpr (ZERO) load_zeros(p, at, ring + ZERO_AT, thread);
   Totals totals;
-  consume(totals, p, at, Reads(at, ring + ZERO_AT, row, lane % 4, phase, lane), ring, phase, thread);
+  consume(totals, Copies(p, at, thread), at, Reads(at, ring + ZERO_AT, row, lane % 4, phase, lane), ring, phase);
   asm volatile("bar.sync 0;" ::: "memory");  // the ring has been read
   leave(totals, ring, phase, row, lane % 4);
   sync_cluster();

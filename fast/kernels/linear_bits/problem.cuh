@@ -6,7 +6,7 @@ struct Problem {
   const char* x;              // (count, k) of 16 bits
   const char* codes;          // (n, k * BITS / 8): rows are little-endian streams of bits
   const char* scale;          // float32 (n, k / GROUP)
-  const signed char* zero;    // (n, k / GROUP); not read without ZERO
+  const char* zero;           // int8 (n, k / GROUP); not read without ZERO
   const void* bias;           // (n); may be null
   void* y;                    // (count, n)
   int count, n, k;
@@ -20,6 +20,7 @@ constexpr int COLUMNS = 128 * STEPS;                               // of a stage
 constexpr int UNIT = GROUP == 32 ? 32 : 64, CHUNKS = UNIT / 32;    // columns that are summed before they are scaled
 constexpr int UNITS = COLUMNS / UNIT / PHASES;                     // of a stage, of a warp: every PHASES-th
 constexpr int SCALES = GROUP >= COLUMNS ? 1 : COLUMNS / GROUP;     // of a row in a stage
+constexpr bool PAIRED = TOKENS > 8;                                // x is paired in shared memory once, and not by each warp again
 static_assert(GROUP % COLUMNS == 0 || COLUMNS % GROUP == 0, "a stage has whole groups, or a part of one");
 static_assert(UNITS * PHASES * UNIT == COLUMNS, "warps have whole units of a stage");
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-OWN = ("problem.cuh", "load.cuh", "decode.cuh")
+OWN = ("problem.cuh", "decode.cuh", "load.cuh")
 HEADERS = FOLDER.parent / "hopper"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 #: Names of dtypes by the numbers that the source gives them.
