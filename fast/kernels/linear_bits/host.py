@@ -32,7 +32,11 @@ def launch_for(
         return None
     made = Form(*form[:-1], dtype == torch.float16)
     given = variant or choose(made, count, *w.shape)
-    if given is None or not given.takes(made, w.shape[1]) or not is_loadable(given, made, w.codes.get_device()):
+    if (
+        given is None
+        or not given.takes(made, w.shape[1])
+        or not is_loadable(given, made, w.codes.get_device())
+    ):
         return None
     return launch_of(given, made, count, (w.shape[0], w.shape[1]))
 
@@ -61,26 +65,28 @@ def form_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -> 
     """
     fmt, scale, zero = scheme.format, scheme.scale, scheme.zero
     integers = fmt.kind == "int" and fmt.bits in WIDTHS and not fmt.fraction_bits and fmt.nan_code is None
-    plain = scale.storage == "float32" and scale.stored == "decode" and scheme.outer is None and not scale.flat_size
+    plain = (
+        scale.storage == "float32"
+        and scale.stored == "decode"
+        and scheme.outer is None
+        and not scale.flat_size
+    )
     zeros = zero is None or (zero.rule == "code" and zero.storage == "int8" and fmt.signed)
-    if not (packed and integers and plain and zeros) or len(shape) != 2 or axis != 1 or shape[1] % STEP or not shape[1]:
+    if not (packed and integers and plain and zeros) or len(shape) != 2 or axis != 1:
         return None
-    if not isinstance(scale.block, int) or scale.block == 0 or scale.block < -1:
+    if not isinstance(scale.block, int) or (scale.block != -1 and scale.block % 32):
         return None
-    group = shape[1] if scale.block == -1 else scale.block
-    if group not in (32, 64) and group % STEP or shape[1] % group:
-        return None
-    return Form(fmt.bits, group, zero is not None, fmt.signed, False)
+    length = shape[1]
+    group = length if scale.block == -1 else scale.block
+    whole = (
+        length > 0 and length % STEP == 0 and length % group == 0 and (group in (32, 64) or group % STEP == 0)
+    )
+    return Form(fmt.bits, group, zero is not None, fmt.signed, False) if whole else None
 
 
 def is_served(codes: torch.Tensor) -> bool:
     """Whether the device is one for the kernel."""
-    return (
-        codes.is_cuda
-        and not interpreted()
-        and capability(codes.get_device()) == HOPPER
-        and has_compiler()
-    )
+    return codes.is_cuda and not interpreted() and capability(codes.get_device()) == HOPPER and has_compiler()
 
 
 @lru_cache(maxsize=4096)

@@ -4,46 +4,49 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fast.kernels.linear_bits.variants import Form, Variant, fitted, longest
+from fast.kernels.linear_bits.variants import STEP, Form, Variant, fitted, longest
 
-MOST_ROWS = 128
-#: Multiprocessors; programs that all of them should have, two each, as one waits for its copies while the other multiplies.
-PROCESSORS, FULL = 132, 200
-#: Parts of K at most, and stages that each should have.
-MOST_SPLITS, STAGES_EACH = 4, 8
-#: By rows of x at most: tokens, slabs, height, phases, steps of a stage, stages, programs of a multiprocessor. With few rows the
-#: weight is all that is read, and small programs fill the last wave; with more each program reads all rows of x through the L2
-#: cache, so programs get taller. A warp of 32 rows halves what is read of x in shared memory.
+#: Rows of x at most, and multiprocessors of the GPUs that tiles are chosen for.
+MOST_ROWS, PROCESSORS = 128, 132
+#: Parts of K at most, and stages that each has at least: the ring has to be filled first.
+MOST_SPLITS, STAGES_EACH = 8, 4
+#: By rows of x at most. With few rows the weight is all that is read, and small programs fill the last wave. With more each
+#: program reads all rows of x through the L2 cache (a megabyte at 128 rows of 4096), so programs have more rows of the
+#: weight, and one fills a multiprocessor.
 TILES = (
-    (2, (8, 1, 1, 8, 4, 4, 4)),
-    (8, (8, 2, 1, 4, 2, 4, 3)),
-    (16, (16, 4, 1, 2, 2, 4, 2)),
-    (32, (32, 4, 1, 2, 2, 3, 2)),
-    (128, (64, 4, 2, 1, 1, 3, 2)),
+    (2, Variant(8, 1, 1, 8, 1, 4, 4, 4)),
+    (8, Variant(8, 2, 1, 4, 1, 4, 3, 3)),
+    (16, Variant(16, 4, 1, 2, 1, 2, 4, 2)),
+    (32, Variant(32, 4, 1, 2, 1, 2, 3, 2)),
+    (48, Variant(48, 8, 1, 2, 1, 1, 4, 1)),
+    (64, Variant(64, 8, 1, 2, 1, 1, 4, 1)),
+    (96, Variant(96, 8, 1, 2, 1, 1, 3, 1)),
+    (128, Variant(128, 8, 1, 2, 1, 1, 3, 1)),
 )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
-    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k); None where none takes it.
+    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k); None where none fits."""
+    return placed(next(variant for most, variant in TILES if count <= most), form, count, n, k)
 
-    Where tiles are fewer than FULL, parts of K are programs of their own, a cluster.
+
+def placed(variant: Variant, form: Form, count: int, n: int, k: int) -> Variant | None:
+    """A variant as a product has room for it: steps, phases and stages at most its own, parts of K as many as gain.
+
+    Where multiprocessors have room for twice as many programs, each is made two along K, a cluster.
     """
-    tokens, slabs, height, phases, steps, stages, at_once = next(
-        tile for most, tile in TILES if count <= most
-    )
-    steps = longest(form, k, steps)
+    steps = longest(form, k, variant.steps)
     # Warps that share rows take units in turn, which a short stage has fewer of.
-    phases = min(phases, steps * 128 // (32 if form.group == 32 else 64))
-    one = Variant(tokens, slabs, height, phases, 1, steps, stages, at_once)
-    splits = 1
+    one = variant._replace(steps=steps, phases=min(variant.phases, steps * STEP // form.unit))
+    stages = k // (STEP * steps)
     while (
-        2 * splits <= MOST_SPLITS
-        and one.programs(count, n) * splits < FULL
-        and k // (128 * steps) >= 2 * splits * STAGES_EACH
+        2 * one.splits <= MOST_SPLITS
+        and 2 * one.programs(count, n) <= PROCESSORS * one.at_once
+        and stages >= 2 * one.splits * STAGES_EACH
     ):
-        splits *= 2
-    return fitted(form, one._replace(splits=splits), k) or fitted(form, one._replace(splits=splits, at_once=1), k)
+        one = one._replace(splits=2 * one.splits)
+    return fitted(form, one, k)
 
 
-__all__ = ["MOST_ROWS", "TILES", "choose"]
+__all__ = ["MOST_ROWS", "TILES", "choose", "placed"]

@@ -30,11 +30,16 @@ class Form(NamedTuple):
     signed: bool
     half: bool
 
+    @property
+    def unit(self) -> int:
+        """Columns that are summed before they are scaled."""
+        return 32 if self.group == 32 else 64
+
 
 class Variant(NamedTuple):
-    """tokens: rows of x of a program. slabs: of 16 * height rows of the weight in a program, a warp each. phases: warps that share
-    a slab's units of 32 or 64 columns. splits: programs along K, a cluster. steps: of 128 columns in a stage. stages: of the
-    ring. at_once: programs of a multiprocessor that registers are limited for."""
+    """tokens: rows of x of a program. slabs: of 16 * height rows of the weight in a program, a warp each. phases: warps that
+    share a slab's units of 32 or 64 columns. splits: programs along K, a cluster. steps: of 128 columns in a stage. stages: of
+    the ring. at_once: programs of a multiprocessor that registers are limited for."""
 
     tokens: int
     slabs: int
@@ -74,14 +79,14 @@ class Variant(NamedTuple):
         return max(self.stages * self.stage(form), sums) + 128 + zeros
 
     def takes(self, form: Form, k: int) -> bool:
-        """Whether stages have whole groups or groups whole stages, warps whole units, programs a stage, and memory is enough."""
-        columns, unit = STEP * self.steps, 32 if form.group == 32 else 64
+        """Whether stages have whole groups or groups whole stages, warps whole units, programs a stage, and all has room."""
+        columns = STEP * self.steps
         whole = columns % form.group == 0 or form.group % columns == 0
         return (
             whole
             and k % columns == 0
             and k // columns >= self.splits
-            and columns % (unit * self.phases) == 0
+            and columns % (form.unit * self.phases) == 0
             and self.shared(form, k) <= MOST_SHARED
         )
 
@@ -95,12 +100,14 @@ def longest(form: Form, k: int, most: int) -> int:
 
 
 def fitted(form: Form, variant: Variant, k: int) -> Variant | None:
-    """A variant with as many of its stages as shared memory holds for `at_once` programs; None where that is less than two."""
-    room = min(SHARED // variant.at_once - SYSTEM, MOST_SHARED)
-    for stages in range(variant.stages, 1, -1):
-        one = variant._replace(stages=stages)
-        if one.shared(form, k) <= room and one.takes(form, k):
-            return one
+    """A variant with as many of its stages as shared memory holds, for fewer programs at once where it holds less than two;
+    None where one program has no room either."""
+    for at_once in range(variant.at_once, 0, -1):
+        room = min(SHARED // at_once - SYSTEM, MOST_SHARED)
+        for stages in range(variant.stages, 1, -1):
+            one = variant._replace(stages=stages, at_once=at_once)
+            if one.shared(form, k) <= room and one.takes(form, k):
+                return one
     return None
 
 

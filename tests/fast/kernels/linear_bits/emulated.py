@@ -14,8 +14,9 @@ from tests.emulator.device.memory import POISON, Memory
 from tests.emulator.device.stand_in import GUARD, _bytes
 
 
-def product(x, w, bias, variant, *, early, seed=0, swap=None):
-    """`host.linear_bits` by a variant. swap: a piece that the source or one of its headers has, and what takes its place."""
+def product(x, w, bias, variant, *, early, seed=0, swap=None, at_once=1):
+    """`host.linear_bits` by a variant. swap: a piece that the source or one of its headers has, and what takes its place;
+    at_once: clusters that run together, of which some warps are slow."""
     form = form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     form = Form(*form[:-1], x.dtype == torch.float16)
     assert variant.takes(form, w.shape[1])
@@ -41,7 +42,7 @@ def product(x, w, bias, variant, *, early, seed=0, swap=None):
         ptx, memory, [np.frombuffer(packed, np.uint8).copy()], {}, threads=variant.threads,
         shared=variant.shared(form, k), early=early, seed=seed,
     )  # fmt: skip
-    machine.run(variant.programs(count, n), variant.splits)
+    machine.run(variant.programs(count, n), variant.splits, at_once)
     if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
         raise ValueError("the kernel wrote outside of its output")
     return y

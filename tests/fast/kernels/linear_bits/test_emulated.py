@@ -1,4 +1,4 @@
-"""The kernel's PTX in the emulator, against the exact product bit for bit: codes, scales, zero points, parts of K, odd sizes."""
+"""The kernel's PTX in the emulator, against the exact product bit for bit: codes, scales, zero points, parts of K."""
 
 import pytest
 import torch
@@ -36,3 +36,71 @@ def test_variants_give_exact_sums(name, early):
     bias = (torch.arange(rows) % 7 - 3).to(dtype)
     got = product(x, w, bias, variant, early=early, seed=1)
     assert_same_bits(got, exact_result(x, w, bias))
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(HALF, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_every_code_in_every_place_is_exact_less_any_zero_point(bits, dtype):
+    """One column a row of x: the code less the zero point, of all in 8 bits, times the scale, rounded once."""
+    require_nvrtc()
+    record, draw = named(f"int{bits}_g32_asymmetric"), torch.Generator().manual_seed(bits)
+    w = weight(record, 16, 128)
+    w.codes[:] = torch.randint(0, 256, w.codes.shape, generator=draw).to(torch.uint8)
+    w.zero[:] = torch.randint(-128, 128, w.zero.shape, generator=draw).to(torch.int8)
+    w.zero[0], w.zero[1] = -128, 127
+    w.scale[:] = 2.0 ** torch.randint(-3, 4, w.scale.shape, generator=draw)
+    for first in (0, 48):
+        x = torch.eye(128, dtype=dtype)[first : first + 16]
+        got = product(x, w, None, Variant(16, 1, 1, 2, 1, 1, 2), early=True)
+        assert_same_bits(got, exact_result(x, w, None))
+
+
+@pytest.mark.parametrize("scheme", ["int2_g32_asymmetric", "int3_g32", "int6_g128"])
+def test_random_values_are_within_the_bound(scheme):
+    require_nvrtc()
+    w, x = weight(named(scheme), 32, 512), inputs(3, 512, BF16)
+    assert outside(product(x, w, None, Variant(8, 1, 2, 2, 2, 1, 2), early=False), x, w, None) == 0
+
+
+def test_nan_stays_in_its_row():
+    """Of a scale, in one row of the weight; of x, in one row of x."""
+    require_nvrtc()
+    w, x = weight(named("int3_g32"), 20, 256), inputs(3, 256, BF16)
+    w.scale[9, 3] = float("nan")
+    x[1, 200] = float("nan")
+    got = product(x, w, None, Variant(8, 1, 1, 2, 1, 1, 2), early=True).isnan()
+    wanted = (torch.arange(20) == 9)[None, :] | (torch.arange(3) == 1)[:, None]
+    assert torch.equal(got, wanted)
+
+
+FAULTS = {
+    "a stage is read before it is there": ("    arrived();\n", ""),
+    "others' copies are not waited for": (
+        '    asm volatile("bar.sync 0;" ::: "memory");  // all copies', "    // all copies"),
+    "a stage is loaded before it is read": ("const int next = index + STAGES - 1,", "const int next = index + STAGES,"),
+    "x is not paired": ("    if constexpr (PAIRED) copies", "    if constexpr (false) copies"),
+    "the ring is written before it is read": (
+        '  asm volatile("bar.sync 0;" ::: "memory");  // the ring', "  // the ring"),
+    "sums are added before all are there": ("  sync_cluster();\n  finish", "  finish"),
+    "the other row's scale": ("i < 2 ? w.low_scale[h] : w.high_scale[h]", "i < 2 ? w.high_scale[h] : w.low_scale[h]"),
+    "zero points of the other row": (
+        "load_less(from.zero + zero + (16 * h + 8)", "load_less(from.zero + zero + (16 * h)"),
+    "the sign is not turned": ("SIGNED ? 1u << (BITS - 1) : 0u", "SIGNED ? 0u : 0u"),
+    "a part of K is left out": ("int s = 0; s < SPLITS", "int s = 1; s < SPLITS"),
+    "a phase is left out": ("int phase = 0; phase < PHASES", "int phase = 1; phase < PHASES"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault):
+    require_nvrtc()
+    w, x = exact_weight(named("int3_g32_asymmetric"), 32, 768), exact_inputs(11, 768, BF16)
+    expected, seen = exact_result(x, w, None), False
+    for early in (True, False):
+        try:
+            variant, swap = Variant(16, 1, 1, 2, 2, 1, 2), FAULTS[fault]
+            got = product(x, w, None, variant, early=early, seed=3, swap=swap, at_once=2)
+            seen |= not torch.equal(got, expected)
+        except (RuntimeError, ValueError):
+            seen = True
+    assert seen
