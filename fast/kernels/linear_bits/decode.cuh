@@ -74,29 +74,33 @@ __device__ __forceinline__ void unpack(u32* pairs, u32 word, u32 less) {
   }
 }
 
-// Where a lane's codes of 32 columns begin, in words, and in bits of the first.
+// Where a lane's codes of 32 columns begin: the first word; what tells their bytes from others in that word and the next, bits before
+// them, or which bytes codes 0 and 1, and of 6 bits 2 and 3, are in.
 struct Window {
-  u32 word, shift;
-  __device__ __forceinline__ explicit Window(int t) : word(t * BITS / 4), shift(t * BITS % 4 * 8) {}
+  u32 word, shift, first, second;
+  __device__ __forceinline__ explicit Window(int t) : word(t * BITS / 4), shift(t * BITS % 4 * 8) {
+    const u32 bytes = t * BITS % 4 * 0x1111u;
+    first = (BITS == 2 ? 0x1100u : 0x4310u) + bytes, second = 0x5421u + bytes;
+  }
 };
 
 // Eight codes, four pairs. address: of the lane's first word.
-__device__ __forceinline__ void decode(u32 (&pairs)[4], u32 address, u32 shift, u32 less) {
-  u32 low = load_word(address), high = 0;
-  if constexpr (BITS != 2 && BITS != 4) high = load_word(address + 4);
-  u32 last;  // codes 4 to 7
+__device__ __forceinline__ void decode(u32 (&pairs)[4], u32 address, const Window& at, u32 less) {
+  const u32 low = load_word(address);
   if constexpr (BITS == 4) {
-    last = low >> 16;
+    unpack<0, 4>(pairs, low, less);
+  } else if constexpr (BITS == 2) {
+    unpack<0, 4>(pairs, __byte_perm(low, low, at.first), less);
+  } else if constexpr (BITS == 6) {  // four codes are three bytes, codes 2 and 3 begin within the second
+    const u32 high = load_word(address + 4);
+    unpack<0, 2>(pairs, __byte_perm(low, high, at.first), less);
+    unpack<0, 2>(pairs + 2, __byte_perm(low, high, at.second) >> 4, less);
   } else {
-    const u64 both = (u64(high) << 32 | low) >> shift;
-    low = u32(both), last = u32(both >> (4 * BITS));
-  }
-  const u32 first = __byte_perm(low, last, 0x5410);
-  if constexpr (BITS <= 4) {
-    unpack<0, 4>(pairs, first, less);
-  } else {
-    unpack<0, 2>(pairs, first, less);
-    unpack<0, 2>(pairs + 2, __byte_perm(low >> (2 * BITS), last >> (2 * BITS), 0x5410), less);
+    const u64 both = (u64(load_word(address + 4)) << 32 | low) >> at.shift;
+    const u32 codes = u32(both), others = u32(both >> (4 * BITS));
+    const u32 first = __byte_perm(codes, others, 0x5410);
+    unpack<0, BITS == 3 ? 4 : 2>(pairs, first, less);
+    if constexpr (BITS == 5) unpack<0, 2>(pairs + 2, __byte_perm(codes >> 10, others >> 10, 0x5410), less);
   }
 }
 

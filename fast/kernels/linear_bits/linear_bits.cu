@@ -25,10 +25,10 @@ typedef float Totals[HEIGHT][TILES][4];
 
 // Where a lane finds its operands, behind the begin of a stage: its first row's codes and scales, rows of x by tile; zero points.
 struct Reads {
-  u32 codes, shift, scale, zero, x[TILES];
-  __device__ __forceinline__ Reads(const Place& at, u32 zeros, int row, int t, int phase, int lane) {
-    const Window window(t);
-    codes = row * CODE_PITCH + phase * (UNIT * BITS / 8) + window.word * 4, shift = window.shift;
+  Window window;
+  u32 codes, scale, zero, x[TILES];
+  __device__ __forceinline__ Reads(const Place& at, u32 zeros, int row, int t, int phase, int lane) : window(t) {
+    codes = row * CODE_PITCH + phase * (UNIT * BITS / 8) + window.word * 4;
     scale = SCALE_AT + row * SCALE_PITCH, zero = zeros + row * at.zero_pitch;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)  // rows behind the last are the last: nothing else was copied
@@ -53,8 +53,8 @@ struct Operand {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         const u32 codes = stage + from.codes + (u * PHASES * UNIT + 32 * c) * BITS / 8 + 16 * h * CODE_PITCH;
-        decode(low[h][c], codes, from.shift, less_low);
-        decode(high[h][c], codes + 8 * CODE_PITCH, from.shift, less_high);
+        decode(low[h][c], codes, from.window, less_low);
+        decode(high[h][c], codes + 8 * CODE_PITCH, from.window, less_high);
       }
       low_scale[h] = __uint_as_float(load_word(stage + from.scale + scale + 16 * h * SCALE_PITCH));
       high_scale[h] = __uint_as_float(load_word(stage + from.scale + scale + (16 * h + 8) * SCALE_PITCH));
@@ -175,10 +175,12 @@ extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLIT
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
   const u32 ring = (shared_address(memory) + 127) & ~127u;
   const Place at(p, split);
+  const Copies copies(p, at, thread);
+  const Reads reads(at, ring + ZERO_AT, row, lane % 4, phase, lane);
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   if constexpr (ZERO) load_zeros(p, at, ring + ZERO_AT, thread);
   Totals totals;
-  consume(totals, Copies(p, at, thread), at, Reads(at, ring + ZERO_AT, row, lane % 4, phase, lane), ring, phase);
+  consume(totals, copies, at, reads, ring, phase);
   asm volatile("bar.sync 0;" ::: "memory");  // the ring has been read
   leave(totals, ring, phase, row, lane % 4);
   sync_cluster();

@@ -31,12 +31,14 @@ struct Pieces {
     }
   }
 
+  __device__ __forceinline__ bool exists(int j) const { return (REPEATED && (j + 1) * THREADS <= ALL) || j * THREADS < last; }
+
   __device__ __forceinline__ u32 place(int j) const { return REGULAR ? to[0] + j * (THREADS / EACH * PITCH) : to[REGULAR ? 0 : j]; }
 
   __device__ __forceinline__ void copy(u32 stage, const char* begin) const {
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
-      if (j * THREADS < last) {
+      if (exists(j)) {
         const char* source = begin + (REGULAR ? from[0] + j * pass : from[REGULAR ? 0 : j]);
         if constexpr (PIECE == 16) copy_16(stage + place(j), source);
         else copy_4(stage + place(j), source);
@@ -47,7 +49,7 @@ struct Pieces {
   __device__ __forceinline__ void pair(u32 stage) const {
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
-      if (j * THREADS < last) {
+      if (exists(j)) {
         u32 b[4];
         paired(b, load_words(stage + place(j)));
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(stage + place(j)), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]) : "memory");

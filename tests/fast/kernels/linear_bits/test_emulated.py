@@ -5,12 +5,15 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.linear_bits.host import form_of
+from fast.kernels.linear_bits.select import choose
 from fast.kernels.linear_bits.variants import Variant
 from tests.fast.kernels.linear_bits.emulated import product
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
 
 BF16, HALF = torch.bfloat16, torch.float16
+NIGHTLY = [pytest.param(count, marks=pytest.mark.nightly) for count in (29, 48, 51, 90, 128)]
 #: Scheme; rows and columns of the weight, rows of x; dtype; the variant.
 CASES = {
     "int2, one row": ("int2_g32", (32, 512, 1), BF16, Variant(8, 1, 1, 2, 1, 2, 2)),
@@ -53,6 +56,16 @@ def test_every_code_in_every_place_is_exact_less_any_zero_point(bits, dtype):
         x = torch.eye(128, dtype=dtype)[first : first + 16]
         got = product(x, w, None, Variant(16, 1, 1, 2, 1, 1, 2), early=True)
         assert_same_bits(got, exact_result(x, w, None))
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(7, marks=pytest.mark.nightly), 15, *NIGHTLY])
+def test_tiles_of_the_rule_give_exact_sums(count):
+    require_nvrtc()
+    scheme = ("int6_g32_asymmetric", "int3_g32", "int5_g128_asymmetric", "int2_g64")[count % 4]
+    w, x = exact_weight(named(scheme), 40, 512), exact_inputs(count, 512, BF16)
+    form = form_of(w.scheme, (40, 512), 1, True)
+    got = product(x, w, None, choose(form, count, 40, 512), early=count % 2 == 0)
+    assert_same_bits(got, exact_result(x, w, None))
 
 
 @pytest.mark.parametrize("scheme", ["int2_g32_asymmetric", "int3_g32", "int6_g128"])
