@@ -23,16 +23,17 @@ struct TensorMap;
 // A lane's sums of 16 rows and a tile of tokens: (row, token), (row, token + 1), (row + 8, token), (row + 8, token + 1).
 typedef float Totals[HEIGHT][TILES][4];
 
-// Where a lane finds its operands, behind the begin of a stage: its first row's codes and scales, rows of x by tile; zero points.
+// Where a lane finds its operands, behind the begin of a stage: its first row's codes and scales, its row of the first tile of x; zero
+// points. Rows of x that do not exist are what memory had before: sums of them are not written, and are those of no other row.
 struct Reads {
   Window window;
-  u32 codes, scale, zero, x[TILES];
+  u32 codes, scale, zero, x;
   __device__ __forceinline__ Reads(const Place& at, u32 zeros, int row, int t, int phase, int lane) : window(t) {
     codes = row * CODE_PITCH + phase * (UNIT * BITS / 8) + window.word * 4;
     scale = SCALE_AT + row * SCALE_PITCH, zero = zeros + row * at.zero_pitch;
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++)  // rows behind the last are the last: nothing else was copied
-      x[tile] = X_AT + min(8 * tile + lane / 4, at.tokens - 1) * X_PITCH + phase * (UNIT * 2) + t * 16;
+    // Of one tile rows behind the last are the last: lanes that read the same words do so at once.
+    const int token = TILES == 1 ? min(lane / 4, at.tokens - 1) : lane / 4;
+    x = X_AT + token * X_PITCH + phase * (UNIT * 2) + t * 16;
   }
 };
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ void multiply_tiles(Totals& totals, const Operand& w,
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       u32 b[4];
-      load_inputs(b, from.x[tile] + x + c * 64);
+      load_inputs(b, from.x + x + tile * 8 * X_PITCH + c * 64);
 #pragma unroll
       for (int h = 0; h < HEIGHT; h++) {
         multiply(sums[h], w.low[h][c], w.high[h][c], 0, b[0], b[1]);

@@ -213,8 +213,8 @@ def check_times(widths: list[int], rows: list[int], every: bool) -> None:
         form = form_named(scheme, shape[1], BF16)
         jobs += [(choose(form, count, *shape), form)]
         jobs += [(one, form) for one in (candidates(form, count, shape) if every else ())]
-    # Older kernels are one for a row, one for 16 rows and one for 32.
-    kinds = {sum(count > most for most in (1, 16)): count for count in rows if count <= 32}
+    # Older kernels are one for a row, one for 16 rows and one for 32, and beyond them that of `dequantize`.
+    kinds = {sum(count > most for most in (1, 16, 32)): count for count in rows}
     compile_all(
         jobs,
         [(scheme, shape, count) for shape in SHAPES for scheme in schemes[shape] for count in kinds.values()],
