@@ -10,25 +10,36 @@ from fast.kernels.linear_bits.variants import STEP, Form, Variant, fitted, longe
 MOST_ROWS, PROCESSORS = 128, 132
 #: Parts of K at most, and stages that each has at least: the ring has to be filled first.
 MOST_SPLITS, STAGES_EACH = 8, 4
-#: By rows of x at most. With few rows the weight is all that is read, and small programs fill the last wave. With more each
-#: program reads all rows of x through the L2 cache (a megabyte at 128 rows of 4096), so programs have more rows of the
-#: weight, and one fills a multiprocessor.
+#: What a further wave of programs costs beside its work, as its first stages are waited for again.
+WAVE = 0.1
+#: By rows of x at most: tiles, of which `cost` takes one, the first of equals. Programs of seven slabs, 112 rows, are one for
+#: each multiprocessor where a weight has 14336 rows; small ones fill the last wave of others. With many rows each program reads
+#: all of x through the L2 cache (a megabyte at 128 rows of 4096), so programs have many rows of the weight.
 TILES = (
-    (2, Variant(8, 1, 1, 8, 1, 4, 4, 4)),
-    (8, Variant(8, 2, 1, 4, 1, 4, 3, 3)),
-    (16, Variant(16, 4, 1, 2, 1, 2, 4, 2)),
-    (32, Variant(32, 4, 1, 2, 1, 2, 3, 2)),
-    (48, Variant(48, 8, 1, 2, 1, 1, 4, 1)),
-    (64, Variant(64, 8, 1, 2, 1, 1, 4, 1)),
-    (96, Variant(96, 8, 1, 2, 1, 1, 3, 1)),
-    (128, Variant(128, 8, 1, 2, 1, 1, 3, 1)),
+    (2, (Variant(8, 7, 1, 4, 1, 4, 5, 1), Variant(8, 1, 1, 8, 1, 4, 4, 4), Variant(8, 2, 1, 4, 1, 4, 3, 3))),
+    (8, (Variant(8, 7, 1, 4, 1, 4, 5, 1), Variant(8, 2, 1, 4, 1, 4, 3, 3))),
+    (16, (Variant(16, 7, 1, 2, 1, 2, 6, 1), Variant(16, 4, 1, 2, 1, 2, 4, 2))),
+    (32, (Variant(32, 7, 1, 2, 1, 2, 4, 1), Variant(32, 4, 1, 2, 1, 2, 3, 2))),
+    (48, (Variant(48, 7, 1, 2, 1, 1, 5, 1), Variant(48, 8, 1, 2, 1, 1, 4, 1))),
+    (64, (Variant(64, 7, 1, 2, 1, 1, 5, 1), Variant(64, 8, 1, 2, 1, 1, 4, 1))),
+    (96, (Variant(96, 7, 1, 2, 1, 1, 4, 1), Variant(96, 8, 1, 2, 1, 1, 3, 1))),
+    (128, (Variant(128, 7, 1, 2, 1, 1, 4, 1), Variant(128, 8, 1, 2, 1, 1, 3, 1))),
 )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
     """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k); None where none fits."""
-    return placed(next(variant for most, variant in TILES if count <= most), form, count, n, k)
+    tiles = next(tiles for most, tiles in TILES if count <= most)
+    fitting = [one for tile in tiles if (one := placed(tile, form, count, n, k)) is not None]
+    return min(fitting, key=lambda one: cost(one, count, n), default=None)
+
+
+def cost(variant: Variant, count: int, n: int) -> float:
+    """Rows of the weight, times parts of K, that the busiest multiprocessor has; more where programs come in waves."""
+    programs = variant.programs(count, n)
+    waves = -(-programs // (PROCESSORS * variant.at_once))
+    return -(-programs // PROCESSORS) * variant.rows / variant.splits * (1 + WAVE * (waves - 1))
 
 
 def placed(variant: Variant, form: Form, count: int, n: int, k: int) -> Variant | None:
@@ -49,4 +60,4 @@ def placed(variant: Variant, form: Form, count: int, n: int, k: int) -> Variant 
     return fitted(form, one, k)
 
 
-__all__ = ["MOST_ROWS", "TILES", "choose", "placed"]
+__all__ = ["MOST_ROWS", "TILES", "choose", "cost", "placed"]

@@ -10,7 +10,7 @@ from ao_lab.config.recipe import named
 from fast.kernels.hopper import nvrtc
 from fast.kernels.linear import select
 from fast.kernels.linear_bits import host
-from fast.kernels.linear_bits.select import MOST_ROWS, TILES, choose
+from fast.kernels.linear_bits.select import MOST_ROWS, TILES, choose, cost
 from fast.kernels.linear_bits.variants import SHARED, SYSTEM, WIDTHS, Form, Variant, fitted, longest, sources
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
@@ -55,7 +55,8 @@ def test_tiles_cover_all_counts():
     counts = [most for most, _ in TILES]
     assert counts == sorted(counts)
     assert counts[-1] == MOST_ROWS
-    assert all(variant.tokens >= most and variant.tokens % 8 == 0 for most, variant in TILES)
+    for most, tiles in TILES:
+        assert all(one.tokens >= most and one.tokens % 8 == 0 for one in tiles)
 
 
 def test_few_tiles_are_parts_of_k():
@@ -64,6 +65,16 @@ def test_few_tiles_are_parts_of_k():
         assert choose(form, count, 14336, 4096).splits == 1
         assert choose(form, count, 4096, 14336).splits > 1
     assert choose(form, 1, 16, 512).splits == 1
+
+
+def test_tiles_fill_multiprocessors():
+    """One program each where that is all of a weight; the busiest has no more than a sixth more than its share."""
+    form = Form(3, 32, False, True, False)
+    for count in COUNTS:
+        assert choose(form, count, 14336, 4096).programs(count, 14336) == 128
+        for n, k in ((4096, 14336), (4096, 4096)):
+            one = choose(form, count, n, k)
+            assert cost(one, count, n) <= n / 132 * (1.17 if count <= 32 else 1.04)
 
 
 def test_long_rows_of_zero_points_have_no_room():
