@@ -1,6 +1,7 @@
 """`linear` for CUDA tensors: which kernel, which of its tiles, and which weights none takes.
 
-One row is bound by reading the weight: `gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are
+Packed integers of 2, 3, 5 and 6 bits with one float32 scale a group go to `linear_bits`, which is CUDA C++ for Hopper. Else one
+row is bound by reading the weight: `gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are
 theirs (`takes_w4a16`, `takes_w8a16`), `gemv_any` all else. Up to MOST_ROWS rows of 16-bit inputs go to `gemm_small_m`.
 Beyond, the tensor cores are the limit, and a dense weight that is made for the call costs little beside it: the caller
 dequantizes.
@@ -20,6 +21,8 @@ from fast.kernels.linear.gemm_small_m import gemm_small_m_kernel
 from fast.kernels.linear.gemv_any import gemv_any_kernel
 from fast.kernels.linear.gemv_w4a16 import UNIT, gemv_w4a16_kernel
 from fast.kernels.linear.gemv_w8a16 import gemv_w8a16_kernel
+from fast.kernels.linear_bits import host as linear_bits
+from fast.kernels.linear_bits.launch import BitsLaunch
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
@@ -31,6 +34,8 @@ from reference.schemes.schemes import Scheme
 
 # Beyond as many rows a weight is dequantized for the call; scales that change along K make products of tiles slower sooner.
 MOST_ROWS, MOST_BLOCK_ROWS = 128, 32
+#: Widths of codes that `linear_bits` has; of its others, four bits have a kernel for one row and an order for several.
+OWN_BITS = (2, 3, 5, 6)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 # Warps that keep an H200 busy with codes of 8 bits, and the most of them that share a row.
@@ -88,13 +93,16 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
     call = Call({"x": x, **names, "bias": bias}, words=("x", "codes"))
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
     given = ("x", *names, "bias", "y")
-    call.launch(launch, [name for name in launch.kernel.arg_names if name in given])
+    taken = launch.names if isinstance(launch, BitsLaunch) else launch.kernel.arg_names
+    call.launch(launch, [name for name in taken if name in given])  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y", key, w.scheme)
     return y
 
 
-def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | None:
+def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | BitsLaunch | None:
     """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
+    if w.scheme.format.bits in OWN_BITS and (made := linear_bits.launch_for(w, count, dtype)) is not None:
+        return made
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None

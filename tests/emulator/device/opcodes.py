@@ -15,6 +15,9 @@ import numpy as np
 
 Step = Callable[[Any], Any]
 WIDTHS = {
+    "b8": 8,
+    "u8": 8,
+    "s8": 8,
     "b16": 16,
     "u16": 16,
     "s16": 16,
@@ -245,8 +248,8 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
         return lambda th: _permuted(*(read(th) for read in reads))
     if opcode == "dp4a.u32.u32":
         return lambda th: _dot(*(read(th) for read in reads))
-    if opcode == "bfi.b32":
-        return lambda th: _inserted(*(read(th) for read in reads))
+    if opcode in ("bfi.b32", "bfi.b64"):
+        return lambda th: _inserted(WIDTHS[kind], *(read(th) for read in reads))
     if parts[0] == "selp":
         return lambda th: reads[0](th) if reads[2](th) else reads[1](th)
     if parts[0] == "cvt" and len(parts) == 3 and parts[1] in WIDTHS and kind in WIDTHS and "f32" not in parts:
@@ -279,10 +282,10 @@ def _dot(a: int, b: int, c: int) -> int:
     return (sum((a >> at & 255) * (b >> at & 255) for at in (0, 8, 16, 24)) + c) & 0xFFFFFFFF
 
 
-def _inserted(field: int, into: int, place: int, length: int) -> int:
-    """`length` low bits of a field put into a word at a place."""
+def _inserted(width: int, field: int, into: int, place: int, length: int) -> int:
+    """`length` low bits of a field put into a word of so many bits at a place."""
     mask = (1 << length) - 1 << place
-    return (into & ~mask | field << place & mask) & 0xFFFFFFFF
+    return (into & ~mask | field << place & mask) & (1 << width) - 1
 
 
 def _integer(make: Callable[..., int], kind: str, reads: list[Step], shift: bool) -> Step:

@@ -140,7 +140,10 @@ def _owner(th: Any, address: int) -> tuple[Any, int]:
 
 
 def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
-    """Loads and stores of 16 to 64 bits and of vectors; a load that acquires waits until it finds something but 0."""
+    """Loads and stores of 8 to 64 bits and of vectors; a load that acquires waits until it finds something but 0.
+
+    Registers are wider than bytes: a signed one is extended to 32 bits.
+    """
     size, count = WIDTHS[parts[-1]] // 8, next((int(part[1:]) for part in parts if part in ("v2", "v4")), 1)
     where, load = parts[1], parts[0] == "ld"
     text, registers = (operands[1], operands[0]) if load else (operands[0], operands[1])
@@ -163,7 +166,8 @@ def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
         for i in range(count):
             part = data[i * size : (i + 1) * size]
             if load:
-                th.registers[names[i]] = int.from_bytes(part.tobytes(), "little")
+                value = int.from_bytes(part.tobytes(), "little", signed=parts[-1] == "s8")
+                th.registers[names[i]] = value & 0xFFFFFFFF if value < 0 else value
             else:
                 mask = (1 << 8 * size) - 1
                 part[:] = np.frombuffer((reads[i](th) & mask).to_bytes(size, "little"), np.uint8)

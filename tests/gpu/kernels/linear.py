@@ -102,7 +102,7 @@ def is_fused(run: Run, record: Scheme, sizes: tuple[int, int, int], dtype: torch
         return True
     from fast.kernels.linear.select import launch_for
 
-    return launch_for(cases.weight(record, *sizes[1:]), sizes[0], dtype) is not None
+    return launch_for(run.put(cases.weight(record, *sizes[1:])), sizes[0], dtype) is not None
 
 
 def dequantized(

@@ -1,0 +1,113 @@
+"""What `linear_bits` takes, its tiles, and that every variant that the rule gives compiles without spilling much."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import fast
+from ao_lab.config.recipe import named
+from fast.kernels.hopper import nvrtc
+from fast.kernels.linear import select
+from fast.kernels.linear_bits import host
+from fast.kernels.linear_bits.select import MOST_ROWS, TILES, choose, cost
+from fast.kernels.linear_bits.variants import SHARED, SYSTEM, WIDTHS, Form, Variant, fitted, longest, sources
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
+
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (37, 128), (256, 384))
+COUNTS = (1, 2, 3, 8, 9, 16, 32, 33, 64, 65, 128)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "length", "form"),
+    [
+        ("int2_g32", 256, (2, 32, False)), ("int3_g64_asymmetric", 128, (3, 64, True)), ("int6_g128", 384, (6, 128, False)),
+        ("int5_rowwise", 640, (5, 640, False)), ("int3_g256", 512, (3, 256, False)), ("int4_g32", 128, (4, 32, False)),
+        ("int3_g32", 96, None), ("int8_g32", 256, None), ("mxfp6_e2m3", 256, None), ("nf4", 256, None),
+        ("torchao.int4_g64_tinygemm", 256, None), ("int4_g64_asymmetric_bf16", 256, None), ("int2_tensorwise", 256, None),
+        ("int3_g16", 256, None), ("int3_g96", 384, None), ("int7_g32", 256, None),
+    ],
+)  # fmt: skip
+def test_forms(scheme, length, form):
+    record = named(scheme)
+    found = host.form_of(record, (8, length), 1, True)
+    assert found == (None if form is None else Form(*form, True, False))
+    assert host.form_of(record, (8, length), 1, False) is None
+    assert host.form_of(record, (8, length), 0, True) is None
+    assert host.form_of(record, (2, 8, length), 1, True) is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_tiles_fit_a_multiprocessor(bits, shape):
+    for count, group, zero in product(COUNTS, (32, 64, 128), (False, True)):
+        form = Form(bits, group, zero, True, False)
+        one = choose(form, count, *shape)
+        assert one is not None
+        assert one.takes(form, shape[1])
+        assert one.tokens >= count
+        assert one.rows % one.splits == 0
+        assert one.at_once * (one.shared(form, shape[1]) + SYSTEM) <= SHARED
+        assert one.threads * one.at_once <= 2048
+
+
+def test_tiles_cover_all_counts():
+    counts = [most for most, _ in TILES]
+    assert counts == sorted(counts)
+    assert counts[-1] == MOST_ROWS
+    for most, tiles in TILES:
+        assert all(one.tokens >= most and one.tokens % 8 == 0 for one in tiles)
+
+
+def test_few_tiles_are_parts_of_k():
+    form = Form(3, 32, False, True, False)
+    for count in (1, 8, 16, 64):
+        assert choose(form, count, 14336, 4096).splits == 1
+        assert choose(form, count, 4096, 14336).splits > 1
+    assert choose(form, 1, 16, 512).splits == 1
+
+
+def test_tiles_fill_multiprocessors():
+    """One program each where that is all of a weight; the busiest has no more than a sixth more than its share."""
+    form = Form(3, 32, False, True, False)
+    for count in COUNTS:
+        assert choose(form, count, 14336, 4096).programs(count, 14336) == 128
+        for n, k in ((4096, 14336), (4096, 4096)):
+            one = choose(form, count, n, k)
+            assert cost(one, count, n) <= n / 132 * (1.17 if count <= 32 else 1.04)
+
+
+def test_long_rows_of_zero_points_have_no_room():
+    form = Form(6, 32, True, True, False)
+    assert choose(form, 128, 4096, 1 << 20) is None
+    assert fitted(form, Variant(8, 2, 1, 4, 1, 4, 9, 3), 4096).stages < 9
+    assert longest(Form(3, 384, False, True, False), 3072, 4) == 1
+
+
+def test_other_devices_keep_their_kernels():
+    w = fast.quantize(torch.randn(64, 256), "int3_g32", packed=True)
+    assert host.launch_for(w, 4, torch.bfloat16) is None
+    assert isinstance(select.launch_for(w, 4, torch.bfloat16), select.CompiledLaunch)
+
+
+def test_launches_go_first_where_they_are(monkeypatch):
+    """2, 3, 5 and 6 bits to 128 rows; int4 keeps its kernels; what is not taken has the others."""
+    monkeypatch.setattr(host, "is_served", lambda codes: True)
+    monkeypatch.setattr(host, "is_loadable", lambda *given: True)
+    for bits in (2, 3, 4, 5, 6):
+        w = fast.quantize(torch.randn(64, 256), named(f"int{bits}_g32"), packed=True)
+        for count, dtype in product((1, 2, 128), (torch.bfloat16, torch.float16)):
+            assert isinstance(select.launch_for(w, count, dtype), select.BitsLaunch) == (bits != 4)
+        assert not isinstance(select.launch_for(w, 1, torch.float32), select.BitsLaunch)
+        assert not isinstance(select.launch_for(w, 129, torch.bfloat16), select.BitsLaunch)
+    assert host.launch_for(w, 4, torch.bfloat16, Variant(8, 1, 1, 3, 1, 1, 2)) is None
+
+
+@pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [1, 8, 16, 32, pytest.param(64, marks=pytest.mark.nightly), 128])
+def test_variants_compile(count, half):
+    require_nvrtc()
+    form = Form(3, 32, True, True, half)
+    cubin, log = nvrtc.compile_source(*sources(choose(form, count, 4096, 4096), form), name="linear_bits")
+    assert cubin.startswith(b"\x7fELF")
+    assert "error" not in log
