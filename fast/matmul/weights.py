@@ -121,8 +121,11 @@ def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
     """The most rows of a dtype that a kernel multiplies by a stored weight on a GPU of `device.OLDEST` or later; 0 for none."""
     if importlib.util.find_spec("triton") is None:
         return 0
-    from fast.kernels.linear.select import MOST_BLOCK_ROWS, MOST_ROWS, launch_for
+    from fast.kernels.linear.select import MOST_BLOCK_ROWS, MOST_ROWS, OWN_BITS, launch_for
+    from fast.kernels.linear_bits.host import takes_all_rows
 
+    if w.scheme.format.bits in OWN_BITS and takes_all_rows(w, dtype):
+        return MOST_ROWS
     return next(
         (count for count in (MOST_ROWS, MOST_BLOCK_ROWS, 1) if launch_for(w, count, dtype) is not None), 0
     )

@@ -27,18 +27,21 @@ def launch_for(
     None where another kernel has to: devices that are not Hopper's, no rows or more than MOST_ROWS, other dtypes, weights of
     which `form_of` knows nothing, variants that do not fit. variant: by default that of `choose`.
     """
-    form = None if w.tiled or dtype not in INPUTS else form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
-    if form is None or not 0 < count <= MOST_ROWS or not w.shape[0] or not is_served(w.codes):
+    form = form_on_device(w, dtype)
+    if form is None or not 0 < count <= MOST_ROWS:
         return None
-    made = Form(*form[:-1], dtype == torch.float16)
-    given = variant or choose(made, count, *w.shape)
-    if (
-        given is None
-        or not given.takes(made, w.shape[1])
-        or not is_loadable(given, made, w.codes.get_device())
-    ):
+    given = variant or choose(form, count, *w.shape)
+    if given is None or not given.takes(form, w.shape[1]):
         return None
-    return launch_of(given, made, count, (w.shape[0], w.shape[1]))
+    if not is_loadable(given, form, w.codes.get_device()):
+        return None
+    return launch_of(given, form, count, (w.shape[0], w.shape[1]))
+
+
+def takes_all_rows(w: Quantized, dtype: torch.dtype) -> bool:
+    """Whether 1 to MOST_ROWS rows of a dtype have a launch, as far as that is known before one is compiled."""
+    form = form_on_device(w, dtype)
+    return form is not None and choose(form, MOST_ROWS, *w.shape) is not None
 
 
 def linear_bits(
@@ -54,6 +57,14 @@ def linear_bits(
     call.launch(launch, POINTERS)  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y")
     return y
+
+
+def form_on_device(w: Quantized, dtype: torch.dtype) -> Form | None:
+    """A weight's form beside inputs of a dtype; None for those that the kernel, or its device, does not take."""
+    if w.tiled or dtype not in INPUTS or not is_served(w.codes):
+        return None
+    form = form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
+    return None if form is None or not w.shape[0] else form._replace(half=dtype == torch.float16)
 
 
 @lru_cache(maxsize=4096)
@@ -95,4 +106,4 @@ def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) 
     return BitsLaunch(variant, form, count, shape)
 
 
-__all__ = ["MOST_ROWS", "form_of", "launch_for", "linear_bits"]
+__all__ = ["MOST_ROWS", "form_of", "launch_for", "linear_bits", "takes_all_rows"]

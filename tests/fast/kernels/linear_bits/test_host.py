@@ -12,6 +12,7 @@ from fast.kernels.linear import select
 from fast.kernels.linear_bits import host
 from fast.kernels.linear_bits.select import MOST_ROWS, TILES, choose, cost
 from fast.kernels.linear_bits.variants import SHARED, SYSTEM, WIDTHS, Form, Variant, fitted, longest, sources
+from fast.matmul.weights import rows_fused
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (37, 128), (256, 384))
@@ -101,6 +102,15 @@ def test_launches_go_first_where_they_are(monkeypatch):
         assert not isinstance(select.launch_for(w, 1, torch.float32), select.BitsLaunch)
         assert not isinstance(select.launch_for(w, 129, torch.bfloat16), select.BitsLaunch)
     assert host.launch_for(w, 4, torch.bfloat16, Variant(8, 1, 1, 3, 1, 1, 2)) is None
+
+
+def test_rows_that_are_fused(monkeypatch):
+    """All 128 where scales change along K, too, and nothing is compiled to know that."""
+    w = fast.quantize(torch.randn(64, 256), "int3_g32", packed=True)
+    assert rows_fused(w, torch.bfloat16) == select.MOST_BLOCK_ROWS
+    monkeypatch.setattr(host, "is_served", lambda codes: True)
+    monkeypatch.setattr(host, "is_loadable", lambda *given: pytest.fail("compiled"))
+    assert [rows_fused(w, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [128, 128, 1]
 
 
 @pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.nightly)])
