@@ -36,7 +36,7 @@ STEPS = {
     Weight("int4", False, 2): Steps(0.49, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.522, 0.95, 0.0, 1.31),
     Weight("e4m3"): Steps(0.486, 0.90, 0.0, 1.28), Weight("e2m1", False, 2): Steps(0.43, 0.68, 0.62, 1.17),
     Weight("e2m1", False, 4): Steps(0.58, 0.71, 0.635, 1.19), Weight("e4m3_mx", False, 2): Steps(0.48, 0.93, 0.0, 1.35),
-    Weight("nf4"): Steps(0.58, 1.45, 1.41, 0.0),
+    Weight("nf4"): Steps(0.503, 1.45, 1.41, 0.0),
 }  # fmt: skip
 #: Microseconds of a call of `mixed_mm`, and of parts of K; how much faster it has to be.
 ONCE, PARTS, MARGIN = 3.0, 3.9, 0.97

@@ -1,19 +1,20 @@
 """On a GPU: `linear_bits` exact on integers, within its bound, the same bits twenty times; then its times and older kernels'.
 
-    PYTHONPATH=. python tests/gpu/linear/validate_linear_bits.py [--no-bits] [--no-times] [--bits 2 3 6] [--rows 1 8] [--all]
+    PYTHONPATH=. python tests/gpu/linear/validate_linear_bits.py [--no-bits] [--no-times] [--bits 2 3 6] [--rows 1 8] [--all] [--older] [--seconds 60]
 
-Times are of CUDA graphs in turn over weights that exceed the L2 cache: bfloat16, the kernels that other devices have ("old";
-where they take no such rows, dequantization and torch's product), the rule's variant ("new"), and candidates with --all.
-Kernels are compiled on all cores before. Exits with 1 on any difference.
+Times are of CUDA graphs in turn over weights that exceed the L2 cache: bfloat16, the rule's variant ("new"), candidates with
+--all, and with --older the kernels that other devices have ("old"; where they take no such rows, dequantization and torch's
+product), which Triton compiles one by one. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.gpu.harness.graph_times import captured, in_turn
 from tests.support import linear_cases as cases
 
 BF16, HALF = torch.bfloat16, torch.float16
+BEGIN = time.monotonic()
 SCHEMES = (
     "int2_g32", "int2_g64_asymmetric", "int3_g32", "int3_g128_asymmetric", "int5_g64", "int5_g32_asymmetric",
     "int6_g32_asymmetric", "int6_g128", "int3_rowwise", "int4_g32",
@@ -94,20 +96,17 @@ def compiled(job: tuple[Variant, Form]) -> None:
     cached_cubin(*sources(*job), name="linear_bits")
 
 
-def compiled_old(job: tuple[str, tuple[int, int], int]) -> None:
-    """One of the older kernels into Triton's cache."""
-    scheme, shape, count = job
-    w = fast.quantize(torch.zeros(shape, device="cuda"), scheme_of(scheme), packed=True)
-    old(torch.zeros(count, shape[1], device="cuda", dtype=BF16), w)
+def compile_all(jobs: Iterable[tuple[Variant | None, Form]]) -> None:
+    """Kernels on all cores: NVRTC works outside of Python's lock."""
+    found = [(variant, form) for variant, form in dict.fromkeys(jobs) if variant is not None]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(compiled, found))
+    say(f"compiled {len(found)} variants")
 
 
-def compile_all(jobs: Iterable[tuple[Variant | None, Form]], olds: Iterable[tuple[Any, ...]] = ()) -> None:
-    """Kernels on all cores."""
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(compiled_old, job) for job in olds]
-        waiting += [pool.submit(compiled, (v, f)) for v, f in dict.fromkeys(jobs) if v is not None]
-        for one in waiting:
-            one.result()
+def say(text: str) -> None:
+    """A line with the seconds since the beginning."""
+    print(f"[{time.monotonic() - BEGIN:6.1f}] {text}", flush=True)
 
 
 def on_device(w: Quantized) -> Quantized:
@@ -170,8 +169,8 @@ def drawn(scheme: str, shape: tuple[int, int], seed: int) -> Quantized:
     return w
 
 
-def check_bits() -> int:
-    """How many checks failed."""
+def check_bits(seconds: float) -> int:
+    """How many checks failed; none begins after so many seconds. Shapes of models, which a GPU draws, come first."""
     small = list(tasks())
     schemes = ("int2_g32", "int3_g32_asymmetric", "int6_g128")
     large = list(product(schemes, SHAPES, (1, 8, 16, 32, 64, 128)))
@@ -179,13 +178,15 @@ def check_bits() -> int:
     forms = [(form_named(scheme, shape[1], dtype), count, shape) for scheme, shape, count, dtype in wanted]
     compile_all((choose(form, count, *shape), form) for form, count, shape in forms)
     failed = 0
-    runs = [(one, wrong_small(*one)) for one in small] + [(one, wrong_large(*one)) for one in large]
-    for task, check in runs:
+    runs = [(one, wrong_large(*one)) for one in large] + [(one, wrong_small(*one)) for one in small]
+    for at, (task, check) in enumerate(runs):
+        if time.monotonic() - BEGIN > seconds:
+            say(f"{len(runs) - at} checks are left out: {seconds:.0f} seconds are over")
+            break
         wrong = list(check)
         failed += bool(wrong)
-        if wrong:
-            print("WRONG", task, *wrong, flush=True)
-    print(f"{len(runs)} checks of bits, {failed} wrong", flush=True)
+        say(f"{task}: {wrong or 'right'}")
+    say(f"{len(runs)} checks of bits, {failed} wrong")
     return failed
 
 
@@ -204,14 +205,16 @@ def old(x: torch.Tensor, w: Quantized) -> Any:
     return torch.nn.functional.linear(x, fast.dequantize(w, x.dtype)) if y is None else y
 
 
-def time_row(scheme: str, count: int, held: list[Quantized], dense: list[torch.Tensor], every: bool) -> None:
+def time_row(
+    scheme: str, count: int, held: list[Quantized], dense: list[torch.Tensor], every: bool, older: bool
+) -> None:
     """Microseconds of a product by all ways."""
     shape = (held[0].shape[0], held[0].shape[1])
     x = torch.randn(count, shape[1], device="cuda", dtype=BF16)
     form = form_named(scheme, shape[1], BF16)
     calls: dict[str, list[Any]] = {
         "bf16": [partial(torch.nn.functional.linear, x, w) for w in dense],
-        "old": [partial(old, x, w) for w in held],
+        **({"old": [partial(old, x, w) for w in held]} if older else {}),
         "new": [partial(multiplied, x, w) for w in held],
     }
     for one in candidates(form, count, shape) if every else ():
@@ -223,7 +226,7 @@ def time_row(scheme: str, count: int, held: list[Quantized], dense: list[torch.T
           f" [new is {tuple(rule or ())}; best {best}]", flush=True)  # fmt: skip
 
 
-def check_times(widths: list[int], rows: list[int], every: bool) -> None:
+def check_times(widths: list[int], rows: list[int], every: bool, older: bool) -> None:
     """All shapes; groups of 32 without zero points of every width, and two other schemes of the first shape."""
     schemes = {shape: [f"int{bits}_g32" for bits in widths] for shape in SHAPES}
     schemes[SHAPES[0]] += ["int3_g128", "int3_g32_asymmetric"]
@@ -233,12 +236,7 @@ def check_times(widths: list[int], rows: list[int], every: bool) -> None:
         form = form_named(scheme, shape[1], BF16)
         jobs += [(choose(form, count, *shape), form)]
         jobs += [(one, form) for one in (candidates(form, count, shape) if every else ())]
-    # Older kernels are one for a row, one for 16 rows and one for 32, and beyond them that of `dequantize`.
-    kinds = {sum(count > most for most in (1, 16, 32)): count for count in rows}
-    compile_all(
-        jobs,
-        [(scheme, shape, count) for shape in SHAPES for scheme in schemes[shape] for count in kinds.values()],
-    )
+    compile_all(jobs)
     for shape in SHAPES:
         copies = max(2, -(-(120 << 20) // (2 * shape[0] * shape[1])))
         dense = [torch.randn(shape, device="cuda", dtype=BF16) for _ in range(copies)]
@@ -247,7 +245,7 @@ def check_times(widths: list[int], rows: list[int], every: bool) -> None:
             held = [fast.quantize(torch.randn(shape, device="cuda"), scheme_of(scheme), packed=True)
                     for _ in range(max(2, -(-(120 << 20) // each)))]  # fmt: skip
             for count in rows:
-                time_row(scheme, count, held, dense, every)
+                time_row(scheme, count, held, dense, every, older)
 
 
 def main() -> None:
@@ -256,13 +254,15 @@ def main() -> None:
     parser.add_argument("--no-bits", action="store_true")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--older", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 5, 6])
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     given = parser.parse_args()
-    print(torch.cuda.get_device_name(), flush=True)
-    failed = 0 if given.no_bits else check_bits()
+    say(torch.cuda.get_device_name())
+    failed = 0 if given.no_bits else check_bits(given.seconds)
     if not given.no_times:
-        check_times(given.bits, given.rows, given.all)
+        check_times(given.bits, given.rows, given.all, given.older)
     sys.exit(failed > 0)
 
 

@@ -235,7 +235,7 @@ def test_other_elements_are_refused():
 
 @pytest.mark.parametrize(
     ("rows", "small", "taken"),
-    [(4096, False, True), (4097, False, False), (512, True, True), (513, True, False)],
+    [(2048, False, True), (2049, False, False), (512, True, True), (513, True, False)],
 )
 def test_levels_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch, rows, small, taken):
     monkeypatch.setattr(host, "SMALL", arranged().rows * arranged().columns + small)

@@ -125,6 +125,27 @@ def test_what_other_kernels_take():
 
 
 @linux
+@pytest.mark.parametrize(
+    ("shape", "alone", "apart"),
+    [((14336, 4096), True, True), ((14336, 4096), False, False), ((4096, 4096), True, False)],
+)
+def test_large_weights_that_another_kernel_takes_are_multiplied_apart(monkeypatch, shape, alone, apart):
+    """By two launches, which `_separate` makes of None."""
+    from fast.kernels.linear_small import pair as kernels
+    from tests.fast.linear.preshuffled.test_linear_small import empty_weight
+
+    asked = []
+    monkeypatch.setattr(
+        kernels, "skinny_launch", lambda w, *rest: asked.append(rest) or (object() if alone else None)
+    )
+    w, x = empty_weight(*shape, "int4", 128), torch.empty((1, 3, shape[1]), dtype=BF16)
+    assert kernels.is_faster_apart(w, x) == apart
+    assert asked == [(3, BF16, BF16)] * (shape[0] > 4096)
+    if apart:
+        assert kernels.linear_small_swiglu(x, w, w) is None
+
+
+@linux
 def test_errors_of_kernels():
     from fast.kernels.linear_small.pair import linear_small_pair, linear_small_swiglu
     from fast.kernels.linear_small.tilings import Tiling
