@@ -1,6 +1,7 @@
 """On a GPU: `linear_bits` exact on integers, within its bound, the same bits twenty times; then its times and older kernels'.
 
-    PYTHONPATH=. python tests/gpu/linear/validate_linear_bits.py [--no-bits] [--no-times] [--bits 2 3 6] [--rows 1 8] [--all] [--older] [--seconds 60]
+    PYTHONPATH=. python tests/gpu/linear/validate_linear_bits.py [--no-bits] [--no-times] [--bits 2 3 6] [--rows 1 8]
+        [--all] [--older] [--seconds 60]
 
 Times are of CUDA graphs in turn over weights that exceed the L2 cache: bfloat16, the rule's variant ("new"), candidates with
 --all, and with --older the kernels that other devices have ("old"; where they take no such rows, dequantization and torch's
