@@ -14,9 +14,10 @@ ValueError. Nothing is measured here.
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
   on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
   is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,
-  up to 64 of an expert on average. Inputs of a preshuffled matrix may have a scheme that 16-bit floats hold exactly (8 bits
-  under a scale for each row, MX): the product is that of what is stored, within the same bound. For more rows (`explain` says
-  how many) as ``dequantize``.
+  up to 64 of an expert on average; more rows on Hopper, which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of
+  a preshuffled matrix may have a scheme: where 16-bit floats hold it exactly (8 bits under a scale for each row, MX) the
+  product is that of what is stored, in others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain`
+  names as ``dequantize``.
 * ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
   back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.

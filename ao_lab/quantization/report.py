@@ -17,6 +17,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from fast.matmul.preshuffled.grouped import MOST_AVERAGE
+from fast.matmul.preshuffled.linear import ALL_ROWS
 from reference import Scheme, decode, encode
 
 #: Where a model keeps its report.
@@ -178,6 +179,8 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     if name != "fused":
         return name
     count = most_fused_rows(transposed, weight.dtype)
+    if count >= ALL_ROWS:
+        return name
     return f"fused, up to {count} row{'s' * (count > 1)}"
 
 

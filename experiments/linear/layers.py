@@ -14,6 +14,7 @@ from ao_lab.gemm.select import groups_reason, most_fused_rows, select_kernel
 from experiments.harness.outcome import Wrong
 from experiments.harness.timing import cache_bytes, input_sets
 from experiments.linear.methods import BASE, OURS, TORCHAO, Method
+from fast.matmul.preshuffled.grouped import MOST_AVERAGE
 
 #: Outputs, inputs.
 Shape = tuple[int, int]
@@ -118,7 +119,8 @@ def kernel_of(method: Method, layer: nn.Linear, rows: int) -> str:
         return method.library
     weight: Any = layer.weight.transposed()
     if not isinstance(layer, nn.Linear):
-        return "dequantize" if groups_reason(weight, torch.bfloat16) else "fused"
+        few = rows <= MOST_AVERAGE * len(layer.weight)
+        return "fused" if few and groups_reason(weight, torch.bfloat16) is None else "dequantize"
     name = select_kernel(weight, torch.bfloat16, rows)
     return "dequantize" if name == "fused" and rows > most_fused_rows(weight, torch.bfloat16) else name
 

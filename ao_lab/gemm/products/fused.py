@@ -16,7 +16,7 @@ from fast.cpu.linear import takes as takes_one_row
 from fast.matmul.one_row_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
 from fast.matmul.preshuffled.exact_inputs import inputs_reason
-from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small
+from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small, rows_as_stored
 from fast.matmul.weights import rows_fused
 
 #: Products that read the codes as they are stored read rows along which they sum.
@@ -74,7 +74,8 @@ def _preshuffled_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
     """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
     if w.meta.layout == PRESHUFFLED:
-        return MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
+        few = MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
+        return max(few, rows_as_stored(w.stored, dtype)) if len(w.shape) == 2 else few
     if w.is_cuda:
         return rows_fused(w.quantized, dtype)
     q = w.quantized

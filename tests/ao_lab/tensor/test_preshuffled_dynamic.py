@@ -17,7 +17,8 @@ from ao_lab import Recipe, explain, quantize_, quantized
 from ao_lab.gemm import select
 from ao_lab.gemm.products import fused
 from ao_lab.gemm.select import PRODUCTS, groups_reason, most_fused_rows, select_kernel
-from fast.matmul.preshuffled.linear import linear_small
+from fast.kernels.mixed_mm import host as mixed_mm
+from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored
 from reference import SCHEMES
 
 LAYOUT = "preshuffled"
@@ -56,6 +57,8 @@ def on_gpu(t, **changes):
     """A weight (K, N) as `select` sees it there."""
     names = ("recipe", "scheme", "meta", "shape", "block_axis", "zero", "codes", "scale", "input_scales")
     fields = {name: getattr(t, name) for name in names} | changes
+    if t.meta.layout == LAYOUT:
+        fields["stored"] = t.stored
     return SimpleNamespace(**fields, device=torch.device("cuda", 0), is_cuda=True)
 
 
@@ -97,6 +100,32 @@ def test_explain_says_up_to_how_many_rows(monkeypatch):
     net[0].weight = nn.Parameter(net[0].weight.to_layout(LAYOUT), requires_grad=False)
     monkeypatch.setattr(ao_lab.QuantizedTensor, "is_cuda", True)
     assert "fused, up to 128 rows" in str(explain(net))
+    monkeypatch.setattr(fused, "rows_as_stored", lambda w, dtype: ALL_ROWS)
+    assert explain(net).changed[0].kernel == "fused"
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("int4_g128", ALL_ROWS), ("nf4", 2048), ("nvfp4", 1024), ("mxfp4", ALL_ROWS)]
+)
+def test_rows_that_read_the_weight_as_it_is_stored(monkeypatch, name, most):
+    """On Hopper where NVRTC is; else, and of other shapes, those of the kernel of few rows."""
+    stored = on_device(weight_of(name, "int8_rowwise", (4096, 4096)).to_layout(LAYOUT).stored)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(mixed_mm, "missing_compiler", lambda: None)
+    assert rows_as_stored(stored, BF16) == most
+    assert rows_as_stored(stored, torch.float32) == 0
+    monkeypatch.setattr(mixed_mm, "missing_compiler", lambda: "no NVRTC")
+    assert rows_as_stored(stored, BF16) == 128
+    monkeypatch.setattr(mixed_mm, "missing_compiler", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert rows_as_stored(stored, BF16) == 128
+
+
+def on_device(stored):
+    """A stored weight whose codes say that a GPU has them."""
+    codes = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), shape=stored.codes.shape)
+    fields = {name: getattr(stored, name) for name in ("scheme", "shape", "scale", "zero")}
+    return SimpleNamespace(codes=codes, **fields)
 
 
 def test_the_product_quantizes_inputs():

@@ -142,6 +142,17 @@ def test_what_is_timed_comes_after_its_own_calls(graph):
     assert cold["b"] == [14e-3] * 3
 
 
+def test_rounds_of_launches_one_by_one_keep_the_plans_seconds(monkeypatch):
+    """Calls that settle the clock count."""
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr("experiments.fp8_training.speed.steady.time.perf_counter", lambda: float(next(clock)))
+    watch = Heating({"a": 1e-3})
+    found = steady_eager(
+        watch, {"a": Span(1, None, watch.call("a"))}, Plan(rounds=40, warmup=1, seconds=10.0)
+    )
+    assert len(found["a"]) == max(Plan().fewest, 2)
+
+
 class Queued(Heating):
     """Launches wait behind those that the GPU has not come to; a call whose host is late takes the host's time then alone, when
     none wait."""

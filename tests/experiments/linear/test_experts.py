@@ -42,6 +42,14 @@ def test_what_is_stored_is_compared_and_another_order_is_wrong(name):
         checked(method, one, one(x).flip(0), x, dense)
 
 
+def test_rows_of_which_weights_are_made_dense(monkeypatch):
+    """More than 64 an expert."""
+    made, method = layers(), OF_OURS["int4 g128"]
+    one = made.of(method, 8)[0]
+    monkeypatch.setattr("experiments.linear.layers.groups_reason", lambda w, dtype: None)
+    assert [kernel_of(method, one, rows) for rows in (8, 256, 257)] == ["fused", "fused", "dequantize"]
+
+
 def test_floors_read_experts_that_have_rows():
     made = layers(8)
     assert made.share_read(2) == 2 / 8

@@ -1,5 +1,6 @@
 """Scales of rows of x: in the emulator bit for bit by each way of finishing a tile, compiled, and what is refused."""
 
+import contextlib
 import struct
 from types import SimpleNamespace
 
@@ -195,6 +196,22 @@ def test_a_launch_of_a_call(monkeypatch, scaled):
         y.zero_()
         launch.compiled[signature].function(0, [None if one is None else one.data_ptr() for one in pointers])
     assert_same_bits(y, right)
+
+
+def test_a_launch_enters_the_device_of_its_operands(monkeypatch):
+    """Where another one is current: a kernel belongs to the context of its own."""
+    entered, launched = [], []
+
+    class Device(contextlib.nullcontext):
+        def __init__(self, index):
+            super().__init__()
+            entered.append(index)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(host, "current_stream", lambda index: 7)
+    product = SimpleNamespace(index=1, launch_at=lambda *given: launched.append((given, list(entered))))
+    assert host.ProductLaunch(product).run([torch.zeros(8)], 1) == (1,)
+    assert [devices for _, devices in launched] == [[1]]
 
 
 def test_a_launch_has_no_negative_views():
