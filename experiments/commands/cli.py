@@ -184,13 +184,16 @@ def ledger(
     everything: Annotated[
         bool, typer.Option("--all", help="With --refresh: what is not stale, too.")
     ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="With --refresh: tests or benchmarks; both without.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="With --refresh: how long it may take.")] = 480.0,
     as_json: AsJson = False,
 ) -> None:
     """What was tested and measured on a GPU of each function with kernels, and whether its code is still the same."""
     from experiments.commands.ledger import run_ledger
 
-    if not run_ledger(check, refresh, as_json, everything=everything, seconds=seconds):
+    if not run_ledger(check, refresh, as_json, everything=everything, seconds=seconds, only=only or ()):
         raise typer.Exit(1)
 
 

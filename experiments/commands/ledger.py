@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ao_lab.cli.terminal.interrupt import when_stopped
@@ -18,12 +19,14 @@ def run_ledger(
     *,
     everything: bool = False,
     seconds: float = remaking.TOTAL_SECONDS,
+    only: Sequence[str] = (),
 ) -> bool:
     """Show the ledger, check it, or remake what is stale. False where entries do not stand and that was the question."""
     if check and refresh:
         raise WrongInput("ledger takes --check or --refresh, not both")
     if everything and not refresh:
         raise WrongInput("ledger takes --all with --refresh")
+    check_parts(only, refresh)
     check_clone("ledger", "the entries lie in its reports/, the tests that make them in its tests/gpu/")
     if refresh:
         if not remaking.has_device():
@@ -36,7 +39,7 @@ def run_ledger(
                 f"finished tests are in {folders.reports}, measured rows in {folders.cache}; run it again to go on"
             )
         ):
-            remaking.refresh(seconds, everything)
+            remaking.refresh(seconds, everything, parts=tuple(only) or remaking.PARTS)
     problems: dict[str, str] = ledger.problems()
     if as_json:
         print_json({"entries": ledger.shown(), "problems": problems})
@@ -45,6 +48,17 @@ def run_ledger(
     else:
         show_entries(ledger.shown(), problems)
     return not problems or not (check or refresh)
+
+
+def check_parts(only: Sequence[str], refresh: bool) -> None:
+    """WrongInput for parts that are none, or without --refresh."""
+    if only and not refresh:
+        raise WrongInput("ledger takes --only with --refresh")
+    unknown = [name for name in only if name not in remaking.PARTS]
+    if unknown:
+        raise WrongInput(
+            f"unknown part {unknown[0]!r} of the ledger; the parts are {', '.join(remaking.PARTS)}"
+        )
 
 
 def show_problems(problems: dict[str, str], count: int) -> None:

@@ -1,7 +1,7 @@
 """Running the GPU tests that some entries need, job by job: what is finished stays finished, however a run ends.
 
 The validator (``tests/gpu/validate_kernels.py``) writes a line of JSON for each job that it finished into a journal, and skips
-jobs that the journal has. Its first line names the code that was tested: a journal of other code is dropped.
+jobs that the journal has. Its first line names the code that was tested: jobs that tested other code are dropped.
 """
 
 from __future__ import annotations
@@ -32,12 +32,22 @@ def journal_of(root: Path) -> Path:
 
 
 def begin(root: Path, hashes: Mapping[str, str]) -> None:
-    """Go on with the journal where it is of this code, or start a new one. hashes: of the entries to test."""
+    """Go on with the journal, but for jobs that tested other code, or start one. hashes: of the entries to test."""
     path = journal_of(root)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     before = json.loads(lines[0])["sources"] if lines else {}
     if not lines or any(before.get(name) != text for name, text in hashes.items()):
-        write_text(path, json.dumps({"sources": dict(hashes)}) + "\n")
+        kept = [line for line in lines[1:] if is_of_code(line, before, hashes)]
+        write_text(path, "\n".join([json.dumps({"sources": dict(hashes)}), *kept]) + "\n")
+
+
+def is_of_code(line: str, before: Mapping[str, str], hashes: Mapping[str, str]) -> bool:
+    """Whether a line is a finished job whose entries are all to test, and were as they are."""
+    try:
+        tested = {entry_of(test["name"]) for test in json.loads(line).get("tests", ())}
+    except ValueError:  # cut short by a kill
+        return False
+    return bool(tested) and all(name in hashes and before.get(name) == hashes[name] for name in tested)
 
 
 def families(name: str, entries: Entries) -> list[str] | None:
@@ -114,4 +124,14 @@ def tests_of(jobs: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]
     return by_entry
 
 
-__all__ = ["TESTS", "begin", "families", "finished", "journal_of", "open_families", "run_tests", "tests_of"]
+__all__ = [
+    "TESTS",
+    "begin",
+    "families",
+    "finished",
+    "is_of_code",
+    "journal_of",
+    "open_families",
+    "run_tests",
+    "tests_of",
+]

@@ -31,6 +31,8 @@ from experiments.ledger import gpu_tests, ledger
 TOTAL_SECONDS = 480.0
 #: The part of it that tests may take: what they leave is for benchmarks.
 TEST_PART = 0.55
+#: What a refresh does, by the names of `--only`.
+TESTS, BENCHMARKS = PARTS = ("tests", "benchmarks")
 
 
 def has_device() -> bool:
@@ -40,11 +42,17 @@ def has_device() -> bool:
     return torch.cuda.is_available()
 
 
-def refresh(seconds: float = TOTAL_SECONDS, everything: bool = False, root: Path = ROOT) -> Path:
+def refresh(
+    seconds: float = TOTAL_SECONDS,
+    everything: bool = False,
+    root: Path = ROOT,
+    parts: Sequence[str] = PARTS,
+) -> Path:
     """Test and measure what is stale, or all of it, for at most `seconds`; returns the ledger's path.
 
     An entry is written when all of its tests are over. A call that ends before that, however it ends, leaves its finished jobs
-    to the next. everything: forget all entries first, and measure benchmarks that are current too.
+    to the next. everything: forget all entries first, and measure benchmarks that are current too. parts: of PARTS, so that two
+    GPUs have one each; a part alone has all of the time.
     """
     started = time.monotonic()
     provenance.forget()
@@ -53,9 +61,10 @@ def refresh(seconds: float = TOTAL_SECONDS, everything: bool = False, root: Path
         ledger.write({}, root)
         gpu_tests.journal_of(root).unlink(missing_ok=True)
     stale = stale_entries(root)
-    if stale:
-        test(stale, root, seconds * TEST_PART, ())
-    measure(seconds - (time.monotonic() - started), everything)
+    if stale and TESTS in parts:
+        test(stale, root, seconds * (TEST_PART if BENCHMARKS in parts else 1.0), ())
+    if BENCHMARKS in parts:
+        measure(seconds - (time.monotonic() - started), everything)
     return ledger.path_of(root)
 
 
@@ -137,4 +146,4 @@ def driver() -> str:
     return words[0] if done.returncode == 0 and words else "unknown"
 
 
-__all__ = ["TOTAL_SECONDS", "has_device", "refresh", "stale_entries", "test_stale"]
+__all__ = ["PARTS", "TOTAL_SECONDS", "has_device", "refresh", "stale_entries", "test_stale"]

@@ -191,14 +191,30 @@ def test_a_refresh_that_is_killed_goes_on_where_it_was(clone, after):
     assert ledger.read(clone)["cast"]["tests"]["compared"] == 300
 
 
+def test_parts_by_themselves(clone, monkeypatch):
+    """Tests have all of the time then; benchmarks alone test nothing."""
+    times, run = [], gpu_tests.run_tests
+    monkeypatch.setattr(gpu_tests, "run_tests", lambda *given: times.append(given[3]) or run(*given))
+    measured = []
+    monkeypatch.setattr(refresh, "measure", lambda seconds, everything: measured.append(seconds))
+    refresh.refresh(100.0, root=clone, parts=[refresh.BENCHMARKS])
+    assert (ran(clone), times, len(measured)) == ([], [], 1)
+    refresh.refresh(100.0, root=clone, parts=[refresh.TESTS])
+    assert (len(ran(clone)), times, len(measured)) == (4, [100.0], 1)
+    assert ledger.problems(clone) == {}
+
+
 def test_jobs_of_other_code_are_not_taken_for_tested(clone):
+    """Others are."""
     (clone / "after").write_text("3")
     refresh.refresh(root=clone)
     ran(clone)
     edit(clone, "fast/kernels/norms.py", "    x\n", "    x + 1\n")
     (clone / "after").write_text("99")
     refresh.refresh(root=clone)
-    assert len(ran(clone)) == 4
+    assert sorted(ran(clone)) == ["both a", "norms a"]
+    assert ledger.problems(clone) == {}
+    assert ledger.read(clone)["cast"]["tests"]["compared"] == 300
 
 
 def test_all_remakes_everything(clone):
