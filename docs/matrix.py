@@ -31,6 +31,7 @@ COLUMNS = (
     "QAT",
     "compile",
 )
+DEVICE = "NVIDIA H200"
 #: Shapes of the rows of an H200: a tensor to quantize, and a weight of Llama-3.1-8B.
 TENSOR, WEIGHT = "16384x4096", "14336x4096"
 #: How a configuration says that it does not support something: QAT and quantize_, gradients, and a graph break.
@@ -117,10 +118,11 @@ def one_row(recipe: Any) -> str:
 
 
 def measured(shape: str, case: str, metric: str) -> float | None:
-    """A value of the committed rows of the kernels, or None."""
+    """A value of the committed rows of the kernels on an H200, or None."""
     with (ROOT / "reports" / "data" / "kernels.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            if (row["setting"], row["method"], row["metric"]) == (shape, case, metric):
+            found = row["setting"], row["method"], row["metric"], row["device"]
+            if found == (shape, case, metric, DEVICE):
                 return float(row["value"])
     return None
 

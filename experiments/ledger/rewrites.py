@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.ledger.rewritten_files import PRODUCTS, WEIGHTS
+from experiments.ledger.rewritten_files import DYNAMIC_INPUTS, PAIRS_APART, PRODUCTS, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -348,6 +348,28 @@ REWRITES = (
         ),
         "casts of weights inside a caller's autocast, inputs at odd addresses, weights of more than 65536 rows, which no row "
         "has; seconds that a table is expected to take; comments, and a choice of the next kernel's time that no variant made",
+    ),
+    Rewrite(
+        "e4203da",
+        DYNAMIC_INPUTS,
+        "kernels and dispatch of preshuffled weights with many rows, of low bits and of pairs, which these rows have none of; "
+        "masks of 2:4 training as bits, with the same masks and weights after every step",
+        (
+            "fp8_training",
+            "sparsity/language",
+            "sparsity/language gaps",
+            "sparsity/vision",
+            "sparsity/vision gaps",
+            "sparsity/products",
+            "sparsity/sam",
+        ),
+    ),
+    Rewrite(
+        "e5d9fea",
+        PAIRS_APART,
+        "pairs in compiled programs with our options, NF4 and inputs in a scheme, which these rows have none of; words, and what "
+        "computes experts of more than 64 rows, whose rows are left out",
+        ("linear/experts", "sparsity/language", "sparsity/language gaps", "sparsity/vit"),
     ),
 )
 
