@@ -367,7 +367,7 @@ REWRITES = (
     Rewrite(
         "e5d9fea",
         PAIRS_APART,
-        "pairs in compiled programs with our options, NF4 and inputs in a scheme, which these rows have none of; words, and what "
+        "pairs in programs compiled with our options, NF4 and inputs in a scheme, which these rows have none of; words; what "
         "computes experts of more than 64 rows, whose rows are left out",
         ("linear/experts", "sparsity/language", "sparsity/language gaps", "sparsity/vit"),
     ),
