@@ -58,7 +58,9 @@ def values_of(codes, scale, levels):
     return (found * scale.t()[:, :, None]).reshape(codes.shape[0], -1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.nightly] * (one == "pairs, splits")) for one in CASES]
+)
 def test_elements_of_the_weight_are_those_of_dequantize(name):
     require_nvrtc()
     variant, (n, m), dtype, biased = CASES[name]
@@ -69,7 +71,7 @@ def test_elements_of_the_weight_are_those_of_dequantize(name):
     assert_same_bits(found, expected(x, dense, bias))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.nightly)])
 def test_every_code_in_every_place(dtype):
     """Each column copied by a row of x."""
     require_nvrtc()
@@ -93,7 +95,7 @@ def test_levels_are_those_of_the_weight():
     assert_same_bits(found, expected(x, values_of(codes, scale, levels), None))
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "variant", [Variant(32, 1, 1, 3), Variant(32, 1, 1, 4, turns=2), Variant(32, 1, 2, 3)]
 )
@@ -132,7 +134,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(FAULTS)],
+)
 def test_faults_are_seen(fault):
     """Else the tests above would say nothing."""
     require_nvrtc()
