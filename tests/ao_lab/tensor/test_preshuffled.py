@@ -345,7 +345,7 @@ def test_a_gpu_multiplies_by_the_fused_kernel(monkeypatch):
     """As `select` sees a weight there: what it takes, up to how many rows, and floats that it takes as `dequantize` does."""
     monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
     t = pair("int8_rowwise")[1].transposed()
-    names = ("recipe", "scheme", "meta", "shape", "block_axis", "zero", "codes", "scale")
+    names = ("recipe", "scheme", "meta", "shape", "block_axis", "zero", "codes", "scale", "stored")
     w = SimpleNamespace(
         **{name: getattr(t, name) for name in names}, device=torch.device("cuda", 0), is_cuda=True
     )

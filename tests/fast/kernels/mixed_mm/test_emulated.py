@@ -113,7 +113,7 @@ def test_sums(early):
     assert_same_bits(MixedStandIn(early=early).multiplied(x, w, None, Variant(32, 2, 1, 3)), right)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stages", [2 * 2, 2 * 3])
 def test_sums_of_those_that_take_turns(early, stages):
     """Several tiles of a program, of more tokens than are left at once."""
@@ -157,7 +157,13 @@ FAULTS_OF_TURNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS_OF_TURNS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly)
+        for at, one in enumerate(FAULTS_OF_TURNS)
+    ],
+)
 def test_the_emulator_sees_faults_of_turns(fault):
     require_nvrtc()
     x, w, right = integers(80, 256, 640)
@@ -171,7 +177,10 @@ def test_the_emulator_sees_faults_of_turns(fault):
     assert any(seen)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(FAULTS)],
+)
 def test_the_emulator_sees_faults(fault):
     """Else the tests above would say nothing."""
     require_nvrtc()
