@@ -16,7 +16,7 @@ from ao_lab.quantization.modules import check_model, contraction_axis, quantizab
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
-from fast.matmul.preshuffled.grouped import MOST_AVERAGE
+from fast.matmul.preshuffled.grouped import average_rows_as_stored
 from fast.matmul.preshuffled.linear import ALL_ROWS
 from reference import Scheme, decode, encode
 
@@ -171,7 +171,8 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     transposed = weight if weight.block_axis == -2 else weight.transposed()
     named = weight.recipe.kernel
     if groups_reason(transposed, weight.dtype) is None:
-        return f"fused, up to {MOST_AVERAGE} rows an expert on average"
+        count = average_rows_as_stored(transposed.stored, weight.dtype)
+        return "fused" if count >= ALL_ROWS else f"fused, up to {count} rows an expert on average"
     # A model of them may lie on the host, where its products raise and reports do not.
     name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
     if name == sparse_int4.NAME:

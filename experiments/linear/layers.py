@@ -14,7 +14,7 @@ from ao_lab.gemm.select import groups_reason, most_fused_rows, select_kernel
 from experiments.harness.outcome import Wrong
 from experiments.harness.timing import cache_bytes, input_sets
 from experiments.linear.methods import BASE, OURS, TORCHAO, Method
-from fast.matmul.preshuffled.grouped import MOST_AVERAGE
+from fast.matmul.preshuffled.grouped import average_rows_as_stored
 
 #: Outputs, inputs.
 Shape = tuple[int, int]
@@ -119,8 +119,10 @@ def kernel_of(method: Method, layer: nn.Linear, rows: int) -> str:
         return method.library
     weight: Any = layer.weight.transposed()
     if not isinstance(layer, nn.Linear):
-        few = rows <= MOST_AVERAGE * len(layer.weight)
-        return "fused" if few and groups_reason(weight, torch.bfloat16) is None else "dequantize"
+        if groups_reason(weight, torch.bfloat16) is not None:
+            return "dequantize"
+        most = average_rows_as_stored(weight.stored, torch.bfloat16) * len(layer.weight)
+        return "fused" if rows <= most else "dequantize"
     name = select_kernel(weight, torch.bfloat16, rows)
     return "dequantize" if name == "fused" and rows > most_fused_rows(weight, torch.bfloat16) else name
 

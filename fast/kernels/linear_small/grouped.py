@@ -40,7 +40,7 @@ def grouped_linear_small(
     `reference.linear_error_bound`.
     """
     (n, length), count = experts.shape, x.shape[0]
-    _check(x, experts, ends)
+    check_experts(x, experts, ends)
     if x.dtype not in INPUTS or experts.element == "nf4" or not count or count * max(n, length) > INT32:
         return None
     rows = rows_at_once(count, len(ends))
@@ -82,7 +82,8 @@ def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> 
     return (128, 64, 4, 8) if BITS[element] == 4 and halves >= 6 * FULL else (128, 128, 4, 8)
 
 
-def _check(x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> None:
+def check_experts(x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> None:
+    """ValueError for shapes, dtypes and devices that do not go together."""
     if x.dim() != 2 or x.shape[1] != experts.shape[1]:
         raise ValueError(
             f"grouped_linear_small of inputs {tuple(x.shape)} and experts' weights {experts.shape}: inputs must be rows (T, K) "
@@ -131,4 +132,12 @@ def stacked(experts: list[ArrangedWeight]) -> ArrangedWeight:
     return ArrangedWeight(words, scale, zero, first.shape, first.element, first.group)
 
 
-__all__ = ["ArrangedWeight", "Tile", "grouped_linear_small", "rows_at_once", "stacked", "tile_of"]
+__all__ = [
+    "ArrangedWeight",
+    "Tile",
+    "check_experts",
+    "grouped_linear_small",
+    "rows_at_once",
+    "stacked",
+    "tile_of",
+]

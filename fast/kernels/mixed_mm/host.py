@@ -40,6 +40,8 @@ NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x (two boxes) and y; then words, scales, zeros, bias, y as addresses, and tokens,
 #: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble, and x_scale (`Problem` in the source).
 ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4xQ"), 384
+#: The same of experts, and behind it ends as an address, words_each, scales_each, zeros_each and experts.
+GROUPED_ARGUMENTS = struct.Struct("=384s5Q11i4xQQ3qi4x")
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
@@ -102,6 +104,11 @@ def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> 
 
 def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """Why the kernel does not take a call; None where it does."""
+    return refused_rows(x, w, bias, x.numel() // w.shape[1])
+
+
+def refused_rows(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, rows: int) -> str | None:
+    """The same where a weight has so many of the rows: of experts, the average."""
     n, length = w.shape
     if FAILED:
         return FAILED[0]
@@ -113,7 +120,7 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
     if not x.numel() or x.numel() // length > MOST_ROWS:
         return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
-    if x.numel() // length > (most := most_rows(w)):
+    if rows > (most := most_rows(w)):
         return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
         return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
@@ -173,7 +180,7 @@ class Product:
             variant, self.inputs = with_scales(variant, weight), (*self.inputs, "x_scale")
         self.variant, self.maps = variant, TensorMaps(self._describe)
         self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
-        self.launch, at_once = _launch(variant, weight, FLOAT_NAMES[self.dtype], self.index)
+        self.launch, at_once = launch_of(variant, weight, FLOAT_NAMES[self.dtype], self.index)
         grid = grid_of(variant, self.tokens, self.features, at_once)
         one = schedule or scheduled(grid, ratio_of(variant, weight))
         self.programs = programs_of(variant, grid, one)
@@ -235,11 +242,14 @@ class Product:
 
     def _describe(self, x: int, y: int) -> bytes:
         """The tensor maps at two addresses."""
-        one = self.variant
-        made = tensor_map(x, self.tokens, 2 * self.length, (one.tokens // one.pair, PANEL))
-        made += tensor_map(x, self.tokens, 2 * self.length, (one.box, PANEL))
-        made += tensor_map(y, self.tokens, 2 * self.features, (min(one.chunk, 256), PANEL))
-        return made
+        return described(self.variant, self.tokens, self.length, self.features, x, y)
+
+
+def described(one: Variant, tokens: int, length: int, features: int, x: int, y: int) -> bytes:
+    """The tensor maps of a variant, of x (tokens, length) and y (tokens, features) at two addresses."""
+    made = tensor_map(x, tokens, 2 * length, (one.tokens // one.pair, PANEL))
+    made += tensor_map(x, tokens, 2 * length, (one.box, PANEL))
+    return made + tensor_map(y, tokens, 2 * features, (min(one.chunk, 256), PANEL))
 
 
 class Compiled(NamedTuple):
@@ -269,27 +279,38 @@ class ProductLaunch:
 
 
 @lru_cache(maxsize=256)
-def _launch(variant: Variant, weight: Weight, name: str, device: int) -> tuple[Launch, int]:
+def launch_of(variant: Variant, weight: Weight, name: str, device: int) -> tuple[Launch, int]:
     """What launches a variant, compiled at first use, and how many of its clusters run at once. name: of the dtype of x."""
     shared = variant.shared(weight)
     cubin = cached_cubin(*sources(variant, weight, name, name), name=NAME)
     function = function_of(cubin, NAME, shared, device)
     at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
-    return launcher(function, variant.threads, shared, ARGUMENTS, MAPS), at_once
+    return launcher(function, variant.threads, shared, arguments_of(variant), MAPS), at_once
+
+
+def arguments_of(variant: Variant) -> struct.Struct:
+    """How a variant's arguments lie."""
+    return GROUPED_ARGUMENTS if variant.grouped else ARGUMENTS
 
 
 __all__ = [
     "ARGUMENTS",
     "ELEMENTS",
+    "FAILED",
+    "GROUPED_ARGUMENTS",
     "INPUTS",
     "MAPS",
     "Product",
     "ProductLaunch",
+    "arguments_of",
+    "described",
     "is_faster",
+    "launch_of",
     "mixed_mm",
     "product_of",
     "programs_of",
     "refused",
+    "refused_rows",
     "rows_taken",
     "weight_of",
 ]

@@ -3,7 +3,7 @@
 // Loading is so much work for one thread that three share it, in warps of their own: each waits for a stage, says how many bytes it
 // brings, and brings them, of this program's part of K of every tile.
 //
-// Before: Problem, Ring, Steps, `copies.cuh`, `schedule.cuh`, and what `mixed_mm.cu` says of sizes.
+// Before: Problem, Ring, Steps, `copies.cuh`, `schedule.cuh` or `experts.cuh`, and what `mixed_mm.cu` says of sizes.
 
 constexpr int LOADERS = 3;
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_tokens(const Maps& maps, const Problem& p, 
   const unsigned short all = PAIR > 1 ? ((1 << PAIR) - 1) << (PAIR * split) : 0;
   while (tiles.take(neighbour)) {
     const bool small = SMALL < TOKENS && tiles.small;
-    const int share = (small ? SMALL : TOKENS) / PAIR, first = share * neighbour, left = p.tokens - tiles.token;
+    const int share = (small ? SMALL : TOKENS) / PAIR, first = share * neighbour, left = tiles.limit() - tiles.token;
     const int own = copied(left - first, small), all_rows = PAIR > 1 ? copied(left, small) + copied(left - share, small) : own;
     const bool whole = own == TOKENS / PAIR;
 #pragma unroll 1
@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_weight(const Problem& p, const Ring& ring, 
   Place at;
   const Steps steps(p, split);
   while (tiles.take(neighbour)) {
-    const unsigned char* from = p.words + (i64(loaded_feature(p, tiles) / 64) * p.steps + steps.first) * ATOM;
+    const unsigned char* from = tiles.words() + (i64(loaded_feature(p, tiles) / 64) * p.steps + steps.first) * ATOM;
     const i64 row = i64(p.steps) * ATOM;
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step++, from += ATOM, at.advance()) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void load_scales(const Problem& p, const Ring& ring, 
   const Steps steps(p, split);
   while (tiles.take(neighbour)) {
     const i64 first = PARTS > 1 ? PARTS * steps.first : steps.first / p.each;
-    const float* scales = p.scales + first * p.features + loaded_feature(p, tiles);
-    const int* zeros = p.zeros + (first * p.features + loaded_feature(p, tiles)) / 2;
+    const float* scales = tiles.scales() + first * p.features + loaded_feature(p, tiles);
+    const int* zeros = tiles.zeros() + (first * p.features + loaded_feature(p, tiles)) / 2;
     int left = PARTS > 1 ? 1 : p.each - steps.first % p.each;
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step++, at.advance()) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_factors(const Problem& p, const Ring& ring,
   constexpr int BYTES = PARTS * SCALE_BYTES, EACH = BYTES / (4 * FEATURES / 2);  // words of a pair of rows
   while (tiles.take(neighbour)) {
     const i64 row = p.features / 2 * EACH;
-    const float* factors = p.scales + p.features / 2 + steps.first * row + loaded_feature(p, tiles) / 2 * EACH;
+    const float* factors = tiles.scales() + p.features / 2 + steps.first * row + loaded_feature(p, tiles) / 2 * EACH;
 #pragma unroll 1
     for (int step = steps.first; step < steps.last; step++, factors += row, at.advance())
       copy_bytes(factors, ring.scales + at.stage * BYTES, begin_stage(ring, at, BYTES), BYTES);

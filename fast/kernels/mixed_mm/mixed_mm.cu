@@ -8,7 +8,8 @@
 //
 // A cluster has PAIR programs along the features, each of which loads a part of the tokens for all, times SPLITS programs along K,
 // which add their sums at last through each other's shared memory in the order of K. Without SPLITS programs are persistent, and
-// tiles have TOKENS or SMALL tokens, see `schedule.cuh`.
+// tiles have TOKENS or SMALL tokens, see `schedule.cuh`; where GROUPED, rows are sorted by expert and have weights of their own, see
+// `experts.cuh`.
 //
 // Included are the generated header, those of this folder and those of `fast/kernels/hopper`.
 
@@ -39,6 +40,11 @@ struct Problem {
   const float* none;
   static constexpr const float* x_scale = nullptr;
 #endif
+#if GROUPED
+  const int* ends;              // (experts), the row after the last one of each
+  i64 words_each, scales_each, zeros_each;  // of an expert's weight: bytes, words, words
+  int experts;
+#endif
   static constexpr const float* scale = nullptr;
   static constexpr int x_scale_step = SCALED, scale_step = 0;
 };
@@ -47,6 +53,7 @@ constexpr bool INTEGER = false;
 constexpr int CONSUMERS = GROUPS * TURNS;              // warpgroups that multiply
 constexpr int FEATURES = 64 * GROUPS, CLUSTER = PAIR * SPLITS, SUMS = TOKENS / 2;
 static_assert(TURNS == 1 || (PAIR == 1 && SPLITS == 1 && SKEW == 0));
+static_assert(!GROUPED || (CLUSTER == 1 && !SCALED));
 static_assert(SMALL <= TOKENS && (SPLITS == 1 || SMALL == TOKENS) && (SMALL == TOKENS || SMALL / PAIR % BOX == 0));
 constexpr int PANEL = 128;                             // bytes of a row of x
 constexpr int ATOM = ELEMENT == 0 || ELEMENT == 3 || ELEMENT == 5 ? 2048 : 4096;  // bytes of an atom of w
@@ -62,13 +69,17 @@ constexpr int PITCH = 68;                              // words of a token in th
 #include "copies.cuh"
 #include "output.cuh"
 #include "tiles.cuh"
-#include "schedule.cuh"
 #include "decode.cuh"
 #include "factors.cuh"
 #include "levels.cuh"
 #include "store.cuh"
 #include "scaled.cuh"
 #include "turns.cuh"
+#if GROUPED
+#include "experts.cuh"
+#else
+#include "schedule.cuh"
+#endif
 
 struct Ring {
   u32 x, tiles, words, scales, zeros, side, sums, table, full, empty;
@@ -149,7 +160,7 @@ struct Consumer {
   const int group, thread, split, turn;
   const Steps steps;
   const Masks masks;
-  const float own_scale;
+  float own_scale;
   const u32 tile, side, table;
   const Sources from;
   Own at;
@@ -166,16 +177,16 @@ struct Consumer {
     if (thread % 32 < PAIR) arrive_at(ring.empty + 8 * stage, PAIR * split + thread % 32);
   }
 
-  // COUNT: tokens of the tile.
+  // COUNT: tokens of the tile; limit: the row that it must not write any more.
   template <int COUNT>
-  __device__ __forceinline__ void multiply_tile(int token, int feature) {
+  __device__ __forceinline__ void multiply_tile(int token, int limit, int feature) {
     Sum sum[COUNT / 2];
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) sum[i] = 0;
     if constexpr (TURNS > 1) multiply_in_turn(sum);
     else multiply_ahead(sum);
     if (!gathered(sum, ring.sums + group * GATHERED * 256 + 16 * thread, group, turn, opening)) return;
-    finish_tile<COUNT>(sum, token, feature);
+    finish_tile<COUNT>(sum, token, limit, feature);
   }
 
   // Stages in turn: others multiply while a warpgroup decodes.
@@ -268,13 +279,16 @@ struct Consumer {
   }
 
   template <int COUNT>
-  __device__ __forceinline__ void finish_tile(Sum (&sum)[COUNT / 2], int token, int feature) {
+  __device__ __forceinline__ void finish_tile(Sum (&sum)[COUNT / 2], int token, int limit, int feature) {
     const int first = feature + 64 * group;
     if constexpr (SPLITS == 1 && SCALED) {
       const Scaled scaled(p, side, thread, token, first);
       scaled.leave(thread);
       write_tile(maps, p, scaled, sum, tile, buffer, group, thread, token, first);
     } else if constexpr (SPLITS == 1) {
+#if GROUPED
+      if (limit - token < COUNT) return write_rows(p, Biases(p, thread, first), sum, thread, token, limit, first);
+#endif
       write_tile(maps, p, Biases(p, thread, first), sum, tile, buffer, group, thread, token, first);
     } else {
       Factors(p, thread, token, first).leave(side, thread);
@@ -289,8 +303,9 @@ struct Consumer {
   __device__ __forceinline__ void consume(int neighbour) {
     Schedule tiles(p);
     while (tiles.take(neighbour)) {
-      if (SMALL == TOKENS || !tiles.small) multiply_tile<TOKENS>(tiles.token, tiles.feature);
-      else multiply_tile<SMALL>(tiles.token, tiles.feature);
+      if constexpr (GROUPED && FACTORS) own_scale = tiles.scales()[0];
+      if (SMALL == TOKENS || !tiles.small) multiply_tile<TOKENS>(tiles.token, tiles.limit(), tiles.feature);
+      else multiply_tile<SMALL>(tiles.token, tiles.limit(), tiles.feature);
     }
     if (SPLITS == 1 && thread == 0 && turn == 0) wait_written<0>();
   }

@@ -14,6 +14,12 @@ struct Schedule {
   __device__ __forceinline__ Schedule(const Problem& p)
       : p(p), columns((p.features + FEATURES * PAIR - 1) / (FEATURES * PAIR)), next(blockIdx.x / CLUSTER), step(gridDim.x / CLUSTER) {}
 
+  // As of products of experts, see `experts.cuh`: here all rows have one weight.
+  __device__ __forceinline__ int limit() const { return p.tokens; }
+  __device__ __forceinline__ const unsigned char* words() const { return p.words; }
+  __device__ __forceinline__ const float* scales() const { return p.scales; }
+  __device__ __forceinline__ const int* zeros() const { return p.zeros; }
+
   // Parts: tiles of TOKENS of the first columns and of those that are cut, then of SMALL of both.
   __device__ __forceinline__ bool take(u32 neighbour) {
     for (; part < (SMALL < TOKENS ? 4 : 1); part++) {

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
 #: Headers beside the source.
-OWN = ("schedule.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh")
+OWN = ("schedule.cuh", "experts.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh")
 #: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
 GROUPS, ATOM = 2, 64
 FEATURES = GROUPS * ATOM
@@ -60,7 +60,8 @@ class Variant(NamedTuple):
 
     splits: programs along K. stages: of the ring. small: tokens of smaller tiles, a multiple of 16 as well, 0 where there are
     none, as with splits. turns: 2 where twice as many warpgroups take stages in turn, without pairs, splits and small tiles;
-    stages are even then. scaled: whether rows of x have scales.
+    stages are even then. scaled: whether rows of x have scales. grouped: whether they are sorted by expert and
+    have weights of their own (`experts.py`), without clusters and scales.
     """
 
     tokens: int
@@ -70,6 +71,7 @@ class Variant(NamedTuple):
     small: int = 0
     turns: int = 1
     scaled: bool = False
+    grouped: bool = False
 
     @property
     def threads(self) -> int:
@@ -97,9 +99,9 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Such as t256c2k1s5, t256+192c1k1s5, t96c1k1s10u2, t64c1k1s12u2x."""
+        """Such as t256c2k1s5, t256+192c1k1s5, t96c1k1s10u2, t64c1k1s12u2x, t256+128c1k1s5g."""
         small = f"+{self.small}" if self.small else ""
-        turns = (f"u{self.turns}" if self.turns > 1 else "") + "x" * self.scaled
+        turns = (f"u{self.turns}" if self.turns > 1 else "") + "x" * self.scaled + "g" * self.grouped
         return f"t{self.tokens}{small}c{self.pair}k{self.splits}s{self.stages}{turns}"
 
     def ring(self, weight: Weight) -> int:
@@ -138,7 +140,7 @@ def sources(
         "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
         "TURNS": variant.turns, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero),
-        "SCALED": int(variant.scaled), "HALF": int(x == "float16"),
+        "SCALED": int(variant.scaled), "GROUPED": int(variant.grouped), "HALF": int(x == "float16"),
         "SKEW": SKEW if variant.splits == variant.turns == 1 and variant.stages > SKEW else 0,
         "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
     }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,11 @@ from fast.ops import record_name, register
 from reference import Quantized
 from reference.schemes.record_text import record_of
 
+if TYPE_CHECKING:
+    from fast.kernels.linear_small.layout import ArrangedWeight
+
 SCHEMA = "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor offsets, SymInt[] shape, str scheme) -> Tensor"
-#: The most rows an expert, on average, that read the weights as they are stored; on an H200 they took two thirds of the time
-#: that torch takes for bfloat16 weights, beside which dequantizing comes.
+#: The most rows an expert, on average, that `linear_small` multiplies; it has read all of x once for each tile of the weight.
 MOST_AVERAGE = 64
 
 
@@ -31,10 +33,11 @@ def grouped_linear_small(x: torch.Tensor, w: Quantized, offsets: torch.Tensor) -
 
     w: what `ops.preshuffled` makes of weights (E, N, K). offsets: int32 (E,), on x's device: the row after each expert's last
     one; on a GPU the host reads none of them. Rows behind the last are undefined there, as torch's `_grouped_mm` leaves them,
-    and zeros on a CPU. On a GPU up to MOST_AVERAGE rows an expert, on average, of bfloat16 or float16 read the weights as they
-    are stored: within `reference.linear_error_bound` of the exact product, the same bits in every call; more are multiplied by
-    torch with what `dequantize` gives in x's dtype. CPU tensors run `reference.linear` of each expert. ValueError for shapes
-    and offsets that do not go together. Differentiable in x; NotImplementedError where scales require a gradient.
+    and zeros on a CPU. On a GPU up to `average_rows_as_stored` rows an expert, on average, of bfloat16 or float16 read the
+    weights as they are stored: within `reference.linear_error_bound` of the exact product, the same bits in every call; more
+    are multiplied by torch with what `dequantize` gives in x's dtype. CPU tensors run `reference.linear` of each expert.
+    ValueError for shapes and offsets that do not go together. Differentiable in x; NotImplementedError where scales require a
+    gradient.
     """
     operands = (x, w.codes, w.scale, w.zero, offsets)
     y: torch.Tensor = run(GROUPED_LINEAR_SMALL, w.scheme, (tuple(w.shape),), operands)
@@ -76,18 +79,34 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """Of few 16-bit rows by the kernel; of more torch's product with what `dequantize` gives."""
+    """16-bit rows by the kernels, of few or of many rows; where neither takes them torch's product with dense weights."""
     from fast.kernels.linear_small import grouped
+    from fast.kernels.mixed_mm.experts import mixed_mm_of_experts
 
     x, w, offsets = _checked(record, values, operands)
     if x.dtype not in INPUTS:
         return None
-    shape = (w.shape[1], w.shape[2])
-    experts = grouped.ArrangedWeight(w.codes, w.scale, w.zero, shape, *layout.form_of(record, shape[1]))
-    y = None
+    experts, y = _arranged(w), None
     if x.shape[0] <= MOST_AVERAGE * w.shape[0]:
         y = grouped.grouped_linear_small(x, experts, offsets, key=key, record=record)
+    if y is None:
+        y = mixed_mm_of_experts(x, experts, offsets, key=key, record=record)
     return torch._grouped_mm(x, dense(restored(w), x.dtype).transpose(1, 2), offsets) if y is None else y
+
+
+def _arranged(w: Quantized) -> ArrangedWeight:
+    """Weights of experts as kernels take them."""
+    from fast.kernels.linear_small.layout import ArrangedWeight
+
+    shape = (w.shape[1], w.shape[2])
+    return ArrangedWeight(w.codes, w.scale, w.zero, shape, *layout.form_of(w.scheme, shape[1]))
+
+
+def average_rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
+    """The most rows of a dtype an expert, on average, that read weights (E, N, K) as they are stored on their device."""
+    from fast.kernels.mixed_mm.host import rows_taken
+
+    return max(MOST_AVERAGE, rows_taken(_arranged(w), dtype))
 
 
 def _reference(record: Any, values: Values, operands: Operands) -> Any:
@@ -133,4 +152,4 @@ GROUPED_LINEAR_SMALL_OP = register(
     "grouped_linear_small", grouped_linear_small_op, _fake, _backward, _save, SCHEMA
 )
 
-__all__ = ["GROUPED_LINEAR_SMALL", "MOST_AVERAGE", "grouped_linear_small"]
+__all__ = ["GROUPED_LINEAR_SMALL", "MOST_AVERAGE", "average_rows_as_stored", "grouped_linear_small"]

@@ -21,11 +21,11 @@ class MixedStandIn(StandIn):
     """A device for `mixed_mm`, whose clusters run at the same time, as many as at once."""
 
     def launches(self, variant: Variant, weight: Weight, name: str, device: int) -> Any:  # type: ignore[override]
-        """As `host._launch`."""
+        """As `host.launch_of`."""
         ptx = self.compiled(*sources(variant, weight, name, name))
 
         def launch(programs: int, stream: Any, *values: Any) -> None:
-            packed = host.ARGUMENTS.pack(*values)
+            packed = host.arguments_of(variant).pack(*values)
             arguments = [
                 np.frombuffer(part, np.uint8).copy() for part in (packed[: host.MAPS], packed[host.MAPS :])
             ]
@@ -42,7 +42,7 @@ class MixedStandIn(StandIn):
     def installed(self) -> Iterator[None]:
         """Take the place of the GPU."""
         replaced = {
-            "_launch": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1,
+            "launch_of": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1,
             "current_stream": lambda index: 0, "allocator": lambda device: self.empty,
         }  # fmt: skip
         with mock.patch.multiple(host, **replaced):

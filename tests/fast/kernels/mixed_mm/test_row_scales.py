@@ -161,7 +161,7 @@ def test_other_scales_are_refused(x_scale, message):
 def test_calls_with_scales(monkeypatch):
     """What is launched has the scales' address last; a program's step names it."""
     launched = []
-    monkeypatch.setattr(host, "_launch", lambda *given: (lambda *values: launched.append(values), 60))
+    monkeypatch.setattr(host, "launch_of", lambda *given: (lambda *values: launched.append(values), 60))
     monkeypatch.setattr(host, "tensor_map", lambda *given: b"")
     monkeypatch.setattr(host, "processors_of", lambda index: 132)
     monkeypatch.setattr(host, "current_device", lambda: -1)

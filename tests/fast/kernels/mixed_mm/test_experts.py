@@ -1,0 +1,151 @@
+"""Rows sorted by expert in the emulator, bit for bit: whose weight a row has, and where its tiles end; the rule of variants."""
+
+import struct
+
+import pytest
+import torch
+
+from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.hopper import nvrtc
+from fast.kernels.linear_small.grouped import stacked
+from fast.kernels.mixed_mm.experts import SPREAD, candidates, choose, most_tiles, nanoseconds, time_of
+from fast.kernels.mixed_mm.host import GROUPED_ARGUMENTS, MAPS
+from fast.kernels.mixed_mm.variants import Variant, Weight, sources
+from tests.emulator.device.experts_stand_in import ExpertsStandIn
+from tests.emulator.device.stand_in import POISON
+from tests.fast.kernels.mixed_mm.test_compile import INTEGERS, THREADS, complaints
+from tests.fast.kernels.mixed_mm.test_emulated import expected, stored
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
+from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
+from tests.fast.kernels.sparse_mm.test_emulated import replaced
+
+BF16, F16 = torch.bfloat16, torch.float16
+PLAIN, TWO_SIZES = Variant(32, 1, 1, 3, grouped=True), Variant(48, 1, 1, 3, 16, grouped=True)
+#: Variant; scheme; rows of each expert; features and columns; dtype of x.
+CASES = {
+    "int4": (PLAIN, "int4_g128", (33, 0, 32, 5), (256, 256), BF16),
+    "two sizes": (TWO_SIZES, "int4_g64", (49, 16, 0, 65, 1), (128, 256), BF16),
+    "int4 with zero points": (TWO_SIZES, "int4_g32_asymmetric", (7, 60), (256, 256), F16),
+    "int8 with zero points": (PLAIN, "int8_rowwise_asymmetric", (0, 9, 40), (128, 256), BF16),
+    "e4m3": (PLAIN, "fp8_rowwise", (31, 2), (128, 256), F16),
+    "mxfp4": (TWO_SIZES, "mxfp4", (20, 0, 0, 50), (128, 256), BF16),
+    "nvfp4": (PLAIN, "nvfp4", (40, 3, 17), (128, 256), BF16),
+    "mxfp8": (PLAIN, "mxfp8_e4m3", (1, 35), (256, 128), BF16),
+}
+
+
+def experts_of(scheme, count, n, k):
+    """Weights of experts, and what they stand for."""
+    made = [stored(scheme, n, k, seed) for seed in range(count)]
+    return stacked([w for w, _ in made]), [dense for _, dense in made]
+
+
+def rows_of(counts, k, dtype, more=0):
+    """Rows with one 1 each, more than experts have, and where they end."""
+    draw, total = torch.Generator().manual_seed(0), sum(counts) + more
+    x = torch.zeros(total, k, dtype=dtype)
+    x[torch.arange(total), torch.randint(0, k, (total,), generator=draw)] = 1
+    return x, torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+def by_expert(x, ends, dense):
+    """The exact rows of those that belong to an expert."""
+    bounds = [0, *ends.tolist()]
+    return torch.cat([expected(x[a:b], w, None) for a, b, w in zip(bounds, bounds[1:], dense, strict=False)])
+
+
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_has_the_weight_of_its_expert(name, early):
+    require_nvrtc()
+    variant, scheme, counts, (n, k), dtype = CASES[name]
+    w, dense = experts_of(scheme, len(counts), n, k)
+    x, ends = rows_of(counts, k, dtype, more=3)
+    found = ExpertsStandIn(early=early, seed=1).of_experts(x, w, ends, variant)
+    assert_same_bits(found[: sum(counts)], by_expert(x, ends, dense))
+    assert (found[sum(counts) :].view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("ends", "owners"),
+    [
+        ((10, 500, 700), (10, 70, 70)),  # behind all rows
+        ((40, 20, 70), (40, 40, 70)),  # not in order: nobody's rows are another's
+        ((0, 0, 0), (0, 0, 0)),
+    ],
+)
+def test_ends_that_are_none_write_no_row_twice(ends, owners):
+    require_nvrtc()
+    w, dense = experts_of("int4_g128", 3, 128, 256)
+    x, right = rows_of((70,), 256, BF16)[0], torch.tensor(owners)
+    found = ExpertsStandIn(early=True).of_experts(x, w, torch.tensor(ends, dtype=torch.int32), PLAIN)
+    assert_same_bits(found[: owners[-1]], by_expert(x, right, dense))
+    assert (found[owners[-1] :].view(torch.uint8) == POISON).all()
+
+
+#: A fault of the kernel, and what is changed.
+FAULTS = {
+    "a tile writes rows of the next expert": ("if (limit - token < COUNT) return write_rows", "if (false) return write_rows"),
+    "words of another expert": ("p.words + expert * p.words_each", "p.words"),
+    "scales of another expert": ("p.scales + expert * p.scales_each", "p.scales"),
+    "a row too many": ("if (row + 1 < limit)", "if (row < limit)"),
+    "a large tile is taken for a small one": ("last - token <= SMALL", "last - token <= TOKENS"),
+    "the last expert is left out": ("if (++expert >= p.experts) return false;", "if (++expert >= p.experts - 1) return false;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees_faults(fault):
+    require_nvrtc()
+    w, dense = experts_of("int4_g128", 3, 128, 256)
+    x, ends = rows_of((5, 63, 29), 256, BF16, more=7)
+    right, seen = by_expert(x, ends, dense), []
+    for early in (True, False):
+        stand_in = ExpertsStandIn(early=early, change=replaced(*FAULTS[fault]))
+        try:
+            found = stand_in.of_experts(x, w, ends, TWO_SIZES)
+            untouched = bool((found[-7:].view(torch.uint8) == POISON).all())
+            seen.append(not (torch.equal(found[:-7], right) and untouched))
+        except (ValueError, TypeError, RuntimeError, struct.error):
+            seen.append(True)
+    assert any(seen)
+
+
+@pytest.mark.parametrize(
+    ("one", "weight"),
+    [
+        (one, weight)
+        for at, weight in enumerate([*INTEGERS[::3], Weight("e4m3"), Weight("e2m1", False, 4)])
+        for one in list(candidates(weight))[at % 3 :: 3]
+    ],
+)
+def test_variants_compile(one, weight):
+    """No spills, no serialized products, and operands in registers are left alone until their products are waited for."""
+    require_nvrtc()
+    source, headers, options = sources(one, weight, "bfloat16", "bfloat16")
+    cubin, log = nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v"))
+    assert complaints(log, THREADS) == []
+    assert uses_in_flight(disassembled(cubin)) == []
+
+
+def test_arguments_are_those_of_the_kernel():
+    """Maps, and Problem up to a multiple of eight bytes."""
+    assert GROUPED_ARGUMENTS.size - MAPS == 5 * 8 + 12 * 4 + 8 + 8 + 3 * 8 + 8
+
+
+def test_most_tiles_hold_all_rows():
+    one = Variant(64, 1, 1, 3, grouped=True)
+    for counts in ((1, 1, 1), (300, 0, 0), (64, 65, 128)):
+        assert sum(-(-rows // 64) for rows in counts) * 2 <= most_tiles(one, sum(counts), 3, 256)
+
+
+@pytest.mark.parametrize("average", [1, 40, 64, 100, 200, 500, 3000])
+@pytest.mark.parametrize("weight", [Weight("int4"), Weight("e4m3"), Weight("e2m1", False, 2)])
+def test_the_rule_takes_the_shortest_time_of_its_model(average, weight):
+    def each(one):
+        whole, small = (nanoseconds(rows, 4096, weight) for rows in (one.tokens, one.small or one.tokens))
+        return sum(time_of(one, max(1, round(part * average)), whole, small) for part in SPREAD)
+
+    taken = choose(average, 64, 14336, 4096, weight)
+    assert taken.grouped
+    assert each(taken) <= 1.02 * min(map(each, candidates(weight)))
