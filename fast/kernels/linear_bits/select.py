@@ -1,29 +1,46 @@
-"""Which tiles of `linear_bits` a product gets."""
+"""Which tiles of `linear_bits` a product gets: the shortest time by what a multiprocessor takes, fitted to times of an H200.
+
+`reports/data/linear_bits_tiles.json` has the times, `tests/fast/kernels/linear_bits/test_select.py` holds the rule to them.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from fast.kernels.linear_bits.variants import STEP, Form, Variant, fitted, longest
+from fast.kernels.sparse_mm.select import AT_ONCE
+from fast.kernels.sparse_mm.select import MULTIPROCESSORS as PROCESSORS
 
-#: Rows of x at most, and multiprocessors of the GPUs that tiles are chosen for.
-MOST_ROWS, PROCESSORS = 128, 132
+#: Nanoseconds that a program takes for STEP columns of K, with codes of 2, 3, 5 and 6 bits; where a multiprocessor has several
+#: programs, its time over their number. Groups of 32 without zero points; others change all tiles nearly alike.
+Rates = tuple[int, int, int, int]
+#: Rows of x at most.
+MOST_ROWS = 128
 #: Parts of K at most, and stages that each has at least: the ring has to be filled first.
 MOST_SPLITS, STAGES_EACH = 8, 4
-#: What a further wave of programs costs beside its work, as its first stages are waited for again.
-WAVE = 0.1
-#: By rows of x at most: tiles, of which `cost` takes one, the first of equals. Programs of seven slabs, 112 rows, are one for
-#: each multiprocessor where a weight has 14336 rows; small ones fill the last wave of others. With many rows each program reads
-#: all of x through the L2 cache (a megabyte at 128 rows of 4096), so programs have many rows of the weight.
-TILES = (
-    (2, (Variant(8, 7, 1, 4, 1, 4, 5, 1), Variant(8, 1, 1, 8, 1, 4, 4, 4), Variant(8, 2, 1, 4, 1, 4, 3, 3))),
-    (8, (Variant(8, 7, 1, 4, 1, 4, 5, 1), Variant(8, 2, 1, 4, 1, 4, 3, 3))),
-    (16, (Variant(16, 7, 1, 2, 1, 2, 6, 1), Variant(16, 4, 1, 2, 1, 2, 4, 2))),
-    (32, (Variant(32, 7, 1, 2, 1, 2, 4, 1), Variant(32, 4, 1, 2, 1, 2, 3, 2))),
-    (48, (Variant(48, 7, 1, 2, 1, 1, 5, 1), Variant(48, 8, 1, 2, 1, 1, 4, 1))),
-    (64, (Variant(64, 7, 1, 2, 1, 1, 5, 1), Variant(64, 8, 1, 2, 1, 1, 4, 1))),
-    (96, (Variant(96, 7, 1, 2, 1, 1, 4, 1), Variant(96, 8, 1, 2, 1, 1, 3, 1))),
-    (128, (Variant(128, 7, 1, 2, 1, 1, 4, 1), Variant(128, 8, 1, 2, 1, 1, 3, 1))),
+#: Nanoseconds of a product without stages, and of a wave of programs for each row of x and part of K: sums are left and added,
+#: between barriers of a cluster.
+START, PART = 3000.0, 10.0
+#: The tile that has several numbers of rows, and its rates.
+T64, R64 = Variant(64, 8, 1, 2, 1, 1, 4, 1), (1360, 1510, 1610, 1780)
+#: By rows of x at most: tiles and their rates, of which `choose` takes the one of least `cost`. Programs of seven slabs, 112
+#: rows, are one for each multiprocessor where a weight has 14336 rows; small ones, several to a multiprocessor, fill it where a
+#: weight has few rows. T64 reads the weight twice for more rows of x than 64, which pays where a tile for all of them would be
+#: parts of K in clusters of four, which do not all run at once. Tiles of 48 and 96 rows were not timed: their rates are halfway
+#: between their neighbours'.
+TILES: tuple[tuple[int, dict[Variant, Rates]], ...] = (
+    (1, {Variant(8, 1, 1, 8, 1, 4, 4, 4): (47, 57, 75, 73), Variant(8, 7, 1, 4, 1, 4, 5, 1): (330, 440, 590, 520)}),
+    (4, {Variant(8, 1, 1, 8, 1, 4, 4, 4): (51, 62, 82, 83), Variant(8, 7, 1, 4, 1, 4, 5, 1): (340, 450, 590, 530)}),
+    (8, {Variant(8, 1, 1, 8, 1, 4, 4, 4): (60, 73, 94, 96), Variant(8, 7, 1, 4, 1, 4, 5, 1): (350, 460, 600, 550)}),
+    (16, {Variant(16, 2, 1, 4, 1, 2, 4, 3): (220, 250, 310, 310), Variant(16, 7, 1, 4, 1, 2, 6, 1): (460, 570, 710, 710)}),
+    (32, {Variant(32, 2, 2, 2, 1, 1, 4, 3): (530, 700, 780, 810), Variant(32, 7, 1, 2, 1, 2, 4, 1): (730, 900, 980, 1070)}),
+    (48, {Variant(48, 7, 1, 2, 1, 2, 4, 1): (990, 1190, 1290, 1350), T64: R64}),
+    (64, {Variant(64, 7, 1, 2, 1, 2, 3, 1): (1250, 1470, 1600, 1620), T64: R64,
+          Variant(64, 4, 2, 1, 1, 1, 3, 2): (1530, 1620, 1700, 1820)}),
+    (96, {Variant(96, 7, 1, 2, 1, 1, 4, 1): (1790, 2070, 2320, 2220), T64: R64,
+          Variant(96, 8, 1, 2, 1, 1, 3, 1): (2120, 2200, 2150, 2380)}),
+    (128, {Variant(128, 7, 1, 2, 1, 1, 4, 1): (2330, 2660, 3040, 2820), T64: R64,
+           Variant(128, 8, 1, 2, 1, 1, 3, 1): (2890, 2890, 2690, 2990)}),
 )  # fmt: skip
 
 
@@ -31,15 +48,31 @@ TILES = (
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
     """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k); None where none fits."""
     tiles = next(tiles for most, tiles in TILES if count <= most)
-    fitting = [one for tile in tiles if (one := placed(tile, form, count, n, k)) is not None]
-    return min(fitting, key=lambda one: cost(one, count, n), default=None)
+    costs: dict[Variant, float] = {}
+    for tile, rates in tiles.items():
+        if (one := placed(tile, form, count, n, k)) is not None:
+            costs[one] = cost(one, rates, form, count, n, k)
+    return min(costs, key=costs.__getitem__, default=None)
 
 
-def cost(variant: Variant, count: int, n: int) -> float:
-    """Rows of the weight, times parts of K, that the busiest multiprocessor has; more where programs come in waves."""
-    programs = variant.programs(count, n)
-    waves = -(-programs // (PROCESSORS * variant.at_once))
-    return -(-programs // PROCESSORS) * variant.rows / variant.splits * (1 + WAVE * (waves - 1))
+def cost(variant: Variant, rates: Rates, form: Form, count: int, n: int, k: int) -> float:
+    """Nanoseconds of a product by a variant: those of its start, its waves, and the programs of the busiest multiprocessor."""
+    programs, waves = busiest(variant, count, n)
+    added = PART * waves * variant.tokens * variant.splits
+    return START + added + programs * rate(rates, form.bits) * k / STEP / variant.splits
+
+
+def busiest(variant: Variant, count: int, n: int) -> tuple[int, int]:
+    """Programs that one multiprocessor has in all waves, and how many waves there are: so many clusters run at once."""
+    clusters = variant.programs(count, n) // variant.splits
+    whole, rest = divmod(clusters, AT_ONCE[variant.splits] * variant.at_once)
+    return whole * variant.at_once + -(-rest * variant.splits // PROCESSORS), whole + (rest > 0)
+
+
+def rate(rates: Rates, bits: int) -> float:
+    """A tile's rate for codes of a width: that of 4 bits, which other kernels multiply, is between those of 3 and 5."""
+    two, three, five, six = rates
+    return {2: two, 3: three, 4: (three + five) / 2, 5: five, 6: six}[bits]
 
 
 def placed(variant: Variant, form: Form, count: int, n: int, k: int) -> Variant | None:
@@ -60,4 +93,4 @@ def placed(variant: Variant, form: Form, count: int, n: int, k: int) -> Variant 
     return fitted(form, one, k)
 
 
-__all__ = ["MOST_ROWS", "TILES", "choose", "cost", "placed"]
+__all__ = ["MOST_ROWS", "PROCESSORS", "TILES", "Rates", "busiest", "choose", "cost", "placed", "rate"]

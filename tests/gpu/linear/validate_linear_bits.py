@@ -5,7 +5,8 @@
 
 Times are of CUDA graphs in turn over weights that exceed the L2 cache: bfloat16, the rule's variant ("new"), candidates with
 --all, and with --older the kernels that other devices have ("old"; where they take no such rows, dequantization and torch's
-product), which Triton compiles one by one. Exits with 1 on any difference.
+product), which Triton compiles one by one. `select.py` is fitted to what --all prints (`reports/data/linear_bits_tiles.json`).
+Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SCHEMES = (
 )  # fmt: skip
 COUNTS, SMALL = (1, 2, 5, 8, 16, 17, 33, 64, 90, 128), ((37, 128), (150, 1024), (277, 384), (64, 4096))
 SHAPES, ROWS = ((14336, 4096), (4096, 14336), (4096, 4096)), (1, 2, 4, 8, 16, 32, 64, 128)
-#: Other tiles, by rows of x at most.
+#: Tiles, by rows of x at most: those of `select.TILES`, and others. Tiles of fewer rows of x read the weight several times.
 CANDIDATES = {
     2: (
         "8,1,1,8,1,4,4,4",
@@ -64,14 +65,33 @@ CANDIDATES = {
         "8,4,1,2,1,2,4,3",
     ),
     16: ("16,2,1,4,1,2,4,3", "16,2,2,4,1,2,4,2", "16,4,1,2,1,2,4,2", "16,7,1,2,1,2,6,1", "16,7,1,4,1,2,6,1"),
-    32: ("32,2,2,2,1,1,4,3", "32,4,1,2,1,2,3,2", "32,7,1,2,1,2,4,1", "32,7,1,2,1,1,6,1", "32,4,2,2,1,1,4,1"),
-    64: ("64,4,2,1,1,1,3,2", "64,8,1,1,1,1,4,1", "64,7,1,1,1,1,5,1", "64,7,1,2,1,2,3,1", "64,8,1,2,1,1,4,1"),
+    32: (
+        "32,2,2,2,1,1,4,3",
+        "32,4,1,2,1,2,3,2",
+        "32,7,1,2,1,2,4,1",
+        "32,7,1,2,1,1,6,1",
+        "32,4,2,2,1,1,4,1",
+        "16,8,1,4,1,2,5,1",
+    ),
+    64: (
+        "64,4,2,1,1,1,3,2",
+        "64,8,1,1,1,1,4,1",
+        "64,7,1,1,1,1,5,1",
+        "64,7,1,2,1,2,3,1",
+        "64,7,1,2,1,1,5,1",
+        "64,8,1,2,1,1,4,1",
+        "48,7,1,2,1,2,4,1",
+        "32,8,1,2,1,2,3,1",
+    ),
     128: (
         "128,8,1,1,1,1,3,1",
         "64,8,1,2,1,1,4,1",
         "64,4,2,1,1,1,3,2",
         "128,7,1,1,1,1,3,1",
+        "128,7,1,2,1,1,4,1",
         "128,8,1,2,1,1,3,1",
+        "96,7,1,2,1,1,4,1",
+        "96,8,1,2,1,1,3,1",
     ),
 }
 

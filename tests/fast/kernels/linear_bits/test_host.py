@@ -1,4 +1,4 @@
-"""What `linear_bits` takes, its tiles, and that every variant that the rule gives compiles without spilling much."""
+"""What `linear_bits` takes, that its tiles fit, and that every variant that the rule gives compiles without spilling much."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from ao_lab.config.recipe import named
 from fast.kernels.hopper import nvrtc
 from fast.kernels.linear import select
 from fast.kernels.linear_bits import host
-from fast.kernels.linear_bits.select import MOST_ROWS, TILES, choose, cost
+from fast.kernels.linear_bits.select import TILES, choose, placed
 from fast.kernels.linear_bits.variants import SHARED, SYSTEM, WIDTHS, Form, Variant, fitted, longest, sources
 from fast.matmul.weights import rows_fused
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
@@ -46,36 +46,22 @@ def test_tiles_fit_a_multiprocessor(bits, shape):
         one = choose(form, count, *shape)
         assert one is not None
         assert one.takes(form, shape[1])
-        assert one.tokens >= count
+        assert one.programs(count, shape[0]) * one.tokens * one.rows >= count * shape[0] * one.splits
         assert one.rows % one.splits == 0
         assert one.at_once * (one.shared(form, shape[1]) + SYSTEM) <= SHARED
         assert one.threads * one.at_once <= 2048
 
 
-def test_tiles_cover_all_counts():
-    counts = [most for most, _ in TILES]
-    assert counts == sorted(counts)
-    assert counts[-1] == MOST_ROWS
-    for most, tiles in TILES:
-        assert all(one.tokens >= most and one.tokens % 8 == 0 for one in tiles)
-
-
-def test_few_tiles_are_parts_of_k():
-    form = Form(3, 32, False, True, False)
-    for count in (1, 8, 16, 64):
-        assert choose(form, count, 14336, 4096).splits == 1
-        assert choose(form, count, 4096, 14336).splits > 1
-    assert choose(form, 1, 16, 512).splits == 1
-
-
-def test_tiles_fill_multiprocessors():
-    """One program each where that is all of a weight; the busiest has no more than a sixth more than its share."""
-    form = Form(3, 32, False, True, False)
-    for count in COUNTS:
-        assert choose(form, count, 14336, 4096).programs(count, 14336) == 128
-        for n, k in ((4096, 14336), (4096, 4096)):
-            one = choose(form, count, n, k)
-            assert cost(one, count, n) <= n / 132 * (1.17 if count <= 32 else 1.04)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_every_tile_has_a_place(bits, shape):
+    """In any shape, also those tiles that are not chosen there."""
+    for _, tiles in TILES:
+        for tile, group in product(tiles, (32, 64, 128)):
+            form = Form(bits, group, False, True, False)
+            one = placed(tile, form, 128, *shape)
+            assert one is not None
+            assert one.takes(form, shape[1])
 
 
 def test_long_rows_of_zero_points_have_no_room():
