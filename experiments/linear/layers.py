@@ -121,8 +121,8 @@ def kernel_of(method: Method, layer: nn.Linear, rows: int) -> str:
     if not isinstance(layer, nn.Linear):
         if groups_reason(weight, torch.bfloat16) is not None:
             return "dequantize"
-        most = average_rows_as_stored(weight.stored, torch.bfloat16) * len(layer.weight)
-        return "fused" if rows <= most else "dequantize"
+        average = rows / len(layer.weight)
+        return "fused" if average <= average_rows_as_stored(weight.stored, torch.bfloat16) else "dequantize"
     name = select_kernel(weight, torch.bfloat16, rows)
     return "dequantize" if name == "fused" and rows > most_fused_rows(weight, torch.bfloat16) else name
 

@@ -34,13 +34,12 @@ def mixed_mm_of_experts(
     ends: int32 (E,), on x's device: the row after each expert's last one, none of which the host reads; rows behind the last
     end are undefined, as torch's `_grouped_mm` leaves them. Sums are float32 over all of K, rounded once to x's dtype: each row
     has the bits that `mixed_mm` gives it without parts of K. None where the dense weights have to be multiplied, see
-    `host.refused_rows` of the average of rows. key, record: see `launch.cache`. ValueError for shapes, dtypes and devices that
+    `host.refused_operands`. key, record: see `launch.cache`. ValueError for shapes, dtypes and devices that
     do not go together.
     """
     check_experts(x, experts, ends)
-    rows = ceil_div(x.shape[0], len(ends))
     # Weights of experts in NF4 are not preshuffled; their levels would be those of the first one here.
-    if experts.element == "nf4" or host.refused_rows(x, experts, None, rows) is not None:
+    if experts.element == "nf4" or host.refused_operands(x, experts, None) is not None:
         return None
     try:
         call = ExpertsProduct(x, experts)

@@ -104,11 +104,14 @@ def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> 
 
 def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """Why the kernel does not take a call; None where it does."""
-    return refused_rows(x, w, bias, x.numel() // w.shape[1])
+    reason, rows, most = refused_operands(x, w, bias), x.numel() // w.shape[1], most_rows(w)
+    if reason is None and rows > most:
+        return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
+    return reason
 
 
-def refused_rows(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, rows: int) -> str | None:
-    """The same where a weight has so many of the rows: of experts, the average."""
+def refused_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
+    """The same, whatever is quicker."""
     n, length = w.shape
     if FAILED:
         return FAILED[0]
@@ -120,8 +123,6 @@ def refused_rows(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, 
         return f"it is for GPUs of capability {HOPPER}, got {x.device}"
     if not x.numel() or x.numel() // length > MOST_ROWS:
         return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
-    if rows > (most := most_rows(w)):
-        return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
         return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
     return missing_compiler()
@@ -129,12 +130,17 @@ def refused_rows(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None, 
 
 def rows_taken(w: ArrangedWeight, dtype: torch.dtype) -> int:
     """The most rows of a dtype that the kernel takes of a weight on its device; 0 where none."""
+    return most_rows(w) if takes(w, dtype) else 0
+
+
+def takes(w: ArrangedWeight, dtype: torch.dtype) -> bool:
+    """Whether there are rows of a dtype that the kernel takes of a weight on its device."""
     words, (n, length) = w.words, w.shape
     whole = n % FEATURES == 0 and length % (2 * ATOM) == 0 and (n, length) == (w.rows, w.columns)
     known = dtype in INPUTS and w.element in ELEMENTS and whole and not FAILED
     if not known or not words.is_cuda or torch.cuda.get_device_capability(words.device) != HOPPER:
-        return 0
-    return 0 if missing_compiler() else most_rows(w)
+        return False
+    return missing_compiler() is None
 
 
 def most_rows(w: ArrangedWeight) -> int:
@@ -310,7 +316,8 @@ __all__ = [
     "product_of",
     "programs_of",
     "refused",
-    "refused_rows",
+    "refused_operands",
     "rows_taken",
+    "takes",
     "weight_of",
 ]
