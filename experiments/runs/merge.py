@@ -18,7 +18,7 @@ from experiments.harness.provenance import is_current
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row, read, write, write_text
 from experiments.harness.run_records import read_runs
-from experiments.runs.resume import goes_on, origin_name, read_origins, write_origins
+from experiments.runs.resume import goes_on, origin_name, read_origins, without_reasons, write_origins
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def merged(
         for row in ours
         if known.get(row.key) == row and whole(row) is not None and group(row) in groups
     }
-    kept = [row for row in ours if row.key not in keys | older]
+    kept = without_reasons((row for row in ours if row.key not in keys | older), taken)
     rows = sorted([*kept, *taken], key=lambda row: (row.experiment, row.table, row.device))
     return Merged(rows, [row for row in taken if known.get(row.key) != row], len(new) - len(current))
 
