@@ -289,7 +289,7 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
     if a.device != b.device:  # On a CPU torch does not look, and returns memory that nothing was written to.
         raise ValueError(f"inputs are on {a.device}, the weight is on {b.device}; move either by .to(device)")
     scale_a, scale_b = inputs.scale, _row(w.scale)
-    if scale_a.dim() != scale_b.dim() or (a.device.type == "cpu" and _cpu_scales_rows()):
+    if scale_a.dim() != scale_b.dim() or (a.device.type == "cpu" and w.shape[1] and _cpu_scales_rows()):
         # One scale in all becomes a column or row, which torch multiplies on a CPU by matrices, others element by element; of
         # 0-d, a column of one would have strides of 0.
         scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))

@@ -94,7 +94,8 @@ def planned(
     *,
     streamed: bool = False,
 ) -> Plan:
-    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come."""
+    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come;
+    who lets them come asks for `check_choices` where they go."""
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
@@ -116,11 +117,12 @@ def planned(
     _say_what_was_shared(plan, model)
     if not plan.changes:
         raise ValueError(_nothing(plan, matched))
-    _check_choices(model, check.device)
+    if not streamed:
+        check_choices(model, device)
     return plan
 
 
-def _check_choices(model: nn.Module, device: Device) -> None:
+def check_choices(model: nn.Module, device: Device) -> None:
     """ValueError for a file of tuned choices that cannot be read: the report at the end asks for those of all weights, and so
     does every layer."""
     found = {parameter.device for parameter in model.parameters()}
@@ -290,4 +292,4 @@ def _nothing(plan: Plan, matched: int) -> str:
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
 
 
-__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "planned"]
+__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "check_choices", "planned"]
