@@ -283,9 +283,8 @@ def _nothing(plan: Plan, matched: int) -> str:
     meant = [name for name in plan.reasons if name not in plan.refused]
     if meant and all(plan.reasons[name] == ALREADY for name in meant):
         return (
-            f"quantize_: the {len(meant)} weights that it would change ({', '.join(meant[:3])}"
-            f"{', ...' * (len(meant) > 3)}) are {ALREADY}; to give them other schemes load the dense model again and "
-            f"quantize that"
+            f"quantize_: the filter matches layers, but none of them can be changed: {', '.join(meant[:3])}"
+            f"{', ...' * (len(meant) > 3)} {ALREADY}; for other schemes load the dense model again and quantize that"
         )
     first = [f"{name}: {reason}" for name, reason in list(plan.reasons.items())[:5]]
     what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
