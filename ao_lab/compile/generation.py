@@ -57,6 +57,11 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     touched, so it may be called before or after `quantize_`, and again: a second call changes nothing, and nothing is compiled
     anew.
 
+    `save_pretrained` writes the generation_config as transformers does: the cache with it, the compile_config never. So a model
+    that was loaded from there has the static cache, which transformers compiles on a GPU without our options; call this again
+    after loading. To save what was set before, put `before` of the result back into
+    `model.generation_config.cache_implementation` first.
+
     Before each token torch compares all modules and weights with what was compiled; parts of quantized weights are left out of
     that (`ao_lab.compile.guards`). frozen: all modules are, which saves 1.4 us of the host a quantized weight and token. From
     the first call of `generate` on no weight is exchanged then, no hook, mode or layer changed, nothing quantized, no module

@@ -42,12 +42,15 @@ class Choices:
     found: dict[Problem, Choice] = field(default_factory=dict)
 
     def kernel(self, problem: Problem) -> str | None:
-        """The function for a problem: `problem.nearest` of the ranges of rows that were tuned; None where none is near."""
+        """The function for a problem: `problem.nearest` of the ranges of rows that were tuned.
+
+        None where none is near, or where others are candidates that were not measured.
+        """
         choice = self.found.get(problem)
         if choice is not None:
             return choice.kernel
         alike = (c for c in self if replace(c.problem, rows=problem.rows) == problem)
-        return nearest(problem.rows, ((c.problem.rows, c.kernel) for c in alike))
+        return nearest(problem.rows, ((c.problem.rows, c.kernel) for c in alike if c.covers(problem.rows)))
 
     def add(self, choice: Choice) -> None:
         """Add a choice, in place of an older one of its problem."""

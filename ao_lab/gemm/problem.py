@@ -50,6 +50,7 @@ class Candidate:
     seconds: the median of what the choice goes by, in eager mode the larger one of 1.5 `host` (until all is launched) and `gpu`
     (until all is computed, launches hidden), under graphs `gpu`. spread: half of what lies between its 20% and 80% quantiles.
     error: the norm of the difference over the exact product's norm. reason: why it was not measured; "" where it was.
+    most_rows: where that is the number of rows, the most that it takes.
     """
 
     kernel: str
@@ -59,6 +60,7 @@ class Candidate:
     reason: str = ""
     host: float | None = None
     gpu: float | None = None
+    most_rows: int | None = None
 
     def __str__(self) -> str:
         if self.seconds is None:
@@ -79,6 +81,13 @@ class Choice:
     def candidate(self) -> Candidate:
         """The one that was chosen."""
         return next((c for c in self.candidates if c.kernel == self.kernel), Candidate(self.kernel))
+
+    def covers(self, rows: int) -> bool:
+        """Whether all that could compute a range of rows was looked at, and not left out for the rows that were measured."""
+        fewest = rows // 2 + 1
+        return rows >= self.problem.rows or all(
+            c.most_rows is None or c.most_rows < fewest for c in self.candidates
+        )
 
     def __str__(self) -> str:
         p = self.problem

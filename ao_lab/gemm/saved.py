@@ -59,7 +59,8 @@ def read(path: Path, device: str) -> list[Choice]:
         return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} holds no choices of ao_lab.tune for this device ({error}); remove it, or tune again: that replaces it"
+            f"{path} holds no choices of ao_lab.tune for this device ({error}); remove it, or call ao_lab.tune with a "
+            f"model whose layers are quantized, or train in low precision: that replaces it"
         ) from None
 
 

@@ -8,7 +8,8 @@ ValueError. Nothing is measured here.
   output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit. On Hopper GPUs all of it
   is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what follows.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on Hopper GPUs
-  with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights.
+  with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights. On a CPU one scale is given as one for each row;
+  torch before 2.13 takes none of these there, and "auto" is ``dequantize``.
   Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
   than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
@@ -32,12 +33,13 @@ that autograd makes for the input's gradient) take the operands as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fast
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
@@ -132,7 +134,14 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
         chosen = tuned("inference", *inference_keys(w), shape, dtype, w.device)
         if chosen in PRODUCTS and PRODUCTS[chosen].unsupported_reason(w, dtype) is None:
             return chosen
-    return next(name for name, kernel in PRODUCTS.items() if kernel.unsupported_reason(w, dtype) is None)
+    return next(name for name in _by_default(w) if PRODUCTS[name].unsupported_reason(w, dtype) is None)
+
+
+def _by_default(w: QuantizedWeight) -> Iterator[str]:
+    """The kernels that "auto" may be, the preferred first: not `scaled_mm` on a CPU whose torch takes one scale alone, since
+    it multiplies element by element then, a thousand times as long as `dequantize`."""
+    slow = w.device.type == "cpu" and not _cpu_scales_rows()
+    return (name for name in PRODUCTS if not (slow and name == "scaled_mm"))
 
 
 def inference_keys(w: QuantizedWeight) -> tuple[str, str]:
@@ -242,6 +251,11 @@ def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Exact sums in int32; with rows of zeros where the GPU wants more of them."""
     count = a.shape[0]
     if a.device.type == "cpu":
+        if a.shape[1] != b.shape[0]:  # whose parts may fit each other
+            raise ValueError(
+                f"inputs of shape {tuple(a.shape)} by a weight (in, out) of {tuple(b.shape)}: inputs have "
+                f"{b.shape[0]} columns"
+            )
         return integer_sums(a, b)
     if a.is_cuda and count < FEWEST_ROWS:
         a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - count))
@@ -272,9 +286,12 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
     if multiplies_codes(x, w):
         return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
     a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
+    if a.device != b.device:  # On a CPU torch does not look, and returns memory that nothing was written to.
+        raise ValueError(f"inputs are on {a.device}, the weight is on {b.device}; move either by .to(device)")
     scale_a, scale_b = inputs.scale, _row(w.scale)
-    if scale_a.dim() != scale_b.dim():
-        # One scale in all becomes a column or row; of 0-d, a column of one would have strides of 0.
+    if scale_a.dim() != scale_b.dim() or (a.device.type == "cpu" and w.shape[1] and _cpu_scales_rows()):
+        # One scale in all becomes a column or row, which torch multiplies on a CPU by matrices, others element by element; of
+        # 0-d, a column of one would have strides of 0.
         scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
         scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
     scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
@@ -332,11 +349,12 @@ def _scaled_mm_unsupported_on_gpu(w: QuantizedWeight, scheme: Scheme, dtype: tor
 @lru_cache(maxsize=1)
 def _cpu_scales_rows() -> bool:
     """Whether torch's float8 product on CPUs takes a scale for each row: some versions fail an assertion there."""
-    a, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.float32)
-    except RuntimeError:
-        return False
+    with _disable_current_modes():  # those that trace would answer for torch
+        a, scale = torch.zeros(16, 16, device="cpu").to(torch.float8_e4m3fn), torch.ones(16, 1, device="cpu")
+        try:
+            torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.float32)
+        except RuntimeError:
+            return False
     return True
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe, changed_recipe
+from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.select import select_kernel
 from ao_lab.quantization.modules import (
     check_model,
@@ -93,7 +94,8 @@ def planned(
     *,
     streamed: bool = False,
 ) -> Plan:
-    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come."""
+    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come;
+    who lets them come asks for `check_choices` where they go."""
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
@@ -115,7 +117,22 @@ def planned(
     _say_what_was_shared(plan, model)
     if not plan.changes:
         raise ValueError(_nothing(plan, matched))
+    if not streamed:
+        check_choices(model, device)
     return plan
+
+
+def check_choices(model: nn.Module, device: Device) -> None:
+    """ValueError for a file of tuned choices that cannot be read: the report at the end asks for those of all weights, and so
+    does every layer."""
+    found = {parameter.device for parameter in model.parameters()}
+    for one in found if device is None else {*found, torch.device(device)}:
+        if one.type == "meta":
+            continue
+        try:
+            choices_for(one)
+        except ValueError as error:
+            raise ValueError(f"quantize_ changed nothing: {error}") from None
 
 
 class Checks:
@@ -263,9 +280,15 @@ def _nothing(plan: Plan, matched: int) -> str:
     """Why a call would change nothing."""
     if not plan.reasons:
         return "quantize_: the model has no nn.Linear, no nn.Embedding and no batched weights"
+    meant = [name for name in plan.reasons if name not in plan.refused]
+    if meant and all(plan.reasons[name] == ALREADY for name in meant):
+        return (
+            f"quantize_: the filter matches layers, but none of them can be changed: {', '.join(meant[:3])}"
+            f"{', ...' * (len(meant) > 3)} {ALREADY}; for other schemes load the dense model again and quantize that"
+        )
     first = [f"{name}: {reason}" for name, reason in list(plan.reasons.items())[:5]]
     what = "matches nothing" if not matched else "matches layers, but none of them can be changed"
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
 
 
-__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "planned"]
+__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "check_choices", "planned"]

@@ -26,6 +26,11 @@ def selection(
 
     routers: names of layers that route tokens to experts and stay dense (`ao_lab.quantization.modules.routers`).
     """
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn is a function of a module and its name that says whether it is meant, got {filter_fn!r:.60}; "
+            f"FqnToConfig takes names and patterns"
+        )
     if not isinstance(config, FqnToConfig):
         return Filtered(config, filter_fn, routers)
     if filter_fn is not None:

@@ -68,7 +68,7 @@ def tune(
     sample_input: a tensor, a tuple or mapping of arguments, or a function of the model that returns a loss.
     rows: further numbers of rows to measure each layer with, beside those that sample_input gives it: tokens, and of experts
     tokens times the experts of each. A choice holds for rows up to the next power of two; `ao_lab.gemm.problem.nearest` says
-    what others get, which in the end is the default.
+    what others get, which in the end is the default. So it is of fewer rows where a function for these alone was not measured.
     error_budget: the largest error of a product, the norm of its difference over the exact product's norm. Candidates beyond
     it are not chosen; where all are, a product of training stays dense, and a quantized weight takes the smallest error.
     time_budget: None takes the quickest; a factor takes the smallest error among what needs at most so many times the quickest
@@ -86,7 +86,9 @@ def tune(
     check_model(model)
     _refuse_inside()
     limits = Limits(error_budget, time_budget, launches)
-    wanted = [_checked_rows(count) for count in rows]
+    wanted = _checked_rows(rows)
+    for device in {parameter.device for parameter in model.parameters() if not parameter.is_meta}:
+        choices_to_tune(device)  # or a broken file would stop the layers that are recorded
     _busy.append(True)
     try:
         samples = spread(record(model, sample_input), wanted)
@@ -118,10 +120,14 @@ def _refuse_inside() -> None:
         )
 
 
-def _checked_rows(count: int) -> int:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"rows are positive integers, got {count!r}")
-    return count
+def _checked_rows(rows: Iterable[int]) -> list[int]:
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"rows is a list of positive integers, got {rows!r}")
+    counts = list(rows)
+    for count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"rows are positive integers, got {count!r}")
+    return counts
 
 
 def spread(samples: Sequence[Sample], rows: Sequence[int]) -> list[tuple[Sample, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -134,6 +135,8 @@ def serving_choice(sample: ServingSample, limits: Limits) -> Choice:
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     with torch.no_grad():
         found = measured(calls, errors, refused, x.device, limits)
+    most = select.most_fused_rows(w, x.dtype) if _is_beyond_fused(w, x) else None
+    found = tuple(replace(c, most_rows=most) if c.kernel == "fused" else c for c in found)
     shape = (x.shape[0], w.shape[1], w.shape[0])
     problem = problem_of("inference", *select.inference_keys(w), shape, x.dtype)
     chosen = best(found, limits, MARGIN)
@@ -144,10 +147,15 @@ def _serving_reason(name: str, w: QuantizedTensor, x: torch.Tensor) -> str | Non
     """Why a function is no candidate for a weight (K, N) and an input; None where it is."""
     if name == "reference":
         return "it runs on the host, for recipes that name it"
-    reason = select.PRODUCTS[name].unsupported_reason(w, x.dtype)
-    if reason is None and name == "fused" and x.shape[0] > (most := select.most_fused_rows(w, x.dtype)):
-        return f"for more than {most} rows it is dequantize"
-    return reason
+    if name == "fused" and _is_beyond_fused(w, x):
+        return f"for more than {select.most_fused_rows(w, x.dtype)} rows it is dequantize"
+    return select.PRODUCTS[name].unsupported_reason(w, x.dtype)
+
+
+def _is_beyond_fused(w: QuantizedTensor, x: torch.Tensor) -> bool:
+    """Whether "fused" takes a weight (K, N), and fewer rows than these."""
+    able = select.PRODUCTS["fused"].unsupported_reason(w, x.dtype) is None
+    return able and x.shape[0] > select.most_fused_rows(w, x.dtype)
 
 
 def _errors(

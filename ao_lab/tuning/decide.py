@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -26,13 +27,17 @@ class Limits:
     launches: str = "eager"
 
     def __post_init__(self) -> None:
-        if self.error is not None and not self.error > 0:
+        if self.error is not None and not (_is_number(self.error) and self.error > 0):
             raise ValueError(f"error_budget is a positive number or None, got {self.error!r}")
-        if self.time is not None and not self.time >= 1:
+        if self.time is not None and not (_is_number(self.time) and self.time >= 1):
             raise ValueError(
                 f"time_budget is a factor of the quickest time, 1 or more, or None; got {self.time!r}"
             )
         choice(self.launches, LAUNCHES, "launches")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
 
 
 def measured(

@@ -125,6 +125,9 @@ def _listening(model: nn.Module, found: dict[object, Sample]) -> Iterator[None]:
     """Inside, samples of what the layers of a model multiply are added."""
     handles, inside = [], [""]
     for name, module in model.named_modules():
+        if isinstance(module, (LowPrecisionLinear, LowPrecisionExperts)) or is_served(module):
+            measured: nn.Module = module
+            handles.append(measured.register_forward_pre_hook(partial(_refuse_meta, name)))
         if isinstance(module, LowPrecisionLinear):
             handles.append(module.register_forward_hook(_training_recorder(name, found)))
         elif isinstance(module, LowPrecisionExperts):
@@ -167,6 +170,15 @@ def _training_recorder(name: str, found: dict[object, Sample]) -> Callable[..., 
             output.register_hook(keep)  # type: ignore[no-untyped-call]
 
     return hook
+
+
+def _refuse_meta(name: str, module: nn.Module, inputs: Any) -> None:
+    """ValueError for inputs of a layer that have no values."""
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in inputs):
+        raise ValueError(
+            f"tune measures, and inputs of {name or 'the model'} are on the meta device, where nothing runs; load the model's "
+            f"weights first, and give sample_input on their device"
+        )
 
 
 def _enter(inside: list[str], name: str, module: nn.Module, inputs: Any) -> None:

@@ -9,8 +9,10 @@ from ao_lab.gemm.operand import QuantizedWeight
 
 
 def dequantized(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (M, K) or (B, M, K) as its scheme represents it times w (K, N) or (B, K, N), both in x's dtype, plus bias (N)."""
+    """x (M, K) or (B, M, K) as its scheme represents it times w (K, N) or (B, K, N), plus bias (N), all in x's dtype, whatever
+    theirs are: so are the products that decode codes on the way, of fewer rows."""
     x, dense = rounded(x, w), w.dequantize(x.dtype)
+    bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     if x.dim() == 2:
         return torch.mm(x, dense) if bias is None else torch.addmm(bias, x, dense)
     return torch.bmm(x, dense) if bias is None else torch.baddbmm(bias, x, dense)

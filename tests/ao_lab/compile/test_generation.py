@@ -113,12 +113,20 @@ def test_other_models_caches_and_backends_are_refused():
     assert model.generation_config.cache_implementation is None
 
 
-def test_the_settings_are_not_saved(tmp_path):
-    """They hold functions; transformers leaves a compile_config out of files."""
+def test_of_the_settings_the_cache_alone_is_saved(tmp_path):
+    """The options hold functions; transformers leaves a compile_config out of files. Docstring and guide say so."""
     model = llama()
     ao_lab.prepare_for_generate_(model)
     model.save_pretrained(tmp_path)
     assert PASS not in (tmp_path / "generation_config.json").read_text()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.generation_config.cache_implementation, loaded.generation_config.compile_config) == (
+        "static",
+        None,
+    )
+    said = ao_lab.prepare_for_generate_(loaded)
+    assert "FuseLinears" in repr(loaded.generation_config)
+    assert said.cache == "static"
     assert "FuseLinears" in repr(model.generation_config)
     hash(model.generation_config)
 

@@ -83,6 +83,26 @@ def test_nearest_range():
     assert nearest(64, [(1, "a"), (8192, "b")]) is None  # too far from either, and they differ
 
 
+def test_a_choice_is_not_carried_to_rows_of_candidates_that_were_not_measured():
+    """Of 8 rows "fused" was no candidate, of one and of two it is."""
+    beyond = Candidate("fused", reason="for more than 2 rows it is dequantize", most_rows=2)
+    problem = Problem("inference", "", "int4_g32", 64, 64, 8, "torch.bfloat16")
+    many = Choice(problem, "dequantize", (Candidate("dequantize", 1e-3), beyond))
+    table = choices.choices_for(CPU)
+
+    def carried():
+        return [table.kernel(replace(problem, rows=rows)) for rows in (1, 2, 4, 8, 16, 32)]
+
+    table.add(many)
+    assert carried() == [None, None, "dequantize", "dequantize", "dequantize", "dequantize"]
+    both = (Candidate("dequantize", 1e-3), Candidate("fused", 2e-3))
+    table.add(Choice(replace(problem, rows=1), "dequantize", both))
+    assert carried()[:3] == ["dequantize", "dequantize", "dequantize"]
+    saved.save(table, choices.path_of(CPU), saved.device_name(CPU))
+    choices.forget()
+    assert choices.choices_for(CPU).found[problem] == many
+
+
 def test_tokens_are_the_rows_of_every_direction():
     assert problem_of("output", "", "", (40, 64, 128), torch.float32).rows == 64
     assert problem_of("input_grad", "", "", (40, 128, 64), torch.float32).rows == 64
@@ -154,7 +174,7 @@ def test_a_broken_file_is_refused_and_tuning_replaces_it(change):
     content = change(json.loads(path.read_text()))
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     choices.forget()
-    with pytest.raises(ValueError, match=r"holds no choices.*remove it, or tune again"):
+    with pytest.raises(ValueError, match=r"holds no choices.*remove it, or call ao_lab\.tune"):
         asked()
     with pytest.warns(UserWarning, match="tuning without it"):
         assert choices.choices_to_tune(CPU).found == {}

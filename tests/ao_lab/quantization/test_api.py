@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from collections import OrderedDict
 
 import pytest
@@ -20,6 +21,7 @@ from ao_lab import (
     explain,
     quantize_,
 )
+from ao_lab.gemm import choices
 from experiments.models.language_model import LanguageModel, ModelSettings
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -146,6 +148,38 @@ def test_a_kernel_that_cannot_is_found_before_anything_changes():
     with pytest.raises(ValueError, match="kernel 'int8' does not take"):
         quantize_(model, SchemeConfig(scheme="mxfp4", kernel="int8"))
     assert not any(isinstance(p, QuantizedTensor) for p in model.parameters())
+
+
+def test_a_file_of_choices_that_cannot_be_read_is_found_before_anything_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    model, path = nn.Sequential(nn.Linear(128, 32)), choices.path_of(torch.device("cpu"))
+    path.parent.mkdir(parents=True)
+    path.write_text('{"format": 3, "device": "NVIDIA B200", "choices": []}')
+    choices.forget()
+    try:
+        for device in (None, "cpu"):
+            with pytest.raises(
+                ValueError, match=rf"changed nothing: {re.escape(str(path))}.*B200.*not of 'cpu.*remove it"
+            ):
+                quantize_(model, Int8WeightOnlyConfig(), device=device)
+        assert not isinstance(model[0].weight, QuantizedTensor)
+    finally:
+        choices.forget()
+
+
+def test_quantizing_twice_says_the_way_out():
+    model = nn.Sequential(nn.Linear(128, 32), nn.Linear(32, 128))
+    quantize_(model, Int8WeightOnlyConfig())
+    message = (
+        r"none of them can be changed: 0\.weight, 1\.weight already quantized; .* load the dense model again"
+    )
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, Int4WeightOnlyConfig())
+
+
+def test_a_filter_is_a_function():
+    with pytest.raises(TypeError, match=r"filter_fn is a function .* got '0'; FqnToConfig takes names"):
+        quantize_(nn.Sequential(nn.Linear(128, 32)), Int8WeightOnlyConfig(), "0")
 
 
 def test_shared_weights_stay_shared():

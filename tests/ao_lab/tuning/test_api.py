@@ -11,6 +11,7 @@ import ao_lab
 from ao_lab.gemm import choices
 from ao_lab.gemm.choices import Candidate, Choice
 from ao_lab.gemm.problem import problem_of
+from ao_lab.gemm.select import select_kernel
 from ao_lab.training import restricted
 from ao_lab.training.products import select_product
 from ao_lab.tuning import ranks
@@ -160,8 +161,36 @@ def test_wrong_calls():
         ao_lab.tune(model(), X, launches="cuda")
     with pytest.raises(ValueError, match="rows are positive integers, got 0"):
         ao_lab.tune(model(), X, rows=[0])
+    with pytest.raises(ValueError, match="rows is a list of positive integers, got 5"):
+        ao_lab.tune(model(), X, rows=5)
+    for budget in ("error_budget", "time_budget"):
+        with pytest.raises(ValueError, match=f"{budget} is a .*got 'a'"):
+            ao_lab.tune(model(), X, **{budget: "a"})
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         ao_lab.tune("model", X)
+
+
+def test_a_model_without_values_is_refused():
+    for net in (model(), quantized()):
+        with pytest.raises(ValueError, match="tune measures, and inputs of 0 are on the meta device"):
+            ao_lab.tune(net.to("meta"), X.to("meta"))
+
+
+@pytest.mark.parametrize("make", ["model", "quantized"])
+def test_a_broken_file_is_replaced_by_tuning(make):
+    """Its forward and backward run by the default rules, where layers would say what is wrong with the file."""
+    net = globals()[make]()
+    path = choices.path_of(X.device)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"format": 3, "device": "NVIDIA B200", "choices": []}')
+    choices.forget()
+    with pytest.raises(ValueError, match=r"NVIDIA B200.*remove it, or call ao_lab\.tune"):
+        net(X)
+    with pytest.warns(UserWarning, match="tuning without it"):
+        made = ao_lab.tune(net, X)
+    choices.forget()
+    assert set(choices.choices_for(X.device)) == set(made.choices)
+    net(X)
 
 
 def test_further_rows():
@@ -252,6 +281,20 @@ def test_serving_errors_and_reasons():
         errors = {c.kernel: c.error for c in choice.candidates if c.error is not None}
         assert choice.kernel == min(errors, key=errors.get)
         assert "recipes that name it" in next(c.reason for c in choice.candidates if c.kernel == "reference")
+
+
+def test_a_choice_of_many_rows_is_not_one_of_a_single_row():
+    """A CPU has a kernel for one row, which was not measured beside others of 4 rows: it stays the default."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(128, 64)).bfloat16()
+    ao_lab.quantize_(net, ao_lab.SchemeConfig(scheme="int4_g32"))
+    with torch.no_grad():
+        default = net(X[:1])
+        (choice,) = ao_lab.tune(net, X[:4]).choices
+        assert {c.kernel: c.most_rows for c in choice.candidates}["fused"] == 1
+        assert torch.equal(net(X[:1]), default)
+    weight = net[0].weight.transposed()
+    assert [select_kernel(weight, X.dtype, rows) for rows in (1, 2, 4, 16)] == ["fused", *["dequantize"] * 3]
 
 
 def test_a_named_kernel_is_not_tuned():
