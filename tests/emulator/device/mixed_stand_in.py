@@ -12,6 +12,7 @@ import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
+from fast.kernels.mixed_mm.experts import ExpertsProduct
 from fast.kernels.mixed_mm.variants import Variant, Weight, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.stand_in import MAP, StandIn, described
@@ -47,6 +48,20 @@ class MixedStandIn(StandIn):
         }  # fmt: skip
         with mock.patch.multiple(host, **replaced):
             yield
+
+    def of_experts(
+        self, x: torch.Tensor, w: ArrangedWeight, ends: torch.Tensor, variant: Variant
+    ) -> torch.Tensor:
+        """The product of rows sorted by expert by a variant."""
+        operands = x, w.words, w.scale, w.zero, ends
+        for one in operands:
+            if one is not None:
+                self.add(one)
+        with self.installed():
+            made = ExpertsProduct(x, w, variant)(*operands)
+        assert made is not None
+        self.check_guards()
+        return made
 
     def multiplied(
         self,

@@ -77,9 +77,9 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
     def launch(programs: int, stream: int, maps: bytes, *values: Any) -> None:
         recorded.straight.append((programs, *struct.unpack(f"={len(maps) // 8}q", maps), *values))
 
-    for host in (mixed_mm, dense_mm):
+    for host, launches in ((mixed_mm, "launch_of"), (dense_mm, "_launch")):
         for name, value in {
-            "refused": lambda *given: None, "processors_of": lambda index: 132, "_launch": lambda *given: (launch, 60),
+            "refused": lambda *given: None, "processors_of": lambda index: 132, launches: lambda *given: (launch, 60),
             "tensor_map": lambda address, *rest: struct.pack("=q", address), "current_device": lambda: -1,
             "current_stream": lambda index: 7,
         }.items():  # fmt: skip

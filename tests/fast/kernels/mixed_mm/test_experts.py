@@ -11,7 +11,7 @@ from fast.kernels.linear_small.grouped import stacked
 from fast.kernels.mixed_mm.experts import SPREAD, candidates, choose, most_tiles, nanoseconds, time_of
 from fast.kernels.mixed_mm.host import GROUPED_ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.variants import Variant, Weight, sources
-from tests.emulator.device.experts_stand_in import ExpertsStandIn
+from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.device.stand_in import POISON
 from tests.fast.kernels.mixed_mm.test_compile import INTEGERS, THREADS, complaints
 from tests.fast.kernels.mixed_mm.test_emulated import expected, stored
@@ -61,7 +61,7 @@ def test_a_row_has_the_weight_of_its_expert(name, early):
     variant, scheme, counts, (n, k), dtype = CASES[name]
     w, dense = experts_of(scheme, len(counts), n, k)
     x, ends = rows_of(counts, k, dtype, more=3)
-    found = ExpertsStandIn(early=early, seed=1).of_experts(x, w, ends, variant)
+    found = MixedStandIn(early=early, seed=1).of_experts(x, w, ends, variant)
     assert_same_bits(found[: sum(counts)], by_expert(x, ends, dense))
     assert (found[sum(counts) :].view(torch.uint8) == POISON).all()
 
@@ -78,7 +78,7 @@ def test_ends_that_are_none_write_no_row_twice(ends, owners):
     require_nvrtc()
     w, dense = experts_of("int4_g128", 3, 128, 256)
     x, right = rows_of((70,), 256, BF16)[0], torch.tensor(owners)
-    found = ExpertsStandIn(early=True).of_experts(x, w, torch.tensor(ends, dtype=torch.int32), PLAIN)
+    found = MixedStandIn(early=True).of_experts(x, w, torch.tensor(ends, dtype=torch.int32), PLAIN)
     assert_same_bits(found[: owners[-1]], by_expert(x, right, dense))
     assert (found[owners[-1] :].view(torch.uint8) == POISON).all()
 
@@ -101,7 +101,7 @@ def test_the_emulator_sees_faults(fault):
     x, ends = rows_of((5, 63, 29), 256, BF16, more=7)
     right, seen = by_expert(x, ends, dense), []
     for early in (True, False):
-        stand_in = ExpertsStandIn(early=early, change=replaced(*FAULTS[fault]))
+        stand_in = MixedStandIn(early=early, change=replaced(*FAULTS[fault]))
         try:
             found = stand_in.of_experts(x, w, ends, TWO_SIZES)
             untouched = bool((found[-7:].view(torch.uint8) == POISON).all())
