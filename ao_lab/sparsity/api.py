@@ -18,10 +18,12 @@ from ao_lab.calibration.walk import Block, Capture, calibrating, captured, walk
 from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten
 from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.config import SparsityConfig
-from ao_lab.sparsity.plan import Plan, Target, block_of, planned
+from ao_lab.sparsity.plan import Plan, Target, planned
 from ao_lab.sparsity.prune_layer import prune_weight
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
+from ao_lab.sparsity.selection import block_of
 from ao_lab.sparsity.transforms import Registered, transformed
+from ao_lab.sparsity.weights import NOT_FINITE
 
 #: Told of each weight when it is pruned: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
@@ -127,6 +129,8 @@ class Job:
         zeros = float((pruned.weights == 0).sum()) / pruned.weights.numel()
         for full, (module, _) in target.places.items():
             reason = self.plan.reasons[full]
+            if target.not_finite:
+                reason += f"; {NOT_FINITE}, which rank above finite weights"
             if pruned.score != self.config.score:
                 reason += f"; its inputs tell no channels apart, so that not {self.config.score} decided but magnitude"
             self.done[full] = SparseLayer(

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from ao_lab.sparsity.config import SparsityConfig
+from ao_lab.sparsity.config import SparsityConfig, is_number
 from ao_lab.sparsity.transforms import Registered
 from reference.arrays.errors import choice
 from reference.sparsity.sr_ste import LARGEST_DECAY
@@ -84,7 +84,7 @@ class SparseTrainingConfig(Registered):
                 f"SparseTrainingConfig: products={self.products!r} multiplies 2:4 matrices, got pattern {self.pattern!r}; "
                 f"products='dense' takes every pattern"
             )
-        if isinstance(self.decay, bool) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
+        if not is_number(self.decay) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
             raise ValueError(
                 f"SparseTrainingConfig: decay is a number from 0 to 2**127, got {self.decay!r}; 2e-4 is usual"
             )

@@ -94,6 +94,19 @@ def test_states_of_other_training():
             sparsify_(net, CONFIG)
 
 
+def test_weights_in_2_4_storage():
+    """The way out is named, and is one."""
+    net = nn.Sequential(nn.Linear(16, 16)).bfloat16()
+    sparsify_(net, SparsityConfig(storage="compressed"))
+    stored = net[0].weight
+    with pytest.raises(ValueError, match=r"it is in 2:4 storage, for inference; .*weight\.dequantize\(\)"):
+        sparsify_(net, CONFIG)
+    assert net[0].weight is stored
+    net[0].weight = nn.Parameter(stored.dequantize())
+    sparsify_(net, CONFIG)
+    assert torch.equal(net[0].sparse_mask, stored.dequantize() != 0)
+
+
 def test_what_comes_after_says_so():
     """Recipes, QAT and quantization of layers that train sparse: errors, none of which changes a layer."""
     net = nn.Sequential(nn.Linear(32, 32))
