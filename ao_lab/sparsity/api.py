@@ -109,6 +109,7 @@ class Job:
         with watching((t.name, module, statistics) for t in mine for module, _ in t.places.values()):
             block.run()
         statistics.forget_inputs()
+        _check_usable(statistics)
         self.prune(mine, statistics)
 
     def prune(self, targets: Iterable[Target], statistics: Statistics | None) -> None:
@@ -120,7 +121,11 @@ class Job:
         shared = None if statistics is None else statistics.layers.get(target.name)
         value: torch.Tensor | None = None if shared is None else getattr(shared.statistic, "value", None)
         shape = tuple(target.parameter.shape)
-        pruned = prune_weight(target.matrix, self.config, value)
+        try:
+            pruned = prune_weight(target.matrix, self.config, value)
+        except ValueError as error:
+            error.add_note(f"this is of {target.name}")
+            raise
         size = 0
         if self.config.storage == "compressed":
             size = target.put_compressed(pruned.weights)
@@ -164,30 +169,27 @@ class Job:
         return SparsityReport(tuple(layers))
 
 
-@dataclass
-class Reached:
-    """Names of layers that data reach."""
-
-    names: set[str] = field(default_factory=set)
-
-    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Note a layer."""
-        if x.numel():
-            self.names.add(name)
-
-
 def _captured(job: Job, calibration: Iterable[Any], found: dict[str, nn.Module], offload: bool) -> Capture:
     """What the walk needs; ValueError where data do not reach a layer."""
-    reached, targets = Reached(), job.plan.targets.values()
-    with watching((t.name, module, reached) for t in targets for module, _ in t.places.values()):
-        capture = captured(job.model, calibration, found, offload=offload)
-    missing = [t.name for t in targets if t.name not in reached.names]
+    targets = job.plan.targets.values()
+    layers = [(t.name, module) for t in targets for module, _ in t.places.values()]
+    capture = captured(job.model, calibration, found, offload=offload, layers=layers)
+    missing = [t.name for t in targets if t.name not in capture.reached]
     if missing:
         raise ValueError(
             f"sparsify_ changed nothing. No input was seen by {shorten(missing)}; give data that reaches these layers by "
             f"calling their modules, or leave them out by filter_fn"
         )
     return capture
+
+
+def _check_usable(statistics: Statistics) -> None:
+    """ValueError where sums over inputs tell no channels apart, before a weight of their block is pruned."""
+    if names := statistics.unusable():
+        raise ValueError(
+            f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32, so that they tell no channels apart; "
+            f"leave out batches of huge values, look for the weights that make them, or leave these layers out by filter_fn"
+        )
 
 
 def _check_calibration(config: SparsityConfig, calibration: object, needed: bool, blocks: object) -> None:
