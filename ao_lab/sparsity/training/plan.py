@@ -23,7 +23,9 @@ from ao_lab.sparsity.plan import DTYPES, raise_refused
 from ao_lab.sparsity.selection import Selection
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.layers import CLASSES
+from ao_lab.sparsity.training.masks import other_pattern_reason
 from ao_lab.sparsity.training.products import PRODUCTS
+from ao_lab.sparsity.training.schedule import SPARSE, phase
 from ao_lab.sparsity.weights import in_place_reason, layout_reason
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
@@ -145,7 +147,9 @@ def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
         *(kind.unsupported_config(config) for kind in kinds),
         PRODUCTS[config.products].unsupported_reason(w),
     )
-    return next((reason for reason in reasons if reason is not None), None)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    # In a warm-up zeros grow, and masks are found of what came of them.
+    return other_pattern_reason(w, config) if reason is None and phase(config, 0) == SPARSE else reason
 
 
 __all__ = ["Group", "Plan", "planned"]
