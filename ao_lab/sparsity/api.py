@@ -57,9 +57,10 @@ def sparsify_(
 
     Raises ValueError for scores without calibration and calibration without such a score, where no layer is selected, and for
     selected layers that cannot be pruned: lengths that the pattern does not divide, weights that are sparse or quantized
-    already, layers outside of the blocks or that no data reach; for batches and blocks that cannot be walked. TypeError for
-    another model or config. Nothing has changed then. After an error later than that (out of memory, a Hessian that no damping
-    mends, an interruption) each weight is as it was or pruned; a note at the error says which.
+    already or cannot be written in place, batched experts that the filter accepts, layers outside of the blocks, or that no
+    data reach, or data that are not finite or have squares beyond float32; for batches and blocks that cannot be walked.
+    TypeError for another model or config. Nothing has changed then. After an error later than that (out of memory, sums that
+    overflow behind pruned blocks, an interruption) each weight is as it was or pruned; a note at the error says which.
     """
     check_model(model)
     if isinstance(config, Registered):

@@ -138,8 +138,8 @@ class SparseLinear(nn.Linear):
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the layer as it is."""
         return (
-            f"it trains {self.sparse.pattern} sparse; ao_lab.finish_sparsity_(model) makes it an nn.Linear again (for both at "
-            f"once, quantize_ with a QATConfig comes before sparsify_)"
+            f"it trains {self.sparse.pattern} sparse; ao_lab.finish_sparsity_(model) makes it {self.plain.__name__} again (for "
+            f"both at once, quantize_ with a QATConfig comes before sparsify_)"
         )
 
     def parameter_reason(self, name: str) -> str | None:
