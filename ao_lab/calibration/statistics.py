@@ -25,6 +25,9 @@ class Statistic(Protocol):
     def update(self, x: torch.Tensor) -> None:
         """Take in an input, (..., channels)."""
 
+    def is_usable(self) -> bool:
+        """Whether all sums are finite, and within float32."""
+
 
 @dataclass
 class SquareSums:
@@ -36,6 +39,10 @@ class SquareSums:
         """Add the squares of one call."""
         total = square_sums(x)
         self.value = total if self.value is None else self.value + total.to(self.value.device)
+
+    def is_usable(self) -> bool:
+        """None overflowed."""
+        return self.value is None or bool(self.value.isfinite().all())
 
 
 @dataclass
@@ -52,6 +59,10 @@ class Hessian:
         for piece in torch.split(x.reshape(-1, channels), PIECE):
             wide = piece.to(self.value.device, torch.float64)
             self.value.addmm_(wide.mT, wide)
+
+    def is_usable(self) -> bool:
+        """By the diagonal, which holds the largest of such a sum, and NaN of every channel that has any."""
+        return self.value is None or bool((self.value.diagonal() <= torch.finfo(torch.float32).max).all())
 
 
 def square_sums(x: torch.Tensor) -> torch.Tensor:
@@ -139,6 +150,11 @@ class Statistics:
         if shared is not None and shared.updates == 1 and shared.last is not None and shared.last.is_still(x):
             return shared
         return Shared(self.make())
+
+    def unusable(self) -> list[str]:
+        """Names of layers whose statistic holds NaN, or more than float32 does."""
+        distinct = {id(shared): shared for shared in self.layers.values()}.values()
+        return [name for shared in distinct if not shared.statistic.is_usable() for name in shared.calls]
 
     def forget_inputs(self) -> None:
         """Let go of the last inputs, after data has run."""

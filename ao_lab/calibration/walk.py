@@ -12,7 +12,8 @@ one block for every batch, in host memory where `offload` says so, and what `vis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +23,27 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.autocast import Autocast
+from ao_lab.calibration.batches import (
+    Call,
+    calls_of,
+    described,
+    first_tensor,
+    input_of,
+    taken,
+    with_input,
+    without,
+)
+from ao_lab.calibration.hooks import watching
 from ao_lab.calibration.statistics import Seen
 
 #: Arguments under which models hand a cache of keys and values to their blocks.
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
+LEAVE_OUT = "leave the batch out, or look for the weights that make it"
+
 Visit = Callable[["Block"], None]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: Inputs up to here have squares within float32.
+LARGEST_INPUT = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,23 @@ class Capture:
     autocasts: list[list[Autocast]] = field(default_factory=list)
     #: The output of the block that ran last.
     last: Seen | None = None
+    #: Names of layers that data reach, and what is to be said of the one that was reached last in this batch.
+    reached: set[str] = field(default_factory=set)
+    at: str = ""
+
+    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Note that data reach a layer; ValueError where no statistic can be kept of its input."""
+        self.at = f"; it was at {name}, {described(module.weight)}, with an input of {described(x)}"
+        if not x.numel():
+            return
+        self.reached.add(name)
+        most, batch = float(x.abs().max()), len(self.calls) - 1
+        if not math.isfinite(most):
+            raise ValueError(f"{name} is given NaN or infinity by batch {batch}; {LEAVE_OUT}")
+        if most > LARGEST_INPUT:
+            raise ValueError(
+                f"{name} is given values up to {most:.2g} by batch {batch}, whose squares overflow float32; {LEAVE_OUT}"
+            )
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
         """A copy that no block can write to, where inputs wait."""
@@ -77,7 +109,7 @@ class Capture:
                 f"{name} was called where {turn} was next: a walk needs blocks that run once each, in their order; name "
                 f"another list by blocks=, or give blocks='' to take the whole model as one block"
             )
-        x, place = _input_of(args, kwargs, name)
+        x, place = input_of(args, kwargs, name)
         _check_no_cache(kwargs, name)
         if index == 0:
             _check_finite(
@@ -90,14 +122,14 @@ class Capture:
                 f"the input of {name} is not the output of {list(self.blocks)[index - 1]}: the model changes it in between, "
                 f"which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
             )
-        calls.append(_without(args, kwargs, place))
+        calls.append(without(args, kwargs, place))
         self.autocasts[-1].append(Autocast.now(x.device))
 
     def after(self, index: int, output: Any) -> None:
         """Take in the output of a block; stop behind the last one. The first batch runs on, to find a block that runs again."""
         name = list(self.blocks)[index]
         if len(self.blocks) > 1:
-            x = _first_tensor(output, name)
+            x = first_tensor(output, name)
             _check_finite(x, f"{name} makes NaN or infinity of batch {len(self.calls) - 1}")
             self.last = Seen(x)
         if index == len(self.blocks) - 1 and len(self.calls) > 1:
@@ -107,7 +139,7 @@ class Capture:
         """Batch by batch the outputs of a block as it is now."""
         block = list(self.blocks.values())[index]
         for batch, (x, device, calls) in enumerate(zip(self.hidden, self.devices, self.calls, strict=True)):
-            args, kwargs = _with(calls[index], x.to(device) if self.offload else x.clone())
+            args, kwargs = with_input(calls[index], x.to(device) if self.offload else x.clone())
             with self.autocasts[batch][index].entered():
                 output = block(*args, **kwargs)
             yield batch, output
@@ -121,18 +153,25 @@ class Capture:
         """The outputs of a block in place of its inputs."""
         name = list(self.blocks)[index]
         for batch, output in self.outputs(index):
-            self.hidden[batch] = self.keep(_first_tensor(output, name))
+            self.hidden[batch] = self.keep(first_tensor(output, name))
 
 
 def captured(
-    model: nn.Module, calibration: Iterable[Any], blocks: dict[str, nn.Module], *, offload: bool = False
+    model: nn.Module,
+    calibration: Iterable[Any],
+    blocks: dict[str, nn.Module],
+    *,
+    offload: bool = False,
+    layers: Iterable[tuple[str, nn.Module]] = (),
 ) -> Capture:
     """Run each batch through the model as it is, and keep what `walk` needs.
 
     calibration: an iterable of batches, gone through once: a tensor is the first argument, a tuple or list are the arguments, a
-    mapping the keywords of a call of the model. blocks: of `find_blocks`. Call it inside `calibrating`.
+    mapping the keywords of a call of the model. blocks: of `find_blocks`. layers: linear layers, by name, whose inputs have to
+    be finite, with squares within float32; `reached` are those that got any. Call it inside `calibrating`.
 
-    Raises TypeError for other batches; ValueError where there is none, and as the module says: nothing has changed then.
+    Raises TypeError for other batches; ValueError where there is none, and as the module says: nothing has changed then. A note
+    at an error of the model says which batch it is, and what the model takes.
     """
     capture = Capture(blocks, offload)
     handles: list[Any] = []
@@ -140,11 +179,14 @@ def captured(
         for index, module in enumerate(blocks.values()):
             handles.append(module.register_forward_pre_hook(_before(capture, index), with_kwargs=True))
             handles.append(module.register_forward_hook(_after(capture, index)))
-        for batch in _batches(calibration):
-            capture.calls.append([])
-            capture.autocasts.append([])
-            _run_until_enough(model, batch)
-            _check_all_ran(capture)
+        with watching((name, module, capture) for name, module in layers):
+            for index, batch in enumerate(calls_of(calibration)):
+                capture.calls.append([])
+                capture.autocasts.append([])
+                capture.at = ""
+                with _noting(model, capture, index, batch):
+                    _run_until_enough(model, batch)
+                    _check_all_ran(capture)
     finally:
         for handle in handles:
             handle.remove()
@@ -197,24 +239,17 @@ def _after(capture: Capture, index: int) -> Callable[..., None]:
     return hook
 
 
-def _batches(calibration: Iterable[Any]) -> Iterator[Call]:
-    """The arguments of a call for each batch."""
-    if isinstance(calibration, (torch.Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
-        raise TypeError(
-            f"calibration is an iterable of batches, such as a list or a DataLoader, got {type(calibration).__name__}; put a "
-            f"single batch into a list"
+@contextmanager
+def _noting(model: nn.Module, capture: Capture, index: int, call: Call) -> Iterator[None]:
+    """A note at an error says which batch made it, and what the model takes."""
+    try:
+        yield
+    except Exception as error:
+        told = ", ".join(filter(None, map(described, call)))
+        error.add_note(
+            f"batch {index} of calibration is {told}; {taken(model)}{capture.at}. Nothing has changed"
         )
-    for batch in calibration:
-        if isinstance(batch, torch.Tensor):
-            yield (batch,), {}
-        elif isinstance(batch, Mapping):
-            yield (), dict(batch)
-        elif isinstance(batch, (tuple, list)):
-            yield tuple(batch), {}
-        else:
-            raise TypeError(
-                f"a batch of calibration is a tensor, a tuple of arguments or a mapping of keywords, got {type(batch).__name__}"
-            )
+        raise
 
 
 def _run_until_enough(model: nn.Module, call: Call) -> None:
@@ -233,7 +268,7 @@ def _check_all_ran(capture: Capture) -> None:
 
 def _check_finite(x: torch.Tensor, what: str) -> None:
     if not bool(x.isfinite().all()):
-        raise ValueError(f"{what}; leave the batch out, or look for the weights that make it")
+        raise ValueError(f"{what}; {LEAVE_OUT}")
 
 
 def _check_no_cache(kwargs: dict[str, Any], name: str) -> None:
@@ -243,45 +278,6 @@ def _check_no_cache(kwargs: dict[str, Any], name: str) -> None:
             f"{name} was given {given[0]}, which grows with every run; give batches without it, and with use_cache=False where "
             f"they name use_cache"
         )
-
-
-def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[torch.Tensor, int | str]:
-    """The first tensor among the arguments, and its place."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
-        if isinstance(value, torch.Tensor):
-            return value, place
-    raise ValueError(f"{name or 'the model'} was called without a tensor; batches hold tensors")
-
-
-def _without(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str) -> Call:
-    """The arguments with None where the input was."""
-    if isinstance(place, int):
-        return (*args[:place], _INPUT, *args[place + 1 :]), dict(kwargs)
-    return args, {**kwargs, place: _INPUT}
-
-
-def _with(call: Call, x: torch.Tensor) -> Call:
-    """The arguments with an input."""
-    args, kwargs = call
-    return (
-        tuple(x if value is _INPUT else value for value in args),
-        {key: x if value is _INPUT else value for key, value in kwargs.items()},
-    )
-
-
-#: Stands where the input goes.
-_INPUT = object()
-
-
-def _first_tensor(output: Any, name: str) -> torch.Tensor:
-    """What a block hands on: its output, or the first of several."""
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if not isinstance(first, torch.Tensor):
-        raise ValueError(
-            f"{name} returns {type(output).__name__}; a walk needs a tensor, or a tuple with one in front"
-        )
-    return first
 
 
 __all__ = ["Block", "Capture", "Visit", "calibrating", "captured", "walk"]

@@ -23,7 +23,10 @@ from reference import Scales, Scheme
 from reference.schemes.record_text import record_of
 
 NOTHING = Given()
-PREPARED = "it is prepared for QAT; QATConfig(..., step='convert') quantizes it"
+PREPARED = (
+    "it is prepared for QAT; QATConfig(..., step='convert') quantizes it, QATConfig(step='convert') makes it dense again, "
+    "which 2:4 storage takes then"
+)
 #: What a prepared module may have beside its own state.
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
 #: Names of adapters (`ao_lab.qat.lora.layer`).

@@ -94,8 +94,8 @@ def _check_sparsity_of(function: Transform, config: object) -> None:
     if function is not quantize_weights and any(getattr(one, "sparsity", None) is not None for one in asked):
         raise ValueError(
             f"{type(config).__name__}: 2:4 storage holds pruned weights for inference; leave sparsity out, and prune and "
-            f"compress "
-            f"after training"
+            f"compress after training (after QAT with sparse weights: finish_sparsity_(model), quantize_(model, "
+            f"QATConfig(step='convert')), which makes layers dense, then quantize_ with sparsity='2:4')"
         )
 
 

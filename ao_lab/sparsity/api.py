@@ -18,10 +18,12 @@ from ao_lab.calibration.walk import Block, Capture, calibrating, captured, walk
 from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten
 from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.config import SparsityConfig
-from ao_lab.sparsity.plan import Plan, Target, block_of, planned
+from ao_lab.sparsity.plan import Plan, Target, planned
 from ao_lab.sparsity.prune_layer import prune_weight
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
+from ao_lab.sparsity.selection import block_of
 from ao_lab.sparsity.transforms import Registered, transformed
+from ao_lab.sparsity.weights import NOT_FINITE
 
 #: Told of each weight when it is pruned: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
@@ -55,9 +57,10 @@ def sparsify_(
 
     Raises ValueError for scores without calibration and calibration without such a score, where no layer is selected, and for
     selected layers that cannot be pruned: lengths that the pattern does not divide, weights that are sparse or quantized
-    already, layers outside of the blocks or that no data reach; for batches and blocks that cannot be walked. TypeError for
-    another model or config. Nothing has changed then. After an error later than that (out of memory, a Hessian that no damping
-    mends, an interruption) each weight is as it was or pruned; a note at the error says which.
+    already or cannot be written in place, batched experts that the filter accepts, layers outside of the blocks, or that no
+    data reach, or data that are not finite or have squares beyond float32; for batches and blocks that cannot be walked.
+    TypeError for another model or config. Nothing has changed then. After an error later than that (out of memory, sums that
+    overflow behind pruned blocks, an interruption) each weight is as it was or pruned; a note at the error says which.
     """
     check_model(model)
     if isinstance(config, Registered):
@@ -107,6 +110,7 @@ class Job:
         with watching((t.name, module, statistics) for t in mine for module, _ in t.places.values()):
             block.run()
         statistics.forget_inputs()
+        _check_usable(statistics)
         self.prune(mine, statistics)
 
     def prune(self, targets: Iterable[Target], statistics: Statistics | None) -> None:
@@ -118,7 +122,11 @@ class Job:
         shared = None if statistics is None else statistics.layers.get(target.name)
         value: torch.Tensor | None = None if shared is None else getattr(shared.statistic, "value", None)
         shape = tuple(target.parameter.shape)
-        pruned = prune_weight(target.matrix, self.config, value)
+        try:
+            pruned = prune_weight(target.matrix, self.config, value)
+        except ValueError as error:
+            error.add_note(f"this is of {target.name}")
+            raise
         size = 0
         if self.config.storage == "compressed":
             size = target.put_compressed(pruned.weights)
@@ -127,6 +135,8 @@ class Job:
         zeros = float((pruned.weights == 0).sum()) / pruned.weights.numel()
         for full, (module, _) in target.places.items():
             reason = self.plan.reasons[full]
+            if target.not_finite:
+                reason += f"; {NOT_FINITE}, which rank above finite weights"
             if pruned.score != self.config.score:
                 reason += f"; its inputs tell no channels apart, so that not {self.config.score} decided but magnitude"
             self.done[full] = SparseLayer(
@@ -160,30 +170,27 @@ class Job:
         return SparsityReport(tuple(layers))
 
 
-@dataclass
-class Reached:
-    """Names of layers that data reach."""
-
-    names: set[str] = field(default_factory=set)
-
-    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
-        """Note a layer."""
-        if x.numel():
-            self.names.add(name)
-
-
 def _captured(job: Job, calibration: Iterable[Any], found: dict[str, nn.Module], offload: bool) -> Capture:
     """What the walk needs; ValueError where data do not reach a layer."""
-    reached, targets = Reached(), job.plan.targets.values()
-    with watching((t.name, module, reached) for t in targets for module, _ in t.places.values()):
-        capture = captured(job.model, calibration, found, offload=offload)
-    missing = [t.name for t in targets if t.name not in reached.names]
+    targets = job.plan.targets.values()
+    layers = [(t.name, module) for t in targets for module, _ in t.places.values()]
+    capture = captured(job.model, calibration, found, offload=offload, layers=layers)
+    missing = [t.name for t in targets if t.name not in capture.reached]
     if missing:
         raise ValueError(
             f"sparsify_ changed nothing. No input was seen by {shorten(missing)}; give data that reaches these layers by "
             f"calling their modules, or leave them out by filter_fn"
         )
     return capture
+
+
+def _check_usable(statistics: Statistics) -> None:
+    """ValueError where sums over inputs tell no channels apart, before a weight of their block is pruned."""
+    if names := statistics.unusable():
+        raise ValueError(
+            f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32, so that they tell no channels apart; "
+            f"leave out batches of huge values, look for the weights that make them, or leave these layers out by filter_fn"
+        )
 
 
 def _check_calibration(config: SparsityConfig, calibration: object, needed: bool, blocks: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from reference.arrays.errors import choice
 from reference.sparsity.prune import parse_pattern
@@ -12,6 +13,11 @@ SCORES = ("magnitude", "wanda", "ria", "sparsegpt")
 MOST_BLOCK = 128
 #: How pruned weights are stored: as dense tensors with zeros, or as kept elements and their places.
 STORAGES = ("dense", "compressed")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, and no flag."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class SparsityConfig:
         self._check_sparsegpt(group)
 
     def _check_sparsegpt(self, group: int) -> None:
-        if isinstance(self.damping, bool) or not 0 <= self.damping <= 1:
+        if not is_number(self.damping) or not 0 <= self.damping <= 1:
             raise ValueError(
                 f"SparsityConfig: damping is a share of the mean diagonal, 0 to 1, got {self.damping!r}; 0.01 is usual"
             )
@@ -98,4 +104,4 @@ class SparsityConfig:
         return f"{self.pattern} by {self.score}{more}"
 
 
-__all__ = ["SCORES", "STORAGES", "SparsityConfig"]
+__all__ = ["SCORES", "STORAGES", "SparsityConfig", "is_number"]

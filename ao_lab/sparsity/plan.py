@@ -2,7 +2,8 @@
 
 Pruned are linear layers: nn.Linear, along its last axis, and transformers' Conv1D, which stores (in, out), along its first.
 What is no linear layer, or not selected, stays and is listed. What was selected and cannot be pruned is an error, as a model
-that is sparse but for a layer in the middle would be found out much later.
+that is sparse but for a layer in the middle would be found out much later: so are batched experts, which hold most weights of
+their model, where a filter accepts them.
 """
 
 from __future__ import annotations
@@ -13,24 +14,34 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.calibration.blocks import block_lists
 from ao_lab.quantization.modules import (
     check_model,
     is_linear,
     is_transposed,
     quantizable_parameters,
-    routers,
     shorten,
     unsupported_reason,
 )
-from ao_lab.quantization.selection import ROUTES, Filter
+from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.config import SparsityConfig
+from ao_lab.sparsity.selection import Selection, block_of
+from ao_lab.sparsity.weights import (
+    NOT_FINITE,
+    in_place_reason,
+    layout_reason,
+    most_kept,
+)
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import quantized_compressed
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPRESSED_DTYPES = (torch.bfloat16, torch.float16)
+#: By score, why weights are finite.
+SPREAD = {
+    "sparsegpt": f"{NOT_FINITE}, which SparseGPT would spread; replace them",
+    "ria": f"{NOT_FINITE}, which RIA would spread to the scores of its row and column; replace them",
+}
 
 
 @dataclass
@@ -43,6 +54,8 @@ class Target:
     places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     #: Full names of places that have it and are not selected: they keep the dense weight.
     others: list[str] = field(default_factory=list)
+    #: Whether NaN or infinity are among its values.
+    not_finite: bool = False
 
     @property
     def name(self) -> str:
@@ -103,58 +116,23 @@ def planned(
             f"call of quantize_"
         )
     walked = None if blocks is None else tuple(blocks)
-    select, plan = Selection(model, filter_fn, walked), Plan()
+    select, plan, refused = Selection(model, filter_fn, walked), Plan(), {}
     for path, module, name, parameter in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
         wanted, plan.reasons[full] = select(path, module, name, parameter)
-        if wanted:
+        if wanted and not is_linear(module):
+            refused[full] = plan.reasons[full]
+        elif wanted:
             target = plan.targets.setdefault(id(parameter), Target(is_transposed(module)))
             target.places[full] = (module, name)
-    if not plan.targets:
+    if not plan.targets and not refused:
         raise ValueError(_nothing(plan))
     _find_others(model, plan)
-    _raise_refused(plan, config, walked)
+    for target in plan.targets.values():
+        if (why := _refused(target, config, walked)) is not None:
+            refused[target.name] = why
+    raise_refused(refused)
     return plan
-
-
-class Selection:
-    """Which parameters are selected, and the reason: by a filter, or the linear layers of the model's blocks.
-
-    A model that has lists of blocks keeps what stands outside of them, embeddings and head, as the papers do.
-    """
-
-    def __init__(self, model: nn.Module, filter_fn: Filter | None, walked: tuple[str, ...] | None) -> None:
-        self.filter_fn = filter_fn
-        self.routers = routers(model)
-        #: Names outside of which nothing is selected without a filter.
-        self.lists = tuple(block_lists(model)) if walked is None else walked
-
-    def __call__(self, path: str, module: nn.Module, name: str, parameter: torch.Tensor) -> tuple[bool, str]:
-        """Of one parameter."""
-        kind = type(module).__name__
-        if not is_linear(module):
-            reason = unsupported_reason(module, name, parameter)
-            return False, reason or f"{kind}: only linear layers are pruned"
-        if name != "weight" or parameter.dim() != 2:
-            return False, "it is not the matrix that the layer multiplies with"
-        if path in self.routers and getattr(self.filter_fn, "leaves_routers", self.filter_fn is None):
-            return False, ROUTES.replace("quantizes", "prunes")
-        if self.filter_fn is not None:
-            good = self.filter_fn(module, path)
-            return good, "accepted by filter_fn" if good else "refused by filter_fn"
-        if self.lists and not is_inside(path, self.lists):
-            return False, f"outside of the blocks ({shorten(self.lists, 2)})"
-        return True, kind
-
-
-def is_inside(path: str, names: Iterable[str]) -> bool:
-    """Whether a module is one of those named, or in one; "" is the whole model."""
-    return any(not name or f"{path}.".startswith(f"{name}.") for name in names)
-
-
-def block_of(full: str, blocks: Iterable[str]) -> str | None:
-    """The block that a parameter is in; None where it is in none."""
-    return next((name for name in blocks if is_inside(full, [name])), None)
 
 
 def _find_others(model: nn.Module, plan: Plan) -> None:
@@ -170,24 +148,23 @@ def _find_others(model: nn.Module, plan: Plan) -> None:
             plan.reasons[full] += f"; was shared with {', '.join(target.others)}, which {stay} dense"
 
 
-def _raise_refused(plan: Plan, config: SparsityConfig, walked: tuple[str, ...] | None) -> None:
-    """ValueError with the layers that were selected and cannot be pruned."""
-    refused = {t.name: why for t in plan.targets.values() if (why := _refused(t, config, walked)) is not None}
-    if refused:
-        alike: dict[str, list[str]] = {}
-        for name, why in refused.items():
-            alike.setdefault(why, []).append(name)
+def raise_refused(refused: dict[str, str]) -> None:
+    """ValueError with the layers that were selected and cannot be pruned, and why; none where there are none."""
+    alike: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        alike.setdefault(why, []).append(name)
+    if alike:
         told = shorten([f"{shorten(names)}: {why}" for why, names in alike.items()], 3)
         raise ValueError(f"sparsify_ changed nothing. {told}. Or leave these layers out by filter_fn")
 
 
 def _refused(target: Target, config: SparsityConfig, walked: tuple[str, ...] | None) -> str | None:
     """Why a selected weight cannot be pruned, and the way out."""
-    checks = (_kind_reason(target), _shape_reason(target, config), _walk_reason(target, walked))
+    checks = (_kind_reason(target, config), _shape_reason(target, config), _walk_reason(target, walked))
     return next((why for why in checks if why is not None), None) or _value_reason(target, config)
 
 
-def _kind_reason(target: Target) -> str | None:
+def _kind_reason(target: Target, config: SparsityConfig) -> str | None:
     parameter: torch.Tensor = target.parameter
     module, name = next(iter(target.places.values()))
     if isinstance(parameter, SparseQuantizedTensor):
@@ -204,7 +181,18 @@ def _kind_reason(target: Target) -> str | None:
         return (
             f"{' and '.join(target.places)} share it and multiply it along different axes; untie them first"
         )
-    return unsupported_reason(module, name, parameter)
+    return (
+        unsupported_reason(module, name, parameter)
+        or layout_reason(parameter)
+        or _write_reason(target, config, parameter)
+    )
+
+
+def _write_reason(target: Target, config: SparsityConfig, parameter: torch.Tensor) -> str | None:
+    """Why it cannot be written where it is; it need not be where its place gets another parameter."""
+    if target.others or config.storage == "compressed":
+        return None
+    return in_place_reason(parameter, torch.is_inference_mode_enabled() and not config.calibrates)
 
 
 def _shape_reason(target: Target, config: SparsityConfig) -> str | None:
@@ -244,18 +232,17 @@ def _walk_reason(target: Target, walked: tuple[str, ...] | None) -> str | None:
 
 
 def _value_reason(target: Target, config: SparsityConfig) -> str | None:
-    """Sparse already, or not finite where SparseGPT would spread it."""
+    """Sparse already, or not finite where scores or updates would spread it."""
     kept, group = config.kept_of
     matrix = target.parameter.detach()
     matrix = matrix.T if target.transposed else matrix
-    most = int((matrix != 0).reshape(-1, group).sum(-1).max())
+    target.not_finite = not bool(matrix.isfinite().all())
+    most = most_kept(matrix != 0, group)
     if 0 < most <= kept and config.storage == "compressed" and not config.calibrates:
         return None  # its mask is what it is; it is only compressed
     if 0 < most <= kept:
         return f"it is {config.pattern} sparse already, with at most {most} of {group} weights in every group"
-    if config.score == "sparsegpt" and not bool(matrix.isfinite().all()):
-        return "it holds NaN or infinity, which SparseGPT would spread; replace them"
-    return None
+    return SPREAD[config.score] if target.not_finite and config.score in SPREAD else None
 
 
 def _nothing(plan: Plan) -> str:
@@ -266,4 +253,4 @@ def _nothing(plan: Plan) -> str:
     return f"sparsify_: no linear layer is selected, so that nothing would change. Of {len(plan.reasons)} parameters: {told}"
 
 
-__all__ = ["Plan", "Selection", "Target", "block_of", "is_inside", "planned"]
+__all__ = ["Plan", "Target", "planned", "raise_refused"]

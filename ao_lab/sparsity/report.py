@@ -22,7 +22,8 @@ class SparseLayer:
     reason: str
     #: "2:4"; "" where it was left.
     pattern: str = ""
-    #: The score that decided: magnitude where no input told the channels apart.
+    #: The score that decided: magnitude where no input told the channels apart; in training "its own zeros" where masks are
+    #: those of an earlier pruning, after it "training".
     score: str = ""
     #: The share of its elements that are zero now.
     zeros: float = 0.0

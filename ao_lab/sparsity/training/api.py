@@ -13,10 +13,13 @@ from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.counts import count, is_capturing
 from ao_lab.sparsity.training.layers import CLASSES, SparseLinear, plain_again, train_sparse
-from ao_lab.sparsity.training.masks import find_mask, stored_as, stored_dtype, zero_pruned_
-from ao_lab.sparsity.training.plan import Group, planned
+from ao_lab.sparsity.training.masks import find_mask, share_of_zeros, stored_as, stored_dtype, zero_pruned_
+from ao_lab.sparsity.training.plan import Group, Plan, planned
 from ao_lab.sparsity.training.schedule import SPARSE, WARMUP, finds_masks, phase
 from ao_lab.sparsity.transforms import Call, transform
+
+#: What the report says in place of a score where a fixed mask is what an earlier pruning left.
+OWN_ZEROS = "its own zeros"
 
 
 @transform(SparseTrainingConfig)
@@ -33,25 +36,39 @@ def train(call: Call) -> SparsityReport:
             f"SparseTrainingConfig finds masks by magnitude, without data; leave {', '.join(call.further)} out (prune once by "
             f"SparsityConfig first: fixed masks are the zeros that are there)"
         )
-    plan = planned(model, config, call.filter_fn)
-    masks = {key: _first_mask(group, config) for key, group in plan.groups.items()}
+    # Masks of inference mode could be saved for no backward.
+    with torch.inference_mode(False), torch.no_grad():
+        plan = planned(model, config, call.filter_fn)
+        own = _convert(plan, config)
+        names = {name: config.pattern for group in plan.groups.values() for name in group.layers}
+        for name in names:
+            remember(model, name, f"{config.pattern} in training")
+        return _report(model, names, plan.reasons, dict.fromkeys(own, OWN_ZEROS))
+
+
+def _convert(plan: Plan, config: SparseTrainingConfig) -> list[str]:
+    """Make layers train sparse; the names of those whose masks are the zeros that were there."""
+    masks: dict[int, torch.Tensor] = {}
+    own: list[str] = []
+    for key, group in plan.groups.items():
+        masks[key], is_own = _first_mask(group, config)
+        own += group.layers if is_own else []
     for key, group in plan.groups.items():
         step = torch.zeros((), dtype=torch.int64, device=group.weight.device)
         for layer in group.layers.values():
             train_sparse(layer, config, masks[key], step).settle(0)
-    names = {name: config.pattern for group in plan.groups.values() for name in group.layers}
-    for name in names:
-        remember(model, name, f"{config.pattern} in training")
-    return _report(model, names, plan.reasons)
+    return own
 
 
-def _first_mask(group: Group, config: SparseTrainingConfig) -> torch.Tensor:
-    """The mask of a weight before the first step, as it is stored."""
+def _first_mask(group: Group, config: SparseTrainingConfig) -> tuple[torch.Tensor, bool]:
+    """The mask of a weight before the first step, as it is stored; whether it is the weight's zeros."""
+    own = False
     if phase(config, 0) == SPARSE:
         mask = find_mask(group.weight, config)
+        own = config.masks == "fixed" and torch.equal(mask, group.weight != 0)
     else:
         mask = torch.ones(group.weight.shape, dtype=torch.bool, device=group.weight.device)
-    return stored_as(mask, stored_dtype(config))
+    return stored_as(mask, stored_dtype(config)), own
 
 
 class SparsityStep(NamedTuple):
@@ -162,7 +179,7 @@ def finish_sparsity_(model: nn.Module) -> SparsityReport:
         patterns[name] = config.pattern if sparse else ""
         reasons[name] = f"trained sparse, masks {config.masks}" if sparse else "dense in its cool-down"
         remember(model, name, f"{config.pattern} by training" if sparse else "")
-    report = _report(model, patterns, reasons)
+    report = _report(model, patterns, reasons, dict.fromkeys(patterns, "training"))
     for layer in layers.values():
         plain_again(layer)
     return report
@@ -185,8 +202,10 @@ def _check_finished(layers: dict[str, SparseLinear]) -> None:
             )
 
 
-def _report(model: nn.Module, patterns: dict[str, str], reasons: dict[str, str]) -> SparsityReport:
-    """What was done to every parameter, while layers have their masks."""
+def _report(
+    model: nn.Module, patterns: dict[str, str], reasons: dict[str, str], scores: dict[str, str]
+) -> SparsityReport:
+    """What was done to every parameter, while layers have their masks. scores: what decided, where that was not magnitude."""
     layers = []
     for path, module, name, parameter in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
@@ -194,8 +213,8 @@ def _report(model: nn.Module, patterns: dict[str, str], reasons: dict[str, str])
         kind = (module.plain if isinstance(module, SparseLinear) else type(module)).__name__
         line = SparseLayer(full, kind, shape, reasons.get(full, "it does not train sparse"))
         if pattern and isinstance(module, SparseLinear):
-            zeros = 1 - float(module.sparse_mask.float().mean())
-            line = SparseLayer(full, kind, shape, line.reason, pattern, "magnitude", zeros)
+            zeros, score = share_of_zeros(parameter, module.sparse_mask), scores.get(full, "magnitude")
+            line = SparseLayer(full, kind, shape, line.reason, pattern, score, zeros)
         layers.append(line)
     return SparsityReport(tuple(layers))
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from ao_lab.sparsity.config import SparsityConfig
+from ao_lab.sparsity.config import SparsityConfig, is_number
 from ao_lab.sparsity.transforms import Registered
 from reference.arrays.errors import choice
 from reference.sparsity.sr_ste import LARGEST_DECAY
@@ -47,7 +47,8 @@ class SparseTrainingConfig(Registered):
     pattern: "N:M", N of every M consecutive weights along the contraction axis stay. transposable: 2:4 masks whose transpose is
     2:4 too, so that the product of the inputs' gradient is one of a 2:4 matrix as well.
     masks: "fixed" are found once, when the sparse phase begins (in the call of `sparsify_` without warm-up): the zeros of a
-    weight that has the pattern already, else by magnitude. Pruned weights are set to zero then and after each step.
+    weight that has the pattern already, else by magnitude; a weight that was pruned to another pattern is refused. Pruned
+    weights are set to zero then and after each step.
     "recomputed" are found when the sparse phase begins and after every `every`-th of its steps; pruned weights keep their
     values.
     gradient, decay: see the module text. decay is 0 to 2**127; it is read by "sr-ste" alone.
@@ -84,7 +85,7 @@ class SparseTrainingConfig(Registered):
                 f"SparseTrainingConfig: products={self.products!r} multiplies 2:4 matrices, got pattern {self.pattern!r}; "
                 f"products='dense' takes every pattern"
             )
-        if isinstance(self.decay, bool) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
+        if not is_number(self.decay) or not (isfinite(self.decay) and 0 <= self.decay < LARGEST_DECAY):
             raise ValueError(
                 f"SparseTrainingConfig: decay is a number from 0 to 2**127, got {self.decay!r}; 2e-4 is usual"
             )

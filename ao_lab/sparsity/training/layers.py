@@ -4,7 +4,8 @@
 names in its state_dict stay what they were, and isinstance(module, nn.Linear) stays true. What was added is `module.sparse` and
 two buffers: `sparse_mask` on every rank, all True in dense phases, and `sparse_step`, how many steps have been done
 (`step_sparsity_`). Layers that share a weight share both. Saved training goes on from them, with the same bits; checkpoints of
-the dense model load too, strictly: the mask is found again from what was loaded, and the count stays.
+the dense model load too, strictly: the mask is found again from what was loaded, and the count stays. Weights with the zeros of
+another pattern are an error there, as they are in `sparsify_`.
 
 The buffer of a mask, which is what a state_dict has, is bool of the weight's shape; with products="sparse_wgmma" uint8
 (out, ceil(in / 8)), the bits of that (`fast.kernels.sparse_mm.bits`, as `numpy.packbits`): an eighth of the memory. A
@@ -24,7 +25,14 @@ from torch import nn
 from ao_lab.sparsity.training import pending
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
 from ao_lab.sparsity.training.config import SparseTrainingConfig
-from ao_lab.sparsity.training.masks import bool_mask, find_mask, is_distributed, stored_as, zero_pruned_
+from ao_lab.sparsity.training.masks import (
+    bool_mask,
+    find_mask,
+    is_distributed,
+    other_pattern_reason,
+    stored_as,
+    zero_pruned_,
+)
 from ao_lab.sparsity.training.schedule import SPARSE, phase
 
 MASK, STEP = "sparse_mask", "sparse_step"
@@ -118,14 +126,20 @@ class SparseLinear(nn.Linear):
             return
         done = int(self.sparse_step)
         if MASK in missing and prefix + "weight" in state_dict:
+            why = (
+                other_pattern_reason(self.weight, self.sparse) if phase(self.sparse, done) == SPARSE else None
+            )
+            if why is not None:  # load_state_dict raises with it
+                rest[-1].append(f"{prefix}weight: {why}")
+                return
             self.renew_mask(done)
         self.settle(done)
 
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the layer as it is."""
         return (
-            f"it trains {self.sparse.pattern} sparse; ao_lab.finish_sparsity_(model) makes it an nn.Linear again (for both at "
-            f"once, quantize_ with a QATConfig comes before sparsify_)"
+            f"it trains {self.sparse.pattern} sparse; ao_lab.finish_sparsity_(model) makes it {self.plain.__name__} again (for "
+            f"both at once, quantize_ with a QATConfig comes before sparsify_)"
         )
 
     def parameter_reason(self, name: str) -> str | None:

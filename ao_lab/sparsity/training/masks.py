@@ -14,6 +14,7 @@ import torch
 
 from ao_lab.sparsity.prune_layer import mask_of
 from ao_lab.sparsity.training.config import SparseTrainingConfig
+from ao_lab.sparsity.weights import most_kept, pruned_pattern
 from fast.kernels.sparse_mm.bits import pack_bits, unpack_bits
 from fast.sparsity.compress_masked import masked
 
@@ -36,7 +37,8 @@ def find_mask(w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor |
     """Bool (out, in), True where a weight (out, in) stays. out: a stored mask that is written; by default a new bool tensor.
 
     Fixed masks are the weight's own zeros where it has the pattern already (and is not zero altogether): for these the host
-    waits for two numbers of a GPU. Others are found without any wait.
+    waits for two numbers of a GPU. Others are found without any wait. Whoever asks has refused weights with the zeros of
+    another pattern (`other_pattern_reason`), which a fixed mask would prune again.
     """
     values = whole(w)
     if config.masks == "fixed":
@@ -50,8 +52,33 @@ def has_pattern(kept: torch.Tensor, config: SparseTrainingConfig) -> bool:
     """Whether a bool matrix keeps at most N of every M, in rows (of columns too where masks are transposable), not nothing."""
     most, group = config.scoring().kept_of
     sides = (kept, kept.T) if config.transposable else (kept,)
-    counts = [int(side.reshape(-1, group).sum(-1).max()) for side in sides]
+    counts = [most_kept(side, group) for side in sides]
     return counts[0] > 0 and max(counts) <= most
+
+
+@torch.no_grad()
+def other_pattern_reason(w: torch.Tensor, config: SparseTrainingConfig) -> str | None:
+    """Why a fixed mask may not be found for a weight (out, in), and the way out: it was pruned, and not as `config` says."""
+    kept, scoring = whole(w) != 0, config.scoring()
+    if config.masks != "fixed" or has_pattern(kept, config):
+        return None
+    if (found := pruned_pattern(kept, scoring.kept_of[1])) is None:
+        return None
+    if most_kept(kept, scoring.kept_of[1]) <= scoring.kept_of[0]:
+        asked, first = (
+            "masks that are 2:4 in both directions",
+            "prune the dense weights by SparsityConfig(transposable=True)",
+        )
+    else:
+        more = ", transposable=True" if config.transposable else ""
+        asked, first = (
+            f"{config.pattern} masks",
+            f"prune by SparsityConfig({config.pattern!r}{more}) first if that is meant",
+        )
+    return (
+        f"it is {found} sparse already, and fixed masks are the zeros that are there: {asked} would prune it again. Train with "
+        f"SparseTrainingConfig({found!r}), or {first}"
+    )
 
 
 @torch.no_grad()
@@ -66,6 +93,16 @@ def zero_pruned_(w: torch.Tensor, mask: torch.Tensor) -> None:
         split: Any = distribute_tensor(kept, part.device_mesh, part.placements, src_data_rank=None)
         part, mask = part.to_local(), split.to_local()
     masked(part, mask, part)
+
+
+@torch.no_grad()
+def share_of_zeros(w: torch.Tensor, mask: torch.Tensor) -> float:
+    """The share of a weight that products take as zero: what a bool mask drops, and zeros among what it keeps.
+
+    Of a DTensor what the mask drops: no rank is asked for its part.
+    """
+    kept = mask if is_distributed(w) or w.is_meta else mask & (w.detach() != 0)
+    return 1 - float(kept.float().mean())
 
 
 def stored_dtype(config: SparseTrainingConfig) -> torch.dtype:
@@ -86,5 +123,6 @@ def bool_mask(mask: torch.Tensor, length: int) -> torch.Tensor:
 
 
 __all__ = [
-    "bool_mask", "find_mask", "has_pattern", "is_distributed", "stored_as", "stored_dtype", "whole", "zero_pruned_",
+    "bool_mask", "find_mask", "has_pattern", "is_distributed", "other_pattern_reason", "share_of_zeros", "stored_as",
+    "stored_dtype", "whole", "zero_pruned_",
 ]  # fmt: skip

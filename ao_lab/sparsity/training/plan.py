@@ -1,6 +1,6 @@
 """Which layers train sparse, and why others do not: all that can be refused is, before anything changes.
 
-Selected are the layers that one-shot pruning selects (`ao_lab.sparsity.plan.Selection`), of these nn.Linear itself and what has
+Selected are the layers that one-shot pruning selects (`ao_lab.sparsity.selection`), of these nn.Linear itself and what has
 registered beside it (layers prepared for QAT): what computes otherwise, or trains by a recipe already, would lose that.
 """
 
@@ -11,13 +11,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten, training_state
+from ao_lab.quantization.modules import (
+    check_model,
+    is_linear,
+    quantizable_parameters,
+    shorten,
+    training_state,
+)
 from ao_lab.quantization.selection import Filter
-from ao_lab.sparsity.plan import DTYPES, Selection
+from ao_lab.sparsity.plan import DTYPES, raise_refused
+from ao_lab.sparsity.selection import Selection
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.layers import CLASSES
+from ao_lab.sparsity.training.masks import other_pattern_reason
 from ao_lab.sparsity.training.products import PRODUCTS
+from ao_lab.sparsity.training.schedule import SPARSE, phase
+from ao_lab.sparsity.weights import in_place_reason, layout_reason
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+
+STORED = (
+    "it is in 2:4 storage, for inference; module.weight = torch.nn.Parameter(module.weight.dequantize()) makes it dense, and "
+    "fixed masks are its zeros then"
+)
 
 
 @dataclass
@@ -51,7 +67,9 @@ def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | 
         wanted, plan.reasons[full] = select(path, module, name, parameter)
         if not wanted:
             continue
-        if isinstance(module, nn.Linear) and type(module) in CLASSES:
+        if not is_linear(module):
+            refused[full] = plan.reasons[full]
+        elif isinstance(module, nn.Linear) and type(module) in CLASSES:
             plan.groups.setdefault(id(parameter), Group()).layers[full] = module
         else:
             refused[full] = _module_reason(module)
@@ -63,7 +81,7 @@ def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | 
         reason = _weight_reason(group, config)
         refused.update(dict.fromkeys(group.layers, reason) if reason is not None else {})
     refused.update(_passed_by(model, plan, config))
-    _raise_refused(refused)
+    raise_refused(refused)
     return plan
 
 
@@ -106,6 +124,8 @@ def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
     """Why a weight cannot train sparse, and the way out."""
     w, (_, size) = group.weight, config.scoring().kept_of
     shape = tuple(w.shape)
+    if isinstance(w, SparseQuantizedTensor):
+        return STORED
     if isinstance(w, QuantizedTensor):
         return "it is quantized already; sparse layers train dense weights"
     if type(w) is not nn.Parameter:
@@ -114,6 +134,8 @@ def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
         return "on the meta device there are no values to find masks from; load the weights first"
     if w.dtype not in DTYPES:
         return f"{w.dtype} is not float32, bfloat16 or float16; convert the model first"
+    if (reason := layout_reason(w) or in_place_reason(w)) is not None:
+        return reason
     if group.others:
         return f"{group.others[0]} has the same weight and is not to train sparse; untie them, or select both"
     if not w.numel() or shape[1] % size:
@@ -125,17 +147,9 @@ def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
         *(kind.unsupported_config(config) for kind in kinds),
         PRODUCTS[config.products].unsupported_reason(w),
     )
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _raise_refused(refused: dict[str, str]) -> None:
-    """ValueError with the layers that were selected and cannot train sparse."""
-    alike: dict[str, list[str]] = {}
-    for name, why in refused.items():
-        alike.setdefault(why, []).append(name)
-    if alike:
-        told = shorten([f"{shorten(names)}: {why}" for why, names in alike.items()], 3)
-        raise ValueError(f"sparsify_ changed nothing. {told}. Or leave these layers out by filter_fn")
+    reason = next((reason for reason in reasons if reason is not None), None)
+    # In a warm-up zeros grow, and masks are found of what came of them.
+    return other_pattern_reason(w, config) if reason is None and phase(config, 0) == SPARSE else reason
 
 
 __all__ = ["Group", "Plan", "planned"]

@@ -135,3 +135,15 @@ def test_layers_that_skip_an_input_of_others_are_an_error():
         block.q(x := torch.randn(2, 8))
         with pytest.raises(ValueError, match="k had the input of q at first"):
             block.k(x)
+
+
+@pytest.mark.parametrize("statistic", [SquareSums, Hessian])
+def test_sums_that_are_of_no_use(statistic):
+    """NaN, infinity, and more than float32 holds, each in one channel."""
+    for value, usable in ((torch.nan, False), (torch.inf, False), (1.5e19, False), (1e19, True)):
+        statistics, x = Statistics(statistic), torch.ones(2, 4)
+        assert statistic().is_usable()
+        x[:, 2] = value
+        for name, given in (("good", torch.ones(2, 4)), ("bad", x), ("too", x)):
+            statistics.observe(name, nn.Linear(4, 4), given)
+        assert statistics.unusable() == ([] if usable else ["bad", "too"])

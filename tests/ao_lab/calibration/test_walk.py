@@ -1,5 +1,7 @@
 """The walk over blocks: the same computation as the model's, from outputs of changed blocks, and nothing left behind."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -208,6 +210,52 @@ def test_what_is_not_finite_is_refused():
     stack.blocks[1].linear.weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"blocks.1 makes NaN or infinity of batch 0"):
         refused(stack)
+
+
+def seen(stack, *batches):
+    """What is captured of a whole model, whose layers are watched."""
+    layers = [(name, m) for name, m in stack.named_modules() if isinstance(m, nn.Linear)]
+    with calibrating(stack):
+        return captured(stack, batches, find_blocks(stack, ""), layers=layers)
+
+
+def test_what_is_not_finite_inside_of_a_block_is_refused():
+    """Where a layer is given it, whatever the block makes of it."""
+    stack = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
+    assert seen(stack, torch.ones(2, 8), torch.ones(0, 8)).reached == {"0", "1"}
+    assert seen(stack, torch.ones(0, 8)).reached == set()
+    stack[0].bias.data[1] = -torch.inf
+    with pytest.raises(
+        ValueError, match=r"1 is given NaN or infinity by batch 0; leave the batch out, or look"
+    ):
+        seen(stack, torch.ones(2, 8))
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in stack.modules())
+
+
+def test_inputs_whose_squares_overflow_are_refused():
+    stack = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(
+        ValueError, match=r"0 is given values up to 1e\+20 by batch 1, whose squares overflow"
+    ):
+        seen(stack, torch.full((2, 8), 1e19), torch.full((2, 8), 1e20))
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "said"),
+    [
+        (torch.ones(4, 12), RuntimeError, r"is float32 \(4, 12\); .*at 0, float32 \(8, 16\), with an input of"),
+        (torch.ones(4, 16, dtype=torch.int64), RuntimeError, r"is int64 \(4, 16\); .*weights are float32 on cpu"),
+        (torch.ones(4, 16, device="meta"), RuntimeError, r"is float32 \(4, 16\) on meta"),
+        ({"foo": torch.ones(4, 16)}, TypeError, r"is foo: float32 \(4, 16\); Sequential takes \(input\)"),
+        ((torch.ones(1, 16), *range(9)), TypeError, r"is float32 \(1, 16\), (int, ){7}\.\.\.; Sequential takes"),
+    ],
+)  # fmt: skip
+def test_batches_that_a_model_does_not_take(batch, error, said):
+    """The error is the model's; a note says which batch it is, and what the model takes."""
+    with pytest.raises(error) as caught:
+        seen(nn.Sequential(nn.Linear(16, 8)), torch.ones(4, 16), batch)
+    assert re.match(f"batch 1 of calibration {said}", caught.value.__notes__[0])
+    assert caught.value.__notes__[0].endswith("Nothing has changed")
 
 
 def test_caches_are_refused():

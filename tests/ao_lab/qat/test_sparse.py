@@ -102,3 +102,32 @@ def test_what_does_not_go_together():
         ao_lab.convert_for_training_(net, "rowwise")
     reason = ao_lab.explain(net).layers[0].reason
     assert reason.startswith("trains 2:4, masks recomputed, gradient sr-ste; QAT: trained as")
+
+
+def test_on_the_way_to_2_4_storage_each_error_names_what_comes_next():
+    base, stored = (ao_lab.Int8DynamicActivationInt8WeightConfig(sparsity=s) for s in (None, "2:4"))
+    net = nn.Sequential(nn.Linear(64, 32))
+    quantize_(net, QATConfig(base))
+    sparsify_(net, SparseTrainingConfig())
+    with pytest.raises(ValueError, match=r"finish_sparsity_\(model\) makes it QATLinear again"):
+        quantize_(net, stored)
+    finish_sparsity_(net)
+    with pytest.raises(
+        ValueError, match=r"finish_sparsity_\(model\), quantize_\(model, QATConfig\(step='convert'\)\)"
+    ):
+        quantize_(net, QATConfig(stored, step="convert"))
+    for call in (
+        lambda: quantize_(net, stored),
+        lambda: sparsify_(net, ao_lab.SparsityConfig(storage="compressed")),
+    ):
+        with pytest.raises(
+            ValueError, match=r"QATConfig\(step='convert'\) makes it dense again, which 2:4 storage"
+        ):
+            call()
+    trained = net[0].weight.detach().clone()
+    quantize_(net, QATConfig(step="convert"))
+    assert quantize_(net, stored).changed[0].storage == "compressed"
+    dense = nn.Sequential(nn.Linear(64, 32))
+    dense[0].weight.data.copy_(trained)
+    quantize_(dense, base)
+    assert torch.equal(net[0].weight.dequantize(), dense[0].weight.dequantize())

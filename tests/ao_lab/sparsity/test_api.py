@@ -18,6 +18,7 @@ from ao_lab import (
     sparsify_,
 )
 from ao_lab.calibration.statistics import Hessian
+from ao_lab.sparsity import api
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.llama import rotary_tables
 
@@ -219,6 +220,56 @@ def test_inputs_of_zeros_are_said():
     assert "not sparsegpt decided but magnitude" in report.layers[0].reason
 
 
+@pytest.mark.parametrize("score", ["wanda", "ria", "sparsegpt"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20])
+def test_inputs_that_tell_nothing_change_nothing(score, value):
+    """Found in the whole model, before the first of its weights is pruned."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].bias.data[3] = value
+    with pytest.raises(
+        ValueError, match=r"1\.weight is given (NaN or infinity|values up to 1e\+20) by batch 0"
+    ):
+        sparsify_(model, SparsityConfig(score=score), calibration=[torch.randn(5, 8)], blocks="")
+    assert all((layer.weight != 0).all() for layer in model)
+
+
+@pytest.mark.parametrize("score", ["wanda", "ria", "sparsegpt"])
+def test_sums_that_overflow_are_found_before_their_block_is_pruned(score):
+    """Each square is within float32, their sum is not; of a block behind one that is pruned."""
+    config, x = SparsityConfig(score=score), torch.full((8, 8), 1.5e19)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"^0\.weight: sums of products .* overflow float32") as error:
+        sparsify_(model, config, calibration=[x], blocks="", filter_fn=lambda m, name: name == "0")
+    assert error.value.__notes__ == ["sparsify_ stopped before it changed a weight"]
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    model = Blocks()
+    model.layers[0][1].bias.data += 1.5e19
+    with pytest.raises(ValueError, match=r"^layers\.1\.0\.weight: sums") as error:
+        sparsify_(
+            model, config, calibration=[torch.randn(8, 8)], filter_fn=lambda m, name: name != "layers.1.1"
+        )
+    assert "2 of 3 weights pruned" in error.value.__notes__[0]
+    assert all((layer.weight != 0).all() for layer in model.layers[1])
+
+
+def test_an_error_of_one_weight_names_it(monkeypatch):
+    def fail(w, config, statistic):
+        raise ValueError("no damping mends it")
+
+    monkeypatch.setattr(api, "prune_weight", fail)
+    with pytest.raises(ValueError, match="no damping") as error:
+        sparsify_(nn.Sequential(nn.Linear(8, 8)), SparsityConfig())
+    assert error.value.__notes__ == ["this is of 0.weight", "sparsify_ stopped before it changed a weight"]
+
+
 def test_an_error_on_the_way_says_what_is_pruned():
     model, dense = language_model(), language_model()
 
@@ -278,6 +329,7 @@ def test_autocast_sums_what_products_take():
 
 def test_one_block_of_statistics_is_held_at_a_time():
     """Four Hessians: of queries, keys and values, of the output, of gate and up, of down."""
+    gc.collect()  # those that errors of earlier tests hold
     alive = []
 
     def count(name, done, total):

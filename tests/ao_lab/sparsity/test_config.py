@@ -15,6 +15,8 @@ from ao_lab import SparsityConfig
         ({"transposable": True, "score": "sparsegpt"}, r"transposable masks are 2:4.*by 'sparsegpt'"),
         ({"damping": -0.1}, r"damping is a share.*got -0.1"),
         ({"damping": float("nan")}, r"damping is a share.*got nan"),
+        ({"damping": "a"}, "damping is a share of the mean diagonal, 0 to 1, got 'a'"),
+        ({"damping": None}, "damping is a share of the mean diagonal, 0 to 1, got None"),
         ({"block": 6}, r"block is a positive multiple of the 4 of '2:4', got 6"),
         ({"block": 0}, r"block is a positive multiple.*got 0"),
         ({"block": True}, r"block is a positive multiple.*got True"),

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from ao_lab import (
     Int8WeightOnlyConfig,
     QATConfig,
     QuantizedTensor,
+    SparseTrainingConfig,
     SparsityConfig,
     linear_and_experts,
     quantize_,
@@ -133,12 +135,70 @@ def test_weights_that_are_no_plain_tensors():
     assert_refused(model, r"sparsify_ changed nothing\. 0\.weight: ")
 
 
-def test_values_that_sparsegpt_would_spread():
+@pytest.mark.parametrize("config", [GPT, SparsityConfig(score="ria")], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_a_score_would_spread(config, value):
     model = language_model()
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-    assert_refused(
-        model, r"layers\.1\.mlp\.up_proj\.weight: it holds NaN or infinity", GPT, calibration=TOKENS
-    )
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
+    said = r"layers\.1\.mlp\.up_proj\.weight: it holds NaN or infinity, which (SparseGPT|RIA) would spread"
+    assert_refused(model, said, config, calibration=TOKENS)
+
+
+@pytest.mark.parametrize("config", [CONFIG, WANDA], ids=str)
+def test_values_that_masks_keep_are_said(config):
+    layer, data = nn.Linear(8, 8), {"calibration": [torch.ones(2, 8)], "blocks": ""}
+    layer.weight.data[0, 1] = torch.nan
+    report = sparsify_(layer, config, **({} if config is CONFIG else data))
+    assert report.changed[0].reason == "Linear; it holds NaN or infinity, which rank above finite weights"
+    assert layer.weight[0, 1].isnan()
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return nn.Parameter(torch.randn(8, 8))
+
+
+#: Parameters that cannot be written where they are.
+UNWRITABLE = {
+    "was expanded.*contiguous": lambda: nn.Parameter(torch.randn(1, 8).expand(8, 8)),
+    "was made under torch.inference_mode.*clone": made_in_inference_mode,
+    "layout torch.sparse_csr.*to_dense": lambda: nn.Parameter(torch.eye(8).to_sparse_csr()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("said", UNWRITABLE)
+@pytest.mark.parametrize("config", [CONFIG, SparseTrainingConfig()], ids=str)
+def test_weights_that_cannot_be_written(config, said):
+    """Before the one in front of them is pruned."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = UNWRITABLE[said]()
+    with pytest.raises(ValueError, match=rf"sparsify_ changed nothing\. 1\.weight: (it )?{said}"):
+        sparsify_(model, config)
+    assert (model[0].weight != 0).all()
+    assert [type(layer) for layer in model] == [nn.Linear] * 2
+
+
+def test_weights_of_inference_mode_are_written_inside_it():
+    """And replaced anywhere."""
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight = made_in_inference_mode()
+    with torch.inference_mode():
+        assert sparsify_(layer, CONFIG).changed
+        assert int((layer.weight != 0).sum()) == 32
+    layer.weight = nn.Parameter(torch.randn(1, 16).bfloat16().expand(16, 16))
+    assert sparsify_(layer, SparsityConfig(storage="compressed")).changed
+
+
+def test_layers_that_torch_prunes():
+    """The way out is named, and is one."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    for config in (CONFIG, SparseTrainingConfig()):
+        with pytest.raises(ValueError, match=r"torch\.nn\.utils\.prune\.remove\(module, 'weight'\)"):
+            sparsify_(model, config)
+    prune.remove(model[0], "weight")
+    assert sparsify_(model, CONFIG).changed
 
 
 def test_layers_outside_of_the_walk():
@@ -177,9 +237,16 @@ class Experts(nn.Module):
 
 
 def test_routers_and_batched_experts_stay():
-    for filter_fn in (None, linear_and_experts):
-        plan = planned(Experts(), CONFIG, filter_fn)
-        assert [t.name for t in plan.targets.values()] == ["out.weight"]
-        assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and stays dense")
-        assert plan.reasons["experts.down_proj"] == "Module: only linear layers are pruned"
-    assert selected(Experts(), lambda module, name: True) == ["gate.weight", "out.weight"]
+    plan = planned(Experts(), CONFIG, None)
+    assert [t.name for t in plan.targets.values()] == ["out.weight"]
+    assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and stays dense")
+    assert plan.reasons["experts.down_proj"] == "Module: only linear layers are pruned"
+    linear = selected(Experts(), lambda module, name: isinstance(module, nn.Linear))
+    assert linear == ["gate.weight", "out.weight"]
+
+
+@pytest.mark.parametrize("filter_fn", [linear_and_experts, lambda module, name: True])
+def test_batched_experts_that_are_selected(filter_fn):
+    said = r"experts\.gate_up_proj, experts\.down_proj: batched experts are not pruned.* without filter_fn leaves"
+    assert_refused(Experts(), said, filter_fn=filter_fn)
+    assert_refused(Experts(), said, SparseTrainingConfig(), filter_fn=filter_fn)

@@ -21,6 +21,7 @@ from ao_lab.sparsity.training.schedule import finds_masks, phase
         ({"decay": -1e-4}, r"0 to 2\*\*127"),
         ({"decay": float("inf")}, r"0 to 2\*\*127"),
         ({"decay": float("nan")}, r"0 to 2\*\*127"),
+        ({"decay": "a"}, r"0 to 2\*\*127, got 'a'"),
         ({"decay": True}, r"0 to 2\*\*127"),
         ({"every": 0}, "every is a number of steps, 1 or more"),
         ({"every": 2}, "fixed masks are found once"),

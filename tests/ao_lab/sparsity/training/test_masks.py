@@ -50,6 +50,21 @@ def test_a_weight_of_zeros_is_not_dropped_whole():
     assert mask.tolist() == [[True, True, False, False] * 2] * 4
 
 
+@pytest.mark.parametrize(
+    "config", [SparseTrainingConfig(), RECOMPUTED, SparseTrainingConfig(warmup=1)], ids=str
+)
+def test_set_up_inside_inference_mode(config):
+    """Trains as what was set up outside of it."""
+    nets = [nn.Sequential(nn.Linear(16, 8)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    with torch.inference_mode():
+        sparsify_(nets[0], config)
+    sparsify_(nets[1], config)
+    for net in nets:
+        train(net.bfloat16(), range(3))
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
 def test_zeros_of_rows_are_no_transposable_mask():
     rows = torch.where(torch.as_tensor(reference.prune(weight())), weight(), 0)
     both = find_mask(rows, SparseTrainingConfig(transposable=True))

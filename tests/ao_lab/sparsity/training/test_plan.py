@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab import QATConfig, SparseTrainingConfig, SparsityConfig, quantize_, sparsify_
+from ao_lab import QATConfig, SparseTrainingConfig, SparsityConfig, finish_sparsity_, quantize_, sparsify_
 from ao_lab.sparsity.training.layers import SparseLinear
 
 CONFIG = SparseTrainingConfig()
@@ -94,6 +94,19 @@ def test_states_of_other_training():
             sparsify_(net, CONFIG)
 
 
+def test_weights_in_2_4_storage():
+    """The way out is named, and is one."""
+    net = nn.Sequential(nn.Linear(16, 16)).bfloat16()
+    sparsify_(net, SparsityConfig(storage="compressed"))
+    stored = net[0].weight
+    with pytest.raises(ValueError, match=r"it is in 2:4 storage, for inference; .*weight\.dequantize\(\)"):
+        sparsify_(net, CONFIG)
+    assert net[0].weight is stored
+    net[0].weight = nn.Parameter(stored.dequantize())
+    sparsify_(net, CONFIG)
+    assert torch.equal(net[0].sparse_mask, stored.dequantize() != 0)
+
+
 def test_what_comes_after_says_so():
     """Recipes, QAT and quantization of layers that train sparse: errors, none of which changes a layer."""
     net = nn.Sequential(nn.Linear(32, 32))
@@ -145,3 +158,83 @@ def test_torchs_fast_path_of_encoders():
 
 def test_dtypes_of_configurations():
     refused(model(), "takes a SparsityConfig, got str", "2:4", error=TypeError)
+
+
+#: What weights were pruned to, what they are to train as, and what is said, ways out among it.
+AGAIN = [
+    (
+        ("2:4",),
+        {"transposable": True},
+        r"2:4 sparse already.* both directions.*SparseTrainingConfig\('2:4'\)",
+    ),
+    (("2:4",), {"pattern": "1:4"}, r"2:4 sparse already.* 1:4 masks.*SparsityConfig\('1:4'\) first"),
+    (("2:4",), {"pattern": "2:8"}, r"4:8 sparse already.* 2:8 masks.*SparseTrainingConfig\('4:8'\)"),
+    (("2:4",), {"pattern": "1:2"}, r"2:4 sparse already.* 1:2 masks"),
+    (("4:8",), {}, r"4:8 sparse already.* 2:4 masks.*SparseTrainingConfig\('4:8'\)"),
+    (
+        ("3:4",),
+        {"transposable": True},
+        r"3:4 sparse already.*SparsityConfig\('2:4', transposable=True\) first",
+    ),
+    (("7:16",), {"pattern": "3:16"}, r"7:16 sparse already"),
+]
+
+
+def pruned(*config):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    sparsify_(net, SparsityConfig(*config))
+    return net
+
+
+@pytest.mark.parametrize(("was", "asked", "said"), AGAIN)
+def test_fixed_masks_prune_no_pruned_weight_again(was, asked, said):
+    net, config = pruned(*was), SparseTrainingConfig(**asked)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match=rf"changed nothing\. 0\.weight, 1\.weight: it is {said}"):
+        sparsify_(net, config)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+    # A dense checkpoint that is loaded later is such a weight too.
+    layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    sparsify_(layers, config)
+    with pytest.raises(RuntimeError, match=r"0\.weight: it is"):
+        layers.load_state_dict(net.state_dict())
+    assert torch.equal(layers[0].weight, net[0].weight)
+
+
+def test_ways_out_of_another_pattern():
+    assert sparsify_(pruned("2:4"), SparseTrainingConfig("4:8")).changed  # which 2:4 is
+    assert sparsify_(pruned("2:4"), SparseTrainingConfig("1:4", masks="recomputed")).changed
+    assert sparsify_(pruned("2:4"), SparseTrainingConfig("1:4", warmup=1)).changed
+    net = pruned("2:4")
+    sparsify_(net, SparsityConfig("1:4"))
+    for config in (SparseTrainingConfig("1:4"), SparseTrainingConfig("2:4")):
+        kept = net[0].weight != 0
+        sparsify_(net, config)
+        assert torch.equal(net[0].sparse_mask, kept)
+        finish_sparsity_(net)
+        assert torch.equal(net[0].weight != 0, kept)
+    both = pruned("2:4", "magnitude", True)
+    assert sparsify_(both, SparseTrainingConfig(transposable=True)).changed[0].zeros == 0.5
+
+
+def test_zeros_here_and_there_are_no_pattern():
+    """Nor are those of a weight that is zero."""
+    net = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    net[0].weight.data[:, ::8] = 0
+    net[0].weight.data[0, 0] = 1
+    net[1].weight.data.zero_()
+    assert len(sparsify_(net, SparseTrainingConfig("1:4")).changed) == 2
+
+
+def test_the_report_counts_zeros_of_weights():
+    """Not those of masks alone; and it says whose the masks are."""
+    net = pruned("1:4")
+    told = sparsify_(net, SparseTrainingConfig()).changed[0]
+    assert (told.zeros, told.score) == (0.75, "its own zeros")
+    assert float((net[0].weight == 0).float().mean()) == 0.75
+    told = finish_sparsity_(net).changed[0]
+    assert (told.zeros, told.score) == (0.75, "training")
+    told = sparsify_(net, SparseTrainingConfig(masks="recomputed")).changed[0]
+    assert (told.zeros, told.score) == (0.75, "magnitude")
+    assert sparsify_(nn.Linear(8, 8), SparseTrainingConfig()).changed[0].score == "magnitude"
