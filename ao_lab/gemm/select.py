@@ -140,7 +140,7 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
 def _by_default(w: QuantizedWeight) -> Iterator[str]:
     """The kernels that "auto" may be, the preferred first: not `scaled_mm` on a CPU whose torch takes one scale alone, since
     it multiplies element by element then, a thousand times as long as `dequantize`."""
-    slow = w.device.type == "cpu" and not _cpu_scales_rows()
+    slow = _is_host(w.device) and not _cpu_scales_rows()
     return (name for name in PRODUCTS if not (slow and name == "scaled_mm"))
 
 
@@ -289,7 +289,7 @@ def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -
     if a.device != b.device:  # On a CPU torch does not look, and returns memory that nothing was written to.
         raise ValueError(f"inputs are on {a.device}, the weight is on {b.device}; move either by .to(device)")
     scale_a, scale_b = inputs.scale, _row(w.scale)
-    if scale_a.dim() != scale_b.dim() or (a.device.type == "cpu" and w.shape[1] and _cpu_scales_rows()):
+    if scale_a.dim() != scale_b.dim() or (_is_host(a.device) and w.shape[1] and _cpu_scales_rows()):
         # One scale in all becomes a column or row, which torch multiplies on a CPU by matrices, others element by element; of
         # 0-d, a column of one would have strides of 0.
         scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
@@ -344,6 +344,11 @@ def _scaled_mm_unsupported_on_gpu(w: QuantizedWeight, scheme: Scheme, dtype: tor
     if dtype != torch.bfloat16 and (rowwise or dtype == torch.float32):
         return f"on a GPU it writes bfloat16, not {dtype}"
     return None
+
+
+def _is_host(device: torch.device) -> bool:
+    """Whether torch multiplies float8 as it does on CPUs."""
+    return device.type == "cpu"
 
 
 @lru_cache(maxsize=1)

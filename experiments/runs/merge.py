@@ -9,7 +9,7 @@ was measured anew (`measured_whole`), by one copy or by several together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from experiments.harness.provenance import is_current
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row, read, write, write_text
 from experiments.harness.run_records import read_runs
-from experiments.runs.resume import goes_on, origin_name, read_origins, without_reasons, write_origins
+from experiments.runs.resume import goes_on, has_value, origin_name, read_origins, write_origins
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,12 @@ def merged(
     kept = without_reasons((row for row in ours if row.key not in keys | older), taken)
     rows = sorted([*kept, *taken], key=lambda row: (row.experiment, row.table, row.device))
     return Merged(rows, [row for row in taken if known.get(row.key) != row], len(new) - len(current))
+
+
+def without_reasons(others: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
+    """Rows without those that say why a method has no values, where `measured` has some of it."""
+    there = {(row.line, row.seed, row.device) for row in measured if has_value(row)}
+    return [row for row in others if has_value(row) or (row.line, row.seed, row.device) not in there]
 
 
 def merged_origins(

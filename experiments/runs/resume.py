@@ -57,22 +57,11 @@ def known(experiment: str, settings: Settings, paths: Paths) -> list[Row]:
 
 
 def kept(experiment: str, rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """Published rows that stay beside those of a partial run: lines that it has not, no values of a whole that it has, and no
-    reason why there were none of a method that has some now."""
-    others = without_reasons(with_others(rows, before)[len(rows) :], rows)
+    """Published rows that stay beside those of a partial run: lines that it has not, no values of a whole that it has."""
+    others = with_others(rows, before)[len(rows) :]
     whole = getattr(EXPERIMENTS[experiment].run_module(), "measured_whole", lambda row: None)
     mine = {(name, row.device) for row in rows if has_value(row) and (name := whole(row)) is not None}
     return [row for row in others if not has_value(row) or (whole(row), row.device) not in mine]
-
-
-def without_reasons(others: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
-    """Rows without those that say why a method has no values, where `measured` has some of it."""
-
-    def of(row: Row) -> tuple[object, ...]:
-        return row.table, row.setting, row.method, row.seed, row.device
-
-    there = {of(row) for row in measured if has_value(row)}
-    return [row for row in others if has_value(row) or of(row) not in there]
 
 
 def withdraw_origins(experiment: str, rows: Iterable[Row], paths: Paths) -> None:

@@ -74,6 +74,14 @@ def test_parts_of_a_whole_that_copies_measured_at_the_same_time_stand_side_by_si
     assert sorted(rows, key=str) == sorted(new[:2], key=str)
 
 
+def test_a_reason_why_there_was_no_value_leaves_where_there_is_one():
+    """Of the same method alone."""
+    wrong = replace(ROW, metric="status: wrong: outputs differ", value=0.0, unit="", source_hash="old")
+    other = replace(wrong, method="rowwise")
+    found = merging.merged([wrong, other], [wrong, other, ROW], lambda row: None, [wrong, other])
+    assert sorted(found.rows, key=str) == sorted([other, ROW], key=str)
+
+
 def test_rows_of_other_code_stay_away_and_two_origins_are_none(tmp_path):
     stale, second = replace(ROW, seed=1, source_hash="then"), replace(ROW, seed=2)
     folder(tmp_path / "reports", [ROW])

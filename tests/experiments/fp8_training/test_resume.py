@@ -12,7 +12,7 @@ from experiments.fp8_training.training import convergence
 from experiments.fp8_training.training.plans import PAIRED, PLANS
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Row, read, table_parts, write
-from experiments.runs import merge, resume
+from experiments.runs import resume
 from experiments.runs import run as runs
 from tests.experiments.fp8_training.test_run import small  # noqa: F401
 from tests.experiments.harness import tiny
@@ -271,14 +271,3 @@ def test_times_of_another_run_do_not_stay_beside_a_whole(machine, tmp_path, monk
     here("2.13")
     machine(only=("linear",))
     assert {row.method for row in lines(tmp_path, "linear")} == {PLAIN.name}
-
-
-def test_a_reason_why_there_was_no_value_leaves_where_there_is_one(current):
-    """Of the same method alone, in a partial run and where two runs are taken together."""
-    made = Row("sparsity", "decode/full/some", "batch 1", "int4", "time", 2.0, "ms", None, "GPU", 0, "0" * 12)
-    wrong = replace(made, metric="status: wrong: outputs differ", value=0.0, unit="")
-    other = replace(wrong, method="fp8")
-    assert resume.kept("sparsity", [made], [wrong, other]) == [other]
-    assert resume.kept("sparsity", [replace(wrong, metric="status: error")], [wrong]) == [wrong]
-    found = merge.merged([wrong, other], [made, wrong, other], lambda row: None, [wrong, other])
-    assert sorted(row.method for row in found.rows) == ["fp8", "int4"]

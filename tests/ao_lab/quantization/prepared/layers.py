@@ -56,6 +56,7 @@ def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
     monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
     monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
     monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(select, "_is_host", lambda device: False)
     recorded: Any = Recorded(monkeypatch, launcher)
     recorded.calls = []
     for kind in (Call, mixed_mm.Product, dense_mm.Product):
