@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from ao_lab.gemm.choices import VERSION
 from ao_lab.gemm.select import grouped_product, product, select_product
 from ao_lab.tensor import slicing
+from ao_lab.tensor.gathered import Gathered, gathered_product
 from ao_lab.tensor.op_registry import eager_function, operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import PLAIN
@@ -30,6 +31,10 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
     left, right = args
+    if isinstance(right, Gathered):
+        return gathered_product(_dense(left), right)
+    if isinstance(left, Gathered):
+        return gathered_product(right.transpose(-2, -1), left.transposed()).transpose(-2, -1)  # type: ignore[arg-type]
     if isinstance(right, QuantizedTensor):
         return product(_dense(left), right)
     if left.recipe.activation is not None and left.block_axis == -1:

@@ -67,10 +67,7 @@ class QuantizedTensor(torch.Tensor):
         codes = parts["codes"]
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
-        shape = tuple(shape)
-        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=_strides(shape, meta.transposed), dtype=meta.dtype, device=codes.device
-        )
+        result = wrapper(cls, tuple(shape), meta, codes.device)
         for name in PARTS:
             setattr(result, name, parts.get(name))
         result.meta = meta
@@ -327,6 +324,14 @@ def from_quantized(
     return QuantizedTensor(parts, meta, q.shape)
 
 
+def wrapper(
+    kind: type[QuantizedTensor], shape: tuple[int, ...], meta: Meta, device: torch.device
+) -> QuantizedTensor:
+    """A tensor of a class, without its parts and its description."""
+    strides = _strides(shape, meta.transposed)
+    return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=meta.dtype, device=device)  # type: ignore[no-any-return]
+
+
 def rebuilt(
     parts: dict[str, torch.Tensor | None],
     fields: dict[str, Any],
@@ -362,4 +367,4 @@ def _first(args: Any) -> QuantizedTensor:
 # Under its name of today, and under the one that files hold from when `ao_lab.tensor` was a module.
 torch.serialization.add_safe_globals([rebuilt, (rebuilt, "ao_lab.tensor.rebuilt")])
 
-__all__ = ["QuantizedTensor", "from_quantized", "quantized"]
+__all__ = ["QuantizedTensor", "from_quantized", "quantized", "wrapper"]
