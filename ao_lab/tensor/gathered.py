@@ -8,11 +8,12 @@ gathered parts, which are made when they are first read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
 from ao_lab.gemm.select import grouped_product, groups_reason, product
 from ao_lab.tensor import slicing
@@ -28,47 +29,96 @@ STEP, OLDEST = 8, (8, 0)
 KERNELS = ("auto", "dequantize")
 
 
-@dataclass(frozen=True)
-class Order:
-    """Numbers (S,) of experts, sorted; made on their device."""
+def _part(name: str) -> Any:
+    return property(lambda t: getattr(t.copied, name))
 
+
+class Gathered(QuantizedTensor):
+    """`source[numbers]`; see the module text. The numbers are sorted where they are."""
+
+    source: QuantizedTensor
+    #: int64 (S,), from 0.
     numbers: torch.Tensor
-    #: int64 (S,): which number comes where in the sorted ones.
+    #: int64 (S,): which of them comes where in the sorted ones.
     places: torch.Tensor
     #: int32 (E,): the place after each expert's last.
     ends: torch.Tensor
 
-
-class Gathered(QuantizedTensor):
-    """`source[numbers]`; see the module text."""
-
-    source: QuantizedTensor
-    order: Order
-
     @staticmethod
-    def __new__(cls, source: QuantizedTensor, order: Order) -> Gathered:  # type: ignore[misc]
-        """The entries of `source` that the order has numbers of."""
-        shape = (order.numbers.shape[0], *source.shape[1:])
+    def __new__(cls, source: QuantizedTensor, *order: torch.Tensor) -> Gathered:
+        """The entries of `source` that numbers, places and ends say."""
+        shape = (order[0].shape[0], *source.shape[1:])
         result: Gathered = wrapper(cls, shape, source.meta, source.device)  # type: ignore[assignment]
-        result.meta, result.source, result.order = source.meta, source, order
+        result.meta, result.source = source.meta, source
+        result.numbers, result.places, result.ends = order
         return result
 
-    def __getattr__(self, name: str) -> Any:
-        """The parts, when the first of them is read; ValueError where blocks span entries."""
-        if name not in PARTS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.__dict__.update(chosen(self.source, self.order.numbers).parts)
-        return self.__dict__[name]
+    @property
+    def copied(self) -> QuantizedTensor:
+        """The entries as they are stored, made when they are first asked for; ValueError where blocks span entries."""
+        known: QuantizedTensor | None = self.__dict__.get("_copied")
+        if known is None:
+            known = self.__dict__["_copied"] = chosen(self.source, self.numbers)
+        return known
+
+    codes, scale, outer, zero, input_scale, input_zero = map(_part, PARTS)
 
     def transposed(self) -> QuantizedTensor:
         """The last two axes the other way round; no parts are made."""
-        return Gathered(self.source.transposed(), self.order)
+        return Gathered(self.source.transposed(), self.numbers, self.places, self.ends)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense entries, of the whole where blocks span them."""
-        if _gathers(self.source):
-            return super().dequantize(dtype)
-        return self.source.dequantize(dtype)[self.order.numbers]
+        if slicing.has_entries(self.source):
+            return self.copied.dequantize(dtype)
+        return self.source.dequantize(dtype)[self.numbers]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        return deepcopy(self.copied, memo)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """What it is made of; tracers ask, and no parts are made for them."""
+        return ["source", "numbers", "places", "ends"], None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Products as the module text says; what leads to them without a copy; all else of the copied entries."""
+        if func is aten.bmm.default:
+            return _product(*args)
+        found = LAZY[func](*args, **(kwargs or {})) if func in LAZY else None
+        if found is not None:
+            return return_and_correct_aliasing(func, args, kwargs or {}, found)  # type: ignore[no-untyped-call]
+        args, kwargs = tree_map_only(Gathered, lambda t: t.copied, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], meta: Any, size: Any, stride: Any) -> QuantizedTensor:
+        return Gathered(inner["source"], inner["numbers"], inner["places"], inner["ends"])
+
+
+def _same(t: Gathered, *arguments: Any, **options: Any) -> Gathered:
+    return Gathered(t.source, t.numbers, t.places, t.ends)
+
+
+def _as_it_is(t: Gathered, shape: Any, **options: Any) -> Gathered | None:
+    """Views of its own shape, which `matmul` asks for."""
+    return _same(t) if tuple(shape) == tuple(t.shape) else None
+
+
+def _turned(t: Gathered, first: int, second: int) -> QuantizedTensor | None:
+    return t.transposed() if {first % 3, second % 3} == {1, 2} else None
+
+
+#: Views that copy nothing; None where they would.
+LAZY: dict[Any, Any] = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default), _same),
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), _as_it_is
+    ),
+    aten.transpose.int: _turned,
+}
 
 
 def gathered(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor:
@@ -76,8 +126,7 @@ def gathered(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor:
     every = torch.arange(t.shape[0], device=t.device)
     numbers = every[index]
     ordered, places = torch.sort(numbers, stable=True)
-    ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
-    return Gathered(t, Order(numbers, places, ends))
+    return Gathered(t, numbers, places, torch.searchsorted(ordered, every, right=True, out_int32=True))
 
 
 def chosen(t: QuantizedTensor, index: torch.Tensor) -> QuantizedTensor:
@@ -94,35 +143,33 @@ def waits(t: QuantizedTensor, index: torch.Tensor) -> bool:
     """Whether t[index] is `gathered`: experts one way round of which a product of groups takes."""
     if type(t) is not QuantizedTensor or len(t.shape) != 3 or t.meta.flat is not None or t.requires_grad:
         return False
-    return not _gathers(t) or any(_groups(w, t.dtype, index.shape[0]) for w in (t, t.transposed()))
+    return not slicing.has_entries(t) or any(_groups(w, t.dtype, index.shape[0]) for w in (t, t.transposed()))
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left times right, one of them gathered; (W x) is (x' W')'."""
+    if isinstance(right, Gathered):
+        return gathered_product(left.dequantize() if isinstance(left, QuantizedTensor) else left, right)
+    turned: Any = left.transpose(-2, -1)
+    return gathered_product(right.transpose(-2, -1), turned).transpose(-2, -1)
 
 
 def gathered_product(x: torch.Tensor, w: Gathered) -> torch.Tensor:
     """x (S, M, K) times w (S, K, N), in x's dtype: by groups where that reads less, else by the entries."""
-    source, order = w.source, w.order
-    if _groups(source, x.dtype, x.shape[0]):
-        return _by_groups(x, order, lambda rows, ends: grouped_product(rows, source, _GROUPED_MM, ends))
-    if _gathers(source):
-        return product(x, chosen(source, order.numbers))
+    if _groups(w.source, x.dtype, x.shape[0]):
+        return _by_groups(x, w)
+    if slicing.has_entries(w.source):
+        return product(x, chosen(w.source, w.numbers))
     return torch.bmm(x, w.dequantize(x.dtype))
 
 
-_GROUPED_MM = aten._grouped_mm.default
-
-
-def _by_groups(
-    x: torch.Tensor, order: Order, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """multiply(rows, ends) of x (S, M, K), sorted by expert, back in their places: (S, M, N)."""
+def _by_groups(x: torch.Tensor, w: Gathered) -> torch.Tensor:
+    """x sorted by expert, multiplied, and back in its places."""
     many, rows, length = x.shape
-    ends = order.ends if isinstance(rows, int) and rows == 1 else order.ends * rows
-    y = multiply(x[order.places].reshape(many * rows, length), ends).reshape(many, rows, -1)
-    return torch.empty_like(y).index_copy_(0, order.places, y)
-
-
-def _gathers(t: QuantizedTensor) -> bool:
-    """Whether entries are copied as they are stored."""
-    return slicing.has_entries(t)
+    ends = w.ends if isinstance(rows, int) and rows == 1 else w.ends * rows
+    ordered = x[w.places].reshape(many * rows, length)
+    y = grouped_product(ordered, w.source, aten._grouped_mm.default, ends).reshape(many, rows, w.shape[2])
+    return torch.empty_like(y).index_copy_(0, w.places, y)
 
 
 def _groups(w: QuantizedTensor, dtype: torch.dtype, many: Any) -> bool:
@@ -135,7 +182,7 @@ def _groups(w: QuantizedTensor, dtype: torch.dtype, many: Any) -> bool:
         return False
     if groups_reason(w, dtype) is None:
         return True
-    more = not isinstance(many, int) or many >= w.shape[0] or not _gathers(w)
+    more = not isinstance(many, int) or many >= w.shape[0] or not slicing.has_entries(w)
     return more and w.recipe.kernel in KERNELS and _torch_groups(w, dtype)
 
 

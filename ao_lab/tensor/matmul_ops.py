@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from ao_lab.gemm.choices import VERSION
 from ao_lab.gemm.select import grouped_product, product, select_product
 from ao_lab.tensor import slicing
-from ao_lab.tensor.gathered import Gathered, gathered_product
 from ao_lab.tensor.op_registry import eager_function, operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import PLAIN
@@ -19,11 +18,12 @@ from fast.device import PLAIN
 aten = torch.ops.aten
 
 
-@operation(aten._grouped_mm.default)
+@operation(aten._grouped_mm.default, "transformers::grouped_mm_fallback")
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """torch's, and what transformers calls in its place where that is compiled in another dtype than bfloat16."""
     x, weight = args[0], args[1]
     if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"_grouped_mm with {x!r} as its first operand; dequantize() it first")
+        raise TypeError(f"{func} with {x!r} as its first operand; dequantize() it first")
     return grouped_product(x, weight, func, *args[2:], **kwargs)
 
 
@@ -31,10 +31,6 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
     left, right = args
-    if isinstance(right, Gathered):
-        return gathered_product(_dense(left), right)
-    if isinstance(left, Gathered):
-        return gathered_product(right.transpose(-2, -1), left.transposed()).transpose(-2, -1)  # type: ignore[arg-type]
     if isinstance(right, QuantizedTensor):
         return product(_dense(left), right)
     if left.recipe.activation is not None and left.block_axis == -1:

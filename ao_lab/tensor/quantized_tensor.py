@@ -31,7 +31,7 @@ from ao_lab.tensor.metadata import (
     stored_shape,
 )
 from ao_lab.tensor.metadata import swapped as swapped
-from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
+from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.torch_changes import PENDING, make_changes
 from ao_lab.tensor.torch_changes.weight_guards import Form, changes_in_place
@@ -255,6 +255,7 @@ class QuantizedTensor(torch.Tensor):
         function = OPERATIONS.get(func)
         if function is None and (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
             return result  # inference mode sends operations that are made of others
+        function = NAMED_OPERATIONS.get(func.name()) if function is None else function
         if function is None:
             raise NotImplementedError(
                 f"{func} of a QuantizedTensor ({_first(args).scheme.name}): dequantize() it first. It can be multiplied by, "
@@ -329,7 +330,7 @@ def wrapper(
 ) -> QuantizedTensor:
     """A tensor of a class, without its parts and its description."""
     strides = _strides(shape, meta.transposed)
-    return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=meta.dtype, device=device)  # type: ignore[no-any-return]
+    return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=meta.dtype, device=device)
 
 
 def rebuilt(
