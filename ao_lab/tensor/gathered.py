@@ -19,14 +19,17 @@ from ao_lab.gemm.select import grouped_product, groups_reason, product
 from ao_lab.tensor import slicing
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, wrapper
+from fast.device import PLAIN
 
 aten = torch.ops.aten
 #: What `torch._grouped_mm` multiplies.
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)
-#: On GPUs its lengths are multiples of this many bytes / 2, of bfloat16, from this compute capability on.
+#: On GPUs: lengths are multiples of this many elements, of bfloat16, from this compute capability on.
 STEP, OLDEST = 8, (8, 0)
 #: Recipes' kernels that do not insist on products of another kind.
 KERNELS = ("auto", "dequantize")
+#: Where the transposed weight is in `_settled`, beside dtypes.
+TURNED = "turned"
 
 
 def _part(name: str) -> Any:
@@ -65,7 +68,7 @@ class Gathered(QuantizedTensor):
 
     def transposed(self) -> QuantizedTensor:
         """The last two axes the other way round; no parts are made."""
-        return Gathered(self.source.transposed(), self.numbers, self.places, self.ends)
+        return Gathered(turned(self.source), self.numbers, self.places, self.ends)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense entries, of the whole where blocks span them."""
@@ -90,6 +93,8 @@ class Gathered(QuantizedTensor):
         found = LAZY[func](*args, **(kwargs or {})) if func in LAZY else None
         if found is not None:
             return return_and_correct_aliasing(func, args, kwargs or {}, found)  # type: ignore[no-untyped-call]
+        if (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+            return result  # inference mode sends operations that are made of others
         args, kwargs = tree_map_only(Gathered, lambda t: t.copied, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -143,33 +148,44 @@ def waits(t: QuantizedTensor, index: torch.Tensor) -> bool:
     """Whether t[index] is `gathered`: experts one way round of which a product of groups takes."""
     if type(t) is not QuantizedTensor or len(t.shape) != 3 or t.meta.flat is not None or t.requires_grad:
         return False
-    return not slicing.has_entries(t) or any(_groups(w, t.dtype, index.shape[0]) for w in (t, t.transposed()))
+    return any(_groups(w, t.dtype, index.shape[0]) for w in (turned(t), t)) or not slicing.has_entries(t)
+
+
+def turned(t: QuantizedTensor) -> QuantizedTensor:
+    """`t.transposed()`, kept with weights that have memory: each token of each layer asks for it."""
+    if type(t.codes) not in PLAIN:
+        return t.transposed()
+    settled = t.__dict__.setdefault("_settled", {})
+    if TURNED not in settled:
+        settled[TURNED] = t.transposed()
+    return settled[TURNED]  # type: ignore[no-any-return]
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left times right, one of them gathered; (W x) is (x' W')'."""
     if isinstance(right, Gathered):
-        return gathered_product(left.dequantize() if isinstance(left, QuantizedTensor) else left, right)
-    turned: Any = left.transpose(-2, -1)
-    return gathered_product(right.transpose(-2, -1), turned).transpose(-2, -1)
+        x = left.dequantize() if isinstance(left, QuantizedTensor) else left
+        return _by_expert(x, right.source, right)
+    weight: Any = left
+    return _by_expert(right.transpose(-2, -1), turned(weight.source), weight).transpose(-2, -1)
 
 
-def gathered_product(x: torch.Tensor, w: Gathered) -> torch.Tensor:
-    """x (S, M, K) times w (S, K, N), in x's dtype: by groups where that reads less, else by the entries."""
-    if _groups(w.source, x.dtype, x.shape[0]):
-        return _by_groups(x, w)
-    if slicing.has_entries(w.source):
-        return product(x, chosen(w.source, w.numbers))
-    return torch.bmm(x, w.dequantize(x.dtype))
+def _by_expert(x: torch.Tensor, w: QuantizedTensor, order: Gathered) -> torch.Tensor:
+    """x (S, M, K) times w[numbers] (S, K, N), in x's dtype: by groups where that reads less, else by the entries."""
+    if _groups(w, x.dtype, x.shape[0]):
+        return _by_groups(x, w, order)
+    if slicing.has_entries(w):
+        return product(x, chosen(w, order.numbers))
+    return torch.bmm(x, w.dequantize(x.dtype)[order.numbers])
 
 
-def _by_groups(x: torch.Tensor, w: Gathered) -> torch.Tensor:
+def _by_groups(x: torch.Tensor, w: QuantizedTensor, order: Gathered) -> torch.Tensor:
     """x sorted by expert, multiplied, and back in its places."""
     many, rows, length = x.shape
-    ends = w.ends if isinstance(rows, int) and rows == 1 else w.ends * rows
-    ordered = x[w.places].reshape(many * rows, length)
-    y = grouped_product(ordered, w.source, aten._grouped_mm.default, ends).reshape(many, rows, w.shape[2])
-    return torch.empty_like(y).index_copy_(0, w.places, y)
+    ends = order.ends if isinstance(rows, int) and rows == 1 else order.ends * rows
+    ordered = x[order.places].reshape(many * rows, length)
+    y = grouped_product(ordered, w, aten._grouped_mm.default, ends).reshape(many, rows, w.shape[2])
+    return torch.empty_like(y).index_copy_(0, order.places, y)
 
 
 def _groups(w: QuantizedTensor, dtype: torch.dtype, many: Any) -> bool:
@@ -195,4 +211,4 @@ def _torch_groups(w: QuantizedTensor, dtype: torch.dtype) -> bool:
     return w.device.type == "cpu" and (dtype == torch.bfloat16 or (dtype in GROUPED and not traced))
 
 
-__all__ = ["Gathered", "chosen", "gathered", "gathered_product", "waits"]
+__all__ = ["Gathered", "chosen", "gathered", "turned", "waits"]

@@ -31,9 +31,15 @@ def no_copies(monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["int4_g32", "nf4", "mxfp4", "fp8_rowwise"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_products(no_copies, scheme, rows):
+@pytest.mark.parametrize("inference", [False, True])
+def test_products(no_copies, scheme, rows, inference):
     """From both sides and both ways round; nothing is copied."""
     w = experts(scheme)
+    with torch.inference_mode(inference):
+        check_products(w, rows)
+
+
+def check_products(w, rows):
     dense, x, z = w.dequantize()[NUMBERS], random(5, rows, 128), random(5, rows, 64)
     for made, wanted in (
         (torch.bmm(x, w[NUMBERS].mT), torch.bmm(x, dense.mT)),
@@ -44,8 +50,20 @@ def test_products(no_copies, scheme, rows):
         torch.testing.assert_close(made, wanted)
 
 
+def test_a_weight_that_was_multiplied_is_copied_and_replaced_as_any():
+    w, x = experts(), random(5, 1, 128)
+    torch.bmm(x, w[NUMBERS].mT)
+    copied, other = copy.deepcopy(w), quantized(random(4, 64, 128), "int4_g32")
+    copied.copy_(other)
+    w.data = other
+    for t in (copied, w):
+        torch.testing.assert_close(torch.bmm(x, t[NUMBERS].mT), torch.bmm(x, other.dequantize()[NUMBERS].mT))
+
+
 def test_products_have_gradients(no_copies):
     w, x = experts(), random(5, 1, 128).requires_grad_()
+    with torch.inference_mode():
+        torch.bmm(x, w[NUMBERS].mT)
     torch.bmm(x, w[NUMBERS].mT).sum().backward()
     torch.testing.assert_close(x.grad, w.dequantize()[NUMBERS].sum(1, keepdim=True))
 
