@@ -9,8 +9,8 @@ import torch
 
 import fast
 from ao_lab.tensor import slicing
+from ao_lab.tensor.experts.gathered import chosen, gathered, waits
 from ao_lab.tensor.flat_concat import Bundle, joins
-from ao_lab.tensor.gathered import chosen, gathered, waits
 from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation, view
 from ao_lab.tensor.preshuffled import moved_to_gpu, stays
@@ -209,7 +209,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten.index.Tensor)
 def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.gathered`)."""
+    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.experts.gathered`)."""
     t, places = args
     if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
         return gathered(t, places[0]) if waits(t, places[0]) else chosen(t, places[0])

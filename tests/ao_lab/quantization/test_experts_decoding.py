@@ -10,7 +10,8 @@ import torch
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
 from ao_lab.gemm import select
-from ao_lab.tensor import gathered, slicing
+from ao_lab.tensor import slicing
+from ao_lab.tensor.experts import gathered
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

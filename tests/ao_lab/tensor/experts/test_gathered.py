@@ -1,4 +1,4 @@
-"""Experts by number (`ao_lab.tensor.gathered`): as the dense experts by number, in products and everywhere else."""
+"""Experts by number (`ao_lab.tensor.experts.gathered`): as the dense experts by number, in products and everywhere else."""
 
 import copy
 import io
@@ -6,8 +6,9 @@ import io
 import pytest
 import torch
 
-from ao_lab.tensor import QuantizedTensor, gathered, slicing
-from ao_lab.tensor.gathered import Gathered
+from ao_lab.tensor import QuantizedTensor, slicing
+from ao_lab.tensor.experts import gathered
+from ao_lab.tensor.experts.gathered import Gathered
 from ao_lab.tensor.quantized_tensor import quantized
 
 NUMBERS = torch.tensor([3, 0, 3, -1, 1])
