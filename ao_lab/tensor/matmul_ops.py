@@ -18,11 +18,12 @@ from fast.device import PLAIN
 aten = torch.ops.aten
 
 
-@operation(aten._grouped_mm.default)
+@operation(aten._grouped_mm.default, "transformers::grouped_mm_fallback")
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """torch's, and what transformers calls in its place where that is compiled in another dtype than bfloat16."""
     x, weight = args[0], args[1]
     if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"_grouped_mm with {x!r} as its first operand; dequantize() it first")
+        raise TypeError(f"{func} with {x!r} as its first operand; dequantize() it first")
     return grouped_product(x, weight, func, *args[2:], **kwargs)
 
 

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OPERATIONS: dict[Any, Operation] = {}
+#: The same for operators of other packages, which may not be imported, by name.
+NAMED_OPERATIONS: dict[str, Operation] = {}
 
 
 #: Functions of torch that are computed before the dispatcher, in eager inference, by the function. It returns None where the
@@ -35,10 +37,12 @@ def eager_function(function: Any) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def operation(*operators: Any) -> Callable[[Operation], Operation]:
-    """Register a function for operators of ATen."""
+    """Register a function for operators of ATen, and for those of others by name."""
 
     def register(function: Operation) -> Operation:
-        OPERATIONS.update(dict.fromkeys(operators, function))
+        for operator in operators:
+            table: dict[Any, Operation] = NAMED_OPERATIONS if isinstance(operator, str) else OPERATIONS
+            table[operator] = function
         return function
 
     return register
@@ -64,4 +68,4 @@ def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-__all__ = ["EAGER_FUNCTIONS", "OPERATIONS", "eager_function", "operation", "view"]
+__all__ = ["EAGER_FUNCTIONS", "NAMED_OPERATIONS", "OPERATIONS", "eager_function", "operation", "view"]

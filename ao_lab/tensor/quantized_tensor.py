@@ -31,7 +31,7 @@ from ao_lab.tensor.metadata import (
     stored_shape,
 )
 from ao_lab.tensor.metadata import swapped as swapped
-from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, OPERATIONS
+from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.torch_changes import PENDING, make_changes
 from ao_lab.tensor.torch_changes.weight_guards import Form, changes_in_place
@@ -67,10 +67,7 @@ class QuantizedTensor(torch.Tensor):
         codes = parts["codes"]
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
-        shape = tuple(shape)
-        result: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=_strides(shape, meta.transposed), dtype=meta.dtype, device=codes.device
-        )
+        result = wrapper(cls, tuple(shape), meta, codes.device)
         for name in PARTS:
             setattr(result, name, parts.get(name))
         result.meta = meta
@@ -258,6 +255,7 @@ class QuantizedTensor(torch.Tensor):
         function = OPERATIONS.get(func)
         if function is None and (result := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
             return result  # inference mode sends operations that are made of others
+        function = NAMED_OPERATIONS.get(func.name()) if function is None else function
         if function is None:
             raise NotImplementedError(
                 f"{func} of a QuantizedTensor ({_first(args).scheme.name}): dequantize() it first. It can be multiplied by, "
@@ -327,6 +325,14 @@ def from_quantized(
     return QuantizedTensor(parts, meta, q.shape)
 
 
+def wrapper(
+    kind: type[QuantizedTensor], shape: tuple[int, ...], meta: Meta, device: torch.device
+) -> QuantizedTensor:
+    """A tensor of a class, without its parts and its description."""
+    strides = _strides(shape, meta.transposed)
+    return torch.Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=meta.dtype, device=device)
+
+
 def rebuilt(
     parts: dict[str, torch.Tensor | None],
     fields: dict[str, Any],
@@ -362,4 +368,4 @@ def _first(args: Any) -> QuantizedTensor:
 # Under its name of today, and under the one that files hold from when `ao_lab.tensor` was a module.
 torch.serialization.add_safe_globals([rebuilt, (rebuilt, "ao_lab.tensor.rebuilt")])
 
-__all__ = ["QuantizedTensor", "from_quantized", "quantized"]
+__all__ = ["QuantizedTensor", "from_quantized", "quantized", "wrapper"]

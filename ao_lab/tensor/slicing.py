@@ -65,18 +65,11 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
     counted: indices are integers from 0, and others raise what they raise for a dense tensor; else they are those of t[index].
     """
     t.check_shaped()
-    turned = t.meta.transposed and len(t.shape) == 2
-    whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
-    preshuffled = t.meta.layout == PRESHUFFLED
-    if (
-        not (preshuffled or t.meta.layout == "plain")
-        or is_flat(t)
-        or turned
-        or whole
-        or block_sizes(t)[0] != 1
-    ):
+    if not has_entries(t):
         return None
-    flat = index.reshape(-1)
+    preshuffled, flat = t.meta.layout == PRESHUFFLED, index.reshape(-1)
+    if is_flat(t):
+        return _flat_entries(t, flat, counted)
     if are_preshuffled_experts(t) and flat.shape[0] == 0:
         return select_rows(t.plain, index, counted)
     if are_preshuffled_experts(t):
@@ -93,6 +86,20 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
 
 
+def has_entries(t: QuantizedTensor) -> bool:
+    """Whether entries along the first axis are picked as they are stored: no block spans it.
+
+    Of matrices whose blocks are of the flattened tensor none are.
+    """
+    if is_flat(t):
+        return (
+            t.meta.layout == "plain" and len(t.shape) == 3 and prod(t.stored_shape[1:]) % _flat_step(t) == 0
+        )
+    turned = t.meta.transposed and len(t.shape) == 2
+    whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
+    return t.meta.layout in ("plain", PRESHUFFLED) and not (turned or whole or block_sizes(t)[0] != 1)
+
+
 def are_preshuffled_experts(t: QuantizedTensor) -> bool:
     """Whether pieces along axis 0 are preshuffled as well: experts, whose parts have them in front."""
     return t.meta.layout == PRESHUFFLED and len(t.stored_shape) == 3
@@ -102,6 +109,18 @@ def _of_experts(t: QuantizedTensor, function: Callable[[torch.Tensor], torch.Ten
     """Parts of some of the experts."""
     found = {name: part for name in ("codes", "scale", "zero") if (part := t.parts[name]) is not None}
     return {**t.parts, **{name: function(part) for name, part in found.items()}}
+
+
+def _flat_entries(t: QuantizedTensor, index: torch.Tensor, counted: bool) -> QuantizedTensor:
+    """Entries whose blocks are of the flattened tensor, each with scales of its own."""
+    parts, many = dict(t.parts), t.stored_shape[0]
+    for name in ("codes", "scale", "outer"):
+        part = parts[name]
+        if part is not None and part.dim():
+            each = part.reshape(many, -1) if part.dim() == 1 else part
+            found = _index_select(each, index) if counted else each[index]
+            parts[name] = found.reshape(-1) if part.dim() == 1 else found
+    return _stored(t, parts, (index.shape[0], *t.stored_shape[1:]))
 
 
 def _preshuffled_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool) -> QuantizedTensor:
@@ -350,6 +369,7 @@ __all__ = [
     "block_sizes",
     "concatenate",
     "expand",
+    "has_entries",
     "has_pieces",
     "is_flat",
     "scalars",

@@ -9,6 +9,7 @@ import torch
 
 import fast
 from ao_lab.tensor import slicing
+from ao_lab.tensor.experts.gathered import chosen, gathered, waits
 from ao_lab.tensor.flat_concat import Bundle, joins
 from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation, view
@@ -208,16 +209,11 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten.index.Tensor)
 def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Experts by number: t[numbers]."""
+    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.experts.gathered`)."""
     t, places = args
-    result = None
     if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
-        result = slicing.select_rows(t, places[0])
-    if result is None:
-        raise ValueError(
-            f"indexing of {t!r}: a vector of numbers along axis 0, where no block spans it; dequantize() first"
-        )
-    return result
+        return gathered(t, places[0]) if waits(t, places[0]) else chosen(t, places[0])
+    raise ValueError(f"indexing of {t!r}: a vector of numbers along axis 0 alone; dequantize() first")
 
 
 @operation(aten.is_pinned.default)

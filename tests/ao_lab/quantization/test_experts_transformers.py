@@ -21,6 +21,9 @@ MODELS = {
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", -2),
 }
 
+# What quantized experts are multiplied by: a gather of as many experts as there are, or more, becomes a product of groups.
+PRODUCTS = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "grouped_mm"}
+
 
 def model_of(name, way):
     kind, config, axis = MODELS[name]
@@ -36,6 +39,7 @@ def model_of(name, way):
 def test_weights_alone_give_the_outputs_of_the_dequantized_model(name, way, scheme):
     model, axis = model_of(name, way)
     dense = copy.deepcopy(model)
+    dense.set_experts_implementation(PRODUCTS[way])
     report = quantize_(
         model, SchemeConfig(scheme=scheme, axis=axis), lambda module, path: path.endswith("experts")
     )
@@ -68,6 +72,7 @@ def test_preshuffled_experts_give_the_outputs_of_the_dequantized_model(name, way
     """Where they are stored along K, as Mixtral's; GPT-OSS's, stored along N, stay plain."""
     model, axis = model_of(name, way)
     dense = copy.deepcopy(model.bfloat16())
+    dense.set_experts_implementation(PRODUCTS[way])
     monkeypatch.setattr(rule, "has_kernels", lambda x: True)
     config = SchemeConfig(scheme="fp8_rowwise", axis=axis)
     quantize_(model, config, lambda module, path: path.endswith("experts"))

@@ -1,0 +1,1 @@
+"""Operations of weights of experts (E, N, K)."""
