@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.ledger.rewritten_files import DYNAMIC_INPUTS, PAIRS_APART, PRODUCTS, WEIGHTS
+from experiments.ledger.rewritten_files import (
+    BY_EXPERT,
+    DYNAMIC_INPUTS,
+    EDGES,
+    LOW_BITS,
+    PAIRS_APART,
+    PRODUCTS,
+    WEIGHTS,
+)
 
 
 @dataclass(frozen=True)
@@ -370,6 +378,26 @@ REWRITES = (
         "pairs in programs compiled with our options, NF4 and inputs in a scheme, which these rows have none of; words; what "
         "computes experts of more than 64 rows, whose rows are left out",
         ("linear/experts", "sparsity/language", "sparsity/language gaps", "sparsity/vit"),
+    ),
+    Rewrite(
+        "7ccb5cd6",
+        BY_EXPERT,
+        "rows sorted by expert in mixed_mm, whose other variants compile to the same machine code, byte for byte; tiles of low "
+        "bits; experts, of which these rows have none; errors at edges, and what leads to them",
+        ("decode", "formats", "fp8_training", "ptq", "qat", "qat_overhead", "sparsity"),
+    ),
+    Rewrite(
+        "371a87c8",
+        LOW_BITS,
+        "tiles of low bits, and experts, of which these rows have none; errors at edges, and what leads to them",
+        ("generate", "linear/activations"),
+    ),
+    Rewrite(
+        "d3b7d463",
+        EDGES,
+        "errors at edges, and what leads to them: devices, files of choices, calibration, pruned weights; products of a batch "
+        "of experts by number, which no row has",
+        ("kernels", "linear"),
     ),
 )
 

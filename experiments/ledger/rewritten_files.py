@@ -178,5 +178,65 @@ PAIRS_APART = (
     "fast/matmul/preshuffled/dynamic.py",
     "fast/matmul/preshuffled/linear.py",
 )
+#: Files of what readers found at edges: other devices, files of choices, calibration, patterns; experts by number.
+EDGES = (
+    "ao_lab/calibration/batches.py",
+    "ao_lab/calibration/statistics.py",
+    "ao_lab/calibration/walk.py",
+    "ao_lab/checkpoint/streaming/api.py",
+    "ao_lab/checkpoint/transformers/job.py",
+    "ao_lab/compile/generation.py",
+    "ao_lab/gemm/choices.py",
+    "ao_lab/gemm/problem.py",
+    "ao_lab/gemm/products/dense.py",
+    "ao_lab/gemm/saved.py",
+    "ao_lab/gemm/select.py",
+    "ao_lab/qat/layers.py",
+    "ao_lab/quantization/api.py",
+    "ao_lab/quantization/plan.py",
+    "ao_lab/quantization/selection.py",
+    "ao_lab/sparsity/api.py",
+    "ao_lab/sparsity/config.py",
+    "ao_lab/sparsity/plan.py",
+    "ao_lab/sparsity/report.py",
+    "ao_lab/sparsity/selection.py",
+    "ao_lab/sparsity/training/api.py",
+    "ao_lab/sparsity/training/config.py",
+    "ao_lab/sparsity/training/layers.py",
+    "ao_lab/sparsity/training/masks.py",
+    "ao_lab/sparsity/training/plan.py",
+    "ao_lab/sparsity/weights.py",
+    "ao_lab/tensor/experts/__init__.py",
+    "ao_lab/tensor/experts/gathered.py",
+    "ao_lab/tensor/matmul_ops.py",
+    "ao_lab/tensor/op_registry.py",
+    "ao_lab/tensor/quantized_tensor.py",
+    "ao_lab/tensor/slicing.py",
+    "ao_lab/tensor/view_ops.py",
+    "ao_lab/tuning/api.py",
+    "ao_lab/tuning/candidates.py",
+    "ao_lab/tuning/decide.py",
+    "ao_lab/tuning/samples.py",
+)
+#: The same, tiles of low bits, and experts of few and of many rows.
+LOW_BITS = (
+    *EDGES,
+    "experiments/linear/layers.py",
+    "fast/kernels/linear_bits/select.py",
+    "fast/kernels/mixed_mm/experts.py",
+    "fast/kernels/mixed_mm/host.py",
+    "fast/matmul/preshuffled/grouped.py",
+)
+#: The same, and rows sorted by expert in `mixed_mm`.
+BY_EXPERT = (
+    *LOW_BITS,
+    "ao_lab/quantization/report.py",
+    "fast/kernels/linear_small/grouped.py",
+    "fast/kernels/mixed_mm/experts.cuh",
+    "fast/kernels/mixed_mm/load.cuh",
+    "fast/kernels/mixed_mm/mixed_mm.cu",
+    "fast/kernels/mixed_mm/schedule.cuh",
+    "fast/kernels/mixed_mm/variants.py",
+)
 
-__all__ = ["DYNAMIC_INPUTS", "PAIRS_APART", "PRODUCTS", "WEIGHTS"]
+__all__ = ["BY_EXPERT", "DYNAMIC_INPUTS", "EDGES", "LOW_BITS", "PAIRS_APART", "PRODUCTS", "WEIGHTS"]
