@@ -34,7 +34,7 @@ class Selection:
         if not is_linear(module):
             reason = unsupported_reason(module, name, parameter)
             if reason is None and parameter.dim() == 3 and is_experts(module) and self.filter_fn is not None:
-                return bool(self.filter_fn(module, path)), EXPERTS
+                return self._accepts_experts(path, module), EXPERTS
             return False, reason or f"{kind}: only linear layers are pruned"
         if name != "weight" or parameter.dim() != 2:
             reason = torch_prune_reason(module, name)
@@ -47,6 +47,13 @@ class Selection:
         if self.lists and not is_inside(path, self.lists):
             return False, f"outside of the blocks ({shorten(self.lists, 2)})"
         return True, kind
+
+    def _accepts_experts(self, path: str, module: nn.Module) -> bool:
+        """Whether the filter accepts a module of experts; one that asks for what only linear layers have does not."""
+        try:
+            return bool(self.filter_fn and self.filter_fn(module, path))
+        except AttributeError:
+            return False
 
 
 def is_inside(path: str, names: Iterable[str]) -> bool:

@@ -8,6 +8,8 @@ from torch import nn
 #: Groups in which weights are pruned, beside those of the pattern that is asked for.
 GROUPS = (4, 8)
 NOT_FINITE = "it holds NaN or infinity"
+#: The share of groups that have as many nonzeros as the fullest, from which on they are a pattern.
+USUAL = 0.95
 
 
 def layout_reason(w: torch.Tensor) -> str | None:
@@ -48,18 +50,17 @@ def most_kept(kept: torch.Tensor, group: int) -> int:
 
 
 def pruned_pattern(kept: torch.Tensor, group: int) -> str | None:
-    """ "N:M" of a bool matrix that is False somewhere in every group of M along its rows: some pruning left these zeros.
+    """ "N:M" of a bool matrix whose groups of M along its rows have N True each: some pruning left these zeros.
 
-    M is `group`, or one of `GROUPS`. None of dense weights, of a matrix that is False altogether, and of zeros here and there.
+    M is `group`, or one of `GROUPS`, and rows have more than one group. Groups that are False altogether do not count, and a
+    few may have fewer. None of dense weights, of a matrix that is False altogether, and of zeros here and there.
     """
     for size in dict.fromkeys((group, *GROUPS)):
-        if (
-            size > 1
-            and kept.numel()
-            and kept.shape[-1] % size == 0
-            and 0 < (most := most_kept(kept, size)) < size
-        ):
-            return f"{most}:{size}"
+        if size > 1 and kept.numel() and kept.shape[-1] % size == 0 and kept.shape[-1] > size:
+            counts = kept.reshape(-1, size).sum(-1)
+            most, some = int(counts.max()), counts[counts > 0]
+            if 0 < most < size and float((some == most).float().mean()) >= USUAL:
+                return f"{most}:{size}"
     return None
 
 

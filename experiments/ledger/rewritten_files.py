@@ -217,6 +217,7 @@ EDGES = (
     "ao_lab/tuning/candidates.py",
     "ao_lab/tuning/decide.py",
     "ao_lab/tuning/samples.py",
+    "fast/matmul/preshuffled/grouped.py",
 )
 #: The same, tiles of low bits, and experts of few and of many rows.
 LOW_BITS = (
@@ -225,7 +226,6 @@ LOW_BITS = (
     "fast/kernels/linear_bits/select.py",
     "fast/kernels/mixed_mm/experts.py",
     "fast/kernels/mixed_mm/host.py",
-    "fast/matmul/preshuffled/grouped.py",
 )
 #: The same, and rows sorted by expert in `mixed_mm`.
 BY_EXPERT = (

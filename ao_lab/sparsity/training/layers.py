@@ -119,6 +119,11 @@ class SparseLinear(nn.Linear):
             if {given.dtype, own.dtype} == {torch.bool, torch.uint8}:
                 given = stored_as(given, own.dtype, self.in_features)
             state_dict = {**state_dict, prefix + MASK: given}
+        if (why := self._refused(state_dict, prefix)) is not None:
+            rest[-1].append(
+                f"{prefix}weight: {why}"
+            )  # load_state_dict raises with it; nothing of the layer is loaded
+            return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         missing = [name for name in ADDED if prefix + name not in state_dict]
         missing_keys[:] = [key for key in missing_keys if key not in [prefix + name for name in missing]]
@@ -126,14 +131,22 @@ class SparseLinear(nn.Linear):
             return
         done = int(self.sparse_step)
         if MASK in missing and prefix + "weight" in state_dict:
-            why = (
-                other_pattern_reason(self.weight, self.sparse) if phase(self.sparse, done) == SPARSE else None
-            )
-            if why is not None:  # load_state_dict raises with it
-                rest[-1].append(f"{prefix}weight: {why}")
-                return
             self.renew_mask(done)
         self.settle(done)
+
+    def _refused(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Why no mask can be found for a weight that comes without one; None where it can, or comes with one."""
+        given, steps = state_dict.get(prefix + "weight"), state_dict.get(prefix + STEP, self.sparse_step)
+        if (
+            not isinstance(given, torch.Tensor)
+            or prefix + MASK in state_dict
+            or given.is_meta
+            or steps.is_meta
+        ):
+            return None
+        if given.shape != self.weight.shape or phase(self.sparse, int(steps)) != SPARSE:
+            return None
+        return other_pattern_reason(given, self.sparse)
 
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the layer as it is."""

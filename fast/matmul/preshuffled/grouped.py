@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +88,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     x, w, offsets = _checked(record, values, operands)
     if x.dtype not in INPUTS:
         return None
-    experts, y, average = _arranged(w), None, x.shape[0] / w.shape[0]
+    experts, y, average = _arranged(w), None, x.shape[0] / max(w.shape[0], 1)
     if average > FEW_AVERAGE:
         y = mixed_mm_of_experts(x, experts, offsets, key=key, record=record)
     if y is None and average <= MOST_AVERAGE:
@@ -114,7 +114,8 @@ def average_rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
 def _reference(record: Any, values: Values, operands: Operands) -> Any:
     x, w, offsets = _checked(record, values, operands)
     y = x.new_zeros((x.shape[0], w.shape[1]))
-    bounds = [0, *(min(end, x.shape[0]) for end in offsets.tolist())]
+    # As kernels have them: ends behind all rows, or in front of the one before, leave an expert without rows that others have.
+    bounds = list(accumulate((min(end, x.shape[0]) for end in offsets.tolist()), max, initial=0))
     for (begin, end), one in zip(pairwise(bounds), _experts(layout.restored(w)), strict=True):
         if begin < end:
             y[begin:end] = reference.linear(x[begin:end], one)

@@ -236,6 +236,11 @@ class Experts(nn.Module):
         self.out = nn.Linear(8, 8)
 
 
+def test_a_filter_that_asks_for_what_linear_layers_have_accepts_no_experts():
+    plan = planned(Experts(), CONFIG, lambda module, name: module.in_features >= 8)
+    assert plan.reasons["experts.down_proj"]
+
+
 def test_routers_and_batched_experts_stay():
     plan = planned(Experts(), CONFIG, None)
     assert [t.name for t in plan.targets.values()] == ["out.weight"]

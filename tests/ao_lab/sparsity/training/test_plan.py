@@ -197,9 +197,11 @@ def test_fixed_masks_prune_no_pruned_weight_again(was, asked, said):
     # A dense checkpoint that is loaded later is such a weight too.
     layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
     sparsify_(layers, config)
+    kept = copy.deepcopy(layers.state_dict())
     with pytest.raises(RuntimeError, match=r"0\.weight: it is"):
         layers.load_state_dict(net.state_dict())
-    assert torch.equal(layers[0].weight, net[0].weight)
+    assert torch.equal(layers[0].weight, kept["0.weight"])
+    assert torch.equal(layers[0].weight != 0, layers[0].sparse_mask)
 
 
 def test_ways_out_of_another_pattern():
@@ -225,6 +227,23 @@ def test_zeros_here_and_there_are_no_pattern():
     net[0].weight.data[0, 0] = 1
     net[1].weight.data.zero_()
     assert len(sparsify_(net, SparseTrainingConfig("1:4")).changed) == 2
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.8, 0.9, 0.97])
+def test_zeros_of_small_weights_anywhere_are_no_pattern(share):
+    """Whatever the largest group holds."""
+    net = nn.Sequential(nn.Linear(512, 64))
+    w = net[0].weight.data
+    w[w.abs() < w.abs().quantile(share)] = 0
+    assert len(sparsify_(net, SparseTrainingConfig()).changed) == 1
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_channels_of_zeros_are_no_pattern(width):
+    """A padded channel of an image, say: rows have one group."""
+    net = nn.Sequential(nn.Linear(width, 32))
+    net[0].weight.data[:, -1] = 0
+    assert len(sparsify_(net, SparseTrainingConfig()).changed) == 1
 
 
 def test_the_report_counts_zeros_of_weights():
