@@ -70,7 +70,7 @@ class Choice:
 
 
 def _writes(t: QuantizedTensor) -> list[tuple[Any, ...]]:
-    """What differs once the weight, which alone counts what dispatch writes, or a part is written or replaced; no host waits."""
+    """What differs once the weight (which alone counts what dispatch writes) or a part is written or replaced."""
     return [(_version(t),), *(_write(part) for part in t.parts.values() if part is not None)]
 
 
@@ -80,8 +80,7 @@ def _write(part: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _version(t: torch.Tensor) -> int | None:
-    """Tensors of inference mode have none."""
-    return None if t.is_inference() else t._version
+    return None if t.is_inference() else t._version  # which tensors of inference mode do not have
 
 
 class Gathered(QuantizedTensor):
@@ -248,17 +247,13 @@ def _product(left: Any, right: Any) -> torch.Tensor:
     """left times right, one of them gathered; (W x) is (x' W')'. RuntimeError for shapes that `torch.bmm` does not take."""
     sizes: Any = left.shape, right.shape
     fits = len(sizes[0]) == len(sizes[1]) == 3
-    torch._check(
+    torch._check(  # type: ignore[no-untyped-call]
         fits and sizes[0][0] == sizes[1][0] and sizes[0][2] == sizes[1][1],
         lambda: f"bmm of {tuple(sizes[0])} and {tuple(sizes[1])}: it takes (B, M, K) and (B, K, N)",
     )
-    if isinstance(right, Gathered):
-        return _by_expert(_dense(left), right.source, right)
-    return _by_expert(_dense(right).mT, left.transposed().source, left).mT  # type: ignore[attr-defined]
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+    if not isinstance(right, Gathered):
+        return _product(right.mT, left.transposed()).mT
+    return _by_expert(left.dequantize() if isinstance(left, QuantizedTensor) else left, right.source, right)
 
 
 def _by_expert(x: torch.Tensor, w: QuantizedTensor, order: Gathered) -> torch.Tensor:

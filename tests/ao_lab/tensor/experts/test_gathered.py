@@ -216,7 +216,7 @@ def test_a_weight_that_is_written_before_its_gather_is_used(write, use):
     waiting, used, copied, dense = w[NUMBERS], w[NUMBERS], w[NUMBERS].clone(), w.dequantize()[NUMBERS]
     used.clone()
     WRITES[write](w, other)
-    with pytest.raises(RuntimeError, match="written or replaced after it was indexed.*clone"):
+    with pytest.raises(RuntimeError, match=r"written or replaced after it was indexed.*clone"):
         use(waiting)
     for t in (used, copied):
         assert torch.equal(t.dequantize(), dense)
