@@ -12,6 +12,7 @@ from ao_lab.tensor.experts.gathered import Gathered
 from ao_lab.tensor.quantized_tensor import quantized
 
 NUMBERS = torch.tensor([3, 0, 3, -1, 1])
+ENDS = torch.tensor([1, 2, 2, 4, 6], dtype=torch.int32)
 
 
 def experts(scheme="int4_g32", shape=(4, 64, 128)):
@@ -121,3 +122,172 @@ def test_blocks_that_span_experts(many):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: torch.bmm(x, w[numbers].mT), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), torch.bmm(x, dense.mT))
+
+
+def other_experts():
+    return quantized(random(4, 64, 128), "int4_g32")[NUMBERS].clone()
+
+
+def check_are(t, dense):
+    """Values, both ways round, and products of either kind are those of `dense`."""
+    x, rows = random(5, 1, 128), random(6, 128)
+    assert torch.equal(t.dequantize(), dense)
+    assert torch.equal(t.mT.dequantize(), dense.mT)
+    torch.testing.assert_close(torch.bmm(x, t.mT), torch.bmm(x, dense.mT))
+    torch.testing.assert_close(torch.bmm(t, x.mT), torch.bmm(dense, x.mT))
+    torch.testing.assert_close(torch._grouped_mm(rows, t.mT, ENDS), torch._grouped_mm(rows, dense.mT, ENDS))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("write", ["copy_", "data", "copy_ of a view", "write of parts"])
+def test_writes_are_seen_by_all_that_was_gathered(write, inference):
+    w, other = experts(), other_experts()
+    found, before = w[NUMBERS], w.dequantize()
+    view = found.mT
+    with torch.inference_mode(inference):
+        if write == "data":
+            found.data = other
+        elif write == "write of parts":
+            for name, part in found.parts.items():
+                if part is not None:
+                    part.copy_(getattr(other, name))
+        else:
+            (found if write == "copy_" else view.mT).copy_(other)
+    check_are(found, other.dequantize())
+    if write != "data":
+        check_are(view.mT, other.dequantize())
+    assert torch.equal(w.dequantize(), before)
+    assert type(found) is QuantizedTensor
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_are_plain(monkeypatch, trained):
+    """One copy, which loading and assignment replace."""
+    w, module, other = experts(), torch.nn.Module(), other_experts()
+    module.w = torch.nn.Parameter(w[NUMBERS], requires_grad=trained)
+    assert type(module.w) is QuantizedTensor
+    assert isinstance(module.w, torch.nn.Parameter)
+    assert not {"source", "choice"} & set(module.w.__dict__)
+    check_are(module.w.detach(), w.dequantize()[NUMBERS])
+    module.load_state_dict({"w": other})
+    check_are(module.w.detach(), other.dequantize())
+    module.w.data = w[NUMBERS]
+    check_are(module.w.detach(), w.dequantize()[NUMBERS])
+    assert type(w[NUMBERS].detach().requires_grad_()) is QuantizedTensor
+
+
+def test_a_gather_and_its_views_are_copied_once(monkeypatch):
+    found, copies, run = experts()[NUMBERS], [], slicing.select_rows
+    monkeypatch.setattr(slicing, "select_rows", lambda *given: copies.append(given) or run(*given))
+    views = [found.mT, found.mT.mT, found.view(found.shape)]
+    for t in (found.mT, found, *views):
+        t.clone()
+    assert len(copies) == 1
+    assert {type(t) for t in (found, *views)} == {QuantizedTensor}
+    assert {t.codes.data_ptr() for t in views} == {found.codes.data_ptr()}
+
+
+def replaced_data(w, other):
+    w.data = other
+
+
+WRITES = {
+    "copy_": lambda w, other: w.copy_(other),
+    "of an expert": lambda w, other: w[1].copy_(other[1]),
+    "of a part": lambda w, other: w.codes.copy_(other.codes),
+    "data": replaced_data,
+    "moved": lambda w, other: setattr(w.scale, "data", w.scale.clone()),
+}
+
+
+@pytest.mark.parametrize("write", sorted(WRITES))
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: torch.bmm(random(5, 1, 128), t.mT),
+        lambda t: torch.bmm(t, random(5, 128, 1)),
+        lambda t: t.dequantize(),
+        lambda t: t.clone(),
+        lambda t: torch.nn.Parameter(t, requires_grad=False),
+    ],
+)
+def test_a_weight_that_is_written_before_its_gather_is_used(write, use):
+    w, other = experts(), quantized(random(4, 64, 128), "int4_g32")
+    waiting, used, copied, dense = w[NUMBERS], w[NUMBERS], w[NUMBERS].clone(), w.dequantize()[NUMBERS]
+    used.clone()
+    WRITES[write](w, other)
+    with pytest.raises(RuntimeError, match=r"written or replaced after it was indexed.*clone"):
+        use(waiting)
+    for t in (used, copied):
+        assert torch.equal(t.dequantize(), dense)
+    use(w[NUMBERS])
+
+
+def test_a_weight_that_is_written_before_the_backward_pass():
+    w, x = experts(), random(5, 1, 128).requires_grad_()
+    y = torch.bmm(x, w[NUMBERS].mT)
+    w.copy_(quantized(random(4, 64, 128), "int4_g32"))
+    with pytest.raises(RuntimeError, match="written or replaced after it was indexed"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "dtype"),
+    [
+        ("fp8_rowwise", (4, 5, 37), torch.float32),
+        ("int8_rowwise", (4, 30, 36), torch.bfloat16),
+        ("fp8_rowwise", (4, 30, 36), torch.float32),
+        ("int8_rowwise", (4, 36, 30), torch.float16),
+    ],
+)
+def test_lengths_that_torch_multiplies_in_no_groups(scheme, shape, dtype):
+    w = quantized(random(*shape).to(dtype), scheme)
+    dense, x = w.dequantize()[NUMBERS], random(5, 1, shape[2]).to(dtype)
+    assert not gathered._torch_groups(w, dtype)
+    torch.testing.assert_close(torch.bmm(x, w[NUMBERS].mT), torch.bmm(x, dense.mT))
+    torch.testing.assert_close(torch.bmm(w[NUMBERS], x.mT), torch.bmm(dense, x.mT))
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 128), (4, 1, 128), (5, 128), (5, 1, 64), (1, 5, 1, 128)])
+def test_shapes_that_do_not_fit(monkeypatch, shape):
+    """As `torch.bmm` has it, before anything is indexed."""
+    w, x = experts()[NUMBERS], random(*shape)
+    monkeypatch.setattr(gathered, "_by_expert", None)
+    with pytest.raises(RuntimeError, match=rf"\({', '.join(map(str, shape))}\) and \(5, 128, 64\)"):
+        torch.bmm(x, w.mT)
+    with pytest.raises(RuntimeError, match=r"bmm of \(5, 64, 128\) and"):
+        torch.bmm(w, x.mT)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_with_few_numbers(monkeypatch, dynamic):
+    """A number that is left open is taken for a small one: not all experts are made dense."""
+    w, x, shapes = quantized(random(4, 64, 128).bfloat16(), "int4_g32"), random(2, 1, 128).bfloat16(), []
+    wanted, run = torch.bmm(x, w.dequantize()[NUMBERS[:2]].mT), QuantizedTensor.dequantize
+
+    def dequantize(t, dtype=None):
+        shapes.append(tuple(t.shape))
+        return run(t, dtype)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, numbers: torch.bmm(x, w[numbers].mT), backend="aot_eager", dynamic=dynamic, fullgraph=True
+    )
+    monkeypatch.setattr(QuantizedTensor, "dequantize", dequantize)
+    torch.testing.assert_close(compiled(x, NUMBERS[:2]), wanted)
+    assert shapes
+    assert not [shape for shape in shapes if shape[0] == w.shape[0]]
+
+
+def test_compiled_gathers_that_leave_a_graph():
+    w, x = experts(), random(5, 1, 128)
+
+    def broken(x, numbers):
+        found = w[numbers]
+        torch._dynamo.graph_break()
+        return torch.bmm(x, found.mT)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(broken, backend="aot_eager")
+    for numbers in (NUMBERS, NUMBERS.flip(0)):
+        torch.testing.assert_close(compiled(x, numbers), broken(x, numbers))
