@@ -380,20 +380,20 @@ REWRITES = (
         ("linear/experts", "sparsity/language", "sparsity/language gaps", "sparsity/vit"),
     ),
     Rewrite(
-        "7ccb5cd6",
+        "7ccb5cd",
         BY_EXPERT,
         "rows sorted by expert in mixed_mm, whose other variants compile to the same machine code, byte for byte; tiles of low "
         "bits; experts, of which these rows have none; errors at edges, and what leads to them",
         ("decode", "formats", "fp8_training", "ptq", "qat", "qat_overhead", "sparsity"),
     ),
     Rewrite(
-        "371a87c8",
+        "371a87c",
         LOW_BITS,
         "tiles of low bits, and experts, of which these rows have none; errors at edges, and what leads to them",
         ("generate", "linear/activations"),
     ),
     Rewrite(
-        "d3b7d463",
+        "d3b7d46",
         EDGES,
         "errors at edges, and what leads to them: devices, files of choices, calibration, pruned weights; products of a batch "
         "of experts by number, which no row has",
