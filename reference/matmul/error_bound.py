@@ -178,10 +178,13 @@ def _magnitude(operand: Operand, emin: int | None = None) -> F64:
 
 
 def _growth(operand: Operand) -> float:
-    """The most that the other factors of a scaled operand can magnify an underflow; 1 without scales."""
+    """The most that the other factors of a scaled operand can magnify an underflow; 1 without scales.
+
+    Factors that are NaN leave elements without a bound; those of others are as large beside them.
+    """
     factors = _factors(operand)
     parts = [*factors, np.abs(operand.codes)] if factors else []
-    return math.prod(max(1.0, float(np.max(part, initial=0.0))) for part in parts)
+    return math.prod(max(1.0, float(np.nanmax(part, initial=0.0))) for part in parts)
 
 
 def _sum(x: F64, y: F64) -> F64:
@@ -207,7 +210,7 @@ def _may_overflow(left: Operand, right: Operand, total: F64) -> Any:
     """Where a float32 intermediate may overflow: the sums, the code sums magnified by scales, a dequantized value."""
     limit = 2.0**127
     magnified = _sum(np.abs(left.codes), np.abs(right.codes)) * (_growth(left) * _growth(right))
-    largest = [float(np.max(_magnitude(x), initial=0.0)) for x in (left, right) if x.scale is not None]
+    largest = [float(np.nanmax(_magnitude(x), initial=0.0)) for x in (left, right) if x.scale is not None]
     unscaled = left.scale is None and right.scale is None
     return (
         (total >= limit * (2 - 2.0**-24))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -247,3 +248,16 @@ def test_libraries_shapes_and_refusals():
         matmul_error_bound(a, b, order="all")
     with pytest.raises(ValueError, match="accumulation is one of"):
         matmul_error_bound(a, b, accumulation="fast")
+
+
+def test_overflow_is_seen_beside_scales_that_are_nan():
+    """Sums of codes times one scale overflow before the other one comes, whatever other rows hold."""
+    scale = np.uint8([[255], [248]])  # NaN, and 2**121
+    left = quantize(np.float32([[1.0] * 32, [1.5 * 2.0**123] * 32]), "mxfp4")
+    left = replace(left, scale=scale)
+    right = quantize(np.full((32, 1), 2.0**-9, np.float32), "mxfp4", axis=0)
+    for accumulation in ("blocked", "hopper_fp8"):
+        got = matmul(left, right, accumulation=accumulation)
+        bound = matmul_error_bound(left, right, accumulation=accumulation)
+        assert np.isinf(bound).all() or np.isfinite(got[1]).all()
+        assert np.isinf(bound[1]).all()
