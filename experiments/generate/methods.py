@@ -23,7 +23,7 @@ class Method:
 
     build: its configuration, None for bfloat16. library: whose `quantize_`. frozen: None, or that of `prepare_for_generate_`,
     which has something to do where the model is compiled alone. deep: whether it is measured of all 32 layers, too. dynamic:
-    whether inputs are rounded too.
+    whether inputs are rounded too. peer: whether another library has its recipe, or it is what both are compared with.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Method:
     frozen: bool | None = None
     deep: bool = False
     dynamic: bool = False
+    peer: bool = False
 
     def apply(self, model: nn.Module) -> None:
         """Quantize and prepare a model in place."""
@@ -54,15 +55,15 @@ class Method:
 
 
 INT4, INT4_ZERO = integers(4, 128), lambda: ao_lab.Int4WeightOnlyConfig(group_size=128)
-BASE = Method(name="bfloat16", deep=True)
+BASE = Method(name="bfloat16", deep=True, peer=True)
 METHODS = (
     BASE,
-    Method(name="int4 g128", build=INT4, deep=True),
+    Method(name="int4 g128", build=INT4, deep=True, peer=True),
     Method(name="int4 g128, prepared", build=INT4, frozen=False, deep=True),
     Method(name="int4 g128, prepared and frozen", build=INT4, frozen=True, deep=True),
-    Method(name="int8", build=lambda: ao_lab.Int8WeightOnlyConfig(), deep=True),
-    Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow()), dynamic=True),
-    Method(name="int4 g128, zero points", build=INT4_ZERO),
+    Method(name="int8", build=lambda: ao_lab.Int8WeightOnlyConfig(), deep=True, peer=True),
+    Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow()), dynamic=True, peer=True),
+    Method(name="int4 g128, zero points", build=INT4_ZERO, peer=True),
     Method(name="mxfp4", build=lambda: ao_lab.MXWeightOnlyConfig("float4_e2m1fn")),
     Method(
         name="torchao int4wo",

@@ -21,7 +21,8 @@ COMPILED, EAGER = "compiled", "not compiled"
 class Table:
     """What is timed. part: one of the names of `--only`; length: of a prefill. needed: seconds of a method.
 
-    beside: whether it is one more run of a setting, with other libraries, whose compilers take minutes.
+    beside: whether it is one more run of a setting, with other libraries, whose compilers take minutes, and of ours those
+    recipes that they have.
     """
 
     stage: Stage
@@ -61,6 +62,7 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
     deep = tuple(one for one in METHODS if one.deep)
     ours = tuple(one for one in METHODS if one.library != TORCHAO)
     unprepared = tuple(one for one in METHODS if one.frozen is None)
+    peers = tuple(one for one in METHODS if one.peer or one.library == TORCHAO)
     found = (
         Table(eager, EAGER_DECODE, unprepared, 1),
         Table(replace(stage, calls=24), PREFILL, unprepared, length=LONG),
@@ -72,8 +74,7 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
         Table(stage, DECODE, ours, 16),
         Table(stage, DECODE, ours, 64),
         Table(least, DECODE, deep, 1),
-        Table(stage, DECODE, unprepared, 1, beside=True),
-        Table(stage, DECODE, unprepared, 16, beside=True),
+        *(Table(stage, DECODE, peers, batch, beside=True) for batch in (1, 16, 64)),
     )
     return (one for one in found if one.part in parts)
 
