@@ -122,10 +122,10 @@ def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
     if importlib.util.find_spec("triton") is None:
         return 0
     from fast.kernels.linear.select import MOST_BLOCK_ROWS, MOST_ROWS, OWN_BITS, launch_for
-    from fast.kernels.linear_bits.host import takes_all_rows
+    from fast.kernels.linear_bits.host import rows_taken
 
-    if w.scheme.format.bits in OWN_BITS and takes_all_rows(w, dtype):
-        return MOST_ROWS
+    if w.scheme.format.bits in OWN_BITS and (most := rows_taken(w, dtype)):
+        return most
     return next(
         (count for count in (MOST_ROWS, MOST_BLOCK_ROWS, 1) if launch_for(w, count, dtype) is not None), 0
     )

@@ -101,8 +101,11 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
 
 def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | BitsLaunch | None:
     """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
-    if w.scheme.format.bits in OWN_BITS and (made := linear_bits.launch_for(w, count, dtype)) is not None:
-        return made
+    if w.scheme.format.bits in OWN_BITS and (most := linear_bits.rows_taken(w, dtype)):
+        # More rows than these are for the dense weight, and no kernel of tiles is in between.
+        made = linear_bits.launch_for(w, count, dtype) if count <= most else None
+        if made is not None or count > most:
+            return made
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None

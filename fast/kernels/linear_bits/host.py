@@ -9,7 +9,7 @@ import torch
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_bits.launch import POINTERS, BitsLaunch, is_loadable
-from fast.kernels.linear_bits.select import MOST_ROWS, choose
+from fast.kernels.linear_bits.select import MOST_ROWS, choose, most_rows
 from fast.kernels.linear_bits.variants import STEP, WIDTHS, Form, Variant
 from fast.kernels.linear_skinny.host import HOPPER, capability, has_compiler
 from reference import Quantized
@@ -38,10 +38,11 @@ def launch_for(
     return launch_of(given, form, count, (w.shape[0], w.shape[1]))
 
 
-def takes_all_rows(w: Quantized, dtype: torch.dtype) -> bool:
-    """Whether 1 to MOST_ROWS rows of a dtype have a launch, as far as that is known before one is compiled."""
+def rows_taken(w: Quantized, dtype: torch.dtype) -> int:
+    """The most rows of a dtype that are for this kernel, as far as that is known before one is compiled; 0 where none are."""
     form = form_on_device(w, dtype)
-    return form is not None and choose(form, MOST_ROWS, *w.shape) is not None
+    most = most_rows(w.shape[0])
+    return most if form is not None and choose(form, most, *w.shape) is not None else 0
 
 
 def linear_bits(
@@ -106,4 +107,4 @@ def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) 
     return BitsLaunch(variant, form, count, shape)
 
 
-__all__ = ["MOST_ROWS", "form_of", "launch_for", "linear_bits", "takes_all_rows"]
+__all__ = ["MOST_ROWS", "form_of", "launch_for", "linear_bits", "rows_taken"]

@@ -16,6 +16,10 @@ from fast.kernels.sparse_mm.select import MULTIPROCESSORS as PROCESSORS
 Rates = tuple[int, int, int, int]
 #: Rows of x at most.
 MOST_ROWS = 128
+#: Rows from which on the dense weight, made for the call, is not slower, where weights have as many rows as LARGE or fewer:
+#: an H200 takes 79 to 94 us of 128 rows and (14336, 4096), some 70 to 78 by the dense weight, and some 61 to 74 of 96 rows, 69
+#: to 76; of 64 rows and (4096, 4096) 24 to 29, some 20 to 23, of 32 rows 13 to 17.
+LARGE, MOST_OF_LARGE, MOST_OF_SMALL = 8192, 96, 32
 #: Parts of K at most, and stages that each has at least: the ring has to be filled first.
 MOST_SPLITS, STAGES_EACH = 8, 4
 #: Nanoseconds of a product without stages, and of a wave of programs for each row of x and part of K: sums are left and added,
@@ -53,6 +57,11 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
         if (one := placed(tile, form, count, n, k)) is not None:
             costs[one] = cost(one, rates, form, count, n, k)
     return min(costs, key=costs.__getitem__, default=None)
+
+
+def most_rows(n: int) -> int:
+    """The most rows of x that are multiplied by a weight of n rows as it is stored; more are by the dense weight."""
+    return MOST_OF_LARGE if n >= LARGE else MOST_OF_SMALL
 
 
 def cost(variant: Variant, rates: Rates, form: Form, count: int, n: int, k: int) -> float:
@@ -93,4 +102,15 @@ def placed(variant: Variant, form: Form, count: int, n: int, k: int) -> Variant 
     return fitted(form, one, k)
 
 
-__all__ = ["MOST_ROWS", "PROCESSORS", "TILES", "Rates", "busiest", "choose", "cost", "placed", "rate"]
+__all__ = [
+    "MOST_ROWS",
+    "PROCESSORS",
+    "TILES",
+    "Rates",
+    "busiest",
+    "choose",
+    "cost",
+    "most_rows",
+    "placed",
+    "rate",
+]

@@ -3,46 +3,55 @@
 //
 // Experts' tiles follow one another; clusters take them in turn, and each thread that asks counts those of the experts in front,
 // by the row after the last one of each, which only the device knows. An expert has tiles of TOKENS rows, the last one of SMALL
-// where that holds what is left.
+// where that holds what is left. Those of SMALL come behind the whole ones of all experts: they fill the last wave.
 //
 // Before: Problem (ends, experts, words_each, scales_each, zeros_each), `copies.cuh`, `store.cuh`, TOKENS, SMALL, FEATURES, PAIR,
 // CLUSTER.
 
 struct Schedule {
   const Problem& p;
-  const int columns;
+  // Twice as many experts as there are: small tiles are those of the second half. What is kept is little, registers are scarce.
   int next, expert = -1, first = 0, last = 0, token, feature;
   bool small = false;
 
-  __device__ __forceinline__ Schedule(const Problem& p)
-      : p(p), columns((p.features + FEATURES * PAIR - 1) / (FEATURES * PAIR)), next(blockIdx.x / CLUSTER) {}
+  __device__ __forceinline__ Schedule(const Problem& p) : p(p), next(blockIdx.x / CLUSTER) {}
 
   // The row after the last one that the tile may have, and what the weight of its expert begins with.
   __device__ __forceinline__ int limit() const { return last; }
-  __device__ __forceinline__ const unsigned char* words() const { return p.words + expert * p.words_each; }
-  __device__ __forceinline__ const float* scales() const { return p.scales + expert * p.scales_each; }
-  __device__ __forceinline__ const int* zeros() const { return p.zeros + expert * p.zeros_each; }
+  __device__ __forceinline__ int index() const { return SMALL < TOKENS && expert >= p.experts ? expert - p.experts : expert; }
+  __device__ __forceinline__ const unsigned char* words() const { return p.words + index() * p.words_each; }
+  __device__ __forceinline__ const float* scales() const { return p.scales + index() * p.scales_each; }
+  __device__ __forceinline__ const int* zeros() const { return p.zeros + index() * p.zeros_each; }
 
   // Ends that are too large or not in order leave an expert without rows that others have.
   __device__ __forceinline__ bool next_expert() {
-    if (++expert >= p.experts) return false;
-    first = last;
-    last = max(first, min(p.ends[expert], p.tokens));
+    if (++expert >= (SMALL < TOKENS ? 2 : 1) * p.experts) return false;
+    first = index() ? last : 0;
+    last = max(first, min(p.ends[index()], p.tokens));
     return true;
   }
 
+  // Tiles of the expert, of SMALL or whole ones.
+  __device__ __forceinline__ int along() const {
+    const int rows = last - first, left = rows % TOKENS;
+    const int fewer = SMALL < TOKENS && left > 0 && left <= SMALL;
+    return small ? fewer : (rows + TOKENS - 1) / TOKENS - fewer;
+  }
+
   __device__ __forceinline__ bool take(u32 neighbour) {
+    const int columns = (p.features + FEATURES * PAIR - 1) / (FEATURES * PAIR);
     while (true) {
-      const int along = (last - first + TOKENS - 1) / TOKENS;
-      if (next < along * columns) {
-        const int before = next / (p.group * columns) * p.group, size = min(p.group, along - before), at = next - before * columns;
-        token = first + (before + at % size) * TOKENS;
+      small = SMALL < TOKENS && expert >= p.experts;
+      const int each = along();
+      if (next < each * columns) {
+        const int before = next / (p.group * columns) * p.group, size = min(p.group, each - before), at = next - before * columns;
+        const int whole = small ? (last - first) / TOKENS : 0;
+        token = first + (whole + before + at % size) * TOKENS;
         feature = (at / size * PAIR + int(neighbour)) * FEATURES;
-        small = SMALL < TOKENS && last - token <= SMALL;
         next += gridDim.x / CLUSTER;
         return true;
       }
-      next -= along * columns;
+      next -= each * columns;
       if (!next_expert()) return false;
     }
   }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from fast.kernels.quantize.geometry import ceil_div
 
 #: Rows of tiles, and of the last one of an expert where that holds what is left; 0 where all are of one size.
 TILES = ((64, 0), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))
-#: An expert's rows as the rule expects them, over the average: they are not divided evenly.
-SPREAD = tuple((5 + i) / 10 for i in range(11))
+#: Experts that the rule looks at, and divisions of rows among them: the largest and the smallest are as far apart, over the
+#: average, and the first expert is at such a place between them.
+LOOKED_AT, SPREADS, PLACES = 16, (0.2, 1.0), (0.125, 0.375, 0.625, 0.875)
 
 
 def mixed_mm_of_experts(
@@ -44,8 +45,7 @@ def mixed_mm_of_experts(
     try:
         call = ExpertsProduct(x, experts)
     except (RuntimeError, OSError) as error:
-        host.FAILED.append(f"it did not compile or load before: {error}")
-        warnings.warn(f"mixed_mm is left out, the dense weights are multiplied: {error}", stacklevel=3)
+        host.leave_out(x, experts, error)
         return None
     y = call(x, experts.words, experts.scale, experts.zero, ends)
     cache.remember(key, call, record)
@@ -112,14 +112,40 @@ def choose(
     multiprocessors: int = MULTIPROCESSORS,
 ) -> Variant:
     """The variant for so many rows of an expert on average: the shortest time by the model of `select`."""
+    columns = ceil_div(features, FEATURES)
 
     def taken(one: Variant) -> float:
         whole, small = (nanoseconds(rows, length, weight) for rows in (one.tokens, one.small or one.tokens))
-        each = sum(time_of(one, max(1, round(part * average)), whole, small) for part in SPREAD) / len(SPREAD)
-        # Tiles in waves: on average half a tile is waited for at last.
-        return each * experts * ceil_div(features, FEATURES) / multiprocessors + whole / 2
+        return sum(
+            longest(
+                *(columns * count for count in tiles_of(one, rows, experts)), whole, small, multiprocessors
+            )
+            for rows in divisions(average, experts)
+        )
 
     return min(candidates(weight), key=taken)
+
+
+def divisions(average: int, experts: int) -> Iterator[list[int]]:
+    """Rows of some of the experts, each time divided in another way."""
+    count = min(experts, LOOKED_AT)
+    for spread, place in product(SPREADS, PLACES):
+        parts = (1 + spread * ((place + at) / count - 0.5) for at in range(count))
+        yield [max(1, round(part * average)) for part in parts]
+
+
+def tiles_of(one: Variant, rows: list[int], experts: int) -> tuple[int, int]:
+    """Whole tiles and small ones along the rows of so many experts, of which `rows` are some."""
+    small = sum(0 < each % one.tokens <= one.small for each in rows)
+    whole = sum(ceil_div(each, one.tokens) for each in rows) - small
+    return ceil_div(whole * experts, len(rows)), ceil_div(small * experts, len(rows))
+
+
+def longest(many: int, few: int, whole: float, small: float, programs: int) -> float:
+    """Nanoseconds of the program that has most to do, where `programs` take many whole tiles in turn, then few small ones."""
+    (each, more), (every, behind) = divmod(many, programs), divmod(few, programs)
+    first = (each + 1) * whole + (every + (behind > programs - more)) * small if more else 0.0
+    return max(first, each * whole + (every + (behind > 0)) * small)
 
 
 def candidates(weight: Weight) -> Iterator[Variant]:
@@ -132,10 +158,14 @@ def nanoseconds(tokens: int, length: int, weight: Weight) -> float:
     return length / ATOM * stage(tokens, weight) + TILE
 
 
-def time_of(one: Variant, rows: int, whole: float, small: float) -> float:
-    """Nanoseconds of the tiles of an expert and 128 features. whole, small: of one tile."""
-    tiles, left = divmod(rows, one.tokens)
-    return tiles * whole + (0.0 if not left else small if left <= one.small else whole)
-
-
-__all__ = ["TILES", "ExpertsProduct", "candidates", "choose", "mixed_mm_of_experts", "most_tiles"]
+__all__ = [
+    "TILES",
+    "ExpertsProduct",
+    "candidates",
+    "choose",
+    "divisions",
+    "longest",
+    "mixed_mm_of_experts",
+    "most_tiles",
+    "tiles_of",
+]

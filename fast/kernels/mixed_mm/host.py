@@ -42,8 +42,8 @@ NIBBLE = 15
 ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4xQ"), 384
 #: The same of experts, and behind it ends as an address, words_each, scales_each, zeros_each and experts.
 GROUPED_ARGUMENTS = struct.Struct("=384s5Q11i4xQQ3qi4x")
-#: What the compiler or the driver said of a variant: nothing more is tried in this process then.
-FAILED: list[str] = []
+#: By device and what is decoded, what the compiler or the driver said of a variant: no other is tried in this process then.
+FAILED: dict[tuple[int, Weight], str] = {}
 #: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
 #: us and 3000 rows 541, by the dense weight 205 and 508).
 SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
@@ -89,9 +89,14 @@ def product_of(
     try:
         return Product(x, w, bias, x_scale=x_scale)
     except (RuntimeError, OSError) as error:
-        FAILED.append(f"it did not compile or load before: {error}")
-        warnings.warn(f"mixed_mm is left out, the dense weight is multiplied: {error}", stacklevel=3)
+        leave_out(x, w, error)
         return None
+
+
+def leave_out(x: torch.Tensor, w: ArrangedWeight, error: Exception) -> None:
+    """Such weights are multiplied dense on this device from now on; a warning says so."""
+    FAILED[x.get_device(), weight_of(w)] = f"it did not compile or load before: {error}"
+    warnings.warn(f"mixed_mm is left out, dense weights are multiplied: {error}", stacklevel=4)
 
 
 def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> bool:
@@ -112,20 +117,26 @@ def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> st
 
 def refused_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """The same, whatever is quicker."""
+    if bias is not None and bias.dtype not in FLOAT_NAMES:
+        return f"a bias is a float, got {bias.dtype}"
+    if not x.numel() or x.numel() // w.shape[1] > MOST_ROWS:
+        return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
+    return refused_weight(w, x.dtype, x.device)
+
+
+def refused_weight(w: ArrangedWeight, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same of any rows of a dtype on a device."""
     n, length = w.shape
-    if FAILED:
-        return FAILED[0]
     if w.element not in ELEMENTS:
         return f"elements are {', '.join(ELEMENTS)}, got {w.element}"
-    if x.dtype not in INPUTS or (bias is not None and bias.dtype not in FLOAT_NAMES):
-        return f"inputs are {' or '.join(map(str, INPUTS))} and a bias a float, got {x.dtype}"
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != HOPPER:
-        return f"it is for GPUs of capability {HOPPER}, got {x.device}"
-    if not x.numel() or x.numel() // length > MOST_ROWS:
-        return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
+    if dtype not in INPUTS:
+        return f"inputs are {' or '.join(map(str, INPUTS))}, got {dtype}"
     if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
         return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
-    return missing_compiler()
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return f"it is for GPUs of capability {HOPPER}, got {device}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return FAILED.get((index, weight_of(w))) or missing_compiler()
 
 
 def rows_taken(w: ArrangedWeight, dtype: torch.dtype) -> int:
@@ -135,12 +146,7 @@ def rows_taken(w: ArrangedWeight, dtype: torch.dtype) -> int:
 
 def takes(w: ArrangedWeight, dtype: torch.dtype) -> bool:
     """Whether there are rows of a dtype that the kernel takes of a weight on its device."""
-    words, (n, length) = w.words, w.shape
-    whole = n % FEATURES == 0 and length % (2 * ATOM) == 0 and (n, length) == (w.rows, w.columns)
-    known = dtype in INPUTS and w.element in ELEMENTS and whole and not FAILED
-    if not known or not words.is_cuda or torch.cuda.get_device_capability(words.device) != HOPPER:
-        return False
-    return missing_compiler() is None
+    return refused_weight(w, dtype, w.words.device) is None
 
 
 def most_rows(w: ArrangedWeight) -> int:
@@ -312,11 +318,13 @@ __all__ = [
     "described",
     "is_faster",
     "launch_of",
+    "leave_out",
     "mixed_mm",
     "product_of",
     "programs_of",
     "refused",
     "refused_operands",
+    "refused_weight",
     "rows_taken",
     "takes",
     "weight_of",

@@ -5,7 +5,8 @@
 
 Eight experts, two rows of each of some tokens among them at random, and divisions with experts that have none. Times are of
 CUDA graphs in turn: torch's bfloat16 product, every variant, `grouped_linear_small`, and the dense weights for the call. Prints
-as it goes, writes $OUT/mixed_mm_experts.json; exits with 1 on any difference.
+as it goes, writes $OUT/mixed_mm_experts.json, whose times the rule's tests read (`reports/data`); exits with 1 on any
+difference.
 """
 
 from __future__ import annotations
@@ -119,12 +120,10 @@ def wrong_of(name: str, counts: tuple[int, ...], shape: tuple[int, int], dtype: 
             yield f"{label}: {far} outside of the bound, or other bits another time"
 
 
-def ends_of(tokens: int) -> torch.Tensor:
-    """Two experts of each token."""
+def counts_of(tokens: int) -> torch.Tensor:
+    """Rows of each expert, two experts of each token."""
     draw = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(tokens))
-    return (
-        torch.bincount(draw.topk(2, 1).indices.flatten(), minlength=EXPERTS).cumsum(0).to(torch.int32).cuda()
-    )
+    return torch.bincount(draw.topk(2, 1).indices.flatten(), minlength=EXPERTS)
 
 
 def by_dense(
@@ -165,8 +164,10 @@ def measure(options: Any, found: list[dict[str, Any]]) -> None:
                     say(f"not timed: {name} {shape} {tokens} tokens")
                     continue
                 x = torch.randn(2 * tokens, shape[1], device="cuda", dtype=torch.bfloat16)
-                times = timed(x, each, dense, ends_of(tokens))
-                found.append({"scheme": name, "shape": shape, "tokens": tokens, "times": times})
+                counts = counts_of(tokens)
+                times = timed(x, each, dense, counts.cumsum(0).to(torch.int32).cuda())
+                about = {"scheme": name, "shape": shape, "tokens": tokens, "rows": counts.tolist()}
+                found.append({**about, "times": {key: round(value, 1) for key, value in times.items()}})
                 told = "  ".join(f"{key} {value:.1f}" for key, value in times.items())
                 say(f"{name} {shape} {tokens:4} tokens: {told}  x{times['bf16'] / times['rule']:.2f}")
 

@@ -78,25 +78,31 @@ def test_other_devices_keep_their_kernels():
 
 
 def test_launches_go_first_where_they_are(monkeypatch):
-    """2, 3, 5 and 6 bits to 128 rows; int4 keeps its kernels; what is not taken has the others."""
+    """2, 3, 5 and 6 bits to 32 rows of inputs; int4 keeps its kernels; other dtypes have the others."""
     monkeypatch.setattr(host, "is_served", lambda codes: True)
     monkeypatch.setattr(host, "is_loadable", lambda *given: True)
     for bits in (2, 3, 4, 5, 6):
         w = fast.quantize(torch.randn(64, 256), named(f"int{bits}_g32"), packed=True)
-        for count, dtype in product((1, 2, 128), (torch.bfloat16, torch.float16)):
+        for count, dtype in product((1, 2, 32), (torch.bfloat16, torch.float16)):
             assert isinstance(select.launch_for(w, count, dtype), select.BitsLaunch) == (bits != 4)
         assert not isinstance(select.launch_for(w, 1, torch.float32), select.BitsLaunch)
-        assert not isinstance(select.launch_for(w, 129, torch.bfloat16), select.BitsLaunch)
+        assert select.launch_for(w, 33, torch.bfloat16) is None
     assert host.launch_for(w, 4, torch.bfloat16, Variant(8, 1, 1, 3, 1, 1, 2)) is None
 
 
-def test_rows_that_are_fused(monkeypatch):
-    """All 128 where scales change along K, too, and nothing is compiled to know that."""
-    w = fast.quantize(torch.randn(64, 256), "int3_g32", packed=True)
-    assert rows_fused(w, torch.bfloat16) == select.MOST_BLOCK_ROWS
+@pytest.mark.parametrize("scheme", ["int3_g32", "int6_rowwise"])
+@pytest.mark.parametrize(("n", "most"), [(64, 32), (8176, 32), (8192, 96)])
+def test_rows_that_are_fused(monkeypatch, scheme, n, most):
+    """As many where scales change along K, too, and nothing is compiled to know that; more are for the dense weight, also where
+    other devices have a kernel."""
+    w = fast.quantize(torch.randn(n, 256), named(scheme), packed=True)
+    assert rows_fused(w, torch.bfloat16) == (select.MOST_BLOCK_ROWS if "_g" in scheme else select.MOST_ROWS)
     monkeypatch.setattr(host, "is_served", lambda codes: True)
     monkeypatch.setattr(host, "is_loadable", lambda *given: pytest.fail("compiled"))
-    assert [rows_fused(w, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [128, 128, 1]
+    assert [rows_fused(w, dtype) for dtype in (torch.bfloat16, torch.float16)] == [most, most]
+    assert select.launch_for(w, most + 1, torch.bfloat16) is None
+    monkeypatch.setattr(host, "is_loadable", lambda *given: True)
+    assert isinstance(select.launch_for(w, most, torch.bfloat16), select.BitsLaunch)
 
 
 @pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -8,7 +8,7 @@ import torch
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_small.grouped import stacked
-from fast.kernels.mixed_mm.experts import SPREAD, candidates, choose, most_tiles, nanoseconds, time_of
+from fast.kernels.mixed_mm.experts import candidates, divisions, longest, most_tiles, tiles_of
 from fast.kernels.mixed_mm.host import GROUPED_ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.variants import Variant, Weight, sources
 from tests.emulator.device.mixed_stand_in import MixedStandIn
@@ -86,11 +86,13 @@ def test_ends_that_are_none_write_no_row_twice(ends, owners):
 #: A fault of the kernel, and what is changed.
 FAULTS = {
     "a tile writes rows of the next expert": ("if (limit - token < COUNT) return write_rows", "if (false) return write_rows"),
-    "words of another expert": ("p.words + expert * p.words_each", "p.words"),
-    "scales of another expert": ("p.scales + expert * p.scales_each", "p.scales"),
+    "words of another expert": ("p.words + index() * p.words_each", "p.words"),
+    "scales of another expert": ("p.scales + index() * p.scales_each", "p.scales"),
     "a row too many": ("if (row + 1 < limit)", "if (row < limit)"),
-    "a large tile is taken for a small one": ("last - token <= SMALL", "last - token <= TOKENS"),
-    "the last expert is left out": ("if (++expert >= p.experts) return false;", "if (++expert >= p.experts - 1) return false;"),
+    "a large tile is taken for a small one": ("left <= SMALL", "left <= TOKENS"),
+    "small tiles are left out": ("(SMALL < TOKENS ? 2 : 1) * p.experts", "p.experts"),
+    "a small tile begins where the expert's rows do": ("small ? (last - first) / TOKENS : 0", "0"),
+    "the last expert is left out": ("index() ? last : 0;", "index() ? last : 0; if (index() == p.experts - 1) return false;"),
 }  # fmt: skip
 
 
@@ -139,13 +141,29 @@ def test_most_tiles_hold_all_rows():
         assert sum(-(-rows // 64) for rows in counts) * 2 <= most_tiles(one, sum(counts), 3, 256)
 
 
-@pytest.mark.parametrize("average", [1, 40, 64, 100, 200, 500, 3000])
-@pytest.mark.parametrize("weight", [Weight("int4"), Weight("e4m3"), Weight("e2m1", False, 2)])
-def test_the_rule_takes_the_shortest_time_of_its_model(average, weight):
-    def each(one):
-        whole, small = (nanoseconds(rows, 4096, weight) for rows in (one.tokens, one.small or one.tokens))
-        return sum(time_of(one, max(1, round(part * average)), whole, small) for part in SPREAD)
+def in_turn(many, few, whole, small, programs):
+    """Times of programs that take tiles one after the other, each the next that is its own."""
+    taken = [0.0] * programs
+    for at in range(many + few):
+        taken[at % programs] += whole if at < many else small
+    return max(taken)
 
-    taken = choose(average, 64, 14336, 4096, weight)
-    assert taken.grouped
-    assert each(taken) <= 1.02 * min(map(each, candidates(weight)))
+
+@pytest.mark.parametrize("many", [0, 1, 7, 8, 21])
+@pytest.mark.parametrize("few", [0, 1, 8, 13, 16])
+def test_the_longest_program_is_that_of_the_kernels_order(many, few):
+    assert longest(many, few, 5.0, 2.0, 8) == in_turn(many, few, 5.0, 2.0, 8)
+
+
+def test_tiles_are_counted_as_the_kernel_has_them():
+    one = Variant(64, 1, 1, 3, 16, grouped=True)
+    assert tiles_of(one, [0, 1, 16, 17, 64, 80, 81], 7) == (1 + 1 + 1 + 2, 2 + 1)
+    assert tiles_of(one._replace(small=0), [0, 1, 16, 17, 64, 80, 81], 14) == (16, 0)
+
+
+@pytest.mark.parametrize("experts", [2, 8, 128])
+def test_divisions_have_the_average(experts):
+    for rows in divisions(400, experts):
+        assert abs(sum(rows) / len(rows) / 400 - 1) <= 0.2
+        assert min(rows) >= 200
+        assert max(rows) <= 600

@@ -176,7 +176,11 @@ def on_hopper(dtype, shape, capability=(9, 0)):
     """Inputs that seem to lie on a GPU."""
     size = torch.Size(shape)
     return SimpleNamespace(
-        dtype=dtype, shape=size, numel=size.numel, device=SimpleNamespace(type="cuda", capability=capability)
+        dtype=dtype,
+        shape=size,
+        numel=size.numel,
+        device=SimpleNamespace(type="cuda", index=0, capability=capability),
+        get_device=lambda: 0,
     )
 
 
@@ -263,17 +267,21 @@ def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(monkeypatch
 
 
 def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch):
-    """Once; then nothing is tried any more."""
+    """Once; then no such weight is tried any more on its device. Others are."""
 
     def refuse(*_, **__):
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(host, "missing_compiler", lambda: None)
-    monkeypatch.setattr(host, "FAILED", [])
+    monkeypatch.setattr(host, "FAILED", {})
     monkeypatch.setattr(host, "Product", refuse)
     x, w = on_hopper(torch.bfloat16, (200, 256)), arranged()
     with pytest.warns(UserWarning, match="no kernel image"):
         assert host.mixed_mm(x, w) is None
     assert "no kernel image" in host.refused(x, w, None)
     assert host.mixed_mm(x, w) is None
+    elsewhere = on_hopper(torch.bfloat16, (200, 256))
+    elsewhere.device.index = 1
+    assert host.refused(elsewhere, w, None) is None
+    assert host.refused(x, replace(w, element="e4m3"), None) is None
