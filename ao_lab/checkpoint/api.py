@@ -4,8 +4,8 @@ Two layouts. "compressed-tensors": every weight in a format that transformers, v
 (`ao_lab.checkpoint.export.compressed_tensors`), its values and how inputs are quantized bit for bit. "ao_lab": every part
 of every weight as a tensor of its own, NAME.codes, NAME.scale and so on, as `reference.quantize` makes them, for all
 schemes, embeddings and experts; transformers reads it after `import ao_lab`. "auto" takes the first where a plain
-`from_pretrained(folder)` computes the same model, and otherwise the second, with a UserWarning that says why and what to
-do. `config.for_layout("compressed-tensors")` makes the first kind.
+`from_pretrained(folder)`, and vLLM's reading of scales in the model's dtype, compute the same model, and otherwise the second,
+with a UserWarning that says why and what to do. `config.for_layout("compressed-tensors")` makes the first kind.
 
 In both, the metadata of the safetensors files holds, for each quantized weight, its whole record as JSON ("ao_lab"), so that
 `load_pretrained` gives back the same codes, scales and recipe; weights that modules share are stored once.
@@ -26,9 +26,10 @@ from torch import nn
 from ao_lab.checkpoint.experts.conversion import converted
 from ao_lab.checkpoint.experts.export import TARGET, as_expert, ignored, published
 from ao_lab.checkpoint.export.config import check_groups, quantization_config
+from ao_lab.checkpoint.export.dequantizing import with_dequantizing
 from ao_lab.checkpoint.export.input_rank import flat_inputs
 from ao_lab.checkpoint.export.loadable import unsupported_reasons
-from ao_lab.checkpoint.export.plain_reader import Reading, reading
+from ao_lab.checkpoint.export.plain_reader import Reading, reading, refusal
 from ao_lab.checkpoint.io.shards import look_at, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import (
@@ -108,9 +109,10 @@ def save_pretrained(
     """Write a quantized model to a folder: model.safetensors (in shards above `max_shard_bytes`), config.json and the card.
 
     `config`: the model's own configuration, by default `model.config` as transformers' models have it. The tokenizer is the
-    caller's. layout "auto" takes "compressed-tensors" where a plain reader computes the same, else "ao_lab" with a UserWarning;
-    "compressed-tensors" by name is also written where a reader has to be called otherwise (zero points, float32 scales of a
-    bfloat16 model), which `Saved.limits` says. Wrappers of torch.compile and DistributedDataParallel are taken off.
+    caller's. layout "auto" takes "compressed-tensors" where plain readers compute the same, else "ao_lab" with a UserWarning;
+    "compressed-tensors" by name is also written where only some of them do (float32 scales of a bfloat16 model), which
+    `Saved.limits` says. For zero points, and such scales of weights alone, config.json has transformers dequantize while it
+    loads. Wrappers of torch.compile and DistributedDataParallel are taken off.
 
     ValueError for a model without quantized weights, for one that is not finished (layers prepared for QAT, adapters, watched
     inputs, parametrizations, an interrupted `quantize_`), and where layout="compressed-tensors" cannot say it.
@@ -152,7 +154,7 @@ def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[S
     if stored is not None and (layout == "compressed-tensors" or not stored.inexact):
         return stored, []
     if layout == "compressed-tensors":
-        raise ValueError("compressed-tensors cannot hold this model: " + "; ".join(reasons[:5]))
+        raise ValueError(refusal(reasons))
     return _own(model), reasons or list(stored.inexact if stored is not None else ())
 
 
@@ -245,6 +247,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     #: Whether a layer lies there without a tensor called weight.
     bare: dict[str, bool] = {}
+    readings: dict[str, Reading] = {}
     state = _state(model, stored)
     if is_untied(model):
         # Where the table and the head are no longer one, readers tie nothing else either: a bias of theirs, for instance.
@@ -264,16 +267,17 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         try:
             module = TARGET if name in named.matrices else old.get(name, name).removesuffix(".weight")
             if (module not in linears and name not in named.matrices) or path == name:
-                raise ValueError(f"{name} is no weight of nn.Linear")
+                raise ValueError("it is no weight of nn.Linear")
             read = reading(value, dtype)
             if name in named.matrices:
                 read = as_expert(read, value)
         except ValueError as error:
-            reasons.append(str(error))
+            reasons.append(f"{name}: {error}")
             continue
         layers[module] = (read.format, value.recipe, value.input_scale is not None)
         if name not in named.matrices:
             bare[module] = "weight" not in read.tensors
+            readings[name] = read
         written = _on_host(read.tensors) if host else read.tensors
         stored.tensors.update({f"{path}.{key}": tensor for key, tensor in written.items()})
         outer = None if value.outer is None else value.outer.item()
@@ -287,11 +291,12 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         return None
     try:
         dense = ignored(model, named, sorted(linears - set(layers)))
-        stored.config = quantization_config(layers, dense)
+        stored.config, told = with_dequantizing(quantization_config(layers, dense), readings, TARGET)
     except ValueError as error:
         reasons.append(str(error))
         return None
-    if len(stored.config["config_groups"]) > 1:
+    stored.limits.update(dict.fromkeys(told))
+    if len(stored.config["config_groups"]) > 1 and not told:
         stored.limits["several schemes: transformers 5.23 reads them without dequantize=True only"] = None
     return stored
 

@@ -19,7 +19,7 @@ from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
 from ao_lab.checkpoint.model_classes import is_served, loader_of
 from ao_lab.checkpoint.records import Records, Weight
-from ao_lab.checkpoint.third_party import records_of
+from ao_lab.checkpoint.third_party import quantization_of, records_of
 from ao_lab.config.compressed_tensors.formats import FORMATS
 from ao_lab.install.version import __version__
 
@@ -243,7 +243,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
     return "\n\n".join(
         [
             "transformers, with `pip install compressed-tensors` and without ao_lab:",
-            _plainly(weights, loader.name, name),
+            _plainly(contents, weights, loader.name, name),
             *(["What readers have to know:\n\n" + "\n".join(f"- {note}" for note in notes)] if notes else []),
             "Served:",
             _served(contents, weights, name),
@@ -257,11 +257,16 @@ def _why(notes: Sequence[str]) -> str:
     return f" Why not compressed-tensors: {'; '.join(notes[:3])}." if notes else ""
 
 
-def _plainly(weights: Sequence[Weight], loader: str, name: str) -> str:
-    """Code that loads a folder in compressed-tensors' formats; zero points of packed integers want to be asked for."""
+def _plainly(contents: Contents, weights: Sequence[Weight], loader: str, name: str) -> str:
+    """Code that loads a folder in compressed-tensors' formats; packed zero points want `dequantize`, there or here."""
+    asked = (quantization_of(contents.folder.path) or {}).get("dequantize")
     packed = any(weight.format == "pack-quantized" and weight.meta.recipe.weight.zero for weight in weights)
     one = len({weight.format for weight in weights}) == 1
-    config = ", quantization_config=CompressedTensorsConfig(dequantize=True)" if packed and one else ""
+    config = (
+        ", quantization_config=CompressedTensorsConfig(dequantize=True)"
+        if packed and one and not asked
+        else ""
+    )
     return code(
         "python",
         f"from transformers import {loader}" + (", CompressedTensorsConfig" if config else ""),

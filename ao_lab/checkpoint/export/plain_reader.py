@@ -7,13 +7,16 @@ multiplies. Four things follow, each tried in tests:
 * float32 scales of a bfloat16 or float16 model are rounded, unless their values fit that dtype (`compute="input"` records);
 * zero points of packed integers do not load: their place is allocated unpacked on the meta device;
 * 6- and 4-bit floats and MX weights are made in bfloat16, whatever the model's dtype: other models fail in their products;
-* `CompressedTensorsConfig(dequantize=True)` avoids all three and leaves inputs as they are.
+* where the folder, or the call, says `dequantize`, weights are made in the dtype of their scales while they are loaded, which
+  avoids the first two, and inputs are left as they are (`ao_lab.checkpoint.export.dequantizing`).
 
-A `Reading` says of a layer what is lost by that call. `exact` means: nothing, bit for bit.
+A `Reading` says of a layer what is lost by that call. `exact` means: nothing, bit for bit, where codes are kept too, as vLLM
+keeps them; zero points count as read, since a folder that has them says `dequantize` or is not written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +39,6 @@ from reference import Scheme
 from reference.quantize.blocks import Blocks
 
 #: What the way out is called in messages.
-DEQUANTIZE = "from_pretrained(folder, quantization_config=CompressedTensorsConfig(dequantize=True))"
 WAY_OUT = 'quantize the model with config.for_layout("compressed-tensors"), or save with layout="ao_lab"'
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Why nothing is exported in 2:4 storage.
@@ -46,16 +48,21 @@ NO_SPARSE = (
 )
 #: The format whose zero points are packed like its codes.
 PACKED = EXPORTS["pack-quantized"]
+ZERO = "weight_zero_point"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A layer as a plain reader sees it: its format and tensors, whether it computes the same, and what to know otherwise."""
+    """A layer as a plain reader sees it: its format and tensors, whether it computes the same, and what to know otherwise.
+
+    `dequantize`: a reader has its values only, and certainly, where it dequantizes while it loads.
+    """
 
     format: str
     tensors: Tensors
     exact: bool = True
     limits: tuple[str, ...] = ()
+    dequantize: bool = False
 
 
 def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
@@ -76,8 +83,10 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     if (reason := unread_zero_points(t.recipe, tuple(t.shape))) is not None:
         raise ValueError(f"{t!r}: {reason}; {WAY_OUT}")
     tensors = _tensors(export, t, torch.bfloat16 if made_in_bfloat16(t.scheme) else t.dtype)
-    lost = [*_loading(t, dtype), *_scales(export, tensors, t, dtype), *_static(t, dtype)]
-    return Reading(export.name, tensors, not lost, (*lost, *_notes(tensors, t, dtype)))
+    rounded = _scales(export, tensors, t, dtype)
+    lost = [*_loading(t, dtype), *rounded, *_static(t, dtype)]
+    wanted = _wants_dequantizing(export, tensors, t, dtype, bool(rounded))
+    return Reading(export.name, tensors, not lost, (*lost, *_notes(tensors, t, dtype)), wanted)
 
 
 def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
@@ -143,15 +152,34 @@ def made_in_bfloat16(scheme: Scheme) -> bool:
 
 
 def _loading(t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
-    """Why `from_pretrained(folder)` fails."""
-    if made_in_bfloat16(t.scheme) and dtype != torch.bfloat16:
-        return [
-            f"readers make weights of {t.scheme.name} in bfloat16, and products with {_name(dtype)} inputs fail: read it with "
-            f"dtype=torch.bfloat16, or quantize the model in bfloat16"
-        ]
-    if t.zero is None or t.recipe.activation is not None:
+    """Why products of a folder that `from_pretrained` reads fail."""
+    if not made_in_bfloat16(t.scheme) or dtype == torch.bfloat16:
         return []
-    return [f"zero points: transformers 5.23 reads them by {DEQUANTIZE} alone"]
+    return [
+        f"readers make weights of {t.scheme.name} in bfloat16, and products with {_name(dtype)} inputs fail: read it with "
+        f"dtype=torch.bfloat16, or quantize the model in bfloat16"
+    ]
+
+
+def _wants_dequantizing(
+    export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype, rounded: bool
+) -> bool:
+    """Whether a plain reader needs to dequantize a layer while it loads; ValueError where zero points would not survive that.
+
+    The product is made in the scales' own dtype then, and cast to the model's.
+    """
+    packed = t.zero is not None and export is PACKED
+    if t.recipe.activation is not None or not (packed or rounded):
+        return False
+    kept = tensors["weight_scale"].dtype
+    if same_bits(value_read(export, tensors, t.quantized, kept).to(dtype), t.dequantize(dtype)):
+        return True
+    if packed:
+        raise ValueError(
+            f"{t!r}: readers dequantize weights with packed zero points in the dtype of their scales, {_name(kept)}, which "
+            f"rounds values of {_name(dtype)}; take float32 scales; {WAY_OUT}"
+        )
+    return False
 
 
 def _scales(export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
@@ -163,8 +191,8 @@ def _scales(export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.d
         return []
     inputs = "" if t.recipe.activation is None else ", which leaves inputs as they are"
     return [
-        f"scales: readers round the float32 scales of {t.scheme.name} to {_name(dtype)}, unless they read by "
-        f"{DEQUANTIZE}{inputs}"
+        f"scales: readers that keep codes, as vLLM does and transformers without dequantize=True{inputs}, round the float32 "
+        f"scales of {t.scheme.name} to {_name(dtype)}"
     ]
 
 
@@ -184,8 +212,8 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     )
     if dtype == torch.float32 and rounded:
         notes.append(
-            "float32 scales: with dtype=torch.bfloat16 readers round each by up to 0.4 percent; read the folder in float32, or "
-            "quantize the model in bfloat16"
+            "float32 scales: with dtype=torch.bfloat16 readers that keep codes round each by up to 0.4 percent; read the "
+            "folder in float32, or quantize the model in bfloat16"
         )
     scheme = t.recipe.activation
     if scheme is not None:
@@ -199,16 +227,25 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     return notes
 
 
+def refusal(reasons: Sequence[str]) -> str:
+    """What is said of a model that is not written: its first reasons, and the way out once."""
+    told = "; ".join(reason.removesuffix(f"; {WAY_OUT}") for reason in reasons[:5])
+    # Some reasons have a way out of their own.
+    end = "" if "layout=" in told else f"; {WAY_OUT}"
+    return f"compressed-tensors cannot hold this model: {told}{end}"
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 __all__ = [
-    "DEQUANTIZE",
     "WAY_OUT",
+    "ZERO",
     "Reading",
     "check_recipe",
     "made_in_bfloat16",
     "reading",
+    "refusal",
     "unread_zero_points",
 ]

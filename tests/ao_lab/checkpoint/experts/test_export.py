@@ -131,6 +131,30 @@ def test_experts_in_another_scheme_than_attention(tmp_path):
     assert torch.equal(logits(plain(tmp_path)), logits(model))
 
 
+@pytest.mark.parametrize("experts", ["int4_g32", None])
+def test_experts_beside_attention_with_zero_points(tmp_path, experts):
+    """transformers dequantizes experts by their own group of config_groups, and reads dense ones as they are."""
+    model = model_of("mixtral")
+    schemes = {r"re:.*self_attn.*": SchemeConfig(scheme="int4_g32_asymmetric_bf16", kernel="dequantize")}
+    if experts:
+        schemes[r"re:.*experts"] = SchemeConfig(scheme=experts).for_layout(COMPRESSED)
+    quantize_(model, FqnToConfig(schemes))
+    saved = save_pretrained(model, tmp_path)
+    assert (saved.layout, any("several schemes" in line for line in saved.limits)) == (COMPRESSED, False)
+    assert torch.equal(logits(plain(tmp_path)), logits(model))
+    same_state(load_pretrained(tmp_path), model)
+
+
+def test_experts_with_zero_points_are_refused(tmp_path):
+    model = model_of("mixtral")
+    quantize_(model, SchemeConfig(scheme="int4_g32_asymmetric"), linear_and_experts)
+    with pytest.raises(
+        ValueError, match=r"experts\.gate_up_proj: transformers does not read.*for_layout.*layout=.ao_lab"
+    ):
+        save_pretrained(model, tmp_path / "out", layout=COMPRESSED)
+    assert not (tmp_path / "out").exists()
+
+
 def test_names_are_those_of_published_checkpoints(tmp_path):
     """vLLM knows no others; what stays dense is named for it and for transformers."""
     save_pretrained(made("mixtral", "int4_g32"), tmp_path, layout=COMPRESSED)
