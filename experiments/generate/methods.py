@@ -1,11 +1,12 @@
-"""What generates: bfloat16, our configurations, ours after `ao_lab.prepare_for_generate_`, and torchao's.
+"""What generates: bfloat16 and our configurations, both after `ao_lab.prepare_for_generate_` too, and torchao's.
 
-Names are those of experiment `linear`. Nothing is switched on but what a method names.
+That call spares the host's time of any model. Names are those of experiment `linear`. Nothing is switched on but what a method names.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -36,16 +37,18 @@ class Method:
 
     def apply(self, model: nn.Module) -> None:
         """Quantize and prepare a model in place."""
-        if self.build is None:
-            return
-        if self.library == TORCHAO:
-            from torchao.quantization import quantize_
-
-            quantize_(model, self.build())
-            return
-        ao_lab.quantize_(model, self.build())
+        if self.build is not None:
+            self._quantize(model, self.build())
         if self.frozen is not None:
             ao_lab.prepare_for_generate_(model, frozen=self.frozen)
+
+    def _quantize(self, model: nn.Module, config: Any) -> None:
+        if self.library != TORCHAO:
+            ao_lab.quantize_(model, config)
+            return
+        from torchao.quantization import quantize_
+
+        quantize_(model, config)
 
     @property
     def missing(self) -> str | None:
@@ -61,6 +64,8 @@ METHODS = (
     Method(name="int4 g128", build=INT4, deep=True, peer=True),
     Method(name="int4 g128, prepared", build=INT4, frozen=False, deep=True),
     Method(name="int4 g128, prepared and frozen", build=INT4, frozen=True, deep=True),
+    Method(name="bfloat16, prepared", frozen=False, deep=True),
+    Method(name="bfloat16, prepared and frozen", frozen=True, deep=True),
     Method(name="int8", build=lambda: ao_lab.Int8WeightOnlyConfig(), deep=True, peer=True),
     Method(name="fp8 dynamic, rows", build=float8_dynamic(ao_lab.PerRow()), dynamic=True, peer=True),
     Method(name="int4 g128, zero points", build=INT4_ZERO, peer=True),

@@ -29,8 +29,8 @@ ABOUT = (
 FEATURED = ("generate-llama-3.1-8b-32-layers-full",)
 TEXT = (
     "Milliseconds of a token are the median over the last three quarters of the steps of 8 to 16 calls of 16 to 64 tokens, "
-    "the host's time in them, the prompt not; of a prefill, from the prompt to the first token. Models are copies of one bfloat16 model, called in turn; the speed "
-    "over it is the median of that of each round.",
+    "the host's time in them, the prompt not; of a prefill, from the prompt to the first token. Models are copies of one "
+    "bfloat16 model, called in turn; the speed over it is the median of that of each round.",
     "Warm-up is what the first two calls take: compilation and capture. Before that logits are compared with those of a"
     " bfloat16 model that has what is stored as its weights, at the rows that are timed, not compiled: they say that products "
     "are right, and nothing of quality.",

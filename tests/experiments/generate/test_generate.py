@@ -110,6 +110,38 @@ def test_the_model_that_others_are_copies_of_never_generates(monkeypatch):
     assert id(base) not in (first, second)
 
 
+def test_what_torchao_sets_for_its_own_models_is_not_left_to_others():
+    import torch._inductor.config as inductor
+
+    torchao = pytest.importorskip("torchao.quantization.utils")
+    before = inductor.get_config_copy()
+    with times.kept_options():
+        torchao.recommended_inductor_config_setter()
+        assert inductor.coordinate_descent_tuning
+    assert inductor.get_config_copy() == before
+
+
+def test_a_compiled_program_that_computes_something_else_is_not_timed():
+    stage = Stage(1, "cpu", divide=32, new=8, calls=1)
+    table = Table(stage, DECODE, (BASE,), 2)
+    model = times.Bench(0).base(table)
+    # As if nothing was compiled: the same bits. Then a program of other weights.
+    plain = stage.logits(model, 2, compiled=False)
+    assert plain.shape == (2, model.config.vocab_size)
+    assert torch.equal(plain, stage.logits(model, 2, compiled=False))
+    original = Stage.logits
+
+    def other(self, model, batch, compiled):
+        return (
+            original(self, model, batch, False).flip(-1) if compiled else original(self, model, batch, False)
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "logits", other)
+        with pytest.raises(times.Wrong, match="from those of the same model, not compiled"):
+            times.change_by_compiling(table, BASE, model)
+
+
 def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
     """A host that becomes slower is slower for all methods alike; what fails in between stops alone."""
     stage, order = Stage(1, "cpu", divide=32, new=8, calls=3), []
