@@ -10,7 +10,7 @@ import ao_lab
 from ao_lab.cli.app import main
 from experiments.generate import page, targets, times
 from experiments.generate import run as experiment
-from experiments.generate.methods import BASE, METHODS
+from experiments.generate.methods import BASE, METHODS, TORCHAO
 from experiments.generate.stage import Stage
 from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, KIND, Table, tables_of
 from experiments.harness import provenance
@@ -198,12 +198,28 @@ def test_at_full_scale_what_compiles_comes_after_what_does_not():
     assert compiles == sorted(compiles)
     first = tables[compiles.index(True)]
     assert (first.setting, first.stage.layers) == (f"batch 1, {COMPILED}", 32)
-    deep, part = ({one.name for one in table.methods} for table in (first, tables[-1]))
-    assert deep < part | {one.name for one in METHODS if one.frozen is not None}
+    (part,) = (one for one in tables if one.setting == f"batch 64, {COMPILED}")
+    assert {one.name for one in first.methods} < {one.name for one in part.methods}
     assert {one.setting for one in tables} >= {
         setting for _, settings, _ in targets.LIMITS for setting in settings
     }
     assert {name for methods, _, _ in targets.LIMITS for name in methods} <= {one.name for one in METHODS}
+
+
+def test_beside_torchao_there_is_what_has_its_recipe():
+    found = {table.setting: table for table in tables_of((DECODE,), "cuda") if table.beside}
+    assert [*found] == [
+        "batch 1, compiled, beside torchao",
+        "batch 16, compiled, beside torchao",
+        "batch 64, compiled, beside torchao int4wo",
+        "batch 64, compiled, beside torchao int8wo",
+        "batch 64, compiled, beside torchao fp8dq, rows",
+    ]
+    for table in found.values():
+        theirs = {one.name for one in table.methods if one.library == TORCHAO}
+        assert {one.peer for one in table.methods if one.peer} == theirs
+        assert table.methods[0] is BASE
+        assert all(one.frozen is None for one in table.methods)
 
 
 def test_a_model_that_runs_another_ones_program_is_not_timed(monkeypatch):
