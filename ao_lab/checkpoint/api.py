@@ -30,6 +30,7 @@ from ao_lab.checkpoint.export.dequantizing import with_dequantizing
 from ao_lab.checkpoint.export.input_rank import flat_inputs
 from ao_lab.checkpoint.export.loadable import unsupported_reasons
 from ao_lab.checkpoint.export.plain_reader import Reading, reading, refusal
+from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
 from ao_lab.checkpoint.io.shards import look_at, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import (
@@ -39,10 +40,17 @@ from ao_lab.checkpoint.model_builder import (
     check_kinds,
     check_state,
     fill,
+    is_untied,
     planned_model,
 )
 from ao_lab.checkpoint.model_card import card_beside
-from ao_lab.checkpoint.native_layout import OURS, file_of_weights, stem_of, whole_configuration
+from ao_lab.checkpoint.native_layout import (
+    OURS,
+    configuration_of,
+    file_of_weights,
+    stem_of,
+    whole_configuration,
+)
 from ao_lab.checkpoint.records import KEY, Records, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.checkpoint.third_party import records_of, tell
@@ -108,14 +116,16 @@ def save_pretrained(
 ) -> Saved:
     """Write a quantized model to a folder: model.safetensors (in shards above `max_shard_bytes`), config.json and the card.
 
-    `config`: the model's own configuration, by default `model.config` as transformers' models have it. The tokenizer is the
-    caller's. layout "auto" takes "compressed-tensors" where plain readers compute the same, else "ao_lab" with a UserWarning;
-    "compressed-tensors" by name is also written where only some of them do (float32 scales of a bfloat16 model), which
-    `Saved.limits` says. For zero points, and such scales of weights alone, config.json has transformers dequantize while it
-    loads. Wrappers of torch.compile and DistributedDataParallel are taken off.
+    `config`: the model's own configuration, by default `model.config` as transformers' models have it. Their generation_config
+    becomes generation_config.json, without its compile_config; a UserWarning tells of settings that `generate()` ignores. The
+    tokenizer is the caller's. layout "auto" takes "compressed-tensors" where plain readers compute the same, else "ao_lab" with
+    a UserWarning; "compressed-tensors" by name is also written where only some of them do (float32 scales of a bfloat16 model),
+    which `Saved.limits` says. For zero points, and such scales of weights alone, config.json has transformers dequantize while
+    it loads. Wrappers of torch.compile and DistributedDataParallel are taken off.
 
     ValueError for a model without quantized weights, for one that is not finished (layers prepared for QAT, adapters, watched
-    inputs, parametrizations, an interrupted `quantize_`), and where layout="compressed-tensors" cannot say it.
+    inputs, parametrizations, an interrupted `quantize_`), for a generation_config that transformers would not read again, and
+    where layout="compressed-tensors" cannot say it. Nothing has been written then.
     """
     choice(layout, LAYOUTS, "layout")
     if max_shard_bytes < 1:
@@ -127,7 +137,8 @@ def save_pretrained(
         raise ValueError("the model has no quantized weights; call quantize_ first")
     if empty := [name for name, value in model.state_dict(keep_vars=True).items() if value.is_meta]:
         raise ValueError(f"{empty[:5]} are on the meta device, without values; load them first")
-    given = dict(config) if config is not None else _config_of(model)
+    settings = settings_text(model)
+    given = dict(config) if config is not None else configuration_of(model)
     stored, reasons = _chosen(model, layout, _dtype_of(given))
     used = stored.config["quant_method"]
     folder = Path(directory)
@@ -138,11 +149,11 @@ def save_pretrained(
     files = write_files(folder, stored.tensors, metadata, max_shard_bytes, stem_of(stored.config))
     whole = whole_configuration(given, stored.config, len(files))
     (folder / CONFIG).write_text(json.dumps(whole, indent=2, default=str) + "\n")
-    card = _card(folder, reasons or list(stored.limits))
+    beside = _beside(folder, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)
     if reasons:
         warnings.warn(_told(reasons), UserWarning, stacklevel=2)
-    return Saved(used, (*files, folder / CONFIG, *card), size, tuple(reasons), tuple(stored.limits))
+    return Saved(used, (*files, folder / CONFIG, *beside), size, tuple(reasons), tuple(stored.limits))
 
 
 def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[Stored, list[str]]:
@@ -175,10 +186,12 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _card(folder: Path, reasons: Sequence[str]) -> tuple[Path, ...]:
-    """The model card, where nobody else's is there."""
+def _beside(folder: Path, settings: str | None, reasons: Sequence[str]) -> list[Path]:
+    """Generation settings, where the model has any, and the model card, where nobody else's is there."""
+    if settings is not None:
+        (folder / SETTINGS).write_text(settings)
     card = card_beside(folder, reasons)
-    return () if card is None else (card,)
+    return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]
 
 
 def load_pretrained(
@@ -191,7 +204,8 @@ def load_pretrained(
     scales of a key-value cache are, is told in a UserWarning.
 
     `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
-    describes: of the class that it names, or else a language model. `dtype`: what floating-point tensors become, and in what
+    describes: of the class that it names, or else a language model, with the folder's generation_config.json; a given model
+    keeps its own generation_config. `dtype`: what floating-point tensors become, and in what
     quantized weights compute; None: as they were saved.
 
     Files, records, configuration and shapes are compared with each other before a tensor is read, and the model is changed at
@@ -207,6 +221,7 @@ def load_pretrained(
     records = without_spare_biases(converted(records, folder, target), folder, target)
     check_state(target, records.shapes(folder), str(folder.path))
     check_kinds(target, records.specs(folder), str(folder.path))
+    settings = None if model is not None else read_settings(folder.path, target)
     target = model if model is not None else built(folder.path, count, dtype)
     state = whole_weights(folder, records)
     if dtype is not None:
@@ -214,6 +229,8 @@ def load_pretrained(
             name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()
         }
     fill(target, state)
+    if settings is not None:
+        target.generation_config = settings
     tell(target, records, folder)
     return target
 
@@ -369,28 +386,6 @@ def _place(value: torch.Tensor) -> tuple[Any, ...]:
     if isinstance(value, QuantizedTensor):
         return value.meta, *(None if part is None else _place(part) for part in value.parts.values())
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
-
-
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        return {}
-    result: dict[str, Any] = config.to_dict()
-    result["architectures"] = [type(model).__name__]
-    result["dtype"] = str(model.dtype).removeprefix("torch.")
-    return {**result, "tie_word_embeddings": False} if is_untied(model) else result
-
-
-def is_untied(model: nn.Module) -> bool:
-    """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
-    if not hasattr(model, "get_output_embeddings"):
-        return False
-    try:
-        head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    except NotImplementedError:  # a model without a table (Wav2Vec2)
-        return False
-    return head is not None and table is not None and head.weight is not table.weight
 
 
 __all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "save_pretrained"]

@@ -191,6 +191,17 @@ def tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     }
 
 
+def is_untied(model: nn.Module) -> bool:
+    """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
+    try:
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    except NotImplementedError:  # a model without a table (Wav2Vec2)
+        return False
+    return head is not None and table is not None and head.weight is not table.weight
+
+
 def fill(model: nn.Module, state: Tensors) -> None:
     """Give every parameter and buffer its tensor: all are made before the first is put into its place."""
     expected = model.state_dict(keep_vars=True)
@@ -226,6 +237,7 @@ __all__ = [
     "check_state",
     "configuration",
     "fill",
+    "is_untied",
     "model_class",
     "planned_model",
 ]

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ao_lab.checkpoint.io.shards import COMMON, OWN, OWN_INDEX, OWN_SINGLE
 from ao_lab.checkpoint.io.strict_json import read_object, shown
-from ao_lab.checkpoint.model_builder import CONFIG, NAMED_WEIGHTS, QUANTIZATION
+from ao_lab.checkpoint.model_builder import CONFIG, NAMED_WEIGHTS, QUANTIZATION, is_untied
 
 METHOD = "ao_lab"
 #: What config.json says of the quantization, beside "weights", the name of the file or the index.
@@ -45,6 +47,17 @@ def whole_configuration(
     return {**result, **refusal, QUANTIZATION: {**quantization, "weights": weights}}
 
 
+def configuration_of(model: nn.Module) -> dict[str, Any]:
+    """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    result: dict[str, Any] = config.to_dict()
+    result["architectures"] = [type(model).__name__]
+    result["dtype"] = str(model.dtype).removeprefix("torch.")
+    return {**result, "tie_word_embeddings": False} if is_untied(model) else result
+
+
 def file_of_weights(quantization: Mapping[str, Any], where: str) -> str | None:
     """The file that a description names; None in folders of earlier versions, which have model.safetensors.
 
@@ -71,4 +84,13 @@ def saved_dtype(folder: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-__all__ = ["METHOD", "OURS", "REFUSAL", "file_of_weights", "saved_dtype", "stem_of", "whole_configuration"]
+__all__ = [
+    "METHOD",
+    "OURS",
+    "REFUSAL",
+    "configuration_of",
+    "file_of_weights",
+    "saved_dtype",
+    "stem_of",
+    "whole_configuration",
+]

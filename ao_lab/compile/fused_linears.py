@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,23 @@ class FuseLinears:
         """What the compiler's caches know this pass by: its text."""
         modules = (__file__, swiglu_pattern.__file__, pair.__file__, sparse_pair.__file__)
         return hashlib.sha256(b"".join(Path(module).read_bytes() for module in modules)).hexdigest()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of the compiler's class, which pickle does not find by name, a call that makes it."""
+        return (inductor_pass, ()) if type(self) is inductor_class() else super().__reduce_ex__(protocol)
+
+
+@cache
+def inductor_class() -> type[FuseLinears]:
+    """FuseLinears as a class of the compiler's, which its caches want; made once, as importing that takes a second."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return type("FuseLinears", (FuseLinears, CustomGraphPass), {})
+
+
+def inductor_pass() -> FuseLinears:
+    """The pass as the compiler takes it. Pickles name this function."""
+    return inductor_class()()
 
 
 def most_rows(graph: Graph) -> int:
@@ -217,14 +235,11 @@ def compile_options() -> dict[str, Any]:
     and inputs have at most MOST_LATE rows; that its kernels wait for what they read is then the compiler's care.
     """
     import torch._inductor.config as inductor
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     import fast.matmul.linear_swiglu_ops  # noqa: F401  the operators; those of preshuffled weights are imported above
 
-    # The compiler's caches want this class, which takes a second to import.
-    fuse = type("FuseLinears", (FuseLinears, CustomGraphPass), {})()
     late = {"triton.enable_pdl": True} if hasattr(inductor.triton, "enable_pdl") else {}
-    return {"post_grad_custom_pre_pass": fuse, **late}
+    return {"post_grad_custom_pre_pass": inductor_pass(), **late}
 
 
 __all__ = ["FuseLinears", "compile_options"]

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from ao_lab.compile.fused_linears import FuseLinears, compile_options
+from ao_lab.compile.fused_linears import FuseLinears, compile_options, inductor_class
 from ao_lab.compile.guards import guard_options
 from ao_lab.install.extras import needed
 
@@ -57,21 +58,29 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     touched, so it may be called before or after `quantize_`, and again: a second call changes nothing, and nothing is compiled
     anew.
 
-    `save_pretrained` writes the generation_config as transformers does: the cache with it, the compile_config never. So a model
-    that was loaded from there has the static cache, which transformers compiles on a GPU without our options; call this again
-    after loading. To save what was set before, put `before` of the result back into
-    `model.generation_config.cache_implementation` first.
+    A static cache takes no assisted generation and no `past_key_values` of the caller's: `generate(cache_implementation=None)`
+    goes without it for one call.
+
+    `save_pretrained`, ours and transformers', writes the generation_config: the cache with it, the compile_config never. So a
+    model that was loaded from there has the static cache, which transformers compiles on a GPU without our options; call this
+    again after loading. To save what was set before, put `before` of the result back into
+    `model.generation_config.cache_implementation` first. Pickle and `torch.save` keep the options too.
 
     Before each token torch compares all modules and weights with what was compiled; parts of quantized weights are left out of
     that (`ao_lab.compile.guards`). frozen: all modules are, which saves 1.4 us of the host a quantized weight and token. From
-    the first call of `generate` on no weight is exchanged then, no hook, mode or layer changed, nothing quantized, no module
-    sets an attribute of its own in forward that a later call reads; what is would go unseen and the results be wrong. Each
-    frozen model has programs of its own; a deep copy of one shares them, and is as little to be changed.
+    the first call of `generate` on no weight is exchanged then, no mode or layer changed, nothing quantized, no module sets an
+    attribute of its own in forward that a later call reads; what is would go unseen and the results be wrong. Hooks that are
+    added after that call go unseen with frozen and without, as torch.compile does not look for them. Each frozen model has
+    programs of its own, one that was unpickled too; a deep copy of one shares them, and is as little to be changed.
     `torch.compiler.reset()` lets the next call see it.
 
-    TypeError for a model without generation_config. ValueError for a cache that transformers does not compile, and for another
-    backend than "inductor".
+    TypeError for a model without generation_config, and where frozen is no bool. ValueError for a cache that transformers does
+    not compile, and for another backend than "inductor".
     """
+    if not isinstance(frozen, bool):
+        raise TypeError(
+            f"frozen is True or False, got {frozen!r}; True is for a model that is not changed any more"
+        )
     config = getattr(model, "generation_config", None)
     if config is None:
         raise TypeError(
@@ -114,16 +123,38 @@ def _another() -> str:
     return f"{NAME}{SEPARATE}{next(_numbers)}"
 
 
-def _options(name: str) -> dict[str, Any]:
-    """`compile_options`, with a pass that is text too, the name.
+class NamedPass(FuseLinears, str):
+    """The pass, which is text too: its name.
 
     transformers copies a compile_config in each call and compiles again for one that differs, and what it compares, prints and
     hashes is JSON. Text is equal to its copies, and JSON.
     """
-    options = compile_options()
-    kind = type(options[PASS])
-    options[PASS] = type(kind.__name__, (kind, str), {})(name)
-    return options
+
+    def __copy__(self) -> NamedPass:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NamedPass:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A call of `named_pass`: pickle does not find its class by name."""
+        return named_pass, (str(self),)
+
+
+@cache
+def _named_class() -> type[NamedPass]:
+    """NamedPass as a class of the compiler's."""
+    return type(FuseLinears.__name__, (NamedPass, inductor_class()), {})
+
+
+def named_pass(name: str) -> NamedPass:
+    """The pass that was pickled under a name; of a frozen model under another: its number is of the process that gave it."""
+    return _named_class()(_another() if SEPARATE in name else NAME)
+
+
+def _options(name: str) -> dict[str, Any]:
+    """`compile_options`, with a pass that has a name."""
+    return {**compile_options(), PASS: _named_class()(name)}
 
 
 __all__ = ["GenerationSettings", "prepare_for_generate_"]

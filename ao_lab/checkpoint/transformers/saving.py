@@ -81,8 +81,6 @@ def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: 
         return
     limit = bytes_of(kwargs.get("max_shard_size", 5 * 10**9))
     save_pretrained(model, Path(save_directory), layout="ao_lab", max_shard_bytes=limit)
-    if model.can_generate():
-        model.generation_config.save_pretrained(save_directory)
 
 
 def bytes_of(size: int | str) -> int:

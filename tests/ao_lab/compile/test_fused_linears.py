@@ -1,5 +1,7 @@
 """Which programs have dependent launches: those of few rows, and nothing is left of that behind a compilation."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 
 import ao_lab
 import fast
-from ao_lab.compile.fused_linears import MOST_LATE, most_rows
+from ao_lab.compile.fused_linears import MOST_LATE, FuseLinears, most_rows
 
 pytestmark = pytest.mark.skipif(
     not hasattr(inductor.triton, "enable_pdl"), reason="this torch has no setting for dependent launches"
@@ -54,6 +56,23 @@ def test_products_of_torch_count(seen, bias):
         for rows in (MOST_LATE, MOST_LATE + 1):
             made(torch.randn(rows, 16))
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_options_can_be_copied_and_pickled(copied):
+    """The pass is of a class that the compiler takes; a class derived from it stays what it is."""
+    options = ao_lab.compile_options()
+    made = copied(options)
+    assert made.keys() == options.keys()
+    one, other = (given["post_grad_custom_pre_pass"] for given in (options, made))
+    assert type(one) is type(other)
+    assert one.uuid() == other.uuid() == FuseLinears().uuid()
+    assert type(copied(FuseLinears())) is FuseLinears
+    assert type(copied(Derived())) is Derived
+
+
+class Derived(FuseLinears):
+    """At the module's top, where pickle finds it."""
 
 
 def test_rows_are_those_of_inputs():

@@ -1,6 +1,10 @@
 """`prepare_for_generate_`: what it leaves in a generation_config, and transformers' `generate()` with it, compiled on a CPU."""
 
 import copy
+import io
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -84,6 +88,72 @@ def test_frozen_models_have_programs_of_their_own():
     assert models[0].generation_config.compile_config == other.generation_config.compile_config
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_prepared_model_can_be_pickled(frozen):
+    """The pass is of a class that is made at its first use; what is read is one that the compiler takes and knows."""
+    model = llama()
+    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
+    ao_lab.prepare_for_generate_(model, frozen=frozen)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    config = model.generation_config
+    models = (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False))
+    configs = [
+        pickle.loads(pickle.dumps(config, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    ]
+    for read in (*(one.generation_config for one in models), *configs):
+        first, second = read.compile_config.options, config.compile_config.options
+        assert type(first[PASS]) is type(second[PASS])
+        assert first[PASS].uuid() == second[PASS].uuid()
+        assert {**first, PASS: None} == {**second, PASS: None}
+        # The number of a frozen model is of one process: what is read has another, so that it has programs of its own.
+        assert (first[PASS] == second[PASS]) is not frozen
+        assert (read == config) is not frozen
+        assert read.compile_config == copy.deepcopy(read.compile_config) == copy.copy(read.compile_config)
+        hash(read)
+
+
+def test_a_pickle_is_read_where_nothing_was_prepared(tmp_path):
+    model = llama()
+    ao_lab.prepare_for_generate_(model, frozen=True)
+    with open(tmp_path / "config.pt", "wb") as file:
+        pickle.dump((model.generation_config, ao_lab.compile_options()), file)
+    code = (
+        "import pickle, sys; config, options = pickle.load(open(sys.argv[1], 'rb'));"
+        f"from torch._inductor.custom_graph_pass import CustomGraphPass; one = config.compile_config.options['{PASS}'];"
+        f"assert isinstance(one, CustomGraphPass) and isinstance(options['{PASS}'], CustomGraphPass);"
+        "print(one)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, tmp_path / "config.pt"], capture_output=True, text=True
+    )
+    assert "FuseLinears of frozen model 1" in ran.stdout, ran.stderr
+
+
+def test_frozen_is_a_bool():
+    model = llama()
+    with pytest.raises(TypeError, match="frozen is True or False, got 'yes'; "):
+        ao_lab.prepare_for_generate_(model, frozen="yes")
+    assert model.generation_config.cache_implementation is None
+
+
+def test_calls_that_a_static_cache_does_not_take():
+    """Docstring and guide say which calls are lost, and that cache_implementation=None in the call is the way out."""
+    model, assistant, prompt = llama(), llama(), torch.arange(3, 9)[None]
+    given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(prompt, **given)
+    ao_lab.prepare_for_generate_(model)
+    for make in (
+        lambda: {"assistant_model": assistant},
+        lambda: {"prompt_lookup_num_tokens": 2},
+        lambda: {"past_key_values": transformers.DynamicCache()},
+    ):
+        with pytest.raises(ValueError, match=r"Static cache|past_key_values"):
+            model.generate(prompt, **given, **make())
+        assert torch.equal(model.generate(prompt, **given, **make(), cache_implementation=None), wanted)
+
+
 def test_what_was_set_stays():
     model = llama()
     options = {"max_autotune": True, "epilogue_fusion": False}
@@ -161,3 +231,5 @@ def test_generate():
     assert model._compiled_call is compiled
     assert len(seen) == count > 0
     assert any("ao_lab" in target for target in seen[-1]), seen[-1]
+    del model._compiled_call  # which nobody can pickle: the guide says so
+    pickle.dumps(model)
