@@ -26,9 +26,9 @@ from ao_lab.compile.swiglu_pattern import HALVES, gated
 from fast.matmul.preshuffled import pair
 from fast.sparsity.int4 import pair as sparse_pair
 
-#: The most rows of inputs whose programs have dependent launches: eight layers of Llama-3.1-8B in int4 take 3.93 ms a token of
-#: 64 rows without them and 4.18 with (H200, one host), of 16 rows 2.07 and 2.02.
-MOST_LATE = 16
+#: The most rows of inputs whose programs have dependent launches: eight layers of Llama-3.1-8B take 3.93 ms a token of 64 rows
+#: in int4 without them and 4.18 with, bfloat16 4 percent more with them too; of 16 and 32 rows 1 to 3 percent less (H200).
+MOST_LATE = 32
 #: Operators that only say how memory is looked at: the same of the same are the same.
 VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
 
@@ -106,11 +106,19 @@ class FuseLinears:
 
 
 def most_rows(graph: Graph) -> int:
-    """The most rows of inputs that a product of ours has in a graph; 0 where there is none, or sizes are left open."""
-    products = (node for node in graph.nodes if str(node.target).startswith("ao_lab.linear"))
-    inputs = (node.args[0].meta.get("val") for node in products if isinstance(node.args[0], Node))
+    """The most rows of inputs that a product has in a graph; 0 where there is none, or sizes are left open."""
+    inputs = (value.meta.get("val") for value in map(input_of, graph.nodes) if value is not None)
     fixed = (x for x in inputs if x is not None and all(isinstance(size, int) for size in x.shape))
     return max((x.numel() // max(x.shape[-1], 1) for x in fixed), default=0)
+
+
+def input_of(node: Node) -> Node | None:
+    """The inputs of a product by a weight, ours or torch's; None of other nodes."""
+    place = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}.get(node.target)  # type: ignore[call-overload]
+    if str(node.target).startswith("ao_lab.linear"):
+        place = 0
+    found = None if place is None else node.args[place]
+    return found if isinstance(found, Node) else None
 
 
 def without_dependent_launches() -> None:

@@ -30,7 +30,8 @@ import fast
 from ao_lab.gemm.arranged import kept
 from ao_lab.gemm.cusparselt_algorithms import OUT, Algorithm, Call, known, refusal, search, searches
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.select import PRODUCTS, Kernel, quantized_input
+from ao_lab.gemm.products.codes import quantized_input
+from ao_lab.gemm.select import PRODUCTS, Kernel
 from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
 from fast.matmul.weights import one_scale
 

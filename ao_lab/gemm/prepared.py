@@ -12,9 +12,11 @@ import torch
 
 from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.products.codes import multiplies_codes
 from ao_lab.gemm.products.fused import PRESHUFFLED
 from ao_lab.gemm.products.scaled_blocks import BLOCK
-from ao_lab.gemm.select import FLOAT8, multiplies_codes, select_kernel
+from ao_lab.gemm.products.scaled_mm import FLOAT8
+from ao_lab.gemm.select import select_kernel
 from fast.prepared.products import prepared_linear, prepared_linear_of_codes, prepared_linear_small
 from fast.prepared.program import Program
 from fast.prepared.scaled_mm import ScaledProduct, prepared_scaled_mm

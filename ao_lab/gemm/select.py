@@ -35,38 +35,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-import fast
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.products.dense import dequantized, rounded, sums_along_blocks
-from ao_lab.gemm.products.fused import PRESHUFFLED, STORED, fused, most_fused_rows, unsupported_reason
-from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, blocks_product, blocks_reason, whole_steps
-from fast.cpu.int8 import integer_sums
-from fast.device import OLDEST
-from fast.matmul.linear import linear_of_codes
-from fast.matmul.preshuffled.grouped import grouped_linear_small
-from fast.matmul.preshuffled.linear import INPUTS
-from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, takes_codes
-from reference import Quantized, Scales, Scheme
-from reference.matmul.linear import transposed
-from reference.quantize.quantize import unpacked, with_plain_scales
+from ao_lab.gemm.products import fused, int8, reference, scaled_mm
+from ao_lab.gemm.products.dense import dequantized, sums_along_blocks
+from ao_lab.gemm.products.device import cpu_scales_rows, is_host
 
 Product = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor]
 UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
-
-#: Formats that `torch._scaled_mm` multiplies, and torch's dtypes of them.
-FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-#: What products of codes write.
-RESULTS = (torch.float32, torch.bfloat16, torch.float16)
-#: cuBLAS's integer product takes more rows than this, and lengths that are multiples of 8; its float8 product, of 16. So does
-#: our product of codes.
-FEWEST_ROWS, STEP_INT8, STEP_FLOAT8, STEP_CODES = 17, 8, 16, 16
 
 
 @dataclass(frozen=True)
@@ -80,36 +60,6 @@ class Kernel:
 def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
     return PRODUCTS[select_kernel(w, x.dtype, x.shape[-2])].run(x, w, bias)
-
-
-def grouped_product(
-    x: torch.Tensor, w: QuantizedWeight, func: Any, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N).
-
-    args, kwargs: offsets, bias and dtype, as torch has them. Kernel "fused" where the weights are preshuffled on a GPU, inputs
-    have 16 bits and nothing but offsets is asked for; else "dequantize".
-    """
-    able = groups_reason(w, x.dtype) is None
-    if sums_along_blocks(w) and not able and w.recipe.kernel not in ("auto", "dequantize"):
-        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
-    given = {**dict(zip(("offs", "bias", "out_dtype"), args, strict=False)), **kwargs}
-    plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
-    if able and plain and x.dim() == 2 and given.get("offs") is not None:
-        return grouped_linear_small(x, w.stored, given["offs"])
-    result: torch.Tensor = func(rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
-    return result
-
-
-def groups_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    """Why groups of rows of a dtype are not multiplied by weights (E, K, N) as these are stored; None where they are."""
-    if w.meta.layout != PRESHUFFLED or len(w.shape) != 3 or not w.meta.transposed:
-        return "the weights must be preshuffled, and stored as (experts, out, in)"
-    if w.recipe.activation is not None:
-        return "its inputs must not be quantized"
-    if not w.is_cuda or _capability(w.device.index or 0) < OLDEST:
-        return "its kernel is for GPUs of compute capability {}.{} and later".format(*OLDEST)
-    return None if dtype in INPUTS else f"it does not read {dtype}"
 
 
 def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> str:
@@ -140,7 +90,7 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
 def _by_default(w: QuantizedWeight) -> Iterator[str]:
     """The kernels that "auto" may be, the preferred first: not `scaled_mm` on a CPU whose torch takes one scale alone, since
     it multiplies element by element then, a thousand times as long as `dequantize`."""
-    slow = _is_host(w.device) and not _cpu_scales_rows()
+    slow = is_host(w.device) and not cpu_scales_rows()
     return (name for name in PRODUCTS if not (slow and name == "scaled_mm"))
 
 
@@ -171,250 +121,24 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
     return run
 
 
-def quantized_input(x: torch.Tensor, w: QuantizedWeight, scheme: Scheme) -> Quantized:
-    """The input in its scheme: static scales where the weight brings them, else found anew."""
-    return fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
-
-
-def _fused_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    device = w.device.type
-    if device not in ("cpu", "cuda") or (device == "cuda" and _capability(w.device.index or 0) < OLDEST):
-        found = "on " + device
-        if device == "cuda":
-            found = "of compute capability {}.{}".format(*_capability(w.device.index or 0))
-        needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
-        return f"its kernels are for {needs}, this weight is {found}"
-    return unsupported_reason(w, dtype)
-
-
 def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    inputs = quantized_input(x, w, _activation(w))
-    if multiplies_codes(x, w) and (bias is None or bias.shape == w.shape[1:]):
-        return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
-    weight = w.codes.view(torch.int8)
-    sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
-    if inputs.zero is not None:
-        sums = sums - inputs.zero.to(torch.int32) * weight.sum(1, dtype=torch.int32)
-    y = sums.to(torch.float32) * inputs.scale * _row(w.scale)
-    total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
-    return total.to(x.dtype)
-
-
-def _is_one_row(x: torch.Tensor, w: QuantizedWeight) -> bool:
-    """Whether x is one row that a kernel multiplies as codes. A number of rows that a tracer leaves open is not one."""
-    if not (w.is_cuda and isinstance(x.shape[0], int) and x.shape[0] == 1):
-        return False
-    sizes: tuple[Any, ...] = tuple(w.codes.shape)
-    rows, length = sizes
-    if not (isinstance(rows, int) and isinstance(length, int)):
-        # Of sizes that a tracer leaves open the kernel asks one thing; the program keeps the answer.
-        rows = length = STEP_CODES if length % STEP_CODES == 0 else 1
-    able = _capability(w.device.index or 0) >= OLDEST
-    return able and takes_codes(_activation(w).key, w.scheme.key, (rows, length), x.dtype)
-
-
-def multiplies_codes(x: torch.Tensor, w: QuantizedWeight) -> bool:
-    """Whether kernels "int8" and "scaled_mm" are `linear_of_codes` for these inputs."""
-    if w.scheme.element == "int8":
-        return _are_integer_codes(x, w)
-    return _is_one_row(x, w) or _are_few_rows(x, w)
-
-
-def _are_integer_codes(x: torch.Tensor, w: QuantizedWeight) -> bool:
-    """Whether `linear_of_codes` multiplies these integers: one row as `_is_one_row` says, on Hopper's tensor cores any number
-    of rows, those that a tracer leaves open too. No rows at all are none."""
-    if _is_one_row(x, w):
-        return True
-    count: Any = x.shape[0]
-    none_or_one = isinstance(count, int) and count < 2
-    if not w.is_cuda or none_or_one or _capability(w.device.index or 0) != OLDEST:
-        return False
-    whole: bool = w.codes.shape[1] % STEP_CODES == 0
-    return whole and x.dtype in RESULTS
-
-
-def _are_few_rows(x: torch.Tensor, w: QuantizedWeight) -> bool:
-    """Whether x is rows that `linear_of_codes` multiplies faster than torch; sizes that a tracer leaves open are not."""
-    sizes: tuple[Any, ...] = (x.shape[0], *w.codes.shape)
-    if not w.is_cuda or not all(isinstance(size, int) for size in sizes) or sizes[0] < 2:
-        return False
-    if _capability(w.device.index or 0) != OLDEST or sizes[2] % STEP_CODES:
-        return False
-    return codes_beat_torch(_activation(w).key, w.scheme.key, sizes[1:], sizes[0])
-
-
-def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Exact sums in int32; with rows of zeros where the GPU wants more of them."""
-    count = a.shape[0]
-    if a.device.type == "cpu":
-        if a.shape[1] != b.shape[0]:  # whose parts may fit each other
-            raise ValueError(
-                f"inputs of shape {tuple(a.shape)} by a weight (in, out) of {tuple(b.shape)}: inputs have "
-                f"{b.shape[0]} columns"
-            )
-        return integer_sums(a, b)
-    if a.is_cuda and count < FEWEST_ROWS:
-        a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - count))
-    return torch._int_mm(a, b)[:count]
-
-
-def _int8_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    scheme = w.recipe.activation
-    if scheme is None or scheme.element != "int8" or w.scheme.element != "int8":
-        return "both operands must be int8"
-    if not (one_scale(scheme) and one_scale(w.scheme)) or w.zero is not None:
-        return "each row must have one float32 scale, and the weight no zero point"
-    if len(w.shape) != 2 or not w.meta.transposed:
-        return STORED
-    if w.shape[0] > LONGEST_INT8:
-        return f"sums longer than {LONGEST_INT8} may overflow int32"
-    if w.is_cuda and any(length % STEP_INT8 for length in w.shape):
-        return f"its lengths must be multiples of {STEP_INT8} on a GPU"
-    return None
-
-
-def _scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
-        return dequantized(x, w, bias)
-    if _activation(w).scale.block == BLOCK:
-        return _scaled_blocks(x, w, bias)
-    inputs = quantized_input(x, w, _activation(w))
-    if multiplies_codes(x, w):
-        return linear_of_codes(inputs, w.quantized, bias, dtype=x.dtype)
-    a, b = inputs.codes.view(FLOAT8[inputs.scheme.element]), w.codes.view(FLOAT8[w.scheme.element])
-    if a.device != b.device:  # On a CPU torch does not look, and returns memory that nothing was written to.
-        raise ValueError(f"inputs are on {a.device}, the weight is on {b.device}; move either by .to(device)")
-    scale_a, scale_b = inputs.scale, _row(w.scale)
-    if scale_a.dim() != scale_b.dim() or (_is_host(a.device) and w.shape[1] and _cpu_scales_rows()):
-        # One scale in all becomes a column or row, which torch multiplies on a CPU by matrices, others element by element; of
-        # 0-d, a column of one would have strides of 0.
-        scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
-        scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
-    scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
-
-
-def _scaled_blocks(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    padded = whole_steps(x)
-    inputs = quantized_input(padded, w, _activation(w))
-    square = w.scheme.scale.block != BLOCK
-    y = blocks_product(inputs.codes, w.codes, inputs.scale, w.scale, square, x.dtype, bias)
-    return y if padded is x else y[: x.shape[0]]
-
-
-def _scaled_mm_unsupported(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    scheme = w.recipe.activation
-    if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
-        return "both operands must be float8_e4m3fn or float8_e5m2"
-    if len(w.shape) != 2 or not w.meta.transposed:
-        return STORED
-    if dtype not in RESULTS:
-        return f"it does not write {dtype}"
-    if scheme.scale.block == BLOCK:
-        return _scaled_blocks_unsupported(w, scheme, dtype)
-    if not (one_scale(scheme) and one_scale(w.scheme)):
-        return "each row must have one float32 scale for decoding"
-    if w.is_cuda:
-        return _scaled_mm_unsupported_on_gpu(w, scheme, dtype)
-    if -1 in (scheme.scale.block, w.scheme.scale.block) and not _cpu_scales_rows():
-        return f"torch {torch.__version__} takes one scale for each operand on a CPU, 2.13 one for each row"
-    return None
-
-
-def _scaled_blocks_unsupported(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    if not w.is_cuda or _capability(w.device.index or 0) != CAPABILITY:
-        return "its products of blocks are for GPUs of compute capability 9.0"
-    if dtype != torch.bfloat16:
-        return f"of blocks it writes bfloat16, not {dtype}"
-    return blocks_reason(scheme, w.scheme, (w.shape[1], w.shape[0]))
-
-
-def _scaled_mm_unsupported_on_gpu(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    if (capability := _capability(w.device.index or 0)) < (8, 9):
-        return f"compute capability {capability[0]}.{capability[1]} has no float8 product, 8.9 has"
-    if any(length % STEP_FLOAT8 for length in w.shape):
-        return f"its lengths must be multiples of {STEP_FLOAT8} on a GPU"
-    if scheme.element == w.scheme.element == "float8_e5m2":
-        return "GPUs multiply no float8_e5m2 by float8_e5m2"
-    rowwise = "tensor" not in (scheme.scale.block, w.scheme.scale.block)
-    if dtype != torch.bfloat16 and (rowwise or dtype == torch.float32):
-        return f"on a GPU it writes bfloat16, not {dtype}"
-    return None
-
-
-def _is_host(device: torch.device) -> bool:
-    """Whether torch multiplies float8 as it does on CPUs."""
-    return device.type == "cpu"
-
-
-@lru_cache(maxsize=1)
-def _cpu_scales_rows() -> bool:
-    """Whether torch's float8 product on CPUs takes a scale for each row: some versions fail an assertion there."""
-    with _disable_current_modes():  # those that trace would answer for torch
-        a, scale = torch.zeros(16, 16, device="cpu").to(torch.float8_e4m3fn), torch.ones(16, 1, device="cpu")
-        try:
-            torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.float32)
-        except RuntimeError:
-            return False
-    return True
-
-
-@lru_cache(maxsize=64)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def _reference(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
-        raise ValueError("kernel 'reference' runs on the host and cannot be traced; use kernel='dequantize'")
-    scheme = w.recipe.activation
-    left: Any = x if scheme is None else quantized_input(x, w, scheme)
-    options: dict[str, Any] = {"accumulation": w.recipe.accumulation, "out_dtype": x.dtype, "bias": bias}
-    return fast.matmul(left, as_right_operand(w), **options)
-
-
-def as_right_operand(w: QuantizedWeight) -> Any:
-    """The weight (K, N) as `reference.matmul` takes it: a `Quantized` of that shape, or dense float32 where there is none."""
-    return transposed(w.quantized) if w.meta.transposed else unpacked(with_plain_scales(w.quantized))
-
-
-def _activation(w: QuantizedWeight) -> Scheme:
-    scheme = w.recipe.activation
-    if scheme is None:
-        raise ValueError(f"{w.recipe} has no scheme for its input")
-    return scheme
-
-
-def _row(scale: torch.Tensor) -> torch.Tensor:
-    """A weight's stored scales (N, 1) as a row; one over the whole tensor as it is."""
-    return scale if scale.dim() == 0 else scale.t()
-
-
 #: Every kernel by name, the preferred first.
 PRODUCTS = {
-    "int8": Kernel(_int8, _int8_unsupported),
-    "scaled_mm": Kernel(_scaled_mm, _scaled_mm_unsupported),
-    "fused": Kernel(fused, _fused_unsupported),
+    "int8": Kernel(int8.int8, int8.unsupported_reason),
+    "scaled_mm": Kernel(scaled_mm.scaled_mm, scaled_mm.unsupported_reason),
+    "fused": Kernel(fused.fused, fused.unsupported_reason),
     "dequantize": Kernel(dequantized, _supports_all),
-    "reference": Kernel(_reference, _supports_all),
+    "reference": Kernel(reference.reference, _supports_all),
 }
 
 __all__ = [
     "PRODUCTS",
     "Kernel",
-    "Scales",
-    "as_right_operand",
-    "grouped_product",
-    "groups_reason",
     "inference_keys",
-    "most_fused_rows",
-    "multiplies_codes",
     "product",
     "select_kernel",
     "select_product",
-    "sums_along_blocks",
 ]

@@ -26,7 +26,8 @@ import torch
 import fast
 from ao_lab.gemm.arranged import kept
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.select import Kernel, quantized_input
+from ao_lab.gemm.products.codes import quantized_input
+from ao_lab.gemm.select import Kernel
 from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
 from fast.kernels.hopper.nvrtc import missing_compiler
 from fast.matmul.weights import one_scale

@@ -11,7 +11,9 @@ from torch import nn
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse_int4
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
-from ao_lab.gemm.select import groups_reason, inference_keys, most_fused_rows, select_kernel
+from ao_lab.gemm.products.fused import most_fused_rows
+from ao_lab.gemm.products.grouped import groups_reason
+from ao_lab.gemm.select import inference_keys, select_kernel
 from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT

@@ -9,6 +9,7 @@ import torch
 
 from ao_lab.gemm import select
 from ao_lab.gemm.problem import SUBSETS, Candidate, Choice, Problem, problem_of
+from ao_lab.gemm.products.fused import most_fused_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.grouped.autograd import grouped_linear
@@ -135,7 +136,7 @@ def serving_choice(sample: ServingSample, limits: Limits) -> Choice:
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     with torch.no_grad():
         found = measured(calls, errors, refused, x.device, limits)
-    most = select.most_fused_rows(w, x.dtype) if _is_beyond_fused(w, x) else None
+    most = most_fused_rows(w, x.dtype) if _is_beyond_fused(w, x) else None
     found = tuple(replace(c, most_rows=most) if c.kernel == "fused" else c for c in found)
     shape = (x.shape[0], w.shape[1], w.shape[0])
     problem = problem_of("inference", *select.inference_keys(w), shape, x.dtype)
@@ -148,14 +149,14 @@ def _serving_reason(name: str, w: QuantizedTensor, x: torch.Tensor) -> str | Non
     if name == "reference":
         return "it runs on the host, for recipes that name it"
     if name == "fused" and _is_beyond_fused(w, x):
-        return f"for more than {select.most_fused_rows(w, x.dtype)} rows it is dequantize"
+        return f"for more than {most_fused_rows(w, x.dtype)} rows it is dequantize"
     return select.PRODUCTS[name].unsupported_reason(w, x.dtype)
 
 
 def _is_beyond_fused(w: QuantizedTensor, x: torch.Tensor) -> bool:
     """Whether "fused" takes a weight (K, N), and fewer rows than these."""
     able = select.PRODUCTS["fused"].unsupported_reason(w, x.dtype) is None
-    return able and x.shape[0] > select.most_fused_rows(w, x.dtype)
+    return able and x.shape[0] > most_fused_rows(w, x.dtype)
 
 
 def _errors(

@@ -13,6 +13,7 @@ from experiments.generate.tables import Table as Measured
 from experiments.generate.targets import targets_of
 from experiments.generate.times import (
     CHANGE,
+    COMPILED_CHANGE,
     COMPILING,
     EAGERLY,
     RATE,
@@ -54,10 +55,11 @@ TEXT = (
     "Models are copies of one bfloat16 model, called in turn; the speed over it is the median of that of each round. Tables of "
     "stale lines may have had other numbers of calls and tokens.",
     'Compiled steps are those of transformers\' own mode "reduce-overhead" (CUDA graphs), which a static cache starts; '
-    "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them.",
+    "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them, for its own models.",
     "Warm-up is what the calls before the timed ones take: {compiling} where steps are compiled, which is compilation and "
     "capture, {eagerly} where not. Before that logits are compared with those of a bfloat16 model that has what is stored as "
-    "its weights, at the rows that are timed, not compiled: they say that products are right, and nothing of quality.",
+    "its weights, at the rows that are timed, not compiled: they say that products are right, and nothing of quality. "
+    "By compiling: the change of the logits of a compiled call's last step, from those of the same model, not compiled.",
 )
 STAND_IN = (
     "**A stand-in**: one tiny layer on a CPU, whose times mean nothing; it shows that all of it runs.",
@@ -65,6 +67,7 @@ STAND_IN = (
 COLUMNS = {
     TIME: ("ms", 3), f"{TIME}, 20%": ("20%", 3), f"{TIME}, 80%": ("80%", 3), SPEED: ("over bfloat16", 2),
     RATE: ("tokens/s", 1), WARM: ("warm-up (s)", 1), CHANGE: ("change of logits", 3),
+    COMPILED_CHANGE: ("by compiling", 3),
 }  # fmt: skip
 
 

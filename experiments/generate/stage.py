@@ -80,22 +80,34 @@ class Stage:
         self.synchronize()
         return time.perf_counter() - started
 
+    def logits(self, model: Any, batch: int, compiled: bool) -> torch.Tensor:
+        """Those of the last step of a call, float32 (batch, words). Its tokens are given, so that they are the same for all."""
+
+        def draw(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            given = (torch.arange(batch, device=self.device) * 31 + tokens.shape[1] * 7) % scores.shape[1]
+            return torch.full_like(scores, float("-inf")).scatter_(1, given[:, None], 0.0)
+
+        options = {"return_dict_in_generate": True, "output_logits": True, "logits_processor": [draw]}
+        made = self.generate(model, self.prompt(batch, PROMPT), self.new, compiled, **options)
+        found: torch.Tensor = made.logits[-1].float()
+        return found
+
     def prompt(self, batch: int, length: int) -> torch.Tensor:
         """Tokens (batch, length)."""
         return torch.arange(batch * length, device=self.device).reshape(batch, length) % 97 + 3
 
     def generate(
-        self, model: Any, prompt: torch.Tensor, new: int, compiled: bool, *watches: Any
-    ) -> torch.Tensor:
-        """transformers' own call."""
+        self, model: Any, prompt: torch.Tensor, new: int, compiled: bool, *watches: Any, **more: Any
+    ) -> Any:
+        """transformers' own call. more: of its arguments."""
         import transformers
 
-        options: dict[str, Any] = {"disable_compile": not compiled}
+        options: dict[str, Any] = {"disable_compile": not compiled, **more}
         if compiled and self.device == "cpu":
             config = model.generation_config.compile_config or transformers.CompileConfig()
             options["compile_config"] = copy.copy(config)
             options["compile_config"]._compile_all_devices = True
-        tokens: torch.Tensor = model.generate(
+        return model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             cache_implementation="static",
@@ -105,7 +117,6 @@ class Stage:
             stopping_criteria=transformers.StoppingCriteriaList(watches),
             **options,
         )
-        return tokens
 
     def synchronize(self) -> None:
         """Wait for the GPU."""

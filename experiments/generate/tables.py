@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from experiments.generate.methods import BASE, METHODS, TORCHAO, Method
+from experiments.generate.methods import AO, BASE, METHODS, TORCHAO, Method
 from experiments.generate.stage import Stage
 
 KIND = "generate"
@@ -21,8 +21,8 @@ COMPILED, EAGER = "compiled", "not compiled"
 class Table:
     """What is timed. part: one of the names of `--only`; length: of a prefill. needed: seconds of a method.
 
-    beside: whether it is one more run of a setting, with other libraries, whose compilers take minutes, and of ours those
-    recipes that they have.
+    beside: what it is one more run of a setting with, torchao or one of its methods, whose compilers take minutes; of ours it
+    has their recipes.
     """
 
     stage: Stage
@@ -30,7 +30,7 @@ class Table:
     methods: tuple[Method, ...]
     batch: int = 1
     length: int = 0
-    beside: bool = False
+    beside: str = ""
 
     @property
     def compiled(self) -> bool:
@@ -42,9 +42,8 @@ class Table:
         """The setting of its rows."""
         if self.part == PREFILL:
             return f"prefill of {self.length} tokens"
-        return (
-            f"batch {self.batch}, {COMPILED if self.compiled else EAGER}"
-            + f", beside {TORCHAO}" * self.beside
+        return f"batch {self.batch}, {COMPILED if self.compiled else EAGER}" + (
+            f", beside {self.beside}" if self.beside else ""
         )
 
     @property
@@ -55,6 +54,11 @@ class Table:
         return each * len(self.methods) + (70.0 * len(others) if self.compiled else 0.0)
 
 
+def beside(*names: str) -> tuple[Method, ...]:
+    """bfloat16, these methods of torchao's, and ours of their recipes."""
+    return tuple(one for one in METHODS if one is BASE or one.peer in names or one.name in names)
+
+
 def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
     """At full scale: what is not compiled comes first, in a process that has compiled nothing, as its users have it."""
     least, stage, whole = Stage(LEAST, device), Stage(DEPTH, device), Stage(WHOLE, device)
@@ -62,7 +66,6 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
     deep = tuple(one for one in METHODS if one.deep)
     ours = tuple(one for one in METHODS if one.library != TORCHAO)
     unprepared = tuple(one for one in METHODS if one.frozen is None)
-    peers = tuple(one for one in METHODS if one.peer or one.library == TORCHAO)
     found = (
         Table(eager, EAGER_DECODE, unprepared, 1),
         Table(replace(stage, calls=24), PREFILL, unprepared, length=LONG),
@@ -74,10 +77,10 @@ def tables_of(parts: Sequence[str], device: str) -> Iterator[Table]:
         Table(stage, DECODE, ours, 16),
         Table(stage, DECODE, ours, 64),
         Table(least, DECODE, deep, 1),
-        Table(stage, DECODE, peers, 1, beside=True),
-        Table(stage, DECODE, peers, 16, beside=True),
-        # torchao's int8 takes half a second a token there.
-        Table(replace(stage, new=16, calls=8), DECODE, peers, 64, beside=True),
+        Table(stage, DECODE, beside(*AO), 1, beside=TORCHAO),
+        Table(stage, DECODE, beside(*AO), 16, beside=TORCHAO),
+        # Its methods by themselves, each of which compiles for minutes; int8 takes half a second a token there.
+        *(Table(replace(stage, new=16, calls=8), DECODE, beside(one), 64, beside=one) for one in AO),
     )
     return (one for one in found if one.part in parts)
 

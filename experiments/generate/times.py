@@ -26,8 +26,14 @@ from experiments.harness.outcome import Values, Wrong, attempt, free
 from experiments.harness.timing import summary
 from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 
-TIME, SPEED, RATE, WARM, REPEAT, CHANGE = (
-    "time", "speed over bfloat16", "tokens/s", "warm-up", "time again over the first", "logits, change"
+TIME, SPEED, RATE, WARM, REPEAT, CHANGE, COMPILED_CHANGE = (
+    "time", "speed over bfloat16", "tokens/s", "warm-up", "time again over the first", "logits, change",
+    "logits, change by compiling",
+)  # fmt: skip
+#: What torchao's `quantize_` sets.
+OPTIONS = (
+    "coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul", "fx_graph_cache",
+    "triton.unique_kernel_names",
 )  # fmt: skip
 #: Of calls before the timed ones: two where a program is compiled and its graph recorded.
 COMPILING, EAGERLY = 2, 1
@@ -54,7 +60,10 @@ class Bench:
         torch.compiler.reset()
         ready: dict[str, Any] = {}
         with several_compiled():
-            found = {one.name: attempt(partial(self.prepare, table, one, ready)) for one in table.methods}
+            found = {}
+            for one in table.methods:
+                with kept_options():
+                    found[one.name] = attempt(partial(self.prepare, table, one, ready))
             in_turn(table, ready, found)
         ready.clear()
         torch.compiler.reset()
@@ -71,14 +80,28 @@ class Bench:
         del dense
         free()
         warm = warmed(table, model)
+        values = {CHANGE: (changed, "ratio"), WARM: (warm, "s")}
+        if table.compiled:
+            values[COMPILED_CHANGE] = (change_by_compiling(table, method, model), "ratio")
         ready[method.name] = model
-        return {CHANGE: (changed, "ratio"), WARM: (warm, "s")}
+        return values
 
 
 @contextmanager
 def several_compiled() -> Iterator[None]:
     """Models are not compiled for any size since another's sizes differ, and not refused for their number."""
     with torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False):
+        yield
+
+
+@contextmanager
+def kept_options() -> Iterator[None]:
+    """The compiler's options, which torchao's `quantize_` sets for the process, are put back: models that are compiled after
+    its own would be other programs."""
+    import torch._inductor.config as inductor
+
+    current = inductor.get_config_copy()
+    with inductor.patch({name: current[name] for name in OPTIONS}):
         yield
 
 
@@ -160,6 +183,14 @@ def change(method: Method, model: Any, dense: Any, prompt: torch.Tensor) -> floa
     expected = None if dense is None else logits(dense, prompt)
     limit = SCHEME_LIMIT if method.dynamic else COMPILED_LIMIT
     return relative_change(logits(model, prompt), expected, limit, "from those of its weights in bfloat16")[0]
+
+
+def change_by_compiling(table: Table, method: Method, model: Any) -> float:
+    """How far logits of the compiled step are from those of the same model, not compiled, of their size; the last of a call's
+    steps, so that errors of all of them are in the cache."""
+    compiled, plain = (table.stage.logits(model, table.batch, one) for one in (True, False))
+    limit = SCHEME_LIMIT if method.dynamic else COMPILED_LIMIT
+    return relative_change(compiled, plain, limit, "from those of the same model, not compiled")[0]
 
 
 def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:

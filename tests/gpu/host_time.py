@@ -29,13 +29,13 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import ao_lab
 from ao_lab.compile.guards import guard_options
-from ao_lab.gemm import select
 from ao_lab.quantization import prepared_products
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast import dispatch
 from fast.kernels.launch import cache, direct
 from fast.kernels.launch.launcher import CompiledLaunch
+from tests.ao_lab.gemm.capability import ASKED_BY
 
 CONFIGS: dict[str, Callable[[], Any] | None] = {
     "dense": None,
@@ -124,7 +124,7 @@ def launched(name: str) -> tuple[float, float, float]:
     changes = (
         (CompiledLaunch, "run", run), (dispatch, "has_kernels", lambda x: True), (direct, "current_device", lambda: -1),
         (direct, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (cache, "CALLS", {}),
-        (select, "_capability", lambda index: (9, 0)),
+        *((module, "capability", lambda index: (9, 0)) for module in ASKED_BY),
     )  # fmt: skip
     x, times = torch.ones(1, 1, WIDTH, dtype=torch.bfloat16), []
     for on_gpu in (False, True):

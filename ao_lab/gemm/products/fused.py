@@ -1,4 +1,4 @@
-"""Kernel "fused": products that decode a weight's codes on the way, on the devices that `ao_lab.gemm.select` lets it have.
+"""Kernel "fused": products that decode a weight's codes on the way, on CPUs and on GPUs that its kernels are for.
 
 Inputs are taken as they are, and with a preshuffled weight also in a scheme. Where 16-bit floats hold it exactly
 (`fast.matmul.preshuffled.exact_inputs`) a kernel in front of the product quantizes them; in others they go through their scheme
@@ -12,7 +12,9 @@ import torch
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.dense import dequantized, rounded
+from ao_lab.gemm.products.device import capability
 from fast.cpu.linear import takes as takes_one_row
+from fast.device import OLDEST
 from fast.matmul.one_row_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
 from fast.matmul.preshuffled.exact_inputs import inputs_reason
@@ -40,7 +42,19 @@ def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> tor
 
 
 def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
-    """Why it does not take a weight beside inputs of a dtype, whatever the device's kind; None where it does."""
+    """Why it does not take a weight beside inputs of a dtype; None where it does."""
+    device = w.device.type
+    if device not in ("cpu", "cuda") or (device == "cuda" and capability(w.device.index or 0) < OLDEST):
+        found = "on " + device
+        if device == "cuda":
+            found = "of compute capability {}.{}".format(*capability(w.device.index or 0))
+        needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
+        return f"its kernels are for {needs}, this weight is {found}"
+    return weight_reason(w, dtype)
+
+
+def weight_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not take a weight beside inputs of a dtype, whatever the device; None where it does."""
     reason = _dynamic_reason(w)
     if reason is not None:
         return reason
@@ -83,4 +97,4 @@ def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
     return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
 
 
-__all__ = ["PRESHUFFLED", "STORED", "fused", "most_fused_rows", "unsupported_reason"]
+__all__ = ["PRESHUFFLED", "STORED", "fused", "most_fused_rows", "unsupported_reason", "weight_reason"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.gemm.select import FLOAT8
+from ao_lab.gemm.products.scaled_mm import FLOAT8
 from experiments.kernels.baselines.sparse_expressions import SPARSE
 from experiments.kernels.cases.case import Case, Inputs
 from experiments.kernels.cases.inputs import EPS

@@ -47,18 +47,22 @@ def test_dependent_launches_are_for_few_rows(seen, rows, late):
     assert inductor.triton.enable_pdl == before
 
 
-def test_other_models_keep_them(seen):
-    """Nothing is known of products that are not ours."""
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_torch_count(seen, bias):
     with torch.no_grad():
-        torch.compile(nn.Linear(16, 16), options=ao_lab.compile_options())(torch.randn(64, 16))
-    assert seen == [True]
+        made = torch.compile(nn.Linear(16, 16, bias), options=ao_lab.compile_options(), dynamic=False)
+        for rows in (MOST_LATE, MOST_LATE + 1):
+            made(torch.randn(rows, 16))
+    assert seen == [True, False]
 
 
 def test_rows_are_those_of_inputs():
     graph = torch.fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     x.meta["val"], w.meta["val"] = torch.empty(2, 9, 64), torch.empty(512, 64)
-    graph.call_function(torch.mm, (w, x))
+    graph.call_function(torch.ops.aten.relu.default, (w,))
     assert most_rows(graph) == 0
     graph.call_function(torch.ops.ao_lab.linear_small.default, (x, w))
     assert most_rows(graph) == 18
+    graph.call_function(torch.ops.aten.mm.default, (w, x))
+    assert most_rows(graph) == 512

@@ -8,8 +8,10 @@ import fast
 from ao_lab import quantized
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm import select
+from ao_lab.gemm.products import scaled_mm
 from ao_lab.gemm.products.scaled_blocks import blocks_reason
 from reference.schemes.schemes import scheme_of
+from tests.ao_lab.gemm.capability import set_capability
 from tests.ao_lab.training.test_scaled_mm import torch_rule, torch_rule_2
 
 FINE, SQUARE = "fp8_1x128", "fp8_128x128"
@@ -35,7 +37,7 @@ def test_any_number_of_rows(rows, length, weight, rules):
     x, dense = (torch.randn(count, length, generator=generator).to(torch.bfloat16) for count in (rows, 256))
     w = quantized(dense, Recipe(weight=scheme_of(weight), activation=scheme_of(FINE)))
     bias = torch.linspace(-1, 1, 256).to(torch.bfloat16)
-    y = select._scaled_mm(x, w.t(), bias)
+    y = scaled_mm.scaled_mm(x, w.t(), bias)
     truth = fast.dequantize(fast.quantize(x, FINE)).double() @ w.dequantize(torch.float64).T + bias.double()
     assert (y.shape, y.dtype) == ((rows, 256), torch.bfloat16)
     torch.testing.assert_close(y, truth.to(torch.bfloat16))
@@ -48,7 +50,7 @@ def test_a_weight_that_was_sliced_along_its_sums(part, rules):
     x, dense = (torch.randn(count, 1024, generator=generator).to(torch.bfloat16) for count in (16, 256))
     w = quantized(dense, Recipe(weight=scheme_of(SQUARE), activation=scheme_of(FINE)))[:, part]
     truth = fast.dequantize(fast.quantize(x[:, part], FINE)).double() @ w.dequantize(torch.float64).T
-    torch.testing.assert_close(select._scaled_mm(x[:, part], w.t(), None), truth.to(torch.bfloat16))
+    torch.testing.assert_close(scaled_mm.scaled_mm(x[:, part], w.t(), None), truth.to(torch.bfloat16))
 
 
 class Layer(torch.nn.Linear):
@@ -89,14 +91,14 @@ def layer(weight, activation, shape, dtype=torch.bfloat16):
     ],
 )
 def test_which_layers_it_multiplies(weight, activation, shape, newest, taken, monkeypatch):
-    monkeypatch.setattr(select, "_capability", lambda index: newest)
+    set_capability(monkeypatch, newest)
     with FakeTensorMode(), torch.no_grad():
         w = layer(weight, activation, shape)
         assert (select.select_kernel(w.t(), torch.bfloat16) == "scaled_mm") == taken
 
 
 def test_other_results_than_bfloat16_are_left_to_the_dense_weight(monkeypatch):
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    set_capability(monkeypatch, (9, 0))
     with FakeTensorMode(), torch.no_grad():
         w = layer(SQUARE, FINE, (256, 512), torch.float16)
         assert select.select_kernel(w.t(), torch.float16) == "dequantize"

@@ -12,9 +12,11 @@ import fast
 import reference
 from ao_lab import Recipe, quantized
 from ao_lab.config.recipe import integer_scheme
-from ao_lab.gemm import select
-from ao_lab.gemm.select import PRODUCTS, as_right_operand, select_kernel
+from ao_lab.gemm.products import codes, int8, scaled_mm
+from ao_lab.gemm.products.reference import as_right_operand
+from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES, Scales
+from tests.ao_lab.gemm.capability import set_capability
 from tests.support.quantized_weights import DEVICES
 from tests.support.quantized_weights import weight as numbers
 
@@ -109,7 +111,7 @@ def test_one_row_has_the_bits_of_several(activation, shape, dtype, bias, monkeyp
     added = None if bias is None else numbers(shape[0], seed=2, dtype=bias)
     with torch.no_grad():
         first, again = (functional.linear(x, w, added) for _ in range(2))
-        monkeypatch.setattr(select, "takes_codes", lambda *_: False)
+        monkeypatch.setattr(codes, "takes_codes", lambda *_: False)
         wanted = functional.linear(x, w, added)
     assert torch.equal(first, wanted)
     assert torch.equal(again, wanted)
@@ -128,12 +130,13 @@ def test_few_rows_on_a_gpu_are_multiplied_as_codes(scheme, rows, length, newest,
     if rows > 1 and scheme.startswith("int8"):
         taken = int(newest == (9, 0))
     columns = 48 if rows < 2 else 2048
-    seen, multiplied = [], select.linear_of_codes
-    monkeypatch.setattr(select, "_capability", lambda index: newest)
+    seen, multiplied = [], int8.linear_of_codes
+    set_capability(monkeypatch, newest)
     monkeypatch.setattr(
-        select, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
+        int8, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
     )
-    monkeypatch.setattr(select, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
+    for module in (int8, scaled_mm):
+        monkeypatch.setattr(module, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
     with FakeTensorMode(), torch.no_grad():
         dense = torch.empty(columns, length, device="cuda:0", dtype=torch.bfloat16)
         w = quantized(dense, Recipe(weight=SCHEMES[scheme], activation=SCHEMES[scheme]))
@@ -146,14 +149,14 @@ def test_few_rows_on_a_gpu_are_multiplied_as_codes(scheme, rows, length, newest,
 @pytest.mark.parametrize(("length", "taken"), [(128, True), (144, True), (136, False)])
 def test_one_row_in_a_program_that_leaves_sizes_open(scheme, length, taken, monkeypatch):
     """The kernel that the same layer has by itself, so that a compiled program has its bits."""
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    set_capability(monkeypatch, (9, 0))
     real, dense = weight_of(scheme, scheme), torch.empty(48, length, dtype=torch.uint8, device="cpu")
     opened = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(dense, static_shapes=False)
     assert not any(isinstance(size, int) for size in opened.shape)
     where = {"is_cuda": True, "device": torch.device("cuda", 0)}
-    for codes in (opened, dense):
-        layer = SimpleNamespace(**where, codes=codes, scheme=real.scheme, recipe=real.recipe)
-        assert select._is_one_row(torch.empty(1, length, dtype=torch.bfloat16), layer) == taken
+    for stored in (opened, dense):
+        layer = SimpleNamespace(**where, codes=stored, scheme=real.scheme, recipe=real.recipe)
+        assert codes._is_one_row(torch.empty(1, length, dtype=torch.bfloat16), layer) == taken
 
 
 @pytest.mark.parametrize(

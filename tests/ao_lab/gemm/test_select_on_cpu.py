@@ -8,6 +8,7 @@ from torch.nn import functional
 import ao_lab
 from ao_lab import Recipe, quantized
 from ao_lab.gemm import choices, select
+from ao_lab.gemm.products import scaled_mm
 from ao_lab.gemm.select import select_kernel
 from fast.cpu import int8
 from reference import SCHEMES, Scales
@@ -29,36 +30,42 @@ def weight_of(scheme, activation=None, kernel="auto", device="cpu", dtype=torch.
     return quantized(numbers(48, 128, dtype=dtype).to(device), recipe)
 
 
+def set_scales_rows(monkeypatch, takes):
+    """Whether torch takes a scale for each row on this CPU."""
+    for module in (select, scaled_mm):
+        monkeypatch.setattr(module, "cpu_scales_rows", lambda: takes)
+
+
 def scales_given(monkeypatch):
     """The shapes of scales that `torch._scaled_mm` is given."""
     seen, multiply = [], torch._scaled_mm
 
-    def scaled_mm(a, b, scale_a, scale_b, **options):
+    def multiplied(a, b, scale_a, scale_b, **options):
         seen.append((tuple(scale_a.shape), tuple(scale_b.shape)))
         return multiply(a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
     return seen
 
 
 @pytest.mark.parametrize("static", [False, True])
 def test_one_scale_is_given_for_each_row(monkeypatch, static):
     """Under one scale torch multiplies element by element on a CPU, 1000 times as long. The numbers are the same."""
-    if not select._cpu_scales_rows():
+    if not scaled_mm.cpu_scales_rows():
         pytest.skip("this torch takes one scale alone")
     scales = Scales(torch.tensor(0.02), None, None) if static else None
     recipe = Recipe(weight=SCHEMES["fp8_tensorwise"], activation=SCHEMES["fp8_tensorwise"])
     w, x = quantized(numbers(48, 128), recipe, input_scales=scales), numbers(9, 128, seed=1)
-    monkeypatch.setattr(select, "_cpu_scales_rows", lambda: False)
-    one = select._scaled_mm(x, w.t(), None)
-    monkeypatch.setattr(select, "_cpu_scales_rows", lambda: True)
+    set_scales_rows(monkeypatch, False)
+    one = scaled_mm.scaled_mm(x, w.t(), None)
+    set_scales_rows(monkeypatch, True)
     seen = scales_given(monkeypatch)
     torch.testing.assert_close(functional.linear(x, w), one, rtol=1e-5, atol=1e-5)
     assert seen == [((9, 1), (1, 48))]
 
 
 def test_where_torch_takes_one_scale_alone_the_default_dequantizes(monkeypatch):
-    monkeypatch.setattr(select, "_cpu_scales_rows", lambda: False)
+    set_scales_rows(monkeypatch, False)
     w, x = weight_of("fp8_tensorwise", "fp8_tensorwise"), numbers(3, 128, dtype=torch.bfloat16)
     assert select_kernel(w.t(), x.dtype) == "dequantize"
     named, seen = w.with_recipe(kernel="scaled_mm"), scales_given(monkeypatch)

@@ -12,12 +12,13 @@ from torch import nn
 
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import Recipe, SchemeConfig, explain, load_pretrained, quantize_, quantized, save_pretrained
-from ao_lab.gemm import select
-from ao_lab.gemm.select import PRODUCTS, most_fused_rows, select_kernel
+from ao_lab.gemm.products.fused import most_fused_rows
+from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.tensor.fsdp import gathered_parts, whole_weight
 from ao_lab.tensor.metadata import described
 from reference import SCHEMES
+from tests.ao_lab.gemm.capability import set_capability
 
 LAYOUT = "preshuffled"
 #: The last one has blocks of the flattened weight, which pieces of it do not.
@@ -343,7 +344,7 @@ def test_kernels_say_what_they_take(gpu):
 
 def test_a_gpu_multiplies_by_the_fused_kernel(monkeypatch):
     """As `select` sees a weight there: what it takes, up to how many rows, and floats that it takes as `dequantize` does."""
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    set_capability(monkeypatch, (9, 0))
     t = pair("int8_rowwise")[1].transposed()
     names = ("recipe", "scheme", "meta", "shape", "block_axis", "zero", "codes", "scale", "stored")
     w = SimpleNamespace(
@@ -352,7 +353,7 @@ def test_a_gpu_multiplies_by_the_fused_kernel(monkeypatch):
     assert [select_kernel(w, dtype) for dtype in (BF16, torch.float16, torch.float32)] == ["fused"] * 3
     assert [most_fused_rows(w, dtype) for dtype in (BF16, torch.float16, torch.float32)] == [128, 128, 0]
     assert select_kernel(w, torch.float64) == "dequantize"
-    monkeypatch.setattr(select, "_capability", lambda index: (8, 0))
+    set_capability(monkeypatch, (8, 0))
     assert select_kernel(w, BF16) == "dequantize"
 
 

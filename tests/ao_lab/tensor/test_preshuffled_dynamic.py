@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ao_lab
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import Recipe, explain, quantize_, quantized
-from ao_lab.gemm import select
 from ao_lab.gemm.products import fused
-from ao_lab.gemm.select import PRODUCTS, groups_reason, most_fused_rows, select_kernel
+from ao_lab.gemm.products.fused import most_fused_rows
+from ao_lab.gemm.products.grouped import groups_reason
+from ao_lab.gemm.select import PRODUCTS, select_kernel
 from fast.kernels.mixed_mm import host as mixed_mm
 from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored
 from reference import SCHEMES
+from tests.ao_lab.gemm.capability import set_capability
 
 LAYOUT = "preshuffled"
 BF16 = torch.bfloat16
@@ -79,7 +81,7 @@ def test_quantize_chooses_it(name, gpu, monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_gpu_multiplies_by_the_fused_kernel(name, monkeypatch):
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    set_capability(monkeypatch, (9, 0))
     net = network()
     quantize_(net, CONFIGS[name]())
     plain = net[0].weight
@@ -90,7 +92,7 @@ def test_a_gpu_multiplies_by_the_fused_kernel(name, monkeypatch):
     assert select_kernel(w, torch.float64) == "dequantize"
     assert select_kernel(on_gpu(plain.transposed()), BF16) == "dequantize"
     assert select_kernel(t.transposed(), BF16) == "dequantize"
-    monkeypatch.setattr(select, "_capability", lambda index: (8, 0))
+    set_capability(monkeypatch, (8, 0))
     assert select_kernel(w, BF16) == "dequantize"
 
 
@@ -167,7 +169,7 @@ def test_given_scales_are_not_taken(gpu):
     assert rule.for_products(given) is given
     assert "scales of its inputs must not be given" in str(rule.unsupported_reason(given))
     w = on_gpu(t.to_layout(LAYOUT).transposed(), input_scales=one)
-    assert fused.unsupported_reason(w, BF16) == "scales of its inputs must not be given"
+    assert fused.weight_reason(w, BF16) == "scales of its inputs must not be given"
 
 
 def test_recipes_change_the_layout():
@@ -184,7 +186,7 @@ def test_recipes_change_the_layout():
 def test_plain_weights_are_told_why():
     w = on_gpu(weight_of("int4_g128", "int8_rowwise").transposed())
     w.recipe = replace(w.recipe, kernel="fused")
-    assert "but those of preshuffled matrices" in str(fused.unsupported_reason(w, BF16))
+    assert "but those of preshuffled matrices" in str(fused.weight_reason(w, BF16))
     assert PRODUCTS["fused"].unsupported_reason(weight_of("int4_g128", "int8_rowwise").transposed(), BF16)
 
 
@@ -205,7 +207,7 @@ def test_inputs_that_16_bits_do_not_hold_go_through_their_scheme(name, dtype, mo
 @pytest.mark.parametrize("rows", [1, 16, 200])
 def test_programs_that_are_traced_have_the_operator(rows, monkeypatch):
     """Of tensors that only say where they would be: one operator, whatever the number of rows."""
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
+    set_capability(monkeypatch, (9, 0))
     seen, run = [], fused.linear_small_dynamic
     monkeypatch.setattr(fused, "linear_small_dynamic", lambda *a: seen.append(a) or run(*a))
     with FakeTensorMode(), torch.no_grad():

@@ -82,8 +82,7 @@ class StandIn:
 
     def compiled(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> str:
         """The PTX of a kernel, its source changed with all that it includes."""
-        whole = self.change(INCLUDE.sub(lambda found: headers[found[1]], source))
-        return nvrtc.compile_source(whole, {}, options, ptx=True)[0].decode().rstrip("\0")
+        return compiled(source, headers, options, self.change)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -113,6 +112,14 @@ class StandIn:
                 raise ValueError("the kernel wrote outside of its output")
 
 
+def compiled(
+    source: str, headers: Mapping[str, str], options: Sequence[str], change: Callable[[str], str]
+) -> str:
+    """The PTX of a source, changed with all that it includes."""
+    whole = change(INCLUDE.sub(lambda found: headers[found[1]], source))
+    return nvrtc.compile_source(whole, {}, options, ptx=True)[0].decode().rstrip("\0")
+
+
 def _bytes(address: int, size: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
@@ -123,4 +130,4 @@ def described(text: bytes) -> TensorMap:
     return TensorMap(_bytes(address, rows * length).reshape(rows, length), (high, wide))
 
 
-__all__ = ["MAP", "StandIn", "described"]
+__all__ = ["MAP", "StandIn", "compiled", "described"]

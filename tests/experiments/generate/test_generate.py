@@ -10,7 +10,7 @@ import ao_lab
 from ao_lab.cli.app import main
 from experiments.generate import page, times
 from experiments.generate import run as experiment
-from experiments.generate.methods import BASE, METHODS
+from experiments.generate.methods import BASE, METHODS, TORCHAO
 from experiments.generate.stage import Stage
 from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, KIND, Table, tables_of
 from experiments.harness import provenance
@@ -110,6 +110,38 @@ def test_the_model_that_others_are_copies_of_never_generates(monkeypatch):
     assert id(base) not in (first, second)
 
 
+def test_what_torchao_sets_for_its_own_models_is_not_left_to_others():
+    import torch._inductor.config as inductor
+
+    torchao = pytest.importorskip("torchao.quantization.utils")
+    before = inductor.get_config_copy()
+    with times.kept_options():
+        torchao.recommended_inductor_config_setter()
+        assert inductor.coordinate_descent_tuning
+    assert inductor.get_config_copy() == before
+
+
+def test_a_compiled_program_that_computes_something_else_is_not_timed():
+    stage = Stage(1, "cpu", divide=32, new=8, calls=1)
+    table = Table(stage, DECODE, (BASE,), 2)
+    model = times.Bench(0).base(table)
+    # As if nothing was compiled: the same bits. Then a program of other weights.
+    plain = stage.logits(model, 2, compiled=False)
+    assert plain.shape == (2, model.config.vocab_size)
+    assert torch.equal(plain, stage.logits(model, 2, compiled=False))
+    original = Stage.logits
+
+    def other(self, model, batch, compiled):
+        return (
+            original(self, model, batch, False).flip(-1) if compiled else original(self, model, batch, False)
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "logits", other)
+        with pytest.raises(times.Wrong, match="from those of the same model, not compiled"):
+            times.change_by_compiling(table, BASE, model)
+
+
 def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
     """A host that becomes slower is slower for all methods alike; what fails in between stops alone."""
     stage, order = Stage(1, "cpu", divide=32, new=8, calls=3), []
@@ -166,8 +198,24 @@ def test_at_full_scale_what_compiles_comes_after_what_does_not():
     assert compiles == sorted(compiles)
     first = tables[compiles.index(True)]
     assert (first.setting, first.stage.layers) == (f"batch 1, {COMPILED}", 32)
-    deep, part = ({one.name for one in table.methods} for table in (first, tables[-1]))
-    assert deep < part | {one.name for one in METHODS if one.frozen is not None}
+    (part,) = (one for one in tables if one.setting == f"batch 64, {COMPILED}")
+    assert {one.name for one in first.methods} < {one.name for one in part.methods}
+
+
+def test_beside_torchao_there_is_what_has_its_recipe():
+    found = {table.setting: table for table in tables_of((DECODE,), "cuda") if table.beside}
+    assert [*found] == [
+        "batch 1, compiled, beside torchao",
+        "batch 16, compiled, beside torchao",
+        "batch 64, compiled, beside torchao int4wo",
+        "batch 64, compiled, beside torchao int8wo",
+        "batch 64, compiled, beside torchao fp8dq, rows",
+    ]
+    for table in found.values():
+        theirs = {one.name for one in table.methods if one.library == TORCHAO}
+        assert {one.peer for one in table.methods if one.peer} == theirs
+        assert table.methods[0] is BASE
+        assert all(one.frozen is None for one in table.methods)
 
 
 def test_a_model_that_runs_another_ones_program_is_not_timed(monkeypatch):

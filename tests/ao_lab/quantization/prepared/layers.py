@@ -13,6 +13,7 @@ from torch import nn
 import ao_lab
 from ao_lab import QuantizedTensor
 from ao_lab.gemm import select
+from ao_lab.gemm.products import scaled_mm
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
 from fast import dispatch
@@ -20,6 +21,7 @@ from fast.kernels.dense_mm import host as dense_mm
 from fast.kernels.dense_mm.variants import fitted
 from fast.kernels.launch.call import Call
 from fast.kernels.mixed_mm import host as mixed_mm
+from tests.ao_lab.gemm.capability import set_capability
 from tests.fast.kernels.compiling.recorded_launches import Recorded
 
 WIDTH, ROWS = 512, 256
@@ -55,8 +57,9 @@ def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
     """CPU tensors pass for a GPU's, of one of the launchers of `recorded_launches`; `calls` are those that were looked up."""
     monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
     monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
-    monkeypatch.setattr(select, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(select, "_is_host", lambda device: False)
+    set_capability(monkeypatch, (9, 0))
+    for module in (select, scaled_mm):
+        monkeypatch.setattr(module, "is_host", lambda device: False)
     recorded: Any = Recorded(monkeypatch, launcher)
     recorded.calls = []
     for kind in (Call, mixed_mm.Product, dense_mm.Product):

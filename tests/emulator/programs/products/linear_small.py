@@ -21,6 +21,7 @@ import fast
 import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.gemm import select
+from ao_lab.gemm.products import grouped as expert_products
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
@@ -354,7 +355,7 @@ def main() -> None:
         print("tiles of experts", name, flush=True)
     dispatch.has_kernels = lambda x: True
     # Groups ask where weights are, and of which kind of GPU.
-    select.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
+    expert_products.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
         preshuffled(name)
         if named(name).scale.block != "tensor" and name != "nf4":

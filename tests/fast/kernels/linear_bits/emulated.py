@@ -5,28 +5,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_bits.host import form_of
 from fast.kernels.linear_bits.launch import ARGUMENTS
 from fast.kernels.linear_bits.variants import KINDS, Form, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
-from tests.emulator.device.stand_in import GUARD, _bytes
+from tests.emulator.device.stand_in import GUARD, _bytes, compiled
+from tests.emulator.faults import unchanged
 
 
-def product(x, w, bias, variant, *, early, seed=0, swap=None, at_once=1):
-    """`host.linear_bits` by a variant. swap: a piece that the source or one of its headers has, and what takes its place;
-    at_once: clusters that run together, of which some warps are slow."""
+def product(x, w, bias, variant, *, early, seed=0, change=unchanged, at_once=1):
+    """`host.linear_bits` by a variant. change: of the source with what it includes, to plant faults; at_once: clusters that run
+    together, of which some warps are slow."""
     form = form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     form = Form(*form[:-1], x.dtype == torch.float16)
     assert variant.takes(form, w.shape[1])
-    source, headers, options = sources(variant, form)
-    if swap is not None:
-        old, new = swap
-        assert sum(old in text for text in (source, *headers.values())) == 1, old
-        headers = {name: text.replace(old, new) for name, text in headers.items()}
-        source = source.replace(old, new)
-    ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode().rstrip("\0")
+    ptx = compiled(*sources(variant, form), change)
     memory, (count, k), n = Memory(), x.shape, w.shape[0]
     for one in (x, w.codes, w.scale, w.zero, bias):
         if one is not None:

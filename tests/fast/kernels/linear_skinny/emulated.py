@@ -7,30 +7,24 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_skinny import host, launch
 from fast.kernels.linear_skinny.variants import STEP, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
-from tests.emulator.device.stand_in import GUARD, _bytes
+from tests.emulator.device.stand_in import GUARD, _bytes, compiled
+from tests.emulator.faults import unchanged
 
 
 class Device:
-    """Memory of the tensors that it was given, and of an output. swap: a piece that the source or one of its headers
-    has, and what takes its place, to plant faults."""
+    """Memory of the tensors that it was given, and of an output. change: of the source with what it includes, to plant
+    faults."""
 
-    def __init__(self, *, early, seed=0, swap=None):
-        self.memory, self.early, self.seed, self.swap = Memory(), early, seed, swap
+    def __init__(self, *, early, seed=0, change=unchanged):
+        self.memory, self.early, self.seed, self.change = Memory(), early, seed, change
 
     def launcher(self, variant, form, sizes, bias_kind):
         """As `SkinnyLaunch.launch`."""
-        source, headers, options = sources(variant, form)
-        if self.swap is not None:
-            old, new = self.swap
-            assert sum(old in text for text in (source, *headers.values())) == 1
-            headers = {name: text.replace(old, new) for name, text in headers.items()}
-            source = source.replace(old, new)
-        ptx = nvrtc.compile_source(source, headers, options, ptx=True)[0].decode().rstrip("\0")
+        ptx = compiled(*sources(variant, form), self.change)
         programs, splits = variant.programs(sizes[1]), getattr(variant, "splits", 1)
 
         def run(stream, addresses):

@@ -4,7 +4,6 @@ Rows of x with one 1 copy elements of the weight; products of integers are exact
 tensor core rounds, does not enter.
 """
 
-import struct
 from dataclasses import replace
 
 import pytest
@@ -19,8 +18,8 @@ from fast.kernels.mixed_mm.host import weight_of
 from fast.kernels.mixed_mm.variants import Variant
 from fast.matmul.preshuffled import layout
 from tests.emulator.device.mixed_stand_in import MixedStandIn
+from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
-from tests.fast.kernels.sparse_mm.test_emulated import replaced
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Variant; scheme; shape (M, N, K); dtype of x; that of a bias.
@@ -157,39 +156,25 @@ FAULTS_OF_TURNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly)
-        for at, one in enumerate(FAULTS_OF_TURNS)
-    ],
-)
+@pytest.mark.parametrize("fault", every_second(FAULTS_OF_TURNS))
 def test_the_emulator_sees_faults_of_turns(fault):
     require_nvrtc()
+    assert_seen(FAULTS_OF_TURNS[fault], is_right_by_turns)
+
+
+def is_right_by_turns(early, change):
     x, w, right = integers(80, 256, 640)
-    variant, seen = Variant(80, 1, 1, 4, turns=2), []
-    for early in (True, False):
-        stand_in = MixedStandIn(early=early, change=replaced(*FAULTS_OF_TURNS[fault]))
-        try:
-            seen.append(not torch.equal(stand_in.multiplied(x, w, None, variant), right))
-        except (ValueError, TypeError, RuntimeError, struct.error):
-            seen.append(True)
-    assert any(seen)
+    stand_in = MixedStandIn(early=early, change=change)
+    return torch.equal(stand_in.multiplied(x, w, None, Variant(80, 1, 1, 4, turns=2)), right)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(FAULTS)],
-)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_the_emulator_sees_faults(fault):
-    """Else the tests above would say nothing."""
     require_nvrtc()
+    assert_seen(FAULTS[fault], is_right)
+
+
+def is_right(early, change):
     x, w, right = integers(96, 128, 640)
-    seen = []
-    for early in (True, False):
-        stand_in = MixedStandIn(early=early, change=replaced(*FAULTS[fault]))
-        try:
-            seen.append(not torch.equal(stand_in.multiplied(x, w, None, Variant(48, 1, 1, 3)), right))
-        except (ValueError, TypeError, RuntimeError, struct.error):
-            seen.append(True)
-    assert any(seen)
+    stand_in = MixedStandIn(early=early, change=change)
+    return torch.equal(stand_in.multiplied(x, w, None, Variant(48, 1, 1, 3)), right)

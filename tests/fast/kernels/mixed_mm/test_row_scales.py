@@ -1,7 +1,6 @@
 """Scales of rows of x: in the emulator bit for bit by each way of finishing a tile, compiled, and what is refused."""
 
 import contextlib
-import struct
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,13 @@ from fast.kernels.mixed_mm import host, select
 from fast.kernels.mixed_mm.variants import ELEMENTS, Variant, Weight, fitted, sources, with_scales
 from fast.kernels.sparse_mm.variants import MOST_SHARED
 from tests.emulator.device.mixed_stand_in import MixedStandIn
+from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.mixed_mm.test_compile import waits
 from tests.fast.kernels.mixed_mm.test_emulated import given, integers, stored
 from tests.fast.kernels.mixed_mm.test_select import arranged
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
-from tests.fast.kernels.sparse_mm.test_emulated import replaced
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Variant; scheme; shape (M, N, K); dtype of x; that of a bias.
@@ -79,27 +78,19 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(FAULTS)],
-)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_faults_are_seen(fault):
-    """Else the tests above would say nothing. Sums of those that take turns lie behind the scales."""
+    """Sums of those that take turns lie behind the scales."""
     require_nvrtc()
+    assert_seen(FAULTS[fault], is_right)
+
+
+def is_right(early, change):
     w, dense = stored("int4_g128", 256, 512)
     x, _ = given(90, 256, 512, BF16, None)
-    x_scale, seen = scales(90), []
-    right = finished(x.double() @ dense.to(BF16).double().t(), x_scale, None, BF16)
-    for early in (True, False):
-        stand_in = MixedStandIn(early=early, change=replaced(*FAULTS[fault]))
-        try:
-            found = stand_in.multiplied(x, w, None, Variant(32, 1, 1, 4, turns=2), x_scale=x_scale)
-            seen.append(not torch.equal(found, right))
-        except (ValueError, TypeError, RuntimeError, struct.error):
-            seen.append(True)
-        if seen[-1]:
-            break
-    assert any(seen)
+    x_scale, stand_in = scales(90), MixedStandIn(early=early, change=change)
+    found = stand_in.multiplied(x, w, None, Variant(32, 1, 1, 4, turns=2), x_scale=x_scale)
+    return torch.equal(found, finished(x.double() @ dense.to(BF16).double().t(), x_scale, None, BF16))
 
 
 TILES = [

@@ -5,6 +5,7 @@ import pytest
 from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_mm.select import TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, fitted, sources
+from tests.emulator.faults import Planted
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, named, read, uses_in_flight
 
@@ -56,11 +57,7 @@ def test_promoted_sums_are_left_alone(tile):
 
 def test_one_set_of_metadata_registers_is_seen():
     """The fault that gave wrong results on a GPU, and that a kernel with two sets of registers for metadata does not have."""
-
-    def once(text):
-        assert "TWO = LATER && !PROMOTE" in text
-        return text.replace("TWO = LATER && !PROMOTE", "TWO = false")
-
+    once = Planted("TWO = LATER && !PROMOTE", "TWO = false")
     found = uses_in_flight(code_of(fitted(128, 2, 1, 1, 4, 8), E4M3, once))
     assert found
     assert all("LDS.64" in text for text in found)

@@ -8,28 +8,25 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.launch.call import Call
 from fast.kernels.sparse_linear import host as sparse_linear
 from fast.kernels.sparse_skinny import host, launch, pair
-from fast.kernels.sparse_skinny.variants import KINDS, OWN, sources
+from fast.kernels.sparse_skinny.variants import KINDS, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
-from tests.emulator.device.stand_in import GUARD, _bytes
+from tests.emulator.device.stand_in import GUARD, _bytes, compiled
+from tests.emulator.faults import unchanged
 
 
 class Device:
     """Memory of the tensors that it was given, and of an output. change: of the source, to plant faults."""
 
-    def __init__(self, *, early=False, seed=0, change=lambda text: text):
+    def __init__(self, *, early=False, seed=0, change=unchanged):
         self.memory, self.early, self.seed, self.change = Memory(), early, seed, change
 
     def run(self, one, pointers, device):
         """As `SparseSkinnyLaunch.run`."""
-        source, headers, options = sources(one.variant, one.form)
-        for name in OWN:
-            source = source.replace(f'#include "{name}"\n', headers[name])
-        ptx = nvrtc.compile_source(self.change(source), headers, options, ptx=True)[0].decode().rstrip("\0")
+        ptx = compiled(*sources(one.variant, one.form), self.change)
         bias = pointers[one.names.index("bias")]
         kind = 0 if bias is None else KINDS.index(str(bias.dtype).removeprefix("torch."))
         addresses = [0 if p is None else p.data_ptr() for p in pointers]

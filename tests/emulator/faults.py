@@ -1,0 +1,77 @@
+"""Faults planted in a kernel's source: what compares its results must see each, else it would say nothing."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from fast.kernels.hopper.nvrtc import CompileError
+
+#: What a kernel with a fault may raise before it has a result.
+FAILURES = (ValueError, TypeError, RuntimeError, LookupError, RuntimeWarning, struct.error)
+#: A change of a kernel's source with all that it includes.
+Change = Callable[[str], str]
+
+
+class Planted:
+    """Puts one piece of a source in another's place; count: in how many sources it was."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new, self.count = old, new, 0
+
+    def __call__(self, text: str) -> str:
+        assert self.old in text, f"the source has no {self.old!r}: plant the fault in what it has now"
+        changed = text.replace(self.old, self.new)
+        assert changed != text, f"{self.new!r} is no fault in place of {self.old!r}"
+        self.count += 1
+        return changed
+
+
+def unchanged(text: str) -> str:
+    """No fault."""
+    return text
+
+
+def assert_seen(
+    fault: Sequence[str], is_right: Callable[[Any, Change], bool], ways: Iterable[Hashable] = (True, False)
+) -> None:
+    """Some way of running a kernel shows its fault, by another result or by none, and the right result without it.
+
+    fault: a piece of the source, and what takes its place. is_right: of a way and a change of the source; a function of a
+    module, whose answers without a fault are kept. ways: by default whether copies arrive early.
+    """
+    planted = Planted(*fault)
+    seen = next(([way] for way in ways if not _passes(is_right, way, planted)), None)
+    assert planted.count, "no source was changed"
+    assert seen is not None, f"nothing shows {fault[1]!r} in place of {fault[0]!r}"
+    assert _passes_unchanged(is_right, *seen), f"without a fault it is not right either: {seen[0]!r}"
+
+
+def _passes(is_right: Callable[[Any, Change], bool], way: Hashable, change: Change) -> bool:
+    """A source that does not compile is an error of the test: it shows no fault of a kernel."""
+    try:
+        return is_right(way, change)
+    except CompileError:
+        raise
+    except FAILURES:
+        return False
+
+
+@lru_cache(maxsize=64)
+def _passes_unchanged(is_right: Callable[[Any, Change], bool], way: Hashable) -> bool:
+    """Once for all faults of a kernel that is run in this way."""
+    return is_right(way, unchanged)
+
+
+def every_second(faults: Iterable[str]) -> list[Any]:
+    """Parameters of a test: every second fault by day, all of them by night."""
+    return [
+        one if at % 2 == 0 else pytest.param(one, marks=pytest.mark.nightly) for at, one in enumerate(faults)
+    ]
+
+
+__all__ = ["Change", "Planted", "assert_seen", "every_second", "unchanged"]
