@@ -1,24 +1,32 @@
 """The table of README.md: what each configuration does on a CPU, on an H200, when saved, in training and under torch.compile.
 
 ``python docs/matrix.py`` writes it between the marks of README.md; a test compares it with what the code does. Every cell is
-found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/kernels.csv``.
+found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/linear.csv``
+(layers as `quantize_` makes them) and ``reports/data/kernels.csv``. What other code than today's has measured is marked.
 """
 
 from __future__ import annotations
 
-import csv
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import ao_lab
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import ao_lab  # noqa: E402
+from experiments.harness.rows import Row, read  # noqa: E402
+from experiments.linear.methods import PARTS  # noqa: E402
+from experiments.report.content import STALE  # noqa: E402
+from experiments.report.staleness import is_stale  # noqa: E402
+
 BEGIN, END = "<!-- matrix: python docs/matrix.py -->\n", "<!-- end of matrix -->\n"
 COLUMNS = (
     "configuration",
@@ -32,6 +40,10 @@ COLUMNS = (
     "compile",
 )
 DEVICE = "NVIDIA H200"
+#: Of the layers' rows: kinds of tables, and the setting.
+LAYERS, ONE_ROW = ("weights", "activations"), "1 row, CUDA graph"
+#: What a cell says whose row is of a kernel alone.
+KERNEL = "(kernel)"
 #: Shapes of the rows of an H200: a tensor to quantize, and a weight of Llama-3.1-8B.
 TENSOR, WEIGHT = "16384x4096", "14336x4096"
 #: How a configuration says that it does not support something: QAT and quantize_, gradients, and a graph break.
@@ -70,7 +82,7 @@ def line(name: str) -> Sequence[str]:
             f"`{recipe.activation.name}`" if recipe.activation else "",
             on_cpu(model),
             quantize_rate(recipe),
-            one_row(recipe),
+            one_row(config),
             saved(config),
             answer(trained, config),
             answer(compiled, model),
@@ -106,25 +118,53 @@ def on_cpu(model: nn.Sequential) -> str:
 def quantize_rate(recipe: Any) -> str:
     """The weight scheme's `quantize` as a fraction of the rate of a copy; nothing where it was not measured."""
     names = (f"quantize.{recipe.weight.name}", f"quantize.{recipe.weight.name}.packed")
-    found = [value for name in names if (value := measured(TENSOR, name, "fraction")) is not None]
-    return f"{found[0]:.2f}" if found else ""
+    found = [row for name in names if (row := measured("kernels", TENSOR, name, "fraction"))]
+    return f"{found[0].value:.2f}{mark(found[0])}" if found else ""
 
 
-def one_row(recipe: Any) -> str:
-    """The speed of one row of inputs over a dense bfloat16 layer; nothing where it was not measured."""
+def one_row(config: Any) -> str:
+    """The speed of one row of inputs over a dense bfloat16 layer: of the layer that `quantize_` makes, or else of the kernel on
+    plain codes, which the cell says; nothing where neither was measured."""
+    found = measured_layer(config)
+    if found:
+        return f"{found.value:.2f}x{mark(found)}"
+    recipe = config.recipe()
     case = "linear_of_codes" if recipe.activation else "linear"
-    found = measured(WEIGHT, f"{case}.{recipe.weight.name}", "time over dense")
-    return f"{1 / found:.2f}x" if found else ""
+    kernel = measured("kernels", WEIGHT, f"{case}.{recipe.weight.name}", "time over dense")
+    return f"{1 / kernel.value:.2f}x{mark(kernel)} {KERNEL}" if kernel else ""
 
 
-def measured(shape: str, case: str, metric: str) -> float | None:
-    """A value of the committed rows of the kernels on an H200, or None."""
-    with (ROOT / "reports" / "data" / "kernels.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            found = row["setting"], row["method"], row["metric"], row["device"]
-            if found == (shape, case, metric, DEVICE):
-                return float(row["value"])
+def measured_layer(config: Any) -> Row | None:
+    """The row of a layer with the weights and inputs of a configuration: by the same class where inputs are rounded, since
+    static scales are another layer."""
+    for kind in LAYERS:
+        for method in PARTS[kind]:
+            other = method.build() if method.build else None
+            same = other and (kind == "weights" or type(other) is type(config))
+            if same and other.recipe() == config.recipe():
+                table = f"{kind}/full/{WEIGHT}"
+                return measured("linear", ONE_ROW, method.name, "speed over bfloat16", table)
     return None
+
+
+def measured(experiment: str, setting: str, method: str, metric: str, table: str | None = None) -> Row | None:
+    """A committed row of an H200, or None."""
+    wanted = setting, method, metric, DEVICE
+    for row in rows(experiment):
+        if (row.setting, row.method, row.metric, row.device) == wanted and table in (None, row.table):
+            return row
+    return None
+
+
+@lru_cache
+def rows(experiment: str) -> tuple[Row, ...]:
+    """All rows of an experiment."""
+    return tuple(read(ROOT / "reports" / "data" / f"{experiment}.csv"))
+
+
+def mark(row: Row) -> str:
+    """What follows the value of a row that other code than today's has measured."""
+    return f" {STALE}" if is_stale(row) else ""
 
 
 def saved(config: Any) -> str:

@@ -18,10 +18,11 @@ from experiments.decode.targets import (
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_1_8B
-from experiments.report.content import STALE, Comparison, Drawing, Section, Table
+from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.published import HARDWARE, METRICS, MODEL, Published, decoding, published
 from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import known, rest
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]
 
@@ -81,7 +82,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         [speedup_sentence(where, results, method, rate) for method in WITH_SPEED_TARGET] if rate else []
     )
     theirs = [
-        f"{method} {number(results.value(TORCHAO, method, RATE), 0)}"
+        f"{method} {number(results.value(TORCHAO, method, RATE), 0)}{results.mark(TORCHAO, method)}"
         for method in WITH_SPEED_TARGET
         if results.value(TORCHAO, method, RATE) is not None
     ]
@@ -89,11 +90,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
         sentences.append(f"torchao in the same run: {', '.join(theirs)} tokens/s.")
     ours = [method for setting, method in lines_of(results) if setting == OURS]
     late = [method for method in ours if missed(results, method)]
-    held = sum(len(targets_of(results, method)) for method in ours)
+    asked = [target for method in ours for target in targets_of(results, method)]
     sentences.append(
-        f"Targets are missed by {', '.join(late)}."
+        f"Targets are missed by {', '.join(method + results.mark(OURS, method) for method in late)}."
         if late
-        else f"All {held} targets of our {len(ours)} configurations are met."
+        else f"All {len(known(asked))} targets of our {len(ours)} configurations are met{rest(asked)}."
     )
     return [sentence for sentence in sentences if sentence]
 
@@ -107,7 +108,7 @@ def speedup_sentence(where: Where, results: Results, method: str, base: float) -
     beside = "" if theirs is None else f" (published: {theirs:.2f} times, on an {HARDWARE})"
     return (
         f"{method} generates {rate:.0f} tokens/s on an {where.device} where bfloat16 generates {base:.0f}: "
-        f"{times:.2f} times as many{beside}."
+        f"{times:.2f} times as many{results.mark(OURS, method)}{beside}."
     )
 
 
@@ -134,10 +135,10 @@ def exact_run(rows: Sequence[Row]) -> tuple[Where, Results] | None:
 def comparison(one: Published, found: tuple[Where, Results] | None) -> Comparison:
     """A published value, beside ours where it is of the table that has the same model and setting."""
     metric = METRICS.get(one.metric, "")
+    setting = BASELINE if one.method == BFLOAT16 else OURS
     measured = None
     if found and metric and (one.model, one.hardware) == (MODEL, HARDWARE):
-        measured = found[1].value(BASELINE if one.method == BFLOAT16 else OURS, one.method, metric)
-    old = measured is not None and found is not None and one.method in found[1].stale_methods
+        measured = found[1].value(setting, one.method, metric)
     return Comparison(
         one.model,
         one.method,
@@ -148,7 +149,7 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
         f"{one.paper}, {one.source}",
         measured,
         found[0].device if found and measured is not None else "",
-        old,
+        bool(found and measured is not None and found[1].mark(setting, one.method)),
     )
 
 
@@ -165,7 +166,7 @@ def speedups(method: str, where: Where, results: Results) -> Comparison:
         f"{source.paper}, {source.source}",
         over_fastest(results, OURS, method),
         where.device,
-        method in results.stale_methods,
+        bool(results.mark(OURS, method)),
     )
 
 
@@ -213,9 +214,8 @@ def state(results: Results, setting: str, method: str) -> str:
 def failures(results: Results) -> list[str]:
     """What was not measured, and why."""
     found = {one: state(results, *one) for one in lines_of(results)}
-    old = results.stale_methods
     failed = [
-        f"{method} of {setting} ({word}){f' {STALE}' if method in old else ''}"
+        f"{method} of {setting} ({word}){results.mark(setting, method)}"
         for (setting, method), word in found.items()
         if word != "ok"
     ]
@@ -268,7 +268,7 @@ def speed_table(results: Results, exact: bool) -> Table:
         if exact:
             line += [number(published(method).get("tokens/s"), 1), number(published_speedup(method), 2)]
         lines.append([method, setting, *line])
-    return Table("Speed", columns, lines, results.stale_methods)
+    return Table("Speed", columns, lines, results.stale_lines)
 
 
 def memory_table(results: Results) -> Table:
@@ -301,7 +301,7 @@ def memory_table(results: Results) -> Table:
         )
         rest = cells(results, setting, method, metrics)
         lines.append([method, setting, *size, *peak, *rest, state(results, setting, method)])
-    return Table("Size, memory, and checks", columns, lines, results.stale_methods)
+    return Table("Size, memory, and checks", columns, lines, results.stale_lines)
 
 
 def cells(results: Results, setting: str, method: str, metrics: Sequence[tuple[str, int]]) -> list[str]:
@@ -347,4 +347,4 @@ def plot(where: Where, results: Results) -> Drawing:
         "Tokens a second over those of bfloat16 of the same source. The published values are of another GPU: their ratios "
         "compare, their rates do not."
     )
-    return Drawing(f"decode-speed-{where.scale}", caption, figure)
+    return Drawing(f"decode-speed-{where.ending}", caption, figure)

@@ -6,16 +6,27 @@ from collections.abc import Sequence
 
 from experiments.fp8_training.report.lines import failures
 from experiments.generate.methods import BASE, METHODS
-from experiments.generate.run import TITLE
+from experiments.generate.run import PARTS, TITLE
 from experiments.generate.stage import Stage
-from experiments.generate.tables import KIND, LEAST
+from experiments.generate.tables import COMPILED, EAGER, KIND, LEAST, PREFILL, stand_ins, tables_of
+from experiments.generate.tables import Table as Measured
 from experiments.generate.targets import targets_of
-from experiments.generate.times import CHANGE, RATE, REPEAT, SPEED, TIME, WARM
+from experiments.generate.times import (
+    CHANGE,
+    COMPILED_CHANGE,
+    COMPILING,
+    EAGERLY,
+    RATE,
+    REPEAT,
+    SPEED,
+    TIME,
+    WARM,
+)
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.ratio_map import ratio_map
 from experiments.report.results import Results, Where, by_run, number
-from experiments.report.targets import missed
+from experiments.report.targets import Target, counts, missed
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
 
@@ -26,14 +37,29 @@ ABOUT = (
     "same process. The generation loop of `decode`, which has less time outside of products, is a page of its own.",
     "One layer says what transformers' own loop takes on the host, below which no weights bring a step.",
 )
-FEATURED = ("generate-llama-3.1-8b-32-layers-full",)
+FEATURED = (
+    "generate-llama-3.1-8b-32-layers-full",
+    "generate-llama-3.1-8b-32-layers-full-nvidia-h100-80gb-hbm3",
+)
+#: What is timed today, from which numbers of calls and tokens come.
+ALL_TABLES = (*tables_of(PARTS, ""), *stand_ins(PARTS, ""))
+NOT_MEASURED = "not measured"
+#: What a table's bfloat16 may take at its end, of its time at the beginning; beyond, the host's speed has changed.
+STEADY = (0.9, 1.1)
+STEPS = (
+    "Milliseconds of a token are the median over the steps of all calls of a table ({counts}), the host's time in them, the "
+    "prompt not; the first quarter of a call's steps is left out."
+)
+PROMPTS = "Milliseconds of a prefill are from the prompt to the first token, of {counts}."
 TEXT = (
-    "Milliseconds of a token are the median over the last three quarters of the steps of 8 to 16 calls of 16 to 64 tokens, "
-    "the host's time in them, the prompt not; of a prefill, from the prompt to the first token. Models are copies of one "
-    "bfloat16 model, called in turn; the speed over it is the median of that of each round.",
-    "Warm-up is what the first two calls take: compilation and capture. Before that logits are compared with those of a"
-    " bfloat16 model that has what is stored as its weights, at the rows that are timed, not compiled: they say that products "
-    "are right, and nothing of quality.",
+    "Models are copies of one bfloat16 model, called in turn; the speed over it is the median of that of each round. Tables of "
+    "stale lines may have had other numbers of calls and tokens.",
+    'Compiled steps are those of transformers\' own mode "reduce-overhead" (CUDA graphs), which a static cache starts; '
+    "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them, for its own models.",
+    "Warm-up is what the calls before the timed ones take: {compiling} where steps are compiled, which is compilation and "
+    "capture, {eagerly} where not. Before that logits are compared with those of a bfloat16 model that has what is stored as "
+    "its weights, at the rows that are timed, not compiled: they say that products are right, and nothing of quality. "
+    "By compiling: the change of the logits of a compiled call's last step, from those of the same model, not compiled.",
 )
 STAND_IN = (
     "**A stand-in**: one tiny layer on a CPU, whose times mean nothing; it shows that all of it runs.",
@@ -41,6 +67,7 @@ STAND_IN = (
 COLUMNS = {
     TIME: ("ms", 3), f"{TIME}, 20%": ("20%", 3), f"{TIME}, 80%": ("80%", 3), SPEED: ("over bfloat16", 2),
     RATE: ("tokens/s", 1), WARM: ("warm-up (s)", 1), CHANGE: ("change of logits", 3),
+    COMPILED_CHANGE: ("by compiling", 3),
 }  # fmt: skip
 
 
@@ -48,41 +75,54 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """Targets, and speeds where most users are; nothing of stand-ins."""
     words = []
     for where, results in timed(rows):
-        targets = targets_of(results) if is_asked(where) else []
-        lost = missed(targets)
-        rest = f"; missed: {'; '.join(map(str, lost))}" if lost else ""
-        words += [speeds(where, results, setting) for setting in results.settings if where.scale == "full"]
-        if not targets:
-            continue
-        words.append(
-            f"{where.data}, {where.device}: {len(targets) - len(lost)} of {len(targets)} targets are met{rest}."
-        )
+        words += [speeds(where, results, setting) for setting in measured(results)]
+        if targets := targets_of(where.data, results):
+            lost = [f"missed: {'; '.join(map(str, found))}" for found in [missed(targets)] if found]
+            late = [one.name for one in targets if one.reached is None]
+            lost += [f"not measured: {'; '.join(late)}"] if late else []
+            said = "; ".join([counts(targets, " targets are met"), *lost])
+            words.append(f"{where.data}, {where.device}: {said}.")
     return words
-
-
-def is_asked(where: Where) -> bool:
-    """Whether a model has targets: not the one of a layer."""
-    return where.data != Stage(LEAST, "").data
 
 
 def timed(rows: Sequence[Row]) -> list[tuple[Where, Results]]:
     """Runs of real shapes."""
-    return [
-        (where, found)
-        for where, found in by_run(rows, KIND).items()
-        if where.scale == "full" and where.device != "cpu"
-    ]
+    return [(where, found) for where, found in by_run(rows, KIND).items() if is_real(where)]
+
+
+def is_real(where: Where) -> bool:
+    """Whether times mean something."""
+    return where.scale == "full" and where.device != "cpu"
+
+
+def measured(results: Results) -> list[str]:
+    """Settings with times."""
+    return [one for one in results.settings if results.value(one, BASE.name, TIME) is not None]
 
 
 def speeds(where: Where, results: Results, setting: str) -> str:
     """All methods at one setting."""
-    base = results.value(setting, BASE.name, TIME)
+    base = number(results.value(setting, BASE.name, TIME), 2) + " ms" + results.mark(setting, BASE.name)
     found = [
-        f"{one.name} {speed:.2f}"
+        f"{one.name} {speed:.2f}{results.mark(setting, one.name)}"
         for one in METHODS
         if one is not BASE and (speed := results.value(setting, one.name, SPEED)) is not None
     ]
-    return f"{where.data}, {setting}, {where.device}: bfloat16 {number(base, 2)} ms; speed over it: {', '.join(found)}."
+    changed = unsteady(where, results, setting)
+    ending = f" ({changed})" if changed else ""
+    return f"{where.data}, {setting}, {where.device}: bfloat16 {base}; speed over it: {', '.join(found)}{ending}."
+
+
+def unsteady(where: Where, results: Results, setting: str) -> str:
+    """That the host's speed has changed during a table whose steps are the host's: what is not compiled, and one layer."""
+    again = results.value(setting, BASE.name, REPEAT)
+    of_host = COMPILED not in setting or EAGER in setting or where.data == Stage(LEAST, "").data
+    if not is_real(where) or not of_host or again is None or STEADY[0] <= again <= STEADY[1]:
+        return ""
+    return (
+        f"bfloat16's last call took {again:.2f} of the time of its first: the host's speed changed by that much during the "
+        "table, and differences smaller than it mean nothing"
+    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -92,17 +132,45 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(where: Where, results: Results) -> Section:
     """A model."""
-    real = where.scale == "full" and where.device != "cpu"
-    text = [*(TEXT if real else STAND_IN), *failures(results)]
-    settings = [one for one in results.settings if results.value(one, BASE.name, TIME) is not None]
-    targets = [target_table(results)] if real and is_asked(where) else []
-    tables = [*targets, *(setting_table(results, one) for one in settings)]
-    return Section(
-        f"generate() ({where})",
-        text,
-        [drawing(where, results, settings)] if real and settings else [],
-        tables,
-    )
+    real, settings = is_real(where), measured(results)
+    text = [*(real_text(where) if real else STAND_IN), *failures(results)]
+    targets = targets_of(where.data, results) if real else []
+    tables = [*target_table(targets), *(setting_table(where, results, one) for one in settings)]
+    drawings = [drawing(where, results, settings)] if real and settings else []
+    return Section(f"generate() ({where})", text, drawings, tables)
+
+
+def real_text(where: Where) -> list[str]:
+    """What a section says first, with the numbers of today's tables of its model."""
+    mine = [one for one in ALL_TABLES if one.stage.data == where.data]
+    prefills = [one for one in mine if one.part == PREFILL]
+    steps = [one for one in mine if one.part != PREFILL]
+    said = [
+        text.format(counts=calls_of(tables))
+        for text, tables in ((STEPS, steps), (PROMPTS, prefills))
+        if tables
+    ]
+    warm = {"compiling": times_word(COMPILING), "eagerly": times_word(EAGERLY)}
+    return [*said, *(one.format(**warm) for one in TEXT)]
+
+
+def calls_of(tables: Sequence[Measured]) -> str:
+    """How many calls of how many tokens some tables have, as ranges."""
+    calls = span([one.stage.calls for one in tables])
+    if all(one.part == PREFILL for one in tables):
+        return f"{calls} calls"
+    return f"{calls} calls of {span([one.stage.new for one in tables])} tokens"
+
+
+def span(values: Sequence[int]) -> str:
+    """Numbers as a range."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def times_word(count: int) -> str:
+    """A number of calls."""
+    return f"{count} call{'s' * (count > 1)}"
 
 
 def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
@@ -117,33 +185,33 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     )
 
 
-def target_table(results: Results) -> Table:
-    """Targets with values."""
+def target_table(targets: Sequence[Target]) -> list[Table]:
+    """All targets of a model, also of what was not measured; none where it has none."""
     lines = [
-        [one.name, f"at least {one.limit:g} times bfloat16", format(one.value, ".2f"), one.verdict]
-        for one in targets_of(results)
-        if one.value is not None
+        [one.name, f"at least {one.texts[1]} times bfloat16", one.measured or NOT_MEASURED, one.verdict]
+        for one in targets
     ]
-    return Table("Targets", ["model", "target", "measured", "reached"], lines)
+    return [Table("Targets", ["model", "target", "measured", "reached"], lines)] if lines else []
 
 
-def setting_table(results: Results, setting: str) -> Table:
+def setting_table(where: Where, results: Results, setting: str) -> Table:
     """All methods at one setting."""
-    again = results.value(setting, BASE.name, REPEAT)
+    mine = results.with_setting(setting)
     lines = [
-        [
-            one.name,
-            *(
-                number(results.value(setting, one.name, metric), digits)
-                for metric, (_, digits) in COLUMNS.items()
-            ),
-        ]
+        [one.name, *(number(mine.value(setting, one.name, name), digits) for name, (_, digits) in COLUMNS.items())]
         for one in METHODS
-        if results.value(setting, one.name, TIME) is not None
-    ]
-    caption = (
-        setting
-        if again is None
-        else f"{setting} (bfloat16 at the end: {again:.3f} of its time at the beginning)"
-    )
-    return Table(caption, ["model", *(name for name, _ in COLUMNS.values())], lines, results.stale_methods)
+        if mine.value(setting, one.name, TIME) is not None
+    ]  # fmt: skip
+    names = ["model", *(name for name, _ in COLUMNS.values())]
+    return Table(caption(where, mine, setting), names, lines, mine.stale_methods)
+
+
+def caption(where: Where, results: Results, setting: str) -> str:
+    """The setting; the calls of today's table, where bfloat16 is not stale; how far its time changed."""
+    tables = [one for one in ALL_TABLES if (one.stage.data, one.setting) == (where.data, setting)]
+    notes = [calls_of(tables)] if tables and not results.mark(setting, BASE.name) else []
+    again = results.value(setting, BASE.name, REPEAT)
+    changed = unsteady(where, results, setting)
+    if again is not None:
+        notes.append(changed or f"bfloat16 at the end: {again:.3f} of its time at the beginning")
+    return f"{setting} ({'; '.join(notes)})" if notes else setting

@@ -93,13 +93,18 @@ def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
     )
     unit = "us" if is_time else "" if limit.metric == SPEED else "times torchao"
     name = f"{method}, {rows} row{'s' * (rows > 1)}"
-    return Target(name, value, limit.limit, not is_time, unit, ".1f" if is_time else ".2f")
+    stale = bool(results.mark(setting, method, *(peer_of(method) if limit.metric == OVER_TORCHAO else ())))
+    return Target(name, value, limit.limit, not is_time, unit, ".1f" if is_time else ".2f", stale=stale)
+
+
+def peer_of(method: str) -> list[str]:
+    """torchao's of the same weights and inputs; none where it has none."""
+    return [peer.name for peer, ours in PEERS.items() if ours == method]
 
 
 def over_torchao(results: Results, setting: str, method: str) -> float | None:
     """torchao's time over ours of the same table; None where one is missing."""
-    peer = next(one.name for one, ours in PEERS.items() if ours == method)
-    ours, theirs = (results.value(setting, name, TIME) for name in (method, peer))
+    ours, theirs = (results.value(setting, name, TIME) for name in (method, peer_of(method)[0]))
     return None if ours is None or theirs is None else theirs / ours
 
 

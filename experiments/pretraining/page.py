@@ -46,7 +46,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     where, results = found
     total = totals(results)[:1]
     return [
-        f"{best[0]}, {best[1]}: {number(value, 4)} {total[0]} ({where})."
+        f"{best[0]}, {best[1]}: {number(value, 4)}{results.mark(*best[:2])} {total[0]} ({where})."
         for best, value in (best_line(results, size, total[0]) for size in sizes(results))
     ]
 
@@ -141,7 +141,7 @@ def curve_table(results: Results) -> Table:
 
 def stale(results: Results) -> frozenset[str]:
     """Names of trainings that older code measured."""
-    return frozenset(label(line) for line in lines(results) if line[1] in results.stale_methods)
+    return frozenset(label(line) for line in lines(results) if results.mark(*line[:2]))
 
 
 def drawing(where: Where, results: Results) -> Drawing:

@@ -71,14 +71,14 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def changes(results: Results, activations: bool) -> list[tuple[float, float, float, str]]:
-    """(bits per weight, change, its standard error, method) of the default schemes that have all three."""
+    """(bits per weight, change, its standard error, method, marked where stale) of the default schemes that have all three."""
     found = []
     for setting, method in settings_of(results, activations):
         if is_default(method) and method not in PLAIN:
             bits = results.value(WEIGHTS, method, "bits per weight")
             change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
             if bits is not None and change is not None and error is not None and math.isfinite(change):
-                found.append((bits, change, error, method))
+                found.append((bits, change, error, method + results.mark(setting, method)))
     return found
 
 
@@ -290,9 +290,8 @@ def layers(where: Where, results: Results) -> Section:
         lines = [
             [method, *(number(v, 1) for v in line)] for (_, method), line in zip(chosen, values, strict=True)
         ]
-        tables.append(
-            Table(f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, results.stale_methods)
-        )
+        stale = frozenset(method for setting, method in chosen if (method, setting) in results.stale_lines)
+        tables.append(Table(f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, stale))
     return Section(f"Layers of the stand-in ({where})", text, drawings, tables)
 
 

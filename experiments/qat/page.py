@@ -55,7 +55,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for method in methods_of(results):
         recovered = with_interval(results, method, "recovered", 1)
         if recovered:
-            words.append(f"{label(*method)} {recovered}%")
+            words.append(f"{label(*method)} {recovered}%{results.mark(*method)}")
     sentence = [
         f"QAT recovers of the PTQ loss ({where.scale} scale, {where.device}, {seeds} seeds): {'; '.join(words)}."
     ]
@@ -90,8 +90,8 @@ def verdict(results: Results) -> str:
     """Which methods with a target reach it, miss it, or have no percentage."""
     by_outcome: dict[str, list[str]] = {"reached": [], "missed": [], "without a percentage": []}
     for target in targets_of(results):
-        value = "none" if target.value is None else number(target.value, 1)
-        by_outcome[outcome_of(target)].append(f"{target.name} ({value} of {target.limit:.0f}%)")
+        value, limit = target.measured or "none", target.texts[1]
+        by_outcome[outcome_of(target)].append(f"{target.name} ({value} of {limit}%)")
     parts = [f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in by_outcome.items()]
     return f"**Targets of the mean recovered part; {'; '.join(parts)}.**"
 
@@ -176,7 +176,7 @@ def recovery_table(results: Results) -> Table:
                 outcome_of(target) if target else "",
             ]
         )
-    stale = frozenset(label(*one) for one in methods_of(results) if one[1] in results.stale_methods)
+    stale = frozenset(label(*one) for one in methods_of(results) if results.mark(*one))
     return Table("Losses (bits per byte) and what was recovered", columns, lines, stale)
 
 

@@ -12,12 +12,21 @@ from experiments.models.llama_shapes import (
     TINY_TWO_LAYERS,
 )
 from experiments.qat_overhead.run import KIND, TITLE
-from experiments.qat_overhead.targets import MEMORY, TARGETS, TIME, missed, overheads, published
+from experiments.qat_overhead.targets import (
+    MEMORY,
+    TARGETS,
+    TIME,
+    missed,
+    overheads,
+    published,
+    targets_of,
+)
 from experiments.qat_overhead.variants import INT8_INT4, OURS
 from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.published import Published
 from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import known, rest
 
 __all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]
 
@@ -127,7 +136,8 @@ def cost_sentence(where: Where, results: Results, setting: str) -> str:
     for found, method in lines_of(results):
         time, memory = (results.value(setting, method, metric) for metric in (TIME, MEMORY))
         if found == setting and None not in (time, memory) and "," in method:
-            words.append(f"{method} {time:+.1f}% time and {memory:+.1f}% memory")
+            mark = results.mark(setting, method)
+            words.append(f"{method} {time:+.1f}% time and {memory:+.1f}% memory{mark}")
     return f"{NAMES[where.data]}, {setting}, {where.device}: {'; '.join(words)}." if words else ""
 
 
@@ -156,7 +166,7 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
         f"{one.paper}, {one.source}",
         measured,
         f"{found[0].device}, forward and backward alone" if found and measured is not None else "",
-        bool(found and measured is not None and SAME_RECIPE[1] in found[1].stale_methods),
+        bool(found and measured is not None and found[1].mark("eager", SAME_RECIPE[1])),
     )
 
 
@@ -205,8 +215,8 @@ def verdict(results: Results) -> list[str]:
     late = missed(results)
     if late:
         return [f"**Missed targets: {len(late)}.** " + "; ".join(late) + "."]
-    measured = [row for row in results.rows if row.method.startswith(OURS) and row.metric in TARGETS]
-    return [f"All {len(measured)} values that have a target meet it."] if measured else []
+    measured = known(asked := targets_of(results))
+    return [f"All {len(measured)} values that have a target meet it{rest(asked)}."] if measured else []
 
 
 def again(results: Results) -> list[str]:
@@ -222,7 +232,7 @@ def table(results: Results) -> Table:
     for setting, method in lines_of(results):
         cells = [number(results.value(setting, method, metric), digits) for metric, digits in METRICS]
         lines.append([method, setting, *cells, state(results, setting, method)])
-    return Table("Time and memory of a step", COLUMNS, lines, results.stale_methods)
+    return Table("Time and memory of a step", COLUMNS, lines, results.stale_lines)
 
 
 def published_table() -> Table:
@@ -245,4 +255,6 @@ def plot(where: Where, results: Results) -> Drawing:
     figure = dots(
         [f"{method}, {setting}" for setting, method in lines], series, "percent over plain training", base=0.0
     )
-    return Drawing(f"qat-overhead-{where.data}", "Time and peak memory over plain training.", figure)
+    return Drawing(
+        f"qat-overhead-{where.data}{where.device_ending}", "Time and peak memory over plain training.", figure
+    )

@@ -15,12 +15,15 @@ STALE = "†"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. The first column is a name, the others are values; `stale` holds the names of older lines."""
+    """A table of text. The first column is a name, the others are values.
+
+    `stale`: the older lines, by their names, or by their first two cells where several lines have one name.
+    """
 
     caption: str
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
-    stale: frozenset[str] = frozenset()
+    stale: frozenset[str] | frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         """ValueError where a line has more or fewer cells than there are columns: they would stand under other names."""
@@ -29,6 +32,10 @@ class Table:
                 raise ValueError(
                     f"{self.caption}: {len(line)} cells under {len(self.columns)} columns: {line}"
                 )
+
+    def is_stale(self, line: Sequence[str]) -> bool:
+        """Whether a line's rows were measured by other code than today's."""
+        return line[0] in self.stale or tuple(line[:2]) in self.stale
 
 
 @dataclass(frozen=True)

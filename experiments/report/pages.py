@@ -78,7 +78,7 @@ def make_page(places: Paths, name: str) -> Page | None:
         return None
     module = EXPERIMENTS[name].page_module()
     sections = module.sections(rows)
-    drawings = {drawing.name: drawing for section in sections for drawing in section.drawings}
+    drawings = named(name, [drawing for section in sections for drawing in section.drawings])
     return Page(
         name=name,
         title=module.TITLE,
@@ -94,6 +94,19 @@ def make_page(places: Paths, name: str) -> Page | None:
         stale=stale_count(rows),
         pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
     )
+
+
+def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:
+    """Figures by name; ValueError where two have the same, since the file of one would be shown for both."""
+    found: dict[str, Drawing] = {}
+    for one in drawings:
+        if one.name in found:
+            raise ValueError(
+                f"page {page}: two figures are named {one.name!r} ({found[one.name].caption} / {one.caption}), and a name is a "
+                "file; put what tells them apart into the name, such as `Where.ending`"
+            )
+        found[one.name] = one
+    return found
 
 
 def order(cell: str) -> str:

@@ -5,16 +5,24 @@ A target comes from an issue or from a published table. What was not measured mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from experiments.report.content import STALE
 
 #: A ratio to another library is held to 1, less what two timings of the same kernel differ by at worst.
 BASELINE_TOLERANCE = 0.02
+#: More digits than a format has, where a value and a limit look alike; a difference after them is none.
+MORE_DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Target:
-    """A measured value (None: not measured), and the limit that it is to reach or not to exceed; how text shows both."""
+    """A measured value (None: not measured), and the limit that it is to reach or not to exceed; how text shows both.
+
+    stale: whether the value was measured by other code than today's.
+    """
 
     name: str
     value: float | None
@@ -23,28 +31,71 @@ class Target:
     unit: str = ""
     value_format: str = ".3g"
     limit_format: str = ".3g"
+    stale: bool = False
 
     @property
     def reached(self) -> bool | None:
         """Whether the value is on the right side of the limit; None where it was not measured."""
-        if self.value is None:
-            return None
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        return None if self.value is None else self.holds(self.value, self.limit)
+
+    def holds(self, value: float, limit: float) -> bool:
+        """Whether a value is on the right side of a limit."""
+        return value >= limit if self.at_least else value <= limit
 
     @property
     def verdict(self) -> str:
         """A cell of a table: yes, no, or nothing where it was not measured."""
         return {True: "yes", False: "no", None: ""}[self.reached]
 
+    @property
+    def measured(self) -> str:
+        """The value as a cell of a table, marked where it is stale; nothing where it was not measured."""
+        return "" if self.value is None else self.texts[0] + f" {STALE}" * self.stale
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Value and limit, with as many more digits as tell them apart: "1.20 of 1.2" is no miss to a reader."""
+        limit = format(self.limit, self.limit_format)
+        if self.value is None:
+            return "not measured", limit
+        rounded = float(limit) != self.limit
+        for more in range(MORE_DIGITS + 1):
+            value = format(self.value, with_more(self.value_format, more))
+            shown = format(self.limit, with_more(self.limit_format, more)) if rounded else limit
+            if self.holds(float(value), float(shown)) == self.reached:
+                return value, shown
+        return format(self.value, self.value_format), limit
+
     def __str__(self) -> str:
-        value = "not measured" if self.value is None else format(self.value, self.value_format)
-        limit = f"{format(self.limit, self.limit_format)} {self.unit}".strip()
-        return f"{self.name} {value} of {limit}"
+        value, limit = self.texts
+        return f"{self.name} {value}{f' {STALE}' * self.stale} of {limit} {self.unit}".strip()
+
+
+def with_more(given: str, digits: int) -> str:
+    """A format with more digits: ".2f" and 1 is ".3f"; one that names no digits stays."""
+    return re.sub(r"(?<=\.)\d+", lambda found: str(int(found.group()) + digits), given)
 
 
 def missed(targets: Iterable[Target]) -> list[Target]:
     """The targets that were measured and not reached."""
     return [target for target in targets if target.reached is False]
+
+
+def known(targets: Iterable[Target]) -> list[Target]:
+    """Those that were measured."""
+    return [target for target in targets if target.value is not None]
+
+
+def counts(targets: Sequence[Target], what: str = "") -> str:
+    """Reached of measured, `what` after it, then `rest`."""
+    measured = known(targets)
+    return f"{len(measured) - len(missed(measured))} of {len(measured)}{what}{rest(targets)}"
+
+
+def rest(targets: Sequence[Target]) -> str:
+    """The end of a sentence about those that were measured: how many were not, and how many are stale."""
+    late, older = len(targets) - len(known(targets)), sum(target.stale for target in known(targets))
+    return f", {late} not measured" * bool(late) + f", {older} stale {STALE}" * bool(older)
 
 
 def percent_over(value: float, base: float) -> float:

@@ -106,7 +106,7 @@ def gap_table(gaps: Results) -> Table:
     names = [metric.removeprefix(f"{BITS}, ") for metric in metrics]
     return Table(
         "Gap to bfloat16 (%), with its 95% interval over seeds", ["recipe", "training", "seeds", *names], cells,
-        gaps.stale_methods,
+        gaps.stale_lines,
     )  # fmt: skip
 
 

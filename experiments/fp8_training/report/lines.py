@@ -44,7 +44,7 @@ def table(
             ]
             cells.append([method, setting, *shown])
     names = ["training", "as", *(name for name, _, _ in columns.values())]
-    return Table(caption, names, cells, results.stale_methods)
+    return Table(caption, names, cells, results.stale_lines)
 
 
 __all__ = ["Columns", "failures", "lines_of", "state", "table"]

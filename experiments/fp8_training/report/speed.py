@@ -171,9 +171,12 @@ def eager_section(where: Where, results: Results) -> Section:
 def of_cells(results: Results, metric: str) -> list[Target]:
     """Every cell, tuned, at bfloat16's speed."""
     return [
-        Target(name=f"{setting}, tuned", value=results.value(setting, grid.TUNED.name, metric), limit=AS_FAST)
+        Target(
+            name=f"{setting}, tuned", value=results.value(setting, grid.TUNED.name, metric), limit=AS_FAST,
+            stale=bool(results.mark(setting, grid.TUNED.name)),
+        )
         for setting in results.settings
-    ]
+    ]  # fmt: skip
 
 
 def drawing(where: Where, results: Results, name: str, method: str, metric: str) -> Drawing:

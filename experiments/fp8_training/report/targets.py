@@ -6,7 +6,7 @@ a CPU say nothing, so they have no target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_FAST, Method
 from experiments.fp8_training.speed import blocks, fsdp, linear
@@ -15,8 +15,8 @@ from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
 from experiments.report.content import Table
-from experiments.report.results import Results, Where, by_run, number
-from experiments.report.targets import Target, missed
+from experiments.report.results import Results, Where, by_run
+from experiments.report.targets import Target, counts, known, missed, rest
 
 TIME, TIME_RATIO, SPEED_RATIO = "time", "time over bfloat16", "speed over bfloat16"
 MEMORY_RATIO = "peak memory over bfloat16"
@@ -53,22 +53,33 @@ def of_linear(where: Where, results: Results) -> list[Target]:
         return []
     limits = [(method, limit) for (data, method), limit in TIMES.items() if data == where.data]
     found = [
-        at_most(f"{method}, {setting}: {TIME_RATIO}", results.value(setting, method, TIME_RATIO), limit)
+        at_most(
+            f"{method}, {setting}: {TIME_RATIO}", results.value(setting, method, TIME_RATIO), limit,
+            results.mark(setting, method),
+        )
         for method, limit in limits
         for setting in (linear.EAGER, linear.GRAPH)
-    ]
+    ]  # fmt: skip
     recipes = FLOAT8 if where.data in SMALL else ()
     return found + [
-        at_most(f"{ours(one)}, {linear.EAGER}: time over torchao's best", over_torchao(results, one), OF_TORCHAO)
+        at_most(
+            f"{ours(one)}, {linear.EAGER}: time over torchao's best", over_torchao(results, one), OF_TORCHAO,
+            results.mark(linear.EAGER, ours(one), *theirs(one)),
+        )
         for one in recipes
     ]  # fmt: skip
 
 
 def over_torchao(results: Results, recipe: str) -> float | None:
     """Ours over the shortest eager time of torchao's rows of that recipe, compiled or not; None where either is missing."""
-    theirs = [Method(library=TORCHAO, recipe=recipe, compiled=compiled) for compiled in (False, True)]
-    times = [results.value(linear.EAGER, linear.label(one), TIME) for one in theirs]
+    times = [results.value(linear.EAGER, one, TIME) for one in theirs(recipe)]
     return ratio(results.value(linear.EAGER, ours(recipe), TIME), shortest(times))
+
+
+def theirs(recipe: str) -> list[str]:
+    """torchao's rows of a recipe, compiled or not."""
+    methods = [Method(library=TORCHAO, recipe=recipe, compiled=compiled) for compiled in (False, True)]
+    return [linear.label(one) for one in methods]
 
 
 def of_blocks(where: Where, results: Results) -> list[Target]:
@@ -86,9 +97,10 @@ def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
     eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
     speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
     fastest = max((one for one in speeds if one is not None), default=None)
-    yield Target(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit)
+    stale = "".join(results.mark(one, name, PLAIN.name) for one in (eager, compiled))
+    yield at_least(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit, stale)
     times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
-    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED)
+    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED, stale)
     yield from of_memory(results, name)
 
 
@@ -96,8 +108,9 @@ def of_memory(results: Results, name: str) -> Iterator[Target]:
     """The largest peak of memory over bfloat16's, eager and compiled."""
     for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
         yield at_most(
-            f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY
-        )
+            f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY,
+            results.mark(setting, name),
+        )  # fmt: skip
 
 
 def of_fsdp(where: Where, results: Results) -> list[Target]:
@@ -108,11 +121,10 @@ def of_fsdp(where: Where, results: Results) -> list[Target]:
     base = results.value(setting, fsdp.SIDES[0].name, GATHERED)
     for side in fsdp.SIDES:
         if side.codes:
-            found.append(
-                Target(f"{side.name}: {OF_WIDE}", results.value(setting, side.name, OF_WIDE), OF_GATHER)
-            )
+            stale, speed = results.mark(setting, side.name), results.value(setting, side.name, OF_WIDE)
+            found.append(at_least(f"{side.name}: {OF_WIDE}", speed, OF_GATHER, stale))
             bytes_ratio = ratio(results.value(setting, side.name, GATHERED), base)
-            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES))
+            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES, stale))
     return found
 
 
@@ -132,9 +144,14 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value / base
 
 
-def at_most(name: str, value: float | None, limit: float) -> Target:
-    """A target that is an upper limit."""
-    return Target(name, value, limit, at_least=False, value_format=".3f")
+def at_most(name: str, value: float | None, limit: float, stale: str) -> Target:
+    """A target that is an upper limit. stale: the mark of its values."""
+    return Target(name, value, limit, at_least=False, value_format=".3f", stale=bool(stale))
+
+
+def at_least(name: str, value: float | None, limit: float, stale: str) -> Target:
+    """One that is a lower limit."""
+    return Target(name, value, limit, value_format=".3f", stale=bool(stale))
 
 
 #: What has targets, by kind of table, and how its tables are called.
@@ -164,39 +181,22 @@ def finding(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def counts(targets: Sequence[Target]) -> str:
-    """Reached of measured, and how many were not measured."""
-    measured = known(targets)
-    return f"{len(measured) - len(missed(measured))} of {len(measured)}{unmeasured(targets)}"
-
-
-def unmeasured(targets: Sequence[Target]) -> str:
-    """The end of a sentence about those that were measured; nothing where all were."""
-    late = len(targets) - len(known(targets))
-    return f", {late} not measured" if late else ""
-
-
-def known(targets: Iterable[Target]) -> list[Target]:
-    """Those that were measured."""
-    return [one for one in targets if one.value is not None]
-
-
 def verdict(targets: Sequence[Target]) -> list[str]:
     """How many targets are missed, and which, of those that were measured; how many were not."""
     measured = known(targets)
-    late, rest = missed(measured), unmeasured(targets)
+    late, ending = missed(measured), rest(targets)
     if late:
-        words = f"**Missed targets: {len(late)} of {len(measured)}{rest}.** "
+        words = f"**Missed targets: {len(late)} of {len(measured)}{ending}.** "
         return [words + "; ".join(map(str, late)) + "."]
     if not measured:
         return [f"None of the {len(targets)} targets was measured."] if targets else []
-    return [f"All {len(measured)} values that have a target meet it{rest}."]
+    return [f"All {len(measured)} values that have a target meet it{ending}."]
 
 
 def target_table(targets: Sequence[Target]) -> list[Table]:
     """All targets of a section, also of what was not measured; none where it has none."""
     lines = [
-        [one.name, number(one.value, 3), f"{'≥' if one.at_least else '≤'} {one.limit:.3g}", one.verdict]
+        [one.name, one.measured, f"{'≥' if one.at_least else '≤'} {one.texts[1]}", one.verdict]
         for one in targets
     ]
     return [Table("Targets", ["target", "measured", "limit", "reached"], lines)] if lines else []

@@ -10,6 +10,7 @@ from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, at_least, at_most
 from experiments.kernels.outcome import BASELINE_TABLE, KERNELS
+from experiments.report.content import STALE
 from experiments.report.results import Results, Where, by_run
 from experiments.report.staleness import is_stale
 from experiments.report.targets import BASELINE_TOLERANCE, Target
@@ -45,6 +46,11 @@ class CaseResult:
     def ok(self) -> bool:
         """Whether it was measured."""
         return self.status == "ok"
+
+    @property
+    def mark(self) -> str:
+        """What follows its name in a sentence where its rows are stale."""
+        return f" {STALE}" if self.stale else ""
 
     @property
     def best_baseline(self) -> BaselineResult | None:
@@ -161,8 +167,8 @@ def summary(lines: Sequence[CaseResult]) -> str:
     targeted = [one for one in lines if one.targets]
     missed = sum(bool(one.missed) for one in targeted)
     slower = sum(bool(one.slower_than) for one in lines)
-    unmeasured = sum(not one.ok for one in lines)
+    unmeasured, older = sum(not one.ok for one in lines), sum(one.stale for one in lines)
     return (
         f"{len(targeted) - missed} of {len(targeted)} rows with a target meet it; {slower} rows are slower than a baseline; "
-        f"{unmeasured} of {len(lines)} rows were not measured."
+        f"{unmeasured} of {len(lines)} rows were not measured{f', {older} are stale {STALE}' * bool(older)}."
     )

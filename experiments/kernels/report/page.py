@@ -60,7 +60,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         sentences.append(f"{where.device}: {summary(lines)}")
         sentences.append(fraction_sentence(lines))
         sentences.append(linear_sentence(lines))
-        missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
+        missed = missed_words(lines)
         sentences.append(f"Targets missed: {', '.join(missed)}." if missed else "")
     return [sentence for sentence in sentences if sentence]
 
@@ -68,10 +68,15 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def fraction_sentence(lines: Sequence[CaseResult]) -> str:
     """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
     found: dict[str, list[float]] = {}
+    marks: dict[str, str] = {}
     for line in lines:
         if line.shape in LARGE and "fraction" in line.values:
-            found.setdefault(operation(line), []).append(line.values["fraction"])
-    words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
+            name = operation(line)
+            found.setdefault(name, []).append(line.values["fraction"])
+            marks[name] = marks.get(name) or line.mark
+    words = [
+        f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f}){marks[name]}" for name, v in found.items()
+    ]
     return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
 
 
@@ -79,7 +84,7 @@ def linear_sentence(lines: Sequence[CaseResult]) -> str:
     """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
     words = [
         f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
-        f"({1 / line.values['time over dense']:.2f} times as fast)"
+        f"({1 / line.values['time over dense']:.2f} times as fast){line.mark}"
         for line in lines
         if line.case.startswith("linear.")
         and line.shape == "14336x4096"
@@ -121,9 +126,11 @@ def slug(where: Where) -> str:
 
 def missed_paragraphs(lines: Sequence[CaseResult]) -> list[str]:
     """What misses a target, and what is slower than a baseline."""
-    missed = [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
+    missed = missed_words(lines)
     slower = [
-        f"{line.case} at {line.shape} ({faster_baselines(line)})" for line in lines if line.faster_baselines
+        f"{line.case} at {line.shape}{line.mark} ({faster_baselines(line)})"
+        for line in lines
+        if line.faster_baselines
     ]
     paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
     return paragraphs + (
@@ -245,11 +252,18 @@ def compared(line: CaseResult, one: BaselineResult) -> str:
     return f"{words} {STALE}" if one.stale and not line.stale else words
 
 
+def missed_words(lines: Sequence[CaseResult]) -> list[str]:
+    """What misses a target, with the values."""
+    return [
+        f"{line.case} at {line.shape}{line.mark} ({'; '.join(line.missed)})" for line in lines if line.missed
+    ]
+
+
 def faster_baselines(line: CaseResult) -> str:
     """The baselines that are faster, with their ratios."""
     return ", ".join(f"{one.baseline} {compared(line, one)}" for one in line.faster_baselines)
 
 
-def stale(lines: Sequence[CaseResult]) -> frozenset[str]:
-    """Cases with rows that are older than the code."""
-    return frozenset(line.case for line in lines if line.stale)
+def stale(lines: Sequence[CaseResult]) -> frozenset[tuple[str, str]]:
+    """(case, shape) of lines whose rows are older than the code."""
+    return frozenset((line.case, line.shape) for line in lines if line.stale)

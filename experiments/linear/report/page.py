@@ -9,10 +9,11 @@ from experiments.linear.methods import PARTS
 from experiments.linear.outputs import ERROR
 from experiments.linear.report import outputs, times
 from experiments.linear.run import TITLE
+from experiments.linear.tables import setting_of
 from experiments.linear.targets import slow_rows, targets_of
-from experiments.report.content import Section
+from experiments.report.content import STALE, Section
 from experiments.report.results import Results, Where, by_run
-from experiments.report.targets import Target, missed
+from experiments.report.targets import Target, counts, missed
 
 ABOUT = (
     "One linear layer of a user's model, `nn.Linear` in bfloat16 through `ao_lab.quantize_`, over 1 to 8192 rows of inputs: "
@@ -42,8 +43,11 @@ def times_words(part: str, where: Where, results: Results) -> list[str]:
     if held:
         lost = missed(held)
         rest = f"; missed: {grouped(lost)}" if lost else ""
-        words.append(f"{name}: {len(held) - len(lost)} of {len(held)} targets are met{rest}.")
-    slow = [f"{method} at {', '.join(map(str, at))}" for method, at in slow_rows(results)]
+        words.append(f"{name}: {counts(held, ' targets are met')}{rest}.")
+    slow = [
+        f"{method} at {', '.join(f'{rows}{results.mark(setting_of(rows), method)}' for rows in at)}"
+        for method, at in slow_rows(results)
+    ]
     if slow:
         words.append(f"{name}, slower than bfloat16: {'; '.join(slow)} rows.")
     return words
@@ -54,7 +58,7 @@ def grouped(targets: Sequence[Target]) -> str:
     found: dict[str, list[str]] = {}
     for one in targets:
         method, _, rows = one.name.rpartition(", ")
-        found.setdefault(method, []).append(rows.partition(" ")[0])
+        found.setdefault(method, []).append(rows.partition(" ")[0] + f" {STALE}" * one.stale)
     return "; ".join(f"{method} at {', '.join(rows)}" for method, rows in found.items()) + " rows"
 
 

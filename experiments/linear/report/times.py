@@ -65,12 +65,7 @@ def speed_map(part: str, where: Where, results: Results, methods: list[str], row
     values = [[results.value(setting_of(count), name, SPEED) for count in rows] for name in methods]
     figure = ratio_map(methods, [str(count) for count in rows], values, "speed over bfloat16")
     caption = f"{TITLES[part]}, {where.data}, {where.device}: speed over bfloat16 by rows of inputs."
-    return Drawing(f"linear-{part}-{where.data}-{where.ending}{device_of(where)}", caption, figure)
-
-
-def device_of(where: Where) -> str:
-    """How names of figures end on other GPUs than the one whose figures come first."""
-    return "" if "H200" in where.device else f"-{where.device.lower().replace(' ', '-')}"
+    return Drawing(f"linear-{part}-{where.data}-{where.ending}", caption, figure)
 
 
 def rows_table(results: Results, rows: int) -> Table:
@@ -85,27 +80,21 @@ def rows_table(results: Results, rows: int) -> Table:
             cell = "" if error is None else f"{error:.1e}"
             lines.append([method, *values, kernel(results, setting, method), cell])
     names = ["layer", *(name for name, _ in COLUMNS.values()), "kernel", "relative error"]
-    return Table(setting.removesuffix(f", {TIMES}"), names, lines, results.stale_methods)
+    return Table(
+        setting.removesuffix(f", {TIMES}"), names, lines, results.with_setting(setting).stale_methods
+    )
 
 
 def target_table(targets: list[Target]) -> list[Table]:
     """Targets with values; none where there are none."""
-    lines = [
-        [
-            one.name,
-            limit_of(one),
-            "" if one.value is None else format(one.value, one.value_format),
-            one.verdict,
-        ]
-        for one in targets
-    ]
+    lines = [[one.name, limit_of(one), one.measured, one.verdict] for one in targets]
     return [Table("Targets", ["layer", "target", "measured", "reached"], lines)] if lines else []
 
 
 def limit_of(one: Target) -> str:
     """A target as a cell."""
     sign, unit = "at least" if one.at_least else "at most", one.unit or "times bfloat16"
-    return f"{sign} {one.limit:{one.limit_format}} {unit}"
+    return f"{sign} {one.texts[1]} {unit}"
 
 
 __all__ = ["section"]

@@ -53,7 +53,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         if run is not None:
             where, gaps = run
             words = [
-                f"{method} {one.mean:+.2f} ± {one.half:.2f} {unit} ({one.verdict(margin)})"
+                f"{method} {one.mean:+.2f} ± {one.half:.2f} {unit} ({one.verdict(margin)}){gaps.of_method(method).mark_any}"
                 for method in METHODS[1:]
                 if (one := gap_of(gaps, method)) is not None
             ]

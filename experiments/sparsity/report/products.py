@@ -39,7 +39,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for kind, title in TITLES.items():
         for (device, setting), found in groups(rows, kind).items():
             said = [
-                f"{where.data} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
+                f"{where.data} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}{results.mark_any}"
                 for where, results in found.items()
                 if (ratios := ratios_of(kind, setting, results))
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from experiments.fp8_training.report.lines import STATUS, Columns, failures, table
 from experiments.harness.rows import Row
@@ -75,7 +76,7 @@ def ratios(results: Results) -> str:
     said = {}
     for setting in results.settings:
         found = [
-            f"{row.method} {row.value:.2f}"
+            f"{row.method} {row.value:.2f}{results.mark(setting, row.method)}"
             for row in results.with_setting(setting).rows
             if row.metric in RATIOS and row.method not in RATIOS.values()
         ]
@@ -88,9 +89,13 @@ def ratios(results: Results) -> str:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Of all runs of all kinds."""
-    found = []
+    found, drawn = [], set[str]()
     for kind in TITLES:
-        found += [section(kind, where, results, rows) for where, results in by_run(rows, kind).items()]
+        for where, results in by_run(rows, kind).items():
+            one = section(kind, where, results, rows)
+            # A figure is of all shapes of a device: it stands in the first of their sections.
+            found.append(replace(one, drawings=[that for that in one.drawings if that.name not in drawn]))
+            drawn.update(that.name for that in one.drawings)
     return found
 
 
@@ -105,8 +110,9 @@ def section(kind: str, where: Where, results: Results, rows: Sequence[Row]) -> S
 
 
 def ratio_drawing(kind: str, where: Where, rows: Sequence[Row]) -> Drawing:
-    """Published speeds over dense beside measured ones."""
+    """Published speeds over dense beside those that a device measured."""
     model = PUBLISHED[kind][0]
+    rows = [row for row in rows if row.device == where.device]
     found = [one for one in comparisons(rows) if one.model.startswith(model) and one.unit == "x"]
     labels = [f"{one.method}, {one.model.partition(', ')[2]}" for one in found]
     series = {

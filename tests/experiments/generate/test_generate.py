@@ -8,13 +8,13 @@ import torch
 
 import ao_lab
 from ao_lab.cli.app import main
-from experiments.generate import page, targets, times
+from experiments.generate import page, times
 from experiments.generate import run as experiment
 from experiments.generate.methods import BASE, METHODS, TORCHAO
 from experiments.generate.stage import Stage
 from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, KIND, Table, tables_of
 from experiments.harness import provenance
-from experiments.harness.rows import Journal, Row
+from experiments.harness.rows import Journal
 from tests.experiments.harness import tiny
 
 pytest.importorskip("transformers")
@@ -200,10 +200,6 @@ def test_at_full_scale_what_compiles_comes_after_what_does_not():
     assert (first.setting, first.stage.layers) == (f"batch 1, {COMPILED}", 32)
     (part,) = (one for one in tables if one.setting == f"batch 64, {COMPILED}")
     assert {one.name for one in first.methods} < {one.name for one in part.methods}
-    assert {one.setting for one in tables} >= {
-        setting for _, settings, _ in targets.LIMITS for setting in settings
-    }
-    assert {name for methods, _, _ in targets.LIMITS for name in methods} <= {one.name for one in METHODS}
 
 
 def test_beside_torchao_there_is_what_has_its_recipe():
@@ -229,23 +225,6 @@ def test_a_model_that_runs_another_ones_program_is_not_timed(monkeypatch):
     with pytest.raises(times.Wrong, match="another model's program"):
         times.warmed(Table(Stage(1, "cpu", divide=32), DECODE, (BASE,), 1), object())
     assert times.warmed(Table(Stage(1, "cpu", divide=32), EAGER_DECODE, (BASE,), 1), object()) >= 0
-
-
-def test_targets_are_met_or_missed():
-    def row(method, setting, metric, value):
-        return Row(
-            experiment="generate", table=f"{KIND}/full/llama-3.1-8b-32-layers", setting=setting, method=method, metric=metric,
-            value=value, unit="", device="a GPU", seed=0, source_hash="",
-        )  # fmt: skip
-
-    setting = f"batch 1, {COMPILED}"
-    rows = [row("bfloat16", setting, times.TIME, 2.5), row("bfloat16", setting, times.SPEED, 1.0)]
-    rows += [
-        row(name, setting, times.SPEED, value) for name, value in {"int4 g128": 1.45, "int8": 1.2}.items()
-    ]
-    first, second = page.findings(rows)
-    assert first.endswith("bfloat16 2.50 ms; speed over it: int4 g128 1.45, int8 1.20.")
-    assert second.endswith("1 of 2 targets are met; missed: int8, batch 1, compiled 1.20 of 1.35.")
 
 
 @pytest.mark.parametrize(

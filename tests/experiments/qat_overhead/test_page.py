@@ -55,7 +55,7 @@ def test_targets_are_of_ours_alone():
     late = missed(Results(rows(costs={**COSTS, "ours": (8.04, 5.5)})))
     assert len(late) == 8
     assert late[:2] == [
-        f"ours, {INT8_INT4}, eager: time over plain 8.0 of 8 %",
+        f"ours, {INT8_INT4}, eager: time over plain 8.04 of 8 %",
         f"ours, {INT8_INT4}, eager: peak memory over plain 5.5 of 5 %",
     ]
     assert f"ours, {INT4}, compiled: peak memory over plain 5.5 of 5 %" in late

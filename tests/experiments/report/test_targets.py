@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments.report.targets import Target, missed, percent_over
+from experiments.report.content import STALE
+from experiments.report.targets import Target, counts, missed, percent_over
 
 
 @pytest.mark.parametrize(
@@ -27,5 +28,28 @@ def test_what_was_not_measured_misses_no_target():
 
 
 def test_text_has_value_limit_and_unit():
-    assert str(Target("time", 8.04, 8.0, at_least=False, unit="%", value_format=".1f")) == "time 8.0 of 8 %"
+    assert str(Target("time", 8.04, 8.0, at_least=False, unit="%", value_format=".1f")) == "time 8.04 of 8 %"
     assert percent_over(3.0, 2.0) == 50.0
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "at_least", "words"),
+    [
+        (1.1984, 1.2, True, "1.198 of 1.2"),
+        (1.19996, 1.2, True, "1.19996 of 1.2"),
+        (1.2, 1.2, True, "1.20 of 1.2"),
+        (1.18, 1.2, True, "1.18 of 1.2"),
+        (7.6, 7.5952, False, "7.600 of 7.595"),
+        (1.2000000001, 1.2, False, "1.20 of 1.2"),
+    ],
+)
+def test_text_tells_a_miss_from_its_limit(value, limit, at_least, words):
+    assert str(Target("speed", value, limit, at_least, value_format=".2f")) == f"speed {words}"
+
+
+def test_stale_values_are_marked_and_counted():
+    targets = [Target("a", 2.0, 1.0, stale=True), Target("b", 0.5, 1.0), Target("c", None, 1.0, stale=True)]
+    assert [one.measured for one in targets] == [f"2 {STALE}", "0.5", ""]
+    assert str(targets[0]) == f"a 2 {STALE} of 1"
+    assert counts(targets, " are met") == f"1 of 2 are met, 1 not measured, 1 stale {STALE}"
+    assert counts(targets[1:2]) == "0 of 1"

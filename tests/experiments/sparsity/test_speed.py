@@ -1,5 +1,6 @@
 """Times without a GPU: the same code on small shapes by the host's clock, what is wrong, and published values beside rows."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -331,6 +332,20 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
     assert {one.measured for one in published_tables.comparisons([])} == {None}
     titles = [section.title.partition(" (")[0] for section in speed.sections(rows)]
     assert titles == [speed.TITLES[kind] for kind in ("linear", "vit", "sam")]
+
+
+def test_a_figure_is_of_what_its_gpu_measured_and_stands_once(monkeypatch):
+    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+    shown = []
+    monkeypatch.setattr(speed, "dots", lambda labels, series, *_, **__: shown.append(series))
+    shapes = ("13008x1024x4096", "13008x4096x1024")
+    rows = [row("linear", shape, linear.OWN, "speed over dense", 1.3, linear.EAGER) for shape in shapes]
+    rows += [replace(one, device="NVIDIA H200", value=1.5) for one in rows]
+    names = [one.name for section in speed.sections(rows) for one in section.drawings]
+    assert sorted(names) == ["sparsity-linear-ratios-full", "sparsity-linear-ratios-full-a-gpu"]
+    for device, value in (("a GPU", 1.3), ("NVIDIA H200", 1.5)):
+        values = [series[name] for series in shown for name in series if device in name]
+        assert {one for found in values for one in found} - {None} == {value}
 
 
 def test_a_pruned_model_is_compared_with_bfloat16_pruned_as_it_is(tmp_path):
