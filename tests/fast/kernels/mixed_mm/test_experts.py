@@ -1,12 +1,23 @@
 """Rows sorted by expert in the emulator, bit for bit: whose weight a row has, and where its tiles end; the rule of variants."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_small.grouped import stacked
-from fast.kernels.mixed_mm.experts import candidates, divisions, longest, most_tiles, tiles_of
+from fast.kernels.mixed_mm.experts import (
+    candidates,
+    choose,
+    divisions,
+    longest,
+    most_tiles,
+    nanoseconds,
+    tiles_of,
+)
 from fast.kernels.mixed_mm.host import GROUPED_ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.variants import Variant, Weight, sources
 from tests.emulator.device.mixed_stand_in import MixedStandIn
@@ -16,7 +27,9 @@ from tests.fast.kernels.mixed_mm.test_compile import INTEGERS, THREADS, complain
 from tests.fast.kernels.mixed_mm.test_emulated import expected, stored
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
+from tests.gpu.linear.mixed.compared import weight_named
 
+TIMES = Path(__file__).resolve().parents[4] / "reports/data/mixed_mm_experts.json"
 BF16, F16 = torch.bfloat16, torch.float16
 PLAIN, TWO_SIZES = Variant(32, 1, 1, 3, grouped=True), Variant(48, 1, 1, 3, 16, grouped=True)
 #: Variant; scheme; rows of each expert; features and columns; dtype of x.
@@ -134,6 +147,49 @@ def test_most_tiles_hold_all_rows():
     one = Variant(64, 1, 1, 3, grouped=True)
     for counts in ((1, 1, 1), (300, 0, 0), (64, 65, 128)):
         assert sum(-(-rows // 64) for rows in counts) * 2 <= most_tiles(one, sum(counts), 3, 256)
+
+
+MEASURED = json.loads(TIMES.read_text())["rows"]
+
+
+def losses(pick):
+    """How much slower the picked variants are than the quickest of those that were timed."""
+    for row in MEASURED:
+        weight = weight_named(row["scheme"])
+        every = [*candidates(weight)]
+        times = [row["times"][one.name] for one in every]
+        yield row["times"][pick(row, weight, every).name] / min(times)
+
+
+def by_rule(row, weight, every):
+    return choose(-(-sum(row["rows"]) // len(row["rows"])), len(row["rows"]), *row["shape"], weight)
+
+
+def by_rows(row, weight, every):
+    """As the rule would, if it knew the rows of each expert, which only the device does."""
+    features, length = row["shape"]
+
+    def taken(one):
+        whole, small = (nanoseconds(rows, length, weight) for rows in (one.tokens, one.small or one.tokens))
+        tiles = tiles_of(one, row["rows"], len(row["rows"]))
+        return longest(*(-(-features // 128) * count for count in tiles), whole, small, 132)
+
+    return min(every, key=taken)
+
+
+def test_the_model_finds_what_was_quickest():
+    """Times of an H200, 8 experts whose rows are within a tenth of each other."""
+    found = [*losses(by_rows)]
+    assert len(found) == 96
+    assert max(found) <= 1.05
+    assert sum(found) / len(found) <= 1.01
+
+
+def test_the_rule_loses_little_where_experts_have_as_many_rows():
+    """It expects some to have twice as many as others, so where all have two whole tiles it takes larger small ones."""
+    found = [*losses(by_rule)]
+    assert max(found) <= 1.1
+    assert sum(found) / len(found) <= 1.02
 
 
 def in_turn(many, few, whole, small, programs):
