@@ -87,17 +87,23 @@ REWRITES = (
         "bounds that are infinite beside factors that are NaN, of which no measured product has any",
     ),
     Rewrite(
+        "5a6558b",
+        (*BY_PRODUCT, *FEW_ROWS),
+        "what the next entry says, and which tables are beside torchao's methods",
+        ("generate",),
+    ),
+    Rewrite(
         "0f79f97",
         (*BY_PRODUCT, *FEW_ROWS),
         "gemm's products in files of their own; low bits of many rows and the order of experts' tiles, whose rows are measured "
-        "anew; dependent launches of more than 32 rows, likewise; what is saved with a model; generate() has a check and methods "
-        "more, and the compiler's options behind torchao's models, after which no row's process compiled another's",
+        "anew; dependent launches of more than 32 rows, likewise; what is saved with a model; generate() has a check and "
+        "methods more, and the compiler's options behind torchao's models, after which no row's process compiled another's",
     ),
     Rewrite(
         "c5374b1",
         BY_PRODUCT,
-        "gemm's products in files of their own; dependent launches of 17 to 32 rows, and of other products of more, which no row "
-        "has; which methods of torchao are beside which of ours, at batch 64; what is saved with a model",
+        "gemm's products in files of their own; dependent launches of 17 to 32 rows, and of other products of more, which no "
+        "row has; which methods of torchao are beside which of ours, at batch 64; what is saved with a model",
     ),
     Rewrite(
         "0832d6b",
