@@ -20,12 +20,14 @@ from experiments.report.staleness import is_stale  # noqa: E402
 BEGIN, END = "<!-- generation: python docs/generation.py -->\n", "<!-- end of generation -->\n"
 SPEED, OF = "speed over bfloat16", "generate/full/llama-3.1-8b-{}-layers"
 WHOLE, PART, PREFILL = OF.format(32), OF.format(8), "prefill of 2048 tokens"
+BESIDE = "batch 1, compiled, beside torchao"
 TEXT = """\
 Nothing has to be switched on: with the shapes of Llama-3.1-8B, 32 layers, transformers' own `generate()` and the compilation
 that `cache_implementation="static"` starts, int4 runs {int4} and {int4_16} times as fast as bfloat16 at batch 1 and 16,
-int8 {int8} and {int8_16}, int4 after the call below {prepared}. Without that cache nothing is compiled and a step
-is what the host takes: of eight layers int4 {eager}, int8 {eager8} at batch 1, a prompt of 2048 tokens int4
-{prefill}, fp8 dynamic {prefill8} (one {device}, [rows](reports/generate.md){older}).
+int8 {int8} and {int8_16}, int4 after the call below {prepared} at batch 1. Of eight layers, of which transformers' own loop is
+more, int4 runs {small} and int8 {small8} times as fast, torchao's in the same process {theirs} and {theirs8}; not compiled,
+where a step is what the host takes, int4 {eager} and int8 {eager8}; a prompt of 2048 tokens int4 {prefill}, fp8
+dynamic {prefill8} (batch 1, one {device}, [rows](reports/generate.md){older}).
 """
 OLDER = f"; {STALE} measured before the code last changed"
 
@@ -45,6 +47,10 @@ def text() -> str:
         "int4_16": speed(WHOLE, "batch 16, compiled", "int4 g128"),
         "int8_16": speed(WHOLE, "batch 16, compiled", "int8"),
         "prepared": speed(WHOLE, "batch 1, compiled", "int4 g128, prepared"),
+        "small": speed(PART, BESIDE, "int4 g128"),
+        "small8": speed(PART, BESIDE, "int8"),
+        "theirs": speed(PART, BESIDE, "torchao int4wo"),
+        "theirs8": speed(PART, BESIDE, "torchao int8wo"),
         "eager": speed(PART, "batch 1, not compiled", "int4 g128"),
         "eager8": speed(PART, "batch 1, not compiled", "int8"),
         "prefill": speed(PART, PREFILL, "int4 g128"),
