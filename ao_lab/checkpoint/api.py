@@ -190,6 +190,8 @@ def _beside(folder: Path, settings: str | None, reasons: Sequence[str]) -> list[
     """Generation settings, where the model has any, and the model card, where nobody else's is there."""
     if settings is not None:
         (folder / SETTINGS).write_text(settings)
+    else:  # another model's, saved here before
+        (folder / SETTINGS).unlink(missing_ok=True)
     card = card_beside(folder, reasons)
     return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]
 

@@ -30,6 +30,8 @@ from fast.sparsity.int4 import pair as sparse_pair
 #: The most rows of inputs whose programs have dependent launches: eight layers of Llama-3.1-8B take 3.93 ms a token of 64 rows
 #: in int4 without them and 4.18 with, bfloat16 4 percent more with them too; of 16 and 32 rows 1 to 3 percent less (H200).
 MOST_LATE = 32
+#: How operators begin that multiply inputs, their first argument, by a weight.
+TIMES_WEIGHTS = ("ao_lab.linear", "ao_lab.scaled_mm", "aten.mm.", "aten._int_mm.", "aten._scaled_mm.")
 #: Operators that only say how memory is looked at: the same of the same are the same.
 VIEWS = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "permute", "t")
 
@@ -132,9 +134,8 @@ def most_rows(graph: Graph) -> int:
 
 def input_of(node: Node) -> Node | None:
     """The inputs of a product by a weight, ours or torch's; None of other nodes."""
-    place = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}.get(node.target)  # type: ignore[call-overload]
-    if str(node.target).startswith("ao_lab.linear"):
-        place = 0
+    name = str(node.target)
+    place = 1 if name == "aten.addmm.default" else 0 if name.startswith(TIMES_WEIGHTS) else None
     found = None if place is None else node.args[place]
     return found if isinstance(found, Node) else None
 
@@ -232,7 +233,9 @@ def compile_options() -> dict[str, Any]:
 
     Products of one input are fused. On GPUs that can (Hopper and later), what the compiler writes may begin while the kernel
     in front of it ends, as our kernels do (programmatic dependent launch), where this version of torch has a setting for that
-    and inputs have at most MOST_LATE rows; that its kernels wait for what they read is then the compiler's care.
+    and no product's inputs have more than 32 rows (a compiled gradient of a weight counts its own); that its kernels wait for
+    what they read is then the compiler's care. The options are for `options=`, behind which torch puts its own back: set for a
+    whole process, dependent launches stay as the last program left them.
     """
     import torch._inductor.config as inductor
 

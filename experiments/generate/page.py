@@ -59,7 +59,8 @@ TEXT = (
     "Warm-up is what the calls before the timed ones take: {compiling} where steps are compiled, which is compilation and "
     "capture, {eagerly} where not. Before that logits are compared with those of a bfloat16 model that has what is stored as "
     "its weights, at the rows that are timed, not compiled: they say that products are right, and nothing of quality. "
-    "By compiling: the change of the logits of a compiled call's last step, from those of the same model, not compiled.",
+    "By compiling: the change of the logits of a compiled call's last step, from those of the same model, not compiled; "
+    "empty where that was not compared.",
 )
 STAND_IN = (
     "**A stand-in**: one tiny layer on a CPU, whose times mean nothing; it shows that all of it runs.",

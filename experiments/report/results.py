@@ -41,8 +41,8 @@ class Where:
 
     @property
     def device_ending(self) -> str:
-        """The device in names of figures: nothing for a CPU and for an H200, the GPU whose figures come first."""
-        plain = self.device == "cpu" or "H200" in self.device
+        """The device in names of figures: nothing for a CPU at quick scale and an H200 at full, whose figures come first."""
+        plain = (self.scale, self.device) in (("quick", "cpu"), ("full", "NVIDIA H200"))
         return "" if plain else f"-{self.device.lower().replace(' ', '-')}"
 
     @property

@@ -20,11 +20,11 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     """x (..., K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype and on its device.
 
     On a GPU codes are decoded on the way to the products and nothing dense is made, for one row and for up to 128 rows of
-    bfloat16 or float16 (32 where scales change along K, but for packed integers of 2, 3, 5 and 6 bits on Hopper); the result
-    is within `reference.linear_error_bound` of the exact product, which promises nothing where sums of codes and inputs
-    leave float32 before their scale: there, and where an input is infinite, a result may be NaN. Where no kernel takes them
-    (`weights.rows_fused`), torch multiplies by what `dequantize` gives in x's dtype. CPU tensors run `reference.linear`,
-    exact and slow. Arguments and errors are its.
+    bfloat16 or float16 (32 where scales change along K; of packed integers of 2, 3, 5 and 6 bits on Hopper 96 where the
+    weight has 8192 rows or more, else 32); the result is within `reference.linear_error_bound` of the exact product, which
+    promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input is infinite, a
+    result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies by what `dequantize` gives in x's
+    dtype. CPU tensors run `reference.linear`, exact and slow. Arguments and errors are its.
     Differentiable in x and bias: the gradient of x is a product with the dequantized weight. NotImplementedError where scales
     require a gradient.
     """

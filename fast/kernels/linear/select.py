@@ -1,10 +1,10 @@
 """`linear` for CUDA tensors: which kernel, which of its tiles, and which weights none takes.
 
-Packed integers of 2, 3, 5 and 6 bits with one float32 scale a group go to `linear_bits`, which is CUDA C++ for Hopper. Else one
-row is bound by reading the weight: `gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are
-theirs (`takes_w4a16`, `takes_w8a16`), `gemv_any` all else. Up to MOST_ROWS rows of 16-bit inputs go to `gemm_small_m`.
-Beyond, the tensor cores are the limit, and a dense weight that is made for the call costs little beside it: the caller
-dequantizes.
+Packed integers of 2, 3, 5 and 6 bits with one float32 scale a group go to `linear_bits`, which is CUDA C++ for Hopper, up
+to 96 rows, or 32 of weights of fewer than 8192; more to no kernel. Else one row is bound by reading the weight:
+`gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are theirs (`takes_w4a16`, `takes_w8a16`),
+`gemv_any` all else. Up to MOST_ROWS rows of 16-bit inputs go to `gemm_small_m`. Beyond, the tensor cores are the limit, and
+a dense weight that is made for the call costs little beside it: the caller dequantizes.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from fast.kernels.sparse_mm.select import MULTIPROCESSORS as PROCESSORS
 Rates = tuple[int, int, int, int]
 #: Rows of x at most.
 MOST_ROWS = 128
-#: Rows from which on the dense weight, made for the call, is not slower, where weights have as many rows as LARGE or fewer:
-#: an H200 takes 79 to 94 us of 128 rows and (14336, 4096), some 70 to 78 by the dense weight, and some 61 to 74 of 96 rows, 69
-#: to 76; of 64 rows and (4096, 4096) 24 to 29, some 20 to 23, of 32 rows 13 to 17.
+#: The most rows that are multiplied by a weight as it is stored, where that has LARGE rows or more, and where fewer: of
+#: more the dense weight, made for the call, is no slower. An H200 takes 79 to 94 us of 128 rows and (14336, 4096), some
+#: 70 to 78 by the dense weight, and some 61 to 74 of 96 rows, 69 to 76; of 64 rows and (4096, 4096) 24 to 29, some 20 to
+#: 23, of 32 rows 13 to 17.
 LARGE, MOST_OF_LARGE, MOST_OF_SMALL = 8192, 96, 32
 #: Parts of K at most, and stages that each has at least: the ring has to be filled first.
 MOST_SPLITS, STAGES_EACH = 8, 4

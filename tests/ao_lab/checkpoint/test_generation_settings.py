@@ -77,6 +77,9 @@ def test_models_without_settings(tmp_path):
     quantize_(plain, CONFIGS["ao_lab"])
     bert, _ = quantized_model("BertForMaskedLM", "int8_rowwise")
     for number, model in enumerate((plain, bert)):
+        # Nor another model's, saved there before.
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / SETTINGS).write_text("{}")
         save_pretrained(model, tmp_path / str(number), layout="ao_lab")
         assert not (tmp_path / str(number) / SETTINGS).exists()
     save_pretrained(chat_model(), tmp_path / "chat", layout="ao_lab")

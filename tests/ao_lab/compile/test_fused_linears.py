@@ -85,3 +85,12 @@ def test_rows_are_those_of_inputs():
     assert most_rows(graph) == 18
     graph.call_function(torch.ops.aten.mm.default, (w, x))
     assert most_rows(graph) == 512
+
+
+@pytest.mark.parametrize("name", ["_scaled_mm", "_int_mm"])
+def test_products_of_codes_count(name):
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"] = torch.empty(64, 32)
+    graph.call_function(getattr(torch.ops.aten, name).default, (x, w))
+    assert most_rows(graph) == 64

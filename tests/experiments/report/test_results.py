@@ -50,6 +50,12 @@ def test_figures_of_two_gpus_have_two_names():
     }
     assert names == {"full", "full-nvidia-h100-80gb-hbm3", "full-another"}
     assert Where("quick", "cpu", "x").ending == "quick"
+    everywhere = [
+        Where(scale, device, "x").ending
+        for scale in ("quick", "full")
+        for device in ("cpu", "NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 PCIe")
+    ]
+    assert len({*everywhere}) == len(everywhere)
 
 
 def test_two_figures_of_one_name_are_refused():
