@@ -110,6 +110,11 @@ REWRITES = (
         SAVED,
         "options of compiled programs that pickle; what is saved with a model",
     ),
+    Rewrite(
+        "a2401c0",
+        SAVED,
+        "dependent launches of products of codes with more than 32 rows, which no row has; what is saved with a model",
+    ),
 )
 
 __all__ = ["REWRITES", "Rewrite"]
