@@ -182,7 +182,16 @@ def change(method: Method, model: Any, dense: Any, prompt: torch.Tensor) -> floa
     """How far the last tokens' logits are from those of the dense weights, of their size."""
     expected = None if dense is None else logits(dense, prompt)
     limit = SCHEME_LIMIT if method.dynamic else COMPILED_LIMIT
-    return relative_change(logits(model, prompt), expected, limit, "from those of its weights in bfloat16")[0]
+    return checked(logits(model, prompt), expected, limit, "from those of its weights in bfloat16")
+
+
+def checked(outputs: torch.Tensor, expected: torch.Tensor | None, limit: float, cause: str) -> float:
+    """The relative change of all; Wrong where that of any row of the batch is beyond the limit: of 64 rows, all of one wrong
+    would be an eighth of the whole."""
+    if expected is not None:
+        for one, other in zip(outputs, expected, strict=True):
+            relative_change(one, other, limit, f"in a row {cause}")
+    return relative_change(outputs, expected, limit, cause)[0]
 
 
 def change_by_compiling(table: Table, method: Method, model: Any) -> float:
@@ -190,7 +199,7 @@ def change_by_compiling(table: Table, method: Method, model: Any) -> float:
     steps, so that errors of all of them are in the cache."""
     compiled, plain = (table.stage.logits(model, table.batch, one) for one in (True, False))
     limit = SCHEME_LIMIT if method.dynamic else COMPILED_LIMIT
-    return relative_change(compiled, plain, limit, "from those of the same model, not compiled")[0]
+    return checked(compiled, plain, limit, "from those of the same model, not compiled")
 
 
 def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,16 @@ def test_a_compiled_program_that_computes_something_else_is_not_timed():
             times.change_by_compiling(table, BASE, model)
 
 
+def test_one_wrong_row_of_many_is_seen():
+    right = torch.randn(64, 500)
+    wrong = right.clone()
+    wrong[63] = torch.randn(500)
+    assert times.checked(right * 1.1, right, 0.3, "from others") == pytest.approx(0.1)
+    assert float((wrong - right).norm() / right.norm()) < 0.3
+    with pytest.raises(times.Wrong, match="in a row from others"):
+        times.checked(wrong, right, 0.3, "from others")
+
+
 def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
     """A host that becomes slower is slower for all methods alike; what fails in between stops alone."""
     stage, order = Stage(1, "cpu", divide=32, new=8, calls=3), []
