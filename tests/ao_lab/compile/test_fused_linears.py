@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -18,43 +17,49 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Enough(Exception):
+    """What is asked for was seen; the host's compiler would take minutes of a fresh cache."""
+
+
 @pytest.fixture
 def seen(monkeypatch):
-    """The setting while code is made."""
+    """The setting where code is made; none is."""
+    import torch._functorch.config as functorch
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.utils import fresh_cache
 
-    found, codegen = [], GraphLowering.codegen
+    found = []
 
     def noted(self):
         found.append(inductor.triton.enable_pdl)
-        return codegen(self)
+        raise Enough
 
     monkeypatch.setattr(GraphLowering, "codegen", noted)
     torch._dynamo.reset()
-    # A program from the compiler's cache would not be made again.
-    with warnings.catch_warnings(), fresh_cache():
-        warnings.simplefilter("ignore")
+    # A program from the compiler's caches would not be made again.
+    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         yield found
+    torch._dynamo.reset()
+
+
+def compiled(function, x):
+    """As far as code is made for it."""
+    with torch.no_grad(), pytest.raises(Exception, match="Enough"):
+        torch.compile(function, options=ao_lab.compile_options(), dynamic=False)(x)
 
 
 @pytest.mark.parametrize(("rows", "late"), [(1, True), (MOST_LATE, True), (MOST_LATE + 1, False)])
 def test_dependent_launches_are_for_few_rows(seen, rows, late):
     w = fast.quantize(torch.randn(64, 128), "int8_rowwise")
     before = inductor.triton.enable_pdl
-    with torch.no_grad():
-        made = torch.compile(lambda x: fast.linear(x, w) + 1, options=ao_lab.compile_options())
-        made(torch.randn(rows, 128, dtype=torch.bfloat16))
+    compiled(lambda x: fast.linear(x, w) + 1, torch.randn(rows, 128, dtype=torch.bfloat16))
     assert seen == [late]
     assert inductor.triton.enable_pdl == before
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_torch_count(seen, bias):
-    with torch.no_grad():
-        made = torch.compile(nn.Linear(16, 16, bias), options=ao_lab.compile_options(), dynamic=False)
-        for rows in (MOST_LATE, MOST_LATE + 1):
-            made(torch.randn(rows, 16))
+    for rows in (MOST_LATE, MOST_LATE + 1):
+        compiled(nn.Linear(16, 16, bias), torch.randn(rows, 16))
     assert seen == [True, False]
 
 
