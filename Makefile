@@ -2,11 +2,13 @@
 # PYTHON=python3.12   the Python to use (3.11 or newer)
 # TORCH=auto          cpu, cuda, or auto: cuda where nvidia-smi lists a GPU, else cpu
 # TORCH_INDEX=        an index, or a folder of wheels, to take torch from
+# PART=               one of N parts of the tests of make nightly, for instance make nightly PART=3/7
 # ARGS=               further arguments for the command, for instance make test ARGS="-k encode"
 
 PYTHON ?= python3
 TORCH ?= auto
 TORCH_INDEX ?=
+PART ?=
 ARGS ?=
 SCALE ?= quick
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
@@ -33,7 +35,7 @@ test: install-test   ## all tests that need no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 nightly: install-test  ## every further record and shape of those tests (half an hour on two cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(if $(PART),--part $(PART)) $(ARGS)
 
 docs: install-test   ## build the API pages into build/docs
 	$(BIN)/python docs/api.py

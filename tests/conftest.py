@@ -27,6 +27,9 @@ from hypothesis import HealthCheck, settings
 from ao_lab.cli.terminal import progress
 from tests.experiments.harness import parsed_once
 
+#: What a run says of its time (`--time-limit`), and parts of a suite (`--part`).
+pytest_plugins = ["tests.support.runs.time_budget", "tests.support.runs.parts"]
+
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
