@@ -1,8 +1,5 @@
 """F.linear outside of the dispatcher gives what the dispatcher gives; what is kept with a weight never grows stale."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +15,7 @@ from ao_lab import (
     quantize_,
     quantized,
 )
+from tests.support.runs import forks
 
 CONFIGS = [
     Int8WeightOnlyConfig(),
@@ -130,4 +128,4 @@ def test_memory_that_processes_share():
         "assert not m.weight.is_shared(); m.share_memory(); assert m.weight.is_shared() and m.weight.codes.is_shared(); "
         "m(torch.ones(1, 128))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    assert forks.python("-c", code, timeout=120).returncode == 0

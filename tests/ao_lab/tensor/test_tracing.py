@@ -1,9 +1,6 @@
 """`QuantizedTensor` under torch.compile and torch.export: the same bits as eager, in one graph."""
 
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ from torch import nn
 
 from ao_lab import Recipe, SchemeConfig, quantize_, quantized
 from reference import SCHEMES, Scales
+from tests.support.runs import forks
 
 PAIRS = [
     ("int8_rowwise", None),
@@ -95,10 +93,7 @@ def test_a_saved_program_knows_its_records_in_another_process(tmp_path):
     net, path = network("int4_g16_asymmetric", "int8_tensorwise_bf16"), tmp_path / "net.pt2"
     torch.export.save(torch.export.export(net, (TOKENS,)), path)
     script = f"import torch, fast; print(torch.export.load({str(path)!r}).module()(torch.{TOKENS}).double().sum().item())"
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False
-    )
+    done = forks.python("-c", script)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == net(TOKENS).double().sum().item()
 

@@ -8,7 +8,6 @@ The script prints "equal" where nothing on any rank has raised. With RANKS_DEVIC
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.runs import forks
+
 RANKS = 2
 EQUAL = "equal"
 DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
@@ -32,14 +32,7 @@ def check_on_ranks(script, *arguments, ranks=RANKS):
 
 def run_on_ranks(script, *arguments, ranks=RANKS):
     """Run SCRIPT of this folder in a process of its own, which starts the ranks."""
-    return subprocess.run(
-        [sys.executable, str(Path(__file__).parent / script), str(ranks), *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    return forks.python(Path(__file__).parent / script, ranks, *arguments)
 
 
 def start_ranks(work):

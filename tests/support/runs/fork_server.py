@@ -1,0 +1,89 @@
+"""Runs Python programs in forks of one process that has imported torch, which takes longer than most of them.
+
+    python -m tests.support.runs.fork_server
+
+Reads one JSON object a line: files for what is printed and what goes wrong, the folder, variables of the environment, seconds
+and the arguments of `python`; writes the program's exit status. A fork starts from imports and nothing else: no program sees
+what another has changed. `tests.support.runs.forks` asks; programs whose imports are the subject start an interpreter instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from typing import Any
+
+# What programs import; nothing of it computes, and no thread is started.
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401
+
+import ao_lab
+import fast  # noqa: F401
+
+
+def run(
+    printed: str, wrong: str, folder: str, env: dict[str, str], seconds: int, arguments: list[str]
+) -> None:
+    """The program, in this process, which ends with it."""
+    status = 1
+    try:
+        for target, name in enumerate((os.devnull, printed, wrong)):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), target)
+        os.environ.update(env)
+        os.chdir(folder)
+        signal.alarm(seconds)
+        start(arguments)
+        status = 0
+    except SystemExit as end:
+        status = status_of(end.code)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def start(arguments: list[str]) -> None:
+    """As `python` does with -c, -m or the name of a file."""
+    kind, *rest = arguments
+    if kind == "-c":
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(kind, run_name="__main__")
+
+
+def status_of(code: Any) -> int:
+    """The exit status of `sys.exit(code)`."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def main() -> None:
+    """Run what is asked for until nobody asks any more."""
+    for name in ao_lab.__all__:
+        getattr(ao_lab, name)  # names are imported where they are first used
+    gc.freeze()  # what was imported lives as long as the process
+    for line in sys.stdin:
+        process = os.fork()
+        if not process:
+            run(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
