@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from tests.emulator.device.memory import BASE, Memory, Shared
 from tests.emulator.device.opcodes import Operands, compiled
-from tests.emulator.device.program import parsed
+from tests.emulator.device.program import parameters_of, parsed
 from tests.emulator.device.shared_opcodes import meet, special
+from tests.emulator.device.translated import runs
 from tests.emulator.device.warp_opcodes import of_warp
 
 #: Slow warps go on in one of so many turns.
@@ -65,6 +67,22 @@ class Cluster:
             self.copies.append(make)
 
 
+@lru_cache(maxsize=8)
+def code_of(
+    ptx: str, symbols: tuple[tuple[str, int], ...], step_of: Callable[..., Any]
+) -> tuple[list[str], list[Callable[[Thread], Any]], int]:
+    """A kernel's instructions as text and as what its threads do, and the number of registers.
+
+    Kept, because kernels run again with other inputs; step_of: of an instruction.
+    """
+    program = parsed(ptx)
+    operands = Operands(program.labels, dict(symbols))
+    listing = [f"{one.opcode} {one.operands}" for one in program.instructions]
+    steps = [step_of(one, operands, at) for at, one in enumerate(program.instructions)]
+    code = runs(program.instructions, steps, operands)
+    return listing, code, len(operands.numbers)
+
+
 class Machine:
     """A kernel with its arguments. arguments: bytes of each parameter; maps: tensor maps by their address in the parameters."""
 
@@ -72,18 +90,16 @@ class Machine:
         self, ptx: str, memory: Memory, arguments: list[np.ndarray], maps: dict[tuple[int, int], Any], *, threads: int,
         shared: int, early: bool, seed: int = 0,
     ) -> None:  # fmt: skip
-        program = parsed(ptx)
         self.memory, self.threads, self.shared, self.early = memory, threads, shared, early
         self.random, self.programs = random.Random(seed), 0
+        names = parameters_of(ptx)
         addresses = [memory.give(data) for data in arguments]
-        symbols = {**dict(zip(program.parameters, addresses, strict=True)), "memory": BASE}
         self.maps = {addresses[argument] + offset: one for (argument, offset), one in maps.items()}
-        operands = Operands(program.labels, symbols)
-        self.listing = [f"{one.opcode} {one.operands}" for one in program.instructions]
-        self.code = [self._step(one, operands, at) for at, one in enumerate(program.instructions)]
-        self.registers = len(operands.numbers)
+        symbols = (*zip(names, addresses, strict=True), ("memory", BASE))
+        self.listing, self.code, self.registers = code_of(ptx, symbols, type(self)._step)
 
-    def _step(self, one: Any, operands: Operands, at: int) -> Callable[[Thread], Any]:
+    @staticmethod
+    def _step(one: Any, operands: Operands, at: int) -> Callable[[Thread], Any]:
         step = (
             of_warp(one.opcode, one.operands, operands, at, meet)
             or compiled(one.opcode, one.operands, operands)
@@ -97,7 +113,7 @@ class Machine:
         return lambda th: step(th) if th.registers[place] == wanted else None
 
     def advance(self, thread: Thread) -> int:
-        """Run a thread until it waits; the number of instructions."""
+        """Run a thread until it waits; the number of runs and instructions."""
         code, done = self.code, 0
         while not thread.done:
             result = code[thread.pc](thread)

@@ -6,12 +6,12 @@ reads and writes them; it gives the number of the next instruction where that is
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+
+from tests.emulator.device.floats import pattern, patterns_of_halves, real, to_bfloat16, to_float16
 
 Step = Callable[[Any], Any]
 WIDTHS = {
@@ -29,6 +29,8 @@ WIDTHS = {
     "u64": 64,
     "s64": 64,
 }
+#: What a thread knows of itself.
+SPECIAL = ("%tid.", "%ctaid.", "%nctaid.", "%cluster_ctarank")
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
@@ -45,19 +47,6 @@ def number(value: int, kind: str) -> int:
     return signed(value, WIDTHS[kind]) if kind[0] == "s" else value
 
 
-def real(value: int) -> np.float32:
-    """A float32 of its pattern."""
-    return np.float32(struct.unpack("<f", struct.pack("<I", value))[0])
-
-
-def pattern(value: Any) -> int:
-    """The pattern of a float32; of all NaN the one that the device's arithmetic gives."""
-    if value != value:
-        return 0x7FFFFFFF
-    made: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return made
-
-
 def truncated(a: int, b: int) -> int:
     """Integer division toward zero."""
     quotient = abs(a) // abs(b)
@@ -72,49 +61,18 @@ ARITHMETIC: dict[str, Callable[..., int]] = {
 }  # fmt: skip
 
 
-def narrow(kind: Any) -> Callable[[int], int]:
-    """Rounding of a float32 to 16 bits."""
-    return lambda v: int(rounded(real(v), kind).view(np.uint16))
-
-
-def rounded(values: Any, kind: Any) -> Any:
-    """Floats as 16-bit ones; of all NaN the one that the device's conversions give."""
-    with np.errstate(over="ignore"):
-        made = np.asarray(values).astype(kind)
-    made.view(np.uint16)[np.isnan(made)] = 0x7FFF
-    return made
-
-
 UNARY: dict[str, Callable[[int], int]] = {
-    "cvt.rn.bf16.f32": narrow(ml_dtypes.bfloat16),
-    "cvt.rn.f16.f32": narrow(np.float16),
-    "cvt.f32.f16": lambda v: pattern(np.array(v, np.uint16).view(np.float16)),
-    "cvt.rn.f32.s32": lambda v: pattern(np.float32(signed(v, 32))),
+    "cvt.rn.bf16.f32": to_bfloat16,
+    "cvt.rn.f16.f32": to_float16,
+    "cvt.f32.f16": lambda v: patterns_of_halves()[v],
+    "cvt.rn.f32.s32": lambda v: pattern(signed(v, 32)),
     # The device may err by a unit in the last place.
-    "rcp.approx.ftz.f32": lambda v: pattern(np.float32(1) / real(v)),
-}
-
-
-def both(kind: Any, make: Callable[..., Any]) -> Callable[..., int]:
-    """Of pairs of 16-bit floats; products of two are exact in float64."""
-
-    def step(*patterns: int) -> int:
-        halves = [np.array([v & 0xFFFF, v >> 16], np.uint16).view(kind).astype(np.float64) for v in patterns]
-        low, high = make(*halves).astype(kind).view(np.uint16)
-        return int(low) | int(high) << 16
-
-    return step
-
-
-def packed(kind: Any) -> Callable[..., int]:
-    """Two float32, the high half first."""
-    return lambda high, low: narrow(kind)(high) << 16 | narrow(kind)(low)
-
-
-PAIRS: dict[str, Callable[..., int]] = {
-    "cvt.rn.bf16x2.f32": packed(ml_dtypes.bfloat16), "cvt.rn.f16x2.f32": packed(np.float16),
-    "mul.rn.bf16x2": both(ml_dtypes.bfloat16, lambda a, b: a * b),
+    "rcp.approx.ftz.f32": lambda v: pattern(np.float32(1) / np.float32(real(v))),
 }  # fmt: skip
+PAIRS: dict[str, Callable[..., int]] = {
+    "cvt.rn.bf16x2.f32": lambda high, low: to_bfloat16(high) << 16 | to_bfloat16(low),
+    "cvt.rn.f16x2.f32": lambda high, low: to_float16(high) << 16 | to_float16(low),
+}
 FLOATS: dict[str, Callable[[Any, Any], Any]] = {
     "add.f32": lambda a, b: a + b, "add.rn.f32": lambda a, b: a + b, "mul.rn.f32": lambda a, b: a * b,
     # Of a NaN and a number the number.
@@ -135,19 +93,31 @@ class Operands:
 
     def reader(self, text: str) -> Step:
         """A register, special register, symbol or immediate."""
-        if text.startswith("%") and text.split(".")[0] in ("%tid", "%ctaid", "%nctaid", "%cluster_ctarank"):
+        if text.startswith(SPECIAL):
             special = text[1:].replace(".", "_")
             return lambda th: getattr(th, special)
-        if text in self.symbols:
-            constant = self.symbols[text]
-        elif text[:2] in ("0f", "0F"):
-            constant = int(text[2:], 16)
-        elif text.lstrip("-").isdigit() or text.startswith("0x"):
-            constant = int(text, 0) & ((1 << 64) - 1)
-        else:
+        constant = self.constant(text)
+        if constant is None:
             place = self.at(text)
             return lambda th: th.registers[place]
         return lambda th: constant
+
+    def constant(self, text: str) -> int | None:
+        """A symbol or immediate."""
+        if text in self.symbols:
+            return self.symbols[text]
+        if text[:2] in ("0f", "0F"):
+            return int(text[2:], 16)
+        if text.lstrip("-").isdigit() or text.startswith("0x"):
+            return int(text, 0) & ((1 << 64) - 1)
+        return None
+
+    def text(self, text: str) -> str:
+        """What `reader` reads as an expression of Python, of a thread `th` with registers `r`."""
+        if text.startswith(SPECIAL):
+            return "th." + text[1:].replace(".", "_")
+        constant = self.constant(text)
+        return f"r[{self.at(text)}]" if constant is None else str(constant)
 
     def address(self, text: str) -> Step:
         """[register+offset], or a symbol with an offset."""

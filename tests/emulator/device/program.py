@@ -27,10 +27,16 @@ class Program:
     parameters: dict[str, int] = field(default_factory=dict)
 
 
+def parameters_of(text: str) -> dict[str, int]:
+    """Bytes of the parameters of the only entry of a module."""
+    head = text[text.index(".visible .entry") :].partition("\n{")[0]
+    return {name: int(size) for name, size in PARAMETER.findall(head)}
+
+
 def parsed(text: str) -> Program:
     """The only entry of a module."""
-    head, _, body = text[text.index(".visible .entry") :].partition("\n{")
-    program = Program(parameters={name: int(size) for name, size in PARAMETER.findall(head)})
+    body = text[text.index(".visible .entry") :].partition("\n{")[2]
+    program = Program(parameters=parameters_of(text))
     lines = [line.strip() for line in re.sub(r"//[^\n]*", "", body).splitlines()]
     # Names in a scope of inline assembly get its number; the outermost has none.
     scopes: list[tuple[int, set[str]]] = [(0, set())]
@@ -78,4 +84,4 @@ def _add(program: Program, line: str, scopes: list[tuple[int, set[str]]]) -> Non
         program.instructions.append(Instruction(opcode, operands, guard))
 
 
-__all__ = ["Instruction", "Program", "parsed"]
+__all__ = ["Instruction", "Program", "parameters_of", "parsed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -144,36 +145,46 @@ def _access(parts: list[str], operands: tuple[str, ...], o: Operands) -> Step:
 
     Registers are wider than bytes: a signed one is extended to 32 bits.
     """
-    size, count = WIDTHS[parts[-1]] // 8, next((int(part[1:]) for part in parts if part in ("v2", "v4")), 1)
-    where, load = parts[1], parts[0] == "ld"
-    text, registers = (operands[1], operands[0]) if load else (operands[0], operands[1])
-    address = o.address(text)
-    names, reads = (
-        [o.at(n) for n in o.list(registers)] if load else [],
-        [o.reader(n) for n in o.list(registers)],
-    )
+    count = next((int(part[1:]) for part in parts if part in ("v2", "v4")), 1)
+    layout = struct.Struct("<" + count * FORMATS[1 if parts[-1] == "s8" else WIDTHS[parts[-1]]])
+    text, registers = (operands[1], operands[0]) if parts[0] == "ld" else (operands[0], operands[1])
+    view = _viewed(parts[1], o.address(text), layout.size)
+    if parts[0] == "ld":
+        return _load(view, [o.at(n) for n in o.list(registers)], layout, "acquire" in parts)
+    reads, mask = [o.reader(n) for n in o.list(registers)], (1 << WIDTHS[parts[-1]]) - 1
 
-    def view(th: Any) -> Any:
-        if where.startswith("shared"):
-            cta, place = _owner(th, address(th))
-            return cta.shared.view(place, size * count)
-        return th.cta.cluster.machine.memory.view(address(th), size * count)
+    def store(th: Any) -> None:
+        layout.pack_into(view(th), 0, *(read(th) & mask for read in reads))
 
-    def step(th: Any) -> str | None:
+    return store
+
+
+#: Layouts of numbers by their bits; 1: of those of 8 bits that have a sign.
+FORMATS = {1: "b", 8: "B", 16: "H", 32: "I", 64: "Q"}
+
+
+def _viewed(where: str, address: Step, size: int) -> Step:
+    """The bytes that an access names."""
+
+    def shared(th: Any) -> Any:
+        cta, place = _owner(th, address(th))
+        return cta.shared.view(place, size)
+
+    if where.startswith("shared"):
+        return shared
+    return lambda th: th.cta.cluster.machine.memory.view(address(th), size)
+
+
+def _load(view: Step, names: list[int], layout: struct.Struct, acquires: bool) -> Step:
+    def load(th: Any) -> str | None:
         data = view(th)
-        if "acquire" in parts and not data.any():
+        if acquires and not data.any():
             return "waits"
-        for i in range(count):
-            part = data[i * size : (i + 1) * size]
-            if load:
-                value = int.from_bytes(part.tobytes(), "little", signed=parts[-1] == "s8")
-                th.registers[names[i]] = value & 0xFFFFFFFF if value < 0 else value
-            else:
-                mask = (1 << 8 * size) - 1
-                part[:] = np.frombuffer((reads[i](th) & mask).to_bytes(size, "little"), np.uint8)
+        for place, value in zip(names, layout.unpack(data), strict=True):
+            th.registers[place] = value & 0xFFFFFFFF if value < 0 else value
         return None
 
-    return step
+    return load
 
 
 def _mbarrier(opcode: str, operands: tuple[str, ...], o: Operands) -> Step:

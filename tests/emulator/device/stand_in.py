@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -117,7 +118,13 @@ def compiled(
 ) -> str:
     """The PTX of a source, changed with all that it includes."""
     whole = change(INCLUDE.sub(lambda found: headers[found[1]], source))
-    return nvrtc.compile_source(whole, {}, options, ptx=True)[0].decode().rstrip("\0")
+    return ptx_of(whole, tuple(options))
+
+
+@lru_cache(maxsize=16)
+def ptx_of(source: str, options: tuple[str, ...]) -> str:
+    """The PTX of a whole source: a kernel is run in several ways, and with other inputs."""
+    return nvrtc.compile_source(source, {}, options, ptx=True)[0].decode().rstrip("\0")
 
 
 def _bytes(address: int, size: int) -> Any:

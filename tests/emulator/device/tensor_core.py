@@ -13,6 +13,7 @@ Sums: register i of a thread is row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -105,6 +106,7 @@ def dense_product(memory: np.ndarray, opcode: str, a: int, b: int) -> np.ndarray
     return first @ operand(memory, b, int(found[1]), 32).copy().view(ELEMENTS[found[5]]).astype(wide).T
 
 
+@cache
 def places(sums: int) -> tuple[np.ndarray, np.ndarray]:
     """(row, column) of register i of a thread: (128, sums) each."""
     thread, i = np.arange(128)[:, None], np.arange(sums)

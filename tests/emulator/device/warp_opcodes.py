@@ -8,16 +8,16 @@ elements 2 t, 2 t + 1 of its row g.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from tests.emulator.device.opcodes import Operands, Step, pattern, real, rounded, signed
+from tests.emulator.device.floats import KINDS, halves_of_bytes, pair_of, pattern, real, values_of
+from tests.emulator.device.opcodes import Operands, Step, signed
 from tests.emulator.device.sparse_opcodes import sparse_product
 
-KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 #: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.
 PAIRS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
@@ -57,17 +57,16 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     if opcode == "mul.hi.s32":
         return lambda th: signed(reads[0](th), 32) * signed(reads[1](th) & 0xFFFFFFFF, 32) >> 32 & 0xFFFFFFFF
     if opcode == "fma.rn.f32":
-        return lambda th: pattern(np.float32(fused(*(real(read(th)) for read in reads))))
+        return lambda th: pattern(fused(*(real(read(th)) for read in reads)))
     if opcode in ("sub.f32", "mul.f32", "neg.f32"):
         make = {"sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a}[parts[0]]
         return lambda th: pattern(make(*(real(read(th)) for read in reads)))
     if opcode == "cvt.rn.f16x2.e4m3x2":
-        return lambda th: joined(halves(reads[0](th), ml_dtypes.float8_e4m3fn)[:2], np.float16)
-    if parts[0] == "cvt" and parts[2] in ("bf16x2", "f16x2"):
-        return lambda th: joined([real(reads[1](th)), real(reads[0](th))], KINDS[parts[2]])
+        halves = halves_of_bytes()
+        return lambda th: halves[reads[0](th) & 255] | halves[reads[0](th) >> 8 & 255] << 16
     if parts[-1] in KINDS and parts[0] in PAIRS:
-        kind, make_pair = KINDS[parts[-1]], PAIRS[parts[0]]
-        return lambda th: joined(make_pair(*(halves(read(th), kind) for read in reads)), kind)
+        together = pair_of(PAIRS[parts[0]], KINDS[parts[-1]])
+        return lambda th: together(*(read(th) for read in reads))
     return None
 
 
@@ -76,36 +75,24 @@ def fused(a: Any, b: Any, c: Any) -> float:
     product, wide = float(a) * float(b), float(c)
     total = product + wide
     lost = (product - (total - wide)) + (wide - (total - (total - wide)))
-    if lost and np.isfinite(total) and not np.float64(total).view(np.uint64) & 1:
+    if lost and math.isfinite(total) and not np.float64(total).view(np.uint64) & 1:
         total = float(np.nextafter(total, np.inf if lost > 0 else -np.inf))
     return total
 
 
 def table(a: int, b: int, c: int, chosen: int) -> int:
     """lop3: bit by bit the entry of the table."""
-    a, b, c = (value & 0xFFFFFFFF for value in (a, b, c))
     made = 0
     for entry in range(8):
         if chosen >> entry & 1:
-            terms = (value if entry >> bit & 1 else ~value for value, bit in ((a, 2), (b, 1), (c, 0)))
-            made |= int(np.bitwise_and.reduce([term & 0xFFFFFFFF for term in terms]))
-    return made
+            made |= (a if entry & 4 else ~a) & (b if entry & 2 else ~b) & (c if entry & 1 else ~c)
+    return made & 0xFFFFFFFF
 
 
 def smaller(a: int, b: int) -> int:
     """Of two pairs of 16-bit integers."""
     first, second = (np.array([one & 0xFFFFFFFF], np.uint32).view(np.int16) for one in (a, b))
     return int(np.minimum(first, second).view(np.uint32)[0])
-
-
-def halves(word: int, kind: Any) -> Any:
-    """A pair as float64."""
-    return np.array([word & 0xFFFFFFFF], np.uint32).view(kind).astype(np.float64)
-
-
-def joined(values: Any, kind: Any) -> int:
-    """Two values, each rounded once, as a pair."""
-    return int(rounded(values, kind).view(np.uint32)[0])
 
 
 def _copy_own(opcode: str, operands: tuple[str, ...], o: Operands) -> Step | None:
@@ -177,37 +164,49 @@ def _load_matrices(operands: tuple[str, ...], o: Operands, at: int, meet: Any) -
     names, address = [o.at(name) for name in o.list(operands[0])], o.address(operands[1])
 
     def together(group: list[Any]) -> None:
-        rows = [th.cta.shared.view(address(th), 16).view(np.uint32).copy() for th in group]
+        rows = [th.cta.shared.view(address(th), 16).view(np.uint32).tolist() for th in group]
         for lane, th in enumerate(group):
             for matrix, place in enumerate(names):
-                th.registers[place] = int(rows[8 * matrix + lane // 4][lane % 4])
+                th.registers[place] = rows[8 * matrix + lane // 4][lane % 4]
 
     return lambda th: meet(th, ("matrices", at, th.tid_x // 32), 32, together)
+
+
+#: Rows and columns of both operands' registers and of the sums: (32, registers, 2), and of sums (32, registers).
+LANE = np.arange(32)[:, None]
+PART = np.arange(2)
+FIRST = (
+    (LANE // 4 + np.arange(4) % 2 * 8)[..., None],
+    (2 * (LANE % 4) + np.arange(4) // 2 * 8)[..., None] + PART,
+)
+SECOND = (2 * (LANE % 4) + 8 * np.arange(2))[..., None] + PART, (LANE // 4)[..., None]
+SUMS = LANE // 4 + np.arange(4) // 2 * 8, 2 * (LANE % 4) + np.arange(4) % 2
 
 
 def _multiply(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
     if ".m16n8k16.row.col.f32." not in opcode:
         raise NotImplementedError(opcode)
-    kind = KINDS[opcode.split(".")[-2]]
+    values = np.array(values_of(KINDS[opcode.split(".")[-2]]))
     sums, (a, b, c) = [o.at(name) for name in o.list(operands[0])], (
         [o.reader(name) for name in o.list(text)] for text in operands[1:]
     )  # fmt: skip
 
     def together(group: list[Any]) -> None:
         first, second = np.zeros((16, 16)), np.zeros((16, 8))
-        for lane, th in enumerate(group):
-            g, t = lane // 4, lane % 4
-            for i, read in enumerate(a):
-                first[g + i % 2 * 8, 2 * t + i // 2 * 8 :][:2] = halves(read(th), kind)
-            for i, read in enumerate(b):
-                second[2 * t + 8 * i :, g][:2] = halves(read(th), kind)
-        made = first @ second
-        for lane, th in enumerate(group):
-            for i, (place, read) in enumerate(zip(sums, c, strict=True)):
-                value = made[lane // 4 + i // 2 * 8, 2 * (lane % 4) + i % 2]
-                th.registers[place] = pattern(np.float32(float(real(read(th))) + value))
+        first[FIRST] = _halves(a, group, values)
+        second[SECOND] = _halves(b, group, values)
+        made = (first @ second)[SUMS].tolist()
+        for th, own in zip(group, made, strict=True):
+            for place, read, value in zip(sums, c, own, strict=True):
+                th.registers[place] = pattern(real(read(th)) + value)
 
     return lambda th: meet(th, ("mma", at, th.tid_x // 32), 32, together)
 
 
-__all__ = ["of_warp"]
+def _halves(reads: list[Step], group: list[Any], values: Any) -> Any:
+    """The numbers in registers of pairs: (threads, registers, 2)."""
+    words = np.array([[read(th) & 0xFFFFFFFF for read in reads] for th in group], np.int64)
+    return values[np.stack([words & 0xFFFF, words >> 16], -1)]
+
+
+__all__ = ["fused", "of_warp"]

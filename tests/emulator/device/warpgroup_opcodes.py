@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.device.opcodes import Operands, Step, pattern, real
+from tests.emulator.device.opcodes import Operands, Step
 from tests.emulator.device.tensor_core import dense_product, fragment_product, places, product
 
 Together = Callable[[list[Any]], None]
@@ -48,13 +48,17 @@ def _one(values: set[Any]) -> Any:
 
 def _add(group: list[Any], names: list[int], made: np.ndarray, integer: bool) -> None:
     """Sums (64, N) to the registers of the threads."""
-    for th, own in zip(group, made[places(len(names))], strict=True):
+    old = np.array([[th.registers[place] for place in names] for th in group], np.uint32)
+    given = made[places(len(names))]
+    if integer:
+        new = (old + given).astype(np.uint32)
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = (old.view(np.float32) + given).astype(np.float32)
+        new = np.where(np.isnan(total), np.uint32(0x7FFFFFFF), total.view(np.uint32))
+    for th, own in zip(group, new.tolist(), strict=True):
         for place, value in zip(names, own, strict=True):
-            old = th.registers[place]
-            if integer:
-                th.registers[place] = (old + int(value)) & 0xFFFFFFFF
-            else:
-                th.registers[place] = pattern(np.float32(float(real(old)) + float(value)))
+            th.registers[place] = value
 
 
 def _multiply_sparse(opcode: str, operands: tuple[str, ...], o: Operands) -> Together:

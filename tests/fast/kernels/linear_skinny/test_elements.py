@@ -105,8 +105,8 @@ def test_lanes_of_half_a_warp_read_pairs_of_banks_of_their_own(monkeypatch):
     require_nvrtc()
     seen, step = set(), Machine._step
 
-    def watched(self, one, operands, at):
-        done = step(self, one, operands, at)
+    def watched(one, operands, at):
+        done = step(one, operands, at)
         if one.opcode != "ld.shared.v2.u32":
             return done
         address = operands.address(one.operands[1])
@@ -117,7 +117,7 @@ def test_lanes_of_half_a_warp_read_pairs_of_banks_of_their_own(monkeypatch):
 
         return watch
 
-    monkeypatch.setattr(Machine, "_step", watched)
+    monkeypatch.setattr(Machine, "_step", staticmethod(watched))
     w, x = exact_weight(named("nf4"), 128, 384), exact_inputs(1, 384, BF16)
     Device(early=True).product(x, arranged(w), variant=Variant(8, 2, 1, 1, 1, 1, True, 4))
     assert seen == {(lane, 8 * lane) for lane in range(16)}

@@ -1,0 +1,214 @@
+"""What runs of instructions are written out as is what the instructions' own steps make; floats are those of ml_dtypes."""
+
+import random
+import struct
+from fractions import Fraction
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.emulator.device import floats, opcodes, warp_opcodes
+from tests.emulator.device.opcodes import Operands
+from tests.emulator.device.program import Instruction
+from tests.emulator.device.translated import NAMES, may_wait, runs, statement, tables
+
+NARROW = [
+    0,
+    1,
+    2,
+    31,
+    32,
+    63,
+    64,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0x8000,
+    0xFFFF,
+    0x3F80,
+    0x7F80,
+    0xFF80,
+    0x7C00,
+    0xFC01,
+]
+WORDS = [*NARROW, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00001, 0x00000001, 0x80000001,
+         0x7F7FFFFF, 0x477FEFFF, 0x477FF000, 0x3F808000, 0x3F818000, 0x33000000, 0x33000001]  # fmt: skip
+WIDE = [*WORDS, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+INTEGERS = [f"{name}.{kind}" for kind in ("s32", "u32", "s64", "u64") for name in ("add", "sub", "mul.lo", "mul.wide", "mul.hi",
+            "shr", "mad.lo", "setp.lt", "setp.ge", "setp.eq", "setp.ne", "setp.gt", "setp.le")]  # fmt: skip
+INTEGERS += [f"{name}.b{width}" for width in (16, 32, 64) for name in ("and", "or", "xor", "not", "mov")]
+INTEGERS += [
+    "shl.b32",
+    "shl.b64",
+    "neg.s32",
+    "neg.s64",
+    "cvt.u64.u32",
+    "cvt.s64.s32",
+    "cvt.u16.u32",
+    "cvt.u32.u16",
+    "cvt.s32.s8",
+]
+FLOATS = [
+    "add.f32", "add.rn.f32", "sub.f32", "mul.f32", "mul.rn.f32", "fma.rn.f32", "cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32",
+    "mul.rn.bf16x2", "add.rn.bf16x2", "fma.rn.bf16x2", "mul.rn.f16x2", "add.rn.f16x2", "fma.rn.f16x2", "mov.f32",
+]  # fmt: skip
+CHOICES = ["selp.b32", "and.pred", "or.pred", "xor.pred", "not.pred", "mov.pred"]
+
+
+def counted(opcode):
+    """How many operands an instruction reads."""
+    name = opcode.split(".")[0]
+    return {
+        "mad": 3,
+        "fma": 3,
+        "selp": 3,
+        "not": 1,
+        "mov": 1,
+        "neg": 1,
+        "cvt": 2 if "x2" in opcode else 1,
+    }.get(name, 2)
+
+
+def both_ways(opcode, operands, values):
+    """The result by the step, and by the text; operands: names of registers, the first one the target."""
+    o = Operands({}, {})
+    text = statement(opcode, operands, o)
+    assert text is not None, opcode
+    step = warp_opcodes.of_warp(opcode, operands, o, 0, None) or opcodes.compiled(opcode, operands, o)
+    found = []
+    for run in (step, lambda th: exec(text, dict(NAMES), {"r": th.registers, "th": th})):
+        thread = SimpleNamespace(registers=[None] * (len(o.numbers) + 1))
+        for name, value in values.items():
+            thread.registers[o.at(name)] = value
+        run(thread)
+        found.append(thread.registers[o.at(operands[0])])
+    return found
+
+
+def drawn(opcode, count, rounds=60):
+    """Operands of all kinds that an instruction may have."""
+    draw = random.Random(opcode)
+    wide = opcode.endswith("64")
+    for _ in range(rounds):
+        yield [
+            draw.choice(WIDE if wide else WORDS)
+            if draw.random() < 0.5
+            else draw.getrandbits(64 if wide else 32)
+            for _ in range(count)
+        ]
+
+
+@pytest.mark.parametrize("opcode", INTEGERS + FLOATS)
+def test_the_text_is_the_step(opcode):
+    names = "abc"[: counted(opcode)]
+    for values in drawn(opcode, len(names)):
+        if opcode.startswith("mul.hi") and not opcode.endswith("s32"):
+            values = [value & 0xFFFFFFFF for value in values]
+        step, text = both_ways(opcode, ("d", *names), dict(zip(names, values, strict=True)))
+        assert text == step, (opcode, values)
+
+
+@pytest.mark.parametrize("opcode", CHOICES)
+def test_choices(opcode):
+    names = "abc"[: counted(opcode)]
+    for bits in range(8):
+        values = {name: bool(bits >> at & 1) for at, name in enumerate(names)}
+        step, text = both_ways(opcode, ("d", *names), values)
+        assert text == step
+
+
+def test_logic_of_three():
+    """Every table that is written out; the others stay steps."""
+    assert len(tables()) > 100
+    draw = random.Random(0)
+    for table in tables():
+        values = {name: draw.getrandbits(32) for name in "abc"}
+        step, text = both_ways("lop3.b32", ("d", "a", "b", "c", str(table)), values)
+        bits = [
+            table >> (4 * (values["a"] >> i & 1) + 2 * (values["b"] >> i & 1) + (values["c"] >> i & 1)) & 1
+            for i in range(32)
+        ]
+        assert text == step == sum(bit << i for i, bit in enumerate(bits)), table
+
+
+def test_bytes_of_two_words():
+    draw = random.Random(1)
+    for _ in range(200):
+        selector = draw.getrandbits(16) & 0x7777
+        values = {name: draw.getrandbits(32) for name in "ab"}
+        data = struct.pack("<II", *values.values())
+        wanted = bytes(data[selector >> 4 * at & 7] for at in range(4))
+        found = both_ways("prmt.b32", ("d", "a", "b", str(selector)), values)
+        assert found == [int.from_bytes(wanted, "little")] * 2
+
+
+def test_halves_of_a_register():
+    for opcode, bits in (("mov.b32", 32), ("mov.b64", 64)):
+        half = random.Random(bits).getrandbits(bits // 2)
+        assert both_ways(opcode, ("d", "{a,b}"), {"a": 5, "b": half}) == [5 | half << bits // 2] * 2
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16])
+def test_floats_of_16_bits(kind):
+    """All of them in pairs with others, and float32 near ties, against ml_dtypes and NumPy."""
+    values = np.array(floats.values_of(kind))
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore", over="ignore"):
+        assert np.array_equal(values, patterns.view(kind).astype(np.float64), equal_nan=True)
+        upper = patterns.astype(np.uint32)[::7] << 16
+        near = np.concatenate(
+            [upper | tail for tail in (0, 1, 0x7FFF, 0x8000, 0x8001, 0x0FFF, 0x1000, 0x1001, 0xFFFF)]
+        )
+        wanted = near.view(np.float32).astype(kind)
+    wanted = np.where(np.isnan(wanted), 0x7FFF, wanted.view(np.uint16))
+    of_pattern = floats.to_bfloat16 if kind is ml_dtypes.bfloat16 else floats.to_float16
+    assert [of_pattern(value) for value in near.tolist()] == wanted.tolist()
+
+
+def test_float32():
+    """Against NumPy: sums and products are rounded once, of NaN there is one."""
+    draw = np.random.default_rng(0)
+    words = np.concatenate([np.array(WORDS, np.uint32), draw.integers(0, 1 << 32, 3000, dtype=np.uint32)])
+    a, b = words.view(np.float32), draw.permutation(words).view(np.float32)
+    with np.errstate(all="ignore"):
+        for make in (np.add, np.subtract, np.multiply):
+            wanted = make(a, b)
+            wanted = np.where(np.isnan(wanted), 0x7FFFFFFF, wanted.view(np.uint32))
+            given = zip(a.view(np.uint32).tolist(), b.view(np.uint32).tolist(), strict=True)
+            assert [floats.pattern(make(floats.real(x), floats.real(y))) for x, y in given] == wanted.tolist()
+
+
+def test_fma_rounds_once():
+    draw = random.Random(2)
+    for _ in range(2000):
+        a, b, c = (
+            np.float32(draw.choice((-1, 1)) * draw.random() * 2.0 ** draw.randrange(-30, 30))
+            for _ in range(3)
+        )
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        made = np.float32(floats.real(floats.pattern(warp_opcodes.fused(a, b, c))))
+        beside = [np.nextafter(made, np.float32(side)) for side in (-np.inf, np.inf)]
+        assert all(abs(Fraction(float(made)) - exact) <= abs(Fraction(float(one)) - exact) for one in beside)
+
+
+def test_a_run_ends_where_others_come_in_and_where_threads_wait():
+    """A loop: a branch out of its middle, one back to its beginning, a barrier behind."""
+    lines = [
+        ("mov.u32", ("i", "0"), None), ("add.u32", ("i", "i", "1"), None), ("setp.eq.u32", ("p", "i", "n"), None),
+        ("bra", ("$out",), "p"), ("bra.uni", ("$loop",), None), ("bar.sync", ("0",), None), ("mov.u32", ("d", "7"), "!p"),
+        ("mov.u32", ("e", "8"), "p"),
+    ]  # fmt: skip
+    o = Operands({"$loop": 1, "$out": 5}, {})
+    instructions = [Instruction(*one) for one in lines]
+    steps = [None if may_wait(one.opcode) else (lambda th: None) for one in instructions]
+    code = runs(instructions, steps, o)
+    thread = SimpleNamespace(registers=[None] * 8)
+    thread.registers[o.at("n")] = 3
+    assert code[0](thread) == 1
+    assert [code[1](thread) for _ in range(3)] == [1, 1, 5]
+    assert code[5] is None
+    assert code[6](thread) == 8
+    assert [thread.registers[o.at(name)] for name in "ipde"] == [3, True, None, 8]
