@@ -1,7 +1,7 @@
 """What a user of transformers gets, in README.md: rows of ``reports/data/generate.csv``.
 
-``python docs/generation.py`` writes them between the marks of README.md; a test compares them with the rows. A figure whose row
-was measured by other code than today's is marked, and the sentence says so.
+``python docs/generation.py`` writes them between the marks of README.md; a test compares them with the rows. The sentence says
+when and at which commits they were measured.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
-from experiments.report.content import STALE  # noqa: E402
-from experiments.report.staleness import is_stale  # noqa: E402
+from experiments.report.measured import measured_at  # noqa: E402
 
 BEGIN, END = "<!-- generation: python docs/generation.py -->\n", "<!-- end of generation -->\n"
 SPEED, OF = "speed over bfloat16", "generate/full/llama-3.1-8b-{}-layers"
@@ -27,9 +27,9 @@ that `cache_implementation="static"` starts, int4 runs {int4} and {int4_16} time
 int8 {int8} and {int8_16}, int4 after the call below {prepared} at batch 1. Of eight layers, of which transformers' own loop is
 more, int4 runs {small} and int8 {small8} times as fast, torchao's in the same process {theirs} and {theirs8}; not compiled,
 where a step is what the host takes, int4 {eager} and int8 {eager8}; a prompt of 2048 tokens int4 {prefill}, fp8
-dynamic {prefill8} (batch 1, one {device}, [rows](reports/generate.md){older}).
+dynamic {prefill8} (batch 1, one {device},
+{measured}, [rows](reports/generate.md)).
 """
-OLDER = f"; {STALE} measured before the code last changed"
 
 
 def main() -> None:
@@ -41,31 +41,32 @@ def main() -> None:
 
 def text() -> str:
     """The sentences."""
-    figures = {
-        "int4": speed(WHOLE, "batch 1, compiled", "int4 g128"),
-        "int8": speed(WHOLE, "batch 1, compiled", "int8"),
-        "int4_16": speed(WHOLE, "batch 16, compiled", "int4 g128"),
-        "int8_16": speed(WHOLE, "batch 16, compiled", "int8"),
-        "prepared": speed(WHOLE, "batch 1, compiled", "int4 g128, prepared"),
-        "small": speed(PART, BESIDE, "int4 g128"),
-        "small8": speed(PART, BESIDE, "int8"),
-        "theirs": speed(PART, BESIDE, "torchao int4wo"),
-        "theirs8": speed(PART, BESIDE, "torchao int8wo"),
-        "eager": speed(PART, "batch 1, not compiled", "int4 g128"),
-        "eager8": speed(PART, "batch 1, not compiled", "int8"),
-        "prefill": speed(PART, PREFILL, "int4 g128"),
-        "prefill8": speed(PART, PREFILL, "fp8 dynamic, rows"),
+    found = {
+        "int4": row_of(WHOLE, "batch 1, compiled", "int4 g128"),
+        "int8": row_of(WHOLE, "batch 1, compiled", "int8"),
+        "int4_16": row_of(WHOLE, "batch 16, compiled", "int4 g128"),
+        "int8_16": row_of(WHOLE, "batch 16, compiled", "int8"),
+        "prepared": row_of(WHOLE, "batch 1, compiled", "int4 g128, prepared"),
+        "small": row_of(PART, BESIDE, "int4 g128"),
+        "small8": row_of(PART, BESIDE, "int8"),
+        "theirs": row_of(PART, BESIDE, "torchao int4wo"),
+        "theirs8": row_of(PART, BESIDE, "torchao int8wo"),
+        "eager": row_of(PART, "batch 1, not compiled", "int4 g128"),
+        "eager8": row_of(PART, "batch 1, not compiled", "int8"),
+        "prefill": row_of(PART, PREFILL, "int4 g128"),
+        "prefill8": row_of(PART, PREFILL, "fp8 dynamic, rows"),
     }
-    older = OLDER if any(STALE in figure for figure in figures.values()) else ""
-    return TEXT.format(**figures, older=older, device=device().removeprefix("NVIDIA ").partition(" ")[0])
+    figures = {name: f"{row.value:.2f}" for name, row in found.items()}
+    gpu = device().removeprefix("NVIDIA ").partition(" ")[0]
+    return TEXT.format(**figures, measured=measured_at(found.values()), device=gpu)
 
 
-def speed(table: str, setting: str, method: str) -> str:
-    """A committed row as text, marked where it is stale; KeyError where there is none."""
+def row_of(table: str, setting: str, method: str) -> Row:
+    """A committed row; KeyError where there is none."""
     wanted = table, setting, method, SPEED, device()
     for row in rows():
         if (row.table, row.setting, row.method, row.metric, row.device) == wanted:
-            return f"{row.value:.2f}{STALE * is_stale(row)}"
+            return row
     raise KeyError(f"no row of {wanted}")
 
 
@@ -78,7 +79,7 @@ def device() -> str:
 @lru_cache(maxsize=1)
 def rows() -> tuple[Row, ...]:
     """All rows of the experiment."""
-    return tuple(read(ROOT / "reports" / "data" / "generate.csv"))
+    return tuple(read(Paths.default(ROOT / "reports").rows("generate")))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``python docs/matrix.py`` writes it between the marks of README.md; a test compares it with what the code does. Every cell is
 found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/linear.csv``
-(layers as `quantize_` makes them) and ``reports/data/kernels.csv``. What other code than today's has measured is marked.
+(layers as `quantize_` makes them) and ``reports/data/kernels.csv``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import ao_lab  # noqa: E402
+from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
 from experiments.linear.methods import PARTS  # noqa: E402
-from experiments.report.content import STALE  # noqa: E402
-from experiments.report.staleness import is_stale  # noqa: E402
 
 BEGIN, END = "<!-- matrix: python docs/matrix.py -->\n", "<!-- end of matrix -->\n"
 COLUMNS = (
@@ -119,7 +118,7 @@ def quantize_rate(recipe: Any) -> str:
     """The weight scheme's `quantize` as a fraction of the rate of a copy; nothing where it was not measured."""
     names = (f"quantize.{recipe.weight.name}", f"quantize.{recipe.weight.name}.packed")
     found = [row for name in names if (row := measured("kernels", TENSOR, name, "fraction"))]
-    return f"{found[0].value:.2f}{mark(found[0])}" if found else ""
+    return f"{found[0].value:.2f}" if found else ""
 
 
 def one_row(config: Any) -> str:
@@ -127,11 +126,11 @@ def one_row(config: Any) -> str:
     plain codes, which the cell says; nothing where neither was measured."""
     found = measured_layer(config)
     if found:
-        return f"{found.value:.2f}x{mark(found)}"
+        return f"{found.value:.2f}x"
     recipe = config.recipe()
     case = "linear_of_codes" if recipe.activation else "linear"
     kernel = measured("kernels", WEIGHT, f"{case}.{recipe.weight.name}", "time over dense")
-    return f"{1 / kernel.value:.2f}x{mark(kernel)} {KERNEL}" if kernel else ""
+    return f"{1 / kernel.value:.2f}x {KERNEL}" if kernel else ""
 
 
 def measured_layer(config: Any) -> Row | None:
@@ -159,12 +158,7 @@ def measured(experiment: str, setting: str, method: str, metric: str, table: str
 @lru_cache
 def rows(experiment: str) -> tuple[Row, ...]:
     """All rows of an experiment."""
-    return tuple(read(ROOT / "reports" / "data" / f"{experiment}.csv"))
-
-
-def mark(row: Row) -> str:
-    """What follows the value of a row that other code than today's has measured."""
-    return f" {STALE}" if is_stale(row) else ""
+    return tuple(read(Paths.default(ROOT / "reports").rows(experiment)))
 
 
 def saved(config: Any) -> str:

@@ -1,4 +1,4 @@
-"""The figures of training in README.md, which are rows of ``reports/data/fp8_training.csv``.
+"""The figures of training in README.md, which are rows of ``reports/data/fp8_training.csv.gz``.
 
 ``python docs/training.py`` writes them between the marks of README.md; a test compares them with the rows.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from functools import lru_cache
 from pathlib import Path
 
@@ -62,7 +63,9 @@ def value(device: str, kind: str, method: str, metric: str, setting: str | None 
 @lru_cache(maxsize=1)
 def rows() -> list[dict[str, str]]:
     """All rows of the experiment."""
-    with (ROOT / "reports" / "data" / "fp8_training.csv").open(newline="", encoding="utf-8") as file:
+    with gzip.open(
+        ROOT / "reports" / "data" / "fp8_training.csv.gz", "rt", newline="", encoding="utf-8"
+    ) as file:
         return list(csv.DictReader(file))
 
 

@@ -25,7 +25,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ao_lab.cli.terminal import progress
-from tests.experiments.harness import parsed_once
 
 #: What a run says of its time (`--time-limit`), and parts of a suite (`--part`).
 pytest_plugins = ["tests.support.runs.time_budget", "tests.support.runs.parts"]
@@ -38,7 +37,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
 progress.INTERVAL = 3600.0
-parsed_once.install()
 
 #: Folders below tests/ whose tests are not core.
 MARKERS = {

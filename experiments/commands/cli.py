@@ -69,14 +69,27 @@ def reproduce(
     ] = None,
     corpus: Corpus = "sympy",
     corpus_path: CorpusPath = None,
+    changed: Annotated[
+        bool,
+        typer.Option(
+            "--changed",
+            help="Measure only what a page says has changed: rows whose folders changed since their commit.",
+        ),
+    ] = False,
+    pages: Annotated[
+        bool, typer.Option("--pages", help="Measure nothing, write the pages of the rows.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
-    from experiments.commands.reproduce import run_experiments
+    from experiments.commands.reproduce import run_experiments, write_pages_alone
 
+    if pages:
+        write_pages_alone(reports, as_json)
+        return
     where = device.value if device else None
     text = corpus, corpus_path
-    limits = {"seconds": seconds, "workers": workers}
+    limits = {"seconds": seconds, "workers": workers, "changed": changed}
     if not run_experiments(
         tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, **limits
     ):
@@ -86,12 +99,12 @@ def reproduce(
 def merge(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="Folders that --reports of reproduce named, copies of reports/ before."),
+        typer.Argument(help="Folders that --reports of reproduce named."),
     ],
     reports: Annotated[Path | None, typer.Option(help="Where to take them in; as for reproduce.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take in rows of fp8_training, sparsity and linear that other runs measured at the same time, such as one for each GPU."""
+    """Take in rows that other runs measured, such as one for each GPU; of what both measured, the later ones."""
     from experiments.commands.merge import run_merge
 
     run_merge(folders, reports, as_json)
@@ -175,25 +188,19 @@ def bench(
 
 def ledger(
     check: Annotated[
-        bool, typer.Option("--check", help="List entries that do not stand; exit code 1 if any.")
+        bool,
+        typer.Option("--check", help="List what was never validated, or differed; exit code 1 if any."),
     ] = False,
     refresh: Annotated[
-        bool,
-        typer.Option("--refresh", help="On a GPU: test and measure what is stale; goes on where time ended."),
+        bool, typer.Option("--refresh", help="On a GPU: validate everything and write the table.")
     ] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="With --refresh: what is not stale, too.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help="With --refresh: tests or benchmarks; both without.")
-    ] = None,
     seconds: Annotated[float, typer.Option(help="With --refresh: how long it may take.")] = 480.0,
     as_json: AsJson = False,
 ) -> None:
-    """What was tested and measured on a GPU of each function with kernels, and whether its code is still the same."""
+    """What a GPU validated of each function with kernels: cases, differences, date, commit, device."""
     from experiments.commands.ledger import run_ledger
 
-    if not run_ledger(check, refresh, as_json, everything=everything, seconds=seconds, only=only or ()):
+    if not run_ledger(check, refresh, as_json, seconds=seconds):
         raise typer.Exit(1)
 
 

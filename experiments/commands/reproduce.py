@@ -26,11 +26,13 @@ def run_experiments(
     corpus: tuple[str, Path | None] = (DEFAULT, None),
     seconds: float | None = None,
     workers: int = 1,
+    changed: bool = False,
 ) -> bool:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
 
     corpus: its name, and its folder where it has one. seconds: after which nothing more starts, where that can be. workers: how
-    many trainings run at once, likewise. Returns whether no measurement was lost.
+    many trainings run at once, likewise. changed: rows whose code has not changed since are taken as measured. Returns whether
+    no measurement was lost.
     """
     from experiments.fp8_training.training.workers import LOST
     from experiments.runs.run import reproduce
@@ -39,7 +41,7 @@ def run_experiments(
         known(name, EXPERIMENTS, "experiment")
     check_device(device)
     more: dict[str, Any] = {**partly(names, only), **limited(names, seconds), **other_text(names, *corpus)}
-    more |= shared(names, workers)
+    more |= {**shared(names, workers), "changed": changed}
     folders = paths(reports)
     LOST.clear()
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
@@ -56,6 +58,19 @@ def run_experiments(
             f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
         )
     return not LOST
+
+
+def write_pages_alone(reports: Path | None, as_json: bool) -> None:
+    """Write pages and figures of the published rows, and measure nothing."""
+    from experiments.report.pages import write_pages
+
+    folders = paths(reports)
+    with folders.alone():
+        written = write_pages(folders)
+    if as_json:
+        print_json([{"what": what, "where": where} for what, where in written])
+    else:
+        print_table("Written", ["what", "where"], written)
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:

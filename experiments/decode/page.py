@@ -82,7 +82,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         [speedup_sentence(where, results, method, rate) for method in WITH_SPEED_TARGET] if rate else []
     )
     theirs = [
-        f"{method} {number(results.value(TORCHAO, method, RATE), 0)}{results.mark(TORCHAO, method)}"
+        f"{method} {number(results.value(TORCHAO, method, RATE), 0)}"
         for method in WITH_SPEED_TARGET
         if results.value(TORCHAO, method, RATE) is not None
     ]
@@ -92,7 +92,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     late = [method for method in ours if missed(results, method)]
     asked = [target for method in ours for target in targets_of(results, method)]
     sentences.append(
-        f"Targets are missed by {', '.join(method + results.mark(OURS, method) for method in late)}."
+        f"Targets are missed by {', '.join(method for method in late)}."
         if late
         else f"All {len(known(asked))} targets of our {len(ours)} configurations are met{rest(asked)}."
     )
@@ -108,7 +108,7 @@ def speedup_sentence(where: Where, results: Results, method: str, base: float) -
     beside = "" if theirs is None else f" (published: {theirs:.2f} times, on an {HARDWARE})"
     return (
         f"{method} generates {rate:.0f} tokens/s on an {where.device} where bfloat16 generates {base:.0f}: "
-        f"{times:.2f} times as many{results.mark(OURS, method)}{beside}."
+        f"{times:.2f} times as many{beside}."
     )
 
 
@@ -149,7 +149,6 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
         f"{one.paper}, {one.source}",
         measured,
         found[0].device if found and measured is not None else "",
-        bool(found and measured is not None and found[1].mark(setting, one.method)),
     )
 
 
@@ -166,7 +165,6 @@ def speedups(method: str, where: Where, results: Results) -> Comparison:
         f"{source.paper}, {source.source}",
         over_fastest(results, OURS, method),
         where.device,
-        bool(results.mark(OURS, method)),
     )
 
 
@@ -214,11 +212,7 @@ def state(results: Results, setting: str, method: str) -> str:
 def failures(results: Results) -> list[str]:
     """What was not measured, and why."""
     found = {one: state(results, *one) for one in lines_of(results)}
-    failed = [
-        f"{method} of {setting} ({word}){results.mark(setting, method)}"
-        for (setting, method), word in found.items()
-        if word != "ok"
-    ]
+    failed = [f"{method} of {setting} ({word})" for (setting, method), word in found.items() if word != "ok"]
     return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
 
 
@@ -234,9 +228,9 @@ def verdict(results: Results) -> list[str]:
             f"**The fastest bfloat16 is '{best}', {rate:.1f} tokens/s**, of all its timings, those beside other configurations "
             "included: published ratios are compared with it."
         )
-    if len({row.source_hash for row in results.rows}) > 1:
+    if len({row.commit for row in results.rows}) > 1:
         sentences.append(
-            "**Not all by one version of the code**: 'over bfloat16' is within the run of a line; 'over the fastest' compares "
+            "**Not all at one commit**: 'over bfloat16' is within the run of a line; 'over the fastest' compares "
             "every line with the fastest bfloat16 of all."
         )
     if unknown := [form for form in FORMS if results.value(BASELINE, form, RATE) is None]:
@@ -268,7 +262,7 @@ def speed_table(results: Results, exact: bool) -> Table:
         if exact:
             line += [number(published(method).get("tokens/s"), 1), number(published_speedup(method), 2)]
         lines.append([method, setting, *line])
-    return Table("Speed", columns, lines, results.stale_lines)
+    return Table("Speed", columns, lines, results.rows)
 
 
 def memory_table(results: Results) -> Table:
@@ -301,7 +295,7 @@ def memory_table(results: Results) -> Table:
         )
         rest = cells(results, setting, method, metrics)
         lines.append([method, setting, *size, *peak, *rest, state(results, setting, method)])
-    return Table("Size, memory, and checks", columns, lines, results.stale_lines)
+    return Table("Size, memory, and checks", columns, lines, results.rows)
 
 
 def cells(results: Results, setting: str, method: str, metrics: Sequence[tuple[str, int]]) -> list[str]:

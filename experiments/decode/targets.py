@@ -45,20 +45,18 @@ def over_fastest(results: Results, setting: str, method: str) -> float | None:
 
 def targets_of(results: Results, method: str) -> list[Target]:
     """The targets of one of our configurations."""
-    found, stale = [], (method, OURS) in results.stale_lines
+    found = []
     if method in WITH_SPEED_TARGET and (speedup := published_speedup(method)) is not None:
-        found.append(Target("published speedup", over_fastest(results, OURS, method), speedup, stale=stale))
+        found.append(Target("published speedup", over_fastest(results, OURS, method), speedup))
     if (rate := results.value(TORCHAO, method, RATE)) is not None:
         limit = rate * (1 - BASELINE_TOLERANCE)
-        found.append(Target("torchao's tokens/s", results.value(OURS, method, RATE), limit, stale=stale))
+        found.append(Target("torchao's tokens/s", results.value(OURS, method, RATE), limit))
     if (size := published(method).get(SIZE)) is not None:
         limit = size * (1 + SIZE_TOLERANCE)
-        found.append(
-            Target("published size", results.value(OURS, method, SIZE), limit, at_least=False, stale=stale)
-        )
+        found.append(Target("published size", results.value(OURS, method, SIZE), limit, at_least=False))
     seconds, peak = (results.value(OURS, method, f"quantize {what}") for what in ("time", "peak memory"))
-    found.append(Target("seconds to quantize", seconds, QUANTIZE_SECONDS, at_least=False, stale=stale))
-    found.append(Target("peak of quantization", peak, QUANTIZE_PEAK, at_least=False, stale=stale))
+    found.append(Target("seconds to quantize", seconds, QUANTIZE_SECONDS, at_least=False))
+    found.append(Target("peak of quantization", peak, QUANTIZE_PEAK, at_least=False))
     return found
 
 

@@ -59,7 +59,7 @@ def order_sentence(results: Results, setting: str) -> str:
     known = [(results.value(setting, method, SNR), method) for method in LABELLED]
     ordered = sorted(((snr, method) for snr, method in known if snr is not None), reverse=True)
     words = [
-        f"{method} {snr:.1f} dB{results.mark(setting, method)} ({number(results.value(setting, method, BITS), 2)} bits)"
+        f"{method} {snr:.1f} dB ({number(results.value(setting, method, BITS), 2)} bits)"
         for snr, method in ordered
     ]
     return f'On data of kind "{setting}": {", ".join(words)}.' if words else ""
@@ -172,7 +172,7 @@ def tables(results: Results, settings: Sequence[str]) -> list[Table]:
             f"Every scheme on {', '.join(settings)}",
             columns,
             lines,
-            results.with_settings(settings).stale_methods,
+            results.with_settings(settings).rows,
         )
     ]
 
@@ -183,7 +183,7 @@ def snr_table(results: Results, settings: Sequence[str], caption: str) -> Table:
         [method, *(number(results.value(setting, method, SNR), 1) for setting in settings)]
         for method in results.methods
     ]
-    return Table(caption, ["scheme", *settings], lines, results.with_settings(settings).stale_methods)
+    return Table(caption, ["scheme", *settings], lines, results.with_settings(settings).rows)
 
 
 def by_bits(results: Results, setting: str, methods: Sequence[str]) -> list[str]:

@@ -15,9 +15,7 @@ measured whole or not at all (`experiments.fp8_training.speed.wholes`), so that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -25,61 +23,18 @@ from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
 from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP, Trial
+from experiments.fp8_training.training.plans import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
 from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = "fp8_training"
 TITLE = "Low-precision training: speed and convergence"
-CODE = f"experiments.{EXPERIMENT}"
-#: Parts are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
-GOES_ON = True
-#: Tables whose times stand side by side though they are measured one by one: those of another processor are not gone on from.
-SAME_PROCESSOR = (SWEEP, LONG)
 
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared."""
     return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
-
-
-def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
-    """What a row's measurement starts from."""
-    trained = (f"{CODE}.training.convergence.measure", f"{CODE}.training.plans.Plan")
-    known = {
-        linear.KIND: (f"{CODE}.speed.linear.measure",),
-        grid.KIND: (f"{CODE}.speed.grid.measure",),
-        grid_eager.KIND: (f"{CODE}.speed.grid_eager.measure",),
-        blocks.KIND: (f"{CODE}.speed.blocks.measure", f"{CODE}.speed.blocks.GPU_GROUPS"),
-        fsdp.KIND: (f"{CODE}.speed.fsdp.measure", f"{CODE}.speed.fsdp.CASES"),
-        planted.KIND: (f"{CODE}.training.planted.measure", f"{CODE}.training.plans.Plan"),
-        convergence.GAPS: (f"{CODE}.training.convergence.gap_rows", *trained),
-    }
-    return known.get(kind, trained)
-
-
-def about(settings: Settings) -> dict[str, object]:
-    """What the record of a run says beside machine and libraries."""
-    corpus = settings.corpus
-    return {
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
-        "model": {"trainings": described(PLANS[settings.scale].trials())},
-    }
-
-
-def described(trials: Sequence[Trial]) -> list[dict[str, object]]:
-    """Trainings that differ in recipe, seed or rate alone as one entry, which has all of these in their order."""
-    found: dict[str, dict[str, Any]] = {}
-    for trial in trials:
-        shared = asdict(trial.settings)
-        own = {"recipes": trial.recipe, "seeds": shared.pop("seed"), "rates": shared.pop("rate")}
-        del shared["method"]
-        entry = {"kind": trial.kind, "size": trial.size, "settings": shared}
-        kept = found.setdefault(json.dumps(entry), {**entry, **{name: [] for name in own}})
-        for name, value in own.items():
-            kept[name] += [] if value in kept[name] else [value]
-    return list(found.values())
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
@@ -230,10 +185,8 @@ __all__ = [
     "EXPERIMENT",
     "PARTS",
     "TITLE",
-    "about",
     "check_parts",
     "measured_whole",
     "run",
-    "sources",
     "subject",
 ]

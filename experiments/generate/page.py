@@ -52,8 +52,8 @@ STEPS = (
 )
 PROMPTS = "Milliseconds of a prefill are from the prompt to the first token, of {counts}."
 TEXT = (
-    "Models are copies of one bfloat16 model, called in turn; the speed over it is the median of that of each round. Tables of "
-    "stale lines may have had other numbers of calls and tokens.",
+    "Models are copies of one bfloat16 model, called in turn; the speed over it is the median of that of each round. Older "
+    "tables may have had other numbers of calls and tokens.",
     'Compiled steps are those of transformers\' own mode "reduce-overhead" (CUDA graphs), which a static cache starts; '
     "torchao's own `quantize_` sets Inductor's options (coordinate descent), as its users have them, for its own models.",
     "Warm-up is what the calls before the timed ones take: {compiling} where steps are compiled, which is compilation and "
@@ -103,9 +103,9 @@ def measured(results: Results) -> list[str]:
 
 def speeds(where: Where, results: Results, setting: str) -> str:
     """All methods at one setting."""
-    base = number(results.value(setting, BASE.name, TIME), 2) + " ms" + results.mark(setting, BASE.name)
+    base = number(results.value(setting, BASE.name, TIME), 2) + " ms"
     found = [
-        f"{one.name} {speed:.2f}{results.mark(setting, one.name)}"
+        f"{one.name} {speed:.2f}"
         for one in METHODS
         if one is not BASE and (speed := results.value(setting, one.name, SPEED)) is not None
     ]
@@ -204,13 +204,13 @@ def setting_table(where: Where, results: Results, setting: str) -> Table:
         if mine.value(setting, one.name, TIME) is not None
     ]  # fmt: skip
     names = ["model", *(name for name, _ in COLUMNS.values())]
-    return Table(caption(where, mine, setting), names, lines, mine.stale_methods)
+    return Table(caption(where, mine, setting), names, lines, mine.rows)
 
 
 def caption(where: Where, results: Results, setting: str) -> str:
-    """The setting; the calls of today's table, where bfloat16 is not stale; how far its time changed."""
+    """The setting; the calls of today's table; how far its time changed."""
     tables = [one for one in ALL_TABLES if (one.stage.data, one.setting) == (where.data, setting)]
-    notes = [calls_of(tables)] if tables and not results.mark(setting, BASE.name) else []
+    notes = [calls_of(tables)] if tables else []
     again = results.value(setting, BASE.name, REPEAT)
     changed = unsteady(where, results, setting)
     if again is not None:

@@ -23,20 +23,12 @@ from experiments.runs.settings import Settings, published_shapes
 EXPERIMENT = "generate"
 TITLE = "transformers' generate() with quantized weights"
 PARTS = (EAGER_DECODE, PREFILL, DECODE)
-CODE = f"experiments.{EXPERIMENT}"
-#: Tables are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
-GOES_ON = True
 OK = "status: ok"
 
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the seed, and the libraries that compile, generate or are compared."""
     return f"{seed_and_libraries(settings.seed)}-{TRANSFORMERS}{version_of(TRANSFORMERS)}"
-
-
-def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
-    """What a row's measurement starts from."""
-    return (f"{CODE}.times.Bench", f"{CODE}.methods.METHODS")
 
 
 def measured_whole(row: Row) -> tuple[str, str]:
@@ -84,8 +76,7 @@ def add(
         name = table_name(KIND, settings.scale, table.stage.data)
         journal.drop([row for row in journal.rows if (row.table, row.setting) == (name, table.setting)])
     for method, values in found.items():
-        rows = [settings.row(*where, method, metric, value, unit) for metric, (value, unit) in values.items()]
-        keep(journal, failed, rows)
+        keep(journal, failed, settings.rows(*where, method, values))
 
 
 def check_parts(names: tuple[str, ...]) -> None:
@@ -95,4 +86,4 @@ def check_parts(names: tuple[str, ...]) -> None:
         raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
 
 
-__all__ = ["EXPERIMENT", "PARTS", "TITLE", "check_parts", "measured_whole", "run", "sources", "subject"]
+__all__ = ["EXPERIMENT", "PARTS", "TITLE", "check_parts", "measured_whole", "run", "subject"]

@@ -40,7 +40,6 @@ def targets_of(data: str, results: Results) -> list[Target]:
             results.value(setting, method, SPEED),
             limit,
             value_format=".2f",
-            stale=bool(results.mark(setting, method)),
         )
         for methods, settings, limit in asked
         for setting in settings

@@ -12,6 +12,15 @@ from experiments.harness.rows import Journal, Row
 Values = dict[str, tuple[float, str]]
 
 
+#: How the entry begins that names the kernel behind a method's values; it becomes a column of their rows.
+KERNEL = "kernel: "
+
+
+def kernel(name: str) -> Values:
+    """The entry of values that names what computed them."""
+    return {f"{KERNEL}{name}": (1.0, "")} if name else {}
+
+
 class Wrong(Exception):
     """A result differs from the reference's."""
 

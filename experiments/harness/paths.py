@@ -11,10 +11,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ao_lab.install.extras import is_clone
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.revision import state
 from experiments.harness.rows import PARTIAL, ROOT, library_versions
 
 #: The file by which a folder is locked. The system lets go of the lock when its process ends, however that happens, so a kill
@@ -109,10 +111,19 @@ class Paths:
         """Figures as SVG files."""
         return self.reports / "figures"
 
+    def rows(self, experiment: str) -> Path:
+        """The published rows of one experiment."""
+        known = EXPERIMENTS.get(experiment)
+        return self.data / f"{experiment}.csv{'.gz' * bool(known and known.compressed)}"
+
+    def of(self, reports: Path) -> Paths:
+        """The same with another folder of reports."""
+        return replace(self, reports=reports)
+
     def journal(self, experiment: str, scale: str, device: str, subject: str) -> Path:
-        """The journal of one experiment at one scale on one device, about one subject (a trained model, say), by one
-        version of torch and numpy."""
-        parts = (experiment, scale, device, subject, library_versions())
+        """The journal of one experiment at one scale on one device, about one subject (a trained model, say), by one commit and
+        one version of torch and numpy."""
+        parts = (experiment, scale, device, subject, library_versions(), state())
         name = "-".join(part.replace(" ", "_") for part in parts)
         return self.cache / "rows" / f"{name}.csv"
 

@@ -2,9 +2,9 @@
 ``__init__``.
 
 Such a folder has a module `run` with `run(settings, journal) -> rows` and `subject(settings)` (what a journal can be resumed
-for), perhaps `about(settings)` (what the record of a run says of its models), and a page module with `TITLE` and
-`sections(rows)`, which says in tables and figures what the rows hold. Where not all rows were made by the same code, `run` has
-`sources(kind, setting, method)` too (see `experiments.harness.provenance`).
+for), and a page module with `TITLE` and `sections(rows)`, which says in tables and figures what the rows hold. Where lines of a
+table are measured together, so that ratios are of one run, `run` has `measured_whole(row)`: rows with the same answer come and
+go together (`experiments.runs.merge`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ class Experiment:
     """What an experiment says of itself.
 
     order: where it stands among the others, in a run and on the page. always: whether it runs when none is named. trained:
-    whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. run, page:
-    its modules, inside its folder. name: the folder's, filled in when it is found.
+    whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
+    whose changes pages tell of, beside the folder of the experiment itself. compressed: whether its rows are published as
+    ``.csv.gz``. run, page: its modules, inside its folder. name: the folder's, filled in when it is found.
     """
 
     order: int
     always: bool = True
     trained: bool = True
     part_of: str = ""
+    folders: tuple[str, ...] = ("reference", "fast", "ao_lab")
+    compressed: bool = False
     run: str = "run"
     page: str = "page"
     name: str = ""
@@ -53,7 +56,9 @@ def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
     for module in pkgutil.iter_modules(paths):
         if module.ispkg and module.name != "harness":
             record = getattr(importlib.import_module(f"{PACKAGE}.{module.name}"), "EXPERIMENT", None)
-            found += [replace(record, name=module.name)] if record else []
+            if record:
+                folders = (*record.folders, f"experiments/{module.name}")
+                found.append(replace(record, name=module.name, folders=folders))
     return {one.name: one for one in sorted(found, key=lambda one: (one.order, one.name))}
 
 

@@ -1,22 +1,21 @@
 """Tidy rows: the one form in which experiments hand over what they measured.
 
-A row is one number with everything that tells it from other numbers. Rows live in two places:
+A row is one number with everything that tells it from other numbers, and where it comes from: when it was measured, at which
+commit, on which device, with which versions of libraries and by which kernel. It never changes again: what is measured anew is
+a new row in its place. Rows live in two places:
 
 * the *journal*, a CSV file in the cache of this clone, which grows as an experiment goes and is what an interrupted run
-  resumes from: a row is finished when the journal has it, made by the code as it is now (the file's name holds the versions
-  of torch and numpy, so others start anew);
-* the *published* CSV under ``reports/data/``, which plots and pages read. A complete run replaces its own tables there as a
-  whole, so a table never mixes two machines, two corpora or two versions of the code.
+  resumes from; its name holds the commit and the versions of torch and numpy, so others start anew;
+* the *published* CSV under ``reports/data/`` (``.csv.gz`` where an experiment's record says so), which plots and pages read.
 
-Both are replaced atomically, so a run that is killed leaves a whole file. `source_hash` says which code made a row
-(`experiments.harness.provenance`); a page marks rows whose hash is not that of the code as it is. A result that is missing
-stays missing: nothing here fills a gap.
+Both are replaced atomically, so a run that is killed leaves a whole file. A result that is missing stays missing: nothing here
+fills a gap.
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
+import gzip
 import importlib.metadata
 import io
 import math
@@ -24,7 +23,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -47,7 +46,9 @@ class Row:
 
     `table` is ``kind/scale/data`` (for instance ``quality/quick/sympy-1.14.0-1a2b3c4d``): rows of different data never share
     a table. `setting` and `method` place the number inside it, `metric` and `unit` say what it is, `published` is the
-    number of the paper beside it (None where there is none).
+    number of the paper beside it (None where there is none). `kernel` names family and variant of what computed, where it is
+    known; `date` is in UTC (ISO 8601), `commit` has eight digits and ends in ``+dirty`` where the tree had uncommitted changes;
+    `versions` names libraries, and the processor of a CPU. What is not known is empty.
     """
 
     experiment: str
@@ -60,11 +61,14 @@ class Row:
     published: float | None = None
     device: str
     seed: int
-    source_hash: str
+    kernel: str = ""
+    date: str = ""
+    commit: str = ""
+    versions: str = ""
 
     @property
     def key(self) -> Key:
-        """What tells one row from another: everything but the numbers and the code that made them."""
+        """What tells one row from another: everything but the numbers and their origin."""
         return self.experiment, self.table, self.setting, self.method, self.metric, self.device, self.seed
 
     @property
@@ -108,19 +112,14 @@ def library_versions() -> str:
     return "-".join(name + importlib.metadata.version(name) for name in ("torch", "numpy"))
 
 
-def hash_files(paths: Iterable[Path], root: Path = ROOT) -> str:
-    """First 12 hex digits of the SHA-256 over names and contents, in the order of the names; line ends count as one."""
-    digest = hashlib.sha256()
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-        digest.update(name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
-    return digest.hexdigest()[:12]
-
-
 def read(path: Path) -> list[Row]:
-    """Rows of a CSV file, none where it does not exist; ValueError where its columns are not those of a row."""
+    """Rows of a CSV file, none where it does not exist; ValueError where its columns are not those of a row.
+
+    A name that ends in ``.gz`` is of a compressed file.
+    """
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(
@@ -139,12 +138,16 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: a temporary file in the same folder, then a rename."""
+    """Write a whole file or nothing: a temporary file in the same folder, then a rename. The same text is the same bytes, those
+    of a compressed file too."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    data = text.encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)  # mkstemp's files are private, reports are not
@@ -160,17 +163,10 @@ class Journal:
     Methods may be called from several threads; two processes must not share a path.
     """
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        is_current: Callable[[Row], bool] = lambda row: True,
-        known: Iterable[Row] = (),
-    ) -> None:
-        """is_current: whether a row was made by the code as it is now; others are measured again, because a table speaks of one
-        version of the code. known: rows from elsewhere that need not be measured again where they are current."""
+    def __init__(self, path: Path | None = None, known: Iterable[Row] = ()) -> None:
+        """known: rows from elsewhere that need not be measured again."""
         self.path = path
-        stored = [*known, *(read(path) if path else ())]
-        self._rows = {row.key: row for row in stored if is_current(row)}
+        self._rows = {row.key: row for row in [*known, *(read(path) if path else ())]}
         self._lock = threading.Lock()
 
     @property
@@ -204,34 +200,18 @@ class Journal:
             write(self.path, list(self._rows.values()))
 
 
-def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Put a complete run into a published CSV; returns what the file now holds.
+def publish(path: Path, rows: Sequence[Row], others: Iterable[Row] = ()) -> list[Row]:
+    """Put a run into a published CSV; returns what the file now holds.
 
     Tables of the same kind, scale, device and source of the corpus are replaced as a whole (a scheme that no longer exists
     leaves with them, and so does another version of the corpus); other scales, devices and corpora stay as they were.
+    others: published rows of these tables that stay beside those of the run (`experiments.runs.merge.kept`).
     """
     replaced = {row.place for row in rows}
-    others = [row for row in read(path) if row.place not in replaced]
-    merged = sorted([*others, *rows], key=lambda row: (row.experiment, row.table, row.device))
+    older = [row for row in read(path) if row.place not in replaced]
+    merged = sorted([*older, *rows, *others], key=lambda row: (row.experiment, row.table, row.device))
     write(path, merged)
     return merged
-
-
-def with_others(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """Rows of a run that measured only some methods or seeds, and published ones of the others, which say how old they are."""
-    places, known = {row.place for row in rows}, {(row.line, row.seed) for row in rows}
-    return [*rows, *(row for row in before if row.place in places and (row.line, row.seed) not in known)]
-
-
-def with_unreached(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """Rows of a run, and the published ones of lines that its time did not reach, likewise.
-
-    Only for lines that are compared with nothing outside themselves: others would stand beside another run's.
-    """
-    late = {row.line for row in rows if row.metric.startswith(NOT_RUN)}
-    older = [row for row in before if row.line in late]
-    known = {row.line for row in older}
-    return [*(row for row in rows if row.line not in known), *older]
 
 
 def _text(value: object) -> object:
@@ -246,10 +226,12 @@ def _parse(record: dict[str, str]) -> Row:
     return Row(
         **{
             name: record[name]
-            for name in ("experiment", "table", "setting", "method", "metric", "unit", "device")
+            for name in (
+                *("experiment", "table", "setting", "method", "metric", "unit", "device"),
+                *("kernel", "date", "commit", "versions"),
+            )
         },
         value=float(record["value"]) if record["value"] else math.nan,
         published=float(published) if published else None,
         seed=int(record["seed"]),
-        source_hash=record["source_hash"],
     )

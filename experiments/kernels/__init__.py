@@ -8,4 +8,6 @@ rows; `report` shows them.
 from experiments.harness.registry import Experiment
 
 #: Times kernels on a GPU; `ao-lab bench` is the comfortable way.
-EXPERIMENT = Experiment(order=40, always=False, trained=False, page="report.page")
+EXPERIMENT = Experiment(
+    order=40, always=False, trained=False, page="report.page", folders=("reference", "fast")
+)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from experiments.harness import provenance
 from experiments.harness.paths import Paths, Written, shown
-from experiments.harness.rows import Journal, Row, publish, read, table_parts, with_unreached
-from experiments.harness.run_records import read_runs, run_name
+from experiments.harness.rows import Journal, Row, read, table_parts, write
 from experiments.harness.timing import CudaWatch
 from experiments.kernels.baselines.baseline import BASELINES, Baseline
 from experiments.kernels.cases.all_cases import CASES, chosen
@@ -23,7 +20,7 @@ from experiments.kernels.cases.floors import Shape
 from experiments.kernels.outcome import BASELINE_SECONDS, EXPERIMENT, Bench
 from experiments.kernels.report.case_results import CaseResult, results_of
 from experiments.kernels.run import measure, pairs, run, subject
-from experiments.runs.environment import libraries, record_run
+from experiments.runs.merge import merged
 from experiments.runs.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
@@ -87,46 +84,29 @@ def complete(
     seconds: float = math.inf,
     baseline_seconds: float = BASELINE_SECONDS,
     paths: Paths | None = None,
-    published: bool = False,
 ) -> tuple[list[CaseResult], Written]:
     """Measure all cases, resuming where it broke off, and publish rows, page and picture; Busy as `experiments.reproduce`.
 
-    seconds: after these no case starts. baseline_seconds: the part of it for baselines. published: rows of this GPU and of the
-    code as it is now are not measured again.
+    seconds: after these no case starts. baseline_seconds: the part of it for baselines. Rows of what was not reached stay.
     """
     paths = paths or Paths.default()
     with paths.alone():
-        return _complete(paths, BASELINES if with_baselines else (), seconds, baseline_seconds, published)
+        return _complete(paths, BASELINES if with_baselines else (), seconds, baseline_seconds)
 
 
 def _complete(
-    paths: Paths, baselines: Sequence[Baseline], seconds: float, baseline_seconds: float, published: bool
+    paths: Paths, baselines: Sequence[Baseline], seconds: float, baseline_seconds: float
 ) -> tuple[list[CaseResult], Written]:
     from experiments.report.pages import write_pages
 
     settings = settings_for(SCALE, "cuda", paths.cache)
-    started = time.perf_counter()
-    path = paths.data / f"{EXPERIMENT}.csv"
-    known = measured_here(read(path), settings, paths) if published else []
-    where = paths.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings))
-    journal = Journal(where, provenance.is_current, known)
-    resumed = len(journal.rows)
+    path = paths.rows(EXPERIMENT)
+    journal = Journal(paths.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings)))
     rows = run(settings, journal, baselines=baselines, baseline_seconds=baseline_seconds, seconds=seconds)
-    lines = publish(path, with_unreached(rows, read(path)))
-    record_run(paths, EXPERIMENT, settings, time.perf_counter() - started, len(rows), resumed)
+    lines = merged(EXPERIMENT, read(path), rows)
+    write(path, lines)
     written = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
     return one_run(lines, settings), written
-
-
-def measured_here(rows: Sequence[Row], settings: Settings, paths: Paths) -> list[Row]:
-    """Published rows of what was measured without fault, on a GPU and with libraries like those of here."""
-    name = run_name(EXPERIMENT, settings.scale, settings.device_name)
-    before = read_runs(paths.data / "environment.json").get(name, {}).get("libraries", {})
-    now = libraries()
-    if any(before.get(one) != now.get(one) for one in ("torch", "triton")):
-        return []
-    whole = {row.line for row in rows if row.metric == "status: ok" and row.device == settings.device_name}
-    return [row for row in rows if row.line in whole]
 
 
 def one_run(rows: Sequence[Row], settings: Settings) -> list[CaseResult]:

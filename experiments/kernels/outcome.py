@@ -48,7 +48,4 @@ def table(bench: Bench, kind: str) -> str:
 
 def rows_of(bench: Bench, kind: str, setting: str, method: str, values: Values) -> list[Row]:
     """Tidy rows."""
-    return [
-        bench.settings.row(EXPERIMENT, kind, DATA, setting, method, metric, value, unit)
-        for metric, (value, unit) in values.items()
-    ]
+    return bench.settings.rows(EXPERIMENT, kind, DATA, setting, method, values)

@@ -16,7 +16,8 @@ from functools import partial
 
 import torch
 
-from experiments.harness.outcome import Values, attempt, keep, status
+from experiments.harness.launched import launched
+from experiments.harness.outcome import Values, attempt, keep, kernel, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row
 from experiments.harness.timing import (
@@ -54,9 +55,6 @@ TITLE = "Speed of the kernels on a GPU"
 OURS, COPY, WRAPPED = "ours", "copy", "wrapped"
 #: How often the graphs of small kernels are captured: where one lies in memory is worth a tenth of such a kernel's time.
 INSTANCES = 5
-#: What times every row, which `timed` is given as arguments.
-TIMED_BY = ("experiments.harness.timing.CudaWatch", "experiments.kernels.outcome.PLAN")
-COMPARED_BY = ("experiments.harness.timing.CudaWatch", "experiments.kernels.outcome.BASELINE_PLAN")
 #: Bytes of a word of copies, what their sizes are multiples of, and the most that one of them has.
 WORD, PAGE, PIECE = 8, 4096, 448 * 2**20
 
@@ -65,28 +63,6 @@ def subject(settings: Settings) -> str:
     """What rows are about: the seed, and the libraries that make or compare kernels."""
     versions = [name + version(name) for name in ("triton", "torchao")]
     return "-".join([f"seed{settings.seed}", *versions])
-
-
-def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
-    """What a row's measurement starts from: the functions of `fast` that its case calls, how the case makes inputs, how it is
-    timed, and the baseline. None for a case or a baseline that does not exist."""
-    import fast
-
-    if kind == jax_calls.KIND:
-        return f"{jax_calls.__name__}.timed", *TIMED_BY, "fast.quantize"
-    case = CASES.get(method if kind == KERNELS else setting.rpartition(", ")[0])
-    if case is None or case.missing(fast):
-        return ()
-    builder = f"{case.call.__module__}.{case.call.__qualname__.partition('.')[0]}"
-    called = tuple(f"fast.{need.partition(':')[0]}" for need in case.needs)
-    if kind == KERNELS:
-        return f"{__name__}.timed", *TIMED_BY, builder, *called
-    found = [
-        f"{baseline.find.__module__}.{baseline.find.__name__}"
-        for baseline in BASELINES
-        if baseline.name == method
-    ]
-    return (f"{__name__}.compared", *COMPARED_BY, builder, *called, *found) if found else ()
 
 
 def version(name: str) -> str:
@@ -188,7 +164,8 @@ def timed(bench: Bench, case: Case, shape: Shape) -> Values:
         name: [partial(work, bench.fast, inputs) for inputs in sets] for name, work in works.items()
     }
     calls[COPY] = copies(bench, case, shape, len(sets))
-    values = values_of(case, shape, times_of(bench, calls, INSTANCES if case.host else 1), bench)
+    values = kernel(launched(calls[OURS][0]))
+    values |= values_of(case, shape, times_of(bench, calls, INSTANCES if case.host else 1), bench)
     if case.host:
         hosts = {OURS: calls[OURS][0]}
         if case.wraps is not None:
@@ -298,7 +275,7 @@ def compared(bench: Bench, baseline: Baseline, case: Case, shape: Shape) -> Valu
     spans = {name: prepare(bench.watch, calls, bench.baseline_plan) for name, calls in work.items()}
     times = interleaved(bench.watch, spans, bench.baseline_plan)
     ours, theirs = summary(times[OURS]), summary(times[baseline.name])
-    return {
+    return kernel(launched(work[baseline.name][0])) | {
         "time": (theirs.median * 1e6, "us"),
         "time, 20%": (theirs.low * 1e6, "us"),
         "time, 80%": (theirs.high * 1e6, "us"),

@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=45, trained=False, page="report.page")
+EXPERIMENT = Experiment(order=45, compressed=True, trained=False, page="report.page")

@@ -21,32 +21,17 @@ from experiments.harness.outcome import Values
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.harness.timing import CudaWatch
 from experiments.linear import outputs
-from experiments.linear.methods import EXPERTS, PARTS
-from experiments.linear.tables import EXPERIMENT, OUTPUTS, Table, run_tables, stand_ins, tables_of
+from experiments.linear.methods import PARTS
+from experiments.linear.tables import EXPERIMENT, Table, run_tables, stand_ins, tables_of
 from experiments.linear.times import Bench
 from experiments.runs.settings import Settings, published_shapes
 
 TITLE = "Quantized linear layers over rows of inputs"
-CODE = f"experiments.{EXPERIMENT}"
-#: Parts are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
-GOES_ON = True
 
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the seed, and the libraries that compile or are compared."""
     return seed_and_libraries(settings.seed)
-
-
-def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
-    """What a row's measurement starts from; none for rows of parts that no longer exist."""
-    configs = {"weights": "WEIGHTS", "activations": "ACTIVATIONS"}.get(kind, "PARTS")
-    if kind not in PARTS:
-        return ()
-    made = f"{CODE}.experts.ExpertLayers" if kind == EXPERTS else f"{CODE}.layers.Layers"
-    layers = (made, f"{CODE}.methods.Method", f"{CODE}.methods.{configs}")
-    if setting.endswith(OUTPUTS):
-        return (f"{CODE}.outputs.measure", *layers)
-    return (f"{CODE}.times.Bench", "experiments.fp8_training.speed.floor.measure_rates", *layers)
 
 
 def measured_whole(row: Row) -> tuple[str, str]:
@@ -84,4 +69,4 @@ def check_parts(names: Sequence[str]) -> None:
         raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
 
 
-__all__ = ["EXPERIMENT", "TITLE", "check_parts", "measured_whole", "run", "sources", "subject"]
+__all__ = ["EXPERIMENT", "TITLE", "check_parts", "measured_whole", "run", "subject"]

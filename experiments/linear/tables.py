@@ -171,8 +171,7 @@ def add(
 
 def rows_of(settings: Settings, table: Table, method: str, values: Values) -> list[Row]:
     """Tidy rows of a method."""
-    where = (EXPERIMENT, table.part, table.data, table.setting, method)
-    return [settings.row(*where, metric, value, unit) for metric, (value, unit) in values.items()]
+    return settings.rows(EXPERIMENT, table.part, table.data, table.setting, method, values)
 
 
 __all__ = [

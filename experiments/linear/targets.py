@@ -93,8 +93,7 @@ def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
     )
     unit = "us" if is_time else "" if limit.metric == SPEED else "times torchao"
     name = f"{method}, {rows} row{'s' * (rows > 1)}"
-    stale = bool(results.mark(setting, method, *(peer_of(method) if limit.metric == OVER_TORCHAO else ())))
-    return Target(name, value, limit.limit, not is_time, unit, ".1f" if is_time else ".2f", stale=stale)
+    return Target(name, value, limit.limit, not is_time, unit, ".1f" if is_time else ".2f")
 
 
 def peer_of(method: str) -> list[str]:

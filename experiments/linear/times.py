@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from experiments.fp8_training.speed.floor import Rates
 from experiments.fp8_training.speed.steady import steady
-from experiments.harness.outcome import Values, attempt, free
+from experiments.harness.launched import launched
+from experiments.harness.outcome import Values, attempt, free, kernel
 from experiments.harness.timing import (
     AGAIN,
     Call,
@@ -31,7 +32,7 @@ from experiments.harness.timing import (
 )
 from experiments.linear.layers import Layers, checked, kernel_of, stored_bytes
 from experiments.linear.methods import BASE, TORCHAO, Method
-from experiments.linear.outputs import ERROR, KERNEL
+from experiments.linear.outputs import ERROR
 from experiments.linear.tables import Table
 
 TIME, SPEED, FLOOR, HOST, REPEAT = (
@@ -79,7 +80,8 @@ class Bench:
         calls = [partial(run, layer, x) for layer, x in zip(layers, inputs, strict=True)]
         dense = table.layers.of(BASE, table.rows)[0].weight
         values: Values = {ERROR: (checked(method, layers[0], calls[0](), inputs[0], dense), "ratio")}
-        values[f"{KERNEL}{kernel_of(method, layers[0], table.rows)}"] = (1.0, "")
+        names = [kernel_of(method, layers[0], table.rows), launched(calls[0])]
+        values |= kernel(": ".join(filter(None, names)))
         spans[method.name] = prepare(self.watch, calls, SETTLED if table.rows >= MANY else PLAN)
         if method.library != TORCHAO:
             hosts[method.name] = calls[0]

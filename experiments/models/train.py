@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from experiments.data.corpus import Corpus
 from experiments.harness.progress import bar
-from experiments.harness.provenance import source_hash
+from experiments.harness.revision import state
 from experiments.harness.rows import PARTIAL, library_versions
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.muon import Muon
@@ -108,7 +108,7 @@ def cache_key(settings: TrainSettings, corpus: Corpus, device: str) -> str:
     parts = [
         json.dumps(asdict(settings), sort_keys=True),
         corpus.sha256,
-        source_hash("experiments.models.train.train"),
+        state(),
         library_versions(),
         torch.device(device).type,
     ]

@@ -46,7 +46,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     where, results = found
     total = totals(results)[:1]
     return [
-        f"{best[0]}, {best[1]}: {number(value, 4)}{results.mark(*best[:2])} {total[0]} ({where})."
+        f"{best[0]}, {best[1]}: {number(value, 4)} {total[0]} ({where})."
         for best, value in (best_line(results, size, total[0]) for size in sizes(results))
     ]
 
@@ -109,7 +109,7 @@ def bits_table(results: Results) -> Table:
         [label(line), *(number(known.get((line, metric)), 4) for metric in metrics)]
         for line in lines(results)
     ]
-    return Table("Bits per byte, by split and by text", columns, rows, stale(results))
+    return Table("Bits per byte, by split and by text", columns, rows, results.rows)
 
 
 def speed_table(results: Results) -> Table:
@@ -123,7 +123,7 @@ def speed_table(results: Results) -> Table:
             value = known.get((line, metric))
             cells.append(number(None if value is None else value * factor, digits))
         rows.append([label(line), *cells])
-    return Table("Training", columns, rows, stale(results))
+    return Table("Training", columns, rows, results.rows)
 
 
 def curve_table(results: Results) -> Table:
@@ -134,14 +134,7 @@ def curve_table(results: Results) -> Table:
         [label(line), *(number(known.get((line, metric)), 3) for metric in metrics)]
         for line in lines(results)
     ]
-    return Table(
-        "Training loss (bits per byte), means over parts of the steps", columns, rows, stale(results)
-    )
-
-
-def stale(results: Results) -> frozenset[str]:
-    """Names of trainings that older code measured."""
-    return frozenset(label(line) for line in lines(results) if results.mark(*line[:2]))
+    return Table("Training loss (bits per byte), means over parts of the steps", columns, rows, results.rows)
 
 
 def drawing(where: Where, results: Results) -> Drawing:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from torch import Tensor
 
 from experiments.data.corpora.split_corpus import evaluation_texts
-from experiments.harness.provenance import source_hash
+from experiments.harness.revision import state
 from experiments.harness.rows import Journal, Row, library_versions, table_name
 from experiments.models.pretraining.evaluation import bits_per_byte
 from experiments.models.pretraining.flops import linear_parameters, share_of_peak, training_flops
@@ -41,20 +41,6 @@ Values = dict[str, tuple[float, str]]
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the corpus."""
     return settings.corpus.name
-
-
-def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
-    """What a row's measurement starts from."""
-    return f"experiments.{EXPERIMENT}.run.measure", f"experiments.{EXPERIMENT}.plans.training"
-
-
-def about(settings: Settings) -> dict[str, object]:
-    """What the record of a run says beside machine and libraries."""
-    corpus = settings.corpus
-    return {
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
-        "model": {"trainings": [asdict(one) for one in trainings_of(settings)]},
-    }
 
 
 def trainings_of(settings: Settings) -> Sequence[Training]:
@@ -82,7 +68,7 @@ def checkpoint_of(settings: Settings, training: Training) -> Checkpoint:
     parts = [
         json.dumps(asdict(training.settings), sort_keys=True),
         settings.corpus.sha256,
-        source_hash("experiments.models.pretraining.training.pretrain"),
+        state(),
         library_versions(),
         settings.device_name,
     ]
@@ -144,4 +130,4 @@ def loss_curve(losses: Tensor) -> Values:
     }
 
 
-__all__ = ["BITS", "CURVES", "RUNS", "TITLE", "measure", "run", "sources", "subject"]
+__all__ = ["BITS", "CURVES", "RUNS", "TITLE", "measure", "run", "subject"]

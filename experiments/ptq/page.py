@@ -71,14 +71,14 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def changes(results: Results, activations: bool) -> list[tuple[float, float, float, str]]:
-    """(bits per weight, change, its standard error, method, marked where stale) of the default schemes that have all three."""
+    """(bits per weight, change, its standard error, method) of the default schemes that have all three."""
     found = []
     for setting, method in settings_of(results, activations):
         if is_default(method) and method not in PLAIN:
             bits = results.value(WEIGHTS, method, "bits per weight")
             change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
             if bits is not None and change is not None and error is not None and math.isfinite(change):
-                found.append((bits, change, error, method + results.mark(setting, method)))
+                found.append((bits, change, error, method))
     return found
 
 
@@ -238,7 +238,7 @@ def quality_table(results: Results, methods: Sequence[str], caption: str) -> Tab
         lines.append(
             [*line, (activations_of(both) or "") if both else "", *quality_cells(results, both, method)]
         )
-    return Table(caption, columns, lines, results.stale_methods)
+    return Table(caption, columns, lines, results.rows)
 
 
 def quality_cells(results: Results, setting: str, method: str) -> list[str]:
@@ -290,8 +290,9 @@ def layers(where: Where, results: Results) -> Section:
         lines = [
             [method, *(number(v, 1) for v in line)] for (_, method), line in zip(chosen, values, strict=True)
         ]
-        stale = frozenset(method for setting, method in chosen if (method, setting) in results.stale_lines)
-        tables.append(Table(f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, stale))
+        tables.append(
+            Table(f"Signal to noise (dB), quantized {name}", ["scheme", *short], lines, results.rows)
+        )
     return Section(f"Layers of the stand-in ({where})", text, drawings, tables)
 
 

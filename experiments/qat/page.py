@@ -55,7 +55,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for method in methods_of(results):
         recovered = with_interval(results, method, "recovered", 1)
         if recovered:
-            words.append(f"{label(*method)} {recovered}%{results.mark(*method)}")
+            words.append(f"{label(*method)} {recovered}%")
     sentence = [
         f"QAT recovers of the PTQ loss ({where.scale} scale, {where.device}, {seeds} seeds): {'; '.join(words)}."
     ]
@@ -176,8 +176,7 @@ def recovery_table(results: Results) -> Table:
                 outcome_of(target) if target else "",
             ]
         )
-    stale = frozenset(label(*one) for one in methods_of(results) if results.mark(*one))
-    return Table("Losses (bits per byte) and what was recovered", columns, lines, stale)
+    return Table("Losses (bits per byte) and what was recovered", columns, lines, results.rows)
 
 
 def with_interval(results: Results, one: tuple[str, str], metric: str, digits: int) -> str:

@@ -22,7 +22,6 @@ def targets_of(results: Results) -> list[Target]:
             unit="%",
             value_format=".1f",
             limit_format=".0f",
-            stale=(method, setting) in results.stale_lines,
         )
         for setting, method in found
     ]

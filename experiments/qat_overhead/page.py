@@ -136,8 +136,7 @@ def cost_sentence(where: Where, results: Results, setting: str) -> str:
     for found, method in lines_of(results):
         time, memory = (results.value(setting, method, metric) for metric in (TIME, MEMORY))
         if found == setting and None not in (time, memory) and "," in method:
-            mark = results.mark(setting, method)
-            words.append(f"{method} {time:+.1f}% time and {memory:+.1f}% memory{mark}")
+            words.append(f"{method} {time:+.1f}% time and {memory:+.1f}% memory")
     return f"{NAMES[where.data]}, {setting}, {where.device}: {'; '.join(words)}." if words else ""
 
 
@@ -166,7 +165,6 @@ def comparison(one: Published, found: tuple[Where, Results] | None) -> Compariso
         f"{one.paper}, {one.source}",
         measured,
         f"{found[0].device}, forward and backward alone" if found and measured is not None else "",
-        bool(found and measured is not None and found[1].mark("eager", SAME_RECIPE[1])),
     )
 
 
@@ -232,7 +230,7 @@ def table(results: Results) -> Table:
     for setting, method in lines_of(results):
         cells = [number(results.value(setting, method, metric), digits) for metric, digits in METRICS]
         lines.append([method, setting, *cells, state(results, setting, method)])
-    return Table("Time and memory of a step", COLUMNS, lines, results.stale_lines)
+    return Table("Time and memory of a step", COLUMNS, lines, results.rows)
 
 
 def published_table() -> Table:

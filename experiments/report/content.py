@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experiments.harness.rows import Row
+from experiments.report.measured import note
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-#: The mark of lines whose rows were measured by other code than today's.
-STALE = "†"
 
 
 @dataclass(frozen=True)
 class Table:
     """A table of text. The first column is a name, the others are values.
 
-    `stale`: the older lines, by their names, or by their first two cells where several lines have one name.
+    `rows`: what the lines show, for the note that says when they were measured (`experiments.report.measured`).
     """
 
     caption: str
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
-    stale: frozenset[str] | frozenset[tuple[str, str]] = frozenset()
+    rows: Sequence[Row] = ()
 
     def __post_init__(self) -> None:
         """ValueError where a line has more or fewer cells than there are columns: they would stand under other names."""
@@ -33,9 +33,10 @@ class Table:
                     f"{self.caption}: {len(line)} cells under {len(self.columns)} columns: {line}"
                 )
 
-    def is_stale(self, line: Sequence[str]) -> bool:
-        """Whether a line's rows were measured by other code than today's."""
-        return line[0] in self.stale or tuple(line[:2]) in self.stale
+    @property
+    def measured(self) -> str:
+        """When and at which commits its rows were measured, and what has changed since; nothing where it names no rows."""
+        return note(self.rows)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Section:
 class Comparison:
     """A published value beside the measured one of the same model, method and metric; `measured` is None without such a row.
 
-    `published_on`, `measured_on`: the devices. `source`: where it was published. `stale`: measured by other code than today's.
+    `published_on`, `measured_on`: the devices. `source`: where it was published.
     """
 
     model: str
@@ -73,7 +74,6 @@ class Comparison:
     source: str
     measured: float | None = None
     measured_on: str = ""
-    stale: bool = False
 
     @property
     def ratio(self) -> float | None:

@@ -1,8 +1,8 @@
-"""DataTables for the HTML page: sorting and filtering of tables without a network.
+"""DataTables for the HTML pages: sorting and filtering of tables without a network.
 
 The script and its style come from the package itables, which ships them for notebooks without a network (MIT). They are stored
-compressed in the page (about 0.25 MB) and unpacked by the browser when the first table is opened; without scripts the tables
-are plain HTML.
+compressed beside the pages (about 0.25 MB) and unpacked by the browser when the first table is opened; without scripts the
+tables are plain HTML.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import base64
 import gzip
 import importlib.resources
+import json
 from functools import lru_cache
 
 
 @lru_cache(maxsize=1)
-def bundle() -> dict[str, str]:
-    """The script (`js`) and the style (`css`) as base64 of gzip."""
+def script() -> str:
+    """A script that names the library's script (`js`) and style (`css`), base64 of gzip."""
     folder = importlib.resources.files("itables") / "html"
-    return {kind: packed((folder / f"dt_bundle.{kind}").read_bytes()) for kind in ("js", "css")}
+    found = {kind: packed((folder / f"dt_bundle.{kind}").read_bytes()) for kind in ("js", "css")}
+    return f"window.DATATABLES = {json.dumps(found)};\n"
 
 
 def packed(data: bytes) -> str:

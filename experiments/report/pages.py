@@ -1,41 +1,43 @@
-"""Pages: ``reports/index.html``, which needs no other file, and Markdown beside it. They read rows and nothing else.
+"""Pages: ``reports/index.html``, a page of all figures and tables for each experiment, and Markdown beside them. They read rows
+and nothing else.
 
-(The record of what each run ran on, ``environment.json``, counts as part of the rows.) The page module of an experiment has
-TITLE, ABOUT (what is measured), FEATURED (names of figures, the first of which heads the page), `findings(rows)` (sentences),
-`sections(rows)` (everything, as plain data of `experiments.report.content`) and perhaps `comparisons(rows)` (published values
-beside measured ones). This module turns them into HTML and Markdown. Lines whose rows are stale are marked.
+The page module of an experiment has TITLE, ABOUT (what is measured), FEATURED (names of figures, the first of which heads the
+page), `findings(rows)` (sentences), `sections(rows)` (everything, as plain data of `experiments.report.content`) and perhaps
+`comparisons(rows)` (published values beside measured ones). This module turns them into HTML and Markdown.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
-from experiments.harness.run_records import read_runs
-from experiments.report.content import STALE, Comparison, Drawing, Section, Table
-from experiments.report.datatables import bundle
+from experiments.harness.rows import Row
+from experiments.report.content import Comparison, Drawing, Section, Table
+from experiments.report.datatables import script
+from experiments.report.measured import note
 from experiments.report.plots import svg
 from experiments.report.scoreboard import scoreboard
-from experiments.report.staleness import forget, stale_count
 
-__all__ = ["STALE", "Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]
+__all__ = ["Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 #: The first value in a cell, by which a column is sorted.
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
-#: Cells that are values, perhaps with an error, a mark or parentheses: what else holds digits is a name.
-VALUE = re.compile(rf"\(?[-+]?\d+(\.\d+)?%?( ± \d+(\.\d+)?)?\)?( {STALE})?")
+#: Cells that are values, perhaps with an error or parentheses: what else holds digits is a name.
+VALUE = re.compile(r"\(?[-+]?\d+(\.\d+)?%?( ± \d+(\.\d+)?)?\)?")
+#: Lines of a table in Markdown; longer ones are in HTML alone.
+MOST_LINES = 40
 
 
 @dataclass(frozen=True)
 class Page:
-    """One experiment: what its page says, the runs that it comes from, how many rows there are and how many are stale."""
+    """One experiment: what its page says, the file of its rows, how many there are, when and with what they were measured."""
 
     name: str
     title: str
@@ -44,36 +46,37 @@ class Page:
     featured: Drawing | None
     sections: Sequence[Section]
     comparisons: Sequence[Comparison]
-    runs: Sequence[dict[str, Any]]
+    file: str
     rows: int
-    stale: int
+    measured: str
+    days: str
+    versions: Sequence[str]
     pictures: dict[str, str] = field(default_factory=dict)
 
 
 def write_pages(places: Paths) -> Written:
     """Draw and write everything from the published rows; returns what was written."""
-    forget()
     pages = [page for name in EXPERIMENTS if (page := make_page(places, name))]
     board = scoreboard([one for page in pages for one in page.comparisons])
     written: Written = []
     for page in pages:
         for name, picture in page.pictures.items():
             tidy.write_text(places.figures / f"{name}.svg", picture)
-        path = places.reports / f"{page.name}.md"
-        tidy.write_text(path, render("page.md.j2", page=page, stale=STALE))
-        written.append((f"{page.name}: page", shown(path)))
-    for template, name in (("index.html.j2", "index.html"), ("README.md.j2", "README.md")):
+        for kind in ("md", "html"):
+            path = places.reports / f"{page.name}.{kind}"
+            tidy.write_text(path, render(f"page.{kind}.j2", page=page, most=MOST_LINES))
+            written.append((f"{page.name}: page", shown(path)))
+    tidy.write_text(places.reports / "assets" / "datatables.js", script())
+    for name in ("index.html", "README.md"):
         path = places.reports / name
-        scripts = bundle() if template.endswith(".html.j2") else None
-        text = render(template, pages=pages, scoreboard=board, stale=STALE, datatables=scripts)
-        tidy.write_text(path, text)
+        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board))
         written.append(("report", shown(path)))
     return written
 
 
 def make_page(places: Paths, name: str) -> Page | None:
     """The page of one experiment, or None where it has no rows."""
-    rows = tidy.read(places.data / f"{name}.csv")
+    rows = tidy.read(places.rows(name))
     if not rows:
         return None
     module = EXPERIMENTS[name].page_module()
@@ -87,13 +90,25 @@ def make_page(places: Paths, name: str) -> Page | None:
         featured=next((drawings[one] for one in getattr(module, "FEATURED", ()) if one in drawings), None),
         sections=sections,
         comparisons=module.comparisons(rows) if hasattr(module, "comparisons") else (),
-        runs=[
-            run for run in read_runs(places.data / "environment.json").values() if run["experiment"] == name
-        ],
+        file=places.rows(name).name,
         rows=len(rows),
-        stale=stale_count(rows),
+        measured=note(rows),
+        days=days_of(rows),
+        versions=ran_on(rows),
         pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
     )
+
+
+def days_of(rows: Sequence[Row]) -> str:
+    """The first and the last day at which rows were measured."""
+    days = sorted({row.date[:10] for row in rows if row.date})
+    return " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+
+
+def ran_on(rows: Sequence[Row]) -> list[str]:
+    """Devices and versions of libraries, each with the number of its rows."""
+    counts = Counter((row.device, row.versions or "versions that are not known") for row in rows)
+    return [f"{device}: {versions} ({count} rows)" for (device, versions), count in sorted(counts.items())]
 
 
 def named(page: str, drawings: Sequence[Drawing]) -> dict[str, Drawing]:
@@ -137,6 +152,7 @@ def render(template: str, **values: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     environment.filters["pipes"] = lambda text: text.replace("|", "\\|")
     environment.filters["order"] = order
     environment.filters["inline"] = lambda escaped: inline(str(escaped))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from ao_lab.config.recipe import INTEGER, named
 from experiments.data.corpora.record import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
-from experiments.report.content import STALE
-from experiments.report.staleness import is_stale
 from reference import SCHEMES, Scheme
 
 BASELINES = ("float32", "bfloat16")
@@ -94,25 +91,6 @@ class Results:
     def with_settings(self, settings: Collection[str]) -> Results:
         """The rows of some settings."""
         return Results(row for row in self.rows if row.setting in settings)
-
-    @cached_property
-    def stale_lines(self) -> frozenset[tuple[str, str]]:
-        """(method, setting) of rows that are older than the code: the first cells of lines in a table of several settings."""
-        return frozenset((row.method, row.setting) for row in self.rows if is_stale(row))
-
-    @property
-    def stale_methods(self) -> frozenset[str]:
-        """Methods with rows that are older than the code, at any setting: for lines that show all settings."""
-        return frozenset(method for method, _ in self.stale_lines)
-
-    def mark(self, setting: str, *methods: str) -> str:
-        """What follows a value of these methods at a setting: the mark of older rows, nothing where none is older."""
-        return f" {STALE}" if any((one, setting) in self.stale_lines for one in methods) else ""
-
-    @property
-    def mark_any(self) -> str:
-        """The same of a value that comes from all of these rows."""
-        return f" {STALE}" if self.stale_lines else ""
 
 
 def by_run(rows: Iterable[Row], kind: str) -> dict[Where, Results]:

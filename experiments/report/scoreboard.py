@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.report.content import STALE, Comparison, Table
+from experiments.report.content import Comparison, Table
 from experiments.report.results import number
 
 COLUMNS = (
@@ -66,7 +66,7 @@ def line(one: Comparison, sources: Sequence[str]) -> list[str]:
         one.unit,
         short(one.published),
         one.published_on,
-        short(one.measured) + (f" {STALE}" if one.stale else ""),
+        short(one.measured),
         one.measured_on,
         number(one.ratio, 2),
         "less" if any(word in one.metric for word in LESS) else "more",

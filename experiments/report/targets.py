@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from experiments.report.content import STALE
-
 #: A ratio to another library is held to 1, less what two timings of the same kernel differ by at worst.
 BASELINE_TOLERANCE = 0.02
 #: More digits than a format has, where a value and a limit look alike; a difference after them is none.
@@ -19,10 +17,7 @@ MORE_DIGITS = 6
 
 @dataclass(frozen=True)
 class Target:
-    """A measured value (None: not measured), and the limit that it is to reach or not to exceed; how text shows both.
-
-    stale: whether the value was measured by other code than today's.
-    """
+    """A measured value (None: not measured), and the limit that it is to reach or not to exceed; how text shows both."""
 
     name: str
     value: float | None
@@ -31,7 +26,6 @@ class Target:
     unit: str = ""
     value_format: str = ".3g"
     limit_format: str = ".3g"
-    stale: bool = False
 
     @property
     def reached(self) -> bool | None:
@@ -49,8 +43,8 @@ class Target:
 
     @property
     def measured(self) -> str:
-        """The value as a cell of a table, marked where it is stale; nothing where it was not measured."""
-        return "" if self.value is None else self.texts[0] + f" {STALE}" * self.stale
+        """The value as a cell of a table; nothing where it was not measured."""
+        return "" if self.value is None else self.texts[0]
 
     @property
     def texts(self) -> tuple[str, str]:
@@ -68,7 +62,7 @@ class Target:
 
     def __str__(self) -> str:
         value, limit = self.texts
-        return f"{self.name} {value}{f' {STALE}' * self.stale} of {limit} {self.unit}".strip()
+        return f"{self.name} {value} of {limit} {self.unit}".strip()
 
 
 def with_more(given: str, digits: int) -> str:
@@ -93,9 +87,9 @@ def counts(targets: Sequence[Target], what: str = "") -> str:
 
 
 def rest(targets: Sequence[Target]) -> str:
-    """The end of a sentence about those that were measured: how many were not, and how many are stale."""
-    late, older = len(targets) - len(known(targets)), sum(target.stale for target in known(targets))
-    return f", {late} not measured" * bool(late) + f", {older} stale {STALE}" * bool(older)
+    """The end of a sentence about those that were measured: how many were not."""
+    late = len(targets) - len(known(targets))
+    return f", {late} not measured" * bool(late)
 
 
 def percent_over(value: float, base: float) -> float:

@@ -1,131 +1,75 @@
-"""Rows that were measured at the same time elsewhere, by another GPU of a host or on another machine, taken into one folder.
+"""Published rows of several runs in one file: a part beside what was there, and rows that another machine measured.
 
-Two runs cannot write to one folder. Each is given parts (`--only`) and a folder of its own (`--reports`) that begins as a copy
-of the first; then the first takes what each measured. Only of experiments whose parts are measured in turn (`GOES_ON`): their
-rows carry where they come from (`experiments.runs.resume`). What is compared with each other leaves as a whole where some of it
-was measured anew (`measured_whole`), by one copy or by several together.
+Rows that were measured together (`group`) come and go together, and the later of two wins; a row that only says why nothing was
+tried never takes the place of one that was measured.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 from experiments.harness.paths import Paths, Written, shown
-from experiments.harness.provenance import is_current
-from experiments.harness.registry import EXPERIMENTS
-from experiments.harness.rows import Row, read, write, write_text
-from experiments.harness.run_records import read_runs
-from experiments.runs.resume import goes_on, has_value, origin_name, read_origins, write_origins
+from experiments.harness.registry import EXPERIMENTS, Experiment
+from experiments.harness.rows import Row, read, write
+
+#: How the status of what was not tried begins.
+NOT_TRIED = ("status: not run", "status: missing")
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Rows of an experiment: all of the merged table, those taken, and how many were left since their code has changed."""
+def was_tried(row: Row) -> bool:
+    """Whether something was measured, or failed when it was."""
+    return not row.metric.startswith(NOT_TRIED)
 
-    rows: list[Row]
-    taken: list[Row]
-    stale: int
+
+def group(experiment: Experiment, row: Row) -> Hashable:
+    """What a row is measured together with: its line and seed, or what the experiment's `measured_whole` says."""
+    whole = getattr(experiment.run_module(), "measured_whole", lambda row: None)(row)
+    return (row.line, row.seed) if whole is None else (whole, row.device)
+
+
+def merged(name: str, ours: Iterable[Row], theirs: Iterable[Row]) -> list[Row]:
+    """Rows of both sides, of each group those of the later date; theirs where both are as old."""
+    experiment, found = EXPERIMENTS[name], dict[Hashable, list[Row]]()
+    for rows in (ours, theirs):
+        mine: dict[Hashable, list[Row]] = {}
+        for row in rows:
+            mine.setdefault(group(experiment, row), []).append(row)
+        found |= {key: one for key, one in mine.items() if key not in found or age(one) >= age(found[key])}
+    together = [row for rows in found.values() for row in rows]
+    return sorted(together, key=lambda row: (row.experiment, row.table, row.device))
+
+
+def age(rows: Iterable[Row]) -> tuple[bool, str]:
+    """By which the later of two groups is known."""
+    rows = list(rows)
+    return any(map(was_tried, rows)), max(row.date for row in rows)
 
 
 def merge(folders: Sequence[Path], paths: Paths) -> Written:
-    """Take what was measured into copies of these reports, all copies at once; returns what was written.
+    """Take in the rows of other folders of reports; returns what was written.
 
-    What a copy has and these reports have not was measured there: one that was merged before may hold what is older than they
-    are. ValueError for a folder without rows of such an experiment, before anything is written.
+    ValueError for a folder without rows of an experiment, before anything is written.
     """
-    names = [name for name in EXPERIMENTS if goes_on(EXPERIMENTS[name].run_module())]
     for folder in folders:
-        if not any((folder / "data" / f"{name}.csv").is_file() for name in names):
+        if not any(paths.of(folder).rows(name).is_file() for name in EXPERIMENTS):
             raise ValueError(
-                f"{folder} holds no data/NAME.csv of {', '.join(names)}; give the folder that `--reports` named"
+                f"{folder} holds no data/NAME.csv of {', '.join(EXPERIMENTS)}; give the folder that `--reports` named"
             )
-    written: Written = []
     with paths.alone():
-        for name in names:
-            begin = read(paths.data / f"{name}.csv")
-            for folder in folders:
-                written += merge_one(name, folder, paths, begin)
-    return written
+        return [one for name in EXPERIMENTS for folder in folders for one in merge_one(name, folder, paths)]
 
 
-def merge_one(name: str, folder: Path, paths: Paths, begin: Sequence[Row]) -> Written:
-    """One experiment of one folder: rows, origins and records of runs; nothing where it has no new rows."""
-    whole = getattr(EXPERIMENTS[name].run_module(), "measured_whole", lambda row: None)
-    path, other = paths.data / f"{name}.csv", folder / "data"
-    made = merged(read(path), read(other / f"{name}.csv"), whole, begin)
-    done = f"{name}: {len(made.taken)} rows from {folder}"
-    if made.stale:
-        done += f"; {made.stale} left, whose code has changed since"
-    if made.taken:
-        origins, theirs = read_origins(paths), json.loads(_text(other / "origins.json"))
-        write_origins(paths, merged_origins(made, origins, theirs))
-        write(path, made.rows)
-        merge_runs(name, other / "environment.json", paths.data / "environment.json")
-    return [(done, shown(path))] if made.taken or made.stale else []
+def merge_one(name: str, folder: Path, paths: Paths) -> Written:
+    """One experiment of one folder; nothing where it has no later rows."""
+    path = paths.rows(name)
+    before = read(path)
+    rows = merged(name, before, read(paths.of(folder).rows(name)))
+    taken = len(set(rows) - set(before))
+    if not taken:
+        return []
+    write(path, rows)
+    return [(f"{name}: {taken} rows from {folder}", shown(path))]
 
 
-def merged(
-    ours: Sequence[Row], theirs: Sequence[Row], whole: Callable[[Row], str | None], begin: Sequence[Row]
-) -> Merged:
-    """Ours, with what they measured in the place of what it replaces. begin: the rows that their copy began with.
-
-    What is compared with each other leaves as a whole where it is older than their copy; what another copy has measured of it
-    since, at the same time, stays beside theirs.
-    """
-    known = {row.key: row for row in begin}
-    new = [row for row in theirs if known.get(row.key) != row]
-    current = [row for row in new if is_current(row)]
-
-    def group(row: Row) -> Hashable:
-        name = whole(row)
-        return row.line if name is None else (name, row.device)
-
-    groups = {group(row) for row in current}
-    taken = [row for row in theirs if group(row) in groups and is_current(row)]
-    keys = {row.key for row in taken}
-    older = {
-        row.key
-        for row in ours
-        if known.get(row.key) == row and whole(row) is not None and group(row) in groups
-    }
-    kept = without_reasons((row for row in ours if row.key not in keys | older), taken)
-    rows = sorted([*kept, *taken], key=lambda row: (row.experiment, row.table, row.device))
-    return Merged(rows, [row for row in taken if known.get(row.key) != row], len(new) - len(current))
-
-
-def without_reasons(others: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
-    """Rows without those that say why a method has no values, where `measured` has some of it."""
-    there = {(row.line, row.seed, row.device) for row in measured if has_value(row)}
-    return [row for row in others if has_value(row) or (row.line, row.seed, row.device) not in there]
-
-
-def merged_origins(
-    made: Merged, ours: dict[str, dict[str, object]], theirs: dict[str, dict[str, object]]
-) -> dict[str, dict[str, object]]:
-    """Origins of the merged rows; none for a table that holds rows of two."""
-    names, found = {origin_name(row) for row in made.taken}, dict(ours)
-    for name in names:
-        if name not in theirs or ours.get(name, theirs[name]) != theirs[name]:
-            found.pop(name, None)
-        else:
-            found[name] = theirs[name]
-    return found
-
-
-def merge_runs(name: str, theirs: Path, ours: Path) -> None:
-    """Records of runs of an experiment, the later one where both have a record."""
-    runs = read_runs(ours)
-    for key, run in read_runs(theirs).items():
-        if run["experiment"] == name and run["finished"] > runs.get(key, {}).get("finished", ""):
-            runs[key] = run
-    write_text(ours, json.dumps(dict(sorted(runs.items())), indent=2) + "\n")
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else "{}"
-
-
-__all__ = ["Merged", "merge", "merged", "merged_origins"]
+__all__ = ["merge", "merged", "was_tried"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from experiments.data import corpus
 from experiments.data.corpus import Corpus
 from experiments.data.multiple_choice import MultipleChoiceSettings
-from experiments.harness.provenance import row_hash
+from experiments.harness.outcome import KERNEL, Values
+from experiments.harness.revision import commit, versions
 from experiments.harness.rows import Row, table_name
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from reference import SCHEMES
@@ -43,6 +45,8 @@ class Settings:
     seconds: float | None = None
     #: Trainings at once, each in a process of its own, where an experiment can (`fp8_training`); 1: all in this process.
     workers: int = 1
+    #: Whether published rows are taken as measured whose code has not changed since.
+    changed: bool = False
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -74,8 +78,9 @@ class Settings:
         metric: str,
         value: float,
         unit: str,
+        kernel: str = "",
     ) -> Row:
-        """A row of this run."""
+        """A row of this run, measured now. kernel: family and variant of what computed, where one did."""
         return Row(
             experiment=experiment,
             table=table_name(kind, self.scale, data),
@@ -86,8 +91,22 @@ class Settings:
             unit=unit,
             device=self.device_name,
             seed=self.seed,
-            source_hash=row_hash(experiment, kind, setting, method),
+            kernel=kernel,
+            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            commit=commit(),
+            versions=versions(self.device),
         )
+
+    def rows(
+        self, experiment: str, kind: str, data: str, setting: str, method: str, values: Values
+    ) -> list[Row]:
+        """Rows of a method's values; the name of its kernel among them (`outcome.kernel`) goes into each row."""
+        kernel = next((one.removeprefix(KERNEL) for one in values if one.startswith(KERNEL)), "")
+        return [
+            self.row(experiment, kind, data, setting, method, metric, value, unit, kernel)
+            for metric, (value, unit) in values.items()
+            if not metric.startswith(KERNEL)
+        ]
 
 
 def settings_for(scale: str, device: str | None, cache: Path) -> Settings:

@@ -13,7 +13,6 @@ A run that has a limit of seconds starts nothing after it and publishes what it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 
 from experiments.fp8_training.deadline import Deadline
@@ -22,60 +21,16 @@ from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings
 from experiments.sparsity.accuracy import language, pairs, vision
 from experiments.sparsity.accuracy.pairs import EXPERIMENT
-from experiments.sparsity.methods import FINE_TUNINGS, parts_of
 from experiments.sparsity.speed import blocks, decode, encoders, linear, products
 from experiments.sparsity.speed.sides import run_tables
 
 TITLE = "2:4 sparsity: accuracy and speed"
-CODE = "experiments.sparsity"
-#: Parts are measured by several machines in turn: a partial run takes published rows as measured (`experiments.runs.resume`).
-GOES_ON = True
 SUBJECTS = {vision.KIND: vision.subject, language.KIND: language.subject}
 
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared."""
     return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
-
-
-def sources(kind: str, setting: str, method: str) -> tuple[str, ...]:
-    """What a row's measurement starts from."""
-    for name in SUBJECTS:
-        measured = (f"{CODE}.accuracy.pairs.{measurement(method)}", f"{CODE}.accuracy.{name}.subject")
-        if kind == name:
-            return measured
-        if kind == pairs.gaps_kind(name):
-            return (f"{CODE}.accuracy.pairs.gap_rows", f"{CODE}.accuracy.pairs.measure_dense", *measured)
-    timed = {
-        products.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.products.table_of"),
-        linear.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.linear.tables"),
-        blocks.KIND: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.blocks.tables"),
-        encoders.TRAINING: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.encoders.training_tables"),
-        encoders.INFERENCE: (f"{CODE}.speed.sides.measure", f"{CODE}.speed.encoders.inference_tables"),
-        decode.KIND: (f"{CODE}.speed.decode.measure", f"{CODE}.speed.decode.CONFIGS"),
-    }
-    return timed.get(kind, ())
-
-
-def measurement(method: str) -> str:
-    """The function that measures a method of the accuracy parts."""
-    name, _ = parts_of(method)
-    if name == pairs.START:
-        return "measure_start"
-    return "measure_tuned" if name in {one.name for one in FINE_TUNINGS} else "measure_dense"
-
-
-def about(settings: Settings) -> dict[str, object]:
-    """What the record of a run says beside machine and libraries."""
-    corpus = settings.corpus
-    plans = {
-        vision.KIND: asdict(vision.PLANS[settings.scale]),
-        language.KIND: asdict(language.PLANS[settings.scale]),
-    }
-    return {
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256, "files": len(corpus.documents)},
-        "model": {"trainings": plans},
-    }
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
@@ -132,4 +87,4 @@ def check_parts(names: Sequence[str]) -> None:
         raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
 
 
-__all__ = ["EXPERIMENT", "PARTS", "TITLE", "about", "check_parts", "run", "sources", "subject"]
+__all__ = ["EXPERIMENT", "PARTS", "TITLE", "check_parts", "run", "subject"]

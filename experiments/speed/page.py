@@ -40,9 +40,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     table = ratio_table(results)
     reached = [line[-1] for line in table.lines]
     ratios = {
-        f"{line[0]} against {line[1]}{results.mark(line[1], line[0])}": float(line[2])
-        for line in table.lines
-        if line[2] not in ("", "NaN")
+        f"{line[0]} against {line[1]}": float(line[2]) for line in table.lines if line[2] not in ("", "NaN")
     }
     sentences = [
         f"{reached.count('yes')} of {reached.count('yes') + reached.count('no')} ratios with a target meet it "
@@ -108,7 +106,7 @@ def ratio_table(results: Results) -> Table:
             )
     columns = ["ours", "baseline", "ratio", "20%", "80%", "target", "ours (ms)", "baseline (ms)"]
     columns += ["threads", "ours: cores busy", "baseline: cores busy", "target met"]
-    return Table("Ratios to baselines", columns, lines, results.stale_lines)
+    return Table("Ratios to baselines", columns, lines, results.rows)
 
 
 def verdict(target: Target | None, missing: Sequence[str]) -> str:
@@ -130,7 +128,7 @@ def import_table(results: Results) -> Table:
             reached = verdict(target_of(results, setting, method), ())
             lines.append([method, setting, *(number(cell, 0) for cell in (time, low, high, target)), reached])
     columns = ["package", "beyond", "median (ms)", "20%", "80%", "target", "target met"]
-    return Table("Import times", columns, lines, results.stale_lines)
+    return Table("Import times", columns, lines, results.rows)
 
 
 def pairs_of(results: Results) -> list[tuple[str, str]]:

@@ -6,8 +6,8 @@ fits best.
 Every backend (torch._scaled_mm with one scale or a scale per row, with and without fast accumulation, as 128 x 128 and as the
 corner of 2048 x 2048, where no split of K is expected) multiplies the same e4m3 codes. Model variants are compared with it
 bit for bit: the two of the reference on the whole 128 x 128 corner, all others on 32 x 32. Probes with answers worked out by
-hand come first. The table goes to the terminal; if OUT is set, everything goes to $OUT/hopper.json, and what the reference's
-own models reach to $OUT/hopper.csv, which reports/gpu/ keeps.
+hand come first. The table goes to the terminal, what the reference's own models reach to reports/gpu/validations.csv, and, if
+OUT is set, everything to $OUT/hopper.json.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from experiments.runs.validations import record, validation
 from reference.formats.formats import FORMATS
 from reference.matmul.exact import round_result
 from reference.matmul.tensor_core_model import HOPPER_FP8, HOPPER_FP8_PROMOTED, TensorCore, tensor_core_matmul
@@ -279,12 +280,18 @@ def show_cells(name: str, rows: list[dict[str, object]]) -> None:
         )
 
 
-def write_own(path: Path, rows: list[dict[str, object]], machine: str) -> None:
-    """Equal results of the reference's own models, a line for every backend, length and distribution."""
-    names = ("backend", "k", "distribution", "variant", "equal", "total")
-    own = [row for row in rows if row["variant"] in OWN]
-    lines = [",".join(str(row[name]) for name in names) + f',"{machine}"' for row in own]
-    path.write_text("\n".join([",".join((*names, "machine")), *lines]) + "\n")
+def record_own(rows: list[dict[str, object]]) -> None:
+    """What the reference's own models reach, as a line of ``reports/gpu/validations.csv``: of each backend, length and
+    distribution the better of the two, as a backend promotes its sums or does not."""
+    best: dict[tuple[object, ...], tuple[int, int]] = {}
+    for row in rows:
+        if row["variant"] in OWN:
+            name = row["backend"], row["k"], row["distribution"]
+            best[name] = max(best.get(name, (0, 0)), (row["equal"], row["total"]))
+    compared = sum(total for _, total in best.values())
+    different = compared - sum(equal for equal, _ in best.values())
+    failed = sum(equal < total for equal, total in best.values())
+    record([validation("matmul, accumulation hopper_fp8", len(best), compared, different, failed)])
 
 
 def main() -> None:
@@ -308,7 +315,8 @@ def main() -> None:
         report = {"torch": torch.__version__, "device": named, "model": asdict(HOPPER_FP8), "failures": failures,
                   "probes": found, "summary": summary, "rows": rows}  # fmt: skip
         Path(os.environ["OUT"], "hopper.json").write_text(json.dumps(report))
-        write_own(Path(os.environ["OUT"], "hopper.csv"), rows, f"{named}, torch {torch.__version__}")
+    if options.device == "cuda":
+        record_own(rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -58,8 +57,6 @@ FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows
-#: What tells a job from others.
-KEY = ("family", "function", "label")
 #: From bad to good: a family is as bad as its worst check.
 ORDER = ("error", "different", "missing", "ok", "skipped")
 
@@ -77,6 +74,8 @@ class Test:
     #: Calls that `fast` handed on to the reference: they tested no kernel.
     handed_on: int = 0
     seconds: float = 0.0
+    #: Jobs that the time did not reach: they say nothing of the function.
+    late: int = 0
     detail: list[str] = field(default_factory=list)
 
     def add(self, check: Check, seconds: float) -> None:
@@ -107,12 +106,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only", default="", help="only jobs whose 'family label' holds this, or one of these: a,b"
     )
     parser.add_argument("--families", help="only these families, by name: a,b")
-    parser.add_argument(
-        "--functions", default="", help="and families with a job for one of these functions: a,b"
-    )
-    parser.add_argument(
-        "--journal", type=Path, help="finished jobs, a line each; those that it has are not run"
-    )
     parser.add_argument("--quick", action="store_true", help=f"the same as --fraction {QUICK}")
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the inputs and repetitions")
     parser.add_argument("--json", type=Path, help="where the results go")
@@ -142,17 +135,12 @@ def main(arguments: list[str] | None = None) -> int:
         for job in all_jobs(settings)
         if any(part in f"{job.family} {job.label}" for part in options.only.split(","))
     ]
-    chosen = of_families(chosen, options.families, options.functions)
-    if options.journal:
-        chosen = unfinished(chosen, options.journal)
-        if not chosen:
-            say("every job is finished")
-            return 0
+    chosen = of_families(chosen, options.families)
     say(f"{len(chosen)} jobs on {options.workers} processes, device {options.device}")
     start = time.perf_counter()
     slowest: list[tuple[float, str]] = []
     results = noted(run_jobs(chosen, settings, options.workers, options.seconds), slowest)
-    tests = collect(journaled(results, options.journal), chosen)
+    tests = collect(results, chosen)
     report(tests, options, time.perf_counter() - start, sorted(slowest, reverse=True)[:SLOWEST])
     bad = ("error", "different") if options.allow_missing else ("error", "different", "missing")
     return int(not chosen or any(test.status in bad for test in tests))
@@ -170,47 +158,12 @@ def all_jobs(settings: Settings) -> list[Job]:
     return [job for module in FAMILIES for job in module.jobs(settings)]
 
 
-def of_families(jobs: list[Job], families: str | None, functions: str) -> list[Job]:
-    """The jobs of some families: those named, and those with a job for one of some functions; all, if none are named."""
-    if families is None:
-        return jobs
-    wanted = {*families.split(","), *(job.family for job in jobs if job.function in functions.split(","))}
-    return [job for job in jobs if job.family in wanted]
+def of_families(jobs: list[Job], families: str | None) -> list[Job]:
+    """The jobs of some families; all, if none are named."""
+    return [job for job in jobs if families is None or job.family in families.split(",")]
 
 
-def unfinished(jobs: list[Job], journal: Path) -> list[Job]:
-    """The jobs that a journal lacks; how many there are of each family is written into it."""
-    sizes = dict(Counter(job.family for job in jobs))
-    lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
-    done = {tuple(found.get(key) for key in KEY) for found in map(parsed, lines)}
-    with journal.open("a", encoding="utf-8") as file:
-        file.write("\n" + json.dumps({"families": sizes}) + "\n")
-    return [job for job in jobs if (job.family, job.function, job.label) not in done]
-
-
-def parsed(line: str) -> dict[str, Any]:
-    """A line of a journal; nothing for one that a kill cut short."""
-    try:
-        return dict(json.loads(line))
-    except ValueError:
-        return {}
-
-
-def journaled(results: Iterable[Done], journal: Path | None) -> Iterator[Done]:
-    """Pass results on; those of jobs that ran to their end are in the journal when the next one comes."""
-    for done in results:
-        if journal and not done.late:
-            tests = collect([done], [done.job], shows=False)
-            line = {
-                **{key: getattr(done.job, key) for key in KEY},
-                "tests": [vars(test) for test in tests],
-            }
-            with journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        yield done
-
-
-def collect(results: Iterable[Done], jobs: list[Job], shows: bool = True) -> list[Test]:
+def collect(results: Iterable[Done], jobs: list[Job]) -> list[Test]:
     """Sum up by family and function; a family's lines appear when its last job is done."""
     left = {family: sum(job.family == family for job in jobs) for family in {job.family for job in jobs}}
     tests: dict[str, Test] = {}
@@ -220,8 +173,9 @@ def collect(results: Iterable[Done], jobs: list[Job], shows: bool = True) -> lis
             name = f"{done.job.family}/{check.function}"
             test = tests.setdefault(name, Test(name))
             test.add(check, share)
+            test.late += done.late
         left[done.job.family] -= 1
-        if shows and not left[done.job.family]:
+        if not left[done.job.family]:
             show([test for name, test in tests.items() if name.startswith(f"{done.job.family}/")])
     return list(tests.values())
 

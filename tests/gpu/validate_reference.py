@@ -1,26 +1,27 @@
 """On a GPU: the reference on CUDA tensors, and under JAX, against NumPy bit for bit.
 
 Run from the root of a clone on a machine with a CUDA device: `PYTHONPATH=. python tests/gpu/validate_reference.py`. Every
-scheme and every format with every rounding mode, on uniformly random bit patterns, normal numbers and subnormals. Writes
-reference.json under $OUT when that is set; exits with 1 on any difference.
+scheme and every format with every rounding mode, on uniformly random bit patterns, normal numbers and subnormals. Writes a line
+of reports/gpu/validations.csv; exits with 1 on any difference.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import reference
+from experiments.runs.validations import record, validation
 from reference.formats.rounding import MODES
 
 SHAPE = (256, 1024)
+#: Values that were compared so far.
+COMPARED = [0]
 
 
 def inputs() -> dict[str, np.ndarray]:
@@ -51,6 +52,7 @@ def different(a: Any, b: Any) -> int:
     a, b = host(a), host(b)
     if a is None or b is None:
         return int(a is not b)
+    COMPARED[0] += a.size
     if a.shape != b.shape or a.dtype.itemsize != b.dtype.itemsize:
         return -1
     unsigned = f"u{a.dtype.itemsize}"
@@ -130,8 +132,13 @@ def main() -> int:
     report["failed"] = failed
     print(json.dumps({"schemes": len(report["schemes"]), "formats": len(report["formats"]), "jax": len(report["jax"]),
                       "jax_device": report["jax_device"], "failed": failed}))  # fmt: skip
-    if out := os.environ.get("OUT"):
-        Path(out, "reference.json").write_text(json.dumps(report, indent=1))
+    tables = [report[name] for name in ("schemes", "formats", "jax")]
+    counts = [
+        sum(map(abs, one)) if isinstance(one, list) else abs(one)
+        for table in tables
+        for one in table.values()
+    ]
+    record([validation("reference on CUDA and JAX", len(counts), COMPARED[0], sum(counts), len(failed))])
     return 1 if failed else 0
 
 

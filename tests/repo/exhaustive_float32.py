@@ -9,8 +9,8 @@ two rules, each counted:
 * overflow (`saturate` only): where ml_dtypes goes beyond the largest finite value, ours stays there.
 
 What no rule predicts is `unexplained` and makes the run fail. Work goes in 256 chunks of 2**24 patterns in ascending order of
-the pattern read as an unsigned integer. Finished chunks are kept in `.cache/`, under a hash of `reference/`, so that an
-interrupted run resumes. The digest of a format is the SHA-256 of its 256 chunks' SHA-256 digests, in order.
+the pattern read as an unsigned integer. Finished chunks are kept in `.cache/`, under the commit, so that an interrupted run
+resumes. The digest of a format is the SHA-256 of its 256 chunks' SHA-256 digests, in order.
 
 Writes reports/data/exhaustive_float32.csv (tidy rows) and exhaustive_float32.sha256. Progress goes to stderr.
 With --jax the codes of JAX under jit are compared too.
@@ -27,14 +27,15 @@ import platform
 import sys
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from experiments.harness.provenance import experiment_hash
-from experiments.harness.rows import Row, hash_files, table_name, write, write_text
+from experiments.harness.revision import commit, state, versions
+from experiments.harness.rows import Row, table_name, write, write_text
 from reference.formats.encode import encode
 from reference.formats.formats import FORMATS
 
@@ -115,8 +116,7 @@ def read_journal(path: Path) -> dict[tuple[str, int], Chunk]:
 
 def run(workers: int, with_jax: bool, fresh: bool) -> list[Chunk]:
     """All chunks of all formats, finished ones from the journal, the others by worker processes."""
-    code = hash_files((ROOT / "reference").rglob("*.py"))
-    journal = ROOT / ".cache" / "exhaustive_float32" / f"{code}{'-jax' * with_jax}.jsonl"
+    journal = ROOT / ".cache" / "exhaustive_float32" / f"{state()}{'-jax' * with_jax}.jsonl"
     journal.parent.mkdir(parents=True, exist_ok=True)
     if fresh:
         journal.unlink(missing_ok=True)
@@ -173,7 +173,10 @@ def row(name: str, policy: str, metric: str, value: float) -> Row:
         unit=UNITS.get(metric, "codes"),
         device=f"cpu {platform.machine()} x{os.cpu_count()}",
         seed=0,
-        source_hash=experiment_hash(EXPERIMENT),
+        kernel="reference",
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        commit=commit(),
+        versions=versions(),
     )
 
 
@@ -186,7 +189,7 @@ def main() -> int:
     parser.add_argument("--jax", action="store_true", help="compare JAX under jit as well")
     parser.add_argument("--fresh", action="store_true", help="forget the chunks of earlier runs")
     arguments = parser.parse_args()
-    experiment_hash(EXPERIMENT)  # of the code that the workers load now, whatever is edited while they work
+    commit()  # of the code that the workers load now, whatever is edited while they work
     rows, digests = summarize(run(arguments.workers, arguments.jax, arguments.fresh))
     write(DATA / "exhaustive_float32.csv", rows)
     write_text(DATA / "exhaustive_float32.sha256", "\n".join(digests) + "\n")

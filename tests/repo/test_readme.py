@@ -158,15 +158,6 @@ def test_readme_figures_of_generation():
     assert shown == generation.text()
 
 
-@pytest.mark.parametrize("older", [True, False])
-def test_readme_says_which_figures_of_generation_are_stale(monkeypatch, older):
-    generation = loaded("generation")
-    monkeypatch.setattr(generation, "is_stale", lambda row: older and row.setting == generation.PREFILL)
-    words = generation.text()
-    assert words.count(generation.STALE) == 3 * older
-    assert (generation.OLDER in words) == older
-
-
 def test_speed_of_one_row_is_of_the_layer_or_else_of_the_kernel(monkeypatch):
     """Layers are what users get; the kernel on plain codes says that it is one, and static inputs are no dynamic ones."""
     matrix = loaded("matrix")
@@ -174,7 +165,7 @@ def test_speed_of_one_row_is_of_the_layer_or_else_of_the_kernel(monkeypatch):
     def row(experiment, table, setting, method, metric, value):
         return matrix.Row(
             experiment=experiment, table=f"{table}/full/{matrix.WEIGHT}", setting=setting, method=method, metric=metric,
-            value=value, unit="", device=matrix.DEVICE, seed=0, source_hash="",
+            value=value, unit="", device=matrix.DEVICE, seed=0,
         )  # fmt: skip
 
     speed = "speed over bfloat16"
@@ -190,11 +181,10 @@ def test_speed_of_one_row_is_of_the_layer_or_else_of_the_kernel(monkeypatch):
         ],
     }
     monkeypatch.setattr(matrix, "rows", found.__getitem__)
-    monkeypatch.setattr(matrix, "is_stale", lambda row: row.method == "fp8 dynamic, tensor")
     cells = {
         "Int8WeightOnlyConfig": "2.00x",
         "Float8WeightOnlyConfig": "2.00x (kernel)",
-        "Float8DynamicActivationFloat8WeightConfig": f"1.50x {matrix.STALE}",
+        "Float8DynamicActivationFloat8WeightConfig": "1.50x",
         "Float8StaticActivationFloat8WeightConfig": "",
         "NF4WeightOnlyConfig": "",
     }

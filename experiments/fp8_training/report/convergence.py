@@ -106,7 +106,7 @@ def gap_table(gaps: Results) -> Table:
     names = [metric.removeprefix(f"{BITS}, ") for metric in metrics]
     return Table(
         "Gap to bfloat16 (%), with its 95% interval over seeds", ["recipe", "training", "seeds", *names], cells,
-        gaps.stale_lines,
+        gaps.rows,
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def loss_table(results: Results, setting: str, names: Sequence[str]) -> Table:
             line += [number(value, 4), f"{100 * (value / healthy - 1):+.2f}" if known else ""]
         cells.append(line)
     columns = [part for metric in metrics for part in (metric, "over no fault (%)")]
-    return Table("Losses (bits per byte)", ["fault", *columns], cells, results.stale_methods)
+    return Table("Losses (bits per byte)", ["fault", *columns], cells, results.rows)
 
 
 def counter_table(results: Results, setting: str) -> Table:
@@ -247,7 +247,7 @@ def counter_table(results: Results, setting: str) -> Table:
             line.append(" / ".join(number(value, 2) or "-" for value in pair))
         cells.append(line)
     columns = ["fault", "operand", *(f"{name} ({unit})" for name, unit in UNITS.items())]
-    return Table("Counters of the operand, with the fault / without", columns, cells, results.stale_methods)
+    return Table("Counters of the operand, with the fault / without", columns, cells, results.rows)
 
 
 __all__ = ["gap_of", "rate_of", "sections", "totals"]

@@ -51,7 +51,7 @@ def listed(gaps: Results, metric: str, where: Where, beyond: bool = False) -> st
     for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
         one = convergence.gap_of(gaps, setting, method, metric)
         if one is not None and (not beyond or one.verdict(MARGIN) == BEYOND):
-            words.append(f"{method} {shown(one, planned, verdict=not beyond)}{gaps.mark(setting, method)}")
+            words.append(f"{method} {shown(one, planned, verdict=not beyond)}")
     return "; ".join(words)
 
 
@@ -69,10 +69,7 @@ def rates_found(where: Where, results: Results) -> list[str]:
     for setting in results.settings if metric else []:
         bits = {row.method: row.value for row in results.with_setting(setting).rows if row.metric == metric}
         best = min(bits, key=lambda method: bits[method])
-        others = "; ".join(
-            f"{rate_of(method)}: {bits[method]:.3f}{results.mark(setting, method)}"
-            for method in sorted(bits, key=rate_of)
-        )
+        others = "; ".join(f"{rate_of(method)}: {bits[method]:.3f}" for method in sorted(bits, key=rate_of))
         words.append(f"{setting}: {rate_of(best):g} ({others})")
     return [f"Best learning rate by held-out bits per byte, {where}: {'. '.join(words)}."] if words else []
 
@@ -102,7 +99,7 @@ def larger_words(results: Results, setting: str, method: str, base: str | None) 
     )
     words += [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second"]
     words += [] if share is None else [f"{share:.1f}% of the bfloat16 peak"]
-    return ", ".join(words) + results.mark(setting, method)
+    return ", ".join(words)
 
 
 def elsewhere(results: Results, setting: str, method: str, base: str | None) -> str:
@@ -127,7 +124,7 @@ def faults_found(where: Where, results: Results) -> list[str]:
     if metric is None or not healthy:
         return []
     words = [
-        f"{name} {100 * (value / healthy - 1):+.2f}%{results.mark(setting, name)}"
+        f"{name} {100 * (value / healthy - 1):+.2f}%"
         for name in dict.fromkeys(row.method for row in results.rows)
         if name != planted.HEALTHY and (value := results.value(setting, name, metric)) is not None
     ]

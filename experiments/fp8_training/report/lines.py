@@ -44,7 +44,7 @@ def table(
             ]
             cells.append([method, setting, *shown])
     names = ["training", "as", *(name for name, _, _ in columns.values())]
-    return Table(caption, names, cells, results.stale_lines)
+    return Table(caption, names, cells, results.rows)
 
 
 __all__ = ["Columns", "failures", "lines_of", "state", "table"]

@@ -89,7 +89,6 @@ def compared(one: Published, found: tuple[Where, Results] | None) -> Comparison:
         source_of(one),
         measured,
         f"{found[0].device}, eager" if found and measured is not None else "",
-        bool(found and measured is not None and found[1].mark(one.setting, forced)),
     )
 
 

@@ -173,7 +173,6 @@ def of_cells(results: Results, metric: str) -> list[Target]:
     return [
         Target(
             name=f"{setting}, tuned", value=results.value(setting, grid.TUNED.name, metric), limit=AS_FAST,
-            stale=bool(results.mark(setting, grid.TUNED.name)),
         )
         for setting in results.settings
     ]  # fmt: skip

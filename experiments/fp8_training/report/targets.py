@@ -55,7 +55,6 @@ def of_linear(where: Where, results: Results) -> list[Target]:
     found = [
         at_most(
             f"{method}, {setting}: {TIME_RATIO}", results.value(setting, method, TIME_RATIO), limit,
-            results.mark(setting, method),
         )
         for method, limit in limits
         for setting in (linear.EAGER, linear.GRAPH)
@@ -64,7 +63,6 @@ def of_linear(where: Where, results: Results) -> list[Target]:
     return found + [
         at_most(
             f"{ours(one)}, {linear.EAGER}: time over torchao's best", over_torchao(results, one), OF_TORCHAO,
-            results.mark(linear.EAGER, ours(one), *theirs(one)),
         )
         for one in recipes
     ]  # fmt: skip
@@ -97,10 +95,9 @@ def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
     eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
     speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
     fastest = max((one for one in speeds if one is not None), default=None)
-    stale = "".join(results.mark(one, name, PLAIN.name) for one in (eager, compiled))
-    yield at_least(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit, stale)
+    yield at_least(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit)
     times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
-    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED, stale)
+    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED)
     yield from of_memory(results, name)
 
 
@@ -109,7 +106,6 @@ def of_memory(results: Results, name: str) -> Iterator[Target]:
     for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
         yield at_most(
             f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY,
-            results.mark(setting, name),
         )  # fmt: skip
 
 
@@ -121,10 +117,10 @@ def of_fsdp(where: Where, results: Results) -> list[Target]:
     base = results.value(setting, fsdp.SIDES[0].name, GATHERED)
     for side in fsdp.SIDES:
         if side.codes:
-            stale, speed = results.mark(setting, side.name), results.value(setting, side.name, OF_WIDE)
-            found.append(at_least(f"{side.name}: {OF_WIDE}", speed, OF_GATHER, stale))
+            speed = results.value(setting, side.name, OF_WIDE)
+            found.append(at_least(f"{side.name}: {OF_WIDE}", speed, OF_GATHER))
             bytes_ratio = ratio(results.value(setting, side.name, GATHERED), base)
-            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES, stale))
+            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES))
     return found
 
 
@@ -144,14 +140,14 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value / base
 
 
-def at_most(name: str, value: float | None, limit: float, stale: str) -> Target:
-    """A target that is an upper limit. stale: the mark of its values."""
-    return Target(name, value, limit, at_least=False, value_format=".3f", stale=bool(stale))
+def at_most(name: str, value: float | None, limit: float) -> Target:
+    """A target that is an upper limit."""
+    return Target(name, value, limit, at_least=False, value_format=".3f")
 
 
-def at_least(name: str, value: float | None, limit: float, stale: str) -> Target:
+def at_least(name: str, value: float | None, limit: float) -> Target:
     """One that is a lower limit."""
-    return Target(name, value, limit, value_format=".3f", stale=bool(stale))
+    return Target(name, value, limit, value_format=".3f")
 
 
 #: What has targets, by kind of table, and how its tables are called.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from ao_lab.cli.terminal.progress import say
 from experiments.fp8_training.deadline import Deadline, is_late
 from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
-from experiments.fp8_training.training.plans import LONG, SWEEP
 from experiments.harness.outcome import Values, keep, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name, table_parts
@@ -106,25 +105,22 @@ def add(whole: Whole, made: Iterable[Found], settings: Settings, journal: Journa
     """Rows of values, or of a status."""
     for found in made:
         for (setting, method), values in found.items():
-            where = (EXPERIMENT, whole.kind, whole.data, setting, method)
-            keep(journal, failed, [settings.row(*where, metric, *value) for metric, value in values.items()])
+            keep(journal, failed, settings.rows(EXPERIMENT, whole.kind, whole.data, setting, method, values))
 
 
 def measured_whole(row: Row) -> tuple[str, str] | None:
-    """What a row is measured together with; None where its line stands for itself. Speeds of trainings that are not paired
-    stand side by side too."""
+    """What a row is measured together with; None where its line stands for itself."""
     return whole_of(row.table, row.setting)
 
 
 def whole_of(table: str, setting: str) -> tuple[str, str] | None:
-    """By table and setting: a whole layer, decoder layers whether compiled or not, those on two ranks, a cell, trainings of one
-    size and budget."""
+    """By table and setting: a whole layer, decoder layers whether compiled or not, those on two ranks, a cell."""
     kind, _, _ = table_parts(table)
     if kind == linear.KIND:
         return table, ""
     if kind == blocks.KIND:
         return table, setting.partition(", ")[2]
-    return (table, setting) if kind in (grid.KIND, grid_eager.KIND, fsdp.KIND, SWEEP, LONG) else None
+    return (table, setting) if kind in (grid.KIND, grid_eager.KIND, fsdp.KIND) else None
 
 
 __all__ = ["Found", "Part", "Whole", "measure_wholes", "measured_whole"]

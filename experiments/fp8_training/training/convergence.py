@@ -23,7 +23,7 @@ from experiments.fp8_training.methods import is_linear
 from experiments.fp8_training.training.gaps import gap
 from experiments.fp8_training.training.plans import BASE, BASE_NAMES, LONG, PAIRED, Plan, Trial
 from experiments.fp8_training.training.workers import measure_each
-from experiments.harness.provenance import source_hash
+from experiments.harness.revision import state
 from experiments.harness.rows import Journal, Row, library_versions, table_name
 from experiments.models.pretraining.evaluation import bits_per_byte
 from experiments.models.pretraining.training import Convert, pretrain
@@ -85,7 +85,7 @@ def checkpoint_of(settings: Settings, trial: Trial) -> Checkpoint:
     parts = [
         json.dumps(asdict(trial.settings), sort_keys=True),
         settings.corpus.sha256,
-        source_hash("experiments.fp8_training.training.convergence.measure"),
+        state(),
         library_versions(),
         settings.device_name,
     ]

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 
 from ao_lab.cli.terminal.progress import say
 from experiments.fp8_training.deadline import Deadline
-from experiments.harness import provenance
+from experiments.harness import revision
 from experiments.harness.progress import bar
 from experiments.harness.rows import Row
 
@@ -169,8 +169,8 @@ def serve(pipe: Connection, threads: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     # Bars of several processes would draw over each other; plain lines do not.
     os.environ["TERM"] = "dumb"
-    # The code as it is before it is imported with the first measurement: its hash is in the rows.
-    provenance.read_sources()
+    # The commit as it is before its code is imported with the first measurement: it is in the rows.
+    revision.commit()
     import torch
 
     torch.set_num_threads(threads)

@@ -10,9 +10,7 @@ from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, at_least, at_most
 from experiments.kernels.outcome import BASELINE_TABLE, KERNELS
-from experiments.report.content import STALE
 from experiments.report.results import Results, Where, by_run
-from experiments.report.staleness import is_stale
 from experiments.report.targets import BASELINE_TOLERANCE, Target
 
 STATUS, TARGET = "status: ", "target: "
@@ -22,12 +20,11 @@ LESS = ("time over elementwise", "host time", "host time, added")
 
 @dataclass(frozen=True)
 class BaselineResult:
-    """A baseline beside a case: its time over ours, or why there is none. `stale`: measured by other code than today's."""
+    """A baseline beside a case: its time over ours, or why there is none."""
 
     baseline: str
     ratio: float | None
     status: str
-    stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,12 @@ class CaseResult:
     values: dict[str, float]
     targets: tuple[Target, ...]
     baselines: tuple[BaselineResult, ...] = ()
-    stale: bool = False
+    rows: tuple[Row, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether it was measured."""
         return self.status == "ok"
-
-    @property
-    def mark(self) -> str:
-        """What follows its name in a sentence where its rows are stale."""
-        return f" {STALE}" if self.stale else ""
 
     @property
     def best_baseline(self) -> BaselineResult | None:
@@ -116,7 +108,7 @@ def line(key: tuple[str, str], found: Found, baselines: Results | None) -> CaseR
     values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, TARGET))}
     targets = tuple(target_of(row, values) for row in rows if row.metric.startswith(TARGET))
     beside = baseline_results(baselines, f"{case}, {shape}") if baselines else ()
-    return CaseResult(case, shape, status_of(rows), values, targets, beside, is_stale(rows[0]))
+    return CaseResult(case, shape, status_of(rows), values, targets, beside, tuple(rows))
 
 
 def target_of(row: Row, values: Mapping[str, float]) -> Target:
@@ -145,7 +137,6 @@ def baseline_results(baselines: Results, setting: str) -> tuple[BaselineResult, 
             name,
             baselines.value(setting, name, "ratio"),
             status_of(rows[name]),
-            is_stale(rows[name][0]),
         )
         for name in names
     )
@@ -167,8 +158,8 @@ def summary(lines: Sequence[CaseResult]) -> str:
     targeted = [one for one in lines if one.targets]
     missed = sum(bool(one.missed) for one in targeted)
     slower = sum(bool(one.slower_than) for one in lines)
-    unmeasured, older = sum(not one.ok for one in lines), sum(one.stale for one in lines)
+    unmeasured = sum(not one.ok for one in lines)
     return (
         f"{len(targeted) - missed} of {len(targeted)} rows with a target meet it; {slower} rows are slower than a baseline; "
-        f"{unmeasured} of {len(lines)} rows were not measured{f', {older} are stale {STALE}' * bool(older)}."
+        f"{unmeasured} of {len(lines)} rows were not measured."
     )

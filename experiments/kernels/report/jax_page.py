@@ -27,7 +27,7 @@ def jax_sections(rows: Iterable[Row]) -> list[Section]:
 def missed(found: Results) -> list[str]:
     """Which ways to call take longer than the target allows."""
     over = [
-        f"{name} of {size} ({way} {ratio:.2f}{found.mark(size, name)})"
+        f"{name} of {size} ({way} {ratio:.2f})"
         for size in found.settings
         for name in found.with_setting(size).methods
         for way in WAYS
@@ -53,7 +53,7 @@ def jax_table(found: Results) -> Table:
             times = (number(found.value(size, name, one), 1) for one in (TORCH, *WAYS, CAST))
             ratios = (number(found.value(size, name, f"{way} over {TORCH}"), 2) for way in WAYS)
             lines.append([name, size, *times, *ratios, state(found, size, name)])
-    return Table("Calls from JAX beside torch's", columns, lines, found.stale_lines)
+    return Table("Calls from JAX beside torch's", columns, lines, found.rows)
 
 
 def state(found: Results, size: str, name: str) -> str:

@@ -13,7 +13,7 @@ from experiments.kernels.report.case_results import BaselineResult, CaseResult, 
 from experiments.kernels.report.jax_page import jax_sections
 from experiments.kernels.report.roofline import by_operation, operation, roofline
 from experiments.kernels.run import TITLE
-from experiments.report.content import STALE, Drawing, Section, Table
+from experiments.report.content import Drawing, Section, Table
 from experiments.report.results import Where, number
 from experiments.report.targets import BASELINE_TOLERANCE
 
@@ -40,7 +40,7 @@ TEXT = (
 BASELINE_TEXT = (
     "A ratio is the baseline's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
     f"{1 - BASELINE_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time "
-    f"for baselines: what it did not reach is of an earlier run, between both as they were then, marked {STALE} in its cell. "
+    "for baselines: what it did not reach is of an earlier run, between both as they were then. "
     + "; ".join(f"{baseline.name}: {baseline.what}" for baseline in BASELINES)
     + "."
 )
@@ -68,15 +68,10 @@ def findings(rows: Sequence[Row]) -> list[str]:
 def fraction_sentence(lines: Sequence[CaseResult]) -> str:
     """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
     found: dict[str, list[float]] = {}
-    marks: dict[str, str] = {}
     for line in lines:
         if line.shape in LARGE and "fraction" in line.values:
-            name = operation(line)
-            found.setdefault(name, []).append(line.values["fraction"])
-            marks[name] = marks.get(name) or line.mark
-    words = [
-        f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f}){marks[name]}" for name, v in found.items()
-    ]
+            found.setdefault(operation(line), []).append(line.values["fraction"])
+    words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
     return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
 
 
@@ -84,7 +79,7 @@ def linear_sentence(lines: Sequence[CaseResult]) -> str:
     """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
     words = [
         f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
-        f"({1 / line.values['time over dense']:.2f} times as fast){line.mark}"
+        f"({1 / line.values['time over dense']:.2f} times as fast)"
         for line in lines
         if line.case.startswith("linear.")
         and line.shape == "14336x4096"
@@ -128,9 +123,7 @@ def missed_paragraphs(lines: Sequence[CaseResult]) -> list[str]:
     """What misses a target, and what is slower than a baseline."""
     missed = missed_words(lines)
     slower = [
-        f"{line.case} at {line.shape}{line.mark} ({faster_baselines(line)})"
-        for line in lines
-        if line.faster_baselines
+        f"{line.case} at {line.shape} ({faster_baselines(line)})" for line in lines if line.faster_baselines
     ]
     paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
     return paragraphs + (
@@ -169,7 +162,7 @@ def floor_table(lines: Sequence[CaseResult]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Time against the floor", columns, table_lines, stale(lines))
+    return Table("Time against the floor", columns, table_lines, rows_of(lines))
 
 
 def small_table(lines: Sequence[CaseResult]) -> Table:
@@ -192,7 +185,7 @@ def small_table(lines: Sequence[CaseResult]) -> Table:
         ]
         for line in lines
     ]
-    return Table("Small tensors", [*columns, "target met"], table_lines, stale(lines))
+    return Table("Small tensors", [*columns, "target met"], table_lines, rows_of(lines))
 
 
 def product_table(lines: Sequence[CaseResult]) -> Table:
@@ -228,7 +221,7 @@ def product_table(lines: Sequence[CaseResult]) -> Table:
                 line.verdict,
             ]
         )
-    return Table("Products of stored weights", [*columns, "target met"], table_lines, stale(lines))
+    return Table("Products of stored weights", [*columns, "target met"], table_lines, rows_of(lines))
 
 
 def baseline_table(lines: Sequence[CaseResult]) -> Table:
@@ -243,20 +236,17 @@ def baseline_table(lines: Sequence[CaseResult]) -> Table:
             cells = [found.get(name, "") for name in names]
             table_lines.append([line.case, line.shape, *cells, best.baseline if best else "", verdict])
     columns = ["kernel", "shape", *names, "fastest baseline", "as fast as every baseline"]
-    return Table("Time of the baseline over ours", columns, table_lines, stale(lines))
+    return Table("Time of the baseline over ours", columns, table_lines, rows_of(lines))
 
 
 def compared(line: CaseResult, one: BaselineResult) -> str:
-    """A baseline's cell: the ratio, or why there is none; marked where it is stale and the line itself is not."""
-    words = one.status if one.ratio is None else number(one.ratio, 2)
-    return f"{words} {STALE}" if one.stale and not line.stale else words
+    """A baseline's cell: the ratio, or why there is none."""
+    return one.status if one.ratio is None else number(one.ratio, 2)
 
 
 def missed_words(lines: Sequence[CaseResult]) -> list[str]:
     """What misses a target, with the values."""
-    return [
-        f"{line.case} at {line.shape}{line.mark} ({'; '.join(line.missed)})" for line in lines if line.missed
-    ]
+    return [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
 
 
 def faster_baselines(line: CaseResult) -> str:
@@ -264,6 +254,6 @@ def faster_baselines(line: CaseResult) -> str:
     return ", ".join(f"{one.baseline} {compared(line, one)}" for one in line.faster_baselines)
 
 
-def stale(lines: Sequence[CaseResult]) -> frozenset[tuple[str, str]]:
-    """(case, shape) of lines whose rows are older than the code."""
-    return frozenset((line.case, line.shape) for line in lines if line.stale)
+def rows_of(lines: Sequence[CaseResult]) -> list[Row]:
+    """The rows behind some lines."""
+    return [row for line in lines for row in line.rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.fp8_training.report.lines import failures
-from experiments.linear.outputs import ERROR, KERNEL
+from experiments.linear.outputs import ERROR
 from experiments.report.content import Section, Table
 from experiments.report.results import Results, Where
 
@@ -28,8 +28,7 @@ def methods_of(results: Results) -> list[str]:
 
 def kernel(results: Results, setting: str, method: str) -> str:
     """What computed a method."""
-    found = results.with_setting(setting).of_method(method).metrics
-    return next((name.removeprefix(KERNEL) for name in found if name.startswith(KERNEL)), "")
+    return next((row.kernel for row in results.with_setting(setting).of_method(method).rows), "")
 
 
 def table(results: Results, methods: list[str]) -> Table:
@@ -42,7 +41,7 @@ def table(results: Results, methods: list[str]) -> Table:
             cells += ["" if error is None else f"{error:.1e}", kernel(results, setting, method)]
         lines.append(cells)
     names = [name for setting in settings for name in (f"error, {setting.partition(',')[0]}", "kernel")]
-    return Table("Errors of outputs, and what computed them", ["layer", *names], lines, results.stale_methods)
+    return Table("Errors of outputs, and what computed them", ["layer", *names], lines, results.rows)
 
 
 __all__ = ["kernel", "methods_of", "section"]

@@ -9,9 +9,8 @@ from experiments.linear.methods import PARTS
 from experiments.linear.outputs import ERROR
 from experiments.linear.report import outputs, times
 from experiments.linear.run import TITLE
-from experiments.linear.tables import setting_of
 from experiments.linear.targets import slow_rows, targets_of
-from experiments.report.content import STALE, Section
+from experiments.report.content import Section
 from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import Target, counts, missed
 
@@ -44,10 +43,7 @@ def times_words(part: str, where: Where, results: Results) -> list[str]:
         lost = missed(held)
         rest = f"; missed: {grouped(lost)}" if lost else ""
         words.append(f"{name}: {counts(held, ' targets are met')}{rest}.")
-    slow = [
-        f"{method} at {', '.join(f'{rows}{results.mark(setting_of(rows), method)}' for rows in at)}"
-        for method, at in slow_rows(results)
-    ]
+    slow = [f"{method} at {', '.join(f'{rows}' for rows in at)}" for method, at in slow_rows(results)]
     if slow:
         words.append(f"{name}, slower than bfloat16: {'; '.join(slow)} rows.")
     return words
@@ -58,7 +54,7 @@ def grouped(targets: Sequence[Target]) -> str:
     found: dict[str, list[str]] = {}
     for one in targets:
         method, _, rows = one.name.rpartition(", ")
-        found.setdefault(method, []).append(rows.partition(" ")[0] + f" {STALE}" * one.stale)
+        found.setdefault(method, []).append(rows.partition(" ")[0])
     return "; ".join(f"{method} at {', '.join(rows)}" for method, rows in found.items()) + " rows"
 
 

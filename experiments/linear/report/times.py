@@ -80,9 +80,7 @@ def rows_table(results: Results, rows: int) -> Table:
             cell = "" if error is None else f"{error:.1e}"
             lines.append([method, *values, kernel(results, setting, method), cell])
     names = ["layer", *(name for name, _ in COLUMNS.values()), "kernel", "relative error"]
-    return Table(
-        setting.removesuffix(f", {TIMES}"), names, lines, results.with_setting(setting).stale_methods
-    )
+    return Table(setting.removesuffix(f", {TIMES}"), names, lines, results.with_setting(setting).rows)
 
 
 def target_table(targets: list[Target]) -> list[Table]:

@@ -24,7 +24,7 @@ from experiments.fp8_training.training.gaps import Gap
 from experiments.fp8_training.training.workers import Work, measure_each
 from experiments.harness.outcome import Values
 from experiments.harness.progress import bar
-from experiments.harness.provenance import source_hash
+from experiments.harness.revision import state
 from experiments.harness.rows import PARTIAL, Journal, Row, library_versions, table_name
 from experiments.harness.workers import measure_all
 from experiments.qat.summary import interval
@@ -160,7 +160,7 @@ def evaluations(subject: Subject, model: nn.Module, method: str, *, sparse: bool
 def started(settings: Settings, subject: Subject, seed: int) -> nn.Module:
     """The model of a seed after training from random weights: from the cache, or trained now and stored there."""
     parts = [json.dumps([subject.key, seed], sort_keys=True, default=str), library_versions()]
-    parts += [source_hash(f"experiments.{EXPERIMENT}.accuracy.{subject.kind}.start"), settings.device_name]
+    parts += [state(), settings.device_name]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = settings.cache / "models" / f"{EXPERIMENT}-{key}.safetensors"
     if path.exists():

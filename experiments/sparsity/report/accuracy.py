@@ -53,7 +53,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         if run is not None:
             where, gaps = run
             words = [
-                f"{method} {one.mean:+.2f} ± {one.half:.2f} {unit} ({one.verdict(margin)}){gaps.of_method(method).mark_any}"
+                f"{method} {one.mean:+.2f} ± {one.half:.2f} {unit} ({one.verdict(margin)})"
                 for method in METHODS[1:]
                 if (one := gap_of(gaps, method)) is not None
             ]
@@ -108,13 +108,12 @@ def gap_table(kind: str, gaps: Results) -> Table:
         ]
         seeds = next((str(one.seeds) for one in found if one is not None), "")
         cells.append([method, seeds, *shown])
-    stale = frozenset(method.partition(" + ")[0] for method in gaps.stale_methods)
     names = [storage or "float weights" for storage in STORAGES]
     return Table(
         f"Gap to the dense model ({unit}), with its 95% interval over seeds",
         ["method", "seeds", *names],
         cells,
-        stale,
+        gaps.rows,
     )
 
 
@@ -182,7 +181,7 @@ def values_table(kind: str, results: Results) -> Table:
             ]
         )
     columns = ["method", "mean", *(f"seed {seed}" for seed in seeds), *others, pairs.BITS_STORED]
-    return Table(metric, columns, cells, results.stale_methods)
+    return Table(metric, columns, cells, results.rows)
 
 
 def mean(values: dict[int, float]) -> float | None:

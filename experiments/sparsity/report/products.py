@@ -39,7 +39,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for kind, title in TITLES.items():
         for (device, setting), found in groups(rows, kind).items():
             said = [
-                f"{where.data} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}{results.mark_any}"
+                f"{where.data} {', '.join(f'{value:.2f} {name}' for name, value in ratios.items())}"
                 for where, results in found.items()
                 if (ratios := ratios_of(kind, setting, results))
             ]
@@ -90,8 +90,8 @@ def times_table(kind: str, setting: str, found: Found) -> Table:
             number(ratios.get(name), 3) for name in names
         ]
         cells.append([where.data, *values])
-    stale = frozenset(where.data for where, one in found.items() if one.stale_methods)
-    return Table("Microseconds, and speed over others", ["shape", *methods, *names], cells, stale)
+    rows = [row for one in found.values() for row in one.rows]
+    return Table("Microseconds, and speed over others", ["shape", *methods, *names], cells, rows)
 
 
 def times_of(setting: str, results: Results) -> dict[str, float]:

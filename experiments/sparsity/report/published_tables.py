@@ -107,7 +107,6 @@ def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Compa
         source=f"{one.paper}, {one.source}",
         measured=None if ours is None else ours[2],
         measured_on="" if ours is None else measured_on(*ours[:2]),
-        stale=bool(ours and ours[1].stale_methods),
     )
 
 

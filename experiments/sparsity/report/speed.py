@@ -76,7 +76,7 @@ def ratios(results: Results) -> str:
     said = {}
     for setting in results.settings:
         found = [
-            f"{row.method} {row.value:.2f}{results.mark(setting, row.method)}"
+            f"{row.method} {row.value:.2f}"
             for row in results.with_setting(setting).rows
             if row.metric in RATIOS and row.method not in RATIOS.values()
         ]

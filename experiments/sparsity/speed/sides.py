@@ -15,7 +15,8 @@ import torch
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.speed.steady import SETTLE, steady, steady_eager
 from experiments.fp8_training.speed.watch import watch_of
-from experiments.harness.outcome import Values, attempt, free, keep, status
+from experiments.harness.launched import launched
+from experiments.harness.outcome import Values, attempt, free, keep, kernel, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.harness.timing import AGAIN, Call, Plan, Span, Watch, prepare, summary
@@ -95,9 +96,9 @@ def is_finished(settings: Settings, journal: Journal, table: Table, side: Side) 
 def rows_of(settings: Settings, table: Table, found: Mapping[str, Values]) -> list[Row]:
     """Tidy rows by method."""
     return [
-        settings.row(EXPERIMENT, table.kind, table.data, table.setting, method, metric, value, unit)
+        row
         for method, values in found.items()
-        for metric, (value, unit) in values.items()
+        for row in settings.rows(EXPERIMENT, table.kind, table.data, table.setting, method, values)
     ]
 
 
@@ -179,6 +180,7 @@ def built(side: Side, calls: dict[str, list[Call]]) -> Values:
         torch.cuda.synchronize()
         values["peak memory"] = ((torch.cuda.max_memory_allocated() - before) / GB, "GB")
     calls[side.name] = several
+    values |= kernel(launched(call))
     return values
 
 

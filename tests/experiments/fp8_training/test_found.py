@@ -1,18 +1,11 @@
 """Findings of made-up rows: which run, what is beyond the margin, missing seeds, the best rate, distances from bfloat16."""
 
-import pytest
-
 from experiments.fp8_training.report import found
 from experiments.fp8_training.training import planted
 from experiments.harness.rows import Row
 
-FACTS = {"experiment": "fp8_training", "unit": "", "device": "a GPU", "source_hash": ""}
+FACTS = {"experiment": "fp8_training", "unit": "", "device": "a GPU"}
 HELD, OTHER = "bits per byte, heldout", "bits per byte, wiki"
-
-
-@pytest.fixture(autouse=True)
-def current(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: row.source_hash == "older")
 
 
 def row(kind, setting, method, metric, value, seed=0):

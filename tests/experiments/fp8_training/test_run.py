@@ -1,6 +1,5 @@
 """The whole experiment on models and shapes of a second: rows, resumption, the limit of seconds, the page, the command."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,7 @@ from experiments.fp8_training.report import page
 from experiments.fp8_training.report.published_tables import of_grid, of_models
 from experiments.fp8_training.speed import blocks, grid, linear
 from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import KNOWN_SIZES, LONG, PAIRED, PLANS, RECIPES, SWEEP, Plan
-from experiments.harness import provenance
+from experiments.fp8_training.training.plans import KNOWN_SIZES, LONG, PAIRED, PLANS, SWEEP, Plan
 from experiments.harness.rows import Journal, table_parts
 from experiments.models.language_model import ModelSettings
 from experiments.models.pretraining.settings import Budget
@@ -27,12 +25,8 @@ BUDGET = Budget(bytes=4 * 64)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, request):
-    """Plans, shapes and models of a second; but in tests of the night no closure of code is read for a row's hash."""
-    if "nightly" not in request.keywords:
-        monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
-        monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
-        monkeypatch.setattr(convergence, "source_hash", lambda *_: "0" * 12)
+def small(monkeypatch):
+    """Plans, shapes and models of a second."""
     monkeypatch.setitem(KNOWN_SIZES, "micro", Size(MODEL, batch=4, rate=1e-2))
     plan = Plan(
         paired="micro", budget=BUDGET, seeds=2, recipes=("mxfp8",), sweeps=(("micro", BUDGET, (1e-2, 2e-2)),), evaluated=64
@@ -75,17 +69,6 @@ def test_rows_of_all_parts_and_their_page(settings):
     assert len(titles) == 7
     before = len(rows)
     assert len(experiment.run(settings, journal)) == before
-
-
-@pytest.mark.nightly
-def test_rows_are_current_and_depend_on_their_part_alone(settings):
-    rows = experiment.run(replace(settings, only=("linear", "faults", PAIRED)))
-    assert all(provenance.is_current(row) for row in rows)
-    found = {kind: set(provenance.closure(experiment.sources(kind, "", "")).modules) for kind in kinds(rows)}
-    assert "experiments.fp8_training.speed.floor" in found["linear"]
-    assert "experiments.fp8_training.training.counters" in found["faults"]
-    assert "experiments.fp8_training.training.faults" not in found["paired"] | found["linear"]
-    assert "experiments.models.pretraining.training" in found["paired"] - found["linear"]
 
 
 def test_finished_trainings_are_skipped_and_a_killed_run_goes_on(settings, monkeypatch):
@@ -200,16 +183,3 @@ def test_the_plan_of_a_gpu_names_what_the_issue_asks():
     assert [one.recipe for one in plan.trials((LONG,))] == ["bf16", "rowwise", "mxfp8"]
     assert [one.recipe for one in plan.of_recipe("mxfp8").trials((LONG,))] == ["mxfp8"]
     assert [one.recipe for one in plan.of_recipe("bf16").trials((PAIRED, LONG))] == ["bf16"] * 6
-
-
-def test_the_record_of_a_run_names_every_training_once():
-    trials = PLANS["full"].trials()
-    made = experiment.described(trials)
-    assert [(one["kind"], one["size"]) for one in made] == [
-        ("sweep", "30m"), ("sweep", "120m"), ("paired", "30m"), ("long", "120m"),
-    ]  # fmt: skip
-    counts = [len(one["recipes"]) * len(one["seeds"]) * len(one["rates"]) for one in made]
-    assert sum(counts) == len(trials)
-    assert made[2]["recipes"] == ["bf16", *RECIPES]
-    assert made[2]["settings"]["budget"] == {"bytes": 12_000_000, "seconds": None}
-    assert len(json.dumps(made)) < 3000

@@ -7,16 +7,10 @@ import pytest
 from experiments.fp8_training.report import targets
 from experiments.fp8_training.speed import blocks
 from experiments.harness.rows import Row
-from experiments.report.content import STALE
 from experiments.report.results import Results, Where
 
 GPU = "a GPU"
 EAGER, COMPILED = (blocks.blocks(2, compiled=one).setting for one in (False, True))
-
-
-@pytest.fixture(autouse=True)
-def current(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: row.source_hash == "older")
 
 
 def results(*values):
@@ -27,7 +21,6 @@ def results(*values):
         "unit": "",
         "device": GPU,
         "seed": 0,
-        "source_hash": "",
     }
     names = ("setting", "method", "metric", "value")
     return Results(Row(**dict(zip(names, one, strict=True)), **facts) for one in values)
@@ -100,14 +93,3 @@ def test_blocks():
     assert memory.verdict == "no"
     assert str(memory).endswith("1.001 of 1")
     assert targets.of_blocks(Where("full", GPU, "another"), results(*values)) == []
-
-
-def test_a_target_is_stale_where_a_row_of_it_is():
-    """Of a ratio the other library's rows count too."""
-    where = Where("full", GPU, "2048x1024x1024")
-    values = [("eager", "ours, rowwise", "time", 0.4), ("eager", "torchao, rowwise", "time", 0.9)]
-    rows = [replace(one, source_hash="older" * ("torchao" in one.method)) for one in results(*values).rows]
-    (found,) = (one for one in targets.of_linear(where, Results(rows)) if one.value is not None)
-    assert found.stale
-    assert targets.target_table([found])[0].lines[0][1] == f"0.444 {STALE}"
-    assert targets.verdict([found]) == [f"All 1 values that have a target meet it, 1 stale {STALE}."]

@@ -12,7 +12,6 @@ from experiments.harness.rows import Row
 def row(value, method=""):
     return Row(
         experiment="e", table="k/s/d", setting="", method=method, metric="m", value=float(value), unit="", device="cpu", seed=0,
-        source_hash="",
     )  # fmt: skip
 
 

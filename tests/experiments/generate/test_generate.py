@@ -12,20 +12,12 @@ from experiments.generate import page, times
 from experiments.generate import run as experiment
 from experiments.generate.methods import BASE, METHODS, TORCHAO
 from experiments.generate.stage import Stage
-from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, KIND, Table, tables_of
-from experiments.harness import provenance
+from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, Table, tables_of
 from experiments.harness.rows import Journal
 from tests.experiments.harness import tiny
 
 pytest.importorskip("transformers")
 OURS = [one.name for one in METHODS if one.frozen is None and one.library == BASE.library]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """No closure of code is read for a row's hash."""
-    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
 
 
 @pytest.fixture
@@ -247,13 +239,3 @@ def test_a_model_that_runs_another_ones_program_is_not_timed(monkeypatch):
 def test_wrong_input_is_one_line(capsys, arguments, words):
     assert main(["reproduce", "generate", *arguments, "--device", "cpu"]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_rows_age_with_what_they_reach():
-    modules = set(provenance.closure(experiment.sources(KIND, "x", "y")).modules)
-    assert {
-        "ao_lab.gemm.select",
-        "experiments.generate.stage",
-        "fast.kernels.linear_small.product",
-    } <= modules
-    assert "experiments.generate.page" not in modules

@@ -1,4 +1,4 @@
-"""The page of `generate`, from rows by hand: targets that are open, marks of stale rows, calls, the host's speed, figures."""
+"""The page of `generate`, from rows by hand: targets that are open, calls, the host's speed, figures."""
 
 import pytest
 
@@ -9,20 +9,14 @@ from experiments.generate.stage import Stage
 from experiments.generate.tables import COMPILED, DEPTH, EAGER, KIND, LEAST, LONG, WHOLE, tables_of
 from experiments.generate.times import COMPILING, EAGERLY, REPEAT, SPEED, TIME
 from experiments.harness.rows import Row
-from experiments.report.content import STALE
 from experiments.report.results import Results
 
-H100, H200, OLDER = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "older"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 BATCH1, BATCH16, NOT_COMPILED = f"batch 1, {COMPILED}", f"batch 16, {COMPILED}", f"batch 1, {EAGER}"
 PREFILL = f"prefill of {LONG} tokens"
 
 
-@pytest.fixture(autouse=True)
-def by_hash(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: row.source_hash == OLDER)
-
-
-def rows_of(setting, speeds, *, layers=WHOLE, device=H200, again=1.0, source_hash=""):
+def rows_of(setting, speeds, *, layers=WHOLE, device=H200, again=1.0):
     """bfloat16's rows, and speeds of others."""
     values = [("bfloat16", TIME, 2.0), ("bfloat16", SPEED, 1.0), ("bfloat16", REPEAT, again)]
     for name, speed in speeds.items():
@@ -30,7 +24,7 @@ def rows_of(setting, speeds, *, layers=WHOLE, device=H200, again=1.0, source_has
     return [
         Row(
             experiment="generate", table=f"{KIND}/full/{Stage(layers, '').data}", setting=setting, method=method,
-            metric=metric, value=value, unit="", device=device, seed=0, source_hash=source_hash,
+            metric=metric, value=value, unit="", device=device, seed=0,
         )
         for method, metric, value in values
     ]  # fmt: skip
@@ -82,28 +76,12 @@ def test_every_target_is_of_what_is_measured():
     assert targets.targets_of(Stage(LEAST, "").data, Results([])) == []
 
 
-def test_a_table_is_stale_by_its_own_rows():
-    rows = [
-        *rows_of(BATCH1, {"int8": 1.4}),
-        *rows_of(BATCH16, {"int8": 1.25}, source_hash=OLDER),
-    ]
-    found = tables(rows)
-    assert found[BATCH1].stale == frozenset()
-    assert found[BATCH16].stale == {"bfloat16", "int8"}
-    lines = {line[0]: line[2] for line in found["Targets"].lines}
-    assert (lines[f"int8, {BATCH1}"], lines[f"int8, {BATCH16}"]) == ("1.40", f"1.25 {STALE}")
-    first, second, counted = page.findings(rows)
-    assert STALE not in first
-    assert f"bfloat16 2.00 ms {STALE}; speed over it: int8 1.25 {STALE}." in second
-    assert f"2 of 2 targets are met, 3 not measured, 1 stale {STALE};" in counted
-
-
 def test_calls_and_tokens_are_those_of_the_tables():
     mine = {one.setting: one for one in tables_of(PARTS, "cuda") if one.stage.layers == DEPTH}
     rows = [
         *rows_of(NOT_COMPILED, {"int8": 1.0}, layers=DEPTH),
         *rows_of(PREFILL, {"int8": 1.0}, layers=DEPTH),
-        *rows_of(BATCH16, {"int8": 1.0}, layers=DEPTH, source_hash=OLDER),
+        *rows_of(BATCH16, {"int8": 1.0}, layers=DEPTH),
     ]
     captions = [one.caption for one in tables(rows).values()]
     eager = mine[NOT_COMPILED].stage
@@ -112,8 +90,7 @@ def test_calls_and_tokens_are_those_of_the_tables():
         in captions[1]
     )
     assert f"{PREFILL} ({mine[PREFILL].stage.calls} calls; bfloat16" in captions[2]
-    # What older code measured may have had other calls.
-    assert f"{BATCH16} (bfloat16 at the end" in captions[3]
+    assert f"{BATCH16} (" in captions[3]
     words = " ".join(page.sections(rows)[0].paragraphs)
     steps = [one.stage for one in mine.values() if one.setting != PREFILL]
     calls, new = ([getattr(one, name) for one in steps] for name in ("calls", "new"))

@@ -18,7 +18,7 @@ import torch
 from experiments.data import corpus
 from experiments.formats import page as formats_page
 from experiments.formats import run as formats
-from experiments.harness import registry
+from experiments.harness import registry, revision
 from experiments.harness.paths import Paths
 from experiments.harness.rows import PARTIAL, read
 from experiments.models import training_checkpoint
@@ -27,7 +27,7 @@ from experiments.ptq import run as ptq
 from experiments.report import pages
 from experiments.runs import run as harness_run
 from experiments.runs.settings import Settings
-from tests.experiments.harness import parsed_once, tiny
+from tests.experiments.harness import tiny
 
 NAMES = ("formats", "ptq")
 IMPORTED = (corpus, formats, formats_page, pages, ptq, ptq_page)
@@ -65,7 +65,7 @@ def values(folder):
     """Numbers of the published rows by experiment and key; a key that is there twice is an error."""
     found = {}
     for name in NAMES:
-        rows = read(folder / "reports" / "data" / f"{name}.csv")
+        rows = read(Paths(folder / "cache", folder / "reports").rows(name))
         for row in rows:
             found.setdefault(name, {})["/".join(map(str, row.key))] = str(row.value)
         assert len(rows) == len(found.get(name, {})), f"{name} has rows twice"
@@ -95,7 +95,7 @@ def length_of(folder):
 def main(folder, kills, seed):
     """Kill so many runs; what was seen."""
     torch.set_num_threads(1)
-    parsed_once.install()
+    revision.state()  # the commit that all runs are of, whatever happens to the tree meanwhile
     harness_run.settings_for = tiny_settings
     # Naming ptq runs its parts as well, which take minutes.
     registry.chosen = lambda tables: list(tables)

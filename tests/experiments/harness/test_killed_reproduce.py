@@ -9,9 +9,6 @@ import pytest
 
 from experiments.harness.paths import NAME, Busy, Paths, shown
 from experiments.harness.rows import PARTIAL, ROOT
-from experiments.harness.run_records import run_name
-from experiments.runs.environment import record_run
-from tests.experiments.harness import tiny
 
 #: How many runs are killed: each draws its moment anew, so that nightly ones fall into more of them.
 KILLS = (4, pytest.param(50, marks=pytest.mark.nightly))
@@ -71,21 +68,6 @@ def test_what_killed_runs_left_half_written_is_deleted(tmp_path):
         assert not any(path.exists() for path in left)
         assert not left[-1].parent.exists()
         assert all(path.exists() for path in kept)
-
-
-def test_a_run_that_was_killed_before_its_record_gets_one(tmp_path, monkeypatch):
-    """All rows were measured, and the record there is of older code."""
-    places, settings = Paths(tmp_path / "cache", tmp_path / "reports"), tiny.settings(tmp_path)
-    name = run_name("formats", "quick", "cpu", tiny.corpus().source)
-    monkeypatch.setattr("experiments.runs.environment.experiment_hash", lambda name: "then")
-    path = record_run(places, "formats", settings, 1.0, 5, 0)
-    monkeypatch.setattr("experiments.runs.environment.experiment_hash", lambda name: "now")
-    record_run(places, "formats", settings, 2.0, 5, 5)
-    record = json.loads(path.read_text())[name]
-    assert (record["source_hash"], record["rows_from_an_interrupted_run"]) == ("now", 5)
-    before = path.read_text()
-    record_run(places, "formats", settings, 3.0, 5, 5)
-    assert path.read_text() == before
 
 
 def test_reports_and_cache_lie_in_the_clone_or_with_the_user(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import json
 import re
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import publish
 from experiments.ptq import run as ptq
 from experiments.report import pages, plots
-from experiments.report.results import Results, by_run, family, number
+from experiments.report.results import by_run, family, number
 from experiments.report.scoreboard import scoreboard
 from tests.experiments.harness import tiny
 
@@ -29,47 +30,41 @@ def rows(tmp_path_factory):
 def places(rows, tmp_path):
     made = Paths(tmp_path / "no cache is needed", tmp_path / "reports")
     for name, measured in rows.items():
-        publish(made.data / f"{name}.csv", measured)
+        publish(made.rows(name), measured)
     return made
 
 
-def test_the_page_needs_no_other_file(places):
+def test_pages_need_no_network_and_no_file_that_is_not_there(places):
+    """The first page holds no table of an experiment: that has a page of its own."""
     pages.write_pages(places)
-    html = (places.reports / "index.html").read_text()
-    assert html.count("<svg") == len(list(places.figures.glob("*.svg")))
-    assert "https://" not in re.sub(r"xmlns\S+|http://www.w3.org\S+", "", html)
-    assert not re.search(r"""(src|href)=["'](?!#|data:)""", html)
-    assert "stand-in" in html
+    found = {name: (places.reports / f"{name}.html").read_text() for name in ("index", "formats", "ptq")}
+    for html in found.values():
+        assert "https://" not in html
+        linked = re.findall(r"""(?:src|href)=["']([^"'#]+)["']""", html)
+        assert linked
+        assert [name for name in linked if not (places.reports / name).is_file()] == []
+    drawn = {name for html in found.values() for name in re.findall(r'src="(figures/[^"]+)"', html)}
+    assert len(drawn) == len(list(places.figures.glob("*.svg")))
+    assert "stand-in" in found["ptq"]
+    assert "Every scheme on" not in found["index"]
+    assert "Every scheme on" in found["formats"]
     assert not places.cache.exists()
     for name in ("README.md", "formats.md", "ptq.md"):
         assert (places.reports / name).stat().st_size > 100
 
 
 def test_the_same_rows_give_the_same_files(places):
-    (places.data / "ptq.csv").unlink()
+    places.rows("ptq").unlink()
     pages.write_pages(places)
     first = {path: path.read_bytes() for path in places.reports.rglob("*") if path.is_file()}
     pages.write_pages(places)
     assert first == {path: path.read_bytes() for path in places.reports.rglob("*") if path.is_file()}
 
 
-def test_older_rows_are_marked(places, rows):
-    old = [replace(row, source_hash="0" * 12) if row.method == "mxfp4" else row for row in rows["ptq"]]
-    (places.data / "formats.csv").unlink()
-    publish(places.data / "ptq.csv", old)
-    pages.write_pages(places)
-    count = sum(row.method == "mxfp4" for row in rows["ptq"])
-    html = (places.reports / "index.html").read_text()
-    assert f"{count} of them" in html
-    assert f"mxfp4 {pages.STALE}" in html
-    assert f"nf4 {pages.STALE}" not in html
-    assert f"| mxfp4 {pages.STALE} |" in (places.reports / "ptq.md").read_text()
-
-
 def test_a_missing_result_stays_missing(places, rows):
     kept = [row for row in rows["ptq"] if (row.method, row.metric) != ("nf4", "accuracy")]
-    (places.data / "formats.csv").unlink()
-    publish(places.data / "ptq.csv", kept)
+    places.rows("formats").unlink()
+    publish(places.rows("ptq"), kept)
     pages.write_pages(places)
     line = next(
         line for line in (places.reports / "ptq.md").read_text().splitlines() if line.startswith("| nf4")
@@ -83,7 +78,7 @@ def test_nothing_measured_makes_an_empty_report(tmp_path):
 
 
 def test_bits_stand_beside_the_tensors_that_they_are_of(places):
-    (places.data / "ptq.csv").unlink()
+    places.rows("ptq").unlink()
     pages.write_pages(places)
     page = (places.reports / "formats.md").read_text()
     for setting in ("normal", "outlier channels", "weights", "activations"):
@@ -93,7 +88,7 @@ def test_bits_stand_beside_the_tensors_that_they_are_of(places):
 
 
 def test_the_page_says_what_tensor_wide_scales_see(places):
-    (places.data / "formats.csv").unlink()
+    places.rows("formats").unlink()
     pages.write_pages(places)
     assert "found for each window apart" in (places.reports / "ptq.md").read_text()
 
@@ -106,8 +101,6 @@ def test_results_are_grouped_by_run(rows):
     assert one.methods == two.methods
     assert one.value("weights", "mxfp4", "bits per weight") == pytest.approx(4.25)
     assert one.value("weights", "mxfp4", "no such metric") is None
-    older = [replace(row, source_hash="older") if row.method == "mxfp4" else row for row in rows["ptq"]]
-    assert (Results(rows["ptq"]).stale_methods, Results(older).stale_methods) == (frozenset(), {"mxfp4"})
 
 
 def test_families_and_numbers():
@@ -134,13 +127,12 @@ def test_cells_sort_by_their_value():
         "1.25",
         "0.0265 ± 0.0044",
         "(-0.1 ± 0.2)",
-        f"519 {pages.STALE}",
         "exact",
         "",
         "int4_g32",
         "Llama-3.1-8B",
     ]
-    assert [pages.order(cell) for cell in cells] == ["", "0.0265", "-0.1", "519", "1e99", "", "", ""]
+    assert [pages.order(cell) for cell in cells] == ["", "0.0265", "-0.1", "1e99", "", "", ""]
 
 
 def test_every_marker_has_its_name_under_the_pointer():
@@ -157,12 +149,13 @@ def test_every_marker_has_its_name_under_the_pointer():
         plots.svg(wrong)
 
 
-def test_the_scripts_of_the_tables_are_in_the_page(places):
-    (places.data / "formats.csv").unlink()
+def test_the_scripts_of_the_tables_lie_beside_the_pages(places):
+    places.rows("formats").unlink()
     pages.write_pages(places)
-    html = (places.reports / "index.html").read_text()
-    packed = re.search(r'id="datatables-js">([^<]*)<', html).group(1)
-    assert b"DataTable" in gzip.decompress(base64.b64decode(packed))
+    text = (places.reports / "assets" / "datatables.js").read_text()
+    packed = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert b"DataTable" in gzip.decompress(base64.b64decode(packed["js"]))
+    assert "assets/datatables.js" in (places.reports / "ptq.html").read_text()
 
 
 def test_a_stand_in_fills_no_published_cell():

@@ -12,10 +12,9 @@ from experiments import EXPERIMENTS
 from experiments.data.errors import Error, mean_and_error
 from experiments.formats import page
 from experiments.formats import run as formats
-from experiments.harness import provenance, registry
+from experiments.harness import registry
 from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
-from experiments.harness.run_records import read_runs
 from experiments.harness.workers import measure_all
 from experiments.models import activation_schemes as pairing
 from experiments.ptq import run as ptq
@@ -147,30 +146,26 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
         settings_for("quick", "tpu", tmp_path)
 
 
-def test_a_run_is_published_with_its_environment(tmp_path):
+def test_a_run_is_published_and_goes_on_at_its_commit(tmp_path):
     places = Paths(tmp_path / "cache", tmp_path / "reports")
     made = harness_run.run_one("formats", tiny.settings(tmp_path), places)
-    assert len(read(places.data / "formats.csv")) > 0
+    assert len(read(places.rows("formats"))) > 0
     assert (places.data / f"{tiny.corpus().name}.json").exists()
-    assert "environment.json" in made[1][1]
-    recorded = (places.data / "environment.json").read_text()
+    assert made[0][1].endswith("formats.csv.gz")
+    recorded = places.rows("formats").read_bytes()
     again = harness_run.run_one("formats", tiny.settings(tmp_path), places)
     assert "0 of them measured now" in again[0][0]
-    assert (places.data / "environment.json").read_text() == recorded
+    assert places.rows("formats").read_bytes() == recorded
 
 
-def test_runs_on_two_corpora_have_records_of_their_own(tmp_path):
-    """Beside each other, on one page, in figures of their own."""
+def test_runs_on_two_corpora_stand_beside_each_other(tmp_path):
+    """On one page, in figures of their own."""
     places = Paths(tmp_path / "cache", tmp_path / "reports")
     documents = tiny.corpus().documents
     for source in ("sympy", "other"):
         text = type(tiny.corpus())(source, "1", documents)
         harness_run.run_one("formats", tiny.replace(tiny.settings(tmp_path, ["nf4"]), text=text), places)
-    assert list(read_runs(places.data / "environment.json")) == [
-        "formats/quick/cpu",
-        "formats/quick/cpu/other",
-    ]
-    sections = page.sections(read(places.data / "formats.csv"))
+    sections = page.sections(read(places.rows("formats")))
     drawn = [one.name for section in sections for one in section.drawings]
     assert {"formats-trained-default-quick", "formats-trained-default-quick-other"} <= set(drawn)
     assert len(drawn) == len(set(drawn))
@@ -213,7 +208,7 @@ def sections(rows):
 
 
 def test_an_experiment_is_a_folder(tmp_path, monkeypatch):
-    """Dropped in, it is listed, run and shown; what it measures with ages its rows, and nothing else does."""
+    """Dropped in, it is listed, run and shown; its own folder is among those whose changes its page tells of."""
     folder = tmp_path / "experiments" / "dropped_in"
     folder.mkdir(parents=True)
     for name, text in FOLDER.items():
@@ -224,22 +219,15 @@ def test_an_experiment_is_a_folder(tmp_path, monkeypatch):
     found = registry.discover()
     assert list(found)[:3] == ["formats", "dropped_in", "ptq"]
     monkeypatch.setitem(EXPERIMENTS, "dropped_in", found["dropped_in"])
-    # Its source is looked for in this clone; here it stands in for `experiments`.
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    provenance.forget()
+    assert found["dropped_in"].folders[-1] == "experiments/dropped_in"
     places = Paths(tmp_path / "cache", tmp_path / "reports")
     made = dict(harness_run.reproduce(["dropped_in"], device="cpu", paths=places))
     assert "dropped_in: 1 rows, 1 of them measured now, in 0 s" in made
     assert "It is 42." in (places.reports / "dropped_in.md").read_text()
     again = dict(harness_run.reproduce(["dropped_in"], device="cpu", paths=places))
     assert "dropped_in: 1 rows, 0 of them measured now, in 0 s" in again
-    (folder / "page.py").write_text(FOLDER["page.py"] + "# a comment\n")
-    (folder / "double.py").write_text("def double(y):\n    return y + y\n")
-    provenance.forget()
-    (row,) = read(places.data / "dropped_in.csv")
-    assert not provenance.is_current(row)
-    monkeypatch.undo()
-    provenance.forget()
+    (row,) = read(places.rows("dropped_in"))
+    assert row.commit in (places.reports / "dropped_in.md").read_text()
 
 
 def test_importing_the_package_is_quick_and_the_command_answers():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import reference
-from experiments.harness.rows import with_unreached
 from experiments.kernels import run
 from experiments.kernels.baselines.baseline import BASELINES, Baseline, calls_of, is_kernel, offers
 from experiments.kernels.baselines.torch_expressions import expression
@@ -12,6 +11,7 @@ from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import LARGE
 from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.report import case_results
+from experiments.runs.merge import merged
 from tests.experiments.harness.fake_watch import SHAPE, measured, values_of
 
 #: Cases of records of other projects, whose rules no torch expression has.
@@ -136,9 +136,9 @@ def test_baselines_that_the_time_does_not_reach_say_so_and_keep_older_rows(tmp_p
     ticks = iter(float(second) for second in range(10**6))
     late = measured(tmp_path, names, baselines=BASELINES[:1], baseline_seconds=0.5, clock=lambda: next(ticks))
     assert [metric for metric in values_of(late, "torch eager") if "not run" in metric] != []
-    kept = with_unreached(late, before)
+    kept = merged("kernels", before, late)
     assert values_of(kept, "torch eager") == values_of(before, "torch eager")
-    assert with_unreached(late, []) == late
+    assert set(merged("kernels", [], late)) == set(late)
 
 
 def test_cases_with_targets_meet_their_baselines_first():

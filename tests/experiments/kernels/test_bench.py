@@ -280,17 +280,3 @@ def test_shapes_of_the_list_belong_to_the_cases_that_name_them():
         name for name in CASES if name.startswith("small.")
     }
     assert not any(case.operation == "small" for case, _, _ in run.pairs(list(CASES.values()), TINY))
-
-
-def test_rows_depend_on_what_times_them():
-    """The watch and the plan are arguments of what measures, so that the closure has to be told of them."""
-    from experiments.harness.provenance import closure
-
-    for kind, setting, method in (
-        ("kernels", "16384x4096", "quantize.mxfp4"),
-        ("baselines", "quantize.mxfp4, 16384x4096", "torchao"),
-        (run.jax_calls.KIND, "", ""),
-    ):
-        reached = closure(run.sources(kind, setting, method)).numbers
-        assert ("experiments.harness.timing", "CudaWatch") in reached
-        assert ("experiments.harness.timing", "Plan") in reached

@@ -77,8 +77,8 @@ def test_the_page_shows_misses_and_slow_rows(sample_rows, tmp_path):
         for row in slow
     ]
     places = Paths(tmp_path / "cache", tmp_path / "reports")
-    publish(places.data / "kernels.csv", slow)
-    assert len(read(places.data / "kernels.csv")) == len(slow)
+    publish(places.rows("kernels"), slow)
+    assert len(read(places.rows("kernels"))) == len(slow)
     from experiments.report.pages import write_pages
 
     write_pages(places)
@@ -94,25 +94,10 @@ def test_the_page_shows_misses_and_slow_rows(sample_rows, tmp_path):
     assert "(kernels.md)" in (places.reports / "README.md").read_text()
 
 
-def test_stale_lines_are_marked(sample_rows):
-    old = [replace(row, source_hash="0" * 12) for row in sample_rows]
-    section = page.sections(old)[0]
-    assert ("quantize.fp8_rowwise", "16384x4096") in section.tables[0].stale
-    assert page.sections(sample_rows)[0].tables[0].stale == frozenset()
-
-
-def test_older_baselines_are_marked(sample_rows):
-    """Rows of a baseline name the case in their setting."""
-    halved = [
-        replace(row, value=0.5, source_hash="0" * 12) if row.setting.startswith("quantize.fp8") else row
-        for row in sample_rows
-    ]
-    floors, baselines, *_ = page.sections(halved)
-    assert any("(torch eager 0.50 †)" in words for words in floors.paragraphs)
-    cells = {line[0]: line[2] for line in baselines.tables[0].lines}
-    assert cells["quantize.fp8_rowwise"] == "0.50 †"
-    assert "†" not in cells["quantize.mxfp4.packed"]
-    assert floors.tables[0].stale == frozenset()
+def test_tables_name_the_rows_of_their_lines(sample_rows):
+    floors, baselines, *_ = page.sections(sample_rows)
+    assert {row.method for row in floors.tables[0].rows} >= {"quantize.fp8_rowwise"}
+    assert baselines.tables[0].rows
 
 
 def test_a_miss_by_little_shows_enough_digits():
@@ -162,7 +147,6 @@ def test_bench_shows_what_it_measured(monkeypatch, capsys, tmp_path, sample_rows
     assert main(["bench", "mxfp4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["lines"]
     assert shown[0]["case"] == found[0].case
-    assert "source_hash" not in shown[0]
     assert main(["bench", "mxfp4"]) == 0
     assert "MISSED" in capsys.readouterr().out
     assert main(["bench", "mxfp4", "--no-baselines", "--json"]) == 0

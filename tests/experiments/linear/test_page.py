@@ -1,33 +1,25 @@
 """The page of times and targets, from rows by hand."""
 
-import pytest
-
 from experiments.harness.rows import Row
 from experiments.linear import targets
 from experiments.linear.methods import BASE, OF_OURS, PEERS, TORCHAO
 from experiments.linear.report import page
 from experiments.report import ratio_map
-from experiments.report.content import STALE
 from experiments.report.plots import svg
 from experiments.report.results import by_run
-
-
-@pytest.fixture(autouse=True)
-def current(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
 
 
 def rows_of(part, rows, times, device="NVIDIA H200", data="14336x4096"):
     found = []
     for method, time in times.items():
         values = {
-            "relative error": 2e-3, "kernel: fused": 1.0, "status: ok": 1.0, "time": time,
+            "relative error": 2e-3, "status: ok": 1.0, "time": time,
             "speed over bfloat16": times["bfloat16"] / time,
         }  # fmt: skip
         found += [
             Row(
                 experiment="linear", table=f"{part}/full/{data}", setting=targets.setting_of(rows), method=method,
-                metric=metric, value=value, unit="", device=device, seed=0, source_hash="",
+                metric=metric, value=value, unit="", device=device, seed=0, kernel="fused",
             )
             for metric, value in values.items()
         ]  # fmt: skip
@@ -90,7 +82,7 @@ def test_every_target_is_of_a_method_and_of_rows_that_are_measured():
 def test_a_method_that_failed_is_named():
     failed = Row(
         experiment="linear", table="weights/full/14336x4096", setting=targets.setting_of(1), method="nf4",
-        metric="status: wrong: no", value=0.0, unit="", device="NVIDIA H200", seed=0, source_hash="",
+        metric="status: wrong: no", value=0.0, unit="", device="NVIDIA H200", seed=0,
     )  # fmt: skip
     (section,) = page.sections([*ROWS[:20], failed])
     assert "**Not measured: 1.** nf4, 1 row, CUDA graph (wrong: no)." in section.paragraphs
@@ -103,17 +95,3 @@ def test_a_map_has_the_value_in_each_cell_and_the_same_distance_on_both_sides():
     assert all(f">{text}<" in picture for text in ("0.50", "2.00", "1.04"))
     assert ratio_map.power_of(2.0) == -ratio_map.power_of(0.5) == 1
     assert all(ratio_map.power_of(value) != ratio_map.power_of(value) for value in (None, 0.0, float("inf")))
-
-
-def test_a_table_is_stale_by_its_own_rows(monkeypatch):
-    """Another number of rows of the same method, measured by other code, marks nothing but its own table and target."""
-    older = targets.setting_of(128)
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: row.setting == older)
-    section = page.sections(ROWS)[0]
-    first, at_1, at_128 = section.tables
-    assert (at_1.stale, "int8" in at_128.stale) == (frozenset(), True)
-    lines = {line[0]: line[2] for line in first.lines}
-    assert (lines["int8, 1 row"], lines["int8, 128 rows"]) == ("15.4", f"1.00 {STALE}")
-    told, slow, _ = page.findings(ROWS)
-    assert f"2 of 5 targets are met, 2 stale {STALE}; missed: int4 g128 at 128 {STALE}; int8 at 1;" in told
-    assert slow.endswith(f"int4 g128 at 128 {STALE} rows.")

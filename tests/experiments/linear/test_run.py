@@ -1,11 +1,10 @@
-"""The whole experiment at quick scale, the command, what ages its rows."""
+"""The whole experiment at quick scale, and the command."""
 
 from dataclasses import replace
 
 import pytest
 
 from ao_lab.cli.app import main
-from experiments.harness import provenance
 from experiments.harness.rows import Journal, table_parts
 from experiments.linear import run as experiment
 from experiments.linear import tables
@@ -16,9 +15,7 @@ from tests.experiments.harness import tiny
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """One small shape; no closure of code is read for a row's hash."""
-    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
+    """One small shape."""
     monkeypatch.setattr(tables, "STAND_INS", ((128, 256),))
     monkeypatch.setattr(tables, "EXPERT_STAND_IN", (128, 256))
 
@@ -43,9 +40,10 @@ def test_rows_of_all_parts_and_their_page(settings):
     # Outputs are rounded to bfloat16 at least, and nothing computes anything else than what is stored.
     assert min(errors) > 1e-3
     assert max(errors) < 4e-3
-    kernels = {row.method: row.metric for row in rows if row.metric.startswith("kernel: ")}
-    assert kernels["int8 dynamic"] == "kernel: int8"
-    assert kernels["fp8"] == "kernel: dequantize"
+    kernels = {row.method: row.kernel for row in rows if row.metric == "relative error"}
+    assert kernels["int8 dynamic"] == "int8"
+    assert kernels["fp8"] == "dequantize"
+    assert not any(row.metric.startswith("kernel") for row in rows)
     # A CPU times nothing, and rows say so of torchao's.
     absent = [row for row in rows if table_parts(row.table)[0] == "torchao"]
     assert {row.method for row in absent} == {one.name for one in PEERS}
@@ -82,16 +80,3 @@ def test_a_part_alone_and_nothing_after_the_limit(settings):
 def test_wrong_input_is_one_line(capsys, arguments, words):
     assert main(["reproduce", "linear", *arguments, "--device", "cpu"]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_rows_age_with_what_they_reach():
-    def reached(kind, setting):
-        return set(provenance.closure(experiment.sources(kind, setting, "x")).modules)
-
-    timed, compared = reached("weights", tables.setting_of(1)), reached("weights", "1 row, outputs")
-    assert (
-        {"ao_lab.gemm.select", "fast.kernels.linear.select", "experiments.linear.layers"} <= compared < timed
-    )
-    assert {"experiments.linear.times", "experiments.fp8_training.speed.steady"} <= timed - compared
-    assert not any(name.startswith("experiments.linear.report") for name in timed)
-    assert experiment.sources("elsewhere", "1 row", "x") == ()

@@ -22,7 +22,6 @@ INT8, FP8_DYNAMIC = OF_OURS["int8"], OF_OURS["fp8 dynamic, rows"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "")
     monkeypatch.setattr(times, "PLAN", ONCE)
     monkeypatch.setattr(times, "SETTLED", ONCE)
     monkeypatch.setattr(times, "SETTLE", 0.0)

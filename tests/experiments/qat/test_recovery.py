@@ -152,7 +152,7 @@ def test_every_seed_and_method_has_its_rows(small):
     assert all(0 < row.value < 12 for row in runs)
     # A journal keeps 9 digits; what follows from the rows is the same before and after.
     assert all(row.value == float(f"{row.value:.9g}") for row in runs)
-    assert {row.source_hash for row in rows} == {settings.row("qat", "", "", "", "", "", 0, "").source_hash}
+    assert {row.commit for row in rows} == {settings.row("qat", "", "", "", "", "", 0, "").commit}
 
 
 def test_the_means_are_those_of_the_runs(small):

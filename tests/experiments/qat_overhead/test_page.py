@@ -4,7 +4,6 @@ import pytest
 
 from experiments.harness import registry
 from experiments.harness.paths import Paths
-from experiments.harness.provenance import experiment_hash
 from experiments.harness.rows import Row, publish
 from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_TWO_LAYERS
 from experiments.qat_overhead import page as qat_overhead_page
@@ -27,7 +26,6 @@ def row(method, metric, value, data=LLAMA_3_8B_TWO_LAYERS.name, setting="eager")
         unit="",
         device="a GPU",
         seed=0,
-        source_hash=experiment_hash("qat_overhead"),
     )
 
 

@@ -1,47 +1,60 @@
-"""Marks of stale rows and names of figures, from rows by hand."""
+"""Notes under tables and names of figures, from rows by hand."""
 
 import pytest
 
+from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row
 from experiments.report import pages
-from experiments.report.content import STALE, Drawing, Section, Table
-from experiments.report.results import Results, Where
+from experiments.report.content import Drawing, Section, Table
+from experiments.report.measured import note
+from experiments.report.results import Where
 
-OLDER = "older"
-
-
-@pytest.fixture(autouse=True)
-def by_hash(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: row.source_hash == OLDER)
+NEW, OLD = "0832d6b6", "36c4f92b"
 
 
-def row(method, setting, source_hash=""):
+def row(method, commit=NEW, date="2026-11-26T10:00:00Z", experiment="linear"):
     return Row(
-        experiment="linear", table="weights/full/14336x4096", setting=setting, method=method, metric="time", value=1.0,
-        unit="", device="NVIDIA H200", seed=0, source_hash=source_hash,
+        experiment=experiment, table="weights/full/14336x4096", setting="1 row", method=method, metric="time", value=1.0,
+        unit="", device="NVIDIA H200", seed=0, commit=commit, date=date,
     )  # fmt: skip
 
 
-def test_stale_is_a_method_at_a_setting():
-    results = Results([row("int8", "1 row"), row("int8", "2 rows", OLDER), row("nf4", "1 row")])
-    assert results.stale_lines == {("int8", "2 rows")}
-    assert results.stale_methods == {"int8"}
-    assert results.with_setting("1 row").stale_methods == frozenset()
-    assert results.with_settings(("1 row", "3 rows")).stale_methods == frozenset()
-    assert (results.mark("2 rows", "int8"), results.mark("1 row", "int8")) == (f" {STALE}", "")
-    assert (results.mark("2 rows", "nf4"), results.mark("2 rows", "nf4", "int8")) == ("", f" {STALE}")
-    assert (results.mark_any, results.with_setting("1 row").mark_any) == (f" {STALE}", "")
+@pytest.fixture
+def changed(monkeypatch):
+    """How many files changed since a commit."""
+    found = {NEW: 2, OLD: 14}
+    monkeypatch.setattr(
+        "experiments.report.measured.changed_files", lambda commit, folders: found.get(commit)
+    )
 
 
-@pytest.mark.parametrize("stale", [frozenset({"int8"}), frozenset({("int8", "ours")})])
-def test_lines_are_stale_by_name_or_by_their_first_two_cells(stale):
-    table = Table("Speed", ["weights", "by", "us"], [["int8", "ours", "1"], ["int8", "torchao", "2"]], stale)
-    assert [table.is_stale(line) for line in table.lines] == [True, "int8" in stale]
-    section = Section("Speed", tables=[table])
-    page = pages.Page("linear", "Linear", (), (), None, [section], (), (), 2, 1)
-    text = pages.render("page.md.j2", page=page, stale=STALE)
-    assert f"| int8 {STALE} | ours | 1 |" in text
-    assert (f"| int8 {STALE} | torchao" in text) == ("int8" in stale)
+def test_a_note_names_day_commit_and_what_changed_since(changed):
+    folders = ", ".join(EXPERIMENTS["linear"].folders)
+    assert note([]) == ""
+    assert note([row("a"), row("b")]) == (
+        f"measured 2026-11-26 at {NEW}; since then 2 files under {folders} changed"
+    )
+    mixed = [row("a"), row("b", OLD, "2026-11-24T01:00:00Z")]
+    assert note(mixed) == (
+        f"measured 2026-11-24 at {OLD}; 2026-11-26 at {NEW}; since the oldest 14 files under {folders} changed"
+    )
+    unknown = note([row("a", commit="", date="")])
+    assert unknown == "measured an unknown day at an unknown commit"
+    several = note([row("a", f"{number}", f"2026-11-2{number}T") for number in range(5)])
+    assert several == "measured 2026-11-20 to 2026-11-24 at 5 commits, the oldest 0"
+
+
+def test_a_table_has_the_note_of_its_rows(changed):
+    table = Table("Speed", ["weights", "us"], [["int8", "1"]], [row("int8", OLD)])
+    long = Table("Long", ["weights"], [[str(number)] for number in range(pages.MOST_LINES + 1)], [row("x")])
+    section = Section("Speed", tables=[table, long])
+    page = pages.Page("linear", "Linear", (), (), None, [section], (), "linear.csv.gz", 2, "", "", ())
+    text = pages.render("page.md.j2", page=page, most=pages.MOST_LINES)
+    assert f"Measured 2026-11-26 at {OLD}; since then 14 files" in text
+    assert f"Long: {pages.MOST_LINES + 1} lines, in [linear.html](linear.html)" in text
+    html = pages.render("page.html.j2", page=page)
+    assert f"measured 2026-11-26 at {OLD}; since then 14 files" in html
+    assert f"<td>{pages.MOST_LINES}</td>" in html
 
 
 def test_figures_of_two_gpus_have_two_names():

@@ -79,7 +79,6 @@ def test_what_cannot_be_captured_is_launched_one_by_one_where_it_is_another_libr
 
 
 def test_what_a_foreign_library_refuses_is_not_asked_for_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "")
     monkeypatch.setattr(sides, "published_shapes", lambda settings: True)
     built = []
 
@@ -100,7 +99,6 @@ def test_what_a_foreign_library_refuses_is_not_asked_for_again(tmp_path, monkeyp
 def test_nothing_is_measured_after_the_limit_or_without_a_gpu(tmp_path, monkeypatch):
     settings, failed = tiny.settings(tmp_path), []
     table = Table("linear", "d", "s", (Side(DENSE, lambda: pytest.fail("built")),), ONCE)
-    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "")
     sides.run_tables("t", [table], settings, Journal(), failed, Deadline(None))
     assert [row.metric for row in failed] == [f"status: {sides.NO_GPU}"]
     monkeypatch.setattr(sides, "published_shapes", lambda settings: True)
@@ -157,7 +155,6 @@ def test_layers_are_timed_as_graphs_first_and_cusparselt_last(monkeypatch):
 
 
 def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     place, data = (linear.OWN, "speed over dense"), "13008x1024x4096"
     rows = [row("linear", data, *place, 1.1, linear.EAGER), row("linear", data, *place, 1.2, linear.GRAPH)]
     rows.append(row("linear", data, linear.SPARSE, "speed over dense", 0.1, linear.EAGER))
@@ -283,7 +280,6 @@ def test_the_llama_block_has_its_shapes():
 
 
 def test_the_page_of_products(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     times = {
         DENSE: 4.0,
         products.DENSE_FP8: 2.0,
@@ -311,12 +307,11 @@ def test_the_page_of_products(monkeypatch):
 def row(kind, data, method, metric, value, setting="s"):
     return Row(
         experiment="sparsity", table=f"{kind}/full/{data}", setting=setting, method=method, metric=metric, value=value, unit="",
-        device="a GPU", seed=0, source_hash="",
+        device="a GPU", seed=0,
     )  # fmt: skip
 
 
 def test_published_values_stand_beside_the_same_shape(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     rows = [
         row("linear", "13008x1024x4096", linear.OWN, "speed over dense", 1.3, linear.EAGER),
         row("vit", VIT_L.name, encoders.OWN, "time", 100.0, encoders.training_setting()),
@@ -335,7 +330,6 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
 
 
 def test_a_figure_is_of_what_its_gpu_measured_and_stands_once(monkeypatch):
-    monkeypatch.setattr("experiments.report.results.is_stale", lambda row: False)
     shown = []
     monkeypatch.setattr(speed, "dots", lambda labels, series, *_, **__: shown.append(series))
     shapes = ("13008x1024x4096", "13008x4096x1024")

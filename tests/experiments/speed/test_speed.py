@@ -88,7 +88,7 @@ def test_speed_is_published_when_it_is_named(tmp_path, monkeypatch):
     harness.reproduce(["speed"], paths=places)
     assert {row.method for row in read(places.data / "speed.csv")} == {COMPARISONS[0].name, "import json"}
     assert COMPARISONS[0].name in (places.reports / "speed.md").read_text()
-    assert 'href="#speed"' in (places.reports / "index.html").read_text()
+    assert 'href="speed.html"' in (places.reports / "index.html").read_text()
     assert "(speed.md)" in (places.reports / "README.md").read_text()
 
 

@@ -16,11 +16,6 @@ BROKEN = status("error: x")
 EAGER, COMPILED = "eager, 1 x 2", "compiled, 1 x 2"
 
 
-@pytest.fixture(autouse=True)
-def unhashed(monkeypatch):
-    monkeypatch.setattr("experiments.runs.settings.row_hash", lambda *_: "0" * 12)
-
-
 @dataclass
 class Runs:
     """Measures models of two methods, eager and compiled, at a time that grows; what is in `answers` instead."""

@@ -1,1 +1,0 @@
-"""Which definitions of the source a measurement runs, and a hash of them."""
