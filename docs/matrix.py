@@ -1,8 +1,8 @@
 """The table of README.md: what each configuration does on a CPU, on an H200, when saved, in training and under torch.compile.
 
 ``python docs/matrix.py`` writes it between the marks of README.md; a test compares it with what the code does. Every cell is
-found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/linear.csv``
-(layers as `quantize_` makes them) and ``reports/data/kernels.csv``.
+found by running the configuration on a small layer, but the speeds on an H200, which are rows of ``reports/data/linear.csv.gz``
+(layers as `quantize_` makes them) and ``reports/data/kernels.csv.gz``.
 """
 
 from __future__ import annotations

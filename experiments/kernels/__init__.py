@@ -9,5 +9,5 @@ from experiments.harness.registry import Experiment
 
 #: Times kernels on a GPU; `ao-lab bench` is the comfortable way.
 EXPERIMENT = Experiment(
-    order=40, always=False, trained=False, page="report.page", folders=("reference", "fast")
+    compressed=True, order=40, always=False, trained=False, page="report.page", folders=("reference", "fast")
 )

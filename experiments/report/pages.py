@@ -31,8 +31,8 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 #: Cells that are values, perhaps with an error or parentheses: what else holds digits is a name.
 VALUE = re.compile(r"\(?[-+]?\d+(\.\d+)?%?( ± \d+(\.\d+)?)?\)?")
-#: Lines of a table in Markdown; longer ones are in HTML alone.
-MOST_LINES = 40
+#: Lines of a table in Markdown, and of all tables of a page; longer and later ones are in HTML alone.
+MOST_LINES, MOST_OF_PAGE = 40, 400
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def write_pages(places: Paths) -> Written:
             tidy.write_text(places.figures / f"{name}.svg", picture)
         for kind in ("md", "html"):
             path = places.reports / f"{page.name}.{kind}"
-            tidy.write_text(path, render(f"page.{kind}.j2", page=page, most=MOST_LINES))
+            tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
             written.append((f"{page.name}: page", shown(path)))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
     for name in ("index.html", "README.md"):
@@ -97,6 +97,16 @@ def make_page(places: Paths, name: str) -> Page | None:
         versions=ran_on(rows),
         pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
     )
+
+
+def brief_tables(page: Page) -> list[Table]:
+    """The tables that the page in Markdown shows."""
+    found, lines = list[Table](), 0
+    for table in (table for section in page.sections for table in section.tables):
+        if len(table.lines) <= min(MOST_LINES, MOST_OF_PAGE - lines):
+            found.append(table)
+            lines += len(table.lines)
+    return found
 
 
 def days_of(rows: Sequence[Row]) -> str:

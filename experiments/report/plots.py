@@ -84,8 +84,8 @@ def svg(figure: Figure) -> str:
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     body = text[text.index("<svg") :]
-    # Coordinates to a hundredth of a point: half the size, and nothing that an eye can see.
-    body = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match.group()):.2f}", body)
+    # Coordinates to a tenth of a point: less than half the size, and nothing that an eye can see.
+    body = re.sub(r"-?\d+\.\d{2,}", lambda match: f"{float(match.group()):.1f}", body)
     for group, titles in TITLES.get(figure, {}).items():
         body = _titled(body, group, titles)
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)

@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=58, page="report.page")
+EXPERIMENT = Experiment(compressed=True, order=58, page="report.page")

@@ -49,7 +49,7 @@ def test_a_table_has_the_note_of_its_rows(changed):
     long = Table("Long", ["weights"], [[str(number)] for number in range(pages.MOST_LINES + 1)], [row("x")])
     section = Section("Speed", tables=[table, long])
     page = pages.Page("linear", "Linear", (), (), None, [section], (), "linear.csv.gz", 2, "", "", ())
-    text = pages.render("page.md.j2", page=page, most=pages.MOST_LINES)
+    text = pages.render("page.md.j2", page=page, brief=pages.brief_tables(page))
     assert f"Measured 2026-11-26 at {OLD}; since then 14 files" in text
     assert f"Long: {pages.MOST_LINES + 1} lines, in [linear.html](linear.html)" in text
     html = pages.render("page.html.j2", page=page)
