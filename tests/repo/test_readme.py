@@ -15,6 +15,7 @@ import torch
 import ao_lab
 from tests.ao_lab.checkpoint.formats.test_packed_llamas import packed_folder
 from tests.support.models.small_llama import save_llama
+from tests.support.runs import forks
 
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -51,19 +52,24 @@ def blocks(page, language):
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def run(arguments, folder, *, with_us=True):
-    """A process in a folder, with this checkout in its path or without any."""
-    keep = ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS")
-    env = {**{name: os.environ[name] for name in keep if name in os.environ}, "HF_HUB_OFFLINE": "1"}
-    env |= {"PYTHONPATH": str(ROOT)} if with_us else {}
-    done = subprocess.run(arguments, cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+def printed(done):
+    assert done.returncode == 0, f"{done.args}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
-def python(text, folder, *, with_us=True):
+def stranger(text, folder):
+    """An interpreter in a folder, with this checkout in its path and nothing imported."""
     (folder / "typed.py").write_text(QUIET + text)
-    return run([sys.executable, "-P", "typed.py"], folder, with_us=with_us)
+    keep = ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS")
+    env = {**{name: os.environ[name] for name in keep if name in os.environ}, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "typed.py"]
+    env["PYTHONPATH"] = str(ROOT)
+    return printed(subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True))
+
+
+def run(folder, *arguments):
+    """`python` with these arguments, in a process that has imported transformers and nothing of ours."""
+    return printed(forks.python(*arguments, server="transformers", cwd=folder))
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +85,8 @@ def test_readme_blocks(folder):
     """Both blocks exactly as they stand; transformers alone computes what the loaded model computes."""
     ours, alone = blocks(README, "python")
     assert len(ours.strip().splitlines()) <= 10
-    shown = python(ours + KEEP, folder)
-    assert "layers quantized" in shown
-    python(alone + COMPARE, folder, with_us=False)
+    assert "layers quantized" in stranger(ours + KEEP, folder)
+    run(folder, "-c", QUIET + alone + COMPARE)
 
 
 def test_guide_blocks(folder):
@@ -92,7 +97,7 @@ def test_guide_blocks(folder):
     for text in found:
         script += DENSE if re.search(r"\bmodel\b", text) and "from_pretrained" not in text else ""
         script += "import ao_lab\n" + text
-    assert "compressed-tensors" in python(script, folder)
+    assert "compressed-tensors" in run(folder, "-c", QUIET + script)
 
 
 def test_commands(folder):
@@ -102,14 +107,14 @@ def test_commands(folder):
     shown = ""
     for line in lines:
         typed = shlex.split(line, comments=True)[1:]
-        shown += run([sys.executable, "-P", "-m", "ao_lab", *typed], folder)
+        shown += run(folder, "-m", "ao_lab", *typed)
     assert "layout: compressed-tensors" in shown
     assert "without dequantize=True" in " ".join(shown.split())
     model = ao_lab.load_pretrained(folder / "OUT_DIR").eval()
     with torch.no_grad():
         torch.save(model(torch.arange(20).reshape(2, 10)).logits, folder / "out.pt")
     read = 'from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained("OUT_DIR")\n'
-    python(read + COMPARE, folder, with_us=False)
+    run(folder, "-c", QUIET + read + COMPARE)
     config = json.loads((folder / "OUT_DIR" / "config.json").read_text())
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] is True
 

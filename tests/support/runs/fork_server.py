@@ -1,6 +1,7 @@
-"""Runs Python programs in forks of one process that has imported torch, which takes longer than most of them.
+"""Runs Python programs in forks of one process that has imported a library, which takes longer than most of them.
 
-    python -m tests.support.runs.fork_server
+    python -m tests.support.runs.fork_server ao_lab
+    python -m tests.support.runs.fork_server transformers
 
 Reads one JSON object a line: files for what is printed and what goes wrong, the folder, variables of the environment, seconds
 and the arguments of `python`; writes the program's exit status. A fork starts from imports and nothing else: no program sees
@@ -10,6 +11,7 @@ what another has changed. `tests.support.runs.forks` asks; programs whose import
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -19,12 +21,13 @@ import traceback
 import types
 from typing import Any
 
-# What programs import; nothing of it computes, and no thread is started.
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel  # noqa: F401
-
-import ao_lab
-import fast  # noqa: F401
+#: What programs import, by the name of a server; nothing of it computes, and no thread is started. Of transformers' programs
+#: some are those of a user who has nothing of ours.
+MODULES = {
+    "ao_lab": ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ao_lab", "fast"],
+    "transformers": ["torch", "compressed_tensors", "transformers.models.llama.modeling_llama"],
+}
+LAZY = ("ao_lab",)
 
 
 def run(
@@ -73,10 +76,17 @@ def status_of(code: Any) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
+def import_all(names: list[str]) -> None:
+    """Modules; of those that import a name where it is first used, all public names."""
+    for name in names:
+        module = importlib.import_module(name)
+        for public in module.__all__ if name in LAZY else ():
+            getattr(module, public)
+
+
 def main() -> None:
     """Run what is asked for until nobody asks any more."""
-    for name in ao_lab.__all__:
-        getattr(ao_lab, name)  # names are imported where they are first used
+    import_all(MODULES[sys.argv[1]])
     gc.freeze()  # what was imported lives as long as the process
     for line in sys.stdin:
         process = os.fork()

@@ -1,7 +1,12 @@
-"""Python programs in processes of their own that need not import torch again: `python(...)` is `subprocess.run` for them."""
+"""Python programs in processes of their own that need not import torch again: `python(...)` is `subprocess.run` for them.
+
+Programs of `server="ao_lab"` have imported it and torch's distributed modules, those of `server="transformers"` a model of
+transformers and nothing of ours. Where an import is the subject, a test starts an interpreter instead.
+"""
 
 import atexit
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -12,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @cache
-def server() -> subprocess.Popen[str]:
+def started(server: str) -> subprocess.Popen[str]:
     """The process whose forks run the programs that this one asks for."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.runs.fork_server"],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.runs.fork_server", server],
         cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -26,14 +32,18 @@ def server() -> subprocess.Popen[str]:
 
 
 def python(
-    *arguments: object, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: int = 300
+    *arguments: object,
+    server: str = "ao_lab",
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    timeout: int = 300,
 ) -> subprocess.CompletedProcess[str]:
     """What `python *arguments` leaves, run in a fork with these variables besides those of this process."""
     typed = [str(argument) for argument in arguments]
     with TemporaryDirectory() as folder:
         files = {"printed": f"{folder}/printed", "wrong": f"{folder}/wrong"}
         asked = {**files, "folder": str(cwd), "env": env or {}, "seconds": timeout, "arguments": typed}
-        print(json.dumps(asked), file=server().stdin, flush=True)
-        status = int(server().stdout.readline())
+        print(json.dumps(asked), file=started(server).stdin, flush=True)
+        status = int(started(server).stdout.readline())
         printed, wrong = (Path(name).read_text() for name in files.values())
     return subprocess.CompletedProcess(typed, status, printed, wrong)

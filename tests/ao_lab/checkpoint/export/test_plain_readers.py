@@ -5,9 +5,6 @@ the last test, layer by layer.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from ao_lab.checkpoint.export.plain_reader import reading
 from ao_lab.config.recipe import Recipe, integer_scheme, named
 from ao_lab.tensor.quantized_tensor import quantized
 from tests.ao_lab.config.test_every_config import ARGUMENTS
+from tests.support.runs import forks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -98,12 +96,7 @@ def write(folder, source, kind, config):
 
 def read_plainly(root):
     """What the script says of each folder."""
-    # The last two take instructions away from torch, and other instructions sum in another order.
-    keep = ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
-    env = {**{name: os.environ[name] for name in keep if name in os.environ}, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), str(root)], capture_output=True, text=True, env=env, cwd=root
-    )
+    done = forks.python(SCRIPT, root, server="transformers", cwd=root)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.partition("RESULT")[2])
 

@@ -1,9 +1,6 @@
 """Without `import ao_lab` transformers refuses folders in our layout, of every architecture, and says what to do."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,8 +9,9 @@ from ao_lab.checkpoint.native_layout import REFUSAL
 
 pytest.importorskip("transformers")
 from tests.support.models.hf_models import KINDS, quantized_model
+from tests.support.runs import forks
 
-#: In a process that cannot import ao_lab, wherever it is installed: every way to a model, and what came of it.
+#: In a process that has not imported ao_lab and cannot, wherever it is installed: every way to a model, and what came of it.
 SCRIPT = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -51,17 +49,7 @@ def told(tmp_path_factory):
         save_pretrained(
             quantized_model(kind, "nf4")[0], folders[kind], layout="ao_lab", max_shard_bytes=limit
         )
-    # What a stranger has beside a folder: nothing of ours on the path, no network.
-    away = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "HF_HUB_OFFLINE": "1"
-    }
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, json.dumps(folders)],
-        capture_output=True,
-        text=True,
-        env=away,
-        cwd=root,
-    )
+    done = forks.python("-c", SCRIPT, json.dumps(folders), server="transformers", cwd=root)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-200:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 2 * len(KINDS) + 6
