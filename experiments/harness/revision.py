@@ -1,6 +1,7 @@
 """Where rows come from: the commit of this clone, the versions of libraries, and what has changed since a commit.
 
-Where there is no history (a copy of the tree on another machine), ``AO_LAB_COMMIT`` names the commit; without both it is empty.
+``AO_LAB_COMMIT`` names the commit of a copy of the tree on another machine, which has no history, or one of its own; without
+both it is empty.
 """
 
 from __future__ import annotations
@@ -40,15 +41,12 @@ def commit(root: Path = ROOT) -> str:
 
     Read once a process: what is edited while a run goes on is not what ran.
     """
-    head = git("rev-parse", f"--short={DIGITS}", "HEAD", root=root)
-    if head is None or not (root / ".git").exists():
-        return os.environ.get("AO_LAB_COMMIT", "")
-    return head.strip() + DIRTY * bool(changes(root))
-
-
-def changes(root: Path = ROOT) -> str:
-    """Uncommitted changes of code, as `git status` lists them."""
-    return git("status", "--porcelain", "--", *CODE, root=root) or ""
+    if told := os.environ.get("AO_LAB_COMMIT"):
+        return told
+    head = git("rev-parse", f"--short={DIGITS}", "HEAD", root=root) if (root / ".git").exists() else None
+    if head is None:
+        return ""
+    return head.strip() + DIRTY * bool(git("status", "--porcelain", "--", *CODE, root=root))
 
 
 @cache
@@ -111,4 +109,4 @@ def driver() -> str:
     return words[0] if done.returncode == 0 and words else "unknown"
 
 
-__all__ = ["DIRTY", "changed_files", "changes", "commit", "processor", "state", "versions"]
+__all__ = ["DIRTY", "changed_files", "commit", "processor", "state", "versions"]

@@ -75,7 +75,8 @@ def test_a_copy_without_history_is_told_its_commit(tmp_path, monkeypatch):
     monkeypatch.delenv("AO_LAB_COMMIT", raising=False)
     revision.commit.cache_clear()
     assert revision.commit(tmp_path) == ""
-    revision.commit.cache_clear()
     monkeypatch.setenv("AO_LAB_COMMIT", "0832d6b6")
-    assert revision.commit(tmp_path) == "0832d6b6"
+    for root in (tmp_path, revision.ROOT):
+        revision.commit.cache_clear()
+        assert revision.commit(root) == "0832d6b6"
     revision.commit.cache_clear()
