@@ -169,6 +169,6 @@ def test_a_complete_run_is_published(monkeypatch, tmp_path):
     found, written = command.complete(with_baselines=False, paths=places)
     assert {line.case for line in found} == {"quantize.mxfp4", "small.fp8_rowwise"}
     assert all(line.ok for line in found)
-    assert {row.table for row in readplaces.rows("kernels")} == {"kernels/full/random-normal"}
+    assert {row.table for row in read(places.rows("kernels"))} == {"kernels/full/random-normal"}
     assert (places.reports / "kernels.md").exists()
     assert any("kernels.csv.gz" in where for _, where in written)
