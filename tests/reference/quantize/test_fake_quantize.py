@@ -12,7 +12,7 @@ import fast
 import reference
 from reference import SCHEMES, Scales
 from reference.formats.formats import FORMATS
-from tests.support.record_samples import STRUCTURES, covering, sampled, values_of
+from tests.support.record_samples import STRUCTURES, covering, kinds_of, sampled
 
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((16, 1024)) * np.exp(RNG.standard_normal((16, 1)))).astype(np.float32)
@@ -102,7 +102,8 @@ def test_short_last_block_counts_each_element_once():
     assert dscale.tolist() == [[448.0 * 128 * 128, 448.0 * 256], [448.0 * 256, 448.0 * 4]]
 
 
-@pytest.mark.parametrize("name", sampled(covering(values_of, KINDS), KINDS))
+# XLA compiles for seconds: by day one of every kind of block, of second level and of zero point.
+@pytest.mark.parametrize("name", sampled(covering(kinds_of, KINDS), KINDS))
 def test_libraries_agree_on_gradients(name):
     import jax
     import jax.numpy as jnp
@@ -122,7 +123,7 @@ def test_libraries_agree_on_gradients(name):
             assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int8_rowwise", "nvfp4"])
+@pytest.mark.parametrize("name", sampled({"mxfp4", "int8_rowwise"}, ["mxfp4", "int8_rowwise", "nvfp4"]))
 def test_jax_grad_is_the_vjp_under_jit_and_vmap(name):
     import jax
     import jax.numpy as jnp
@@ -146,7 +147,7 @@ def stochastic(name):
     return replace(SCHEMES[name], name=f"{name}_stochastic", rounding="stochastic")
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("name", sampled(covering(kinds_of, STOCHASTIC), STOCHASTIC))
 def test_stochastic_values_are_those_of_storage_in_every_library(name):
     import jax.numpy as jnp
 
@@ -177,7 +178,7 @@ def test_stochastic_saturation_is_that_of_the_rounded_element():
         assert dscale.tolist() == [[sum(448 - x[0, i] * kept[i] for i in range(4))]]
 
 
-@pytest.mark.parametrize("name", sampled(covering(values_of, STOCHASTIC), STOCHASTIC))
+@pytest.mark.parametrize("name", sampled(covering(kinds_of, STOCHASTIC), STOCHASTIC))
 def test_stochastic_gradients_in_every_library(name):
     import jax
     import jax.numpy as jnp
