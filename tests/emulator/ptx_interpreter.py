@@ -33,7 +33,7 @@ from tests.emulator.ptx_opcodes import (
 )
 
 BYTES = {tl.float8e4nv: (e4m3_of, ml_dtypes.float8_e4m3fn), tl.float8e5: (e5m2_of, ml_dtypes.float8_e5m2)}
-cast_impl, dot_impl = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+cast_impl, dot_impl = InterpreterBuilder.cast_impl, quick_interpreter.create_dot
 
 
 def registers_of(data: Any, pack: int) -> list[Any]:

@@ -95,8 +95,18 @@ def generic_reduce(self: Any, tensors: Any) -> list[Any]:
     return [self.to_tensor(np.expand_dims(whole, self.axis) if self.keep_dims else whole, tensor.dtype)]
 
 
+def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """A product whose sums are rounded once: in float32 a library adds in an order that depends on a column's place."""
+    if d.data.dtype != np.float32:
+        return dot_impl(self, a, b, d, *options)
+    wide = interpreter.TensorHandle(d.data.astype(np.float64), tl.float64)
+    made = dot_impl(self, a, b, wide, *options)
+    return interpreter.TensorHandle(made.data.astype(np.float32), d.dtype.scalar)
+
+
 first_init = {kind: kind.__init__ for kind in (tl.block_type, tl.tensor)}
 broadcast_impl_value = type(interpreter.interpreter_semantic).broadcast_impl_value
+dot_impl = interpreter.InterpreterBuilder.create_dot
 element_by_element = interpreter.ReduceOps.generic_reduce
 
 
@@ -106,6 +116,7 @@ def install() -> None:
     interpreter.InterpretedFunction.__call__ = call
     interpreter._get_np_dtype = get_np_dtype
     interpreter.ReduceOps.generic_reduce = generic_reduce
+    interpreter.InterpreterBuilder.create_dot = create_dot
     tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
     type(interpreter.interpreter_semantic).broadcast_impl_value = broadcast
     builder = interpreter.interpreter_builder

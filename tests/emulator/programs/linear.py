@@ -1,7 +1,8 @@
 """`linear`'s kernels for one vector and for tiles on CPU tensors in Triton's interpreter, against exact products.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/linear.py
+    TRITON_INTERPRET=1 python tests/emulator/programs/linear.py [day]
 
+day: a record of each kind, see `BY_DAY`.
 See `interpreted_kernels` for what the interpreter can show. The kernels in Gluon have inline assembly, which it has not: there
 `gemv_any` takes all weights. Sums that are exact in float32 have to be equal bit for bit, others within the bound of
 `linear_cases`.
@@ -45,6 +46,11 @@ CASES = (
     ("mxint8", 256, True), ("nvfp4", 256, True), ("nvfp4", 80, True), ("fp8_1x128", 384, True),
     ("fp8_128x128", 256, True), (OBLONG, 96, True), ("nf4", 256, False), ("nf4", 64, False),
     (integer_scheme(4, 8, True), 72, False), (integer_scheme(4, 16, False), 80, True),
+)  # fmt: skip
+#: Every way to store an element, every kind of block and zero point, long rows; records of the user's own.
+BY_DAY = (
+    ("int8_rowwise", 96), ("fp8_rowwise", 544), ("int8_rowwise_asymmetric", 256), ("int4_g64_asymmetric", 256),
+    ("int3_g128_asymmetric", 384), ("mxfp6_e3m2", 96), ("mxfp4", 1056), ("nvfp4", 80), ("fp8_128x128", 256), ("nf4", 256),
 )  # fmt: skip
 NOT_EXACT = ("nf4",)
 ROWS = 37
@@ -169,11 +175,13 @@ def compare_codes() -> None:
         print("codes", m, n, k, flush=True)
 
 
-def main() -> None:
-    """Compare all cases."""
+def main(by_day: bool) -> None:
+    """Compare all cases, or those of the day."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     quick_interpreter.install()
     for scheme, length, several in CASES:
+        if by_day and isinstance(scheme, str) and (scheme, length) not in BY_DAY:
+            continue
         record = named(scheme) if isinstance(scheme, str) else scheme
         assert record is not None
         compare(record, length, several)
@@ -186,4 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["day"])

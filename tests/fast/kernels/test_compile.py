@@ -55,7 +55,9 @@ from tests.fast.kernels.compiling.kernel_calls import (
 )
 from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
 from tests.fast.kernels.compiling.kernel_limits import GROUPS, HOT, THRICE, TWICE
+from tests.fast.kernels.compiling.kernel_samples import features_of, in_parts, kinds_of_call
 from tests.fast.linear.test_linear_compile import PRODUCTS
+from tests.support.day_cases import by_day
 
 PARTS = ("slopes_kernel", "part_sums_kernel")
 COMPILED = (
@@ -303,14 +305,7 @@ def with_marks(cases):
     """Cases as parameters; those that spill under a later Triton may fail there, and nowhere else."""
     later = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
     spills = pytest.mark.xfail(later, reason="Triton 3.7 spills", raises=AssertionError, strict=False)
-    return [
-        pytest.param(
-            one,
-            id=one.name,
-            marks=[spills] * (one.name in SPILLS_LATER) + [pytest.mark.nightly] * (one in LONG),
-        )
-        for one in cases
-    ]
+    return by_day(cases, features_of, lambda one: one.name, lambda one: [spills] * (one.name in SPILLS_LATER))
 
 
 @pytest.mark.parametrize(
@@ -370,7 +365,10 @@ def test_rows_that_would_spill_get_their_registers(name, length):
     stay_in_registers(machine)
 
 
-@pytest.mark.parametrize("one", with_marks(COMPILED + LONG))
+@pytest.mark.parametrize(
+    "one",
+    [*with_marks(COMPILED), *(pytest.param(one, id=one.name, marks=pytest.mark.nightly) for one in LONG)],
+)
 def test_compiles_and_stays_in_registers(one):
     machines = launched(one.call)
     assert tuple(machine.kernel for machine in machines) == one.kernels
@@ -378,23 +376,20 @@ def test_compiles_and_stays_in_registers(one):
         stay_in_registers(machine, LIMITED.get(one.name, 0))
 
 
-TOGETHER = 12
+HOT_PARTS, HOT_CASES = in_parts(HOT, lambda each: each[0], kinds_of_call)
 
 
 @lru_cache(maxsize=2)
 def hot_machines(part):
-    """Machines of so many cases side by side, by name."""
-    cases = [one for one, _ in HOT[TOGETHER * part : TOGETHER * (part + 1)]]
+    """Machines of the cases of a part side by side, by name."""
+    cases = [one for one, _ in HOT_PARTS[part]]
     made = launched_together([one.call for one in cases])
     return dict(zip((one.name for one in cases), made, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("part", "one", "moves"),
-    [(number // TOGETHER, *case) for number, case in enumerate(HOT)],
-    ids=[one.name for one, _ in HOT],
-)
-def test_hot_kernels_move_wide_and_stay_small(part, one, moves):
+@pytest.mark.parametrize(("part", "case"), HOT_CASES)
+def test_hot_kernels_move_wide_and_stay_small(part, case):
+    one, moves = case
     machines = hot_machines(part)[one.name]
     assert tuple(machine.kernel for machine in machines) == one.kernels
     for machine, wanted in zip(machines, moves, strict=True):

@@ -17,6 +17,7 @@ from ao_lab.config.recipe import named
 from fast.kernels.linear.select import W8A16_REGISTERS
 from tests.fast.kernels.compiling.kernel_calls import case, codes, gated, linear, pair
 from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
+from tests.fast.kernels.compiling.kernel_samples import features_of, in_parts
 
 W4A16, W8A16, W8A8, ANY, SMALL_M = (
     (f"{name}_kernel",) for name in ("gemv_w4a16", "gemv_w8a16", "gemv_w8a8", "gemv_any", "gemm_small_m")
@@ -120,7 +121,7 @@ PRODUCTS = (
 WGMMA = re.compile(r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*(\S+?),\s*(\S+?),")
 
 
-TOGETHER = 12
+PARTS, CASES = in_parts(PRODUCTS, lambda one: one, features_of)
 
 
 def of_one_weight(call):
@@ -134,18 +135,14 @@ def of_one_weight(call):
 def product_machines(part):
     """Machines of so many products side by side, by name, and for pairs those of one weight, by (name, "alone")."""
     calls = {}
-    for one in PRODUCTS[TOGETHER * part : TOGETHER * (part + 1)]:
+    for one in PARTS[part]:
         calls[one.name] = one.call
         if one.kernels in (W4A16_PAIR, W8A16_PAIR, *GATED):
             calls[one.name, "alone"] = of_one_weight(one.call).call
     return dict(zip(calls, launched_together([*calls.values()]), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("part", "one"),
-    [(number // TOGETHER, one) for number, one in enumerate(PRODUCTS)],
-    ids=[one.name for one in PRODUCTS],
-)
+@pytest.mark.parametrize(("part", "one"), CASES)
 def test_products_compile_as_they_are_meant_to(part, one):
     made = product_machines(part)
     machine, *others = machines = made[one.name]

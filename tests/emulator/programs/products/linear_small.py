@@ -1,6 +1,6 @@
 """`linear_small` and its private layout on CPU tensors in Triton's interpreter, against exact products and the bound.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small.py
+    TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small.py [day | SCHEME]
 
 Prints what agreed, a line for each scheme; raises at the first difference. Registers and their order are the compiler's:
 that is for `tests/gpu/linear/validate_linear_small.py`.
@@ -44,6 +44,8 @@ SCHEMES = (
     "int8_g32_asymmetric", "int8_g128", "fp8_rowwise", "fp8_tensorwise", "fp8_1x128", "mxfp8_e4m3",
     "mxfp4", "nvfp4", "torchao.nvfp4_single_level", "nf4",
 )  # fmt: skip
+#: A scheme of each kind of word and scale; of the first two also tensors of three axes.
+BY_DAY = ("int4_g32_asymmetric", "nvfp4", "int8_rowwise_asymmetric", "fp8_rowwise", "mxfp8_e4m3", "nf4")
 #: Those whose scales are factors, powers of two first.
 WITH_FACTORS = ("mxfp4", "mxfp8_e4m3", "nvfp4")
 #: Those of which every tile of experts is compared.
@@ -328,7 +330,8 @@ def main() -> None:
     """Compare all."""
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
-    chosen = [name for name in SCHEMES if sys.argv[1:] in ([], [name])]
+    by_day = sys.argv[1:] == ["day"]
+    chosen = [name for name in SCHEMES if (name in BY_DAY if by_day else sys.argv[1:] in ([], [name]))]
     for name in chosen:
         compare(name)
         if name != "nf4":
@@ -358,7 +361,7 @@ def main() -> None:
     expert_products.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
         preshuffled(name)
-        if named(name).scale.block != "tensor" and name != "nf4":
+        if named(name).scale.block != "tensor" and name != "nf4" and not (by_day and name not in BY_DAY[:2]):
             tensors_of_experts(name)
         print("preshuffled", name, flush=True)
     print("agreed", flush=True)

@@ -1,6 +1,6 @@
 """`linear_small_dynamic` on CPU tensors in Triton's interpreter: inputs to the bit, products against exact ones and the bound.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small_dynamic.py
+    TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small_dynamic.py [SCHEME ...]
 
 Prints what agreed, a line for each scheme of inputs; raises at the first difference. The sequences of Hopper are emulated.
 """
@@ -152,7 +152,7 @@ def main() -> None:
     ptx_interpreter.install()
     dispatch.has_kernels = lambda x: True
     for at, name in enumerate(SCHEMES):
-        if sys.argv[1:] not in ([], [name]):
+        if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         scheme = named(name)
         inputs_agree(scheme)

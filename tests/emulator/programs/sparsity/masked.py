@@ -1,6 +1,6 @@
 """Masked weights as they are and compressed in both directions, inline assembly included, on CPU tensors against `reference`.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/sparsity/masked.py
+    TRITON_INTERPRET=1 python tests/emulator/programs/sparsity/masked.py [DTYPE]
 
 Instructions are emulated (`ptx_interpreter`). Prints what agreed, a line for each dtype; raises at the first difference.
 """
@@ -51,6 +51,8 @@ def main() -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
     for dtype in DTYPES:
+        if sys.argv[1:] not in ([], [str(dtype)]):
+            continue
         for shape in SHAPES[1:4]:
             for turned in (False, True):
                 for w, mask in weights(shape, dtype, turned):

@@ -1,6 +1,8 @@
 """Values and codes of both axes from one read, inline assembly included, on CPU tensors against `reference`, bit for bit.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/training/values.py [SCHEME ...]
+    TRITON_INTERPRET=1 python tests/emulator/programs/training/values.py [day | SCHEME ...]
+
+day: each scheme in one dtype, the next one in the other.
 
 Instructions are emulated (`ptx_interpreter`). Edge blocks, neighbours of every tie and patterns of 16 bits lie along rows, and
 then along columns; programs of the size that runs are tried on a matrix that they do not fill.
@@ -27,6 +29,7 @@ from tests.emulator.programs import fast_codes
 
 #: Every element, and every rule that training uses.
 NAMES = ("mxfp8_e4m3_rceil", "mxfp8_e5m2", "mxfp6_e2m3_rceil", "mxfp6_e3m2", "mxfp4_rceil")
+DTYPES = ("bfloat16", "float16")
 #: Columns of a program: few operations of the interpreter on many elements.
 WIDE = 1 << 14
 
@@ -60,11 +63,11 @@ def compare_places(scheme: Scheme, dtype: str) -> None:
         compare((x * torch.exp(3 * spread)).to(getattr(torch, dtype)), scheme)
 
 
-def compare_all(names: tuple[str, ...] = NAMES) -> None:
+def compare_all(names: tuple[str, ...] = NAMES, by_day: bool = False) -> None:
     """Compare some schemes, a line for each and a dtype."""
     with mock.patch.object(host, "interpreted", return_value=False):
-        for name in names:
-            for dtype in ("bfloat16", "float16"):
+        for at, name in enumerate(names):
+            for dtype in DTYPES[at % 2 :][:1] if by_day else DTYPES:
                 compare_blocks(SCHEMES[name], dtype)
                 print(name, dtype, "both axes", flush=True)
         for dtype in ("bfloat16", "float16"):
@@ -77,7 +80,8 @@ def main(names: tuple[str, ...]) -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
     with np.errstate(all="ignore"):
-        compare_all(names or NAMES)
+        by_day = names == ("day",)
+        compare_all(NAMES if by_day else names or NAMES, by_day)
     print("agreed", flush=True)
 
 

@@ -17,6 +17,7 @@ from tests.emulator.device.program import parsed
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
+from tests.support.day_cases import by_day, named
 
 THREADS = fitted(256, 1, 1, Weight("int4")).threads
 INTEGERS = [
@@ -30,6 +31,12 @@ CUT = [(256, 192), (256, 128), (256, 64), (192, 128), (192, 64), (128, 64)]
 TESTED = [
     (tile, weight) for at, weight in enumerate(WEIGHTS) for tile in (TILES[0], TILES[1 + at % 4], CUT[at % 6])
 ]
+
+
+def features(case):
+    """What kernels differ in by their source: elements, zero points, groups, and each tile."""
+    tile, weight = case
+    return named(element=weight.element, zero=weight.zero, groups=weight.parts > 1, tile=tile)
 
 
 def compiled(tile, weight, x="bfloat16"):
@@ -50,7 +57,7 @@ def waits(code):
     return sum(text.endswith("0x2") for text in found), sum(text.endswith("0x0") for text in found)
 
 
-@pytest.mark.parametrize(("tile", "weight"), TESTED)
+@pytest.mark.parametrize(("tile", "weight"), by_day(TESTED, features))
 def test_variants(tile, weight):
     cubin, log, _ = compiled(tile, weight)
     assert complaints(log, THREADS) == []
@@ -69,8 +76,11 @@ def tiles_in_turn(weight):
 
 @pytest.mark.parametrize(
     ("weight", "tokens", "x"),
-    [(weight, tokens, "bfloat16") for weight in WEIGHTS for tokens in tiles_in_turn(weight)]
-    + [(weight, tiles_in_turn(weight)[-1], "float16") for weight in WEIGHTS],
+    by_day(
+        [(weight, tokens, "bfloat16") for weight in WEIGHTS for tokens in tiles_in_turn(weight)]
+        + [(weight, tiles_in_turn(weight)[-1], "float16") for weight in WEIGHTS],
+        lambda case: named(element=case[0].element, tokens=case[1], x=case[2]),
+    ),
 )
 def test_turns(weight, tokens, x):
     """A stage of four products and a wait for all of them, one at the end; 112 registers are enough."""
@@ -85,8 +95,17 @@ def test_turns(weight, tokens, x):
     assert uses_in_flight(code) == []
 
 
-@pytest.mark.parametrize("tile", [*TILES[:2], CUT[0]])
-@pytest.mark.parametrize("weight", [WEIGHTS[1], *FACTORS, WEIGHTS[-1]])
+@pytest.mark.parametrize(
+    ("tile", "weight"),
+    by_day(
+        [
+            (tile, weight)
+            for weight in (WEIGHTS[1], *FACTORS, WEIGHTS[-1])
+            for tile in (CUT[0], *TILES[1::-1])
+        ],
+        lambda case: named(element=case[1].element),
+    ),
+)
 def test_float16(tile, weight):
     cubin, log, _ = compiled(tile, weight, "float16")
     assert complaints(log, THREADS) == []
@@ -99,7 +118,10 @@ def assemblers():
     return [str(one) for one in (triton, shutil.which("ptxas")) if one and Path(one).exists()]
 
 
-@pytest.mark.parametrize(("tile", "weight"), [*TESTED[:4], *TESTED[-6:]])
+@pytest.mark.parametrize(
+    ("tile", "weight"),
+    by_day([*TESTED[:4], *TESTED[-6:]], lambda case: named(cut=case[0] in CUT)),
+)
 def test_older_assemblers(tile, weight, tmp_path):
     """They serialize products whose operands they see written between those of a group."""
     *_, (source, headers, options) = compiled(tile, weight)

@@ -28,6 +28,7 @@ from tests.fast.kernels.mixed_mm.test_emulated import expected, stored
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
 from tests.gpu.linear.mixed.compared import weight_named
+from tests.support.day_cases import by_day, named
 
 TIMES = Path(__file__).resolve().parents[4] / "reports/data/mixed_mm_experts.json"
 BF16, F16 = torch.bfloat16, torch.float16
@@ -123,11 +124,14 @@ def is_right(early, change):
 
 @pytest.mark.parametrize(
     ("one", "weight"),
-    [
-        (one, weight)
-        for at, weight in enumerate([*INTEGERS[::3], Weight("e4m3"), Weight("e2m1", False, 4)])
-        for one in list(candidates(weight))[at % 3 :: 3]
-    ],
+    by_day(
+        [
+            (one, weight)
+            for at, weight in enumerate([*INTEGERS[::3], Weight("e4m3"), Weight("e2m1", False, 4)])
+            for one in list(candidates(weight))[at % 3 :: 3]
+        ],
+        lambda case: named(element=case[1].element, cut=case[0].small > 0, turns=case[0].turns),
+    ),
 )
 def test_variants_compile(one, weight):
     """No spills, no serialized products, and operands in registers are left alone until their products are waited for."""

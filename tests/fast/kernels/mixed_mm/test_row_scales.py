@@ -19,6 +19,7 @@ from tests.fast.kernels.mixed_mm.test_select import arranged
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
+from tests.support.day_cases import by_day, named
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Variant; scheme; shape (M, N, K); dtype of x; that of a bias.
@@ -106,11 +107,10 @@ DECODED = [Weight("int4"), Weight("int4", True, 2), Weight("int8"), Weight("e2m1
 
 @pytest.mark.parametrize(
     ("tile", "weight"),
-    [
-        pytest.param(tile, weight, marks=[pytest.mark.nightly] * (tile != TILES[0] and weight != DECODED[0]))
-        for tile in TILES
-        for weight in DECODED
-    ],
+    by_day(
+        [(tile, weight) for tile in TILES for weight in DECODED],
+        lambda case: named(turns=case[0][4], cut=case[0][3] > 0, splits=case[0][2] > 1, weight=case[1]),
+    ),
 )
 def test_variants(tile, weight):
     """No spills, no serialized products, operands left alone."""

@@ -2,6 +2,7 @@
 sparse tensor core; and the dense weight has the reference's bits."""
 
 import platform
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fast.kernels.launch import cache
 from fast.kernels.sparse_linear import host
 from fast.kernels.sparse_linear.tilings import arranged_bound, in_place, weight_bound, widened
 from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.support.day_cases import by_day, named
 
 BF16, F16, FLOAT = torch.bfloat16, torch.float16, torch.float32
 UP, DOWN, SQUARE = (14336, 4096), (4096, 14336), (4096, 4096)
@@ -42,7 +44,15 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
+def features_of(name):
+    """Options of a call: groups, dtypes, a bias, whether a row of x is alone, the rows of a tile of sums."""
+    (count, shape, group, *rest), _ = CALLS[name]
+    return named(
+        group=group, rest=tuple(rest), cut=shape[0] % 16 > 0, length=shape[1] % 128 > 0, rows=min(count, 16)
+    )
+
+
+@pytest.mark.parametrize("name", by_day(CALLS, features_of))
 def test_the_product(name):
     """No detour of the weight: each register of codes is read once, 8 bytes at a time, indices 16; four products of the sparse
     tensor core for sixteen rows, 128 columns and eight columns of sums."""
@@ -68,8 +78,10 @@ def test_the_product(name):
     )
 
 
-@pytest.mark.parametrize("shape", [UP, DOWN, SQUARE], ids=str)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    by_day(product([UP, DOWN, SQUARE], [1, 3]), lambda case: named(length=case[0][1], count=case[1])),
+)
 def test_two_turns_at_a_read(shape, count):
     """Codes 16 bytes at a time, the scales of both turns 8, and registers for four programs of two row tiles."""
     tiling = widened(weight_bound(*shape, 128, count), shape[1], 128, count)
@@ -87,8 +99,12 @@ def test_wide_reads_that_there_are_not():
             host.linear_sparse_int4(*operands(*given), group, None, host.Tiling(1, 1, 1, 2, wide=True))
 
 
-@pytest.mark.parametrize("shape", [UP, DOWN, SQUARE, (37, 352)], ids=str)
-@pytest.mark.parametrize("count", [3, 16, 33])
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    by_day(
+        product([UP, DOWN, SQUARE, (37, 352)], [3, 16, 33]), lambda case: named(shape=case[0], count=case[1])
+    ),
+)
 def test_arranged_inputs(shape, count):
     """Sixteen bytes at a time, four reads of a column tile and a turn; the first kernel lets the second one begin."""
     group = 32 if shape[1] % 128 else 128

@@ -6,8 +6,10 @@ from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_mm.select import TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, fitted, sources
 from tests.emulator.faults import Planted
+from tests.fast.kernels.sparse_mm import machine_code
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
-from tests.fast.kernels.sparse_mm.machine_code import disassembled, named, read, uses_in_flight
+from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
+from tests.support.day_cases import by_day, named
 
 E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
 LOOP = """
@@ -34,8 +36,11 @@ def code_of(variant, kinds, change=lambda text: text):
 
 @pytest.mark.parametrize(
     ("tile", "kinds", "serial"),
-    [(tile, kinds, False) for tile in TILES + WIDE for kinds in (E4M3, BF16, INT8)]
-    + [(TILES[-2], BF16, True)],
+    by_day(
+        [(tile, kinds, False) for tile in TILES + WIDE for kinds in (E4M3, BF16, INT8)]
+        + [(TILES[-2], BF16, True)],
+        lambda case: named(groups=case[0][1:], wide=case[0] in WIDE, kinds=case[1], serial=case[2]),
+    ),
 )
 def test_registers_of_products_are_left_alone(tile, kinds, serial):
     pair, splits = (2, 1) if tile[0] > 128 else (1, 4)
@@ -84,7 +89,7 @@ def test_uses_are_found(load, left, wrong):
 
 
 def test_registers_of_wide_instructions():
-    assert named("LDS.64 R88, [R90+0x10]") == {88, 89, 90}
-    assert named("CS2R R24, SRZ") == {24, 25}
-    assert named("IMAD.U32 R4, RZ, RZ, UR5") == {4}
-    assert named("SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ") == {4}
+    assert machine_code.named("LDS.64 R88, [R90+0x10]") == {88, 89, 90}
+    assert machine_code.named("CS2R R24, SRZ") == {24, 25}
+    assert machine_code.named("IMAD.U32 R4, RZ, RZ, UR5") == {4}
+    assert machine_code.named("SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R4+URZ], RZ") == {4}

@@ -1,6 +1,7 @@
 """Masked weights in the kernel's order: the reference's bits under an emulator, and what they compile to for Hopper."""
 
 import platform
+from itertools import product
 
 import pytest
 import torch
@@ -15,15 +16,21 @@ from fast.kernels.sparse_mm.bits import pack_bits
 from fast.kernels.sparse_mm.masked_host import compress_masked, keep
 from fast.sparsity import compress_masked as public
 from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.support.day_cases import by_day, named
 
 
-def test_bits_are_those_of_the_reference():
-    assert len(lines_of("tests/emulator/programs/sparsity/masked.py")) == len(public.DTYPES)
+@pytest.mark.parametrize("dtype", by_day(public.DTYPES, lambda dtype: named(size=dtype.itemsize)))
+def test_bits_are_those_of_the_reference(dtype):
+    assert lines_of("tests/emulator/programs/sparsity/masked.py", str(dtype)) == [str(dtype)]
 
 
-@pytest.mark.parametrize("marks", ["bool", "bits"])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", [(1024, 1024), (16, 48)], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("shape", "turned", "marks"),
+    by_day(
+        product([(1024, 1024), (16, 48)], [False, True], ["bool", "bits"]),
+        lambda case: [("whole and turned", case[:2]), ("turned by", case[1:])],
+    ),
+)
 def test_nothing_leaves_a_thread(shape, turned, marks):
     """No stack and no shared memory; octets are read whole."""
     w = torch.zeros(shape, dtype=torch.float16)

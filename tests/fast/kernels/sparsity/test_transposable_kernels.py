@@ -28,11 +28,16 @@ HOT = {
 }
 
 
-def test_bits_are_those_of_the_reference():
-    assert len(lines_of("tests/emulator/programs/sparsity/transposable.py")) == len(host.FLOATS)
+@pytest.mark.parametrize("part", ["day", pytest.param("", marks=pytest.mark.nightly)])
+def test_bits_are_those_of_the_reference(part):
+    lines = lines_of("tests/emulator/programs/sparsity/transposable.py", *part.split())
+    assert len(lines) == len(host.FLOATS)
 
 
-@pytest.mark.parametrize("name", HOT)
+@pytest.mark.parametrize(
+    "name",
+    ["both bf16", *(pytest.param(one, marks=pytest.mark.nightly) for one in HOT if one != "both bf16")],
+)
 def test_nothing_leaves_a_thread(name):
     """No stack, no shared memory, no exchange but one maximum over a warp; twelve warps of a multiprocessor."""
     call, most = HOT[name]
@@ -50,6 +55,7 @@ def test_nothing_leaves_a_thread(name):
     assert len(order) - skipped <= most * machine.elements / 16
 
 
+@pytest.mark.nightly
 def test_edges_stay_in_registers():
     (machine,) = launched(lambda: host.compress_transposable(dense(torch.bfloat16, (8, 24))))
     assert (machine.local, machine.stack) == (0, 0)

@@ -13,6 +13,8 @@ from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
 from fast.matmul.preshuffled.exact_inputs import CODES, DIGITS, VALUES, kind_of
 from reference import SCHEMES
+from tests.support.day_cases import by_day
+from tests.support.day_cases import named as features
 from tests.support.linear_cases import inputs, weight
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -105,11 +107,17 @@ def test_operator():
     torch.library.opcheck(torch.ops.ao_lab.linear_small_dynamic.default, arguments)
 
 
+#: Codes with zero points of a byte and of 16 bits, of floats, values; by night all.
+BITS = ("int8_rowwise_asymmetric", "fp8_rowwise", "torchao.int8_rowwise_asymmetric", "mxfp4_rceil")
+
+
 @pytest.mark.skipif(not LINUX, reason="triton has no packages for this system")
-def test_bits():
+@pytest.mark.parametrize("names", [BITS, pytest.param((), marks=pytest.mark.nightly)], ids=["day", "all"])
+def test_bits(names):
     from tests.emulator.interpreter_process import lines_of
 
-    assert len(lines_of("tests/emulator/programs/products/linear_small_dynamic.py")) == 14
+    lines = lines_of("tests/emulator/programs/products/linear_small_dynamic.py", *names)
+    assert len(lines) == (len(names) or 14)
 
 
 #: Schemes of inputs, the length of a row, and the most registers and instructions of the kernel in front.
@@ -121,7 +129,15 @@ COMPILED = [
 
 
 @pytest.mark.skipif(not LINUX, reason="triton has no packages for this system")
-@pytest.mark.parametrize(("name", "length", "registers", "instructions"), COMPILED)
+@pytest.mark.parametrize(
+    ("name", "length", "registers", "instructions"),
+    by_day(
+        COMPILED,
+        lambda case: features(
+            values=kind_of(named(case[0])), zero=named(case[0]).zero is None, project="." in case[0]
+        ),
+    ),
+)
 def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructions):
     """Wide loads and stores, no spills, and the product may begin meanwhile: two launches where K is one part."""
     from fast.kernels.exact_inputs import host

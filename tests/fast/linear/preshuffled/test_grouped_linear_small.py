@@ -19,6 +19,7 @@ from fast.kernels.linear_small import grouped
 from fast.kernels.linear_small.tilings import MOST_SHARED, Tiling
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.linear.preshuffled.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired
+from tests.support.day_cases import by_day, named
 
 EXPERTS = 8
 ENDS = torch.zeros(EXPERTS, dtype=torch.int32)
@@ -29,18 +30,26 @@ def experts(*kind, **more):
     return grouped.stacked([empty_weight(*kind, **more)] * EXPERTS)
 
 
-@pytest.mark.parametrize("rows", [1024, 14336])
+FORMS = [
+    ("int4", 128, 128, BF16, False), ("int4", 32, 128, BF16, True), ("e4m3", 0, 128, HALF, False),
+    ("int8", 0, 8, BF16, True), ("int4", 128, 512, HALF, False), ("int4", 128, 2, BF16, True), ("e4m3", 0, 2, HALF, False),
+    ("int8", 128, 512, BF16, True), ("e4m3", 128, 16, BF16, False), ("int8", 32, 2, BF16, True),
+    ("int4", 32, 2, BF16, True), ("e2m1", 16, 2, BF16, False), ("e2m1", 32, 128, BF16, False),
+    ("e4m3_mx", 32, 512, BF16, False),
+]  # fmt: skip
+
+
+def features_of(case):
+    """What the kernel has branches for, and whether its weight is large; small groups of integers take long to compile."""
+    element, group, count, dtype, zero, rows = case
+    return named(element=element, of_16=group == 16, at_once=count, dtype=dtype, zero=zero, rows=rows)
+
+
 @pytest.mark.parametrize(
-    ("element", "group", "count", "dtype", "zero"),
-    [
-        ("int4", 128, 128, BF16, False), ("int4", 32, 128, BF16, True), ("e4m3", 0, 128, HALF, False),
-        ("int8", 0, 8, BF16, True), ("int4", 128, 512, HALF, False), ("int4", 128, 2, BF16, True), ("e4m3", 0, 2, HALF, False),
-        ("int8", 128, 512, BF16, True), ("e4m3", 128, 16, BF16, False), ("int8", 32, 2, BF16, True),
-        ("int4", 32, 2, BF16, True), ("e2m1", 16, 2, BF16, False), ("e2m1", 32, 128, BF16, False),
-        ("e4m3_mx", 32, 512, BF16, False),
-    ],
-)  # fmt: skip
-def test_the_kernel_compiles_as_that_of_one_weight(rows, element, group, count, dtype, zero):
+    ("element", "group", "count", "dtype", "zero", "rows"),
+    by_day([(*form, rows) for rows in (1024, 14336) for form in FORMS], features_of),
+)
+def test_the_kernel_compiles_as_that_of_one_weight(element, group, count, dtype, zero, rows):
     """The weight goes from registers to the tensor core, which is waited for before they change; nothing is spilled."""
     w = experts(rows, 4096, element, group, zero=zero)
     (machine,) = launched(

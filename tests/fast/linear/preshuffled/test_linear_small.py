@@ -24,6 +24,7 @@ from fast.scale_factors import rows_of_words
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.support.day_cases import by_day, named
 from tests.support.linear_cases import weight
 
 BF16, HALF = torch.bfloat16, torch.float16
@@ -46,8 +47,9 @@ def empty_weight(n, length, element, group, zero=False):
     return ArrangedWeight(words, scale, zeros, (n, length), element, group)
 
 
-def test_bits():
-    assert len(lines_of("tests/emulator/programs/products/linear_small.py")) == 59
+@pytest.mark.parametrize(("part", "cases"), [("day", 22), pytest.param("", 59, marks=pytest.mark.nightly)])
+def test_bits(part, cases):
+    assert len(lines_of("tests/emulator/programs/products/linear_small.py", *part.split())) == cases
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,9 +118,15 @@ def test_the_rule_fits_any_weight(element, group):
                 assert tiling.splits == 1 or tiling.programs(rows, count) <= 2 * FULL
 
 
-@pytest.mark.parametrize("count", [1, 32, 64, 128])
+RULED = [("int4", 128), ("int8", 128), ("e2m1", 16), ("e4m3_mx", 32), ("nf4", 64)]
+
+
 @pytest.mark.parametrize(
-    ("element", "group"), [("int4", 128), ("int8", 128), ("e2m1", 16), ("e4m3_mx", 32), ("nf4", 64)]
+    ("element", "group", "count"),
+    by_day(
+        [(*RULED[at], (1, 32, 64, 128)[(at + step) % 4]) for step in range(4) for at in range(len(RULED))],
+        lambda case: named(element=case[0], count=case[2]),
+    ),
 )
 def test_nothing_is_spilled_by_the_rule(element, group, count):
     zero = element not in (*FACTORED, "nf4")
@@ -155,6 +163,14 @@ COMPILED = [
 ]  # fmt: skip
 
 
+def features_of(case):
+    """What the kernel has branches for."""
+    (element, group, _), more, tiling, _ = case
+    tiles = named(tokens=tiling.block_m, splits=tiling.splits > 1, early=tiling.early, warps=tiling.warps)
+    groups = named(none=group == 0, short=group == 32, long=group == 256, of_16=group == 16)
+    return [*tiles, *groups, *named(element=element, **more)]
+
+
 def paired(machine):
     """Layouts of the words that assembly takes two of: whether the second register of a lane is the next word."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", machine.ttgir, re.M))
@@ -167,7 +183,7 @@ def paired(machine):
                 )
 
 
-@pytest.mark.parametrize(("which", "more", "tiling", "registers"), COMPILED, ids=str)
+@pytest.mark.parametrize(("which", "more", "tiling", "registers"), by_day(COMPILED, features_of))
 def test_kernels_compile_as_they_are_meant_to(which, more, tiling, registers):
     """The weight goes from registers to the tensor core, which is waited for before they change; nothing is spilled."""
     element, group, count = which
@@ -248,10 +264,13 @@ def test_errors():
 
 @pytest.mark.parametrize(
     ("element", "group", "zero"),
-    [
-        ("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("int4", 128, True),
-        ("e2m1", 32, False), ("e2m1", 16, False), ("e4m3_mx", 32, False), ("nf4", 64, False),
-    ],
+    by_day(
+        [
+            ("int4", 128, False), ("int4", 32, True), ("int8", 0, False), ("e4m3", 0, False), ("int4", 128, True),
+            ("e2m1", 32, False), ("e2m1", 16, False), ("e4m3_mx", 32, False), ("nf4", 64, False),
+        ],
+        lambda case: named(element=case[0], zero=case[2]),
+    ),
 )  # fmt: skip
 def test_the_dense_weight_compiles(element, group, zero):
     """Words in loads and values in stores of 16 bytes, nothing spilled."""

@@ -23,6 +23,7 @@ from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import SCHEMES
 from tests.fast.linear.test_linear_pair import targets
 from tests.fast.linear.test_linear_swiglu import compiled
+from tests.support.day_cases import by_day, named
 from tests.support.linear_cases import exact_inputs, exact_weight, inputs, weight
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -46,7 +47,15 @@ COMPILED = [
 
 
 @linux
-@pytest.mark.parametrize(("which", "more", "tiles"), COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("which", "more", "tiles"),
+    by_day(
+        COMPILED,
+        lambda case: named(
+            element=case[0][0], rows=case[0][1] == 0, parts=bool(case[2]) and case[2][3], **case[1]
+        ),
+    ),
+)
 def test_kernels_compile_as_those_of_one_weight(which, more, tiles):
     """From registers to the tensor core, which is waited for before they change; each read as wide as one weight's."""
     from fast.kernels.linear_small import host, pair

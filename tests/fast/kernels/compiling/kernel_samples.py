@@ -1,0 +1,60 @@
+"""Which compiled kernels stand for others by day: every kernel, kind of record and option of a call occurs among them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import pytest
+
+from reference import SCHEMES
+from tests.fast.kernels.compiling.kernel_calls import Case
+from tests.support.day_cases import covering
+from tests.support.record_samples import kinds_of
+
+#: Kernels that are compiled side by side and read back at once.
+TOGETHER = 12
+
+
+def features_of(case: Case) -> set[Hashable]:
+    """The function with its kernels, kinds of its record, and its options; elements whatever the function."""
+    function = case.call.func
+    given = inspect.signature(function).bind(*case.call.args, **case.call.keywords)
+    given.apply_defaults()
+    made: set[Hashable] = {(function, case.kernels)}
+    for name, value in given.arguments.items():
+        record = SCHEMES.get(getattr(value, "name", value)) if isinstance(value, Hashable) else None
+        if record is not None:
+            made |= {(function, name, kind) for kind in kinds_of(record.name)}
+            made |= {("element", record.element), (function, name, "." in record.name)}
+        elif isinstance(value, bool | str) or name == "axis":
+            made.add((function, name, value))
+    return made
+
+
+def kinds_of_call(case: Case) -> set[Hashable]:
+    """The function with its kernels, and the record's element."""
+    records = [SCHEMES[one] for one in case.call.args if isinstance(one, str) and one in SCHEMES]
+    return {(case.call.func, case.kernels), *((case.call.func, one.format.bits) for one in records)}
+
+
+def in_parts(
+    cases: Sequence[Any], case_of: Callable[[Any], Case], features: Callable[[Case], set[Hashable]]
+) -> tuple[list[list[Any]], list[Any]]:
+    """Parts of `TOGETHER` cases, and a parameter (part, case) for each case: those by day are in parts of their own."""
+    chosen = set(covering(cases, lambda one: features(case_of(one))))
+    parts: list[list[Any]] = []
+    parameters = []
+    for by_day in (True, False):
+        some = [one for at, one in enumerate(cases) if (at in chosen) == by_day]
+        for first in range(0, len(some), TOGETHER):
+            parts.append(some[first : first + TOGETHER])
+            marks = [] if by_day else [pytest.mark.nightly]
+            parameters += [
+                pytest.param(len(parts) - 1, one, id=case_of(one).name, marks=marks) for one in parts[-1]
+            ]
+    return parts, parameters
+
+
+__all__ = ["TOGETHER", "features_of", "in_parts", "kinds_of_call"]
