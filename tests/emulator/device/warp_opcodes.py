@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.device.floats import KINDS, halves_of_bytes, pair_of, pattern, real, values_of
 from tests.emulator.device.opcodes import Operands, Step, signed
+from tests.emulator.device.runs.floats import KINDS, halves_of_bytes, pair_of, pattern, real, values_of
 from tests.emulator.device.sparse_opcodes import sparse_product
 
 #: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.

@@ -25,6 +25,7 @@ import fast
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES
+from tests.fast.kernels.compiling.day_cases import by_day
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
     KERNELS,
@@ -57,7 +58,6 @@ from tests.fast.kernels.compiling.kernel_compiler import launched, launched_toge
 from tests.fast.kernels.compiling.kernel_limits import GROUPS, HOT, THRICE, TWICE
 from tests.fast.kernels.compiling.kernel_samples import features_of, in_parts, kinds_of_call
 from tests.fast.linear.test_linear_compile import PRODUCTS
-from tests.support.day_cases import by_day
 
 PARTS = ("slopes_kernel", "part_sums_kernel")
 COMPILED = (

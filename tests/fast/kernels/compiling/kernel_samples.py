@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from reference import SCHEMES
+from tests.fast.kernels.compiling.day_cases import covering
 from tests.fast.kernels.compiling.kernel_calls import Case
-from tests.support.day_cases import covering
 from tests.support.record_samples import kinds_of
 
 #: Kernels that are compiled side by side and read back at once.

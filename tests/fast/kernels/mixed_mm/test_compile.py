@@ -14,10 +14,10 @@ from fast.kernels.mixed_mm.host import ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.variants import ELEMENTS, GROUPS, Weight, fitted, sources
 from fast.kernels.sparse_mm.variants import MOST_SHARED, PITCH
 from tests.emulator.device.program import parsed
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
-from tests.support.day_cases import by_day, named
 
 THREADS = fitted(256, 1, 1, Weight("int4")).threads
 INTEGERS = [

@@ -23,12 +23,12 @@ from fast.kernels.mixed_mm.variants import Variant, Weight, sources
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.device.stand_in import POISON
 from tests.emulator.faults import assert_seen
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.mixed_mm.test_compile import INTEGERS, THREADS, complaints
 from tests.fast.kernels.mixed_mm.test_emulated import expected, stored
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
 from tests.gpu.linear.mixed.compared import weight_named
-from tests.support.day_cases import by_day, named
 
 TIMES = Path(__file__).resolve().parents[4] / "reports/data/mixed_mm_experts.json"
 BF16, F16 = torch.bfloat16, torch.float16

@@ -13,13 +13,13 @@ from fast.kernels.mixed_mm.variants import ELEMENTS, Variant, Weight, fitted, so
 from fast.kernels.sparse_mm.variants import MOST_SHARED
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.faults import assert_seen, every_second
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.mixed_mm.test_compile import waits
 from tests.fast.kernels.mixed_mm.test_emulated import given, integers, stored
 from tests.fast.kernels.mixed_mm.test_select import arranged
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, uses_in_flight
 from tests.fast.kernels.sparse_mm.test_compile import complaints
-from tests.support.day_cases import by_day, named
 
 BF16, F16 = torch.bfloat16, torch.float16
 #: Variant; scheme; shape (M, N, K); dtype of x; that of a bias.

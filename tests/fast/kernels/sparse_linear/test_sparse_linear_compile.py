@@ -17,8 +17,8 @@ from fast import dispatch
 from fast.kernels.launch import cache
 from fast.kernels.sparse_linear import host
 from fast.kernels.sparse_linear.tilings import arranged_bound, in_place, weight_bound, widened
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
-from tests.support.day_cases import by_day, named
 
 BF16, F16, FLOAT = torch.bfloat16, torch.float16, torch.float32
 UP, DOWN, SQUARE = (14336, 4096), (4096, 14336), (4096, 4096)

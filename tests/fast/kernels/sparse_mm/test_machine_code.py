@@ -6,10 +6,10 @@ from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_mm.select import TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, fitted, sources
 from tests.emulator.faults import Planted
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.sparse_mm import machine_code
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_mm.machine_code import disassembled, read, uses_in_flight
-from tests.support.day_cases import by_day, named
 
 E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
 LOOP = """

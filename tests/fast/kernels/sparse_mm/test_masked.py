@@ -15,8 +15,8 @@ from fast import dispatch
 from fast.kernels.sparse_mm.bits import pack_bits
 from fast.kernels.sparse_mm.masked_host import compress_masked, keep
 from fast.sparsity import compress_masked as public
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
-from tests.support.day_cases import by_day, named
 
 
 @pytest.mark.parametrize("dtype", by_day(public.DTYPES, lambda dtype: named(size=dtype.itemsize)))

@@ -13,8 +13,8 @@ from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
 from fast.matmul.preshuffled.exact_inputs import CODES, DIGITS, VALUES, kind_of
 from reference import SCHEMES
-from tests.support.day_cases import by_day
-from tests.support.day_cases import named as features
+from tests.fast.kernels.compiling.day_cases import by_day
+from tests.fast.kernels.compiling.day_cases import named as features
 from tests.support.linear_cases import inputs, weight
 
 BF16, HALF = torch.bfloat16, torch.float16

@@ -17,9 +17,9 @@ if platform.system() != "Linux":
 
 from fast.kernels.linear_small import grouped
 from fast.kernels.linear_small.tilings import MOST_SHARED, Tiling
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.linear.preshuffled.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired
-from tests.support.day_cases import by_day, named
 
 EXPERTS = 8
 ENDS = torch.zeros(EXPERTS, dtype=torch.int32)

@@ -23,8 +23,8 @@ from fast.kernels.linear_small.tilings import FULL, MOST_REGISTERS, MOST_SHARED,
 from fast.scale_factors import rows_of_words
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
-from tests.support.day_cases import by_day, named
 from tests.support.linear_cases import weight
 
 BF16, HALF = torch.bfloat16, torch.float16

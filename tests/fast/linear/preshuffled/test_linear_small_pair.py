@@ -21,9 +21,9 @@ from fast.matmul.preshuffled import layout, pair
 from fast.matmul.preshuffled.linear import linear_small
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import SCHEMES
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.linear.test_linear_pair import targets
 from tests.fast.linear.test_linear_swiglu import compiled
-from tests.support.day_cases import by_day, named
 from tests.support.linear_cases import exact_inputs, exact_weight, inputs, weight
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.emulator.device import floats, opcodes, warp_opcodes
+from tests.emulator.device import opcodes, warp_opcodes
 from tests.emulator.device.opcodes import Operands
 from tests.emulator.device.program import Instruction
-from tests.emulator.device.translated import NAMES, may_wait, runs, statement, tables
+from tests.emulator.device.runs import floats
+from tests.emulator.device.runs.translated import NAMES, may_wait, runs, statement, tables
 
 NARROW = [
     0,
