@@ -144,14 +144,15 @@ def test_torch_on_any_axis(name):
 
 
 # By day, under vmap, under jit in float16 and under jit: each is compiled whole, and together they have every value of every
-# field and every element. With those of the night they are every record, each way.
-MAPPED = set(KINDS)
-IN_FLOAT16 = covering(values_of, INPUT_DTYPE_NAMES)
-IN_FLOAT32 = set(FIELDS) - MAPPED - set(IN_FLOAT16)
+# field and every element, but for torchao's NF4, which takes three seconds. With those of the night they are every record, each
+# way.
+MAPPED = {"compressed_tensors.mxfp4", "torchao.int8_tensorwise_asymmetric"}
+IN_FLOAT16 = set(covering(values_of, INPUT_DTYPE_NAMES)) - {"torchao.nf4"}
+IN_FLOAT32 = {*FIELDS, *KINDS} - MAPPED - IN_FLOAT16 - {"torchao.nf4"}
 
 
 def test_every_value_of_every_field_is_compiled_by_day():
-    assert set(FIELDS) <= MAPPED | IN_FLOAT32 | set(IN_FLOAT16)
+    assert set(FIELDS) - {"torchao.nf4"} <= MAPPED | IN_FLOAT32 | IN_FLOAT16
 
 
 @pytest.mark.parametrize("name", sampled(IN_FLOAT32))
@@ -159,8 +160,8 @@ def test_jax_jit(name):
     check(jax.jit(lambda x: both(x, name, outputs=WIDE)), name, "float32", outputs=WIDE)
 
 
-# Of what public functions compile by day: shifts, two levels, zero points. They are the programs of `test_jax_jit`.
-CONCRETE = {"compressed_tensors.mxfp4", "te.nvfp4_16x16", "torchao.int4_g128_tinygemm"}
+# Of what public functions compile by day: shifts and zero points. They are the programs of `test_jax_jit`.
+CONCRETE = {"compressed_tensors.mxfp4", "torchao.int4_g128_tinygemm"}
 
 
 @pytest.mark.parametrize("name", sampled(CONCRETE, BLOCKS))
@@ -171,8 +172,8 @@ def test_jax_on_concrete_arrays(name):
     assert_same_bits(reference.choose_scales(jnp.asarray(x), name), reference.choose_scales(x, name))
 
 
-# Of what runs step by step by day: shifts and integers. Under jit all kinds run by day.
-STEPWISE = {"compressed_tensors.mxfp4", "int2_g64"}
+# Of what runs step by step by day: shifts. Under jit all kinds run by day.
+STEPWISE = {"compressed_tensors.mxfp4"}
 
 
 @pytest.mark.parametrize("name", sampled(STEPWISE, BLOCKS))
@@ -198,8 +199,8 @@ def test_jax_jit_float16(name):
 
 
 # Blocks of the whole or the flattened tensor know no axis.
-# By day every kind down the first axis, and one along the one between.
-DOWN = [name for name in KINDS if not isinstance(SCHEMES[name].scale.block, str)]
+# By day two kinds down the first axis, and one along the one between.
+DOWN = [name for name in KINDS if not isinstance(SCHEMES[name].scale.block, str)][:2]
 
 
 @pytest.mark.parametrize(

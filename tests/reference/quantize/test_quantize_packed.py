@@ -44,8 +44,8 @@ def test_torch(name):
         assert_packed(function(tensor, name, packed=True), expected)
 
 
-# Every width of codes, and a second level; zero points and codebooks leave codes of widths that are here already.
-@pytest.mark.parametrize("name", sampled(set(NAMES) - {"int4_g32_asymmetric", "nf4"}, NAMES))
+# A width that fills bytes evenly and one that does not; the others, a second level and zero points at night.
+@pytest.mark.parametrize("name", sampled({"int3_g32", "mxfp4"}, NAMES))
 def test_jax(name):
     """JAX keeps the flag as a static part."""
     expected = quantize(X, name, packed=True)
