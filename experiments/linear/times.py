@@ -80,9 +80,9 @@ class Bench:
         calls = [partial(run, layer, x) for layer, x in zip(layers, inputs, strict=True)]
         dense = table.layers.of(BASE, table.rows)[0].weight
         values: Values = {ERROR: (checked(method, layers[0], calls[0](), inputs[0], dense), "ratio")}
+        spans[method.name] = prepare(self.watch, calls, SETTLED if table.rows >= MANY else PLAN)
         names = [kernel_of(method, layers[0], table.rows), launched(calls[0])]
         values |= kernel(": ".join(filter(None, names)))
-        spans[method.name] = prepare(self.watch, calls, SETTLED if table.rows >= MANY else PLAN)
         if method.library != TORCHAO:
             hosts[method.name] = calls[0]
         return values

@@ -75,6 +75,10 @@ def set_titles(figure: Figure, artist: Artist, titles: Sequence[str]) -> None:
     artist.set_gid(group)
 
 
+#: A number with more digits than a coordinate needs.
+LONG = re.compile(r"-?\d+\.\d{2,}")
+
+
 def svg(figure: Figure) -> str:
     """A figure as SVG text, without date, doctype, comments or indentation; ValueError where titles do not match markers."""
     import matplotlib as mpl
@@ -84,8 +88,10 @@ def svg(figure: Figure) -> str:
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     body = text[text.index("<svg") :]
-    # Coordinates to a tenth of a point: less than half the size, and nothing that an eye can see.
-    body = re.sub(r"-?\d+\.\d{2,}", lambda match: f"{float(match.group()):.1f}", body)
+    # Coordinates to a tenth of a point: less than half the size, and nothing that an eye can see. Texts keep their digits.
+    body = re.sub(
+        r"<[^>]*>", lambda tag: LONG.sub(lambda found: f"{float(found.group()):.1f}", tag.group()), body
+    )
     for group, titles in TITLES.get(figure, {}).items():
         body = _titled(body, group, titles)
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
