@@ -1,175 +1,134 @@
 """The mutation check: break one rule at a time in a copy of the tree and see the tests object.
 
-    python tests/repo/mutation.py            all rules, or `make mutation`
-    python tests/repo/mutation.py NAME ...   some of them
-    python tests/repo/mutation.py --list
+    python -m tests.repo.mutation              all rules of `mutants.py`, or `make mutation`
+    python -m tests.repo.mutation NAME ...     those with such words in their names or files
+    python -m tests.repo.mutation --list
+    python -m tests.repo.mutation --workers 1 --json before.json
+    python -m tests.repo.mutation --workers 1 --json after.json --compare before.json
 
-Each rule is one textual replacement. Its tests run first in the untouched copy (they must pass there), then in the broken one.
-The exit status is 1 if a mutation survived, did not apply (its text must occur exactly once), or broke no more than the clock.
+Each rule is one textual replacement. Its tests run first in an untouched copy (they must pass there), then in the broken one.
+The exit status is 1 if a mutation survived, did not apply (its text must occur exactly once), or broke no more than the clock;
+with --compare if one that an earlier run caught is not caught any more: a test was lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.repo.mutants import MUTATIONS, Mutation
+
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("reference", "ao_lab", "fast", "tests", "pyproject.toml")
-LIMIT = 240  # seconds for one run of pytest
+#: What is imported, and so has to lie in the copy.
+PACKAGES = ("reference", "ao_lab", "fast", "experiments", "tests")
+#: What tests only read.
+READ = ("reports", "docs", "README.md", "CONTRIBUTING.md", "Makefile", "constraints.txt")
+LIMIT = 300  # seconds for one run of pytest
 WORKERS = 2
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
+#: pytest's exit status: only failing tests count as failed, not missing ones.
+OUTCOMES = {0: "passed", 1: "failed"}
+CAUGHT = "caught"
+VERDICTS = {
+    "failed": CAUGHT,
+    "passed": "SURVIVED",
+    "clock": "RAN OUT OF TIME",
+    "broken": "TESTS DID NOT RUN",
+}
+WHERE = """
+from importlib.util import find_spec
+from pathlib import Path
+for name in {names}:
+    print(Path(find_spec(name).origin).resolve())
+"""
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """One broken rule; `tests` are pytest's arguments."""
+class Run:
+    """How tests ended ("passed", "failed", "clock" or "broken"), after how many seconds, and which failed first, why."""
+
+    outcome: str
+    seconds: float
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a mutation."""
 
     name: str
     file: str
-    old: str
-    new: str
+    verdict: str
+    seconds: float
     tests: str
-
-
-MXFP4 = "tests/reference/quantize/test_quantize.py -k mxfp4_equals"
-INT8 = "tests/reference/quantize/test_quantize.py -k int8_asymmetric_equals"
-ELEMENTS = "tests/reference/quantize/test_elements.py"
-ROUNDING = "tests/reference/formats/test_rounding.py"
-SCALES = "tests/reference/quantize/test_scales.py"
-SOFTFLOAT = "tests/reference/arrays/test_softfloat.py -k integer_rules"
-STATISTICS = "tests/reference/quantize/test_statistics.py"
-BLOCKS = "tests/reference/quantize/test_blocks.py"
-MX = "tests/reference/schemes/torchao/test_mx.py"
-SPARSITY = "tests/reference/sparsity/test_"
-
-MUTATIONS = [
-    Mutation("ties to even go up", "formats/rounding.py", "- 1) + (floor & 1)) >> shift", "- 1) + 1) >> shift", ROUNDING),
-    Mutation("to_odd forgets what was lost", "formats/rounding.py", "return floor | inexact", "return floor", ROUNDING),
-    Mutation("up and down swapped", "formats/rounding.py", 'if mode == "down"', 'if mode == "up"', ROUNDING),
-    Mutation("stochastic takes the low random bits", "formats/rounding.py", '"int32") >> 8)', '"int32"))', ROUNDING),
-    Mutation("ties go up in the short rule", "formats/encode_bits.py",
-             "((magnitude >> drop) & 1)) >> drop", "1) >> drop", MXFP4),
-    Mutation("saturation one code late", "formats/encode_bits.py", "return ns.minimum(code, fmt.max_code)",
-             "return ns.minimum(code, fmt.max_code + 1)", "tests/reference/quantize/test_quantize.py -k static_scales"),
-    Mutation("integers lose their lowest value", "formats/encode_bits.py", "ns.minimum(ns.maximum(integer, low), high)",
-             "ns.minimum(ns.maximum(integer, low + 1), high)", INT8),
-    Mutation("rceil too large at an exact ratio", "quantize/power_scales.py", "fraction > target_fraction",
-             "fraction >= target_fraction", SCALES),
-    Mutation("ceil misses one ulp over a power of two", "quantize/power_scales.py", "fraction > 0", "fraction > 1", SCALES),
-    Mutation("even rounds at the wrong bit", "quantize/power_scales.py", "22 - bits", "21 - bits", SCALES),
-    Mutation("floor without the target's exponent", "quantize/power_scales.py", "exponent - target_exponent",
-             "exponent - target_exponent + 1", SCALES),
-    Mutation("scales have no floor", "quantize/scales.py",
-             "return ns.maximum(bits, bits_of(floor_value(record.floor[1], dtype)))",
-             "return bits", SCALES),
-    Mutation("zero point by a reciprocal", "quantize/scales.py", "steps = unit.divide(span.low, scale)",
-             "steps = unit.multiply(span.low, unit.reciprocal(scale))", ELEMENTS),
-    Mutation("block scale by an outer reciprocal", "quantize/scales.py", "else wide.divide(bits, outer)",
-             "else wide.multiply(bits, wide.reciprocal(outer))", ELEMENTS),
-    Mutation("elements divided instead of multiplied", "quantize/elements.py",
-             "return unit.multiply(x, _reciprocal(ns, unit, scale, outer, scheme))",
-             "return unit.divide(x, scale if outer is None else unit.multiply(outer, scale))", ELEMENTS),
-    Mutation("two reciprocals instead of one", "quantize/elements.py", "bits = unit.reciprocal(unit.multiply(outer, scale))",
-             "bits = unit.divide(unit.reciprocal(outer), scale)", ELEMENTS),
-    Mutation("smallest MX scale applied as 2^-126", "quantize/elements.py", "exponent = ns.maximum(scale >> 23, 0) - E8M0_BIAS",
-             "exponent = ns.maximum(scale >> 23, 1) - E8M0_BIAS", MXFP4),
-    Mutation("quotients without a sticky bit", "arrays/softfloat.py", "quotient | ns.where(remainder != 0, 1, 0)", "quotient",
-             SOFTFLOAT),
-    Mutation("sums without a sticky bit", "arrays/softfloat.py",
-             "(wide >> shift) | ns.where((wide & ((1 << shift) - 1)) != 0, 1, 0)",
-             "wide >> shift", SOFTFLOAT),
-    Mutation("products round ties up", "arrays/softfloat.py", "(significand + (1 << (drop - 1)) - 1 + odd) >> drop",
-             "(significand + (1 << (drop - 1))) >> drop", SOFTFLOAT),
-    Mutation("short blocks filled with their first element", "quantize/blocks.py",
-             "(slice(-1, None),)", "(slice(0, 1),)", BLOCKS),
-    Mutation("blocks run along the last axis only", "quantize/blocks.py",
-             "return ns.moveaxis(x, -1, self.axis).reshape(self.shape)",
-             "return x.reshape(self.shape)", BLOCKS),
-    Mutation("finite products overflow", "quantize/quantize.py",
-             "return ns.where(overflow, (product & SIGN) | LARGEST, product)",
-             "return product", "tests/reference/quantize/test_quantize.py -k 'rounded_product or finite_stays'"),
-    Mutation("infinity hides a NaN", "quantize/statistics.py", "nan = largest > INFINITY", "nan = largest >= INFINITY",
-             "tests/reference/schemes/torchao/test_integers.py tests/reference/quantize/test_statistics.py"),
-    Mutation("means of subnormals round up", "quantize/statistics.py",
-             "(values + ((values >> 1) & 1)) >> 1", "(values + 1) >> 1",
-             STATISTICS),
-    Mutation("the range may miss zero", "quantize/statistics.py",
-             "ns.where(span.high < 0, 0, span.high)", "span.high", STATISTICS),
-    Mutation("logarithms rounded as numbers are not", "arrays/log2.py", "spacing / (4 if toward_zero and",
-             "spacing / (2 if toward_zero and",
-             MX + " tests/reference/schemes/torchao/test_fp8.py"),
-    Mutation("compress takes -0 for a weight", "sparsity/compress.py", "(bits != 0) & (bits != negative)", "bits != 0",
-             SPARSITY + "compress.py"),
-    Mutation("RIA without its square root", "sparsity/scores.py", "square_root(ns, norms) if exponent == 0.5 else norms",
-             "norms", SPARSITY + "scores.py"),
-    Mutation("a zero weight on an infinite norm", "sparsity/scores.py", "(score == 0) & ~is_nan(norms)", "score < 0",
-             SPARSITY + "scores.py"),
-    Mutation("an infinity counts as a NaN in a tile", "sparsity/transposable.py", "NAN_COUNT = 9", "NAN_COUNT = 1",
-             SPARSITY + "transposable.py"),
-    Mutation("rows of a tile added one by one", "sparsity/transposable.py",
-             "plus(plus(rows[0], rows[1]), plus(rows[2], rows[3]))", "plus(plus(plus(rows[0], rows[1]), rows[2]), rows[3])",
-             SPARSITY + "transposable.py"),
-    Mutation("no update behind a block", "sparsity/sparsegpt.py", "errors @ upper[start:stop, stop:]", "0",
-             SPARSITY + "sparsegpt.py"),
-    Mutation("scores without the diagonal", "sparsity/sparsegpt.py",
-             "np.abs(wide[:, j : j + group]) / diagonal[j : j + group]", "np.abs(wide[:, j : j + group])",
-             SPARSITY + "sparsegpt.py"),
-    Mutation("damping of the largest element", "sparsity/sparsegpt.py", "share * diagonal.mean()", "share * diagonal.max()",
-             SPARSITY + "sparsegpt.py"),
-    Mutation("an infinite square of a finite activation", "sparsity/activation.py", "ns.minimum(product, LARGEST)", "product",
-             SPARSITY + "activation.py"),
-    Mutation("SR-STE decays what is kept", "sparsity/sr_ste.py",
-             "ns.where(mask, ns.bitcast(a, carrier), ns.bitcast(b, carrier))",
-             "ns.where(mask, ns.bitcast(b, carrier), ns.bitcast(a, carrier))", SPARSITY + "sr_ste.py"),
-    Mutation("group 0000 reaches the hardware", "sparsity/layouts.py", "ns.where(groups == 0, NOTHING_KEPT, groups), m, k // 4",
-             "groups, m, k // 4", SPARSITY + "layouts.py"),
-    Mutation("tiles of one width", "sparsity/layouts.py", "64 * n * (r // 16 % 4)", "128 * (r // 16 % 4)",
-             SPARSITY + "layouts.py"),
-]  # fmt: skip
+    killed_by: str = ""
 
 
 def copy_tree(target: Path) -> None:
-    """What the tests need."""
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(
-                source, target / name, ignore=shutil.ignore_patterns("__pycache__", "experiments", "gpu")
-            )
-        else:
-            shutil.copy(source, target / name)
+    """What the tests import, and links to what they read."""
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", target)
+    for name in READ:
+        (target / name).symlink_to(ROOT / name)
 
 
-def run_tests(folder: Path, tests: str) -> tuple[str, float]:
-    """("passed" | "failed" | "clock" | "broken", seconds): only failing tests count as failed, not missing ones."""
-    command = f'"{sys.executable}" -m pytest -x -q -p no:cacheprovider -p no:xdist {tests}'
-    environment = {
-        **os.environ,
+def environment(folder: Path) -> dict[str, str]:
+    """That of processes whose modules are those of a copy."""
+    own = {
         "HYPOTHESIS_PROFILE": "ci",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(folder),
+        "COLUMNS": "240",  # pytest says in one line why a test failed
     }
+    return {**os.environ, **own}
+
+
+def check_imports(folder: Path) -> None:
+    """RuntimeError where tests in a copy would import another tree, for instance an installed one."""
+    names = [f"{name}.conftest" if name == "tests" else name for name in PACKAGES]
+    command = [sys.executable, "-c", WHERE.format(names=names)]
+    found = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True)
+    places = found.stdout.split()
+    elsewhere = [one for one in places if not Path(one).is_relative_to(folder.resolve())]
+    if elsewhere or len(places) != len(names):
+        raise RuntimeError(f"{folder}: {elsewhere or found.stderr} would be imported, not what is here")
+
+
+def run_tests(folder: Path, tests: str) -> Run:
+    """pytest in a copy, up to the first failure."""
+    check_imports(folder)
+    command = f'"{sys.executable}" -m pytest -x -q -p no:cacheprovider -p no:xdist {tests}'
     start = time.monotonic()
+    process = subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment(folder), start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, timeout=LIMIT, capture_output=True, text=True
-        )
+        output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        return "clock", time.monotonic() - start
-    outcome = {0: "passed", 1: "failed"}.get(done.returncode, "broken")
-    return outcome, time.monotonic() - start
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return Run("clock", time.monotonic() - start)
+    outcome, failed = OUTCOMES.get(process.returncode, "broken"), FAILED.search(output)
+    return Run(outcome, time.monotonic() - start, failed[1] if failed and outcome == "failed" else "")
 
 
 def mutate(folder: Path, mutation: Mutation) -> bool:
     """Replace the rule in a copy; False where its text does not occur exactly once."""
-    path = folder / "reference" / mutation.file
+    path = folder / mutation.file
     text = path.read_text()
     if text.count(mutation.old) != 1:
         return False
@@ -177,28 +136,57 @@ def mutate(folder: Path, mutation: Mutation) -> bool:
     return True
 
 
-def check(mutation: Mutation) -> tuple[Mutation, str, float]:
+def check(mutation: Mutation) -> Row:
     """One mutation in a copy of its own."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         folder = Path(name)
         copy_tree(folder)
         if not mutate(folder, mutation):
-            return mutation, "DID NOT APPLY", 0.0
-        outcome, seconds = run_tests(folder, mutation.tests)
-    words = {
-        "failed": "caught",
-        "passed": "SURVIVED",
-        "clock": "RAN OUT OF TIME",
-        "broken": "TESTS DID NOT RUN",
-    }
-    return mutation, words[outcome], seconds
+            return row_of(mutation, "DID NOT APPLY")
+        run = run_tests(folder, mutation.arguments)
+    return row_of(mutation, VERDICTS[run.outcome], run)
 
 
-def sound(tests: str) -> tuple[str, str]:
+def row_of(mutation: Mutation, verdict: str, run: Run | None = None) -> Row:
+    """A mutation, and what is said of it."""
+    seconds, failed = (0.0, "") if run is None else (round(run.seconds, 1), run.failed)
+    return Row(mutation.name, mutation.file, verdict, seconds, mutation.arguments, failed)
+
+
+def sound(tests: str) -> tuple[str, Run]:
     """A selection of tests in an untouched copy: a mutation counts only where they pass without it."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         copy_tree(Path(name))
-        return tests, run_tests(Path(name), tests)[0]
+        return tests, run_tests(Path(name), tests)
+
+
+def unsound(chosen: Sequence[Mutation], workers: int) -> dict[str, Run]:
+    """Selections that do not pass without any mutation, each said once."""
+    bad = {}
+    with ThreadPoolExecutor(workers) as pool:
+        for tests, run in pool.map(sound, dict.fromkeys(m.arguments for m in chosen)):
+            say(f"{run.outcome:18} {run.seconds:5.0f} s  without any mutation: {tests}")
+            if run.outcome != "passed":
+                bad[tests] = run
+    return bad
+
+
+def checked(chosen: Sequence[Mutation], workers: int) -> Iterator[Row]:
+    """What became of each mutation, as it is known; those whose tests fail anyway are not tried."""
+    bad = unsound(chosen, workers)
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(lambda m: row_of(m, "UNSOUND") if m.arguments in bad else check(m), chosen)
+
+
+def lost(before: Sequence[Mapping[str, object]], rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Mutations that were caught before and are not now, or are no more; names: all of today's table, whether chosen or not."""
+    verdicts = {row.name: row.verdict for row in rows}
+    gone = [str(row["name"]) for row in before if row["verdict"] == CAUGHT]
+    return [
+        f"{name}: {verdicts.get(name, 'NOT IN THE TABLE')}"
+        for name in gone
+        if (name in verdicts or name not in names) and verdicts.get(name) != CAUGHT
+    ]
 
 
 def say(line: str) -> None:
@@ -207,31 +195,42 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the check and print its table."""
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description="Break one rule at a time and see the tests object.")
     parser.add_argument("names", nargs="*", help="words of the mutations' names or files; all by default")
     parser.add_argument("--list", action="store_true", help="only list them")
-    options = parser.parse_args(arguments)
-    chosen = [
-        m for m in MUTATIONS if not options.names or any(n in f"{m.file} {m.name}" for n in options.names)
-    ]
+    parser.add_argument("--workers", type=int, default=WORKERS, help="how many run at once")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write a row for each mutation")
+    parser.add_argument(
+        "--compare", type=Path, metavar="BEFORE", help="rows of an earlier run: what is lost since"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the check and print its table."""
+    options = parsed(arguments)
+    words = options.names or [""]
+    chosen = [m for m in MUTATIONS if any(word in f"{m.file} {m.name}" for word in words)]
     if options.list:
         for mutation in chosen:
-            say(f"{mutation.file:16} {mutation.name:46} {mutation.tests}")
+            say(f"{mutation.file:48} {mutation.name:50} {mutation.arguments}")
         return 0
-    with ThreadPoolExecutor(WORKERS) as pool:
-        unsound = [(t, o) for t, o in pool.map(sound, sorted({m.tests for m in chosen})) if o != "passed"]
-        for tests, outcome in unsound:
-            say(f"without any mutation: {outcome}: {tests}")
-        if unsound:
-            return 1
-        bad = 0
-        for mutation, verdict, seconds in pool.map(check, chosen):
-            say(f"{verdict:18} {seconds:5.0f} s  {mutation.file:16} {mutation.name}")
-            bad += verdict != "caught"
-    say(f"{len(chosen)} mutations, {bad} problems")
-    return 1 if bad or not chosen else 0
+    before = json.loads(options.compare.read_text()) if options.compare else None
+    rows: list[Row] = []
+    for row in checked(chosen, options.workers):
+        rows.append(row)
+        say(f"{row.verdict:18} {row.seconds:5.0f} s  {row.file}: {row.name}")
+        if options.json:  # at once: a run takes long
+            options.json.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    bad = sum(row.verdict != CAUGHT for row in rows)
+    say(f"{len(rows)} mutations, {bad} problems")
+    if before is None:
+        return 1 if bad or not chosen else 0
+    missing = lost(before, rows, [m.name for m in MUTATIONS])
+    say("\n".join(["caught before, and not now:", *missing]) if missing else "nothing was lost")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,327 @@
+"""Rules to break (`mutation.py` breaks them): of the specification, of the kernels' device functions, of the library.
+
+Most tests named here compare with an oracle, and none was written for the line that is broken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One broken rule: `old` stands once in the file, a path from the root. tests: pytest's arguments; nightly: whether only a
+    nightly case among them sees it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    nightly: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """`tests`, with nightly cases where those are needed."""
+        return f"{self.tests} -m ''" if self.nightly else self.tests
+
+
+MXFP4 = "tests/reference/quantize/test_quantize.py -k mxfp4_equals"
+INT8 = "tests/reference/quantize/test_quantize.py -k int8_asymmetric_equals"
+ELEMENTS = "tests/reference/quantize/test_elements.py"
+ROUNDING = "tests/reference/formats/test_rounding.py"
+SCALES = "tests/reference/quantize/test_scales.py"
+SOFTFLOAT = "tests/reference/arrays/test_softfloat.py -k integer_rules"
+STATISTICS = "tests/reference/quantize/test_statistics.py"
+BLOCKS = "tests/reference/quantize/test_blocks.py"
+MX = "tests/reference/schemes/torchao/test_mx.py"
+SPARSITY = "tests/reference/sparsity/test_"
+
+# Kernels in CUDA C++, their PTX in the emulator.
+TESTS = "tests/fast/kernels/"
+BITS = TESTS + "linear_bits/test_emulated.py -k variants_give"
+SKINNY = TESTS + "linear_skinny/test_emulated.py -k 'variants_give or scales_of'"
+DIRECT = TESTS + "linear_skinny/test_direct.py -k variants_give"
+FACTORED = TESTS + "linear_skinny/test_elements.py -k variants_give"
+MIXED = TESTS + "mixed_mm/test_emulated.py -k 'elements_of and (int4 or split or turns)'"
+FACTORS = TESTS + "mixed_mm/test_factors.py -k every_element"
+EXPERTS = TESTS + "mixed_mm/test_experts.py -k row_has_the_weight"
+DENSE = TESTS + "dense_mm/test_emulated.py -k bits_of"
+SPARSE = TESTS + "sparse_mm/test_emulated.py -k bits_of"
+SPARSE_SKINNY = TESTS + "sparse_skinny/test_emulated.py -k variants_give"
+PAIR = TESTS + "sparse_skinny/test_pair.py -k 'product_is or silu_of'"
+GATES = TESTS + "sparse_skinny/test_pair.py -k sixteen_bit"
+# Kernels in Triton, in its interpreter.
+INTERPRETER = TESTS + "test_interpreter.py -k "
+FP8_AND_MX = INTERPRETER + "'kernels_agree and mx'"
+INTEGERS = INTERPRETER + "'kernels_agree and integers'"
+SCALES_OF_SCALES = INTERPRETER + "scales_of_scales"
+GRADIENTS = INTERPRETER + "gradients"
+PRODUCTS = INTERPRETER + "products"
+GROUPED = INTERPRETER + "tokens_sorted"
+HOT = TESTS + "test_fast_codes.py -k 'hot_paths and fours'"
+HOT_INTEGERS = TESTS + "test_fast_codes.py -k 'hot_paths and integers'"
+CODEBOOKS = TESTS + "test_fast_codes.py -k 'hot_paths and codebooks'"
+EDGES = TESTS + "test_fast_codes.py -k records_at"
+CONVENTIONS = TESTS + "test_fast_codes.py -k conventions"
+BOTH_AXES = TESTS + "test_fast_codes.py -k both_axes"
+STORAGE = TESTS + "sparsity/test_sparse_kernels.py -k bits_are"
+TRANSPOSABLE = TESTS + "sparsity/test_transposable_kernels.py -k bits_are"
+NORMALIZE = TESTS + "test_normalize.py -k bits_in"
+SWIGLU = TESTS + "test_swiglu.py -k bits_in"
+COLUMN_SUMS = TESTS + "test_layer_gradients.py -k in_the_interpreter"
+SMALL = "tests/fast/linear/preshuffled/test_linear_small.py -k test_bits"
+DYNAMIC = "tests/fast/linear/preshuffled/test_dynamic_inputs.py -k test_bits"
+
+REFERENCE = [
+    Mutation("ties to even go up", "reference/formats/rounding.py",
+             "- 1) + (floor & 1)) >> shift", "- 1) + 1) >> shift", ROUNDING),
+    Mutation("to_odd forgets what was lost", "reference/formats/rounding.py",
+             "return floor | inexact", "return floor", ROUNDING),
+    Mutation("up and down swapped", "reference/formats/rounding.py",
+             'if mode == "down"', 'if mode == "up"', ROUNDING),
+    Mutation("stochastic takes the low random bits", "reference/formats/rounding.py",
+             '"int32") >> 8)', '"int32"))', ROUNDING),
+    Mutation("ties go up in the short rule", "reference/formats/encode_bits.py",
+             "((magnitude >> drop) & 1)) >> drop", "1) >> drop", MXFP4),
+    Mutation("saturation one code late", "reference/formats/encode_bits.py",
+             "return ns.minimum(code, fmt.max_code)", "return ns.minimum(code, fmt.max_code + 1)",
+             "tests/reference/quantize/test_quantize.py -k static_scales"),
+    Mutation("integers lose their lowest value", "reference/formats/encode_bits.py",
+             "ns.minimum(ns.maximum(integer, low), high)", "ns.minimum(ns.maximum(integer, low + 1), high)", INT8),
+    Mutation("rceil too large at an exact ratio", "reference/quantize/power_scales.py",
+             "fraction > target_fraction", "fraction >= target_fraction", SCALES),
+    Mutation("ceil misses one ulp over a power of two", "reference/quantize/power_scales.py",
+             "fraction > 0", "fraction > 1", SCALES),
+    Mutation("even rounds at the wrong bit", "reference/quantize/power_scales.py",
+             "22 - bits", "21 - bits", SCALES),
+    Mutation("floor without the target's exponent", "reference/quantize/power_scales.py",
+             "exponent - target_exponent", "exponent - target_exponent + 1", SCALES),
+    Mutation("scales have no floor", "reference/quantize/scales.py",
+             "return ns.maximum(bits, bits_of(floor_value(record.floor[1], dtype)))", "return bits", SCALES),
+    Mutation("zero point by a reciprocal", "reference/quantize/scales.py",
+             "steps = unit.divide(span.low, scale)", "steps = unit.multiply(span.low, unit.reciprocal(scale))", ELEMENTS),
+    Mutation("block scale by an outer reciprocal", "reference/quantize/scales.py",
+             "else wide.divide(bits, outer)", "else wide.multiply(bits, wide.reciprocal(outer))", ELEMENTS),
+    Mutation("elements divided instead of multiplied", "reference/quantize/elements.py",
+             "return unit.multiply(x, _reciprocal(ns, unit, scale, outer, scheme))",
+             "return unit.divide(x, scale if outer is None else unit.multiply(outer, scale))", ELEMENTS),
+    Mutation("two reciprocals instead of one", "reference/quantize/elements.py",
+             "bits = unit.reciprocal(unit.multiply(outer, scale))", "bits = unit.divide(unit.reciprocal(outer), scale)",
+             ELEMENTS),
+    Mutation("smallest MX scale applied as 2^-126", "reference/quantize/elements.py",
+             "exponent = ns.maximum(scale >> 23, 0) - E8M0_BIAS", "exponent = ns.maximum(scale >> 23, 1) - E8M0_BIAS",
+             MXFP4),
+    Mutation("quotients without a sticky bit", "reference/arrays/softfloat.py",
+             "quotient | ns.where(remainder != 0, 1, 0)", "quotient", SOFTFLOAT),
+    Mutation("sums without a sticky bit", "reference/arrays/softfloat.py",
+             "(wide >> shift) | ns.where((wide & ((1 << shift) - 1)) != 0, 1, 0)", "wide >> shift", SOFTFLOAT),
+    Mutation("products round ties up", "reference/arrays/softfloat.py",
+             "(significand + (1 << (drop - 1)) - 1 + odd) >> drop", "(significand + (1 << (drop - 1))) >> drop", SOFTFLOAT),
+    Mutation("short blocks filled with their first element", "reference/quantize/blocks.py",
+             "(slice(-1, None),)", "(slice(0, 1),)", BLOCKS),
+    Mutation("blocks run along the last axis only", "reference/quantize/blocks.py",
+             "return ns.moveaxis(x, -1, self.axis).reshape(self.shape)", "return x.reshape(self.shape)", BLOCKS),
+    Mutation("finite products overflow", "reference/quantize/quantize.py",
+             "return ns.where(overflow, (product & SIGN) | LARGEST, product)", "return product",
+             "tests/reference/quantize/test_quantize.py -k 'rounded_product or finite_stays'"),
+    Mutation("infinity hides a NaN", "reference/quantize/statistics.py",
+             "nan = largest > INFINITY", "nan = largest >= INFINITY",
+             "tests/reference/schemes/torchao/test_integers.py tests/reference/quantize/test_statistics.py"),
+    Mutation("means of subnormals round up", "reference/quantize/statistics.py",
+             "(values + ((values >> 1) & 1)) >> 1", "(values + 1) >> 1", STATISTICS),
+    Mutation("the range may miss zero", "reference/quantize/statistics.py",
+             "ns.where(span.high < 0, 0, span.high)", "span.high", STATISTICS),
+    Mutation("logarithms rounded as numbers are not", "reference/arrays/log2.py",
+             "spacing / (4 if toward_zero and", "spacing / (2 if toward_zero and",
+             MX + " tests/reference/schemes/torchao/test_fp8.py"),
+    Mutation("compress takes -0 for a weight", "reference/sparsity/compress.py",
+             "(bits != 0) & (bits != negative)", "bits != 0", SPARSITY + "compress.py"),
+    Mutation("RIA without its square root", "reference/sparsity/scores.py",
+             "square_root(ns, norms) if exponent == 0.5 else norms", "norms", SPARSITY + "scores.py"),
+    Mutation("a zero weight on an infinite norm", "reference/sparsity/scores.py",
+             "(score == 0) & ~is_nan(norms)", "score < 0", SPARSITY + "scores.py"),
+    Mutation("an infinity counts as a NaN in a tile", "reference/sparsity/transposable.py",
+             "NAN_COUNT = 9", "NAN_COUNT = 1", SPARSITY + "transposable.py"),
+    Mutation("rows of a tile added one by one", "reference/sparsity/transposable.py",
+             "plus(plus(rows[0], rows[1]), plus(rows[2], rows[3]))", "plus(plus(plus(rows[0], rows[1]), rows[2]), rows[3])",
+             SPARSITY + "transposable.py"),
+    Mutation("no update behind a block", "reference/sparsity/sparsegpt.py",
+             "errors @ upper[start:stop, stop:]", "0", SPARSITY + "sparsegpt.py"),
+    Mutation("scores without the diagonal", "reference/sparsity/sparsegpt.py",
+             "np.abs(wide[:, j : j + group]) / diagonal[j : j + group]", "np.abs(wide[:, j : j + group])",
+             SPARSITY + "sparsegpt.py"),
+    Mutation("damping of the largest element", "reference/sparsity/sparsegpt.py",
+             "share * diagonal.mean()", "share * diagonal.max()", SPARSITY + "sparsegpt.py"),
+    Mutation("an infinite square of a finite activation", "reference/sparsity/activation.py",
+             "ns.minimum(product, LARGEST)", "product", SPARSITY + "activation.py"),
+    Mutation("SR-STE decays what is kept", "reference/sparsity/sr_ste.py",
+             "ns.where(mask, ns.bitcast(a, carrier), ns.bitcast(b, carrier))",
+             "ns.where(mask, ns.bitcast(b, carrier), ns.bitcast(a, carrier))", SPARSITY + "sr_ste.py"),
+    Mutation("group 0000 reaches the hardware", "reference/sparsity/layouts.py",
+             "ns.where(groups == 0, NOTHING_KEPT, groups), m, k // 4", "groups, m, k // 4", SPARSITY + "layouts.py"),
+    Mutation("tiles of one width", "reference/sparsity/layouts.py",
+             "64 * n * (r // 16 % 4)", "128 * (r // 16 % 4)", SPARSITY + "layouts.py"),
+]  # fmt: skip
+
+KERNELS = [
+    Mutation("codes behind the first place keep half their range", "fast/kernels/linear_bits/decode.cuh",
+             "float((1 << MANTISSA) >> PLACE) - float(turned)", "float((1 << MANTISSA) >> PLACE)", BITS),
+    Mutation("the last two codes of three bytes are the first", "fast/kernels/linear_bits/decode.cuh",
+             "second = 0x5421u + bytes", "second = 0x4310u + bytes", BITS),
+    Mutation("every program adds its own sums", "fast/kernels/linear_bits/linear_bits.cu",
+             "load_sum(SPLITS > 1 ? address_in(address, s) : address)", "load_sum(address)", BITS),
+    Mutation("scales of long groups begin anew", "fast/kernels/linear_bits/load.cuh",
+             "index / (GROUP / COLUMNS)", "index % (GROUP / COLUMNS)", BITS),
+    Mutation("zero points are added", "fast/kernels/linear_skinny/decode.cuh",
+             "-offset - float(int(zeros << 16) >> 16)", "-offset + float(int(zeros << 16) >> 16)", SKINNY),
+    Mutation("rows of x are scaled after the bias", "fast/kernels/linear_skinny/sums.cuh",
+             "v += bias_at(p.bias, p.bias_kind, row);",
+             "v += bias_at(p.bias, p.bias_kind, row) * (p.x_scale == nullptr ? 1.f : p.x_scale[token]);", SKINNY),
+    Mutation("every program has the first rows", "fast/kernels/linear_skinny/linear_skinny.cu",
+             "at = split * SHARE + i % SHARE", "at = i % SHARE", SKINNY),
+    Mutation("lanes read columns of half of x", "fast/kernels/linear_skinny/linear_skinny.cu",
+             "* ring.pitch + at.lane / 8 * 16", "* ring.pitch + at.lane / 16 * 16", SKINNY),
+    Mutation("the last atom of unlike phases", "fast/kernels/linear_skinny/direct.cu",
+             "(p.k / 64 - phase + PHASES - 1) / PHASES", "(p.k / 64) / PHASES", DIRECT),
+    Mutation("e4m3 without its sign", "fast/kernels/linear_skinny/decode.cuh",
+             "logic<0xEA>(v, 0x80008000u, u)", "logic<0xEA>(v, 0x00008000u, u)", DIRECT),
+    Mutation("second terms have the first ones' bytes", "fast/kernels/linear_skinny/levels.cuh",
+             "second = chosen(2, codes, upper)", "second = chosen(1, codes, upper)", FACTORED),
+    Mutation("blocks' exponents change places", "fast/kernels/linear_skinny/factors.cuh",
+             "16 * row + i / 2 * 8", "16 * row + i % 2 * 8", FACTORED),
+    Mutation("nibbles are not turned", "fast/kernels/mixed_mm/decode.cuh",
+             "u32(150 - 4 * r) << 23 | 8u << 4 * r", "u32(150 - 4 * r) << 23", MIXED),
+    Mutation("parts of K begin with the first scales", "fast/kernels/mixed_mm/load.cuh",
+             "PARTS > 1 ? PARTS * steps.first : steps.first / p.each", "PARTS > 1 ? PARTS * steps.first : 0", MIXED),
+    Mutation("another's sums replace one's own", "fast/kernels/mixed_mm/turns.cuh",
+             "sum[i] = __fadd_rn(sum[i], __uint_as_float(words[i]))", "sum[i] = __uint_as_float(words[i])", MIXED),
+    Mutation("scales of blocks are not rounded with the weight's", "fast/kernels/mixed_mm/factors.cuh",
+             "0x1p-118f), own)", "0x1p-118f), 1.f)", FACTORS),
+    Mutation("zero points of the first expert", "fast/kernels/mixed_mm/experts.cuh",
+             "p.zeros + index() * p.zeros_each", "p.zeros", EXPERTS),
+    Mutation("the bias comes before the scales", "fast/kernels/hopper/output.cuh",
+             "__fadd_rn(__fmul_rn(__fmul_rn(float(sum[i]), x_scale), scale[i]), bias[i])",
+             "__fmul_rn(__fadd_rn(__fmul_rn(float(sum[i]), x_scale), bias[i]), scale[i])", DENSE),
+    Mutation("outgoing rows are swizzled by four", "fast/kernels/hopper/store.cuh",
+             "((part ^ lane % 8) << 4)", "((part ^ lane % 4) << 4)", DENSE),
+    Mutation("biases in float16 are taken for bfloat16", "fast/kernels/hopper/words.cuh",
+             "if (kind == BFLOAT16)", "if (kind != FLOAT32)", DENSE),
+    Mutation("all tiles are of the first features", "fast/kernels/hopper/tiles.cuh",
+             "(at / size * PAIR + int(neighbour)) * FEATURES", "int(neighbour) * FEATURES", DENSE),
+    Mutation("eight rows lie half as far apart", "fast/kernels/hopper/copies.cuh",
+             "(u64(8 * width >> 4) << 32)", "(u64(4 * width >> 4) << 32)", DENSE),
+    Mutation("sums of a neighbour's features", "fast/kernels/hopper/output.cuh",
+             "rank % PAIR + PAIR * s", "PAIR * s", SPARSE),
+    Mutation("metadata of 16 bits by single lanes", "fast/kernels/sparse_mm/sparse_mm.cu",
+             "(thread / 4 * 2 + thread % 2) * 8", "thread / 2 * 8", SPARSE),
+    Mutation("codes of the high half a place too high", "fast/kernels/sparse_skinny/sparse_skinny.cu",
+             "0xC1C0C308u", "0xC1C8C308u", SPARSE_SKINNY),
+    Mutation("scales of bfloat16 as float16", "fast/kernels/sparse_skinny/sparse_skinny.cu",
+             "__uint_as_float(u32(half) << 16)", "__uint_as_float(u32(half) << 15)", SPARSE_SKINNY),
+    Mutation("every program writes the first rows", "fast/kernels/sparse_skinny/output.cuh",
+             "total(token, own), token, first, four)", "total(token, own), token, first, own)", SPARSE_SKINNY),
+    Mutation("silu of float16 by one part of log2(e)", "fast/kernels/sparse_skinny/gated.cuh",
+             "  if constexpr (HALF) f = fmaf(v, -LOG2E_REST, f);\n", "", GATES, nightly=True),
+    Mutation("a gate's rows have the other weight's sums", "fast/kernels/sparse_skinny/output.cuh",
+             "? four / 8 * 2 + four % 2 : four / 4", "? four / 8 * 2 + (four + 1) % 2 : four / 4", PAIR),
+    Mutation("values beyond the largest are not stopped", "fast/kernels/rules/elements.py",
+             "a = tl.minimum(magnitude, float_of(tl.full((), E.max_bits, tl.int32)))", "a = magnitude", FP8_AND_MX),
+    Mutation("subnormal codes are shifted by one too many", "fast/kernels/rules/elements.py",
+             "below = tl.maximum(E.emin - exponent, 0)", "below = tl.maximum(E.emin + 1 - exponent, 0)", INTEGERS),
+    Mutation("powers of two round down", "fast/kernels/rules/scales.py",
+             "((largest + L.carry) >> 23)", "(largest >> 23)", FP8_AND_MX),
+    Mutation("zero points beyond the codes", "fast/kernels/rules/scales.py",
+             "tl.minimum(tl.maximum(SCHEME.low - nearest_integer(steps), SCHEME.low), SCHEME.high)",
+             "SCHEME.low - nearest_integer(steps)", EDGES),
+    Mutation("the range may miss zero, by kernels", "fast/kernels/rules/statistics.py",
+             "    elif WITH_ZERO:\n        b = tl.where(b < 0, 0, b)", "    elif WITH_ZERO:\n        b = b", INTEGERS),
+    Mutation("NaN in the mean of scales", "fast/kernels/rules/second_level.py",
+             "v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)", "v = v", SCALES_OF_SCALES),
+    Mutation("six bits lose what crosses a word", "fast/kernels/rules/packing.py",
+             "((second >> 8) & 0xFFFF) | (third << 16)", "((second >> 8) & 0xFFF) | (third << 16)", FP8_AND_MX),
+    Mutation("no floor under e4m3 scales of zero blocks", "fast/kernels/tile/outer_scales.py",
+             "code = tl.where(code == 0, L.floor_code, code)", "code = code", CONVENTIONS),
+    Mutation("e2m1 rounds at 1.75", "fast/kernels/sm90/fp4.py",
+             "fma.rn.sat.f32 k, x, {half}, 0fC0000000; fma.rn.f32 g, g, 0f40800000, 0f4B000000;",
+             "fma.rn.sat.f32 k, x, {half}, 0fBFE00000; fma.rn.f32 g, g, 0f40800000, 0f4B000000;", HOT),
+    Mutation("quotients without their last correction", "fast/kernels/sm90/division.py",
+             "return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)", "return first", HOT),
+    Mutation("scales of ranges have no floor", "fast/kernels/sm90/int_asymmetric.py",
+             "scale = tl.maximum(ratio, float_of(tl.full((), L.floor, tl.int32)))", "scale = ratio", EDGES),
+    Mutation("a codebook's cubic decides alone", "fast/kernels/sm90/codebook16.py",
+             "add.rn.f32 $0, $2, s;", "mov.f32 $0, $2;", CODEBOOKS),
+    Mutation("random bits are not cut where the format is", "fast/kernels/tile/stochastic_rounding.py",
+             "(random_bits >> (9 + M))", "(random_bits >> 9)", HOT_INTEGERS, nightly=True),
+    Mutation("learned scales count what saturated twice", "fast/kernels/quantize/scale_grads.py",
+             "tl.where(lost, 0.0, in_units(v, scale, outer, zero, SCHEME))", "in_units(v, scale, outer, zero, SCHEME)",
+             GRADIENTS),
+    Mutation("short blocks are filled with other elements", "fast/kernels/quantize/scale_grads.py",
+             "return tl.minimum(at, limit - 1), exists & (i < length)", "return tl.minimum(at, 0), exists & (i < length)",
+             GRADIENTS),
+    Mutation("a part of K begins a step late", "fast/kernels/scaled_mm/kernel.py",
+             "start = tl.program_id(1) * steps", "start = tl.program_id(1) * (steps + BLOCK_K)", PRODUCTS),
+    Mutation("a zero point of all rows is the first row's", "fast/kernels/int_scaled_mm/kernel.py",
+             "zero_a + (m if EACH_A else m * 0)", "zero_a + m * 0", PRODUCTS),
+    Mutation("columns' scales lie as their blocks do", "fast/kernels/rowwise_colwise/tiles.py",
+             "column.to(tl.int64)[None, :] * blocks + block[:, None]",
+             "block[:, None] * columns + column.to(tl.int64)[None, :]", FP8_AND_MX),
+    Mutation("groups are not filled up", "fast/kernels/grouped/layout.py",
+             "(stop - start + (STEP - 1)) // STEP * STEP", "(stop - start) // STEP * STEP", GROUPED),
+    Mutation("differences of a transform are turned", "fast/kernels/hadamard/butterfly.py",
+             "(v[i - (1 << STAGE)] - v[i],)", "(v[i] - v[i - (1 << STAGE)],)", GROUPED),
+    Mutation("MX multipliers beyond float32", "fast/kernels/rowwise_colwise/mxfp8.py",
+             "low = tl.minimum(multiplier & LOW_HALF, 0x7F00)", "low = multiplier & LOW_HALF", FP8_AND_MX),
+    Mutation("rounding of pairs forgets the smallest normal number", "fast/kernels/values/pairs.py",
+             "max.u16x2 u, u, $6;", "max.u16x2 u, u, u;", BOTH_AXES),
+    Mutation("of equal magnitudes the last is kept", "fast/kernels/sparsity/groups.py",
+             "over01, over02, over03 = a - k1, a - k2, a - k3",
+             "over01, over02, over03 = ~((k1 | TOP) - k0), a - k2, a - k3", STORAGE),
+    Mutation("unused places name the first free element", "fast/kernels/sparsity/groups.py",
+             "both | ~(early & (k2 | ~k3))", "both | ~(early & k2)", STORAGE),
+    Mutation("the second value does not win", "fast/kernels/sparsity/decompress.py",
+             "(low & ~(255 << second)) | (0x32 << second)", "low | (0x32 << second)", STORAGE),
+    Mutation("pairs of columns of the transpose change places", "fast/kernels/sparsity/transposable.py",
+             "a, b = _two_columns(upper, lower, 2 * HALF), _two_columns(upper, lower, 2 * HALF + 1)",
+             "a, b = _two_columns(upper, lower, 2 * HALF + 1), _two_columns(upper, lower, 2 * HALF)", TRANSPOSABLE),
+    Mutation("the mean of squares of the filled row", "fast/kernels/layers/rms_norm.py",
+             "mean = tl.div_rn(total, tl.zeros_like(total) + length)",
+             "mean = tl.div_rn(total, tl.zeros_like(total) + SIZE)", NORMALIZE),
+    Mutation("silu of float16 by one part of log2(e), in Triton", "fast/kernels/layers/swiglu.py",
+             "f = tl.fma(v, -LOG2E_REST, f)", "f = f", SWIGLU),
+    Mutation("rotary's second half has the first one's table", "fast/kernels/layers/rotary.py",
+             "_table(s + half, i, half, first, HAS_PTX)", "_table(s, i, half, first, HAS_PTX)", SWIGLU),
+    Mutation("a chunk's last step reads the next chunk", "fast/kernels/layers/column_sums.py",
+             "last = tl.minimum(first + chunk, rows)", "last = rows", COLUMN_SUMS),
+    Mutation("zero points of int4 without the offset", "fast/kernels/linear_small/decode.py",
+             'OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (136',
+             'OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (128', DYNAMIC),
+    Mutation("parts of K are not added", "fast/kernels/linear_small/product.py",
+             "for part in tl.static_range(1, SPLITS):", "for part in tl.static_range(2, SPLITS):", SMALL),
+    Mutation("factors of the upper rows", "fast/kernels/linear_small/elements.py",
+             "(n // 8 % 2 * 16 + block % 2 * 8)", "(block % 2 * 8)", DYNAMIC),
+]  # fmt: skip
+
+LIBRARY = [
+    Mutation("gradients pass before QAT begins", "ao_lab/qat/backward.py",
+             "return torch.where(started, dx, g), late[0], late[1]", "return dx, late[0], late[1]",
+             "tests/ao_lab/qat/test_backward.py -k delayed_start"),
+    Mutation("inputs that saturate have gradients", "ao_lab/qat/backward.py",
+             "dx, dinput, _ = straight_through(dx,", "_, dinput, _ = straight_through(dx,",
+             "tests/ao_lab/qat/test_backward.py -k 'straight_through or static_inputs'"),
+    Mutation("AWQ's nibbles in order", "ao_lab/checkpoint/formats/awq.py",
+             "PLACES = [0, 4, 1, 5, 2, 6, 3, 7]", "PLACES = [0, 1, 2, 3, 4, 5, 6, 7]",
+             "tests/ao_lab/checkpoint/formats/test_awq.py -k library_dequantizes"),
+    Mutation("GPTQ's zero points one too low", "ao_lab/checkpoint/formats/gptq.py",
+             "return (zeros + 1) & ((1 << bits) - 1) if less_one and bits not in ONES else zeros", "return zeros",
+             "tests/ao_lab/checkpoint/formats/test_gptq.py -k library_dequantizes"),
+    Mutation("packed zero points without their sign", "ao_lab/checkpoint/formats/compressed_tensors/weights.py",
+             "(unsigned - ((unsigned >> (bits - 1)) << bits))", "unsigned",
+             "tests/ao_lab/checkpoint/formats/test_compressed_tensors.py -k weights_are"),
+    Mutation("SR-STE's pull in the gradient's dtype", "ao_lab/sparsity/training/autograd.py",
+             "pull = w.float().mul(decay)", "pull = w.mul(decay).float()",
+             "tests/ao_lab/sparsity/training/test_autograd.py"),
+]  # fmt: skip
+
+MUTATIONS = [*REFERENCE, *KERNELS, *LIBRARY]
