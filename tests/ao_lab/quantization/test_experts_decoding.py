@@ -118,7 +118,7 @@ def test_inputs_that_are_quantized_are_in_decoding(name):
     assert not torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "aot_eager"])
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS[:1, :1]])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_in_one_graph(stored, backend, tokens, dynamic):

@@ -2,9 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +20,8 @@ from tests.support.quantized_weights import (
     specified,
     weight,
 )
+from tests.support.runs import forks
 
-ROOT = Path(__file__).resolve().parents[3]
 aten = torch.ops.aten
 USED = set()
 
@@ -389,9 +386,9 @@ def test_every_operation_was_tested():
     Where workers share the tests, this file runs once more in a process of its own.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
-        alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
-        done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
+        alone = "import os; [os.environ.pop(name) for name in [*os.environ] if name.startswith('PYTEST_')]; "
+        alone += "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+        done = forks.python("-c", alone, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__)
         assert done.returncode == 0, done.stdout[-3000:]
         return
     ours = {op for op in OPERATIONS if op.namespace == "ao_lab"}  # test_qat_lora compiles them
