@@ -7,30 +7,30 @@ both it is empty.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from experiments.harness.libraries import NOT_INSTALLED, version_of
 from experiments.harness.rows import ROOT
 
 #: What makes numbers: changes elsewhere (reports, docs) leave a tree clean.
 CODE = ("reference", "fast", "ao_lab", "experiments", "tests", "pyproject.toml", "constraints.txt")
-#: Digits of a commit.
-DIGITS = 8
-DIRTY = "+dirty"
+DIGITS, DIRTY = 8, "+dirty"
 #: Libraries whose versions rows name, where they are installed.
 LIBRARIES = ("torch", "triton", "numpy", "jax", "torchao", "transformers")
+DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
-def git(*arguments: str, root: Path = ROOT) -> str | None:
-    """What git prints; None where there is no git, no history, or no such commit."""
+def printed(*command: str, root: Path = ROOT) -> str | None:
+    """What a command prints; None where there is none, or it fails: no git, no history, no such commit."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-    except OSError:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 
@@ -43,10 +43,11 @@ def commit(root: Path = ROOT) -> str:
     """
     if told := os.environ.get("AO_LAB_COMMIT"):
         return told
-    head = git("rev-parse", f"--short={DIGITS}", "HEAD", root=root) if (root / ".git").exists() else None
+    short = ("git", "rev-parse", f"--short={DIGITS}", "HEAD")
+    head = printed(*short, root=root) if (root / ".git").exists() else None
     if head is None:
         return ""
-    return head.strip() + DIRTY * bool(git("status", "--porcelain", "--", *CODE, root=root))
+    return head.strip() + DIRTY * bool(printed("git", "status", "--porcelain", "--", *CODE, root=root))
 
 
 @cache
@@ -55,9 +56,9 @@ def state(root: Path = ROOT) -> str:
     name = commit(root)
     if not name.endswith(DIRTY):
         return name or "unknown"
-    listed = git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE, root=root) or ""
-    digest = hashlib.sha256((git("diff", "HEAD", "--", *CODE, root=root) or "").encode())
-    for path in filter(None, listed.split("\0")):
+    new = printed("git", "ls-files", "--others", "--exclude-standard", "-z", "--", *CODE, root=root) or ""
+    digest = hashlib.sha256((printed("git", "diff", "HEAD", "--", *CODE, root=root) or "").encode())
+    for path in filter(None, new.split("\0")):
         digest.update(path.encode() + (root / path).read_bytes())
     return f"{name}-{digest.hexdigest()[:DIGITS]}"
 
@@ -69,44 +70,25 @@ def changed_files(since: str, folders: Sequence[str], root: Path = ROOT) -> int 
     None where the commit is not known here.
     """
     base = since.removesuffix(DIRTY)
-    found = git("diff", "--name-status", "-M", base, "--", *folders, root=root) if base else None
-    if found is None:
-        return None
-    return sum(not line.startswith("R100") for line in found.splitlines())
+    found = printed("git", "diff", "--name-status", "-M", base, "--", *folders, root=root) if base else None
+    return None if found is None else sum(not line.startswith("R100") for line in found.splitlines())
 
 
 @cache
 def versions(device: str = "cpu") -> str:
     """Libraries with their versions, then the processor of a CPU, or the driver of a GPU."""
-    found = [f"{name} {version}" for name in LIBRARIES if (version := version_of(name))]
-    return "; ".join([*found, processor() if device == "cpu" else f"driver {driver()}"])
-
-
-def version_of(name: str) -> str:
-    """The version of a library, empty where it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found = {name: version_of(name) for name in LIBRARIES}
+    words = [f"{name} {version}" for name, version in found.items() if version != NOT_INSTALLED]
+    driver = (printed(*DRIVER) or "unknown").split()[0]
+    return "; ".join([*words, processor() if device == "cpu" else f"driver {driver}"])
 
 
 def processor() -> str:
     """The processor's name, as the system gives it."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def driver() -> str:
-    """The driver's version by nvidia-smi, or unknown."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    words = done.stdout.split()
-    return words[0] if done.returncode == 0 and words else "unknown"
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 __all__ = ["DIRTY", "changed_files", "commit", "processor", "state", "versions"]

@@ -56,20 +56,16 @@ def merge(folders: Sequence[Path], paths: Paths) -> Written:
             raise ValueError(
                 f"{folder} holds no data/NAME.csv of {', '.join(EXPERIMENTS)}; give the folder that `--reports` named"
             )
+    written: Written = []
     with paths.alone():
-        return [one for name in EXPERIMENTS for folder in folders for one in merge_one(name, folder, paths)]
-
-
-def merge_one(name: str, folder: Path, paths: Paths) -> Written:
-    """One experiment of one folder; nothing where it has no later rows."""
-    path = paths.rows(name)
-    before = read(path)
-    rows = merged(name, before, read(paths.of(folder).rows(name)))
-    taken = len(set(rows) - set(before))
-    if not taken:
-        return []
-    write(path, rows)
-    return [(f"{name}: {taken} rows from {folder}", shown(path))]
+        for name in EXPERIMENTS:
+            rows = before = read(paths.rows(name))
+            for folder in folders:
+                rows = merged(name, rows, read(paths.of(folder).rows(name)))
+            if taken := set(rows) - set(before):
+                write(paths.rows(name), rows)
+                written.append((f"{name}: {len(taken)} rows", shown(paths.rows(name))))
+    return written
 
 
 __all__ = ["merge", "merged", "was_tried"]

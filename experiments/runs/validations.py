@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -22,15 +23,15 @@ from typing import Any
 from experiments.harness.revision import changed_files, commit, versions
 from experiments.harness.rows import ROOT, write_text
 
-TESTS = "tests/gpu/validate_kernels.py"
+FILE, TESTS = "reports/gpu/validations.csv", "tests/gpu/validate_kernels.py"
 #: The part of the inputs and repetitions that fits into `SECONDS` on an H200; the program itself takes all of them.
-FRACTION = 0.1
+FRACTION = "0.1"
 #: How long a refresh takes at most, and the part of it that is left for processes to end.
 SECONDS, GRACE = 480.0, 30.0
 #: Public functions of `fast` that are compositions of others, or torch operations: they launch no kernel of their own.
-COMPOSED = ("arrange_sparse_metadata", "matmul", "matmul_error_bound", "sparsegpt")
+COMPOSED = {"arrange_sparse_metadata", "matmul", "matmul_error_bound", "sparsegpt"}
 #: What has kernels besides the public functions: the first word of the families that test it.
-OTHERS = ("jax", "saturation")
+OTHERS = {"jax", "saturation"}
 #: Whose changes are told of.
 FOLDERS = ("reference", "fast")
 
@@ -56,20 +57,14 @@ class Validation:
 
 
 COLUMNS = tuple(field.name for field in fields(Validation))
-COUNTS = ("cases", "compared", "different", "failed")
-
-
-def path_of(root: Path = ROOT) -> Path:
-    """Where a clone has its table."""
-    return root / "reports" / "gpu" / "validations.csv"
+COUNTS = COLUMNS[1:5]
 
 
 def read(root: Path = ROOT) -> dict[str, Validation]:
     """The lines by name; none where there is no table."""
-    path = path_of(root)
-    if not path.exists():
+    if not (root / FILE).exists():
         return {}
-    with path.open(newline="", encoding="utf-8") as file:
+    with (root / FILE).open(newline="", encoding="utf-8") as file:
         lines = [{**one, **{name: int(one[name]) for name in COUNTS}} for one in csv.DictReader(file)]
     return {one["name"]: Validation(**one) for one in lines}
 
@@ -81,8 +76,8 @@ def record(found: Iterable[Validation], root: Path = ROOT) -> Path:
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(lines[name]) for name in sorted(lines))
-    write_text(path_of(root), text.getvalue())
-    return path_of(root)
+    write_text(root / FILE, text.getvalue())
+    return root / FILE
 
 
 def validation(name: str, cases: int, compared: int, different: int, failed: int) -> Validation:
@@ -90,43 +85,37 @@ def validation(name: str, cases: int, compared: int, different: int, failed: int
     import torch
 
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return Validation(
-        name, cases, compared, different, failed, date, commit(), device, versions("cuda" if device != "cpu" else device)
-    )  # fmt: skip
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    words = versions("cpu" if gpu == "cpu" else "cuda")
+    return Validation(name, cases, compared, different, failed, date, commit(), gpu, words)
 
 
 def functions() -> list[str]:
     """What has kernels, and so a line."""
     import fast
 
-    return sorted({*fast.__all__, *OTHERS} - set(COMPOSED))
+    return sorted(OTHERS.union(fast.__all__) - COMPOSED)
 
 
 def problems(root: Path = ROOT) -> dict[str, str]:
     """What was never validated, and what differed when it was, by name."""
     lines = read(root)
     found = {name: "never validated on a GPU" for name in functions() if name not in lines}
-    wrong = {
-        one.name: f"{one.different} of {one.compared} values differ, {one.failed} tests failed"
-        for one in lines.values()
-        if not one.passed
-    }
-    return dict(sorted({**found, **wrong}.items()))
+    for one in lines.values():
+        if not one.passed:
+            found[one.name] = f"{one.different} of {one.compared} values differ, {one.failed} tests failed"
+    return dict(sorted(found.items()))
 
 
 def changes(root: Path = ROOT) -> list[str]:
     """A line of information for each commit at which something was validated."""
-    by_commit: dict[str, list[str]] = {}
-    for one in read(root).values():
-        by_commit.setdefault(one.commit, []).append(one.name)
     words = []
-    for name, lines in by_commit.items():
-        count = changed_files(name, FOLDERS, root)
+    for name, count in Counter(one.commit for one in read(root).values()).items():
+        files = changed_files(name, FOLDERS, root)
         since = (
-            "not known here" if count is None else f"{count} files under {', '.join(FOLDERS)} changed since"
+            "not known here" if files is None else f"{files} files under {', '.join(FOLDERS)} changed since"
         )
-        words.append(f"{len(lines)} validated at {name or 'an unknown commit'}: {since}")
+        words.append(f"{count} validated at {name or 'an unknown commit'}: {since}")
     return words
 
 
@@ -134,19 +123,18 @@ def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str
     """Validate everything on this GPU and write the lines; returns the path, and whose tests time did not reach."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tests.json"
-        command = [sys.executable, str(root / TESTS), "--fraction", str(FRACTION), "--json", str(out)]
+        command = [sys.executable, str(root / TESTS), "--fraction", FRACTION, "--json", str(out)]
+        command += ["--seconds", str(max(seconds - GRACE, 1.0))]
         # The program's own words are no result of the ledger's: they go where progress goes.
-        subprocess.run(
-            [*command, "--seconds", str(max(seconds - GRACE, 1.0))], cwd=root, stdout=2, check=False
-        )
+        subprocess.run(command, cwd=root, stdout=2, check=False)
         if not out.exists():
             raise OSError(f"{TESTS} ended without results; its errors are above")
         tests = json.loads(out.read_text(encoding="utf-8"))["tests"]
     late = sorted({entry_of(test["name"]) for test in tests if test["late"]})
-    by_entry: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[Mapping[str, Any]]] = {}
     for test in tests:
-        by_entry.setdefault(entry_of(test["name"]), []).append(test)
-    return record([total(name, by_entry[name]) for name in by_entry if name not in late], root), late
+        found.setdefault(entry_of(test["name"]), []).append(test)
+    return record([total(name, some) for name, some in found.items() if name not in late], root), late
 
 
 def entry_of(test: str) -> str:
@@ -160,19 +148,10 @@ def total(name: str, tests: Iterable[Mapping[str, Any]]) -> Validation:
     """One line of several tests. Calls that `fast` gave to the reference compare it with itself, and count as no case."""
     ran = [test for test in tests if test["status"] != "skipped"]
     failed = sum(test["status"] != "ok" or bool(test["different"]) for test in ran)
-    counts = (sum(int(test[key]) for test in ran) for key in ("cases", "handed_on", "count", "different"))
-    cases, handed_on, compared, different = counts
-    return validation(name, cases - handed_on, compared, different, failed)
+    cases = sum(test["cases"] - test["handed_on"] for test in ran)
+    return validation(
+        name, cases, *(sum(test[key] for test in ran) for key in ("count", "different")), failed
+    )
 
 
-__all__ = [
-    "Validation",
-    "changes",
-    "functions",
-    "path_of",
-    "problems",
-    "read",
-    "record",
-    "refresh",
-    "validation",
-]
+__all__ = ["Validation", "changes", "functions", "problems", "read", "record", "refresh", "validation"]
