@@ -74,4 +74,11 @@ def every_second(faults: Iterable[str]) -> list[Any]:
     ]
 
 
-__all__ = ["Change", "Planted", "assert_seen", "every_second", "unchanged"]
+def at_night(cases: Iterable[str], *left: str) -> list[Any]:
+    """Parameters of a test: those that are left to the night, whose parts others have between them, and the others."""
+    listed = list(cases)
+    assert set(left) <= set(listed), f"no cases {set(left) - set(listed)}"
+    return [pytest.param(one, marks=pytest.mark.nightly) if one in left else one for one in listed]
+
+
+__all__ = ["Change", "Planted", "assert_seen", "at_night", "every_second", "unchanged"]

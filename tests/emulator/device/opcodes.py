@@ -215,7 +215,7 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
         mask = (1 << WIDTHS.get(kind, 64)) - 1
         return lambda th: reads[0](th) & mask
     if opcode == "prmt.b32":
-        return lambda th: _permuted(*(read(th) for read in reads))
+        return lambda th: permuted(*(read(th) for read in reads))
     if opcode == "dp4a.u32.u32":
         return lambda th: _dot(*(read(th) for read in reads))
     if opcode in ("bfi.b32", "bfi.b64"):
@@ -237,13 +237,20 @@ def _value(opcode: str, parts: list[str], reads: list[Step]) -> Step | None:
     return None
 
 
-def _permuted(a: int, b: int, selector: int) -> int:
+def permuted(a: int, b: int, selector: int) -> int:
     """Bytes of two words by their numbers; of a number of 8 and more the byte's sign, eight times."""
-    found, both = 0, (a & 0xFFFFFFFF) | (b & 0xFFFFFFFF) << 32
-    for at in range(4):
-        number = selector >> 4 * at & 15
-        byte = both >> 8 * (number & 7) & 255
-        found |= (byte if number < 8 else 255 * (byte >> 7)) << 8 * at
+    both = a & 0xFFFFFFFF | (b & 0xFFFFFFFF) << 32
+    found = (
+        both >> ((selector & 7) << 3) & 255
+        | (both >> ((selector >> 4 & 7) << 3) & 255) << 8
+        | (both >> ((selector >> 8 & 7) << 3) & 255) << 16
+        | (both >> ((selector >> 12 & 7) << 3) & 255) << 24
+    )
+    if selector & 0x8888:
+        for at in range(4):
+            if selector >> 4 * at & 8:
+                sign = 255 * (found >> 8 * at + 7 & 1)
+                found = found & ~(255 << 8 * at) | sign << 8 * at
     return found
 
 
@@ -270,4 +277,4 @@ def _integer(make: Callable[..., int], kind: str, reads: list[Step], shift: bool
     return value
 
 
-__all__ = ["Operands", "compiled", "pattern", "real", "signed"]
+__all__ = ["Operands", "compiled", "pattern", "permuted", "real", "signed"]

@@ -446,7 +446,9 @@ def block_alone_machines(length):
 
 
 @pytest.mark.parametrize("name", ALONE)
-@pytest.mark.parametrize("length", [4096, 8192, 14336, 16384])
+@pytest.mark.parametrize(
+    "length", [4096, *(pytest.param(one, marks=pytest.mark.nightly) for one in (8192, 14336, 16384))]
+)
 def test_a_block_alone_has_many_warps(name, length):
     """One row of inputs is one launch of one program, in which a thread has 16 elements; two rows have no more than others."""
     (machine,) = block_alone_machines(length)[name]

@@ -6,7 +6,7 @@ Sums and products of two float32 are exact in float64 or so near that rounding t
 from __future__ import annotations
 
 import struct
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -90,6 +90,7 @@ def pair_of(make: Any, kind: Any) -> Any:
     """A function of pairs of 16-bit floats, as words."""
     values, rounded = values_of(kind), ROUNDED[kind]
 
+    @lru_cache(maxsize=1 << 15)  # codes are few, and so are their products with a scale
     def step(*words: int) -> int:
         low = make(*(values[word & 0xFFFF] for word in words))
         high = make(*(values[word >> 16 & 0xFFFF] for word in words))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from tests.emulator.device.opcodes import COMPARISONS, WIDTHS, Operands, Step
+from tests.emulator.device.opcodes import COMPARISONS, WIDTHS, Operands, Step, permuted
 from tests.emulator.device.program import Instruction
 from tests.emulator.device.runs import floats
 from tests.emulator.device.runs.floats import KINDS, pair_of
@@ -35,7 +35,8 @@ assert COMPARED.keys() == COMPARISONS.keys()
 #: Functions that the text names.
 NAMES = {
     "real": floats.real, "pattern": floats.pattern, "to_bf16": floats.to_bfloat16, "to_f16": floats.to_float16,
-    "fused": fused, **{f"{name}_{kind}": pair_of(make, KINDS[kind]) for name, make in PAIRS.items() for kind in KINDS},
+    "fused": fused, "permuted": permuted,
+    **{f"{name}_{kind}": pair_of(make, KINDS[kind]) for name, make in PAIRS.items() for kind in KINDS},
 }  # fmt: skip
 
 
@@ -184,8 +185,9 @@ def _logic(opcode: str, parts: list[str], a: list[str]) -> str | None:
     if opcode == "lop3.b32" and a[3].isdigit():
         found = tables().get(int(a[3]))
         return None if found is None else f"({found.format(a=a[0], b=a[1], c=a[2])}) & {0xFFFFFFFF}"
-    if opcode == "prmt.b32" and a[2].isdigit() and not int(a[2]) & 0x8888:
-        return _permuted(a[0], a[1], int(a[2]))
+    if opcode == "prmt.b32":
+        known = a[2].isdigit() and not int(a[2]) & 0x8888
+        return _permuted(a[0], a[1], int(a[2])) if known else f"permuted({', '.join(a)})"
     return None
 
 

@@ -18,7 +18,7 @@ TOGETHER = 12
 
 
 def features_of(case: Case) -> set[Hashable]:
-    """The function with its kernels, kinds of its record, and its options; elements whatever the function."""
+    """The function with its kernels and axis; whatever these are, kinds of its record, the element, options."""
     function = case.call.func
     given = inspect.signature(function).bind(*case.call.args, **case.call.keywords)
     given.apply_defaults()
@@ -26,17 +26,19 @@ def features_of(case: Case) -> set[Hashable]:
     for name, value in given.arguments.items():
         record = SCHEMES.get(getattr(value, "name", value)) if isinstance(value, Hashable) else None
         if record is not None:
-            made |= {(function, name, kind) for kind in kinds_of(record.name)}
-            made |= {("element", record.element), (function, name, "." in record.name)}
-        elif isinstance(value, bool | str) or name == "axis":
+            made |= {(name, kind) for kind in kinds_of(record.name)}
+            made |= {("element", record.element), (name, "." in record.name)}
+        elif isinstance(value, bool | str):
+            made.add((name, value))
+        elif name == "axis":
             made.add((function, name, value))
     return made
 
 
 def kinds_of_call(case: Case) -> set[Hashable]:
-    """The function with its kernels, and the record's element."""
+    """The function with its kernels; whatever these are, the bits of an element."""
     records = [SCHEMES[one] for one in case.call.args if isinstance(one, str) and one in SCHEMES]
-    return {(case.call.func, case.kernels), *((case.call.func, one.format.bits) for one in records)}
+    return {(case.call.func, case.kernels), *(one.format.bits for one in records)}
 
 
 def in_parts(

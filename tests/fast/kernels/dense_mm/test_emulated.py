@@ -7,7 +7,7 @@ import torch
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.dense_mm.variants import Variant, fitted
-from tests.emulator.faults import Planted, assert_seen
+from tests.emulator.faults import Planted, assert_seen, every_second
 from tests.fast.kernels.dense_mm.emulated import DenseStandIn
 from tests.fast.kernels.dense_mm.examples import expected, operands
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", CASES)
 def test_variants_give_the_bits_of_the_reference(name, early):
     require_nvrtc()
@@ -107,7 +107,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_the_emulator_sees_faults(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right)

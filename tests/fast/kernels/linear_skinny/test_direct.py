@@ -11,7 +11,7 @@ from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_skinny.variants import DIRECT, MOST_SHARED, STEP, Direct, Form, sources
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
-from tests.emulator.faults import assert_seen, unchanged
+from tests.emulator.faults import assert_seen, every_second, unchanged
 from tests.fast.kernels.linear_skinny.emulated import Device
 from tests.fast.kernels.linear_skinny.test_elements import every_byte
 from tests.fast.kernels.linear_skinny.test_emulated import arranged
@@ -103,7 +103,7 @@ def product_of_factors(change=unchanged, early=True):
     return Device(early=early, seed=3, change=change).product(x, held, variant=Direct(8, 4, 2, 2), dtype=WIDE)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_planted_faults_are_seen(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right)

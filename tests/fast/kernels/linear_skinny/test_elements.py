@@ -15,7 +15,7 @@ from fast.kernels.linear_skinny.variants import ATOMS, Form, Variant, sources
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
 from tests.emulator.device.machine import Machine
-from tests.emulator.faults import assert_seen, unchanged
+from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.linear_skinny.emulated import Device
 from tests.fast.kernels.linear_skinny.test_emulated import arranged
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
@@ -41,7 +41,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", at_night(CASES, "mxfp4, parts of K", "mxfp8, parts of K", "int8, x in stages", "four blocks")
+)
 def test_variants_give_exact_sums(name, early):
     require_nvrtc()
     scheme, (rows, length, count), dtype, out, variant = CASES[name]
@@ -144,7 +146,7 @@ def product_of_levels(change=unchanged, early=True):
     return device.product(x, arranged(w), variant=Variant(8, 2, 1, 1, 2, 1, True, 2), dtype=WIDE)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_planted_faults_are_seen(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right)

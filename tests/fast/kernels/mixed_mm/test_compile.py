@@ -34,9 +34,10 @@ TESTED = [
 
 
 def features(case):
-    """What kernels differ in by their source: elements, zero points, groups, and each tile."""
+    """What kernels differ in by their source: elements, zero points, groups; clusters and small tiles."""
     tile, weight = case
-    return named(element=weight.element, zero=weight.zero, groups=weight.parts > 1, tile=tile)
+    clusters = named(pair=tile[1] == 2, splits=tile[1:] if len(tile) > 2 else (), small=len(tile) == 2)
+    return [*clusters, *named(element=weight.element, zero=weight.zero, groups=weight.parts > 1)]
 
 
 def compiled(tile, weight, x="bfloat16"):

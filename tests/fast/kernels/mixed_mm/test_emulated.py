@@ -19,6 +19,8 @@ from fast.kernels.mixed_mm.variants import Variant
 from fast.matmul.preshuffled import layout
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.faults import assert_seen, every_second
+from tests.fast.kernels.compiling.day_cases import by_day
+from tests.fast.kernels.compiling.day_cases import named as named_features
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -54,6 +56,13 @@ CASES = {
 }  # fmt: skip
 
 
+def features_of(name):
+    """Each scheme, each way of tiles, and what x and a bias are."""
+    one, scheme, _, dtype, biased = CASES[name]
+    tiles = named_features(pair=one.pair, splits=one.splits > 1, turns=one.turns, boxes=one.tokens >= 96)
+    return [*tiles, *named_features(scheme=scheme, dtype=dtype, biased=biased)]
+
+
 def stored(scheme, n, k, seed=0):
     """A weight as the kernel takes it, and what it stands for."""
     draw = torch.Generator().manual_seed(seed)
@@ -80,7 +89,7 @@ def given(m, n, k, dtype, biased, seed=0):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, features_of))
 def test_elements_of_the_weight_are_those_of_dequantize(name, early):
     require_nvrtc()
     variant, scheme, (m, n, k), dtype, biased = CASES[name]

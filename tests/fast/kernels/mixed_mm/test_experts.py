@@ -22,7 +22,7 @@ from fast.kernels.mixed_mm.host import GROUPED_ARGUMENTS, MAPS
 from fast.kernels.mixed_mm.variants import Variant, Weight, sources
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.device.stand_in import POISON
-from tests.emulator.faults import assert_seen
+from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.mixed_mm.test_compile import INTEGERS, THREADS, complaints
 from tests.fast.kernels.mixed_mm.test_emulated import expected, stored
@@ -67,7 +67,7 @@ def by_expert(x, ends, dense):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", at_night(CASES, "int4 with zero points", "e4m3", "mxfp8"))
 def test_a_row_has_the_weight_of_its_expert(name, early):
     require_nvrtc()
     variant, scheme, counts, (n, k), dtype = CASES[name]
@@ -108,7 +108,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_the_emulator_sees_faults(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right)

@@ -11,7 +11,7 @@ from fast.kernels.mixed_mm.variants import Variant
 from fast.matmul.preshuffled import layout
 from reference import Quantized
 from tests.emulator.device.mixed_stand_in import MixedStandIn
-from tests.emulator.faults import assert_seen
+from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.mixed_mm.test_emulated import expected, given
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
@@ -99,7 +99,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_faults_are_seen(fault):
     require_nvrtc()
     scheme, *change = FAULTS[fault]

@@ -13,7 +13,7 @@ from fast.kernels.mixed_mm.host import weight_of
 from fast.kernels.mixed_mm.variants import Variant, Weight
 from fast.matmul.preshuffled import layout
 from tests.emulator.device.mixed_stand_in import MixedStandIn
-from tests.emulator.faults import assert_seen, every_second
+from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.mixed_mm.test_emulated import expected, given, stored
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.support.linear_cases import exact_levels
@@ -57,9 +57,7 @@ def values_of(codes, scale, levels):
     return (found * scale.t()[:, :, None]).reshape(codes.shape[0], -1)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.nightly] * (one == "pairs, splits")) for one in CASES]
-)
+@pytest.mark.parametrize("name", at_night(CASES, "splits", "pairs, splits", "small tiles"))
 def test_elements_of_the_weight_are_those_of_dequantize(name):
     require_nvrtc()
     variant, (n, m), dtype, biased = CASES[name]

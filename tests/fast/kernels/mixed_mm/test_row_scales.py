@@ -12,7 +12,7 @@ from fast.kernels.mixed_mm import host, select
 from fast.kernels.mixed_mm.variants import ELEMENTS, Variant, Weight, fitted, sources, with_scales
 from fast.kernels.sparse_mm.variants import MOST_SHARED
 from tests.emulator.device.mixed_stand_in import MixedStandIn
-from tests.emulator.faults import assert_seen, every_second
+from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.mixed_mm.test_compile import waits
 from tests.fast.kernels.mixed_mm.test_emulated import given, integers, stored
@@ -47,7 +47,7 @@ def finished(sums, x_scale, bias, dtype):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", at_night(CASES, "no bias", "pairs, splits", "wide"))
 def test_sums_are_multiplied_before_the_bias_is_added(name, early):
     """Rows with one 1 copy elements of the weight."""
     require_nvrtc()
@@ -60,7 +60,8 @@ def test_sums_are_multiplied_before_the_bias_is_added(name, early):
     assert_same_bits(found, finished(sums, x_scale, bias, dtype))
 
 
-@pytest.mark.parametrize("early", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("early", [False, True])
 def test_scales_of_one_are_none(early):
     """By several tiles of a program."""
     require_nvrtc()

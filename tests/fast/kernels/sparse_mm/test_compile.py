@@ -9,6 +9,7 @@ from fast.kernels.sparse_mm.host import ARGUMENTS, LEAST_STORED, MAPS
 from fast.kernels.sparse_mm.select import CLUSTERS, TILES, WIDE
 from fast.kernels.sparse_mm.variants import ELEMENTS, KINDS, MOST_SHARED, PITCH, fitted, sources
 from tests.emulator.device.program import parsed
+from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
 E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
@@ -50,8 +51,17 @@ def test_tiles_compile(tile, cluster, promote):
     assert complaints(report(one, E4M3, "bfloat16"), one.threads) == []
 
 
-@pytest.mark.parametrize("out", ["float16", "bfloat16"])
-@pytest.mark.parametrize("tile", STORED)
+@pytest.mark.parametrize(
+    ("tile", "out"),
+    by_day(
+        [
+            (tile, ("float16", "bfloat16")[(at + other) % 2])
+            for other in (0, 1)
+            for at, tile in enumerate(STORED)
+        ],
+        lambda case: named(tile=case[0], out=case[1]),
+    ),
+)
 def test_stored_tiles_compile(tile, out):
     one = fitted(*tile, 2, 1, 16, stored=True)
     assert one.shared(16) <= MOST_SHARED

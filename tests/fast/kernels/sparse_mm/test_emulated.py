@@ -11,7 +11,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_mm.arrange import arrange
 from fast.kernels.sparse_mm.variants import Variant, fitted
 from tests.emulator.device.stand_in import StandIn
-from tests.emulator.faults import assert_seen
+from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sparse_mm.examples import expected, operands, require_nvrtc
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -94,8 +94,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "early"),
+    [
+        pytest.param(name, early, marks=[pytest.mark.nightly] * (early == bool(at % 2)))
+        for at, name in enumerate(CASES)
+        for early in (True, False)
+    ],
+)
 def test_variants_give_the_bits_of_the_reference(name, early):
     require_nvrtc()
     variant, kinds, shape, out, bias, scaled = CASES[name]
@@ -156,7 +162,7 @@ def is_right_stored(early, change):
     return torch.equal(made, expected(given, "float16"))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_the_emulator_sees_faults(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right)

@@ -6,7 +6,7 @@ import torch
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_skinny.variants import Form, fitted
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.emulator.faults import assert_seen
+from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_skinny.emulated import Device
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
@@ -95,7 +95,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_planted_faults_are_seen(fault):
     require_nvrtc()
     rows = 68 if fault.startswith("four") else 71

