@@ -55,6 +55,3 @@ def show() -> None:
         for one in validations.read().values()
     ]
     print_table("Ledger", ["function", *COUNTS, "date", "commit", "device"], rows, COUNTS)
-
-
-__all__ = ["run_ledger"]

@@ -19,11 +19,9 @@ def run_merge(folders: Sequence[Path], reports: Path | None, as_json: bool) -> N
         written = merge(folders, places)
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    if written:
-        written += write_pages(places)
+    written += write_pages(places) if written else []
     if as_json:
         print_json([{"what": what, "where": where} for what, where in written])
-    elif written:
-        print_table("Merged", ["what", "where"], written)
-    else:
-        print_table("Merged", ["what", "where"], [("nothing: all their rows are here", str(places.reports))])
+        return
+    nothing = [("nothing: all their rows are here", str(places.reports))]
+    print_table("Merged", ["what", "where"], written or nothing)

@@ -89,6 +89,3 @@ def processor() -> str:
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return named[1].strip() if named else platform.processor() or platform.machine()
-
-
-__all__ = ["DIRTY", "changed_files", "commit", "processor", "state", "versions"]

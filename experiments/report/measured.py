@@ -49,6 +49,3 @@ def commits_of(rows: Iterable[Row]) -> dict[str, str]:
     for row in rows:
         found[row.commit] = min(found.get(row.commit, row.date[:10]), row.date[:10])
     return dict(sorted(found.items(), key=lambda one: one[1]))
-
-
-__all__ = ["measured_at", "note"]

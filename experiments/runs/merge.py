@@ -66,6 +66,3 @@ def merge(folders: Sequence[Path], paths: Paths) -> Written:
                 write(paths.rows(name), rows)
                 written.append((f"{name}: {len(taken)} rows", shown(paths.rows(name))))
     return written
-
-
-__all__ = ["merge", "merged", "was_tried"]

@@ -99,12 +99,14 @@ def functions() -> list[str]:
 
 def problems(root: Path = ROOT) -> dict[str, str]:
     """What was never validated, and what differed when it was, by name."""
-    lines = read(root)
-    found = {name: "never validated on a GPU" for name in functions() if name not in lines}
-    for one in lines.values():
-        if not one.passed:
-            found[one.name] = f"{one.different} of {one.compared} values differ, {one.failed} tests failed"
-    return dict(sorted(found.items()))
+    found, lines = {}, read(root)
+    for name in sorted({*functions(), *lines}):
+        one = lines.get(name)
+        if one is None:
+            found[name] = "never validated on a GPU"
+        elif not one.passed:
+            found[name] = f"{one.different} of {one.compared} values differ, {one.failed} tests failed"
+    return found
 
 
 def changes(root: Path = ROOT) -> list[str]:
@@ -152,6 +154,3 @@ def total(name: str, tests: Iterable[Mapping[str, Any]]) -> Validation:
     return validation(
         name, cases, *(sum(test[key] for test in ran) for key in ("count", "different")), failed
     )
-
-
-__all__ = ["Validation", "changes", "functions", "problems", "read", "record", "refresh", "validation"]
