@@ -104,7 +104,7 @@ def test_turns(weight, tokens, x):
             for weight in (WEIGHTS[1], *FACTORS, WEIGHTS[-1])
             for tile in (CUT[0], *TILES[1::-1])
         ],
-        lambda case: named(element=case[1].element),
+        lambda case: named(factors=case[1] in FACTORS),
     ),
 )
 def test_float16(tile, weight):

@@ -122,7 +122,7 @@ def test_sums(early):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("stages", [2 * 2, 2 * 3])
+@pytest.mark.parametrize("stages", [2 * 2, pytest.param(2 * 3, marks=pytest.mark.nightly)])
 def test_sums_of_those_that_take_turns(early, stages):
     """Several tiles of a program, of more tokens than are left at once."""
     require_nvrtc()

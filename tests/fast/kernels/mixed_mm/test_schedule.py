@@ -19,7 +19,7 @@ from fast.kernels.mixed_mm.schedule import (
 )
 from fast.kernels.mixed_mm.variants import Variant
 from tests.emulator.device.mixed_stand_in import MixedStandIn
-from tests.emulator.faults import assert_seen, every_second, unchanged
+from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.mixed_mm.test_emulated import expected, given, stored
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
@@ -131,7 +131,7 @@ def product(name, early=True, change=unchanged):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", at_night(CASES, "behind whole ones", "pairs"))
 def test_bits(name, early):
     """Those of `dequantize`, whatever the tile."""
     require_nvrtc()

@@ -121,7 +121,14 @@ def test_arranged_inputs(shape, count):
     assert machine.registers * 32 * tiling.warps_k * max(1, 8 // tiling.warps_k) <= 65536
 
 
-@pytest.mark.parametrize("name", ["one row up", "one row down", "eight rows", "sixteen rows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one row up",
+        "sixteen rows",
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("one row down", "eight rows")),
+    ],
+)
 def test_reads_come_first(name):
     """What a step reads from the memory is under way before its first product."""
     given, _ = CALLS[name]

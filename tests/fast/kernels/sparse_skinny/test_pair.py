@@ -25,7 +25,7 @@ from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import Memory
 from tests.emulator.device.stand_in import _bytes
-from tests.emulator.faults import assert_seen, every_second, unchanged
+from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_skinny.emulated import Device
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
@@ -73,7 +73,9 @@ def test_each_product_is_exact(name, early):
         assert_same_bits(got, exact_result(x, sparse_int4_weight(*weight), None))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", at_night(CASES, "four parts, the second smaller, 16 rows", "two programs, the first smaller")
+)
 def test_each_product_has_the_bits_that_it_has_alone(name):
     require_nvrtc()
     (count, rows, k, group), dtype, storage, sizes, at_once = CASES[name]

@@ -35,8 +35,7 @@ def test_bits_are_those_of_the_reference(part):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["both bf16", *(pytest.param(one, marks=pytest.mark.nightly) for one in HOT if one != "both bf16")],
+    "name", [pytest.param(one, marks=[pytest.mark.nightly] * one.startswith("both")) for one in HOT]
 )
 def test_nothing_leaves_a_thread(name):
     """No stack, no shared memory, no exchange but one maximum over a warp; twelve warps of a multiprocessor."""

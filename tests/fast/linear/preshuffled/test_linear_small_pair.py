@@ -51,9 +51,7 @@ COMPILED = [
     ("which", "more", "tiles"),
     by_day(
         COMPILED,
-        lambda case: named(
-            element=case[0][0], rows=case[0][1] == 0, parts=bool(case[2]) and case[2][3], **case[1]
-        ),
+        lambda case: named(element=case[0][0], parts=bool(case[2]) and case[2][3], **case[1]),
     ),
 )
 def test_kernels_compile_as_those_of_one_weight(which, more, tiles):
