@@ -9,12 +9,11 @@ Hypothesis: `default` looks at new examples in every run and keeps the failures 
 example is no wrong one. The number of examples is the same in both: no profile makes a test weaker.
 
 Garbage collection is off while tests are collected, and looks at what they allocate alone: the million objects of collected
-tests and imported libraries live as long as the process. So do those of libraries that a test was the first to import.
+tests and imported libraries live as long as the process.
 """
 
 import gc
 import os
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -39,7 +38,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
 progress.INTERVAL = 3600.0
 
-IMPORTED = pytest.StashKey[int]()
 #: Folders below tests/ whose tests are not core.
 MARKERS = {
     "emulator": "compile",
@@ -59,8 +57,6 @@ MARKERS = {
 TESTS = Path(__file__).parent
 #: Allocations between two looks at the youngest objects; Python's own 700 are for small programs.
 ALLOCATIONS = 20_000
-#: Modules that are imported between two looks at how many there are.
-MODULES = 100
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,13 +71,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before fixtures make what a test sees collected
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave alone what libraries brought since: a full collection, which some tests ask for, took a second of it."""
-    seen = item.config.stash.get(IMPORTED, 0)
-    if len(sys.modules) > seen + MODULES:
-        gc.freeze()
-        item.config.stash[IMPORTED] = len(sys.modules)
+@pytest.fixture(scope="module")
+def few_objects() -> None:
+    """For tests that collect garbage or look at all objects: what earlier tests left takes a second each time, so it is left
+    out once it was looked at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker

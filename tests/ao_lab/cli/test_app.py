@@ -167,19 +167,19 @@ def fake_experiments(monkeypatch, reproduce):
 def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def reproduce(names, *, scale, device, paths):
-        calls.append((names, scale, device, paths.reports))
+    def reproduce(names, *, scale, device, paths, changed):
+        calls.append((names, scale, device, paths.reports, changed))
         print("progress", file=sys.stderr)
         return [("ptq: 12 rows", "reports/data/ptq.csv")]
 
     fake_experiments(monkeypatch, reproduce)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert main(["reproduce"]) == 0
-    more = ["--reports", str(tmp_path / "r")]
+    more = ["--changed", "--reports", str(tmp_path / "r")]
     assert main(["reproduce", "ptq", "--scale", "full", "--device", "cuda", *more]) == 0
     assert calls == [
-        (None, "quick", None, ROOT / "reports"),
-        (["ptq"], "full", "cuda", tmp_path / "r"),
+        (None, "quick", None, ROOT / "reports", False),
+        (["ptq"], "full", "cuda", tmp_path / "r", True),
     ]
     out, err = capsys.readouterr()
     assert "reports/data/ptq.csv" in out
@@ -191,7 +191,7 @@ def test_reproduce_hands_over(monkeypatch, capsys, tmp_path):
 
 
 def test_reproduce_fails_clearly(monkeypatch, capsys):
-    def reproduce(names, *, scale, device, paths):
+    def reproduce(names, *, scale, device, paths, changed):
         raise OSError("no space left")
 
     fake_experiments(monkeypatch, reproduce)
@@ -209,7 +209,7 @@ def test_reproduce_fails_clearly(monkeypatch, capsys):
 
 
 def test_faults_keep_their_traceback(monkeypatch):
-    def reproduce(names, *, scale, device, paths):
+    def reproduce(names, *, scale, device, paths, changed):
         raise ValueError("a fault of ours")
 
     fake_experiments(monkeypatch, reproduce)

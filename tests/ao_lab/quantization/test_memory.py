@@ -27,6 +27,8 @@ from ao_lab.quantization import api
 from experiments.models.language_model import LanguageModel, ModelSettings
 from tests.gpu import validate_quantize
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 TOKENS = torch.arange(24).reshape(2, 12)
 
 

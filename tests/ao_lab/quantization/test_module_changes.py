@@ -10,6 +10,8 @@ from torch import nn
 import ao_lab
 from ao_lab import QuantizedTensor, quantize_
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 SCHEMES = (
     "int8_rowwise", "int4_g32_asymmetric", "int4_g32_bf16", "mxfp4", "nvfp4", "nf4", "ternary_g32",
     "torchao.fp8_rowwise_training", "torchao.int4_g32_tinygemm", "compressed_tensors.nvfp4",

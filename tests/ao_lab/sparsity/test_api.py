@@ -22,6 +22,8 @@ from ao_lab.sparsity import api
 from experiments.models.language_model import LanguageModel, ModelSettings
 from experiments.models.llama import rotary_tables
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 TOKENS = [torch.arange(i, i + 24).reshape(2, 12) for i in (0, 50, 100)]
 SCORES = {"wanda": reference.wanda_scores, "ria": reference.ria_scores}
 

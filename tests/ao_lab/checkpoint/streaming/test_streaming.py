@@ -25,6 +25,8 @@ from ao_lab.gemm import choices
 from ao_lab.quantization.streamed import StreamedWeights
 from experiments.models.language_model import LanguageModel, ModelSettings
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 TOKENS = torch.arange(20).reshape(2, 10)

@@ -11,6 +11,8 @@ from torch import nn
 from ao_lab import SparseTrainingConfig, finish_sparsity_, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import pending
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 
 

@@ -18,6 +18,8 @@ from ao_lab.tensor.torch_changes.weight_guards import GUARDED, form_of
 from reference import Scales
 from reference.schemes.schemes import scheme_of
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 X = torch.linspace(-2, 2, 3 * 128).reshape(3, 128)
 
 
