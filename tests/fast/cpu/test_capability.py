@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from fast.cpu.capability import CpuCapability, cpu_capability
 
 CODE = "from fast.cpu.capability import cpu_capability; print(cpu_capability())"
@@ -20,6 +22,7 @@ def printed(**environment):
     return done.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_this_machine():
     assert printed() == str(cpu_capability())
 

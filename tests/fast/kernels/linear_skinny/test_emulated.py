@@ -9,7 +9,7 @@ from fast.kernels.linear_skinny.select import choose, gains
 from fast.kernels.linear_skinny.variants import Direct, Form, Variant
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
-from tests.emulator.faults import assert_seen
+from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.linear_skinny.emulated import Device
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
@@ -85,7 +85,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", every_second(FAULTS))
 def test_planted_faults_are_seen(fault):
     require_nvrtc()
     assert_seen(FAULTS[fault], is_right)

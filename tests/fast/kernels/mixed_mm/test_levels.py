@@ -57,7 +57,7 @@ def values_of(codes, scale, levels):
     return (found * scale.t()[:, :, None]).reshape(codes.shape[0], -1)
 
 
-@pytest.mark.parametrize("name", at_night(CASES, "splits", "pairs, splits", "small tiles"))
+@pytest.mark.parametrize("name", at_night(CASES, "pairs", "splits", "pairs, splits", "small tiles"))
 def test_elements_of_the_weight_are_those_of_dequantize(name):
     require_nvrtc()
     variant, (n, m), dtype, biased = CASES[name]

@@ -47,7 +47,7 @@ def finished(sums, x_scale, bias, dtype):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", at_night(CASES, "no bias", "pairs, splits", "wide"))
+@pytest.mark.parametrize("name", at_night(CASES, "no bias", "pairs", "pairs, splits", "wide"))
 def test_sums_are_multiplied_before_the_bias_is_added(name, early):
     """Rows with one 1 copy elements of the weight."""
     require_nvrtc()
