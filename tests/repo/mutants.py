@@ -236,7 +236,7 @@ KERNELS = [
              "tl.minimum(tl.maximum(SCHEME.low - nearest_integer(steps), SCHEME.low), SCHEME.high)",
              "SCHEME.low - nearest_integer(steps)", EDGES),
     Mutation("the range may miss zero, by kernels", "fast/kernels/rules/statistics.py",
-             "    elif WITH_ZERO:\n        b = tl.where(b < 0, 0, b)", "    elif WITH_ZERO:\n        b = b", INTEGERS),
+             "    elif WITH_ZERO:\n        b = tl.where(b < 0, 0, b)", "    elif WITH_ZERO:\n        b = b", EDGES),
     Mutation("NaN in the mean of scales", "fast/kernels/rules/second_level.py",
              "v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)", "v = v", SCALES_OF_SCALES),
     Mutation("six bits lose what crosses a word", "fast/kernels/rules/packing.py",
