@@ -45,7 +45,8 @@ def attempt(work: Callable[[], Values]) -> Values:
     except Wrong as error:
         return status(f"wrong: {error}")
     except Exception as error:  # noqa: BLE001
-        return status(f"error: {type(error).__name__}: {error}")
+        # The first line says what happened; CUDA's others are advice.
+        return status(f"error: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     finally:
         free()
 

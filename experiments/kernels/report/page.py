@@ -106,10 +106,10 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         small = [line for line in lines if line.shape == SMALL]
         tables = [floor_table(large), *([small_table(small)] if small else [])]
         tables += [product_table(products)] if products else []
-        found.append(Section(f"BaselineResult the floors ({where})", paragraphs, drawings, tables))
+        found.append(Section(f"Against the floors ({where})", paragraphs, drawings, tables))
         if any(line.baselines for line in lines):
             found.append(
-                Section(f"BaselineResult baselines ({where})", [BASELINE_TEXT], [], [baseline_table(lines)])
+                Section(f"Against baselines ({where})", [BASELINE_TEXT], [], [baseline_table(lines)])
             )
     return [*found, *jax_sections(rows)]
 
