@@ -21,6 +21,10 @@ def kernel(name: str) -> Values:
     return {f"{KERNEL}{name}": (1.0, "")} if name else {}
 
 
+#: What follows an error of CUDA in torch's text of it.
+ADVICE = "\nSearch for `cuda"
+
+
 class Wrong(Exception):
     """A result differs from the reference's."""
 
@@ -45,8 +49,7 @@ def attempt(work: Callable[[], Values]) -> Values:
     except Wrong as error:
         return status(f"wrong: {error}")
     except Exception as error:  # noqa: BLE001
-        # The first line says what happened; CUDA's others are advice.
-        return status(f"error: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return status(f"error: {type(error).__name__}: {str(error).partition(ADVICE)[0]}")
     finally:
         free()
 
