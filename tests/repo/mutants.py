@@ -45,6 +45,7 @@ SKINNY = TESTS + "linear_skinny/test_emulated.py -k 'variants_give or scales_of'
 DIRECT = TESTS + "linear_skinny/test_direct.py -k variants_give"
 FACTORED = TESTS + "linear_skinny/test_elements.py -k variants_give"
 MIXED = TESTS + "mixed_mm/test_emulated.py -k 'elements_of and (int4 or split or turns)'"
+ROW_SCALES = TESTS + "mixed_mm/test_row_scales.py -k sums_are_multiplied"
 FACTORS = TESTS + "mixed_mm/test_factors.py -k every_element"
 EXPERTS = TESTS + "mixed_mm/test_experts.py -k row_has_the_weight"
 DENSE = TESTS + "dense_mm/test_emulated.py -k bits_of"
@@ -70,6 +71,10 @@ STORAGE = TESTS + "sparsity/test_sparse_kernels.py -k bits_are"
 TRANSPOSABLE = TESTS + "sparsity/test_transposable_kernels.py -k bits_are"
 NORMALIZE = TESTS + "test_normalize.py -k bits_in"
 SWIGLU = TESTS + "test_swiglu.py -k bits_in"
+SPARSE_LINEAR = TESTS + "sparse_linear/test_mma_sparse.py"
+SATURATION = "tests/fast/quantize/test_saturation.py -k kernels_agree"
+GEMV = "tests/fast/linear/test_gemv_w4a16.py"
+LOOPS = "tests/fast/cpu/test_gemv.py -k number_of_the_table"
 COLUMN_SUMS = TESTS + "test_layer_gradients.py -k in_the_interpreter"
 SMALL = "tests/fast/linear/preshuffled/test_linear_small.py -k test_bits"
 DYNAMIC = "tests/fast/linear/preshuffled/test_dynamic_inputs.py -k test_bits"
@@ -194,7 +199,7 @@ KERNELS = [
     Mutation("nibbles are not turned", "fast/kernels/mixed_mm/decode.cuh",
              "u32(150 - 4 * r) << 23 | 8u << 4 * r", "u32(150 - 4 * r) << 23", MIXED),
     Mutation("parts of K begin with the first scales", "fast/kernels/mixed_mm/load.cuh",
-             "PARTS > 1 ? PARTS * steps.first : steps.first / p.each", "PARTS > 1 ? PARTS * steps.first : 0", MIXED),
+             "PARTS > 1 ? PARTS * steps.first : steps.first / p.each", "PARTS > 1 ? PARTS * steps.first : 0", ROW_SCALES),
     Mutation("another's sums replace one's own", "fast/kernels/mixed_mm/turns.cuh",
              "sum[i] = __fadd_rn(sum[i], __uint_as_float(words[i]))", "sum[i] = __uint_as_float(words[i])", MIXED),
     Mutation("scales of blocks are not rounded with the weight's", "fast/kernels/mixed_mm/factors.cuh",
@@ -226,6 +231,38 @@ KERNELS = [
              "  if constexpr (HALF) f = fmaf(v, -LOG2E_REST, f);\n", "", GATES, nightly=True),
     Mutation("a gate's rows have the other weight's sums", "fast/kernels/sparse_skinny/output.cuh",
              "? four / 8 * 2 + four % 2 : four / 4", "? four / 8 * 2 + (four + 1) % 2 : four / 4", PAIR),
+    Mutation("tokens that fill no box are left out", "fast/kernels/mixed_mm/load.cuh",
+             "return (max(left, 0) + BOX - 1) / BOX * BOX;", "return max(left, 0) / BOX * BOX;", MIXED),
+    Mutation("zero points of the lower rows", "fast/kernels/mixed_mm/decode.cuh",
+             "float(-(both >> 16))", "float(-(both << 16 >> 16))", MIXED),
+    Mutation("the second column of e4m3 is the first", "fast/kernels/mixed_mm/decode.cuh",
+             "float_of(pair >> 16)", "float_of(pair)", MIXED),
+    Mutation("promoted sums replace one another", "fast/kernels/sparse_mm/sparse_mm.cu",
+             "sum[i] += part[i];", "sum[i] = part[i];", SPARSE),
+    Mutation("x of the first stage alone", "fast/kernels/linear_skinny/load.cuh",
+             "i64(i) * 2 * STEPS * STEP", "0", FACTORED),
+    Mutation("scales of the lower rows", "fast/kernels/linear_skinny/direct.cu",
+             "load_factor(scale + 32)", "load_factor(scale)", DIRECT),
+    Mutation("maxima alone saturate", "fast/kernels/tile/saturation.py",
+             " | (low * inv_scale + TO_INTEGER < bottom)", "", SATURATION),
+    Mutation("groups of three bits begin in other words", "fast/kernels/sm90/pack_32.py",
+             "        return j - (j > 0).to(tl.int32)", "        return j", INTEGERS),
+    Mutation("codes of six bits from other bytes", "fast/kernels/sm90/bit_tricks.py",
+             "prmt.b32 $1, $4, $5, 0x5421;", "prmt.b32 $1, $4, $5, 0x5431;", HOT_INTEGERS, nightly=True),
+    Mutation("random words in another order", "fast/kernels/encode/random_words.py",
+             "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", GROUPED),
+    Mutation("two's complement is not turned", "fast/kernels/linear/gemv_w4a16.py",
+             "one + (8 << place if signed else 0)", "one", GEMV),
+    Mutation("sums for means in a gradient", "fast/kernels/layers/rms_norm_gradient.py",
+             "return tl.div_rn(share, tl.zeros_like(share) + length)", "return share", SWIGLU),
+    Mutation("silu's slope near zero by its quotient", "fast/kernels/layers/swiglu_gradient.py",
+             "return tl.where(tl.abs(v) < SMALL, line, slope)", "return slope", SWIGLU),
+    Mutation("folded outer scales are factors", "fast/kernels/rules/values.py",
+             "scale * rounded(tl.div_rn(1.0, outer), DTYPE)", "scale * outer", INTEGERS),
+    Mutation("lanes read words of their neighbours", "fast/kernels/sparse_linear/weight_reads.py",
+             "(lane % 4 * EACH + which % EACH)", "(lane % 4 + which % EACH)", SPARSE_LINEAR),
+    Mutation("subnormal codes as normal ones on a CPU", "fast/cpu/gemv.py",
+             "if magnitude >> mantissa == 0:", "if magnitude == 0:", LOOPS),
     Mutation("values beyond the largest are not stopped", "fast/kernels/rules/elements.py",
              "a = tl.minimum(magnitude, float_of(tl.full((), E.max_bits, tl.int32)))", "a = magnitude", FP8_AND_MX),
     Mutation("subnormal codes are shifted by one too many", "fast/kernels/rules/elements.py",
@@ -247,7 +284,7 @@ KERNELS = [
              "fma.rn.sat.f32 k, x, {half}, 0fC0000000; fma.rn.f32 g, g, 0f40800000, 0f4B000000;",
              "fma.rn.sat.f32 k, x, {half}, 0fBFE00000; fma.rn.f32 g, g, 0f40800000, 0f4B000000;", HOT),
     Mutation("quotients without their last correction", "fast/kernels/sm90/division.py",
-             "return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)", "return first", HOT),
+             "return tl.fma(tl.fma(first, -TARGET, a), INVERSE, first)", "return first", EDGES),
     Mutation("scales of ranges have no floor", "fast/kernels/sm90/int_asymmetric.py",
              "scale = tl.maximum(ratio, float_of(tl.full((), L.floor, tl.int32)))", "scale = ratio", EDGES),
     Mutation("a codebook's cubic decides alone", "fast/kernels/sm90/codebook16.py",
