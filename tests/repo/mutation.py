@@ -208,6 +208,18 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def tried(chosen: Sequence[Mutation], workers: int, out: Path | None) -> list[Row]:
+    """Rows of all, said and written to `out` as they are known: a run takes long."""
+    rows: list[Row] = []
+    for row in checked(chosen, workers):
+        rows.append(row)
+        say(f"{row.verdict:18} {row.seconds:5.0f} s  {row.file}: {row.name}")
+        if out:
+            out.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    say(f"{len(rows)} mutations, {sum(row.verdict != CAUGHT for row in rows)} problems")
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the check and print its table."""
     options = parsed(arguments)
@@ -218,16 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
             say(f"{mutation.file:48} {mutation.name:50} {mutation.arguments}")
         return 0
     before = json.loads(options.compare.read_text()) if options.compare else None
-    rows: list[Row] = []
-    for row in checked(chosen, options.workers):
-        rows.append(row)
-        say(f"{row.verdict:18} {row.seconds:5.0f} s  {row.file}: {row.name}")
-        if options.json:  # at once: a run takes long
-            options.json.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
-    bad = sum(row.verdict != CAUGHT for row in rows)
-    say(f"{len(rows)} mutations, {bad} problems")
+    rows = tried(chosen, options.workers, options.json)
     if before is None:
-        return 1 if bad or not chosen else 0
+        return 1 if not rows or any(row.verdict != CAUGHT for row in rows) else 0
     missing = lost(before, rows, [m.name for m in MUTATIONS])
     say("\n".join(["caught before, and not now:", *missing]) if missing else "nothing was lost")
     return 1 if missing else 0
