@@ -73,7 +73,8 @@ def reproduce(
         bool,
         typer.Option(
             "--changed",
-            help="Measure only what a page says has changed: rows whose folders changed since their commit.",
+            help="Measure only what a page says has changed (rows whose folders changed since their commit), and what "
+            "failed or is of other versions.",
         ),
     ] = False,
     pages: Annotated[
@@ -85,7 +86,7 @@ def reproduce(
     from experiments.commands.reproduce import run_experiments, write_pages_alone
 
     if pages:
-        write_pages_alone(reports, as_json)
+        write_pages_alone(tables or [], changed, reports, as_json)
         return
     where = device.value if device else None
     text = corpus, corpus_path

@@ -24,7 +24,7 @@ def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float = va
     elif check or refresh:
         show_check(problems, changes, late)
     else:
-        show()
+        show(changes)
     return not (problems or late) or not (check or refresh)
 
 
@@ -48,10 +48,12 @@ def show_check(problems: dict[str, str], changes: list[str], late: list[str]) ->
         say(line)
 
 
-def show() -> None:
-    """One line per function or family."""
+def show(changes: list[str]) -> None:
+    """One line per function or family, and what has changed since."""
     rows = [
         [one.name, *(f"{getattr(one, name):,}" for name in COUNTS), one.date[:10], one.commit, one.device]
         for one in validations.read().values()
     ]
     print_table("Ledger", ["function", *COUNTS, "date", "commit", "device"], rows, COUNTS)
+    for line in changes:
+        say(line)

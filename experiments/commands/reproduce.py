@@ -60,9 +60,14 @@ def run_experiments(
     return not LOST
 
 
-def write_pages_alone(reports: Path | None, as_json: bool) -> None:
-    """Write pages and figures of the published rows, and measure nothing."""
+def write_pages_alone(names: list[str], changed: bool, reports: Path | None, as_json: bool) -> None:
+    """Write pages and figures of all published rows, and measure nothing."""
     from experiments.report.pages import write_pages
+
+    if names or changed:
+        raise WrongInput(
+            "--pages measures nothing and writes the pages of all experiments: ao-lab reproduce --pages"
+        )
 
     folders = paths(reports)
     with folders.alone():

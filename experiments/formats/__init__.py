@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=10, compressed=True, folders=("reference", "fast"))
+EXPERIMENT = Experiment(order=10, compressed=True)

@@ -136,7 +136,7 @@ def section(where: Where, results: Results) -> Section:
     real, settings = is_real(where), measured(results)
     text = [*(real_text(where) if real else STAND_IN), *failures(results)]
     targets = targets_of(where.data, results) if real else []
-    tables = [*target_table(targets), *(setting_table(where, results, one) for one in settings)]
+    tables = [*target_table(targets, results.rows), *(setting_table(where, results, one) for one in settings)]
     drawings = [drawing(where, results, settings)] if real and settings else []
     return Section(f"generate() ({where})", text, drawings, tables)
 
@@ -186,13 +186,13 @@ def drawing(where: Where, results: Results, settings: list[str]) -> Drawing:
     )
 
 
-def target_table(targets: Sequence[Target]) -> list[Table]:
+def target_table(targets: Sequence[Target], rows: Sequence[Row]) -> list[Table]:
     """All targets of a model, also of what was not measured; none where it has none."""
     lines = [
         [one.name, f"at least {one.texts[1]} times bfloat16", one.measured or NOT_MEASURED, one.verdict]
         for one in targets
     ]
-    return [Table("Targets", ["model", "target", "measured", "reached"], lines)] if lines else []
+    return [Table("Targets", ["model", "target", "measured", "reached"], lines, rows)] if lines else []
 
 
 def setting_table(where: Where, results: Results, setting: str) -> Table:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from experiments.harness.cuda_graph import recorded
+
 #: Distinct kernels that are named; of more, the first, and how many others there are.
 NAMED = 3
 #: Characters of a name: libraries write whole types into theirs.
@@ -34,16 +36,25 @@ class Parameters(ctypes.Structure):
 
 
 def launched(call: Callable[[], object]) -> str:
-    """Names of the kernels of a call in the order of their first launch, joined by " + "; nothing without a GPU.
+    """Names of the kernels of a call in the order of their first launch, joined by " + "; nothing without a GPU, where the call
+    cannot be captured, and by a driver that does not name kernels (before CUDA 12.3).
 
-    The call runs once before, so that nothing is compiled in the capture; it has to be one that can be captured.
+    The call runs once before, so that nothing is compiled in the capture.
     """
     if not torch.cuda.is_available():
         return ""
+    try:
+        return captured(call)
+    except (AttributeError, OSError, RuntimeError):
+        return ""
+
+
+def captured(call: Callable[[], object]) -> str:
+    """The same of a call that can be captured."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
+    with recorded(graph, torch.cuda.Stream()):
         kept = call()
     names = list(dict.fromkeys(short(name) for name in kernel_names(graph.raw_cuda_graph())))
     del kept

@@ -23,8 +23,8 @@ class Experiment:
 
     order: where it stands among the others, in a run and on the page. always: whether it runs when none is named. trained:
     whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
-    whose changes pages tell of, beside the folder of the experiment itself. compressed: whether its rows are published as
-    ``.csv.gz``. run, page: its modules, inside its folder. name: the folder's, filled in when it is found.
+    whose changes pages tell of, beside what experiments share and the folder of its own. compressed: whether its rows are
+    published as ``.csv.gz``. run, page: its modules, inside its folder. name: the folder's, filled in when it is found.
     """
 
     order: int
@@ -47,6 +47,8 @@ class Experiment:
 
 
 PACKAGE = __name__.partition(".")[0]
+#: What every experiment measures with.
+SHARED = tuple(f"experiments/{name}" for name in ("data", "harness", "models", "runs"))
 
 
 def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
@@ -57,7 +59,7 @@ def discover(paths: Iterable[str] | None = None) -> dict[str, Experiment]:
         if module.ispkg and module.name != "harness":
             record = getattr(importlib.import_module(f"{PACKAGE}.{module.name}"), "EXPERIMENT", None)
             if record:
-                folders = (*record.folders, f"experiments/{module.name}")
+                folders = (*record.folders, *SHARED, f"experiments/{module.name}")
                 found.append(replace(record, name=module.name, folders=folders))
     return {one.name: one for one in sorted(found, key=lambda one: (one.order, one.name))}
 

@@ -18,9 +18,16 @@ from pathlib import Path
 from experiments.harness.libraries import NOT_INSTALLED, version_of
 from experiments.harness.rows import ROOT
 
-#: What makes numbers: changes elsewhere (reports, docs) leave a tree clean.
-CODE = ("reference", "fast", "ao_lab", "experiments", "tests", "pyproject.toml", "constraints.txt")
+#: What makes numbers: changes elsewhere (reports, docs, other tests) leave a tree clean.
+CODE = ("reference", "fast", "ao_lab", "experiments", "tests/gpu", "pyproject.toml", "constraints.txt")
+SOURCES = (".py", ".cu", ".cuh", ".toml", ".txt", ".csv")
 DIGITS, DIRTY = 8, "+dirty"
+#: Pages measure nothing.
+PAGES = (
+    ":(exclude,glob)experiments/*/page.py",
+    ":(exclude,glob)experiments/*/report/**",
+    ":(exclude)experiments/report",
+)
 #: Libraries whose versions rows name, where they are installed.
 LIBRARIES = ("torch", "triton", "numpy", "jax", "torchao", "transformers")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -28,11 +35,14 @@ DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 def printed(*command: str, root: Path = ROOT) -> str | None:
     """What a command prints; None where there is none, or it fails: no git, no history, no such commit."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, check=False, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
 @cache
@@ -47,31 +57,35 @@ def commit(root: Path = ROOT) -> str:
     head = printed(*short, root=root) if (root / ".git").exists() else None
     if head is None:
         return ""
-    return head.strip() + DIRTY * bool(printed("git", "status", "--porcelain", "--", *CODE, root=root))
+    changes = printed("git", "status", "--porcelain", "--untracked-files=normal", "--", *CODE, root=root)
+    return head.strip() + DIRTY * (changes != "")
 
 
 @cache
 def state(root: Path = ROOT) -> str:
-    """What names the code in a cache: the commit, and of a tree with uncommitted changes a digest of these."""
+    """What names the code in a cache: the commit of a clone without changes, else its name with a digest of all code."""
     name = commit(root)
-    if not name.endswith(DIRTY):
-        return name or "unknown"
-    new = printed("git", "ls-files", "--others", "--exclude-standard", "-z", "--", *CODE, root=root) or ""
-    digest = hashlib.sha256((printed("git", "diff", "HEAD", "--", *CODE, root=root) or "").encode())
-    for path in filter(None, new.split("\0")):
-        digest.update(path.encode() + (root / path).read_bytes())
-    return f"{name}-{digest.hexdigest()[:DIGITS]}"
+    if name and not name.endswith(DIRTY) and "AO_LAB_COMMIT" not in os.environ:
+        return name
+    digest = hashlib.sha256()
+    places = [root / place for place in CODE]
+    paths = [path for place in places for path in (place.rglob("*") if place.is_dir() else [place])]
+    for path in sorted(path for path in paths if path.suffix in SOURCES and path.is_file()):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return f"{name or 'unknown'}-{digest.hexdigest()[:DIGITS]}"
 
 
 @cache
 def changed_files(since: str, folders: Sequence[str], root: Path = ROOT) -> int | None:
-    """How many files under some folders are not as they were at a commit; a file that was only moved counts as none.
-
-    None where the commit is not known here.
+    """How many files under some folders are not as they were at a commit, new ones included; a file that was only moved counts
+    as none, and neither does one that makes pages. None where the commit is not known here.
     """
-    base = since.removesuffix(DIRTY)
-    found = printed("git", "diff", "--name-status", "-M", base, "--", *folders, root=root) if base else None
-    return None if found is None else sum(not line.startswith("R100") for line in found.splitlines())
+    base, where = since.removesuffix(DIRTY), ("--", *folders, *PAGES)
+    found = printed("git", "diff", "--name-status", "-M", base, *where, root=root) if base else None
+    if found is None:
+        return None
+    new = printed("git", "ls-files", "--others", "--exclude-standard", *where, root=root) or ""
+    return sum(not line.startswith("R100") for line in [*found.splitlines(), *new.splitlines()])
 
 
 @cache

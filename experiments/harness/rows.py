@@ -23,6 +23,7 @@ import os
 import re
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -119,13 +120,19 @@ def read(path: Path) -> list[Row]:
     """
     if not path.exists():
         return []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(
-                f"{path.name} has columns {reader.fieldnames}, rows have {list(COLUMNS)}; delete it and run again"
-            )
-        return [_parse(record) for record in reader]
+    data = path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path.name} is cut short or no file of rows ({error}); delete it and run again"
+        ) from error
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise ValueError(
+            f"{path.name} has columns {reader.fieldnames}, rows have {list(COLUMNS)}; delete it and run again"
+        )
+    return [_parse(record) for record in reader]
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -200,16 +207,15 @@ class Journal:
             write(self.path, list(self._rows.values()))
 
 
-def publish(path: Path, rows: Sequence[Row], others: Iterable[Row] = ()) -> list[Row]:
-    """Put a run into a published CSV; returns what the file now holds.
+def publish(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Put a complete run into a published CSV; returns what the file now holds.
 
     Tables of the same kind, scale, device and source of the corpus are replaced as a whole (a scheme that no longer exists
     leaves with them, and so does another version of the corpus); other scales, devices and corpora stay as they were.
-    others: published rows of these tables that stay beside those of the run (`experiments.runs.merge.kept`).
     """
     replaced = {row.place for row in rows}
-    older = [row for row in read(path) if row.place not in replaced]
-    merged = sorted([*older, *rows, *others], key=lambda row: (row.experiment, row.table, row.device))
+    others = [row for row in read(path) if row.place not in replaced]
+    merged = sorted([*others, *rows], key=lambda row: (row.experiment, row.table, row.device))
     write(path, merged)
     return merged
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from experiments.harness.paths import Paths, Written, shown
-from experiments.harness.rows import Journal, Row, read, table_parts, write
+from experiments.harness.rows import Journal, Row, table_parts
 from experiments.harness.timing import CudaWatch
 from experiments.kernels.baselines.baseline import BASELINES, Baseline
 from experiments.kernels.cases.all_cases import CASES, chosen
@@ -20,7 +20,7 @@ from experiments.kernels.cases.floors import Shape
 from experiments.kernels.outcome import BASELINE_SECONDS, EXPERIMENT, Bench
 from experiments.kernels.report.case_results import CaseResult, results_of
 from experiments.kernels.run import measure, pairs, run, subject
-from experiments.runs.merge import merged
+from experiments.runs.merge import publish_run
 from experiments.runs.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
@@ -103,8 +103,7 @@ def _complete(
     path = paths.rows(EXPERIMENT)
     journal = Journal(paths.journal(EXPERIMENT, SCALE, settings.device_name, subject(settings)))
     rows = run(settings, journal, baselines=baselines, baseline_seconds=baseline_seconds, seconds=seconds)
-    lines = merged(EXPERIMENT, read(path), rows)
-    write(path, lines)
+    lines = publish_run(EXPERIMENT, path, rows, partial=not baselines or math.isfinite(seconds))
     written = [(f"{EXPERIMENT}: {len(rows)} rows", shown(path)), *write_pages(paths)]
     return one_run(lines, settings), written
 

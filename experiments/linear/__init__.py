@@ -2,4 +2,10 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=45, compressed=True, trained=False, page="report.page")
+EXPERIMENT = Experiment(
+    order=45,
+    compressed=True,
+    trained=False,
+    page="report.page",
+    folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
+)

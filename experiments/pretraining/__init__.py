@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=55, always=False, folders=("experiments/models", "experiments/data"))
+EXPERIMENT = Experiment(order=55, always=False, folders=())

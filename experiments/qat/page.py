@@ -197,4 +197,5 @@ def seed_table(runs: Results, found: Sequence[tuple[str, str]]) -> Table:
         for metric, name in ((PTQ, "PTQ"), (QAT, "QAT")):
             cells = [number(values.get((*one, metric, seed)), 4) for seed in seeds]
             lines.append([f"{label(*one)}, {name}", *cells])
-    return Table("Bits per byte of every seed", ["model", *(f"seed {seed}" for seed in seeds)], lines)
+    columns = ["model", *(f"seed {seed}" for seed in seeds)]
+    return Table("Bits per byte of every seed", columns, lines, runs.rows)

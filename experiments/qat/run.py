@@ -88,7 +88,9 @@ def subject(settings: Settings) -> str:
 def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = None) -> list[Row]:
     """Rows of all seeds and methods, and over seeds; rows in the journal are not measured again."""
     journal, plan = journal if journal is not None else Journal(), plan or PLANS[settings.scale]
+    done = {row.table for row in journal.rows}
     if tasks := unfinished(settings, plan, journal):
+        done.clear()
         # Models that several tasks share are trained before the tasks run in parallel.
         models = {seed: models_of(settings, plan, seed) for seed in sorted({task.seed for task in tasks})}
         shared = Shared(settings, plan, evaluations_of(settings, plan), models)
@@ -99,7 +101,9 @@ def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = 
             for task, rows in measure_all(tasks, lambda task: measure(shared, task), settings.device):
                 journal.add(rows)
                 step(f"{task.key[1]}, seed {task.seed}")
-    journal.add(summary(settings, plan, journal.rows))
+    found = summary(settings, plan, journal.rows)
+    # What follows from rows that were not measured again is as old as they are.
+    journal.add(row for row in found if row.table not in done)
     return journal.rows
 
 

@@ -5,6 +5,7 @@ It is information: nothing fails by it. Which files count the experiment's recor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from experiments.harness.registry import EXPERIMENTS
@@ -22,13 +23,14 @@ def note(rows: Iterable[Row]) -> str:
     if not rows:
         return ""
     commits, words = commits_of(rows), measured_at(rows)
-    named = dict.fromkeys(row.experiment for row in rows if row.experiment in EXPERIMENTS)
-    folders = tuple(dict.fromkeys(folder for name in named for folder in EXPERIMENTS[name].folders))
+    known = dict.fromkeys(row.experiment for row in rows if row.experiment in EXPERIMENTS)
+    folders = tuple(dict.fromkeys(folder for name in known for folder in EXPERIMENTS[name].folders))
     count = changed_files(next(iter(commits)), folders) if folders else None
     if count is None:
         return words
     start = "the oldest" if len(commits) > 1 else "then"
-    return f"{words}; since {start} {count} file{'s' * (count != 1)} under {', '.join(folders)} changed"
+    named = ", ".join(dict.fromkeys(re.sub("^experiments/.*", "experiments", folder) for folder in folders))
+    return f"{words}; since {start} {count} file{'s' * (count != 1)} under {named} changed"
 
 
 def measured_at(rows: Iterable[Row]) -> str:
@@ -44,8 +46,8 @@ def measured_at(rows: Iterable[Row]) -> str:
 
 
 def commits_of(rows: Iterable[Row]) -> dict[str, str]:
-    """The commits of some rows, the oldest first, each with the first day at which a row was measured there."""
+    """The commits of some rows, the oldest first, each with the day at which a row was first measured there."""
     found: dict[str, str] = {}
     for row in rows:
-        found[row.commit] = min(found.get(row.commit, row.date[:10]), row.date[:10])
-    return dict(sorted(found.items(), key=lambda one: one[1]))
+        found[row.commit] = min(found.get(row.commit, row.date), row.date)
+    return {commit: date[:10] for commit, date in sorted(found.items(), key=lambda one: one[1])}

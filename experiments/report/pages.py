@@ -1,5 +1,5 @@
-"""Pages: ``reports/index.html``, a page of all figures and tables for each experiment, and Markdown beside them. They read rows
-and nothing else.
+"""Pages: ``reports/index.html``, a page of all figures and tables for each experiment, and Markdown beside them. They read
+rows, and of git what has changed since.
 
 The page module of an experiment has TITLE, ABOUT (what is measured), FEATURED (names of figures, the first of which heads the
 page), `findings(rows)` (sentences), `sections(rows)` (everything, as plain data of `experiments.report.content`) and perhaps
@@ -17,6 +17,7 @@ from pathlib import Path
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.revision import commit
 from experiments.harness.rows import Row
 from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.datatables import script
@@ -69,7 +70,7 @@ def write_pages(places: Paths) -> Written:
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
     for name in ("index.html", "README.md"):
         path = places.reports / name
-        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board))
+        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit()))
         written.append(("report", shown(path)))
     return written
 

@@ -11,17 +11,8 @@ from ao_lab.cli.terminal.progress import say
 from experiments.data.corpus import Corpus
 from experiments.harness import registry, revision
 from experiments.harness.paths import Paths, Written, shown
-from experiments.harness.rows import (
-    Journal,
-    Row,
-    corpus_source,
-    publish,
-    read,
-    table_parts,
-    write,
-    write_text,
-)
-from experiments.runs.merge import merged, was_tried
+from experiments.harness.rows import Journal, Row, corpus_source, read, table_parts, write_text
+from experiments.runs.merge import by_group, publish_run, was_tried
 from experiments.runs.settings import Settings, settings_for
 
 
@@ -39,14 +30,14 @@ def reproduce(
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
     tables: names of EXPERIMENTS; without, all that always run. scale: quick or full. device: cpu or cuda, by default the GPU
-    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode` or parts of
-    `fp8_training`, `sparsity` or `linear` to measure; seconds: after which these three start nothing more; published rows of
-    what is not measured stay. workers: how many of their trainings run at once, in processes. text: the corpus, by default the
-    source of sympy (`experiments.runs.texts` finds others); rows of other corpora stay. changed: published rows are taken as
-    measured where no file of the experiment's folders has changed since their commit. However a run ends, the same call at the
-    same commit goes on with it; a part of these three also from rows that another machine published at this commit. ValueError
-    for an unknown name, scale or device, `experiments.harness.paths.Busy` where another process works in the folders; progress
-    goes to stderr.
+    where torch sees one. paths: the folders, by default `Paths.default()`. only: configurations of `decode`, or parts of
+    `fp8_training`, `sparsity`, `linear` or `generate`, to measure; seconds: after which these four start nothing more;
+    published rows of what is not measured stay. workers: how many of their trainings run at once, in processes. text: the
+    corpus, by default the source of sympy (`experiments.runs.texts` finds others); rows of other corpora stay. changed:
+    published rows are taken as measured where no file of the experiment's folders has changed since their commit. However a
+    run ends, the same call at the same commit goes on with it; a part of these four also from rows that another machine
+    published at this commit. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another
+    process works in the folders; progress goes to stderr.
     """
     names = registry.chosen(tables)
     if only and names not in (["decode"], *([name] for name in registry.LIMITED)):
@@ -78,16 +69,11 @@ def run_one(name: str, settings: Settings, paths: Paths) -> Written:
     if revision.commit().endswith(revision.DIRTY):
         say(f"{name}: the tree has uncommitted changes; rows say so ({revision.commit()})")
     module, started = registry.EXPERIMENTS[name].run_module(), time.perf_counter()
-    published = read(paths.rows(name))
-    taken = [row for row in published if is_known(name, row, settings)]
     path = paths.journal(name, settings.scale, settings.device_name, module.subject(settings))
-    journal = Journal(path, taken)
+    journal = Journal(path, taken(name, read(paths.rows(name)), settings))
     resumed = len(journal.rows)
     rows = module.run(settings, journal)
-    if is_partial(settings):
-        write(paths.rows(name), merged(name, published, rows))
-    else:
-        publish(paths.rows(name), rows)
+    publish_run(name, paths.rows(name), rows, is_partial(settings))
     if registry.EXPERIMENTS[name].trained:
         corpus = settings.corpus.describe()
         write_text(paths.data / f"{corpus['name']}.json", json.dumps(corpus, indent=2) + "\n")
@@ -101,18 +87,46 @@ def is_partial(settings: Settings) -> bool:
     return bool(settings.only) or settings.seconds is not None
 
 
-def is_known(name: str, row: Row, settings: Settings) -> bool:
-    """Whether a run takes a published row as measured: where it goes on with what was published at this commit with these
-    versions, or measures what has changed alone."""
+def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
+    """Published rows that a run takes as measured: what was measured together whole or not at all, and nothing that failed.
+
+    A partial run goes on with what was published at this commit; one of what has changed takes what has not.
+    """
+    if not (settings.changed or is_partial(settings)):
+        return []
+    here = [row for row in published if was_tried(row) and of_this_run(row, settings)]
+    groups = by_group(registry.EXPERIMENTS[name], here).values()
+    # One measurement may have rows in several tables.
+    new = {measurement(row) for row in here if not is_known(name, row, settings)}
+    found = [row for rows in groups if not new.intersection(map(measurement, rows)) for row in rows]
+    say(f"{name}: {len(found)} of {len(here)} published rows are taken as measured")
+    return found
+
+
+def measurement(row: Row) -> tuple[str, str, int]:
+    """What is measured at once, whatever tables its rows are in; a table of curves has the kind before the setting."""
+    return row.setting.rpartition(": ")[2], row.method, row.seed
+
+
+def of_this_run(row: Row, settings: Settings) -> bool:
+    """Whether a run at these settings could have measured a row."""
     _, scale, data = table_parts(row.table)
     same_text = not corpus_source(data) or data == settings.corpus.name
-    if (row.device, scale) != (settings.device_name, settings.scale) or not same_text or not was_tried(row):
+    return (row.device, scale) == (settings.device_name, settings.scale) and same_text
+
+
+def is_known(name: str, row: Row, settings: Settings) -> bool:
+    """Whether a row needs no new measurement: no failure, of a tree without changes, with the versions of here (a GPU's driver
+    aside), at this commit, or at one since which nothing has changed that matters."""
+    failed = row.metric.startswith("status: ") and row.metric != "status: ok"
+    if failed or not row.commit or row.commit.endswith(revision.DIRTY):
+        return False
+    ends = slice(None) if row.device == "cpu" else slice(-1)
+    if row.versions.split("; ")[ends] != revision.versions(settings.device).split("; ")[ends]:
         return False
     if settings.changed:
-        folders = registry.EXPERIMENTS[name].folders
-        return not row.commit.endswith(revision.DIRTY) and revision.changed_files(row.commit, folders) == 0
-    here = revision.commit(), revision.versions(settings.device)
-    return is_partial(settings) and bool(here[0]) and (row.commit, row.versions) == here
+        return revision.changed_files(row.commit, registry.EXPERIMENTS[name].folders) == 0
+    return row.commit == revision.commit()
 
 
 __all__ = ["reproduce", "run_all", "run_one"]

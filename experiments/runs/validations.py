@@ -53,7 +53,7 @@ class Validation:
     @property
     def passed(self) -> bool:
         """Whether something was compared and nothing differs."""
-        return self.cases > 0 and not self.different and not self.failed
+        return self.cases > 0 and self.compared > 0 and not self.different and not self.failed
 
 
 COLUMNS = tuple(field.name for field in fields(Validation))
@@ -105,7 +105,8 @@ def problems(root: Path = ROOT) -> dict[str, str]:
         if one is None:
             found[name] = "never validated on a GPU"
         elif not one.passed:
-            found[name] = f"{one.different} of {one.compared} values differ, {one.failed} tests failed"
+            differ = f"{one.different} of {one.compared} values differ, {one.failed} tests failed"
+            found[name] = differ if one.cases else "no kernel was called when it was validated"
     return found
 
 
@@ -122,7 +123,8 @@ def changes(root: Path = ROOT) -> list[str]:
 
 
 def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str]]:
-    """Validate everything on this GPU and write the lines; returns the path, and whose tests time did not reach."""
+    """Validate everything on this GPU and write the lines; returns the path, and what time or no test reached."""
+    commit()  # of the code that is tested, whatever happens to the tree meanwhile
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tests.json"
         command = [sys.executable, str(root / TESTS), "--fraction", FRACTION, "--json", str(out)]
@@ -136,7 +138,8 @@ def refresh(seconds: float = SECONDS, root: Path = ROOT) -> tuple[Path, list[str
     found: dict[str, list[Mapping[str, Any]]] = {}
     for test in tests:
         found.setdefault(entry_of(test["name"]), []).append(test)
-    return record([total(name, some) for name, some in found.items() if name not in late], root), late
+    path = record([total(name, some) for name, some in found.items() if name not in late], root)
+    return path, sorted({*late, *(set(functions()) - set(found))})
 
 
 def entry_of(test: str) -> str:

@@ -2,4 +2,9 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(compressed=True, order=58, page="report.page")
+EXPERIMENT = Experiment(
+    compressed=True,
+    order=58,
+    page="report.page",
+    folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
+)

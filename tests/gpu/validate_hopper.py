@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from experiments.harness.revision import commit
 from experiments.runs.validations import record, validation
 from reference.formats.formats import FORMATS
 from reference.matmul.exact import round_result
@@ -295,6 +296,7 @@ def record_own(rows: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
+    commit()  # of the code that is tested, whatever happens to the tree meanwhile
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import reference
+from experiments.harness.revision import commit
 from experiments.runs.validations import record, validation
 from reference.formats.rounding import MODES
 
@@ -120,6 +121,7 @@ def check_jax(report: dict[str, Any], seconds: float) -> None:
 
 
 def main() -> int:
+    commit()  # of the code that is tested, whatever happens to the tree meanwhile
     report: dict[str, Any] = {"schemes": {}, "formats": {}, "jax": {}, "gpu": torch.cuda.get_device_name()}
     report["versions"] = {"torch": torch.__version__, "numpy": np.__version__}
     start = time.time()

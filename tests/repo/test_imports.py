@@ -18,13 +18,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTALLED_EXTRAS = ("test", "jax", "ao", "hf", "lint", "docs")
 # Installed together with another requirement, which chooses the version.
 COMES_WITH = {"jaxlib": "jax"}
-#: Files that import upwards by a string, until commands register with the command line from below.
-UPWARDS = {
-    "ao_lab/cli/bench.py",
-    "ao_lab/cli/doctor/checks.py",
-    "ao_lab/cli/ledger.py",
-    "ao_lab/cli/reproduce.py",
-}
+#: Files that import upwards by a string.
+UPWARDS = {"ao_lab/cli/doctor/checks.py"}
 
 
 def trees(package):

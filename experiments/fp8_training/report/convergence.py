@@ -177,7 +177,9 @@ def bits_table(results: Results) -> Table:
         for setting, method, seed in lines
     ]
     names = [metric.removeprefix(f"{BITS}, ") for metric in metrics]
-    return Table("Bits per byte of text that was not trained on", ["training", "of", *names], cells)
+    return Table(
+        "Bits per byte of text that was not trained on", ["training", "of", *names], cells, results.rows
+    )
 
 
 def rate_of(method: str) -> float:
@@ -202,6 +204,7 @@ def speed_table(results: Results) -> Table:
         "Speed, means over seeds; trainings beside others have no times",
         ["training", "of", *(name for name, _, _ in SPEED.values())],
         cells,
+        results.rows,
     )
 
 

@@ -116,7 +116,7 @@ def linear_section(where: Where, results: Results) -> Section:
     """One shape."""
     targets = of_linear(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *LAYER]
-    tables = [*target_table(targets), table("Forward and backward", results, LINEAR)]
+    tables = [*target_table(targets, results.rows), table("Forward and backward", results, LINEAR)]
     return Section(f"Linear layer {where.data} ({where})", text, (), tables)
 
 
@@ -124,7 +124,7 @@ def blocks_section(where: Where, results: Results) -> Section:
     """One model."""
     targets = of_blocks(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *STEP]
-    tables = [*target_table(targets), table("A training step", results, BLOCKS)]
+    tables = [*target_table(targets, results.rows), table("A training step", results, BLOCKS)]
     if where.device != "cpu":
         published = {LLAMA_3_8B_TWO_LAYERS.name: "Llama-3-8B", LLAMA_3_2_3B_FOUR_LAYERS.name: "Llama-3.2-3B"}
         tables += [model_table(published[where.data])] if where.data in published else []
@@ -136,7 +136,7 @@ def fsdp_section(where: Where, results: Results) -> Section:
     """One model on two ranks."""
     targets = of_fsdp(where, results)
     text = [*verdict(targets), *stand_in(where), *failures(results), *TWO_RANKS]
-    tables = [*target_table(targets), table("A training step", results, FSDP)]
+    tables = [*target_table(targets, results.rows), table("A training step", results, FSDP)]
     return Section(f"Two ranks: {where.data} ({where})", text, (), tables)
 
 

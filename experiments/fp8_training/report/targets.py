@@ -189,13 +189,13 @@ def verdict(targets: Sequence[Target]) -> list[str]:
     return [f"All {len(measured)} values that have a target meet it{ending}."]
 
 
-def target_table(targets: Sequence[Target]) -> list[Table]:
+def target_table(targets: Sequence[Target], rows: Sequence[Row] = ()) -> list[Table]:
     """All targets of a section, also of what was not measured; none where it has none."""
     lines = [
         [one.name, one.measured, f"{'≥' if one.at_least else '≤'} {one.texts[1]}", one.verdict]
         for one in targets
     ]
-    return [Table("Targets", ["target", "measured", "limit", "reached"], lines)] if lines else []
+    return [Table("Targets", ["target", "measured", "limit", "reached"], lines, rows)] if lines else []
 
 
 __all__ = ["finding", "of_blocks", "of_fsdp", "of_linear", "target_table", "verdict"]

@@ -95,8 +95,8 @@ def measure_one(whole: Whole, settings: Settings, journal: Journal, failed: list
     setting, _ = whole.parts[0].methods[0]
     name = whole_of(whole.table(settings), setting)
     old = [row for row in journal.rows if measured_whole(row) == name]
-    useless = len(made) < len(whole.parts) or not any(OK in one for found in made for one in found.values())
-    if not (old and useless):
+    useless = not any(OK in one for found in made for one in found.values())
+    if len(made) == len(whole.parts) and not (old and useless):
         journal.drop(old)
         add(whole, made, settings, journal, failed)
 

@@ -24,7 +24,7 @@ from experiments.fp8_training.training.gaps import gap
 from experiments.fp8_training.training.plans import BASE, BASE_NAMES, LONG, PAIRED, Plan, Trial
 from experiments.fp8_training.training.workers import measure_each
 from experiments.harness.revision import state
-from experiments.harness.rows import Journal, Row, library_versions, table_name
+from experiments.harness.rows import Journal, Row, library_versions, table_name, table_parts
 from experiments.models.pretraining.evaluation import bits_per_byte
 from experiments.models.pretraining.training import Convert, pretrain
 from experiments.models.training_checkpoint import Checkpoint
@@ -55,8 +55,14 @@ def run(settings: Settings, journal: Journal, plan: Plan, kinds: Sequence[str], 
             if shares_device(settings, one) == sharing
         }
         measure_each("trainings", works, workers, deadline, keep)
-    if PAIRED in kinds:
+    # What follows from rows that were not measured again is as old as they are.
+    if PAIRED in kinds and (trials or not any(is_gap(row) for row in journal.rows)):
         journal.add(gap_rows(settings, plan, journal.rows))
+
+
+def is_gap(row: Row) -> bool:
+    """Whether a row follows from those of trainings."""
+    return table_parts(row.table)[0] == GAPS
 
 
 def train(settings: Settings, plan: Plan, trial: Trial) -> list[Row]:

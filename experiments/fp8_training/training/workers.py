@@ -170,7 +170,7 @@ def serve(pipe: Connection, threads: int) -> None:
     # Bars of several processes would draw over each other; plain lines do not.
     os.environ["TERM"] = "dumb"
     # The commit as it is before its code is imported with the first measurement: it is in the rows.
-    revision.commit()
+    revision.state()
     import torch
 
     torch.set_num_threads(threads)

@@ -25,6 +25,7 @@ class BaselineResult:
     baseline: str
     ratio: float | None
     status: str
+    rows: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def baseline_results(baselines: Results, setting: str) -> tuple[BaselineResult, 
             name,
             baselines.value(setting, name, "ratio"),
             status_of(rows[name]),
+            tuple(rows[name]),
         )
         for name in names
     )

@@ -236,7 +236,8 @@ def baseline_table(lines: Sequence[CaseResult]) -> Table:
             cells = [found.get(name, "") for name in names]
             table_lines.append([line.case, line.shape, *cells, best.baseline if best else "", verdict])
     columns = ["kernel", "shape", *names, "fastest baseline", "as fast as every baseline"]
-    return Table("Time of the baseline over ours", columns, table_lines, rows_of(lines))
+    rows = [row for line in lines for one in line.baselines for row in one.rows]
+    return Table("Time of the baseline over ours", columns, table_lines, rows)
 
 
 def compared(line: CaseResult, one: BaselineResult) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from experiments.fp8_training.report.lines import failures
+from experiments.harness.rows import Row
 from experiments.linear.methods import BASE, EXPERTS, TORCHAO
 from experiments.linear.outputs import ERROR
 from experiments.linear.report.outputs import kernel, methods_of
@@ -55,7 +58,7 @@ def section(part: str, where: Where, results: Results) -> Section:
         return Section(f"{TITLES[part]} ({where})", failures(results))
     drawing = speed_map(part, where, results, methods, rows)
     tables = [rows_table(results, count) for count in rows]
-    targets = target_table(targets_of(part, where, results))
+    targets = target_table(targets_of(part, where, results), results.rows)
     return Section(f"{TITLES[part]} ({where})", text, [drawing], [*targets, *tables])
 
 
@@ -83,10 +86,10 @@ def rows_table(results: Results, rows: int) -> Table:
     return Table(setting.removesuffix(f", {TIMES}"), names, lines, results.with_setting(setting).rows)
 
 
-def target_table(targets: list[Target]) -> list[Table]:
+def target_table(targets: list[Target], rows: Sequence[Row]) -> list[Table]:
     """Targets with values; none where there are none."""
     lines = [[one.name, limit_of(one), one.measured, one.verdict] for one in targets]
-    return [Table("Targets", ["layer", "target", "measured", "reached"], lines)] if lines else []
+    return [Table("Targets", ["layer", "target", "measured", "reached"], lines, rows)] if lines else []
 
 
 def limit_of(one: Target) -> str:

@@ -25,7 +25,7 @@ from experiments.fp8_training.training.workers import Work, measure_each
 from experiments.harness.outcome import Values
 from experiments.harness.progress import bar
 from experiments.harness.revision import state
-from experiments.harness.rows import PARTIAL, Journal, Row, library_versions, table_name
+from experiments.harness.rows import PARTIAL, Journal, Row, library_versions, table_name, table_parts
 from experiments.harness.workers import measure_all
 from experiments.qat.summary import interval
 from experiments.runs.settings import Settings
@@ -55,19 +55,23 @@ SubjectOf = Callable[[Settings], Subject]
 
 def run(settings: Settings, journal: Journal, subject_of: SubjectOf, deadline: Deadline) -> None:
     """Add the rows of all models that the deadline reaches, and gaps over seeds."""
-    subject = subject_of(settings)
+    subject, measured = subject_of(settings), False
     for name, methods in works_of(settings, subject_of, subject).items():
         missing = {
             f"{name}, seed {seed}": work
             for (method, seed), work in methods.items()
             if not is_finished(settings, journal, subject, method, seed)
         }
+        measured = measured or bool(missing)
         title = f"{subject.kind}: {name}"
         if settings.device == "cpu" and settings.workers == 1:
             in_threads(title, missing, journal, deadline)
         else:
             measure_each(title, missing, settings.workers, deadline, lambda _, rows: journal.add(rows))
-    journal.add(gap_rows(settings, subject, journal.rows))
+    # What follows from rows that were not measured again is as old as they are.
+    gaps = gaps_kind(subject.kind)
+    if measured or not any(table_parts(row.table)[0] == gaps for row in journal.rows):
+        journal.add(gap_rows(settings, subject, journal.rows))
 
 
 def in_threads(title: str, works: Mapping[str, Work], journal: Journal, deadline: Deadline) -> None:

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from experiments.fp8_training import run as experiment
+from experiments.fp8_training.deadline import LATE
 from experiments.fp8_training.methods import PLAIN
-from experiments.fp8_training.speed import linear
+from experiments.fp8_training.speed import blocks, linear
 from experiments.fp8_training.training import convergence
 from experiments.fp8_training.training.plans import PAIRED, PLANS
+from experiments.harness.outcome import status
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import read, table_parts, write
@@ -119,9 +121,11 @@ def test_a_whole_run_measures_all_of_it(machine, monkeypatch):
         {"device": "a GPU"},
         {"table": "paired/full/made-1-00000000"},
         {"metric": "status: missing: x"},
+        {"metric": "status: error: x"},
+        {"commit": f"{HERE}+dirty"},
     ],
 )
-def test_other_commits_versions_devices_scales_and_reasons_are_measured_again(
+def test_other_commits_versions_devices_scales_and_failures_are_measured_again(
     machine, tmp_path, monkeypatch, change
 ):
     monkeypatch.setitem(PLANS, "quick", replace(PLANS["quick"], seeds=1, recipes=()))
@@ -129,6 +133,50 @@ def test_other_commits_versions_devices_scales_and_reasons_are_measured_again(
     path = Paths(tmp_path, tmp_path / "reports").rows("fp8_training")
     write(path, [replace(row, **change) for row in published(tmp_path)[:5]])
     assert machine() == ALL[:1]
+
+
+def test_changed_trees_of_one_commit_go_on_from_nothing(machine, here, monkeypatch):
+    """Two machines with uncommitted changes need not have the same ones."""
+    monkeypatch.setitem(PLANS, "quick", replace(PLANS["quick"], seeds=1, recipes=()))
+    here(commit=f"{HERE}+dirty")
+    assert machine() == machine() == ALL[:1]
+
+
+def test_a_line_of_which_something_is_not_known_is_measured_whole(machine, tmp_path, monkeypatch):
+    monkeypatch.setitem(PLANS, "quick", replace(PLANS["quick"], seeds=1, recipes=()))
+    assert machine() == ALL[:1]
+    path, before = Paths(tmp_path, tmp_path / "reports").rows("fp8_training"), published(tmp_path)
+    write(path, [replace(before[0], commit="36c4f92b"), *before[1:]])
+    assert machine() == ALL[:1]
+    assert {row.key for row in published(tmp_path)} == {row.key for row in before}
+
+
+def test_what_follows_from_known_rows_keeps_its_origin(machine, here, tmp_path, monkeypatch):
+    """Nothing was trained: gaps are as they were, and of when they were."""
+    monkeypatch.setattr(experiment, "PARTS", {PAIRED: experiment.PARTS[PAIRED]})
+    monkeypatch.setattr("experiments.harness.revision.changed_files", lambda commit, folders: 0)
+    assert machine() == ALL
+    here(commit="36c4f92b")
+    assert machine(only=(), seconds=None, changed=True) == []
+    assert {row.commit for row in published(tmp_path)} == {HERE}
+
+
+def test_a_whole_that_the_deadline_cut_takes_no_place(machine, tmp_path, here, monkeypatch):
+    machine(only=("blocks",))
+    before = lines(tmp_path, "blocks")
+    real, calls = blocks.measure, []
+
+    def cut(bench, group):
+        calls.append(group)
+        found = real(bench, group)
+        return found if len(calls) == 1 else {name: status(f"not run: the 9 {LATE}") for name in found}
+
+    monkeypatch.setattr(blocks, "measure", cut)
+    group = blocks.TINY_GROUPS[0]
+    monkeypatch.setattr(blocks, "TINY_GROUPS", (group, replace(group, compiled=True)))
+    here(commit="36c4f92b")
+    machine(only=("blocks",))
+    assert [row for row in before if row not in lines(tmp_path, "blocks")] == []
 
 
 def test_a_tree_without_a_commit_goes_on_from_nothing(machine, here, monkeypatch):

@@ -1,5 +1,6 @@
 """Rows of several runs in one file: the later of two wins, what is compared comes and goes together, nothing is lost."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ao_lab.cli.app import main
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Row, read, write
-from experiments.runs.merge import merge, merged
+from experiments.runs.merge import merge, merged, publish_run
 
 OLD, NEW = "2026-11-25T10:00:00Z", "2026-11-25T12:00:00Z"
 ROW = Row(
@@ -59,6 +60,42 @@ def test_a_reason_why_nothing_was_tried_takes_no_place(metric):
     assert merged("fp8_training", [ROW], [reason]) == [ROW]
     assert merged("fp8_training", [replace(reason, date=OLD)], [ROW]) == [ROW]
     assert merged("fp8_training", [], [reason]) == [reason]
+
+
+def test_a_reason_inside_a_whole_leaves_with_it():
+    """A later whole replaces the older one; what it did not try says why, and no older time stands beside its own."""
+    older = [CELL, replace(CELL, method="torchao")]
+    reason = replace(CELL, method="torchao", metric="status: missing: torchao is not installed", date=NEW)
+    newer = [replace(CELL, value=2.0, date=NEW), reason]
+    assert same(merged("fp8_training", older, newer), newer)
+    assert same(merged("fp8_training", older, [reason]), older)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_what_a_run_did_not_try_keeps_its_rows(reports, partial):
+    """And a complete run has no place for what no longer exists."""
+    places = reports("reports", [ROW, replace(ROW, method="gone"), replace(ROW, method="late", value=3.0)])
+    late = replace(ROW, method="late", metric="status: not run: the 9 s were over", date=NEW)
+    rows = [replace(ROW, value=2.0, date=NEW), late]
+    path = places.rows("fp8_training")
+    publish_run("fp8_training", path, rows, partial)
+    found = {row.method: row.value for row in read(path)}
+    assert found == {"bfloat16": 2.0, "late": 3.0, **({"gone": 1.0} if partial else {})}
+
+
+def test_rows_without_a_value_are_merged_once(reports):
+    places, other = reports("reports", []), reports("one", [replace(ROW, value=math.nan)])
+    assert merge([other.reports], places) != []
+    assert merge([other.reports], places) == []
+
+
+def test_a_broken_folder_changes_nothing(reports, tmp_path):
+    places, good = reports("reports", [ROW]), reports("one", [replace(ROW, seed=1)])
+    broken = reports("two", [ROW])
+    broken.rows("sparsity").write_bytes(broken.rows("fp8_training").read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"sparsity\.csv\.gz is cut short"):
+        merge([good.reports, broken.reports], places)
+    assert read(places.rows("fp8_training")) == [ROW]
 
 
 def test_a_failure_takes_the_place_of_an_older_value():
