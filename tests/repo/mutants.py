@@ -322,6 +322,8 @@ KERNELS = [
     Mutation("pairs of columns of the transpose change places", "fast/kernels/sparsity/transposable.py",
              "a, b = _two_columns(upper, lower, 2 * HALF), _two_columns(upper, lower, 2 * HALF + 1)",
              "a, b = _two_columns(upper, lower, 2 * HALF + 1), _two_columns(upper, lower, 2 * HALF)", TRANSPOSABLE),
+    Mutation("an infinity counts as a NaN in a tile of the kernel", "fast/kernels/sparsity/tiles.py",
+             "NAN_COUNT = tl.constexpr(9)", "NAN_COUNT = tl.constexpr(1)", TRANSPOSABLE),
     Mutation("the mean of squares of the filled row", "fast/kernels/layers/rms_norm.py",
              "mean = tl.div_rn(total, tl.zeros_like(total) + length)",
              "mean = tl.div_rn(total, tl.zeros_like(total) + SIZE)", NORMALIZE),

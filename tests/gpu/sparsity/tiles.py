@@ -21,11 +21,12 @@ SHAPES = {"whole": ((64, 128),), "cut": ((8, 8), (24, 72), (2, 8, 16), (12, 8), 
 #: Hundreds of programs.
 MORE = {"whole": ((512, 1024),), "cut": ((136, 264),)}
 FUNCTIONS = ("prune_transposable", "compress_transposable")
-KINDS = ("patterns", "normal", "few", "wide", "close")
+KINDS = ("patterns", "normal", "few", "wide", "close", "special")
 
 
 def tiles(dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> torch.Tensor:
-    """Any bits; normal numbers; few values, so ties; exponents far apart; sums that differ by less than they are rounded."""
+    """Any bits; normal numbers; few values, so ties; exponents far apart; sums that differ by less than they are
+    rounded; NaN beside infinities."""
     if kind == "patterns":
         return patterns(dtype, shape)
     made = torch.randn(shape, generator=generator(11))
@@ -38,6 +39,8 @@ def tiles(dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> torch.Tensor
             0, 5, shape, generator=generator(15)
         )
         made = made / 2.0**12
+    if kind == "special":
+        made = torch.tensor((1.0, torch.inf, torch.nan))[torch.randint(0, 3, shape, generator=generator(16))]
     return made.to(dtype)
 
 
