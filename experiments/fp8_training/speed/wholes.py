@@ -2,8 +2,8 @@
 eager and compiled, a cell of the grid.
 
 Where a method of a whole is missing, all of them are measured again, so that a ratio is of one process on one host. What was
-never measured comes before what lacks a method: one that fails wherever it is tried keeps nothing else waiting. A part that
-the deadline cut is dropped: an older measurement stays, and the next run begins it anew.
+never measured comes before what lacks a method: one that fails wherever it is tried keeps nothing else waiting. A whole
+that the deadline cut is dropped: an older measurement stays, and the next run begins it anew.
 """
 
 from __future__ import annotations
