@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from ao_lab.cli.terminal.progress import say
@@ -12,7 +12,7 @@ from experiments.data.corpus import Corpus
 from experiments.harness import registry, revision
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, corpus_source, read, table_parts, write_text
-from experiments.runs.merge import by_group, publish_run, was_tried
+from experiments.runs.merge import group, publish_run, was_tried
 from experiments.runs.settings import Settings, settings_for
 
 
@@ -94,18 +94,21 @@ def taken(name: str, published: Sequence[Row], settings: Settings) -> list[Row]:
     """
     if not (settings.changed or is_partial(settings)):
         return []
+    experiment = registry.EXPERIMENTS[name]
     here = [row for row in published if was_tried(row) and of_this_run(row, settings)]
-    groups = by_group(registry.EXPERIMENTS[name], here).values()
-    # One measurement may have rows in several tables.
-    new = {measurement(row) for row in here if not is_known(name, row, settings)}
-    found = [row for rows in groups if not new.intersection(map(measurement, rows)) for row in rows]
+    new = {measurement(experiment, row) for row in here if not is_known(name, row, settings)}
+    found = [row for row in here if measurement(experiment, row) not in new]
     say(f"{name}: {len(found)} of {len(here)} published rows are taken as measured")
     return found
 
 
-def measurement(row: Row) -> tuple[str, str, int]:
-    """What is measured at once, whatever tables its rows are in; a table of curves has the kind before the setting."""
-    return row.setting.rpartition(": ")[2], row.method, row.seed
+def measurement(experiment: registry.Experiment, row: Row) -> Hashable:
+    """What is measured at once: a whole, or a method at a setting, whose rows may be in several tables of the same data (one of
+    curves has the kind before the setting)."""
+    together = group(experiment, row)
+    if together != (row.line, row.seed):
+        return together
+    return table_parts(row.table)[2], row.setting.rpartition(": ")[2], row.method, row.seed
 
 
 def of_this_run(row: Row, settings: Settings) -> bool:

@@ -151,6 +151,18 @@ def test_a_line_of_which_something_is_not_known_is_measured_whole(machine, tmp_p
     assert {row.key for row in published(tmp_path)} == {row.key for row in before}
 
 
+def test_older_rows_of_other_shapes_are_no_reason_to_measure_again(machine, tmp_path, monkeypatch):
+    """Those of the same part, which this commit has not come to, and of a part beside it."""
+    machine(only=("linear",))
+    path, before = Paths(tmp_path, tmp_path / "reports").rows("fp8_training"), published(tmp_path)
+    older = [replace(row, table="linear/quick/9x9x9", commit="36c4f92b") for row in before]
+    beside = [replace(row, table=row.table.replace("linear", "blocks"), commit="36c4f92b") for row in before]
+    write(path, [*before, *older, *beside])
+    monkeypatch.setattr(linear, "measure", lambda *_: pytest.fail("measured again"))
+    machine(only=("linear",))
+    assert {row.key for row in published(tmp_path)} == {row.key for row in [*before, *older, *beside]}
+
+
 def test_what_follows_from_known_rows_keeps_its_origin(machine, here, tmp_path, monkeypatch):
     """Nothing was trained: gaps are as they were, and of when they were."""
     monkeypatch.setattr(experiment, "PARTS", {PAIRED: experiment.PARTS[PAIRED]})
