@@ -34,7 +34,7 @@ test: install-test   ## all tests that need no GPU
 	@$(BIN)/ao-lab ledger --check || true  # what only a GPU can test: said here, failed nowhere
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-nightly: install-test  ## every further record and shape of those tests (half an hour on two cores)
+nightly: install-test  ## every further record and shape of those tests (about twenty minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(if $(PART),--part $(PART)) $(ARGS)
 
 docs: install-test   ## build the API pages into build/docs
