@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ao_lab.cli.terminal.progress import say
 from experiments.harness.cuda_graph import recorded
 
 #: Distinct kernels that are named; of more, the first, and how many others there are.
@@ -45,7 +46,9 @@ def launched(call: Callable[[], object]) -> str:
         return ""
     try:
         return captured(call)
-    except (AttributeError, OSError, RuntimeError):
+    except (AttributeError, OSError, RuntimeError) as error:
+        # A time without the name of its kernel is worth more than none.
+        say(f"the kernels of a call are not named: {type(error).__name__}: {error}")
         return ""
 
 

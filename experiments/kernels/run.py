@@ -7,7 +7,6 @@ a result differs from the reference, which is not timed then; error, with its te
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 import torch
 
 from experiments.harness.launched import launched
+from experiments.harness.libraries import seed_and_libraries
 from experiments.harness.outcome import Values, attempt, keep, kernel, status
 from experiments.harness.progress import bar
 from experiments.harness.rows import Journal, Row
@@ -61,16 +61,7 @@ WORD, PAGE, PIECE = 8, 4096, 448 * 2**20
 
 def subject(settings: Settings) -> str:
     """What rows are about: the seed, and the libraries that make or compare kernels."""
-    versions = [name + version(name) for name in ("triton", "torchao")]
-    return "-".join([f"seed{settings.seed}", *versions])
-
-
-def version(name: str) -> str:
-    """The version of a library, or none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return seed_and_libraries(settings.seed)
 
 
 def run(

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment
-from experiments.harness.rows import Row, publish, read, write
+from experiments.harness.rows import NOT_RUN, Row, publish, read, write
 
 #: How the status of what was not tried begins.
-NOT_TRIED = ("status: not run", "status: missing")
+NOT_TRIED = (NOT_RUN, "status: missing")
 
 
 def was_tried(row: Row) -> bool:
@@ -60,8 +60,9 @@ def publish_run(name: str, path: Path, rows: Sequence[Row], partial: bool) -> li
     """Put a run into the published rows; of what it did not try, and of a partial run what it has not, older rows stay."""
     before = read(path)
     if partial:
-        write(path, merged(name, before, rows))
-        return read(path)
+        together = merged(name, before, rows)
+        write(path, together)
+        return together
     late = {(row.line, row.seed) for row in rows if not was_tried(row)}
     return publish(path, merged(name, [row for row in before if (row.line, row.seed) in late], rows))
 

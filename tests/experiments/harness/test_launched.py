@@ -39,3 +39,15 @@ def test_many_kernels_are_counted():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_called():
     assert launched(lambda: pytest.fail("called")) == ""
+
+
+def test_a_call_whose_kernels_cannot_be_named_says_so(monkeypatch, capsys):
+    """Its times are kept, and the column stays empty."""
+
+    def refused(call):
+        raise AttributeError("no cuFuncGetName")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("experiments.harness.launched.captured", refused)
+    assert launched(lambda: None) == ""
+    assert "the kernels of a call are not named: AttributeError: no cuFuncGetName" in capsys.readouterr().err

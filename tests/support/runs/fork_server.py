@@ -2,6 +2,7 @@
 
     python -m tests.support.runs.fork_server ao_lab
     python -m tests.support.runs.fork_server transformers
+    TRITON_INTERPRET=1 python -m tests.support.runs.fork_server interpreter
 
 Reads one JSON object a line: files for what is printed and what goes wrong, the folder, variables of the environment, seconds
 and the arguments of `python`; writes the program's exit status. A fork starts from imports and nothing else: no program sees
@@ -26,8 +27,17 @@ from typing import Any
 MODULES = {
     "ao_lab": ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ao_lab", "fast"],
     "transformers": ["torch", "compressed_tensors", "transformers.models.llama.modeling_llama"],
+    "interpreter": [
+        "ao_lab.testing.strategies",
+        "tests.emulator.ptx_interpreter",
+        "tests.emulator.quick_interpreter",
+        "tests.gpu.kernels.formats",
+        "tests.gpu.kernels.provided_scales",
+    ],
 }
 LAZY = ("ao_lab",)
+#: Allocations between two looks at the youngest objects, of which a kernel's operations in the interpreter make many.
+ALLOCATIONS = 20_000
 
 
 def run(
@@ -88,6 +98,7 @@ def main() -> None:
     """Run what is asked for until nobody asks any more."""
     import_all(MODULES[sys.argv[1]])
     gc.freeze()  # what was imported lives as long as the process
+    gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
     for line in sys.stdin:
         process = os.fork()
         if not process:

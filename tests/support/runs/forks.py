@@ -1,7 +1,8 @@
 """Python programs in processes of their own that need not import torch again: `python(...)` is `subprocess.run` for them.
 
 Programs of `server="ao_lab"` have imported it and torch's distributed modules, those of `server="transformers"` a model of
-transformers and nothing of ours. Where an import is the subject, a test starts an interpreter instead.
+transformers and nothing of ours, those of `server="interpreter"` have Triton's interpreter, which is chosen at import. Where an
+import is the subject, a test starts an interpreter of Python instead.
 """
 
 import atexit
@@ -14,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[3]
+#: Variables that a server has from its start.
+VARIABLES = {"interpreter": {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}}
 
 
 @cache
@@ -22,7 +25,7 @@ def started(server: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.support.runs.fork_server", server],
         cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **VARIABLES.get(server, {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
