@@ -31,8 +31,9 @@ from ao_lab.checkpoint.export.input_rank import flat_inputs
 from ao_lab.checkpoint.export.loadable import unsupported_reasons
 from ao_lab.checkpoint.export.plain_reader import Reading, reading, refusal
 from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
-from ao_lab.checkpoint.io.shards import look_at, write_files
+from ao_lab.checkpoint.io.shards import look_at, remove_others, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.io.writing import staged
 from ao_lab.checkpoint.model_builder import (
     CONFIG,
     QUANTIZATION,
@@ -125,7 +126,8 @@ def save_pretrained(
 
     ValueError for a model without quantized weights, for one that is not finished (layers prepared for QAT, adapters, watched
     inputs, parametrizations, an interrupted `quantize_`), for a generation_config that transformers would not read again, and
-    where layout="compressed-tensors" cannot say it. Nothing has been written then.
+    where layout="compressed-tensors" cannot say it. Nothing has been written then. A write that fails (OSError) leaves the
+    folder's earlier files as they were.
     """
     choice(layout, LAYOUTS, "layout")
     if max_shard_bytes < 1:
@@ -146,9 +148,15 @@ def save_pretrained(
     recipes = [json.loads(text) for text in stored.recipes]
     records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
     metadata = {"format": "pt", KEY: json.dumps(records)}
-    files = write_files(folder, stored.tensors, metadata, max_shard_bytes, stem_of(stored.config))
-    whole = whole_configuration(given, stored.config, len(files))
-    (folder / CONFIG).write_text(json.dumps(whole, indent=2, default=str) + "\n")
+    with staged(folder) as place:
+        written = write_files(place, stored.tensors, metadata, max_shard_bytes, stem_of(stored.config))
+        whole = whole_configuration(given, stored.config, len(written))
+        (place / CONFIG).write_text(json.dumps(whole, indent=2, default=str) + "\n")
+        if settings is not None:
+            (place / SETTINGS).write_text(settings)
+        names = {path.name for path in place.iterdir()}
+    remove_others(folder, names)
+    files = [folder / path.name for path in written]
     beside = _beside(folder, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)
     if reasons:
@@ -187,10 +195,8 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _beside(folder: Path, settings: str | None, reasons: Sequence[str]) -> list[Path]:
-    """Generation settings, where the model has any, and the model card, where nobody else's is there."""
-    if settings is not None:
-        (folder / SETTINGS).write_text(settings)
-    else:  # another model's, saved here before
+    """The files of generation settings, where the model has any, and the model card, where nobody else's is there."""
+    if settings is None:  # another model's, saved here before
         (folder / SETTINGS).unlink(missing_ok=True)
     card = card_beside(folder, reasons)
     return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]

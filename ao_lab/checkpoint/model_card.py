@@ -16,6 +16,7 @@ from typing import Any
 
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
+from ao_lab.checkpoint.io.writing import write_text
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
 from ao_lab.checkpoint.model_classes import is_served, loader_of
 from ao_lab.checkpoint.records import Records, Weight
@@ -94,7 +95,7 @@ def write_card(
 ) -> Path:
     """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
     path = Path(folder) / CARD
-    path.write_text(model_card(folder, base_model=base_model, command=command, notes=notes))
+    write_text(path, model_card(folder, base_model=base_model, command=command, notes=notes))
     return path
 
 

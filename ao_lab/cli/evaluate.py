@@ -278,12 +278,13 @@ def with_harness(
 
 def keep(folder: Path, results: dict[str, Any]) -> None:
     """eval.json, and the results in the card where there is one."""
+    from ao_lab.checkpoint.io.writing import write_text
     from ao_lab.checkpoint.model_card import CARD, RESULTS, with_results
 
-    (folder / RESULTS).write_text(json.dumps(strict(results), indent=2, allow_nan=False) + "\n")
+    write_text(folder / RESULTS, json.dumps(strict(results), indent=2, allow_nan=False) + "\n")
     if (folder / CARD).is_file():
         text = (folder / CARD).read_text(errors="replace")
-        (folder / CARD).write_text(with_results(text, results))
+        write_text(folder / CARD, with_results(text, results))
 
 
 def show(results: dict[str, Any], as_json: bool) -> None:

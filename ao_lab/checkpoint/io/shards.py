@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +69,11 @@ def write_files(
 ) -> list[Path]:
     """Write the tensors, in files of at most `limit` bytes (a larger tensor has its own); each carries the metadata.
 
-    `stem`: what the files are called, COMMON or OWN. Files of earlier weights, whatever they were called, are removed.
+    `stem`: what the files are called, COMMON or OWN. The folder has no weights yet: see `io.writing.staged`.
     """
     from ao_lab.checkpoint.io.writing import save_file
 
     shards = _shards(tensors, limit)
-    for old in (old for name in (COMMON, OWN) for old in _files_called(folder, name)):
-        old.unlink(missing_ok=True)
     single = f"{stem}.safetensors"
     names = [single] if len(shards) == 1 else [_shard_name(stem, i, len(shards)) for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
@@ -87,14 +85,22 @@ def write_files(
     return [folder / name for name in names]
 
 
+def remove_others(folder: Path, kept: Collection[str]) -> None:
+    """Remove files of weights, whatever they are called, but those of these names."""
+    for old in (old for name in (COMMON, OWN) for old in _files_called(folder, name)):
+        if old.name not in kept:
+            old.unlink(missing_ok=True)
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a folder has safetensors files of weights, by their names."""
     return any((folder / name).exists() for name in (SINGLE, INDEX, OWN_SINGLE, OWN_INDEX))
 
 
 def _files_called(folder: Path, stem: str) -> list[Path]:
+    """The index first: without it no reader looks for its shards."""
     single = folder / f"{stem}.safetensors"
-    return [*folder.glob(f"{stem}-*-of-*.safetensors"), single, single.with_name(f"{single.name}.index.json")]
+    return [single.with_name(f"{single.name}.index.json"), *folder.glob(f"{stem}-*-of-*.safetensors"), single]
 
 
 def _names(folder: Path) -> tuple[str, str]:
@@ -200,4 +206,14 @@ def _shard_name(stem: str, index: int, count: int) -> str:
     return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-__all__ = ["COMMON", "OWN", "OWN_INDEX", "OWN_SINGLE", "Folder", "has_weights", "look_at", "write_files"]
+__all__ = [
+    "COMMON",
+    "OWN",
+    "OWN_INDEX",
+    "OWN_SINGLE",
+    "Folder",
+    "has_weights",
+    "look_at",
+    "remove_others",
+    "write_files",
+]

@@ -1,23 +1,58 @@
-"""Writing safetensors files: what the disk refuses is an OSError, as for every other file."""
+"""Writing files of a model's folder: those that are there stay until their successors are whole.
+
+What the disk refuses is an OSError. Files are written into a new folder beside those that they replace, on the same file system,
+and renamed at the end; a write that fails, or that is interrupted, leaves the folder as it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
+
+#: How folders of unfinished files begin.
+PARTIAL = ".ao_lab-partial-"
 
 
 def save_file(
     tensors: dict[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write tensors, contiguous and apart from each other, to one file; OSError that names it where that fails."""
+    import safetensors.torch
+    from safetensors import SafetensorError
+
     try:
         safetensors.torch.save_file(tensors, path, metadata=None if metadata is None else dict(metadata))
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-__all__ = ["save_file"]
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """An empty folder for new files of `folder`; when the block ends they replace those of the same names, weights first.
+
+    A block that raises changes nothing. Sub-folders are merged. Each file is replaced at once, the index and the configuration
+    after the weights that they describe.
+    """
+    place = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
+    try:
+        yield place
+        files = (path.relative_to(place) for path in place.rglob("*") if path.is_file())
+        for name in sorted(files, key=lambda name: (name.suffix == ".json", str(name))):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).replace(folder / name)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text in one step: readers find the earlier one or all of the new one."""
+    with staged(path.parent) as place:
+        (place / path.name).write_text(text)
+
+
+__all__ = ["save_file", "staged", "write_text"]

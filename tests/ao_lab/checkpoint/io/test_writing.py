@@ -1,0 +1,84 @@
+"""A save that fails leaves the earlier checkpoint as it was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from ao_lab import SchemeConfig, load_pretrained, quantize_, save_pretrained
+from ao_lab.checkpoint.io.writing import staged, write_text
+
+
+def quantized(seed, width=64):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64))
+    quantize_(model, SchemeConfig(scheme="int8_rowwise"))
+    return model
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failing_after(calls, monkeypatch, error):
+    """The writer of safetensors fails at a later file, with half of that on the disk."""
+    import safetensors.torch
+
+    write, count = safetensors.torch.save_file, 0
+
+    def fail(tensors, path, metadata=None):
+        nonlocal count
+        count += 1
+        if count <= calls:
+            return write(tensors, path, metadata=metadata)
+        Path(path).write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("error", [SafetensorError("no space"), KeyboardInterrupt()])
+@pytest.mark.parametrize("layout", ["ao_lab", "compressed-tensors"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, calls, error, layout):
+    first = quantized(0)
+    save_pretrained(first, tmp_path, max_shard_bytes=4000, layout="ao_lab")
+    before = content(tmp_path)
+    failing_after(calls, monkeypatch, error)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        save_pretrained(quantized(1, 128), tmp_path, max_shard_bytes=4000, layout=layout)
+    assert content(tmp_path) == before
+    again = load_pretrained(tmp_path, quantized(2))
+    assert torch.equal(again[0].weight.codes, first[0].weight.codes)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("limits", [(4000, 10**9), (10**9, 4000), (4000, 4000)])
+def test_a_save_over_another_leaves_one(tmp_path, limits):
+    """Layouts and numbers of shards differ: files of the earlier one go, and nobody else's."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_pretrained(quantized(0), tmp_path, max_shard_bytes=limits[0], layout="ao_lab")
+    saved = save_pretrained(quantized(1), tmp_path, max_shard_bytes=limits[1], layout="compressed-tensors")
+    weights = {path.name for path in tmp_path.glob("*.safetensors*")}
+    assert weights - {"model.safetensors.index.json"} == {
+        path.name for path in saved.files if ".safetensors" in path.name
+    }
+    assert (tmp_path / "tokenizer.json").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_files_are_replaced_when_all_are_written(tmp_path):
+    (tmp_path / "a.json").write_text("old")
+    with pytest.raises(RuntimeError, match="stop"), staged(tmp_path) as place:
+        (place / "a.json").write_text("new")
+        raise RuntimeError("stop")
+    assert content(tmp_path) == {"a.json": b"old"}
+    with staged(tmp_path) as place:
+        (place / "sub").mkdir()
+        (place / "sub" / "b").write_text("b")
+    write_text(tmp_path / "a.json", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "sub"]
+    assert (tmp_path / "a.json").read_text() == "new"
