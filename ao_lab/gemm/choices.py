@@ -21,6 +21,7 @@ import torch
 
 from ao_lab.gemm.problem import Candidate, Choice, Problem, nearest, rows_range
 from ao_lab.gemm.saved import device_name, path_of, read
+from fast.user_cache import NoCacheFolder
 from reference.training.recipe import PRODUCTS, Recipe
 
 #: Of a direction: the keys of a and b, and the accumulation, as a `Problem` has them.
@@ -105,24 +106,24 @@ def default_choices() -> Iterator[None]:
 
 
 def choices_for(device: torch.device) -> Choices:
-    """The choices of a device, read from its file when they are first asked for; ValueError for a file that is broken."""
+    """The choices of a device, read from its file when they are first asked for.
+
+    A file that cannot be read, is broken, or could have been written by another user gives none, with one UserWarning: layers
+    then follow the default rules. `tune` replaces a broken file.
+    """
     device = _numbered(device)
     if device not in _tables:
         name = device_name(device)
-        _tables[device] = Choices(name, {choice.problem: choice for choice in read(path_of(device), name)})
+        table = _tables[device] = Choices(name)
+        try:
+            table.found.update({choice.problem: choice for choice in read(path_of(device), name)})
+        except NoCacheFolder:
+            return table
+        except (OSError, ValueError) as error:
+            warnings.warn(
+                f"{error}; layers follow the default rules, not tuned choices", UserWarning, stacklevel=3
+            )
     return _tables[device]
-
-
-def choices_to_tune(device: torch.device) -> Choices:
-    """The same for `tune`, which replaces a broken file: the table is empty then, with a warning."""
-    try:
-        return choices_for(device)
-    except ValueError as error:
-        warnings.warn(f"{error}; tuning without it", stacklevel=4)
-        device = _numbered(device)
-        _tables[device] = Choices(device_name(device))
-        changed()
-        return _tables[device]
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -215,7 +216,6 @@ __all__ = [
     "Choices",
     "Problem",
     "choices_for",
-    "choices_to_tune",
     "default_choices",
     "forget",
     "path_of",

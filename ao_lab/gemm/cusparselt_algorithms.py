@@ -12,10 +12,10 @@ A file of a device holds what was found, beside the choices of `ao_lab.gemm.save
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ import torch
 
 from ao_lab.gemm.problem import rows_range
 from ao_lab.gemm.saved import path_of
+from fast.user_cache import NoCacheFolder, read_own, write_own
 
 REPEATS, TIMED = 10, 5
 FORMAT = 1
@@ -79,7 +80,8 @@ def search(
     best = min(found)[1] if found else None
     table = _table(device)
     table[key_of(n, k, rows, str(element))] = best
-    _save(table, file_of(device))
+    with suppress(NoCacheFolder):
+        _save(table, file_of(device))
     return best
 
 
@@ -195,14 +197,17 @@ def forget() -> None:
 def _table(device: torch.device) -> dict[str, Algorithm | None]:
     name = str(device)
     if name not in _known:
-        _known[name] = _read(file_of(device))
+        try:
+            _known[name] = _read(file_of(device))
+        except NoCacheFolder:
+            _known[name] = {}
     return _known[name]
 
 
 def _read(path: Path) -> dict[str, Algorithm | None]:
     """What a file holds; nothing where there is none, or one that cannot be read: algorithms are then searched again."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_own(path))
         if content["format"] != FORMAT:
             return {}
         return {
@@ -214,10 +219,7 @@ def _read(path: Path) -> dict[str, Algorithm | None]:
 
 
 def _save(table: dict[str, Algorithm | None], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"format": FORMAT, "found": {**_read(path), **table}}, indent=1))
-    partial.replace(path)
+    write_own(path, json.dumps({"format": FORMAT, "found": {**_read(path), **table}}, indent=1).encode())
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.problem import DIRECTIONS, SUBSETS, Candidate, Choice, Problem
+from fast.user_cache import cache_folder, read_own, write_own
 
 #: Version of the file's layout and of what its entries mean: files of others are not read, but for `BEFORE`.
 FORMAT = 3
@@ -39,10 +39,8 @@ def _version(package: str) -> str:
 
 
 def folder() -> Path:
-    """Where choices are saved: AO_LAB_CACHE, else the user's cache."""
-    own = os.environ.get("AO_LAB_CACHE")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(own) if own else cache / "ao_lab") / "tuned"
+    """Where choices are saved: AO_LAB_CACHE, else the user's cache; `NoCacheFolder` where there is no place for one."""
+    return cache_folder() / "tuned"
 
 
 def path_of(device: torch.device) -> Path:
@@ -52,9 +50,12 @@ def path_of(device: torch.device) -> Path:
 
 
 def read(path: Path, device: str) -> list[Choice]:
-    """The choices in a file, none where there is no file; ValueError for one that is broken or of another device."""
+    """The choices in a file, none where there is no file; ValueError for one that is broken or of another device.
+
+    OSError for one that cannot be read, `UntrustedFile` among them where another user could have written it.
+    """
     try:
-        return choices_of(json.loads(path.read_text()), device)
+        return choices_of(json.loads(read_own(path)), device)
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -93,7 +94,7 @@ def save(choices: Iterable[Choice], path: Path, device: str) -> None:
     """Write choices to a file, beside those of other problems that it holds; a file that cannot be read is replaced."""
     try:
         all_of_them = {choice.problem: choice for choice in read(path, device)}
-    except ValueError:
+    except (OSError, ValueError):
         all_of_them = {}
     all_of_them |= {choice.problem: choice for choice in choices}
     content = {
@@ -101,10 +102,7 @@ def save(choices: Iterable[Choice], path: Path, device: str) -> None:
         "device": device,
         "choices": [asdict(choice) for choice in all_of_them.values()],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.replace(path)
+    write_own(path, json.dumps(content, indent=1).encode())
 
 
 __all__ = ["device_name", "path_of", "read", "save"]

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe, changed_recipe
-from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.select import select_kernel
 from ao_lab.quantization.modules import (
     check_model,
@@ -94,8 +93,7 @@ def planned(
     *,
     streamed: bool = False,
 ) -> Plan:
-    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come;
-    who lets them come asks for `check_choices` where they go."""
+    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come."""
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
@@ -117,22 +115,7 @@ def planned(
     _say_what_was_shared(plan, model)
     if not plan.changes:
         raise ValueError(_nothing(plan, matched))
-    if not streamed:
-        check_choices(model, device)
     return plan
-
-
-def check_choices(model: nn.Module, device: Device) -> None:
-    """ValueError for a file of tuned choices that cannot be read: the report at the end asks for those of all weights, and so
-    does every layer."""
-    found = {parameter.device for parameter in model.parameters()}
-    for one in found if device is None else {*found, torch.device(device)}:
-        if one.type == "meta":
-            continue
-        try:
-            choices_for(one)
-        except ValueError as error:
-            raise ValueError(f"quantize_ changed nothing: {error}") from None
 
 
 class Checks:
@@ -291,4 +274,4 @@ def _nothing(plan: Plan, matched: int) -> str:
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
 
 
-__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "check_choices", "planned"]
+__all__ = ["ALREADY", "Change", "Device", "Filter", "Plan", "planned"]

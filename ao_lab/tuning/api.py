@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ao_lab.gemm.choices import Choice, choices_to_tune, path_of, rows_range
-from ao_lab.gemm.saved import save
+from ao_lab.gemm.choices import Choice, choices_for, path_of, rows_range
+from ao_lab.gemm.saved import folder, save
 from ao_lab.quantization.modules import check_model
 from ao_lab.tuning.candidates import choices_of
 from ao_lab.tuning.decide import Limits
@@ -81,20 +81,21 @@ def tune(
     With torch.distributed all ranks call this, and have the same choices: those of the lowest rank that has such a layer.
     Parameters, gradients and random generators are unchanged. Under torch.use_deterministic_algorithms(True) layers follow the
     default rules, not these choices. Raises ValueError where no layer is to be tuned, for budgets and rows that are not
-    positive, and inside torch.compile, a CUDA graph's capture or another tune.
+    positive, and inside torch.compile, a CUDA graph's capture or another tune; OSError, before anything is measured, where
+    choices are to be saved and there is no place for a cache.
     """
     check_model(model)
     _refuse_inside()
     limits = Limits(error_budget, time_budget, launches)
     wanted = _checked_rows(rows)
-    for device in {parameter.device for parameter in model.parameters() if not parameter.is_meta}:
-        choices_to_tune(device)  # or a broken file would stop the layers that are recorded
+    if save_choices:
+        folder()
     _busy.append(True)
     try:
         samples = spread(record(model, sample_input), wanted)
         made: list[Choice] = []
         for done, (sample, count) in enumerate(samples, 1):
-            table = choices_to_tune(sample.x.device)
+            table = choices_for(sample.x.device)
             for choice in choices_of(sample.of_rows(count), limits):
                 table.add(choice)
                 made.append(choice)
@@ -142,13 +143,15 @@ def spread(samples: Sequence[Sample], rows: Sequence[int]) -> list[tuple[Sample,
 def publish(made: Sequence[Choice], device: torch.device, keep: bool) -> Tuned:
     """The same choices on all ranks, saved once on each machine."""
     made = chosen_by_all(made)
-    table = choices_to_tune(device)
+    table = choices_for(device)
     for choice in made:
         table.add(choice)
+    if not keep:
+        return Tuned(tuple(made), "")
     path = path_of(device)
-    if keep and is_first_of_its_machine():
+    if is_first_of_its_machine():
         save(made, path, table.device)
-    return Tuned(tuple(made), str(path) if keep else "")
+    return Tuned(tuple(made), str(path))
 
 
 __all__ = ["Tuned", "tune"]

@@ -78,15 +78,14 @@ class Paths:
     @classmethod
     def default(cls, reports: Path | None = None) -> Paths:
         """The folders of a run. `reports`, or $AO_LAB_REPORTS, or `reports/` in the clone, without one in the working folder.
-        $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches ($XDG_CACHE_HOME, ~/.cache)."""
-        cache, chosen = os.environ.get("AO_LAB_CACHE"), reports or os.environ.get("AO_LAB_REPORTS")
-        if is_clone():
-            caches, home = ROOT / ".cache", ROOT
-        else:
-            caches, home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), Path.cwd()
+        $AO_LAB_CACHE, or `.cache/ao_lab` in the clone, without one in the user's caches (`fast.user_cache.cache_folder`)."""
+        from fast.user_cache import cache_folder  # which imports torch
+
+        chosen, clone = reports or os.environ.get("AO_LAB_REPORTS"), is_clone()
+        in_clone = clone and not os.environ.get("AO_LAB_CACHE")
         return cls(
-            cache=Path(cache) if cache else caches / "ao_lab",
-            reports=Path(chosen) if chosen else home / "reports",
+            cache=ROOT / ".cache" / "ao_lab" if in_clone else cache_folder(),
+            reports=Path(chosen) if chosen else (ROOT if clone else Path.cwd()) / "reports",
         )
 
     @contextmanager

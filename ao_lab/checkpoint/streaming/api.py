@@ -30,7 +30,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.quantization.api import Progress, keep_report
 from ao_lab.quantization.calibrate import required_observers
-from ao_lab.quantization.plan import Device, check_choices, planned
+from ao_lab.quantization.plan import Device, planned
 from ao_lab.quantization.selection import Filter
 from ao_lab.quantization.streamed import StreamedWeights
 
@@ -67,7 +67,6 @@ def quantize_pretrained(
         return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
     model = _on_meta(build, dtype)
     plan = planned(model, config, filter_fn, device, streamed=True)
-    check_choices(model, "cpu" if device is None else device)
     loading = StreamedWeights(plan, required_observers(plan, observers), device, progress)
     fill(model, folder, loading)
     keep_report(model, plan)

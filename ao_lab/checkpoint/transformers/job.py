@@ -12,7 +12,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.quantization.api import Progress, keep_report
 from ao_lab.quantization.calibrate import required_observers
-from ao_lab.quantization.plan import ALREADY, Device, check_choices, planned
+from ao_lab.quantization.plan import ALREADY, Device, planned
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.selection import Filter
 from ao_lab.quantization.streamed import StreamedWeights
@@ -46,7 +46,6 @@ class Job:
     def start(self, model: Any) -> None:
         """Plan, on the model without weights."""
         plan = planned(model, self.config, self.filter_fn, self.device, streamed=True)
-        check_choices(model, self.device)
         self.loading = StreamedWeights(
             plan, required_observers(plan, self.observers), self.device, self.progress
         )

@@ -2,7 +2,7 @@
 
 NVRTC needs no GPU and no CUDA headers of an installation. A cubin's name has a digest of all that it depends on: source,
 headers, options and version of NVRTC. Files are in `cubins` of AO_LAB_CACHE, else of the user's cache; where nothing can be
-written there, each process compiles for itself.
+written there, or another user could have written it (`fast.user_cache`), each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from fast.user_cache import UntrustedFile, cache_folder, read_own, warn_once, write_own
 
 #: Versions of CUDA whose library is looked for, and the oldest that knows sparse wgmma and `-arch=sm_90a` well.
 MAJORS = (13, 12)
@@ -130,30 +130,31 @@ def cached_cubin(
         *options,
         str(version_of(library())),
     )
-    path = folder() / f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
-    with contextlib.suppress(OSError):
-        kept = path.read_bytes()
-        if kept.startswith(b"\x7fELF"):
-            return kept
+    file = f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.cubin"
+    kept = _kept(file)
+    if kept is not None:
+        return kept
     cubin, _ = compile_source(source, headers, options, name=name)
     with contextlib.suppress(OSError):
-        _write(path, cubin)
+        write_own(folder() / file, cubin)
     return cubin
 
 
-def _write(path: Path, cubin: bytes) -> None:
-    """All or nothing: other processes may read and write the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(cubin)
-    os.replace(file.name, path)
+def _kept(name: str) -> bytes | None:
+    """A cubin from disk; None where there is none, and, with one warning, where another user could have written it."""
+    try:
+        kept = read_own(folder() / name)
+    except UntrustedFile as error:
+        warn_once(f"{error}; compiled kernels there are not used, each process compiles its own")
+        return None
+    except OSError:
+        return None
+    return kept if kept.startswith(b"\x7fELF") else None
 
 
 def folder() -> Path:
-    """Where cubins are kept."""
-    own = os.environ.get("AO_LAB_CACHE")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(own) if own else cache / "ao_lab") / "cubins"
+    """Where cubins are kept; `NoCacheFolder` where there is no place for a cache."""
+    return cache_folder() / "cubins"
 
 
 __all__ = ["CompileError", "cached_cubin", "compile_source", "folder", "library", "version_of"]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ao_lab.gemm import choices, saved
+from ao_lab import tune
+from ao_lab.gemm import choices, cusparselt_algorithms, saved
 from ao_lab.gemm.choices import Candidate, Choice, Problem
 from ao_lab.gemm.problem import SUBSETS, nearest, problem_of, rows_range
 
@@ -169,15 +170,16 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_refused_and_tuning_replaces_it(change):
+def test_a_broken_file_gives_no_choices_and_is_replaced(change):
     path = saved_file()
     content = change(json.loads(path.read_text()))
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     choices.forget()
-    with pytest.raises(ValueError, match=r"holds no choices.*remove it, or call ao_lab\.tune"):
-        asked()
-    with pytest.warns(UserWarning, match="tuning without it"):
-        assert choices.choices_to_tune(CPU).found == {}
+    with pytest.warns(
+        UserWarning, match=r"holds no choices.*remove it, .*ao_lab\.tune.*follow the default rules"
+    ):
+        assert asked() is None
+    assert choices.choices_for(CPU).found == {}  # once is enough
     assert asked() is None
     saved_file()
     choices.forget()
@@ -208,10 +210,53 @@ def test_two_processes_add_to_one_file():
     assert set(choices.choices_for(CPU).found) == {PROBLEM, other}
 
 
+def a_file_for_the_folder(cache):
+    (cache / "tuned").write_text("a file")
+    return "Not a directory"
+
+
+def a_folder_for_the_file(cache):
+    choices.path_of(CPU).mkdir(parents=True)
+    return "Is a directory"
+
+
+def a_folder_of_everybody(cache):
+    saved_file().parent.chmod(0o777)
+    return "can be written by other users"
+
+
+def a_loop_of_links(cache):
+    (cache / "tuned").symlink_to(cache / "tuned")
+    return "symbolic links"
+
+
+@pytest.mark.parametrize(
+    "spoil", [a_file_for_the_folder, a_folder_for_the_file, a_folder_of_everybody, a_loop_of_links]
+)
+def test_a_cache_that_cannot_be_read_gives_no_choices(cache, spoil):
+    """Choices are an option: layers run by the default rules, and one warning says why."""
+    words = spoil(cache)
+    choices.forget()
+    with pytest.warns(UserWarning, match=f"{words}.*follow the default rules"):
+        assert asked() is None
+    assert asked((512, 4096, 1024)) is None
+
+
+def test_without_a_home_there_are_no_choices(monkeypatch):
+    monkeypatch.delenv("AO_LAB_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(saved.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    choices.forget()
+    assert asked() is None
+    assert cusparselt_algorithms.known("cpu", 64, 64, 1, "torch.int8") is None
+    with pytest.raises(OSError, match="set AO_LAB_CACHE"):
+        tune(torch.nn.Linear(4, 4), torch.ones(1, 4))
+
+
 def test_a_write_that_fails_leaves_the_old_file(monkeypatch):
     path = saved_file()
     before = path.read_text()
-    monkeypatch.setattr(saved.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         saved.save([], path, "other")
     assert path.read_text() == before

@@ -178,16 +178,15 @@ def test_a_model_without_values_is_refused():
 
 @pytest.mark.parametrize("make", ["model", "quantized"])
 def test_a_broken_file_is_replaced_by_tuning(make):
-    """Its forward and backward run by the default rules, where layers would say what is wrong with the file."""
+    """Its forward and backward run by the default rules, with one warning."""
     net = globals()[make]()
     path = choices.path_of(X.device)
     path.parent.mkdir(parents=True)
     path.write_text('{"format": 3, "device": "NVIDIA B200", "choices": []}')
     choices.forget()
-    with pytest.raises(ValueError, match=r"NVIDIA B200.*remove it, or call ao_lab\.tune"):
+    with pytest.warns(UserWarning, match=r"NVIDIA B200.*remove it, or call ao_lab\.tune"):
         net(X)
-    with pytest.warns(UserWarning, match="tuning without it"):
-        made = ao_lab.tune(net, X)
+    made = ao_lab.tune(net, X)
     choices.forget()
     assert set(choices.choices_for(X.device)) == set(made.choices)
     net(X)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import reference
+from fast import user_cache
 from fast.cpu import dequantize as tiled
 from fast.cpu import gemv, threads
 from fast.cpu import linear as cpu
@@ -290,6 +291,25 @@ def test_without_files_kernels_are_compiled_all_the_same(error, monkeypatch):
     monkeypatch.setattr(gemv, "njit", njit)
     gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)
     assert calls == [True, False]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="owners and modes are POSIX's")
+@pytest.mark.parametrize("where", ["folder", "file"])
+def test_files_that_others_can_write_are_not_unpickled(where, monkeypatch, tmp_path):
+    """NUMBA_CACHE_DIR=/tmp/numba, say, where another user was first."""
+    monkeypatch.setattr(gemv.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(user_cache, "_warned", set())
+    calls = []
+    monkeypatch.setattr(gemv, "njit", lambda *_, cache, **options: calls.append(cache) or (lambda f: f))
+    kernel = gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)
+    (folder,) = tmp_path.iterdir()
+    planted = folder / f"gemv.{kernel.__qualname__}-1.py311.nbi"
+    planted.touch()
+    (folder if where == "folder" else planted).chmod(0o777)
+    with pytest.warns(UserWarning, match="can be written by other users.*each process compiles its own"):
+        gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)
+    gemv.compiled.__wrapped__(Decoding(8, TABLE), True, False, 1)  # nothing is said again
+    assert calls == [True, False, False]
 
 
 def test_a_broken_numba_is_a_missing_one(monkeypatch):

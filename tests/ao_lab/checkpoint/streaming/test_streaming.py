@@ -21,7 +21,6 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.checkpoint.streaming.api import parameters_on_meta
-from ao_lab.gemm import choices
 from ao_lab.quantization.streamed import StreamedWeights
 from experiments.models.language_model import LanguageModel, ModelSettings
 
@@ -286,22 +285,6 @@ def test_names_and_shapes_are_checked_before_anything_is_read(tmp_path, monkeypa
     )
     with pytest.raises(ValueError, match=r"\['made'\] are on the meta device"):
         quantize_pretrained(tmp_path, INT8, build=hollow)
-
-
-def test_choices_that_cannot_be_read_are_found_before_anything_is_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
-    monkeypatch.setattr("ao_lab.checkpoint.streaming.api.fill", lambda *_: pytest.fail("the folder was read"))
-    path = choices.path_of(torch.device("cpu"))
-    path.parent.mkdir(parents=True)
-    path.write_text("{")
-    choices.forget()
-    try:
-        with pytest.raises(ValueError, match="holds no choices"):
-            quantize_pretrained(
-                tmp_path, Int8WeightOnlyConfig(), build=lambda: nn.Sequential(nn.Linear(128, 8))
-            )
-    finally:
-        choices.forget()
 
 
 def test_parameters_are_on_meta_inside_alone():
