@@ -41,6 +41,7 @@ from ao_lab.checkpoint.model_builder import (
     check_kinds,
     check_state,
     fill,
+    heads,
     is_untied,
     planned_model,
 )
@@ -316,7 +317,8 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         return None
     try:
         dense = ignored(model, named, sorted(linears - set(layers)))
-        stored.config, told = with_dequantizing(quantization_config(layers, dense), readings, TARGET)
+        described_layers = quantization_config(layers, dense, heads(model))
+        stored.config, told = with_dequantizing(described_layers, readings, TARGET)
     except ValueError as error:
         reasons.append(str(error))
         return None

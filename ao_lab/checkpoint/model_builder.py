@@ -193,13 +193,26 @@ def tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 
 def is_untied(model: nn.Module) -> bool:
     """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
-    if not hasattr(model, "get_output_embeddings"):
-        return False
-    try:
-        head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    except NotImplementedError:  # a model without a table (Wav2Vec2)
-        return False
+    head = _embeddings(model, "get_output_embeddings")
+    table = _embeddings(model, "get_input_embeddings") if head is not None else None
     return head is not None and table is not None and head.weight is not table.weight
+
+
+def heads(model: nn.Module) -> list[str]:
+    """The modules that compute logits over the vocabulary: transformers' output embeddings, and whatever is called lm_head."""
+    head = _embeddings(model, "get_output_embeddings")
+    modules = model.named_modules()
+    return [name for name, one in modules if one is head or name.rpartition(".")[2] == "lm_head"]
+
+
+def _embeddings(model: nn.Module, method: str) -> Any:
+    """A transformers model's table or head; None where it has none."""
+    if not hasattr(model, method):
+        return None
+    try:
+        return getattr(model, method)()
+    except NotImplementedError:  # a model without a table (Wav2Vec2)
+        return None
 
 
 def fill(model: nn.Module, state: Tensors) -> None:
@@ -237,6 +250,7 @@ __all__ = [
     "check_state",
     "configuration",
     "fill",
+    "heads",
     "is_untied",
     "model_class",
     "planned_model",

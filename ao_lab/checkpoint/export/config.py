@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ao_lab.checkpoint.io.strict_json import shown
@@ -10,11 +11,14 @@ from ao_lab.config.compressed_tensors.arguments import input_arguments, weight_a
 from ao_lab.config.recipe import Recipe
 
 
-def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: list[str]) -> dict[str, Any]:
+def quantization_config(
+    layers: Mapping[str, tuple[str, Recipe, bool]], dense: list[str], heads: Collection[str] = ()
+) -> dict[str, Any]:
     """The configuration of a model: (format, recipe, whether inputs are static) of each quantized module, and the dense ones.
 
     One group for each different recipe. A single group is for all nn.Linear but the dense ones; several name their layers
-    (transformers 5.23 reads those without dequantize=True only).
+    (transformers 5.23 reads those without dequantize=True only). `heads`: modules that compute logits. vLLM's layer for them
+    (ParallelLMHead) is no linear layer to it, so the group of a quantized one names it too, wherever it lies.
     """
     groups: dict[tuple[str, Recipe, bool], list[str]] = {}
     for name, how in layers.items():
@@ -22,7 +26,7 @@ def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: l
     result = {}
     for index, ((name, recipe, static), members) in enumerate(groups.items()):
         result[f"group_{index}"] = {
-            "targets": ["Linear"] if len(groups) == 1 else members,
+            "targets": [*(["Linear"] if len(groups) == 1 else members), *_named_heads(members, heads)],
             "weights": weight_arguments(recipe.weight),
             "input_activations": None
             if recipe.activation is None
@@ -40,6 +44,12 @@ def quantization_config(layers: Mapping[str, tuple[str, Recipe, bool]], dense: l
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _named_heads(members: Collection[str], heads: Collection[str]) -> list[str]:
+    """Patterns for the heads among a group's layers."""
+    leaves = {name.rpartition(".")[2] for name in heads if name in members}
+    return [f"re:.*{re.escape(leaf)}$" for leaf in sorted(leaves)]
 
 
 def check_groups(given: Mapping[str, Any], weights: Iterable[tuple[str, Recipe]], where: str) -> None:

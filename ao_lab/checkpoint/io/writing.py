@@ -1,7 +1,7 @@
 """Writing files of a model's folder: those that are there stay until their successors are whole.
 
-What the disk refuses is an OSError. Files are written into a new folder beside those that they replace, on the same file system,
-and renamed at the end; a write that fails, or that is interrupted, leaves the folder as it was.
+What the disk refuses is an OSError. Files are written into a new folder beside those that they replace, on the same file
+system, and renamed at the end; a write that fails, or that is interrupted, leaves the folder as it was.
 """
 
 from __future__ import annotations

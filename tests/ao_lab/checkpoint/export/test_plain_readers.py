@@ -118,6 +118,17 @@ def wanted_cases(arch, dtype):
         yield f"{arch}-{dtype}-{name}-{i}", replace(config, kernel="dequantize")
 
 
+#: Models whose heads are quantized as well: in one group, and in one of two.
+HEADS = {
+    "int4": Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors"),
+    "int8 inputs": ao_lab.Int8DynamicActivationInt8WeightConfig().for_layout("compressed-tensors"),
+    "two groups": ao_lab.FqnToConfig(
+        {
+            "lm_head": SchemeConfig(scheme="int8_rowwise_cast"),
+            "re:.*_proj": SchemeConfig(scheme="int4_g32_cast"),
+        }
+    ),
+}
 #: Inputs as the client quantizes them, beside scales that it rounds.
 ROUNDED = SchemeConfig(scheme="int8_rowwise", activation_scheme="compressed_tensors.int8_token")
 #: What is written by name alone: the dtype, the configuration, its limit, and what a plain reader does.
@@ -140,6 +151,11 @@ def told(tmp_path_factory):
             source, kind = base(arch, dtype, root)
             for name, config in wanted_cases(arch, dtype):
                 write(written / name, source, kind, config)
+    for name, config in HEADS.items():
+        model = transformers.LlamaForCausalLM.from_pretrained(root / "llama-bfloat16").eval()
+        quantize_(model, config)
+        save_pretrained(model, written / f"llama-head-{name}", layout="compressed-tensors")
+        expected(written / f"llama-head-{name}", model)
     for name, (dtype, config, limit, _) in ODD.items():
         model = transformers.LlamaForCausalLM.from_pretrained(root / f"llama-{dtype}").eval()
         quantize_(model, replace(config, kernel="dequantize"), inner)

@@ -1,5 +1,7 @@
 """vLLM's loader rules as a table: what it serves of the configurations that we write, and what it refuses."""
 
+import re
+
 import pytest
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
@@ -8,6 +10,7 @@ import ao_lab
 from ao_lab.checkpoint.export.compressed_tensors import export_of
 from ao_lab.checkpoint.export.config import quantization_config
 from ao_lab.checkpoint.export.vllm_rules import RULES, refused_by_vllm, vllm_rule
+from ao_lab.config.recipe import Recipe, named
 from tests.ao_lab.config.test_every_config import ARGUMENTS
 
 W4, W8, FP4, MX4, MX8 = "WNA16", "WNA16", "W4A16Fp4", "W4A4Mxfp4", "W8A8Mxfp8"
@@ -90,3 +93,19 @@ def test_presets_of_the_client_are_served():
 def test_one_table():
     assert len(RULES) == 12
     assert vllm_rule({"weights": None, "input_activations": None}, "int-quantized") is None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_quantized_head_is_named(several):
+    """vLLM's head (ParallelLMHead) is no `Linear` to it: a group has it by name, wherever a model for text lies."""
+    head = ("pack-quantized", Recipe(weight=named("int8_rowwise")), False)
+    other = ("pack-quantized", Recipe(weight=named("int4_g32")), False) if several else head
+    made = quantization_config({"model.a": other, "lm_head": head}, [], ["lm_head"])
+    named_in = [
+        group
+        for group in made["config_groups"].values()
+        if any(t.startswith("re:") and re.match(t[3:], "language_model.lm_head") for t in group["targets"])
+    ]
+    assert [group["weights"]["num_bits"] for group in named_in] == [8]
+    without = quantization_config({"model.a": other}, ["lm_head"], ["lm_head"])
+    assert not any("re:" in t for group in without["config_groups"].values() for t in group["targets"])
