@@ -124,6 +124,7 @@ def prepared_linear(
 def _is_plain(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether nobody would change the operands, or see them."""
     plain = type(x) in PLAIN and (bias is None or type(bias) in PLAIN) and not is_transformed()
+    plain = plain and torch._C._get_tracing_state() is None
     return plain and not (_any_autocast() and _autocast_on(x.device.type)) and not x.is_nested
 
 

@@ -105,10 +105,12 @@ def eager_linear(
 def watched(x: torch.Tensor) -> bool:
     """Whether somebody listens to the dispatcher, or would change the inputs there, or x is none that has rows of elements.
 
-    Forward-mode derivatives are taken outside of grad mode, too.
+    Forward-mode derivatives are taken outside of grad mode, too. `torch.jit.trace` listens: it records one linear layer there,
+    for any number of rows.
     """
     return (
         torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or x.is_meta

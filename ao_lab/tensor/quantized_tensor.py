@@ -34,6 +34,8 @@ from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.torch_changes import PENDING, make_changes
+from ao_lab.tensor.torch_changes.memory import ANSWERS
+from ao_lab.tensor.torch_changes.torchscript import refuse_files, refuse_onnx
 from ao_lab.tensor.torch_changes.weight_guards import Form, changes_in_place
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
@@ -61,9 +63,23 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, parts: Mapping[str, torch.Tensor | None], meta: Meta, shape: Sequence[int]
+        cls,
+        parts: Mapping[str, torch.Tensor | None] | QuantizedTensor,
+        meta: Meta | None = None,
+        shape: Sequence[int] = (),
+        *,
+        requires_grad: bool = False,
     ) -> QuantizedTensor:
-        """A tensor of these parts and this (logical) shape, unchecked; `quantized` is the way in."""
+        """A tensor of these parts and this (logical) shape, unchecked; `quantized` is the way in.
+
+        Of a QuantizedTensor alone it is a parameter that shares its parts: accelerate calls the class of a parameter so.
+        """
+        if isinstance(parts, QuantizedTensor):
+            return torch.nn.Parameter(parts.detach(), requires_grad)  # type: ignore[return-value]
+        if meta is None:
+            raise TypeError(
+                "a QuantizedTensor is made of parts, their description and a shape; use quantized()"
+            )
         codes = parts["codes"]
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
@@ -87,8 +103,12 @@ class QuantizedTensor(torch.Tensor):
             if y is not None:
                 return y
         with torch._C.DisableTorchFunctionSubclass():
+            if torch._C._get_tracing_state() is not None:
+                refuse_onnx(_first((*args, *(kwargs or {}).values())))
             if func == SET_DATA and isinstance(args[0], QuantizedTensor):
                 return args[0].adopt(args[1])
+            if (answer := ANSWERS.get(func)) is not None and isinstance(args[0], QuantizedTensor):
+                return answer(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     @property
@@ -189,16 +209,35 @@ class QuantizedTensor(torch.Tensor):
         return self.remade(parts, **changes)
 
     def adopt(self, other: torch.Tensor) -> None:
-        """Another one's parts and description, for `t.data = other`; TypeError for a tensor that has none."""
+        """Another one's parts and description, for `t.data = other`; a dense one's values are quantized by this one's scheme.
+
+        As for `copy_`, but that shape and dtype may be others. TypeError for numbers that are no weight's.
+        """
         if not isinstance(other, QuantizedTensor):
-            raise TypeError(
-                f"data of {self!r} is a QuantizedTensor, not {type(other).__name__}; copy_ quantizes"
-            )
+            other = self._like(other)
         changes_in_place(self)
         SET_DATA(self, other)
         for name in ("_stored", "_settled", "_flattened", "_form"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
+
+    def _like(self, dense: torch.Tensor) -> QuantizedTensor:
+        """A dense tensor, stored as this one is."""
+        if dense.dtype not in DTYPES or dense.dim() != self.dim():
+            raise TypeError(
+                f"data of {self!r} is a QuantizedTensor, or {self.dim()} axes of floating-point numbers to quantize; got "
+                f"{type(dense).__name__} of shape {tuple(dense.shape)}, {dense.dtype}"
+            )
+        made = self.new_empty(dense.shape, dtype=dense.dtype, device=dense.device)
+        made.copy_(dense)
+        layout = self.meta.layout
+        settled = layout == PRESHUFFLED and unsupported_reason(made) is None  # type: ignore[arg-type]
+        return made.to_layout(layout) if settled else made  # type: ignore[attr-defined, return-value, no-any-return]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts, as they are stored."""
+        return sum(part.nbytes for part in self.parts.values() if part is not None)
 
     def _use_count(self) -> int:
         """How many hold this tensor, as `torch.utils.swap_tensors` counts them for `module.to()` and `module.half()`.
@@ -221,6 +260,10 @@ class QuantizedTensor(torch.Tensor):
         """Whether every part is on a GPU, or in memory that processes share."""
         parts: list[Any] = [part for part in self.parts.values() if part is not None]
         return all(part.is_shared() for part in parts)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """TypeError: other libraries would read memory behind the whole, and there is none."""
+        raise TypeError(f"{self!r} has no memory that other libraries can read; dequantize() it first")
 
     def check_shaped(self) -> None:
         """ValueError for a tensor that shows one axis over parts of several."""
@@ -365,6 +408,7 @@ def _first(args: Any) -> QuantizedTensor:
     raise TypeError("no QuantizedTensor among the arguments")
 
 
+refuse_files(QuantizedTensor)
 # Under its name of today, and under the one that files hold from when `ao_lab.tensor` was a module.
 torch.serialization.add_safe_globals([rebuilt, (rebuilt, "ao_lab.tensor.rebuilt")])
 
