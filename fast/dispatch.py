@@ -18,6 +18,7 @@ import torch
 
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.kernels.launch import cache
+from reference.arrays.plain import tensor_kind
 
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -131,8 +132,7 @@ def _check(function: Function, operands: Sequence[Any]) -> None:
     for name, operand in zip(function.operands, operands, strict=False):
         if not isinstance(operand, torch.Tensor):
             continue
-        if not _is_compiling() and (operand.is_nested or operand.layout is not torch.strided):
-            kind = "nested" if operand.is_nested else str(operand.layout).removeprefix("torch.")
+        if kind := tensor_kind(torch, operand):
             raise TypeError(
                 f"fast.{function.name} takes dense tensors, got {name} as a {kind} tensor; make it dense first"
             )

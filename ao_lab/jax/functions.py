@@ -19,8 +19,8 @@ from ao_lab.jax.device import is_traced, place_of, require_array
 from ao_lab.jax.operations import PARTS, Arrays, Operation, dispatch, quantized, scales_of
 from fast.kernels.launch.cache import scale_parts, settings
 from reference import Quantized, Scales, Scheme
-from reference.arrays.errors import choice
-from reference.arrays.namespace import float_input
+from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.namespace import FLOAT_DTYPES, float_input
 from reference.arrays.pytrees import register_jax
 from reference.formats.encode import check_random_bits
 from reference.formats.pack import packed_shape
@@ -71,10 +71,10 @@ def quantize(
     return made
 
 
-def dequantize(q: Quantized, dtype: str = "float32") -> jax.Array:
+def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> jax.Array:
     """The tensor that q stands for; dtype as in `reference.dequantize`."""
-    if not isinstance(q, Quantized) or dtype not in ("float32", "bfloat16", "float16"):
-        choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
+    dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
+    if not isinstance(q, Quantized) or dtype == "float64":
         return reference.dequantize(q, dtype)
     parts = (q.codes, q.scale, q.outer, q.zero)
     key, known = programs.call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)

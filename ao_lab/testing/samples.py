@@ -13,6 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.namespace import FLOAT_DTYPES
 from reference.formats.formats import Format, format_of
 
 Array = np.ndarray[Any, Any]
@@ -28,8 +30,9 @@ class Layout:
     mantissa: int
 
     @classmethod
-    def of(cls, dtype: str) -> Layout:
+    def of(cls, dtype: DTypeLike) -> Layout:
         """Layout of float32, bfloat16, float16 or float64."""
+        dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
         info = ml_dtypes.finfo(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
         return cls(np.dtype(info.dtype), info.bits, info.nmant)
 
@@ -128,7 +131,12 @@ FINITE_KINDS = tuple(kind for kind in KINDS if kind not in ("specials", "bits"))
 
 
 def fill(
-    kind: str, shape: Shape, *, dtype: str = "float32", seed: int = 0, fmt: str | Format = "float8_e4m3fn"
+    kind: str,
+    shape: Shape,
+    *,
+    dtype: DTypeLike = "float32",
+    seed: int = 0,
+    fmt: str | Format = "float8_e4m3fn",
 ) -> Array:
     """An array of one kind (see `KINDS`), the same for the same seed. fmt: the format whose ties are meant."""
     layout = Layout.of(dtype)

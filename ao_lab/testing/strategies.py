@@ -36,6 +36,7 @@ except ModuleNotFoundError:
 
 from ao_lab.testing.bits import assert_same_bits, assert_same_quantized, bits_of
 from ao_lab.testing.samples import FILLS, FINITE_KINDS, KINDS, Array, Layout, Shape, fill, signed, ties
+from reference.arrays.dtypes import DTypeLike
 from reference.arrays.namespace import namespace_of
 from reference.formats.formats import Format
 from reference.quantize.blocks import Blocks
@@ -47,7 +48,7 @@ NEAR = (-1, 0, 1)  # one pattern below, at, and above a power of two or a target
 @st.composite
 def float_arrays(
     draw: DrawFn,
-    dtype: str = "float32",
+    dtype: DTypeLike = "float32",
     shape: Shape | SearchStrategy[Shape] = (4, 32),
     *,
     kinds: Sequence[str] = KINDS,
@@ -72,7 +73,7 @@ def float_arrays(
     return flat.reshape(size).view(Layout.of(dtype).dtype)
 
 
-def _elements(dtype: str, kinds: Sequence[str], fmt: str | Format) -> SearchStrategy[int]:
+def _elements(dtype: DTypeLike, kinds: Sequence[str], fmt: str | Format) -> SearchStrategy[int]:
     """Bit patterns of single elements."""
     few = [bits_of(fill(kind, (16,), dtype=dtype, fmt=fmt)).tolist() for kind in kinds]
     return st.sampled_from(sorted({pattern for patterns in few for pattern in patterns}))
@@ -137,7 +138,7 @@ def blocks(
     draw: DrawFn,
     scheme: str | Scheme,
     *,
-    dtype: str = "float32",
+    dtype: DTypeLike = "float32",
     shape: Shape | SearchStrategy[Shape] | None = None,
     axis: int = -1,
     maxima: Sequence[str] = MAXIMA,

@@ -13,6 +13,7 @@ import torch
 from fast.dispatch import Function, require_tensor, run
 from fast.matmul.matmul_ops import BOUND, MATMUL, described
 from reference import Quantized
+from reference.arrays.dtypes import DTypeLike, spelled
 
 Operand = torch.Tensor | Quantized
 
@@ -22,7 +23,7 @@ def matmul(
     b: Operand,
     *,
     accumulation: str = "exact",
-    out_dtype: str | torch.dtype = "float32",
+    out_dtype: DTypeLike = "float32",
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
@@ -35,7 +36,7 @@ def matmul_error_bound(
     b: Operand,
     *,
     accumulation: str = "exact",
-    out_dtype: str | torch.dtype = "float32",
+    out_dtype: DTypeLike = "float32",
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
@@ -53,5 +54,6 @@ def _run(
     return made
 
 
-def _name(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(dtype: DTypeLike) -> str:
+    """The dtype's name; what is none goes on as text, for the reference to name."""
+    return spelled(dtype) or str(dtype)

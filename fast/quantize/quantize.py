@@ -11,7 +11,12 @@ from fast.dispatch import require_tensor, run
 from fast.kernels.launch.cache import settings
 from fast.quantize.ops import CHOOSE_SCALES, DEQUANTIZE, as_turned, operands_of
 from reference import Quantized, Scales, Scheme
+from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.namespace import FLOAT_DTYPES
 from reference.quantize.quantize import check_quantized, with_plain_scales
+
+#: What needs no other spelling.
+NAMED = frozenset([*FLOAT_DTYPES, *(getattr(torch, name) for name in FLOAT_DTYPES)])
 
 
 def choose_scales(x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1) -> Scales:
@@ -40,11 +45,13 @@ def quantize(
     return q
 
 
-def dequantize(q: Quantized, dtype: str | torch.dtype = "float32") -> torch.Tensor:
-    """The tensor that q stands for, without gradient; dtype as a name or a torch dtype. As in `reference.dequantize`."""
+def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> torch.Tensor:
+    """The tensor that q stands for, without gradient; dtype in any spelling. As in `reference.dequantize`."""
+    if type(dtype) not in (str, torch.dtype) or dtype not in NAMED:
+        dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
     if not isinstance(q, Quantized):
         # The reference says what is wrong.
-        made: Any = reference.dequantize(q, str(dtype).removeprefix("torch."))
+        made: Any = reference.dequantize(q, dtype)
         return require_tensor(made, "dequantize")
     require_tensor(q.codes, "dequantize")
     if q.tiled:

@@ -6,6 +6,8 @@ import torch
 
 from fast.dispatch import run
 from fast.sparsity.linear_sparse_ops import ARRANGE_SPARSE_METADATA, LINEAR_SPARSE
+from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.matmul.exact import RESULTS
 
 
 def linear_sparse(
@@ -16,7 +18,7 @@ def linear_sparse(
     *,
     x_scale: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: DTypeLike | None = None,
     fast_sums: bool = True,
 ) -> torch.Tensor:
     """(x @ decompress(values, metadata).T) * x_scale * scale + bias, as in `reference.linear_sparse`, on x's device.
@@ -34,6 +36,8 @@ def linear_sparse(
     the tensor copy engine being multiples of 16 bytes: multiply by the decompressed weight there. RuntimeError where NVRTC,
     which compiles the kernel at first use, is missing. No gradient: NotImplementedError where one is asked for.
     """
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        out_dtype = getattr(torch, dtype_name(out_dtype, (*RESULTS, "int32"), "out_dtype"))
     operands = (x, values, metadata, bias, x_scale, scale)
     y: torch.Tensor = run(LINEAR_SPARSE, None, (out_dtype, fast_sums), operands)
     return y

@@ -36,8 +36,6 @@ def checked(values: Values, operands: Operands) -> str:
     for one, what in ((stored, "values"), (metadata, "metadata")):
         if not isinstance(one, torch.Tensor):
             raise TypeError(f"linear_sparse takes torch tensors, got {what} as {type(one).__name__}")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"linear_sparse takes out_dtype as a torch.dtype, got {dtype!r}")
     if not isinstance(fast_sums, bool):
         raise TypeError(f"linear_sparse takes fast_sums as a bool, got {fast_sums!r}")
     name = check(

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from reference.arrays.plain import check_plain
+
 Array = Any  # a NumPy array, a JAX array or tracer, or a torch tensor
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -229,12 +231,18 @@ _OTHERS: dict[str, Namespace] = {}
 
 
 def namespace_of(x: Array) -> Namespace:
-    """The namespace of the library that `x` belongs to; anything unknown counts as NumPy's."""
+    """The namespace of the library that `x` belongs to; anything unknown counts as NumPy's.
+
+    TypeError for subclasses of NumPy's array that mean more than their values, masked arrays above all (`check_plain`).
+    """
+    if type(x) is np.ndarray:
+        return _NUMPY
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(x, torch.Tensor):
         return _other("torch", TorchNamespace)
     if jax is not None and isinstance(x, jax.Array):
         return _other("jax", JaxNamespace)
+    check_plain(x)
     return _NUMPY
 
 
@@ -247,8 +255,9 @@ def _other(name: str, make: type[Namespace]) -> Namespace:
 def as_array(x: Any) -> Array:
     """Python numbers and lists of them become NumPy arrays; arrays pass through (also read-only and 0-d ones).
 
-    TypeError for anything else.
+    TypeError for anything else, and for what `check_plain` refuses.
     """
+    check_plain(x)
     if hasattr(x, "dtype") and hasattr(x, "reshape"):
         return x
     array = np.asarray(x)

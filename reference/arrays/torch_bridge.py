@@ -46,12 +46,15 @@ def bridged(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_cpu_tensor(value: Any) -> bool:
-    """Whether value is an ordinary torch tensor in CPU memory (no subclass, no tracing)."""
+    """Whether value is an ordinary dense torch tensor in CPU memory (no subclass, no tracing)."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return False
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    return bool(plain and value.device.type == "cpu" and not torch.compiler.is_compiling())
+    if not plain or value.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    # Sparse and nested ones go on, to the function's own check.
+    return value.layout is torch.strided and not value.is_nested
 
 
 def to_numpy(value: Any) -> Any:

@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 
+from reference.arrays.dtypes import DTypeLike, dtype_name
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, namespace_of
 from reference.matmul.exact import F64, RESULTS, exact_matmul
@@ -66,7 +67,7 @@ def matmul_error_bound(
     k_step: int = 32,
     frac_bits: int = 13,
     promote: int | None = None,
-    out_dtype: str = "float32",
+    out_dtype: DTypeLike = "float32",
     bias: Array | None = None,
     operand_formats: tuple[str, str] | None = None,
     order: str = "any",
@@ -85,7 +86,7 @@ def matmul_error_bound(
     """
     choice(accumulation, ACCUMULATIONS, "accumulation")
     choice(order, ("any", "declared"), "order")
-    choice(out_dtype, tuple(RESULTS), "out_dtype")
+    out_dtype = dtype_name(out_dtype, tuple(RESULTS), "out_dtype")
     left, right = operands_of(a, b)
     added = bias_of(bias, left, right)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from reference.arrays.dtypes import DTypeLike
 from reference.arrays.namespace import Array, as_array, namespace_of
 from reference.matmul.exact import RESULTS
 from reference.matmul.matmul import matmul
@@ -17,7 +18,7 @@ def linear(
     bias: Array | None = None,
     *,
     accumulation: str = "exact",
-    out_dtype: str | None = None,
+    out_dtype: DTypeLike | None = None,
     **options: Any,
 ) -> Array:
     """x (..., K) times the transpose of w (N, K), plus bias (N): (..., N) in `out_dtype`.

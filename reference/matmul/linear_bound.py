@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import choice
+from reference.arrays.dtypes import DTypeLike, dtype_name
 from reference.arrays.namespace import Array, as_array, namespace_of
 from reference.matmul.error_bound import UNDERFLOW, UPWARD, float32_error, of_library, rounding_error
 from reference.matmul.exact import F64, RESULTS
@@ -49,7 +49,7 @@ LIMIT = 2.0**127
 
 
 def linear_error_bound(
-    x: Array, w: Quantized, bias: Array | None = None, *, out_dtype: str | None = None
+    x: Array, w: Quantized, bias: Array | None = None, *, out_dtype: DTypeLike | None = None
 ) -> Array:
     """The largest |got - T| of each element of `linear` (..., N), never too small, float64 in the library of x.
 
@@ -59,8 +59,7 @@ def linear_error_bound(
     """
     x = as_array(x)
     check_linear(x, w, bias)
-    name = result_dtype(x) if out_dtype is None else out_dtype
-    choice(name, tuple(RESULTS), "out_dtype")
+    name = dtype_name(result_dtype(x) if out_dtype is None else out_dtype, tuple(RESULTS), "out_dtype")
     rows: Any = x[None] if len(x.shape) == 1 else x
     left, right = operands_of(rows, transposed(w))
     added = bias_of(bias, left, right)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from reference.arrays.dtypes import DTypeLike, dtype_name
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, namespace_of
 from reference.matmul.exact import F64, RESULTS, exact_matmul, round_result
@@ -45,7 +46,7 @@ def matmul(
     b: Array | Quantized,
     *,
     accumulation: str = "exact",
-    out_dtype: str = "float32",
+    out_dtype: DTypeLike = "float32",
     bias: Array | None = None,
     block: int = 128,
     k_step: int = 32,
@@ -75,7 +76,7 @@ def matmul(
     TypeError for other dtypes, for operands of two libraries, and under JAX tracing.
     """
     choice(accumulation, ACCUMULATIONS, "accumulation")
-    choice(out_dtype, (*RESULTS, "int32"), "out_dtype")
+    out_dtype = dtype_name(out_dtype, (*RESULTS, "int32"), "out_dtype")
     left, right = operands_of(a, b)
     added = bias_of(bias, left, right)
     if out_dtype == "int32":

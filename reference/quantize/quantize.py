@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import choice
+from reference.arrays.dtypes import DTypeLike, dtype_name
 from reference.arrays.namespace import (
+    FLOAT_DTYPES,
     Array,
     Namespace,
     code_input,
@@ -182,8 +183,8 @@ def unpacked(q: Quantized) -> Quantized:
 
 
 @bridged
-def dequantize(q: Quantized, dtype: str = "float32") -> Array:
-    """The tensor that q represents, as float32, bfloat16, float16 or float64, shape q.shape.
+def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> Array:
+    """The tensor that q represents, as float32, bfloat16, float16 or float64 (in any spelling), shape q.shape.
 
     The value is code * scale in float32, correctly rounded, and rounded again (nearest even) to a narrower dtype; a finite
     code with a finite scale never becomes infinite but stops at the dtype's largest value. Conventions may differ
@@ -192,7 +193,7 @@ def dequantize(q: Quantized, dtype: str = "float32") -> Array:
     Raises TypeError for codes of another dtype than `quantize` returns, for an invalid shape or axis and for a scheme that is
     not a record, ValueError for codes, scales or zero points that are missing or do not fit the scheme and the shape.
     """
-    choice(dtype, ("float32", "bfloat16", "float16", "float64"), "dtype")
+    dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
     if not isinstance(q, Quantized):
         raise TypeError(_not_quantized_message(q))
     scheme, blocks = q.scheme, check_quantized(q)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import choice
+from reference.arrays.dtypes import DTypeLike, dtype_name
 from reference.arrays.namespace import Array, as_array, namespace_of
 from reference.matmul.error_bound import (
     UNDERFLOW,
@@ -59,7 +59,7 @@ def linear_sparse(
     *,
     x_scale: Array | None = None,
     scale: Array | None = None,
-    out_dtype: str | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Array:
     """(x @ decompress(values, metadata).T) * x_scale * scale + bias: (..., N), in the library of x.
 
@@ -96,7 +96,7 @@ def linear_sparse_error_bound(
     *,
     x_scale: Array | None = None,
     scale: Array | None = None,
-    out_dtype: str | None = None,
+    out_dtype: DTypeLike | None = None,
     fast_sums: bool = True,
 ) -> Array:
     """The largest |got - T| of each element of a kernel's `linear_sparse` (..., N), never too small under the module's
@@ -163,7 +163,7 @@ def _scale_of(scale: Array | None, axis: int) -> F64 | None:
 
 
 def check(
-    x: Any, values: Any, metadata: Any, bias: Any, x_scale: Any, scale: Any, out_dtype: str | None
+    x: Any, values: Any, metadata: Any, bias: Any, x_scale: Any, scale: Any, out_dtype: DTypeLike | None
 ) -> str:
     """The output's dtype by name; raises as `linear_sparse` does. metadata is canonical, which `decompress` checks."""
     kinds = tuple(namespace_of(one).dtype_name(one) for one in (values, x))
@@ -176,8 +176,8 @@ def check(
         raise ValueError(
             f"linear_sparse takes x (..., K) and values (N, K/2), got {tuple(x.shape)} and {tuple(values.shape)}"
         )
-    name = out_dtype if out_dtype is not None else kinds[1] if kinds[1] in RESULTS else "float32"
-    choice(name, (*RESULTS, "int32"), "out_dtype")
+    own = kinds[1] if kinds[1] in RESULTS else "float32"
+    name = dtype_name(own if out_dtype is None else out_dtype, (*RESULTS, "int32"), "out_dtype")
     _check_scale(x_scale, (*x.shape[:-1], 1), "x_scale")
     _check_scale(scale, (values.shape[0], 1), "scale")
     if bias is not None and tuple(bias.shape) != (values.shape[0],):

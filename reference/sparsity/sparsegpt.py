@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import namespace_of
+from reference.arrays.plain import check_plain
 from reference.arrays.widen import float32_bits
 from reference.formats.narrow import to_dtype_bits
 from reference.quantize.fake_quantize import fake_quantize
@@ -256,6 +257,7 @@ def _checked_hessian(hessian: Any, damping: float, size: int | None) -> Matrix:
     """A copy in float64."""
     if isinstance(damping, bool) or not 0 <= damping <= 1:
         raise ValueError(f"damping is a share of the mean diagonal, 0 to 1, got {damping!r}; 0.01 is usual")
+    check_plain(hessian)
     if not isinstance(hessian, np.ndarray) or hessian.dtype not in (np.float32, np.float64):
         kind = getattr(hessian, "dtype", type(hessian).__name__)
         raise TypeError(f"the hessian is a NumPy array of float32 or float64, got {kind}; convert it first")

@@ -20,6 +20,7 @@ import numpy as np
 
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, Namespace, float_input, namespace_of
+from reference.arrays.plain import check_plain
 from reference.formats.random_bits import random_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.training.linear import operand, product
@@ -108,6 +109,7 @@ def padded_rows(rows: int, experts: int, step: int) -> int:
 
 def group_ends(offsets: Array, experts: int | None, rows: int) -> tuple[int, ...]:
     """The offsets as integers; ValueError unless there is one for each expert and they rise from 0 to at most `rows`."""
+    check_plain(offsets)
     ends = np.asarray(offsets)
     if ends.ndim != 1 or ends.dtype.kind not in "iu" or (experts is not None and len(ends) != experts):
         raise ValueError(
