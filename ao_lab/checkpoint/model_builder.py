@@ -7,6 +7,7 @@ that choose kernels or classes of other repositories are dropped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -15,11 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.io.time_limit import limited_time
 from ao_lab.install.extras import needed
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -31,29 +37,80 @@ NAMED_WEIGHTS = "transformers_weights"
 CODE = ("_implementation", "auto_map", "trust_remote_code", "custom_pipelines", "_implementation_internal")
 #: Fields that count layers, heads, labels ... make that many objects.
 LARGEST_COUNT = 2**17
+COUNTS = re.compile(r"num_|.*(?:layer|depth|block|repeat|stage)")
+#: Those of them that name a size: of a vocabulary, of a block of positions.
+SIZES = re.compile(r".*(?:vocab|size|token|_ids?$)")
+#: Integers in lists count layers as well (`depths`), or name tokens.
+LARGEST_IN_LIST = 2**20
+#: Seconds of the processor for a model without memory, and more for each tensor of its files.
+SECONDS, SECONDS_EACH = 10.0, 2e-3
+#: Modules for each parameter that may be there: containers, activations and dropouts have none.
+MODULES_EACH = 10
+#: Weights for each byte of a dense or packed file, and those that no file has: heads that are new, tables that are computed.
+ELEMENTS_EACH, SPARE_ELEMENTS = 16, 2**27
 #: Buffers, which no file bounds: tables of positions and masks are below.
 LARGEST_BUFFERS = 2**30
 Tensors = dict[str, torch.Tensor]
 
 
-class TooManyParameters(ValueError):
+class TooLarge(ValueError):
     """A configuration describes more than the files can fill."""
 
 
-def planned_model(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
-    """The model of the folder's configuration without memory, for a state of `count` tensors; ValueError for far more."""
+def planned_model(
+    folder: Path, count: int, dtype: torch.dtype | None, default: torch.dtype | None = None
+) -> nn.Module:
+    """The model of the folder's configuration without memory, for a state of `count` tensors; ValueError for far more.
+    `default`: its dtype where neither `dtype` nor the configuration says one.
+
+    Numbers in it make lists and modules: what asks for more parameters or modules than the files can fill, or goes on for
+    seconds, ends in a ValueError.
+    """
     fields = configuration(folder)
     path = folder / CONFIG
     if "model_type" not in fields:
         raise ValueError(f"{path} describes no model of transformers; give load_pretrained a model to fill")
-    with parameters_without_memory(2 * count + 64, path), torch.device("meta"):
-        plan = _constructed(fields, dtype, path)
+    _import_model(fields)
+    seconds = SECONDS + SECONDS_EACH * count
+    late = TooLarge(
+        f"{path} describes a model that is not built in {seconds:.0f} s, without its weights; a number in it is far too large, "
+        "fetch it again"
+    )
+    with (
+        limited_time(seconds, late),
+        parameters_without_memory(2 * count + 64, path),
+        torch.device("meta"),
+    ):
+        plan = _constructed(fields, dtype, path, default)
     size = sum(b.numel() * b.element_size() for b in plan.buffers())
     if size > LARGEST_BUFFERS:
-        raise ValueError(
+        raise TooLarge(
             f"{path} asks for {size} bytes of buffers; a number in it is far too large, fetch it again"
         )
     return plan
+
+
+def check_numbers(folder: Path) -> None:
+    """ValueError where the model of a dense folder is more than its files can fill, before transformers builds it itself.
+
+    What else may be wrong with its configuration is transformers' to say.
+    """
+    count, size = LARGEST_COUNT, sum(file.stat().st_size for file in folder.glob("*.bin"))
+    if has_weights(folder):
+        found = look_at(folder)
+        count, size = len(found.specs), found.bytes
+    try:
+        plan = planned_model(folder, count, None)
+    except TooLarge:
+        raise
+    except ValueError:
+        return
+    wanted, most = sum(p.numel() for p in plan.parameters()), ELEMENTS_EACH * size + SPARE_ELEMENTS
+    if wanted > most:
+        raise TooLarge(
+            f"{folder / CONFIG} describes a model of {wanted} weights, its files have {size} bytes; a number in it is far too "
+            "large, fetch it again"
+        )
 
 
 def built(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
@@ -71,19 +128,41 @@ def configuration(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in (QUANTIZATION, NAMED_WEIGHTS)}
 
 
-def _plain(value: Any, path: Path, name: str = "") -> Any:
+def _plain(value: Any, path: Path, name: str = "", in_list: bool = False) -> Any:
     """The value without fields that choose code; ValueError for counts that no model has."""
     if isinstance(value, dict):
         return {key: _plain(item, path, key) for key, item in value.items() if not key.endswith(CODE)}
     if isinstance(value, list):
-        return [_plain(item, path, name) for item in value]
-    counts = name.startswith("num_") or "layer" in name
-    if counts and type(value) is int and abs(value) > LARGEST_COUNT:
-        raise ValueError(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
+        return [_plain(item, path, name, True) for item in value]
+    if type(value) is int:
+        _check_integer(value, path, name, in_list)
     return value
 
 
-def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) -> nn.Module:
+def _check_integer(value: int, path: Path, name: str, in_list: bool) -> None:
+    counts = COUNTS.match(name) and not SIZES.match(name)
+    if counts and not in_list and abs(value) > LARGEST_COUNT:
+        raise TooLarge(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
+    if in_list and abs(value) > LARGEST_IN_LIST:
+        raise TooLarge(
+            f"{path}: {shown(name)} has {value} in a list; integers in lists are at most {LARGEST_IN_LIST} (layers of a stage, "
+            "tokens); fetch it again"
+        )
+
+
+def _import_model(fields: Mapping[str, Any]) -> None:
+    """Import what `_constructed` will, which takes seconds and is no matter of the configuration's numbers."""
+    needed("transformers")
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = fields.get("model_type")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING and model_class(fields) is None:
+        MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[kind], None)
+
+
+def _constructed(
+    fields: dict[str, Any], dtype: torch.dtype | None, path: Path, default: torch.dtype | None = None
+) -> nn.Module:
     """What transformers makes of a configuration; its own errors, of whatever kind, as one ValueError."""
     needed("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -91,13 +170,13 @@ def _constructed(fields: dict[str, Any], dtype: torch.dtype | None, path: Path) 
     causal: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.for_model(**fields)
-        wanted = dtype or config.dtype or torch.float32
+        wanted = dtype or config.dtype or default or torch.float32
         known = model_class(fields)
         if known is None:
             result: nn.Module = causal.from_config(config, dtype=wanted, trust_remote_code=False)
         else:
             result = known._from_config(known.config_class(**config.to_dict()), dtype=wanted)
-    except TooManyParameters:
+    except TooLarge:
         raise
     except Exception as error:
         # transformers, its validators and torch raise what they like for numbers that make no model.
@@ -127,26 +206,39 @@ def _names_there() -> frozenset[str]:
 
 @contextmanager
 def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
-    """Parameters that modules register lie on the meta device; ValueError after `most` of them."""
-    count = 0
+    """Parameters that modules register lie on the meta device; ValueError after `most` of them, and ten times the modules."""
+    count = modules = 0
+
+    def module_registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > MODULES_EACH * most:
+            raise TooLarge(
+                f"{path} describes a model of more than {MODULES_EACH * most} modules; the files hold parameters of fewer; "
+                "fetch it again"
+            )
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         nonlocal count
         count += 1
         if count > most:
-            raise TooManyParameters(
+            raise TooLarge(
                 f"{path} describes a model of more than {most} parameters; the files hold fewer; fetch it again"
             )
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    hook: Any = registered
-    handle = register_module_parameter_registration_hook(hook)
+    hooks: tuple[Any, Any] = registered, module_registered
+    handles = (
+        register_module_parameter_registration_hook(hooks[0]),
+        register_module_module_registration_hook(hooks[1]),
+    )
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def check_state(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -247,6 +339,7 @@ __all__ = [
     "QUANTIZATION",
     "built",
     "check_kinds",
+    "check_numbers",
     "check_state",
     "configuration",
     "fill",

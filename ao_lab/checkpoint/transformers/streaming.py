@@ -17,7 +17,7 @@ from torch import nn
 
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import CONFIG, model_class
+from ao_lab.checkpoint.model_builder import CONFIG, check_numbers, model_class
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
 from ao_lab.config.base import Config
@@ -70,7 +70,8 @@ def forget(model: Any) -> None:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; ValueError where there is none, and for files that cannot be read."""
+    """The folder's config.json; ValueError where there is none, and for files that cannot be read
+    or describe more than they hold."""
     if not (folder / CONFIG).is_file():
         raise ValueError(
             f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
@@ -78,6 +79,7 @@ def described(folder: Path) -> dict[str, Any]:
     fields = read_object(folder / CONFIG, nonfinite=True)
     if has_weights(folder):
         look_at(folder)
+    check_numbers(folder)
     return fields
 
 

@@ -1,15 +1,19 @@
 """What `load_pretrained` looks at before it touches a model, one rule at a time."""
 
+import json
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from ao_lab import SCHEMES, load_pretrained
+from ao_lab import SCHEMES, Int8WeightOnlyConfig, load_pretrained, quantize_pretrained
 from ao_lab.checkpoint import model_builder
 from ao_lab.checkpoint.io import strict_json
 from ao_lab.checkpoint.records import check_recipe
+from ao_lab.cli.evaluate import by_transformers
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.metadata import Meta
 from tests.ao_lab.checkpoint.corrupted.mutated_bases import identities, made_bases, outcome, small_model
@@ -43,6 +47,72 @@ def test_configurations_do_not_decide_how_much_is_built(bases, tmp_path, field, 
     case.write()
     with pytest.raises(ValueError, match=message):
         load_pretrained(case.folder)
+
+
+NEO = {"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]}
+BOMBS = {
+    "a repeat": (NEO | {"attention_types": [[["global", "local"], 10**9]]}, "'?attention_types'? has 1000000000 in a list"),
+    "repeats": (NEO | {"attention_types": [[["global", "local"], 2**20]] * 4000}, "not built in 0 s"),
+    "depths": ({"model_type": "swin", "architectures": ["SwinModel"], "depths": [10**7]}, "in a list"),
+    "all depths": ({"model_type": "swin", "architectures": ["SwinModel"], "depths": [2**20] * 99}, "not built in 0 s"),
+    "blocks": ({"model_type": "funnel", "architectures": ["FunnelModel"], "block_sizes": [10**8]}, "in a list"),
+    "blocks, a few": ({"model_type": "funnel", "architectures": ["FunnelModel"], "block_sizes": [10**4]}, "the files hold"),
+    "old names": ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer'? is a count"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("config", "message"), BOMBS.values(), ids=BOMBS)
+def test_numbers_that_make_lists_are_refused_in_time(bases, tmp_path, monkeypatch, config, message):
+    """Whatever a number is called, and where several multiply: before memory is filled."""
+    monkeypatch.setattr(model_builder, "SECONDS", 0.2)
+    case = Case(bases["built"][0], tmp_path / "model")
+    case.put_json("config.json", config)
+    case.write()
+    model_builder._import_model(config)
+    started = time.thread_time()
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(case.folder)
+    assert time.thread_time() - started < 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dense_folders_have_the_same_bounds(tmp_path, monkeypatch):
+    """Those that transformers builds by itself: `quantize_pretrained`, and the command line's `eval`."""
+    save_file({"a": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    marian = {
+        "model_type": "marian",
+        "architectures": ["MarianModel"],
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+    }
+    for config, message in (
+        (BOMBS["a repeat"][0], "has 1000000000 in a list"),
+        (marian | {"max_position_embeddings": 10**9}, "its files have [0-9]+ bytes"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            quantize_pretrained(tmp_path, Int8WeightOnlyConfig())
+        with pytest.raises(ValueError, match=message):
+            by_transformers(tmp_path, None)
+
+
+def test_large_numbers_of_real_configurations_pass(bases, tmp_path):
+    """Vocabularies, positions, bases of rotations and tokens are no counts of parts."""
+    given = {
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "max_position_embeddings": 10**6,
+        "rope_theta": 1e7,
+        "eos_token_id": [200020, 199999],
+        "block_size": 2**20,
+        "num_experts": 16384,
+        "suppress_tokens": list(range(50000, 50200)),
+    }
+    case = Case(bases["built"][0], tmp_path / "model")
+    case.put_json("config.json", given)
+    case.write()
+    assert model_builder.configuration(case.folder) == given
 
 
 def test_at_most_as_many_parameters_as_files_can_fill(bases, tmp_path):

@@ -1,0 +1,49 @@
+"""Code on data of others ends in time, and only then is it stopped."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from ao_lab.checkpoint.io.time_limit import limited_time
+
+
+def count(most):
+    done = 0
+    while done < most:
+        with contextlib.suppress(Exception):  # as libraries do
+            done += 1
+    return done
+
+
+def test_what_takes_too_long_is_stopped():
+    started = time.thread_time()
+    with pytest.raises(ValueError, match="far too large"), limited_time(0.1, ValueError("far too large")):
+        count(10**12)
+    assert time.thread_time() - started < 1
+    assert count(10**5) == 10**5  # nothing arrives afterwards
+
+
+def test_waiting_costs_nothing():
+    """A machine that is busy with others is no reason."""
+    with limited_time(0.05, ValueError("too long")):
+        time.sleep(0.2)
+
+
+def test_other_errors_pass_and_threads_end():
+    before = threading.active_count()
+    with pytest.raises(KeyError), limited_time(10, ValueError("too long")):
+        raise KeyError
+    time.sleep(0.12)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("seconds", [0.0501, 0.0499])
+def test_an_end_at_the_limit_is_either(seconds):
+    for _ in range(3):
+        with contextlib.suppress(ValueError), limited_time(seconds, ValueError("too long")):
+            started = time.thread_time()
+            while time.thread_time() - started < 0.05:
+                pass
+    assert count(10**5) == 10**5
