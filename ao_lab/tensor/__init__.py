@@ -7,7 +7,7 @@ import torch.distributed
 
 from ao_lab.tensor import fsdp as fsdp
 from ao_lab.tensor import matmul_ops as matmul_ops
-from ao_lab.tensor import scaling as scaling
+from ao_lab.tensor import values as values
 from ao_lab.tensor import view_ops as view_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, rebuilt
 

@@ -1,10 +1,10 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
 `ao_lab.tensor.view_ops` registers what moves, slices and copies, `ao_lab.tensor.matmul_ops` what multiplies and looks up,
-`ao_lab.tensor.scaling` powers of two, `ao_lab.tensor.collectives` what sends to other processes; importing the package imports
+`ao_lab.tensor.values` arithmetic, `ao_lab.tensor.collectives` what sends to other processes; importing the package imports
 them. The tensor class knows this table alone. A function takes the operator, its arguments and its keyword arguments.
 
-Whatever changes values otherwise (arithmetic, activation functions) is not here: dequantize first.
+Whatever computes with values otherwise (activation functions) is not here: dequantize first.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     source = source.to_layout(target.meta.layout)
     if stored_as(source) != stored_as(target):
         raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
+    check_part(target, source)
     for name in PARTS:
         ours, theirs = getattr(target, name), getattr(source, name)
         if (ours is None) != (theirs is None):
@@ -208,11 +209,19 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 
 @operation(aten.index.Tensor)
-def _index(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.experts.gathered`)."""
+def _index(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.experts.gathered`).
+
+    Of a matrix other places, and rows that blocks span, are dense numbers, as they are for lookups.
+    """
     t, places = args
     if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
-        return gathered(t, places[0]) if waits(t, places[0]) else chosen(t, places[0])
+        if t.dim() == 2 and (rows := slicing.select_rows(t, places[0])) is not None:
+            return rows
+        if t.dim() != 2:
+            return gathered(t, places[0]) if waits(t, places[0]) else chosen(t, places[0])
+    if t.dim() == 2:
+        return func(t.dequantize(), places)  # type: ignore[no-any-return]
     raise ValueError(f"indexing of {t!r}: a vector of numbers along axis 0 alone; dequantize() first")
 
 
@@ -263,6 +272,20 @@ def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None)
     result = from_quantized(q, t.recipe, dense.dtype, t.input_scales)
     result = result if t.meta.layout == PRESHUFFLED else result.to_layout(t.meta.layout)
     return result.transposed() if t.meta.transposed else result
+
+
+def check_part(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    """ValueError where a part of a weight would get another scale than its rest, which shares it."""
+    base = target._base if target._is_view() else None
+    if not isinstance(base, QuantizedTensor) or base.numel() == target.numel():
+        return
+    for name in ("scale", "outer", "zero"):
+        whole, ours, theirs = (getattr(t, name) for t in (base, target, source))
+        if ours is not None and ours.numel() == whole.numel() and not torch.equal(ours, theirs):
+            raise ValueError(
+                f"copy_ into {tuple(target.shape)} of a weight of shape {tuple(base.shape)}: {name} of {target.scheme.name} "
+                f"also holds for the rest, which would change; change a dequantize()d copy, and copy_ that whole"
+            )
 
 
 def stored_as(t: QuantizedTensor) -> tuple[Any, ...]:

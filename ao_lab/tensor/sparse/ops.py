@@ -14,7 +14,8 @@ from ao_lab.tensor.sparse import slicing
 from ao_lab.tensor.sparse.compress import quantized_compressed
 from ao_lab.tensor.sparse.registry import sparse_operation
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
-from ao_lab.tensor.view_ops import stored_as
+from ao_lab.tensor.values.in_place import requantized
+from ao_lab.tensor.view_ops import check_part, stored_as
 from reference.sparsity.stored_codes import is_plain
 
 aten = torch.ops.aten
@@ -38,6 +39,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         source = like(target, source)
     if stored_as(source) != stored_as(target):
         raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
+    check_part(target, source)
     for name, ours in target.parts.items():
         theirs = source.parts[name]
         if (ours is None) != (theirs is None):
@@ -125,13 +127,9 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 
 @sparse_operation(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
-    """By a power of two, which changes scales; elements that have none would have to be rounded."""
-    t = args[0]
-    if isinstance(t, SparseQuantizedTensor) and is_plain(t.scheme):
-        raise ValueError(
-            f"{t!r} has no scales that a factor could change; change the weight before it is compressed"
-        )
-    return OPERATIONS[func](func, args, kwargs)
+    """Elements without scales are multiplied themselves; else a power of two changes scales."""
+    plain = isinstance(args[0], SparseQuantizedTensor) and is_plain(args[0].scheme)
+    return (requantized if plain else OPERATIONS[func])(func, args, kwargs)
 
 
 def _zeros(t: SparseQuantizedTensor, shape: Any, options: dict[str, Any]) -> SparseQuantizedTensor:

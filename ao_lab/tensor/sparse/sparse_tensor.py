@@ -63,9 +63,23 @@ class SparseQuantizedTensor(QuantizedTensor):
 
     @staticmethod
     def __new__(
-        cls, parts: Mapping[str, torch.Tensor | None], meta: Meta, shape: Sequence[int]
+        cls,
+        parts: Mapping[str, torch.Tensor | None] | QuantizedTensor,
+        meta: Meta | None = None,
+        shape: Sequence[int] = (),
+        *,
+        requires_grad: bool = False,
     ) -> SparseQuantizedTensor:
-        """A tensor of these parts and this (logical) shape, unchecked; `quantized_compressed` is the way in."""
+        """A tensor of these parts and this (logical) shape, unchecked; `quantized_compressed` is the way in.
+
+        Of a SparseQuantizedTensor alone it is a parameter that shares its parts, as for `QuantizedTensor`.
+        """
+        if isinstance(parts, QuantizedTensor):
+            return torch.nn.Parameter(parts.detach(), requires_grad)  # type: ignore[return-value]
+        if meta is None:
+            raise TypeError(
+                "a SparseQuantizedTensor is made of parts, their description and a shape; use quantized_compressed()"
+            )
         codes, metadata = parts["codes"], parts["metadata"]
         if codes is None or metadata is None:
             raise ValueError("a SparseQuantizedTensor needs codes and metadata")
@@ -148,8 +162,11 @@ class SparseQuantizedTensor(QuantizedTensor):
         return SparseQuantizedTensor(parts, meta, self.shape if shape is None else shape)
 
     def adopt(self, other: torch.Tensor) -> None:
-        """Another one's parts and description, for `t.data = other`; TypeError for a tensor that is not stored as this one."""
-        if not isinstance(other, SparseQuantizedTensor):
+        """Another one's parts and description, for `t.data = other`; a dense one that is 2:4 is quantized and compressed.
+
+        TypeError for a quantized one in dense storage, ValueError for a dense one that is not 2:4.
+        """
+        if isinstance(other, QuantizedTensor) and not isinstance(other, SparseQuantizedTensor):
             raise TypeError(
                 f"data of {self!r} is a SparseQuantizedTensor, not {type(other).__name__}; copy_ compresses"
             )

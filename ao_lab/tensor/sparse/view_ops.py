@@ -78,11 +78,13 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
 
 
 @sparse_operation(aten.index.Tensor)
-def _index(func: Any, args: Any, kwargs: Any) -> SparseQuantizedTensor:
-    """Experts, or rows, by number: t[numbers]."""
+def _index(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Experts, or rows, by number: t[numbers]. Of a matrix other places, and rows that blocks span, are dense numbers."""
     t, places = args
     single = len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool
     found = slicing.select_rows(t, places[0]) if single else None
+    if found is None and t.dim() == 2:
+        return func(t.dequantize(), places)  # type: ignore[no-any-return]
     if found is None:
         raise ValueError(
             f"indexing of {t!r}: a vector of numbers along axis 0, where no block spans it; dequantize() first"

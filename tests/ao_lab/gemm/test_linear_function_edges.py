@@ -105,8 +105,8 @@ def test_data_is_replaced(config):
         assert torch.equal(made(X), F.linear(X, other, made.bias))
         made.weight.data = made.weight.data.to(torch.bfloat16)
         assert made.weight.dtype == made.weight.dequantize().dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="copy_ quantizes"):
-        made.weight.data = torch.randn(64, 128)
+        made.weight.data = dense = torch.randn(64, 128)
+        assert torch.equal(made(X), F.linear(X, quantized(dense, config.recipe()), made.bias))
 
 
 def test_tiled_scales_are_read_anew():

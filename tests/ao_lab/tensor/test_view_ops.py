@@ -9,6 +9,8 @@ import torch
 import reference
 from ao_lab import QuantizedTensor, quantized
 from ao_lab.tensor.op_registry import OPERATIONS
+from ao_lab.tensor.values.in_place import CHANGES
+from ao_lab.tensor.values.reads import READS
 from reference import Scales
 from tests.support.quantized_weights import (
     COLLECTIVES,
@@ -244,12 +246,28 @@ def test_experts_of_flat_blocks():
 def test_rows_and_masks():
     t, picked = quantized(weight(8, 64), "int4_g32"), torch.tensor([7, 0, 7])
     assert same(t[picked].dequantize(), t.dequantize()[picked])
-    for refused in ((picked > 1).repeat(3)[:8], picked.view(1, 3)):
-        with pytest.raises(ValueError, match="a vector of numbers"):
-            t[refused]
+    for places in ((picked > 1).repeat(3)[:8], picked.view(1, 3)):
+        assert same(t[places], t.dequantize()[places])
     for other in (t.t(), quantized(weight(8, 64), "int8_rowwise", axis=0)):
-        with pytest.raises(ValueError, match="no block spans it"):
-            other[picked]
+        assert same(other[picked], other.dequantize()[picked])
+    experts = quantized(weight(3, 8, 64), "int4_g32")
+    with pytest.raises(ValueError, match="a vector of numbers"):
+        experts[picked.view(1, 3)]
+
+
+def test_a_part_is_written_under_scales_of_its_own():
+    rows, whole = quantized(weight(8, 64), "int8_rowwise"), quantized(weight(8, 64), "fp8_tensorwise")
+    before = rows.dequantize(), whole.dequantize()
+    rows[:2] = weight(2, 64, seed=1)
+    assert same(rows[2:].dequantize(), before[0][2:])
+    assert same(rows[:2].dequantize(), quantized(weight(2, 64, seed=1), "int8_rowwise").dequantize())
+    for t, part in ((rows, rows[:, :32]), (whole, whole[:2])):
+        kept = t.dequantize()
+        with pytest.raises(ValueError, match=r"scale of .* also holds for the rest"):
+            part.copy_(2 * part.dequantize())
+        assert same(t.dequantize(), kept)
+    whole[:] = weight(8, 64, seed=1)
+    assert same(whole.dequantize(), quantized(weight(8, 64, seed=1), "fp8_tensorwise").dequantize())
 
 
 def test_experts_stored_in_by_out():
@@ -392,7 +410,14 @@ def test_every_operation_was_tested():
         assert done.returncode == 0, done.stdout[-3000:]
         return
     ours = {op for op in OPERATIONS if op.namespace == "ao_lab"}  # test_qat_lora compiles them
-    scaled = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar}  # test_module_changes
-    missing = set(OPERATIONS) - USED - LAYERS - COLLECTIVES - ours - scaled
+    values = {
+        *READS,
+        *CHANGES,
+        aten.mul_.Tensor,
+        aten.mul_.Scalar,
+        aten.div_.Tensor,
+        aten.div_.Scalar,
+    }  # values/
+    missing = set(OPERATIONS) - USED - LAYERS - COLLECTIVES - ours - values
     # Reshape is taken apart before it arrives, except under inference mode's dispatch.
     assert missing <= {aten.reshape.default}

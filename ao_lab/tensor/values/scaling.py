@@ -1,7 +1,7 @@
 """A `QuantizedTensor` times or divided by a power of two, in place: its scales change, its codes stay, nothing is rounded.
 
-RWKV of transformers divides weights so when it is first evaluated, and multiplies them again to train. Any other factor would
-need codes for other values: TypeError or ValueError, with the way out.
+RWKV of transformers divides weights so when it is first evaluated, and multiplies them again to train. Any other factor needs
+codes for other values: the weight is quantized again (`ao_lab.tensor.values.in_place`).
 """
 
 from __future__ import annotations
@@ -13,26 +13,31 @@ import torch
 
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.values.in_place import requantized
 from reference.schemes.schemes import Scheme
 
 aten = torch.ops.aten
 
 
 @operation(aten.mul_.Tensor, aten.mul_.Scalar)
-def _multiply(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    return _scaled(args[0], args[1], 1)
+def _multiply(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return _changed(func, args, kwargs, 1)
 
 
 @operation(aten.div_.Tensor, aten.div_.Scalar)
-def _divide(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    return _scaled(args[0], args[1], -1)
+def _divide(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    return _changed(func, args, kwargs, -1)
 
 
-def _scaled(t: Any, factor: Any, sign: int) -> QuantizedTensor:
-    """t, its scales times 2**(sign * e) where `factor` is 2**e; nothing has changed where that is refused."""
-    if not isinstance(t, QuantizedTensor):
-        raise TypeError("a dense tensor is not changed by a quantized one in place; dequantize() that first")
-    exponent = sign * _exponent(t, factor)
+def _changed(func: Any, args: Any, kwargs: Any, sign: int) -> torch.Tensor:
+    """By its scales where the factor is a power of two, else quantized again."""
+    t = args[0]
+    exponent = _exponent(args[1]) if isinstance(t, QuantizedTensor) else None
+    return requantized(func, args, kwargs) if exponent is None else _scaled(t, sign * exponent)
+
+
+def _scaled(t: QuantizedTensor, exponent: int) -> QuantizedTensor:
+    """t, its scales times 2**exponent; nothing has changed where that is refused."""
     plain = t.plain
     changed = {name: _moved(plain, name, exponent * way) for name, way in _places(t.scheme).items()}
     for name, part in changed.items():
@@ -42,20 +47,12 @@ def _scaled(t: Any, factor: Any, sign: int) -> QuantizedTensor:
     return t
 
 
-def _exponent(t: QuantizedTensor, factor: Any) -> int:
-    """e of a factor 2**e; ValueError for any other."""
-    single = not isinstance(factor, torch.Tensor) or (
-        factor.numel() == 1 and not isinstance(factor, QuantizedTensor)
-    )
-    value = float(factor) if single else 0.0
-    fraction, exponent = frexp(value)
-    if fraction != 0.5:
-        shown = value if single else f"a tensor of shape {tuple(factor.shape)}"
-        raise ValueError(
-            f"{t!r} is multiplied and divided in place by a power of two alone, which changes its scales; got {shown}: "
-            f"change the weight before it is quantized, or dequantize() it"
-        )
-    return exponent - 1
+def _exponent(factor: Any) -> int | None:
+    """e of a factor 2**e; None for any other."""
+    if isinstance(factor, torch.Tensor) and (factor.numel() != 1 or isinstance(factor, QuantizedTensor)):
+        return None
+    fraction, exponent = frexp(float(factor))
+    return exponent - 1 if fraction == 0.5 else None
 
 
 def _places(scheme: Scheme) -> dict[str, int]:
