@@ -37,6 +37,17 @@ def is_transformed() -> bool:
     return _modes() > 0 or _transforms() is not None or forward_ad._current_level >= 0
 
 
+def functional_transform() -> str | None:
+    """The transform of torch.func (or forward-mode differentiation) that a call runs under, by name; None where there is none.
+
+    Under one, an `autograd.Function` needs `setup_context` and rules of its own for vmap and jvp.
+    """
+    level = _transforms()
+    if level is not None:
+        return f"torch.func.{level.key().name.lower()}"
+    return "torch.autograd.forward_ad" if forward_ad._current_level >= 0 else None
+
+
 @lru_cache(maxsize=64)
 def _reason(index: int) -> str | None:
     """Why there are no kernels on a CUDA device, or None; warns when there is a reason."""

@@ -4,7 +4,8 @@ Kept for backward are x and W as they came (W is the parameter itself), never a 
 that are wanted depend on it.
 
 Eager calls run `QATLinearFunction`. What traces a program sees one operator, and another one for its gradients: a compiler
-that saw inside would merge the roundings of backward with those of forward, and keep their results between the two.
+that saw inside would merge the roundings of backward with those of forward, and keep their results between the two. Transforms
+of torch.func see operations that they know (`ao_lab.qat.transforms`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
+from ao_lab.qat import transforms
 from ao_lab.qat.backward import gradients
 from ao_lab.qat.forward import Given, Rule, needs_input, rule_of, values
-from fast.device import is_traced
+from fast.device import functional_transform, is_traced
 
 
 class QATLinearFunction(torch.autograd.Function):
@@ -142,12 +144,17 @@ def qat_linear(
     """The layer's output for inputs (..., K); differentiable. Under autocast inputs and bias are cast, as in F.linear.
 
     Outside it a bias keeps its dtype: what the converted layer would not add to these inputs is not trained with.
+    Raises torch's RuntimeError for inputs of no axis.
     """
+    if not x.dim():
+        return torch.nn.functional.linear(x, weight, bias)
     kind = x.device.type
     casts = kind != "meta" and torch.is_autocast_enabled(kind)
     if casts and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
         bias = None if bias is None else bias.to(x.dtype)
+    if not torch.compiler.is_compiling() and functional_transform() is not None:
+        return transforms.linear(x, weight, bias, given, rule)
     rows = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
     if is_traced(x) or is_traced(weight):

@@ -22,6 +22,8 @@ from ao_lab.tensor.chunked import PIECE, quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from fast.ops import record_name
 from reference import Scales, Scheme
+from reference.arrays.namespace import namespace_of
+from reference.quantize.blocks import Blocks
 from reference.schemes.record_text import record_of
 
 
@@ -105,6 +107,7 @@ def weight_as_stored(weight: torch.Tensor, recipe: Recipe, axis: int, given: Giv
     if scales is None:
         return quantized_by_rows(weight.detach(), recipe, axis=axis, input_scales=given.of_input)
     packed = recipe.weight.format.bits < 8
+    scales = scales_with_nan(weight.detach(), recipe.weight, axis, scales)
     q = fast.quantize(weight.detach(), recipe.weight, axis=axis, scales=scales, packed=packed)
     return from_quantized(q, recipe, weight.dtype, given.of_input)
 
@@ -125,7 +128,25 @@ def rounded(
         result = fast.fake_quantize(x, scheme, axis=axis, scales=scales)
     else:
         result = fast.dequantize(fast.quantize(x, scheme, axis=axis, scales=scales), dtype)
+    result = result if scales is None else with_nan(result, x, scheme)
     return result if started is None else torch.where(started, result, x.to(dtype))
+
+
+def with_nan(y: torch.Tensor, x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """y, what given scales make of x, with NaN where x has it: an element that has no code for NaN stores a number there.
+
+    Scales of the scheme's own rule are NaN for a block that holds one.
+    """
+    return y if scheme.format.nan_code is not None else torch.where(x.isnan(), x.to(y.dtype), y)
+
+
+def scales_with_nan(x: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> Scales:
+    """Given scales of x, NaN for blocks of x that hold NaN, where the element has no code for it."""
+    if scheme.format.nan_code is not None or not bool(x.isnan().any()):
+        return scales
+    blocks, ns = Blocks.of(tuple(x.shape), scheme.scale, axis), namespace_of(x)
+    found = blocks.expose(blocks.split(ns, x.isnan().to(torch.float32), zeros=True).sum(-1)[..., None], ns)
+    return Scales(torch.where(found > 0, torch.nan, scales.scale), None, scales.zero)
 
 
 def values(

@@ -16,9 +16,11 @@ from torch import nn
 
 import fast
 from ao_lab.config.recipe import Recipe
+from ao_lab.qat import transforms
 from ao_lab.qat.autograd import qat_linear
-from ao_lab.qat.forward import Given, Rule
+from ao_lab.qat.forward import Given, Rule, with_nan
 from ao_lab.qat.scale_init import SMALLEST
+from fast.device import functional_transform
 from reference import Scales, Scheme
 from reference.schemes.record_text import record_of
 
@@ -83,6 +85,15 @@ def _scaled_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 scaled_gradient.register_autograd(_scaled_backward, setup_context=_keep_elements)
 
 
+def with_scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
+    """`scaled_gradient`, under transforms of torch.func too."""
+    if torch.compiler.is_compiling() or functional_transform() is None:
+        return scaled_gradient(x, elements, scheme)
+    factor = lsq_factor(record_of(scheme), elements)
+    made: torch.Tensor = transforms.ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return made
+
+
 class QATModule(nn.Module):
     """What both layers have."""
 
@@ -101,14 +112,17 @@ class QATModule(nn.Module):
         if input_scale is not None:
             input_scale = input_scale.to(torch.float32)
             input_scale = raised(input_scale) if training.learn_scales else input_scale
-        if training.learn_scales and training.scale_gradient == "lsq" and torch.is_grad_enabled():
+        scaled = training.learn_scales and training.scale_gradient == "lsq"
+        # torch.jit.trace compares what it records with a second run, which has no gradients.
+        if scaled and torch.is_grad_enabled() and not torch.jit.is_tracing():
             if scale is not None:
-                scale = scaled_gradient(
-                    scale, self.weight.numel() // max(scale.numel(), 1), training.rule.weight
-                )
+                elements = self.weight.numel() // max(scale.numel(), 1)
+                scale = with_scaled_gradient(scale, elements, training.rule.weight)
             if input_scale is not None:
                 # Features, as in the paper: the rows of a batch, or of its parts, do not count.
-                input_scale = scaled_gradient(input_scale, self.weight.shape[-1], training.rule.activation)
+                input_scale = with_scaled_gradient(
+                    input_scale, self.weight.shape[-1], training.rule.activation
+                )
         started = None if step is None else step >= training.start_step
         return Given(scale, zero, input_scale, input_zero, started)
 
@@ -167,8 +181,12 @@ class QATEmbedding(QATModule, nn.Embedding):
 
     def rounded(self, x: torch.Tensor, given: Given) -> torch.Tensor:
         """The table, or rows of it, as the scheme represents them."""
+        scheme, axis = self.qat.recipe.weight, self.qat.axis
         scales = None if given.scale is None else Scales(given.scale, None, given.zero)
-        result = fast.fake_quantize(x, self.qat.recipe.weight, axis=self.qat.axis, scales=scales)
+        if not torch.compiler.is_compiling() and functional_transform() is not None:
+            return transforms.rounded(x, scheme, axis, scales, x.dtype, given.started)
+        result = fast.fake_quantize(x, scheme, axis=axis, scales=scales)
+        result = result if scales is None else with_nan(result, x, scheme)
         return result if given.started is None else torch.where(given.started, result, x)
 
 

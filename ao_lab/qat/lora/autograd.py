@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.select import product
+from ao_lab.qat import transforms
 from ao_lab.qat.backward import straight_through
 from ao_lab.qat.forward import cannot_saturate
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.device import is_traced
+from fast.device import functional_transform, is_traced
 
 
 def needs_input(weight: QuantizedTensor) -> bool:
@@ -170,7 +171,23 @@ frozen_linear_op.register_autograd(_backward, setup_context=_keep)
 
 
 def frozen_linear(rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Rows (M, K) times a frozen weight (N, K), plus a bias; differentiable in rows and bias."""
+    """Rows (M, K) times a frozen weight (N, K), plus a bias; differentiable in rows and bias.
+
+    Under a transform of torch.func the dequantized operands are multiplied. TypeError where the weight is among what is
+    transformed: it does not train.
+    """
+    if not isinstance(weight, QuantizedTensor) and not is_traced(rows):
+        raise TypeError(
+            f"LoRA: the frozen quantized weight of shape {tuple(weight.shape)} is among the parameters that "
+            f"{functional_transform() or 'a transform'} was given; give it those that train (requires_grad) alone"
+        )
+    if torch.jit.is_tracing():  # it records one operator of the weight, as of layers that are quantized alone
+        return torch.nn.functional.linear(rows, weight, bias)
+    if not torch.compiler.is_compiling() and functional_transform() is not None:
+        scheme = weight.recipe.activation
+        if scheme is not None:
+            rows = transforms.rounded(rows, scheme, -1, weight.input_scales, rows.dtype, None)
+        return torch.nn.functional.linear(rows, weight.dequantize(rows.dtype), bias)
     run: Any = torch.ops.ao_lab.frozen_linear if is_traced(rows) else FrozenLinear.apply
     y: torch.Tensor = run(rows, weight, bias)
     return y

@@ -38,7 +38,7 @@ from ao_lab.qat.lora.autograd import frozen_linear
 from ao_lab.quantization.modules import check_model
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.device import is_traced
+from fast.device import functional_transform, is_traced
 
 
 class LoRALinear(nn.Linear):
@@ -50,6 +50,8 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """y of the module text; under autocast in its dtype, as F.linear."""
+        if not input.dim():
+            return nn.functional.linear(input, self.lora_a)  # raises
         kind = input.device.type
         if kind == "meta" or not torch.is_autocast_enabled(kind):
             return self._product(input)
@@ -64,9 +66,10 @@ class LoRALinear(nn.Linear):
         # Dropped inputs would be kept for backward; drawn again from the same state they need not be.
         low = checkpoint(self._down, rows, use_reentrant=False) if dropped else self._down(rows)
         # In place: the frozen product is nobody else's, and no gradient needs its values.
-        add = torch.addmm if is_traced(rows) else torch.Tensor.addmm_
+        new = is_traced(rows) or torch.jit.is_tracing() or functional_transform() is not None
+        add = torch.addmm if new else torch.Tensor.addmm_
         y = add(y, low, self.lora_b.to(x.dtype).t(), alpha=self.lora.factor)
-        return y if x.dim() == 2 else y.reshape((*x.shape[:-1], self.weight.shape[0]))
+        return y if x.dim() == 2 else y.reshape((*x.shape[:-1], self.out_features))
 
     def _down(self, rows: torch.Tensor) -> torch.Tensor:
         if self.lora.dropout and self.training:

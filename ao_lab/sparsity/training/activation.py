@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fast.device import functional_transform
 from reference.sparsity.activation import squared_relu_24
 
 
@@ -54,6 +55,14 @@ def squared_relu_24_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return made.values, made.mask
 
 
+@squared_relu_24_op.register_vmap
+def _batched(
+    info: Any, in_dims: tuple[int], x: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    # The mask is of the last axis: others, a batch's among them, are alike.
+    return activated(x.movedim(in_dims[0], 0)), (0, 0)
+
+
 @squared_relu_24_op.register_fake
 def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
@@ -66,6 +75,9 @@ def sparse_squared_relu(x: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"sparse_squared_relu takes a torch tensor, got {type(x).__name__}: {x!r:.60}")
+    if not torch.compiler.is_compiling() and functional_transform() is not None:
+        kept = activated(x.detach())[1] & (x.detach() > 0) | x.detach().isnan()
+        return torch.where(kept, x, 0).square()
     y: torch.Tensor = SquaredReLU24.apply(x)  # type: ignore[no-untyped-call]
     return y
 

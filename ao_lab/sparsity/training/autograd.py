@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ao_lab.sparsity.training.products import PRODUCTS, masked
+from fast.device import functional_transform
 from fast.kernels.sparse_mm.bits import unpack_bits
 
 Grad = torch.Tensor | None
@@ -109,9 +110,45 @@ class MaskWeight(torch.autograd.Function):
         return weight_gradient(g, w, mask, ctx.rule), None, None
 
 
+class TransformedMaskWeight(torch.autograd.Function):
+    """`MaskWeight` for transforms of torch.func; compilers take no function that has a jvp."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
+        """The masked weight."""
+        return masked(w, mask)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep what `weight_gradient` reads."""
+        w, mask, ctx.rule = inputs
+        ctx.save_for_backward(w if ctx.rule.gradient == "sr-ste" else None, mask)
+        ctx.save_for_forward(mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Grad, None, None]:
+        """`weight_gradient`."""
+        w, mask = ctx.saved_tensors
+        return weight_gradient(grads[0], w, mask, ctx.rule), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        """The tangent by the same rule; NotImplementedError for SR-STE, which adds a decay to gradients."""
+        if ctx.rule.gradient == "sr-ste":
+            raise NotImplementedError(
+                f"SparseLinear: gradient='sr-ste' of a weight of shape {tuple(tangents[0].shape)} has no forward-mode "
+                f"derivative (torch.func.jvp, jacfwd, hessian); use reverse mode (grad, vjp, jacrev)"
+            )
+        return weight_gradient(tangents[0], None, ctx.saved_tensors[-1], ctx.rule)
+
+
 def mask_weight(w: torch.Tensor, mask: torch.Tensor, rule: Rule) -> torch.Tensor:
     """w where the bool mask of its shape is True, +0 elsewhere, in autograd: what w gets is the rule's."""
-    made: torch.Tensor = MaskWeight.apply(w, mask, rule)  # type: ignore[no-untyped-call]
+    transformed = not torch.compiler.is_compiling() and functional_transform() is not None
+    kind = TransformedMaskWeight if transformed else MaskWeight
+    made: torch.Tensor = kind.apply(w, mask, rule)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -135,8 +172,11 @@ def masked_linear(
 ) -> torch.Tensor:
     """x (..., K) times (w * mask)^T plus bias, in autograd; see the module text. w: (N, K), mask: bool of its shape, or bits.
 
-    Raises TypeError where x and w differ in dtype outside of autocast, ValueError where K is another.
+    Raises TypeError where x and w differ in dtype outside of autocast, ValueError where K is another, torch's RuntimeError
+    where x has no axis, NotImplementedError for sparse products under a transform of torch.func.
     """
+    if not x.dim():
+        return torch.nn.functional.linear(x, w, bias)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
@@ -149,6 +189,13 @@ def masked_linear(
         raise ValueError(
             f"SparseLinear: the last axis of inputs has {w.shape[1]} elements, got shape {tuple(x.shape)}"
         )
+    if not torch.compiler.is_compiling() and (transform := functional_transform()) is not None:
+        if rule.product != "dense":
+            raise NotImplementedError(
+                f"SparseLinear: {transform} of a layer of shape {tuple(w.shape)} with products={rule.product!r}; train it with "
+                f"products='dense'"
+            )
+        return torch.nn.functional.linear(x, mask_weight(w.to(x.dtype), mask, rule), bias)
     y: torch.Tensor = MaskedLinear.apply(x, w, mask, bias, rule)  # type: ignore[no-untyped-call]
     return y
 

@@ -24,7 +24,7 @@ from ao_lab import (
 from ao_lab.checkpoint.api import load_pretrained, save_pretrained
 from ao_lab.qat.lora.layer import LoRALinear
 from tests.ao_lab.config.test_every_config import TOKENS, Net
-from tests.ao_lab.qat.test_lora import CONFIGS, DTYPES, SUM, adapted, numbers
+from tests.ao_lab.qat.lora.test_layer import CONFIGS, DTYPES, SUM, adapted, numbers
 from tests.support.models.qat_models import everything, multiplied, same, steps
 
 
