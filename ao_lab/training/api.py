@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from ao_lab.quantization.modules import check_model, is_experts, is_linear, routers, shorten
+from ao_lab.quantization.modules import check_model, shorten
+from ao_lab.training.conversion.selection import Filter, selected
 from ao_lab.training.fused.modules import fuse_layers_, fusions, unfuse_layers_
-from ao_lab.training.grouped.experts import (
-    LowPrecisionExperts,
-    experts_reason,
-    plain_experts_again,
-    train_experts_by,
-)
-from ao_lab.training.layers import LowPrecisionLinear, Settings, class_of, plain_again, train_by
+from ao_lab.training.grouped.experts import LowPrecisionExperts, plain_experts_again, train_experts_by
+from ao_lab.training.layers import LowPrecisionLinear, Settings, never_ran, plain_again, train_by
 from ao_lab.training.products import PRODUCTS
-from ao_lab.training.shapes import unsupported_reason
 from reference.arrays.errors import choice
 from reference.training.recipe import Recipe, recipe_of
-
-#: Of a module and its name: whether it is to train in low precision.
-Filter = Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,8 @@ def convert_for_training_(
     modules of batched experts: parameters with three axes, in modules of transformers and in those that call torch's grouped
     products. Modules, parameters, names and hooks stay what they are: checkpoints load both ways, optimizers need not know.
     Layers whose lengths the recipe cannot take, and subclasses of nn.Linear, stay as they are and are listed with the reason;
-    layers prepared for QAT (without learned scales) round their operands first and train by the recipe then.
+    layers prepared for QAT (without learned scales) round their operands first and train by the recipe then. Other modules with
+    matrices (convolutions, LSTMs, embeddings) that filter_fn accepts are listed too.
     pad: such lengths are padded with zeros instead. Rows (tokens) are of any number: rows of zeros are added where blocks along
     them ask for it. kernel: what computes the products: "auto" is what `ao_lab.tune` chose, or else the default; "emulate" is
     float32 of the same operands, which "auto" is on CPUs and on GPUs without FP8 units; "dequantize", "scaled_mm".
@@ -79,8 +73,9 @@ def convert_for_training_(
     fuse: True makes RMSNorm and SwiGLU between the linear layers one kernel forward and one backward, whichever class computes
     them; names among "norm", "swiglu" and "rotary" choose (see `ao_lab.training.fused.modules`). What computes otherwise stays
     and is listed.
-    Raises ValueError for an unknown recipe, where the filter accepts nothing, and where no layer can be converted; TypeError
-    for anything but a model. After an error nothing has changed.
+    Raises ValueError for an unknown recipe, where the filter accepts nothing, where no layer can be converted, and where the
+    fast path of nn.TransformerEncoderLayer would compute past converted layers in eval mode; TypeError for anything but a
+    model. After an error nothing has changed.
     """
     check_model(model)
     record = recipe_of(recipe)
@@ -90,16 +85,21 @@ def convert_for_training_(
 
         record = gather_recipe(record)
     settings, kinds = Settings(record, pad, kernel), fusions(fuse)
-    chosen, left = _selected(model, settings, filter_fn, experts)
-    for module in {id(module): module for module in chosen.values()}.values():
-        if isinstance(module, nn.Linear):
-            train_by(module, settings)
-        else:
-            train_experts_by(module, settings)
-    linears = {name: module for name, module in chosen.items() if isinstance(module, nn.Linear)}
-    gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
-    fused, not_fused = fuse_layers_(model, kinds)
-    return Converted(record, tuple(chosen), left, gathered_whole, fused, not_fused)
+    found = selected(model, settings, filter_fn, experts)
+    linears = {name: module for name, module in found.chosen.items() if isinstance(module, nn.Linear)}
+    try:
+        for module in found.modules:
+            if isinstance(module, nn.Linear):
+                train_by(module, settings)
+            else:
+                train_experts_by(module, settings)
+        gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
+        fused, not_fused = fuse_layers_(model, kinds)
+    except BaseException:
+        for module in found.modules:
+            _restore(module)
+        raise
+    return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused)
 
 
 def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
@@ -118,55 +118,25 @@ def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
     for name, module in chosen.items():
         if type(module) is not LowPrecisionLinear:
             left[name] = f"a {type(module).__name__} rounds its weight before the cast"
-    try:
-        gather_as_codes([module for name, module in chosen.items() if name not in left])  # type: ignore[misc]
-    except ValueError:
-        convert_from_training_(nn.ModuleList(chosen.values()))
-        raise
+    gather_as_codes([module for name, module in chosen.items() if name not in left])  # type: ignore[misc]
     return left
 
 
-def _selected(
-    model: nn.Module, settings: Settings, filter_fn: Filter | None, experts: bool
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Modules to convert, and the reasons of those that stay."""
-    chosen: dict[str, nn.Module] = {}
-    left: dict[str, str] = {}
-    unsupported: list[str] = []
-    routing = routers(model) if filter_fn is None else frozenset()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if not is_linear(module) and not (experts and is_experts(module)):
-            continue
-        if name in routing or (filter_fn is not None and not filter_fn(module, name)):
-            left[name] = "it routes tokens to experts" if name in routing else "refused by filter_fn"
-            continue
-        reason = (_linear_reason if is_linear(module) else experts_reason)(settings, module)
-        if reason is None:
-            chosen[name] = module
-        else:
-            left[name] = reason
-            unsupported.append(name)
-    if not chosen and not unsupported:
-        raise ValueError(
-            "no layer is to be converted: filter_fn refused all, or the model has none beside routers"
-        )
-    if not chosen:
-        first = unsupported[0]
-        raise ValueError(
-            f"recipe {settings.recipe.name!r} takes none of {shorten(unsupported)}: {first}: {left[first]}"
-        )
-    return chosen, left
-
-
-def _linear_reason(settings: Settings, module: nn.Module) -> str | None:
-    found = class_of(module)
-    if isinstance(found, str) or not isinstance(module, nn.Linear):
-        return str(found)
-    return unsupported_reason(settings.recipe, module, settings.pad)
+def _restore(module: object) -> None:
+    """Make a module what it was before, where it was converted."""
+    if isinstance(module, LowPrecisionLinear):
+        plain_again(module)
+    elif isinstance(module, LowPrecisionExperts):
+        plain_experts_again(module)
 
 
 def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
-    """Make every module that `convert_for_training_` changed what it was; their names. Parameters stay."""
+    """Make every module that `convert_for_training_` changed what it was; their names. Parameters stay, and so do
+    parametrizations.
+
+    A UserWarning names modules whose forward never ran while others' did (a chunked loss that multiplies with `lm_head.weight`
+    itself): they did not train by the recipe. Of compiled programs this is not known, and nothing is said.
+    """
     check_model(model)
     kinds = (LowPrecisionLinear, LowPrecisionExperts)
     found = {
@@ -174,11 +144,16 @@ def convert_from_training_(model: nn.Module) -> tuple[str, ...]:
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, kinds)
     }
+    idle = never_ran(found)
     for module in {id(module): module for module in found.values()}.values():
-        if isinstance(module, LowPrecisionLinear):
-            plain_again(module)
-        else:
-            plain_experts_again(module)
+        _restore(module)
+    if idle:
+        warnings.warn(
+            f"forward never ran: {shorten(idle)} did not train by the recipe; what multiplies with their weight itself "
+            f"(a fused or chunked loss) has to call the module",
+            UserWarning,
+            stacklevel=2,
+        )
     return *found, *unfuse_layers_(model)
 
 

@@ -35,6 +35,8 @@ from fast.layers.column_sums import column_sums
 from reference.training.recipe import Operand, Recipe
 
 Grad = torch.Tensor | None
+#: Gradients of what is no tensor.
+NOTHING = (None,) * 5
 
 
 class Split(Protocol):
@@ -56,12 +58,16 @@ class TrainingLinear(torch.autograd.Function):
         recipe: Recipe,
         kernel: str = "auto",
         split: Split | None = None,
+        kept: bool = True,
+        evaluated: bool = False,
     ) -> torch.Tensor:
-        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward."""
+        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward.
+
+        kept: whether a graph is recorded, of which an autograd function knows nothing. evaluated: see `training_linear`.
+        """
         output, wants = recipe.output, ctx.needs_input_grad
-        drawn = wants[0] or wants[1] or output.a.is_stochastic or output.b.is_stochastic
-        seed = new_seed(recipe) if drawn else None
-        rows, columns = _input_operands(x, recipe, wants[1], seed, split)
+        seed = new_seed(recipe) if is_drawn(recipe, wants, kept, evaluated) else None
+        rows, columns = _input_operands(x, recipe, kept and wants[1], seed, split)
         tensors, ctx.settings = parts(columns) if columns is not None else ([], None)
         ctx.save_for_backward(w, *tensors)
         ctx.recipe, ctx.shape, ctx.dtype, ctx.seed = recipe, x.shape, x.dtype, seed
@@ -75,7 +81,7 @@ class TrainingLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None, None, None]:
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad | None, ...]:
         """Gradients of x, w and bias, which have none of their own: codes stand between."""
         shared.forget()
         w, *tensors = ctx.saved_tensors
@@ -93,7 +99,17 @@ class TrainingLinear(torch.autograd.Function):
             dw = product("weight_grad", columns, x, recipe.weight_grad, w.dtype, kernel=kernel)
         if not torch.compiler.is_compiling():
             complete()
-        return dx, dw, column_sums(g) if wants_bias else None, None, None, None
+        return dx, dw, column_sums(g) if wants_bias else None, *NOTHING
+
+
+def is_drawn(recipe: Recipe, wants: tuple[bool, ...], kept: bool, evaluated: bool) -> bool:
+    """Whether a forward draws a seed: the output needs one, or a gradient of x or w.
+
+    wants: which inputs require gradients; kept, evaluated: see `TrainingLinear.forward`.
+    """
+    if recipe.output.a.is_stochastic or recipe.output.b.is_stochastic:
+        return True
+    return (wants[0] or wants[1]) and (kept or not evaluated)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -152,8 +168,14 @@ def _found(split: Split | None, which: str, operand: Operand) -> FindScales:
 
 
 def new_seed(recipe: Recipe) -> int | None:
-    """A seed for one step's random bits, of torch's default generator; None where nothing is drawn."""
-    return int(torch.randint(2**63 - 1, ()).item()) if recipe.is_stochastic else None
+    """A seed for one step's random bits, of torch's generator of the CPU; None where nothing is drawn.
+
+    Neither torch's default device nor a mode (fake tensors) has a say: a number of the host is asked for.
+    """
+    if not recipe.is_stochastic:
+        return None
+    with torch._C._DisableTorchDispatch():
+        return int(torch.randint(2**63 - 1, (), device="cpu").item())
 
 
 def training_linear(
@@ -165,12 +187,15 @@ def training_linear(
     split: Split | None = None,
     *,
     tuned: bool = True,
+    evaluated: bool = False,
 ) -> torch.Tensor:
     """x (..., K) times w.T (K, N) plus bias (N), in autograd; shapes and bits as in `reference.training.training_linear`.
 
     kernel: of the products, see `ao_lab.training.products`. tuned: whether products that `ao_lab.tune` found not worth their
     casts are dense, all three being torch's own layer; a kernel that is named has all of the recipe. split: x, w and the output
-    are parts of matrices that lie on several ranks; scales are those of the whole ones, and the recipe is never cut.
+    are parts of matrices that lie on several ranks; scales are those of the whole ones, and the recipe is never cut. evaluated:
+    without gradients no random number is drawn that the output does not need; in training one is, as recomputation
+    (`torch.utils.checkpoint`, reentrant) runs a layer without gradients first and counts on the generator to go on.
     """
     if tuned and kernel == "auto" and split is None and type(w) in PLAIN:
         recipe = tuned_recipe(recipe, x, w)
@@ -181,13 +206,14 @@ def training_linear(
         repeated: torch.Tensor = PreparedLinear.apply(x, w, bias, step)  # type: ignore[no-untyped-call]
         return repeated
     if split is None and serves(x, w, bias, recipe, kernel):
-        made = dequantized_linear(as_matrix(x), w, bias, recipe, new_seed)
+        made = dequantized_linear(as_matrix(x), w, bias, recipe, new_seed, evaluated)
         # No view, as in `TrainingLinear`.
         return made if x.dim() == 2 else torch.ops.aten._unsafe_view(made, (*x.shape[:-1], w.shape[0]))
+    kept = torch.is_grad_enabled()
     if recipe.is_stochastic and torch.compiler.is_compiling():
         # A seed is a number of the host: a tracer leaves a step that draws to eager.
-        return _untraced(x, w, bias, recipe, kernel, split)  # type: ignore[no-any-return]
-    y: torch.Tensor = TrainingLinear.apply(x, w, bias, recipe, kernel, split)  # type: ignore[no-untyped-call]
+        return _untraced(x, w, bias, recipe, kernel, split, kept, evaluated)  # type: ignore[no-any-return]
+    y: torch.Tensor = TrainingLinear.apply(x, w, bias, recipe, kernel, split, kept, evaluated)  # type: ignore[no-untyped-call]
     return y
 
 

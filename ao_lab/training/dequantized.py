@@ -45,20 +45,26 @@ class DequantizedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         recipe: Recipe,
         new_seed: NewSeed,
+        kept: bool = True,
+        evaluated: bool = False,
     ) -> torch.Tensor:
-        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward."""
+        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward.
+
+        kept, evaluated: as of `TrainingLinear.forward`.
+        """
         a, b = recipe.output.a, recipe.output.b
         x, w = x.contiguous(), w.contiguous()
-        drawn = any(ctx.needs_input_grad[:2]) or a.is_stochastic or b.is_stochastic
-        seed = new_seed(recipe) if drawn else None
-        values, tensors, ctx.stored = _inputs(x, recipe, seed, ctx.needs_input_grad[1])
+        wants = ctx.needs_input_grad
+        drawn = any(wants[:2]) and (kept or not evaluated)
+        seed = new_seed(recipe) if drawn or a.is_stochastic or b.is_stochastic else None
+        values, tensors, ctx.stored = _inputs(x, recipe, seed, kept and wants[1])
         ctx.save_for_backward(w, *tensors)
         ctx.recipe, ctx.seed = recipe, seed
         return linear(values, operand_values(w, b, 1, "w", seed), bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None, None]:
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, ...]:
         """Gradients of x, w and bias, which have none of their own."""
         w, *tensors = ctx.saved_tensors
         recipe, seed = ctx.recipe, ctx.seed
@@ -72,19 +78,25 @@ class DequantizedLinear(torch.autograd.Function):
         del rows
         if columns is not None:
             dw = columns.t() @ _kept_values(tensors, ctx.stored, recipe, g.dtype, seed)
-        return dx, dw, column_sums(g) if wants_bias else None, None, None
+        return dx, dw, column_sums(g) if wants_bias else None, None, None, None, None
 
 
 def dequantized_linear(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, new_seed: NewSeed
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Recipe,
+    new_seed: NewSeed,
+    evaluated: bool = False,
 ) -> torch.Tensor:
     """x (M, K) times w.T (K, N) plus bias (N) in autograd, where `serves` says so. new_seed: of one step of a recipe.
 
     A tracer leaves a step that draws to eager: its seed is a number of the host.
     """
+    kept = torch.is_grad_enabled()
     if recipe.is_stochastic and torch.compiler.is_compiling():
-        return _untraced(x, w, bias, recipe, new_seed)  # type: ignore[no-any-return]
-    y: torch.Tensor = DequantizedLinear.apply(x, w, bias, recipe, new_seed)  # type: ignore[no-untyped-call]
+        return _untraced(x, w, bias, recipe, new_seed, kept, evaluated)  # type: ignore[no-any-return]
+    y: torch.Tensor = DequantizedLinear.apply(x, w, bias, recipe, new_seed, kept, evaluated)  # type: ignore[no-untyped-call]
     return y
 
 

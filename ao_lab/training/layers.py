@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +13,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import Split, training_linear
 from ao_lab.training.restricted import prepare
 from ao_lab.training.shapes import steps
+from ao_lab.training.transforms.linear import functional_linear
+from ao_lab.training.transforms.support import check_traced, is_functional
 from fast.device import PLAIN
 from reference.training.recipe import Recipe
 
@@ -46,8 +48,9 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias."""
+        mark_run(self)
         x, weight = self.operands(input)
-        return low_precision_linear(x, weight, self.bias, self.low_precision)
+        return low_precision_linear(x, weight, self.bias, self.low_precision, evaluated=not self.training)
 
     def operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the recipe's products are of: the inputs and the weight."""
@@ -78,8 +81,14 @@ def low_precision_linear(
     bias: torch.Tensor | None,
     settings: Settings,
     split: Split | None = None,
+    *,
+    evaluated: bool = False,
 ) -> torch.Tensor:
-    """x (..., K) times w.T (K, N) plus bias (N) by a recipe, padded where its blocks ask for that. split: see `Split`."""
+    """x (..., K) times w.T (K, N) plus bias (N) by a recipe, padded where its blocks ask for that. split: see `Split`.
+
+    evaluated: see `training_linear`. Without rows of w, or elements in them, nothing is quantized: zeros, or the bias.
+    """
+    check_traced(w)
     if type(w) not in PLAIN and hasattr(w, "device_mesh"):
         raise TypeError(
             "LowPrecisionLinear: the weight is a DTensor; split layers by ao_lab.LowPrecisionColwiseParallel or "
@@ -92,28 +101,51 @@ def low_precision_linear(
             f"LowPrecisionLinear: inputs are {x.dtype} and the weight is {w.dtype}; cast one, or use torch.autocast"
         )
     n, k = w.shape
-    if x.shape[-1] != k:
+    if not x.dim() or x.shape[-1] != k:
         raise ValueError(
-            f"LowPrecisionLinear: the last axis of inputs has {k} elements, got shape {tuple(x.shape)}"
+            f"LowPrecisionLinear: the last axis of inputs has {k} elements, and inputs are at least 1D; got shape "
+            f"{tuple(x.shape)}"
         )
+    if not n or not k:
+        return nn.functional.linear(x, w, bias)
     of_m, of_n, of_k = settings.steps
-    if (x.numel() // max(k, 1)) % of_m or n % of_n or k % of_k:
-        return _padded_linear(x, w, bias, settings, split)
-    return training_linear(x, w, bias, settings.recipe, settings.kernel, split)
+    if (x.numel() // k) % of_m or n % of_n or k % of_k:
+        return _padded_linear(x, w, bias, settings, split, evaluated)
+    return _unpadded_linear(x, w, bias, settings, split, evaluated)
+
+
+def _unpadded_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: Settings,
+    split: Split | None,
+    evaluated: bool,
+) -> torch.Tensor:
+    """The same of lengths that blocks divide; under transforms by functions that these know."""
+    recipe, kernel = settings.recipe, settings.kernel
+    if split is None and not torch.compiler.is_compiling() and is_functional():
+        return functional_linear(x, w, bias, recipe, kernel)
+    return training_linear(x, w, bias, recipe, kernel, split, evaluated=evaluated)
 
 
 def _padded_linear(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, settings: Settings, split: Split | None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: Settings,
+    split: Split | None,
+    evaluated: bool,
 ) -> torch.Tensor:
     """The same with zeros up to what blocks divide: they change no amax, and add nothing to a product or a gradient."""
     n, k = w.shape
-    m = x.numel() // max(k, 1)
+    m = x.numel() // k
     more_m, more_n, more_k = (-length % step for length, step in zip((m, n, k), settings.steps, strict=True))
     flat = nn.functional.pad(x.reshape(m, k), (0, more_k, 0, more_m))
     if more_n or more_k:
         w = padded(w, more_n, more_k)
         bias = None if bias is None else nn.functional.pad(bias, (0, more_n))
-    y = training_linear(flat, w, bias, settings.recipe, settings.kernel, split)[:m, :n].contiguous()
+    y = _unpadded_linear(flat, w, bias, settings, split, evaluated)[:m, :n].contiguous()
     # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
     result: torch.Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], n))
     return result
@@ -126,11 +158,13 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor,
     """
     dtype = autocast_dtype(next(t for t in tensors if t is not None))
     if dtype is not None:
-        tensors = tuple(
-            t if t is None or not t.is_floating_point() or isinstance(t, QuantizedTensor) else t.to(dtype)
-            for t in tensors
-        )
+        tensors = tuple(t if t is None or not is_cast(t) else t.to(dtype) for t in tensors)
     return tensors  # type: ignore[return-value]
+
+
+def is_cast(t: torch.Tensor) -> bool:
+    """Whether autocast casts a tensor, as torch's own layers have it: not float64."""
+    return t.is_floating_point() and t.dtype != torch.float64 and not isinstance(t, QuantizedTensor)
 
 
 def autocast_dtype(t: torch.Tensor) -> torch.dtype | None:
@@ -148,6 +182,33 @@ def padded(w: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return w
 
 
+#: In a module's __dict__ once its forward ran outside of a compiled program.
+RAN = "forward_ran"
+#: Whether a tracer has followed a layer, of which no module keeps a trace.
+_traced: list[bool] = []
+
+
+def mark_run(module: object) -> None:
+    """Note that a module's forward ran, for `never_ran`."""
+    if torch.compiler.is_compiling():
+        _note_traced()
+    elif RAN not in module.__dict__:
+        module.__dict__[RAN] = True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_traced() -> bool:
+    if not _traced:
+        _traced.append(True)
+    return True
+
+
+def never_ran(modules: Mapping[str, object]) -> tuple[str, ...]:
+    """Names of modules whose forward never ran while that of another did; none where compiled programs ran some unseen."""
+    ran = {name for name, module in modules.items() if RAN in module.__dict__}
+    return tuple(name for name in modules if name not in ran) if ran and not _traced else ()
+
+
 #: By the class of a layer: what says as which class it trains by a recipe, or why it does not.
 CLASSES: dict[type[nn.Module], Callable[[Any], type[LowPrecisionLinear] | str]] = {
     nn.Linear: lambda module: LowPrecisionLinear
@@ -157,6 +218,9 @@ CLASSES: dict[type[nn.Module], Callable[[Any], type[LowPrecisionLinear] | str]] 
 def class_of(module: nn.Module) -> type[LowPrecisionLinear] | str:
     """The class as which a layer trains by a recipe, or why there is none."""
     known = CLASSES.get(type(module))
+    if isinstance(module, LowPrecisionLinear):
+        name = module.low_precision.recipe.name
+        return f"it trains by recipe {name!r} already; ao_lab.convert_from_training_(model) first"
     if known is None:
         return f"recipes train nn.Linear itself; a {type(module).__name__} may compute otherwise"
     return known(module)
@@ -174,8 +238,35 @@ def train_by(module: nn.Linear, settings: Settings) -> None:
 def plain_again(module: LowPrecisionLinear) -> None:
     """Undo `train_by`."""
     module.restore_weight()
-    module.__class__ = module.plain  # type: ignore[assignment]
+    restore_class(module, LowPrecisionLinear, module.plain)
+
+
+def restore_class(module: Any, converted: type, plain: type[nn.Module]) -> None:
+    """Give a converted module the class `plain`, and let go of what conversion added.
+
+    A class that another library made of the converted one since (a parametrization, fully_shard) is made of `plain` instead, so
+    that what it adds stays.
+    """
+    module.__class__ = _rebased(type(module), converted, plain)
     del module.low_precision
+    module.__dict__.pop(RAN, None)
+
+
+def _rebased(found: type, converted: type, plain: type[nn.Module]) -> type:
+    """The class `found` with `plain` in the place of the class that conversion gave."""
+    if _is_given(found):
+        return plain
+    given = next(kind for kind in found.__mro__ if _is_given(kind))
+    bases = tuple(
+        _rebased(base, converted, plain) if issubclass(base, converted) else base for base in found.__bases__
+    )
+    added = {name: value for name, value in vars(found).items() if name not in ("__dict__", "__weakref__")}
+    return type(found.__name__.replace(given.__name__, plain.__name__), bases, added)
+
+
+def _is_given(kind: type) -> bool:
+    """Whether conversion gave modules a class, which names the plain one or is one of this package."""
+    return "plain" in vars(kind) or kind.__module__.partition(".")[0] == "ao_lab"
 
 
 __all__ = [
@@ -184,6 +275,9 @@ __all__ = [
     "Settings",
     "class_of",
     "low_precision_linear",
+    "mark_run",
+    "never_ran",
     "plain_again",
+    "restore_class",
     "train_by",
 ]

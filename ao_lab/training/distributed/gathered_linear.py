@@ -51,8 +51,10 @@ class GatheredLinear(LowPrecisionLinear):
                 "the weight is sharded, and FSDP2 gathers it as codes: convert the layers back before fully_shard, or load the "
                 "state_dict, which is plain, into a model that is not converted"
             )
-        if isinstance(self.weight, CastOnGather):
-            swap(self.weight, self.weight.dense)
+        # A parametrization holds the weight under another name.
+        for parameter in self.parameters():
+            if isinstance(parameter, CastOnGather):
+                swap(parameter, parameter.dense)
 
 
 def gather_as_codes(modules: Iterable[LowPrecisionLinear]) -> None:

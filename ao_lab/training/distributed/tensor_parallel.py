@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from ao_lab.training.distributed.split_scales import AxisSplit
-from ao_lab.training.layers import LowPrecisionLinear, low_precision_linear
+from ao_lab.training.layers import LowPrecisionLinear, low_precision_linear, mark_run
 
 
 class SplitLinear(LowPrecisionLinear):
@@ -28,13 +28,14 @@ class SplitLinear(LowPrecisionLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The output: split along N, or partial sums over K, without bias."""
+        mark_run(self)
         columns = self.split.axis == "N"
         mesh = self.weight.device_mesh  # type: ignore[attr-defined]
         # A gradient of the input along a split N is a partial sum.
         x = input.to_local(grad_placements=[Partial()] if columns else None)  # type: ignore[attr-defined]
         bias = self.bias.to_local() if columns and self.bias is not None else None  # type: ignore[attr-defined]
         w = self.weight.to_local()  # type: ignore[attr-defined]
-        y = low_precision_linear(x, w, bias, self.low_precision, self.split)
+        y = low_precision_linear(x, w, bias, self.low_precision, self.split, evaluated=not self.training)
         return DTensor.from_local(y, mesh, [Shard(-1) if columns else Partial()], run_check=False)
 
     def restore_weight(self) -> None:

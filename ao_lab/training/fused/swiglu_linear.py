@@ -20,9 +20,10 @@ from ao_lab.training import dequantized, shared
 from ao_lab.training.autograd import as_matrix, gradient_operands, weight_columns_of
 from ao_lab.training.casts import of_record, quantize_one, weight_rows
 from ao_lab.training.fused.swiglu_values import SwiGLUValuesLinear
-from ao_lab.training.layers import LowPrecisionLinear
+from ao_lab.training.layers import LowPrecisionLinear, mark_run
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
+from ao_lab.training.transforms.support import is_transformed
 from fast.device import PLAIN
 from fast.layers.column_sums import column_sums
 from fast.layers.gradients import swiglu_vjp
@@ -93,6 +94,7 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: Any) -> torch.Tens
     if recipe is None:
         made: torch.Tensor = down(fast.swiglu(gate, up))
         return made
+    mark_run(down)
     by_values = dequantized.serves(gate, down.weight, down.bias, recipe, "auto")
     step = SwiGLUValuesLinear if by_values else SwiGLULinear
     joined: torch.Tensor = step.apply(gate, up, down.weight, down.bias, recipe)  # type: ignore[no-untyped-call]
@@ -102,7 +104,7 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: Any) -> torch.Tens
 def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> Recipe | None:
     """The recipe of a layer that one step serves: in training, called as its class is, without hooks and without a forward of
     its own (as accelerate gives modules), quantized as `is_served` says; None for others."""
-    if type(down) is not LowPrecisionLinear or is_called_otherwise(down):
+    if type(down) is not LowPrecisionLinear or is_called_otherwise(down) or is_transformed():
         return None
     settings, w = down.low_precision, down.weight
     trained = torch.is_grad_enabled() and gate.requires_grad and up.requires_grad

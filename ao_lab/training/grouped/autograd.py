@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ao_lab.training.autograd import new_seed
+from ao_lab.training.autograd import is_drawn, new_seed
 from ao_lab.training.casts import joined, parts
 from ao_lab.training.grouped.casts import (
     Columns,
@@ -22,7 +22,7 @@ from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.grouped.products import columns_product, rows_product
 from ao_lab.training.restricted import tuned_recipe
 from reference.training.grouped import group_step
-from reference.training.recipe import Product, Recipe
+from reference.training.recipe import Recipe
 
 Grad = torch.Tensor | None
 #: Streams of random bits: the place of an operand among the six.
@@ -34,15 +34,25 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        offsets: torch.Tensor,
+        recipe: Recipe,
+        kernel: str,
+        kept: bool = True,
+        evaluated: bool = False,
     ) -> torch.Tensor:
-        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward."""
-        layout, seed = layout_of(offsets, x.shape[0], group_step(recipe)), None
-        if any(ctx.needs_input_grad) or _draws(recipe.output):
-            seed = new_seed(recipe)
+        """The output; x's copy for the weight gradient is made where that is wanted. One seed serves forward and backward.
+
+        kept, evaluated: as of `TrainingLinear.forward`.
+        """
+        wants = ctx.needs_input_grad
+        layout = layout_of(offsets, x.shape[0], group_step(recipe))
+        seed = new_seed(recipe) if is_drawn(recipe, wants, kept, evaluated) else None
         rows = rows_operand(x, recipe.output.a, layout, seed, X)
         columns = Columns(x[:0])
-        if ctx.needs_input_grad[1]:
+        if kept and wants[1]:
             columns = token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, seed, X_T)
         tensors, ctx.settings = parts(columns.matrix)
         ctx.save_for_backward(
@@ -54,7 +64,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, None, None, None]:
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, ...]:
         """Gradients of x and w, which have none of their own."""
         w, offsets, ends, source, owners, table, *tensors = ctx.saved_tensors
         recipe, seed = ctx.recipe, ctx.seed
@@ -69,14 +79,7 @@ class GroupedLinear(torch.autograd.Function):
             left = columns_operand(g, recipe.weight_grad.a, layout, seed, G_T)
             right = Columns(joined(list(tensors), ctx.settings), table)
             dw = columns_product(left, right, ends, recipe.weight_grad, w.dtype, ctx.kernel, ctx.rows)
-        return dx, dw, None, None, None
-
-
-def _draws(product: Product) -> bool:
-    """Whether an operand of a product is rounded stochastically."""
-    return any(
-        one.scheme is not None and one.scheme.rounding == "stochastic" for one in (product.a, product.b)
-    )
+        return dx, dw, None, None, None, None, None
 
 
 #: Told of x, w, offsets, recipe, kernel and the output of each call, while `ao_lab.tune` records.
@@ -84,19 +87,23 @@ LISTENERS: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Recipe, str,
 
 
 def grouped_linear(
-    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str = "auto", *, tuned: bool = True
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, recipe: Recipe, kernel: str = "auto", *, tuned: bool = True,
+    evaluated: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x (T, K), sorted by expert, times the transposed weight of each row's expert, w (E, N, K): (T, N) in autograd.
 
     Operands and their bits as in `reference.training.grouped_linear`. offsets: (E,) int32 or int64 on x's device, the row after
     each expert's, which do not fall and end within T; on a GPU the host reads none of them, so wrong ones raise nothing. Rows
     from the last offset on are of no expert: zeros, with gradients of zeros, whatever they hold. kernel: of the
-    products, as for linear layers: "auto", "scaled_mm", "dequantize" or "emulate". tuned: as for linear layers.
+    products, as for linear layers: "auto", "scaled_mm", "dequantize" or "emulate". tuned, evaluated: as for linear layers.
     Raises ValueError for shapes that do not fit, TypeError for dtypes that do not.
     """
     _check(x, w, offsets)
     low = tuned_recipe(recipe, x, w) if tuned and kernel == "auto" else recipe
-    made: torch.Tensor = GroupedLinear.apply(x.contiguous(), w, offsets.to(torch.int32), low, kernel)  # type: ignore[no-untyped-call]
+    kept = torch.is_grad_enabled()
+    made: torch.Tensor = GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        x.contiguous(), w, offsets.to(torch.int32), low, kernel, kept, evaluated
+    )
     for listener in LISTENERS:
         listener(x, w, offsets, recipe, kernel, made)
     return made

@@ -18,7 +18,7 @@ from torch import nn
 from ao_lab.quantization.modules import is_batch
 from ao_lab.training.grouped.intercept import NAMES, run_intercepted
 from ao_lab.training.grouped.transformers_forward import experts_forward, follows_transformers
-from ao_lab.training.layers import Settings
+from ao_lab.training.layers import Settings, mark_run, restore_class
 
 
 class LowPrecisionExperts:
@@ -56,6 +56,7 @@ class TransformersExperts(LowPrecisionExperts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states (T, K), the experts (T, k) and the weights (T, k) of each token's choices: (T, K)."""
+        mark_run(self)
         return experts_forward(self, self.low_precision, hidden_states, top_k_index, top_k_weights)
 
 
@@ -64,6 +65,7 @@ class InterceptedExperts(LowPrecisionExperts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own. torch.compile leaves it out of its graphs."""
+        mark_run(self)
         return run_intercepted(super().forward, self, self.low_precision, args, kwargs)  # type: ignore[misc]
 
 
@@ -89,7 +91,8 @@ def experts_reason(settings: Settings, module: nn.Module) -> str | None:
     """Why experts cannot train by a recipe; None where they can."""
     kind = type(module).__name__
     if isinstance(module, LowPrecisionExperts):
-        return f"they train by recipe {module.low_precision.recipe.name!r} already"
+        name = module.low_precision.recipe.name
+        return f"they train by recipe {name!r} already; ao_lab.convert_from_training_(model) first"
     if not follows_transformers(module) and not NAMES & called(type(module).forward):
         return f"the forward of {kind} multiplies by none of {', '.join(sorted(NAMES))}, as far as its code shows"
     step = max(settings.steps[1:])
@@ -124,8 +127,7 @@ def train_experts_by(module: nn.Module, settings: Settings) -> None:
 
 def plain_experts_again(module: LowPrecisionExperts) -> None:
     """Undo `train_experts_by`."""
-    module.__class__ = module.plain  # type: ignore[assignment]
-    del module.low_precision
+    restore_class(module, LowPrecisionExperts, module.plain)
 
 
 __all__ = ["LowPrecisionExperts", "experts_reason", "plain_experts_again", "train_experts_by"]

@@ -43,7 +43,7 @@ class ExpertProducts(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         super().__init__()
-        self.settings, self.count = settings, 0
+        self.settings, self.count, self.evaluated = settings, 0, not module.training
         self.own = {p.untyped_storage().data_ptr() for p in module.parameters(recurse=False) if p.dim() == 3}
 
     def __torch_function__(
@@ -55,7 +55,7 @@ class ExpertProducts(TorchFunctionMode):
             return func(*args, **kwargs)
         self.count += 1
         x, w, offsets, shape = found
-        return linear_by(self.settings, x, w, offsets).reshape(shape)
+        return linear_by(self.settings, x, w, offsets, evaluated=self.evaluated).reshape(shape)
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
         """A product with experts; None for anything else."""

@@ -15,6 +15,7 @@ from torch import nn
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.grouped.sort import combine, dispatch, sort_by_expert
 from ao_lab.training.layers import Settings, autocast
+from ao_lab.training.transforms.support import check_experts_traced
 
 
 def follows_transformers(module: nn.Module) -> bool:
@@ -61,7 +62,7 @@ def _projected(
     """One projection of each row by its expert, with its bias; zeros for rows of no expert."""
     w = getattr(module, name)
     w = w.transpose(1, 2) if module.is_transposed else w
-    y = linear_by(settings, x, w, offsets)
+    y = linear_by(settings, x, w, offsets, evaluated=not module.training)
     if module.has_bias:
         # A row of zeros for rows of no expert.
         bias = nn.functional.pad(getattr(module, f"{name}_bias"), (0, 0, 0, 1))
@@ -69,8 +70,11 @@ def _projected(
     return y
 
 
-def linear_by(settings: Settings, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def linear_by(
+    settings: Settings, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *, evaluated: bool = False
+) -> torch.Tensor:
     """`grouped_linear` in the dtype of w or of autocast, with lengths filled up as the recipe asks: zeros add nothing."""
+    check_experts_traced(w)
     x, w, _ = autocast(x.to(w.dtype), w, None)
     n, k = w.shape[1:]
     more_n, more_k = (-length % step for length, step in zip((n, k), settings.steps[1:], strict=True))
@@ -78,7 +82,7 @@ def linear_by(settings: Settings, x: torch.Tensor, w: torch.Tensor, offsets: tor
         x = nn.functional.pad(x, (0, more_k))
     if more_n or more_k:
         w = nn.functional.pad(w, (0, more_k, 0, more_n))
-    return grouped_linear(x, w, offsets, settings.recipe, settings.kernel)[:, :n]
+    return grouped_linear(x, w, offsets, settings.recipe, settings.kernel, evaluated=evaluated)[:, :n]
 
 
 __all__ = ["experts_forward", "follows_transformers", "linear_by"]

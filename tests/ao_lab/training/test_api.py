@@ -120,7 +120,9 @@ def test_wrong_calls_change_nothing():
 def test_a_second_conversion_says_what_is_there():
     net = model()
     ao_lab.convert_for_training_(net, "rowwise")
-    with pytest.raises(ValueError, match="LowPrecisionLinear"):
+    with pytest.raises(
+        ValueError, match=r"trains by recipe .rowwise. already; ao_lab.convert_from_training_"
+    ):
         ao_lab.convert_for_training_(net, "mxfp8")
     assert ao_lab.convert_from_training_(net) == ("0", "2")
     ao_lab.convert_for_training_(net, "mxfp8")

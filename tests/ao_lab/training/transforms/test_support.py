@@ -1,0 +1,132 @@
+"""Modes, tracers and edges of inputs: what a layer that trains by a recipe does as torch's own, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import ao_lab
+from ao_lab.training import casts
+from reference.training import RECIPES
+
+
+def layer(name, outputs=32):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, outputs))
+    ao_lab.convert_for_training_(net, name, pad=True)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_jit_trace_is_refused():
+    """The reference computes with values that a trace would keep as constants."""
+    net, x = layer("rowwise"), torch.randn(4, 64)
+    with pytest.raises(
+        ValueError, match=r"LowPrecisionLinear\(in_features=64, out_features=32\): torch.jit.trace"
+    ):
+        torch.jit.trace(net, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_dual_numbers_are_refused():
+    net = layer("rowwise")
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"in_features=64.*forward-mode"):
+        net(forward_ad.make_dual(torch.randn(4, 64), torch.randn(4, 64)))
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp4", *(pytest.param(one, marks=pytest.mark.nightly) for one in RECIPES if one != "mxfp4")]
+)
+def test_fake_tensors(name):
+    """Shapes of outputs and gradients, without a value."""
+    with FakeTensorMode():
+        net, x = layer(name), torch.randn(7, 64, requires_grad=True)
+        y = net(x)
+        y.sum().backward()
+    assert (y.shape, x.grad.shape, net[0].weight.grad.shape) == ((7, 32), (7, 64), (32, 64))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.nightly)])
+def test_seeds_do_not_know_the_default_device(name):
+    net, x = layer(name), torch.randn(32, 64)
+    grads = []
+    for device in ("cpu", "meta"):
+        net.zero_grad()
+        torch.manual_seed(3)
+        with torch.device(device):
+            net(x).sum().backward()
+        grads.append(net[0].weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("name", ["rowwise", pytest.param("mxfp4", marks=pytest.mark.nightly)])
+def test_layers_without_outputs(name):
+    """Gradients of zeros, as of nn.Linear."""
+    with pytest.warns(UserWarning, match="zero-element"):
+        net = layer(name, outputs=0)
+    x = torch.randn(4, 64, requires_grad=True)
+    y = net(x)
+    y.sum().backward()
+    assert y.shape == (4, 0)
+    assert torch.equal(x.grad, torch.zeros(4, 64))
+    assert net[0].weight.grad.shape == (0, 64)
+
+
+def test_inputs_without_an_axis():
+    with pytest.raises(ValueError, match=r"inputs are at least 1D; got shape \(\)"):
+        layer("rowwise")(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("name", ["rowwise", pytest.param("mxfp4", marks=pytest.mark.nightly)])
+def test_autocast_leaves_float64(name):
+    """As torch's layers do."""
+    net = layer(name).double()
+    x = torch.randn(4, 64, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(x)
+    assert y.dtype == torch.float64
+    assert torch.equal(y, net(x))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.nightly)])
+def test_evaluation_draws_nothing(name):
+    """Nor makes it the copy for the weight gradient; a forward of training without gradients draws as one with them, as
+    recomputation counts on."""
+    net, x = layer(name), torch.randn(32, 64)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        net.eval()(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    after = []
+    for grad in (True, False):
+        torch.set_rng_state(state)
+        with torch.set_grad_enabled(grad):
+            net.train()(x)
+        after.append(torch.get_rng_state())
+    assert torch.equal(*after)
+    assert not torch.equal(after[0], state)
+
+
+def test_recomputed_layers_draw_other_bits():
+    """Reentrant checkpointing: the generator goes on from one layer to the next."""
+    torch.manual_seed(0)
+    seen, net = [], nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    ao_lab.convert_for_training_(net, "mxfp4")
+    x = torch.randn(32, 64, requires_grad=True)
+    for one in net:
+        checkpoint(lambda x, one=one: one(x), x, use_reentrant=True)
+        seen.append(torch.get_rng_state())
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("name", ["rowwise", pytest.param("mxfp8", marks=pytest.mark.nightly)])
+def test_evaluation_casts_once(name, monkeypatch):
+    """Not along both axes, as nothing is kept."""
+    monkeypatch.setattr(casts.fast, "quantize_both", None)
+    net = layer(name)
+    with torch.no_grad():
+        net(torch.randn(32, 64))
+    with pytest.raises(TypeError, match="not callable"):
+        net(torch.randn(32, 64))
