@@ -241,6 +241,14 @@ def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
             handle.remove()
 
 
+def forget_code(model: nn.Module) -> None:
+    """Take what names a folder's own code off the configuration of a model of transformers' own classes."""
+    for module in model.modules():
+        fields = vars(getattr(module, "config", module))
+        for name in ("auto_map", "custom_pipelines"):
+            fields.pop(name, None)
+
+
 def check_state(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """ValueError where the model's state has other names or shapes."""
     expected = model.state_dict(keep_vars=True)
@@ -343,6 +351,7 @@ __all__ = [
     "check_state",
     "configuration",
     "fill",
+    "forget_code",
     "heads",
     "is_untied",
     "model_class",

@@ -17,7 +17,7 @@ from torch import nn
 
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import check_numbers, model_class
+from ao_lab.checkpoint.model_builder import check_numbers, forget_code, model_class
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table, strict
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable
@@ -253,7 +253,8 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     check_numbers(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result: nn.Module = load(folder, dtype="auto", local_files_only=True, **more)
+        result: nn.Module = load(folder, dtype="auto", local_files_only=True, trust_remote_code=False, **more)
+    forget_code(result)
     return result.eval()
 
 
@@ -263,7 +264,8 @@ def with_harness(
     """The results of lm-evaluation-harness beside ours."""
     harness, models = needed("lm_eval"), needed("lm_eval.models.huggingface")
     load: Any = needed("transformers").AutoTokenizer.from_pretrained
-    model = models.HFLM(pretrained=loaded(folder, device), tokenizer=load(folder, local_files_only=True))
+    tokenizer = load(folder, local_files_only=True, trust_remote_code=False)
+    model = models.HFLM(pretrained=loaded(folder, device), tokenizer=tokenizer)
     result = harness.simple_evaluate(model=model, tasks=tasks, limit=limit)["results"]
     numbers = {
         task: {

@@ -17,7 +17,7 @@ from torch import nn
 
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import CONFIG, check_numbers, model_class
+from ao_lab.checkpoint.model_builder import CONFIG, check_numbers, forget_code, model_class
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
 from ao_lab.config.base import Config
@@ -45,7 +45,13 @@ def read_by_transformers(
     load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
     carrier = HfConfig()
     carrier.job = job
-    given = {"dtype": dtype or "auto", "local_files_only": True, "quantization_config": carrier}
+    # Left open, transformers asks at the terminal whether to run a folder's code.
+    given: dict[str, Any] = {
+        "local_files_only": True,
+        "trust_remote_code": False,
+        "quantization_config": carrier,
+    }
+    given["dtype"] = dtype or "auto"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -57,6 +63,7 @@ def read_by_transformers(
     if told["missing_keys"]:
         raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
     forget(model)
+    forget_code(model)
     job.finish(model)
     return model  # type: ignore[no-any-return]
 
