@@ -4,10 +4,12 @@ In eager steps the quantized copies of the last input are given to the next laye
 and the same operands. It holds nothing alive that backward does not: the copies go with the input, and with the copy that the
 steps of the graph keep for the weight gradient; until then the copy for the output stays besides, of one input at most.
 
+Only inputs that a graph computed are shared (a norm's output): a leaf is memory that its owner may fill again between two layers,
+by ways that autograd does not count (`x.numpy()[:] = new`, `x.data.copy_(new)`, a loader that writes into a static buffer).
+
 Not under a tracer, a transform or a mode that sees operations (recomputation has to repeat them), not in the capture of a CUDA
-graph, which may not read what was made before, and not across streams. Backward lets go of them. A write past autograd's
-version counter (`x.data`, a CUDA graph that is replayed into x) between two such layers is not seen, as autograd does not see
-it.
+graph, which may not read what was made before, and not across streams. Backward lets go of them. A write to what a graph
+computed past autograd's version counter is not seen, as autograd does not see it.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ def copies(x: torch.Tensor, asked: tuple[Any, ...], make: Callable[[], Copies]) 
 
     asked: what decides about them beside x, compared by equality.
     """
+    if x.is_leaf:
+        return make()
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
     # The address: `x.data = other` counts no version.
     key = (x._version, x.data_ptr(), stream, *asked)
