@@ -27,11 +27,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ao_lab.install import renamed, shadowing, transformers_hook
+from ao_lab.install import packages, renamed, shadowing, transformers_hook
 from ao_lab.install.version import __version__ as __version__
 
 # Said here, once and at once: a user's file in the place of one of our packages would fail strangely later.
 shadowing.check(*shadowing.PACKAGES)
+packages.install()
 
 #: Public submodules, with the library that each needs. `from ao_lab import *` leaves them out: `jax` would hide the library.
 SUBMODULES = {"jax": "jax", "testing": "hypothesis"}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 
+#: `reference`, or `ao_lab.reference` in a wheel.
+HERE = __name__.rpartition(".")[0]
 #: Modules that no longer exist, and those that define their classes now.
 RENAMED = {
-    "reference.compress": "reference.sparsity.compress",
-    "reference.scales": "reference.quantize.stored",
+    f"{HERE}.compress": f"{HERE}.sparsity.compress",
+    f"{HERE}.scales": f"{HERE}.quantize.stored",
 }
 #: Modules whose name is a package now: the module that defines their classes, and the classes.
 PACKAGES = {
-    "reference.formats": ("reference.formats.formats", ("Format",)),
-    "reference.quantize": ("reference.quantize.stored", ("Quantized",)),
-    "reference.schemes": ("reference.schemes.schemes", ("Scale", "Scheme", "Zero")),
+    f"{HERE}.formats": (f"{HERE}.formats.formats", ("Format",)),
+    f"{HERE}.quantize": (f"{HERE}.quantize.stored", ("Quantized",)),
+    f"{HERE}.schemes": (f"{HERE}.schemes.schemes", ("Scale", "Scheme", "Zero")),
 }
 
 

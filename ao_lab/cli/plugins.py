@@ -3,7 +3,7 @@
 A package registers a command as an entry point of the group "ao_lab.commands", in its pyproject.toml: ::
 
     [project.entry-points."ao_lab.commands"]
-    reproduce = "experiments.commands.cli:reproduce"
+    reproduce = "ao_lab.experiments.commands.cli:reproduce"
 
 The value is a function with Typer's annotations. Of installed packages `importlib.metadata` knows the entry points; in a clone
 that is not installed ours are read from the same lines of its pyproject.toml.
@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 
 from ao_lab.install import shadowing
 from ao_lab.install.extras import ROOT, is_clone
+from ao_lab.install.packages import NAMES
 
 GROUP = "ao_lab.commands"
 
@@ -40,8 +41,8 @@ def registered(root: Path = ROOT) -> dict[str, str]:
 def load(target: str) -> Any:
     """The object of a ``module:function``; ImportError where a user's own file stands in the place of one of our packages."""
     module, _, name = target.partition(":")
-    package = module.partition(".")[0]
-    if (ROOT / package).is_dir():
+    package = module.removeprefix("ao_lab.").partition(".")[0]
+    if package in NAMES:
         shadowing.check(package)
     return getattr(importlib.import_module(module), name)
 

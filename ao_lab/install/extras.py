@@ -6,6 +6,7 @@ Advice differs: a clone is installed with `pip install -e '.[hf]'`, a wheel with
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = {
     "ao": ("torchao",),
     "eval": ("lm_eval",),
+    "experiments": ("pandas", "matplotlib", "jinja2", "itables", "sympy"),
     "hf": ("transformers", "compressed_tensors"),
     "jax": ("jax", "jaxlib"),
     "titan": ("torchtitan",),
@@ -53,6 +55,13 @@ def needed(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def check_extra(extra: str) -> None:
+    """MissingExtra where a library of an extra is not installed, before work begins that would need it at its end."""
+    for name in EXTRAS[extra]:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(missing(name), name=name)
+
+
 def explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """The error, as MissingExtra where an extra of ours brings the library that it names."""
     top = (error.name or "").partition(".")[0]
@@ -69,4 +78,13 @@ def missing(name: str) -> str:
     return f"{name} is not installed; pip install {name}"
 
 
-__all__ = ["EXTRAS", "MissingExtra", "explained", "is_clone", "missing", "needed", "pip_install"]
+__all__ = [
+    "EXTRAS",
+    "MissingExtra",
+    "check_extra",
+    "explained",
+    "is_clone",
+    "missing",
+    "needed",
+    "pip_install",
+]

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ao_lab.install.packages import module_name
+
 STUB = Path(__file__).resolve().parents[1] / "__init__.pyi"
 
 
@@ -23,7 +25,7 @@ def public(name: str) -> Any:
     """The object of a public name. Functions of the specification take torch tensors as well: those run in `fast`."""
     module = homes()[name]
     value = getattr(importlib.import_module(module), name)
-    if module != "reference" or not callable(value):
+    if module != module_name("reference") or not callable(value):
         return value
     from ao_lab.dispatch import dispatched
 

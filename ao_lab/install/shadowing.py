@@ -1,9 +1,9 @@
-"""The packages beside `ao_lab` have everyday names; a user's file of the same name must not stand in for one of them.
+"""In a clone the packages beside `ao_lab` have everyday names; a user's file must not stand in for one of them.
 
 Python takes `reference` and `fast` from the first folder of its path that has them, which is the script's. A `reference.py`
 beside a script would be imported in place of the specification and fail far away from its cause, so `import ao_lab` looks
 first where the names lead, without running what is there. Nothing is redirected: the user's own `import reference` keeps its
-meaning, and ao_lab says no instead.
+meaning, and ao_lab says no instead. A wheel has them inside `ao_lab` (`packages`), where nothing can be in the way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import sys
 from importlib.machinery import ModuleSpec
 
+from ao_lab.install.packages import INSIDE
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 #: What every part of ao_lab imports. `experiments` is looked at where the command line uses it.
 PACKAGES = ("reference", "fast")
@@ -20,7 +22,7 @@ PACKAGES = ("reference", "fast")
 
 def check(*names: str) -> None:
     """ImportError where one of the names leads elsewhere than to the package beside ao_lab; it names the file in the way."""
-    for name in names:
+    for name in () if INSIDE else names:
         found = location(name)
         if found is None:
             raise ImportError(

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
+from ao_lab.install.extras import check_extra
 from experiments.commands.folders import paths
 
 
 def run_merge(folders: Sequence[Path], reports: Path | None, as_json: bool) -> None:
     """Take the rows, write the pages again, and list both."""
+    check_extra("experiments")
     from experiments.report.pages import write_pages
     from experiments.runs.merge import merge
 

@@ -10,6 +10,7 @@ from ao_lab.cli.terminal.interrupt import when_stopped
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import say
 from ao_lab.cli.terminal.requirements import check_device
+from ao_lab.install.extras import check_extra
 from experiments.commands.folders import paths
 from experiments.data.corpora.record import DEFAULT
 from experiments.harness.registry import EXPERIMENTS, LIMITED
@@ -37,6 +38,7 @@ def run_experiments(
     from experiments.fp8_training.training.workers import LOST
     from experiments.runs.run import reproduce
 
+    check_extra("experiments")
     for name in names:
         known(name, EXPERIMENTS, "experiment")
     check_device(device)

@@ -46,7 +46,7 @@ class Experiment:
         return importlib.import_module(f"{PACKAGE}.{self.name}.{self.page}")
 
 
-PACKAGE = __name__.partition(".")[0]
+PACKAGE = __name__.removesuffix(".harness.registry")
 #: What every experiment measures with.
 SHARED = tuple(f"experiments/{name}" for name in ("data", "harness", "models", "runs"))
 

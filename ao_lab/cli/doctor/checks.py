@@ -24,6 +24,7 @@ from ao_lab.cli import plugins
 from ao_lab.cli.doctor.devices import cpu_found, gpu_found, limits, torch_of
 from ao_lab.cli.terminal.output import print_json, print_table
 from ao_lab.install.extras import is_clone, pip_install
+from ao_lab.install.packages import module_name
 
 # What a broken or half-installed library raises when it is first used.
 PROBE_ERRORS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError)
@@ -92,7 +93,7 @@ def examine() -> list[Finding]:
             lambda: probe("fast", torch_array("cuda")),
             remedy=cuda_torch("needs an NVIDIA GPU and the CUDA build of torch"),
         ),
-        part("experiments", probe_experiments, required=True),
+        part("experiments", probe_experiments, remedy=pip_install("experiments"), required=is_clone()),
     ]
 
 
@@ -173,7 +174,7 @@ class Unavailable(Exception):
 
 def probe(package: str, array: Callable[[Any], Any]) -> str:
     """Encode and quantize the chosen numbers with a package on one array library."""
-    module = importlib.import_module(package)
+    module = importlib.import_module(module_name(package))
     expect(
         f"{package}.encode",
         PROBE_CODES,
@@ -223,7 +224,7 @@ def torch_array(device: str) -> Callable[[Any], Any]:
 
 def probe_jit() -> str:
     """The same codes when XLA compiles the rule."""
-    jax, reference = require("jax"), importlib.import_module("reference")
+    jax, reference = require("jax"), importlib.import_module(module_name("reference"))
     compiled = jax.jit(lambda x: reference.encode(x, PROBE_FORMAT))
     expect("encode under jit", PROBE_CODES, compiled(jax_array(np.asarray(PROBE_INPUT, np.float32))))
     return f"{PROBE_FORMAT}: codes as specified, {jax.default_backend()} backend"
@@ -232,7 +233,10 @@ def probe_jit() -> str:
 def probe_experiments() -> str:
     """The commands of the experiments import, and the text that they train on is here."""
     for target in plugins.registered().values():
-        plugins.load(target)
+        try:
+            plugins.load(target)
+        except ModuleNotFoundError as error:
+            raise Unavailable(f"{error.name} is not installed") from None
     if importlib.util.find_spec("sympy") is None:
         raise Unavailable("sympy, whose source is the text to train on, is not installed")
     return "importable, the text to train on is here"

@@ -8,6 +8,8 @@ import platform
 from pathlib import Path
 from types import ModuleType
 
+from ao_lab.install.packages import module_name
+
 # First compute capability with FP8 matrix instructions, and with block-scaled ones.
 FP8_CAPABILITY = (8, 9)
 MX_CAPABILITY = (10, 0)
@@ -15,7 +17,7 @@ MX_CAPABILITY = (10, 0)
 
 def cpu_found(torch: ModuleType) -> tuple[str, str]:
     """What the CPU is and multiplies quickly, as torch uses it; and its limit, or nothing."""
-    found = importlib.import_module("fast.cpu.capability").cpu_capability()
+    found = importlib.import_module(f"{module_name('fast')}.cpu.capability").cpu_capability()
     detail = f"{cpu_name()}, {cores()} cores, torch on {torch.get_num_threads()} threads: {found}"
     return detail, "" if found.bfloat16 else "no bfloat16 instructions: such products are slow"
 

@@ -1,15 +1,21 @@
-"""What is installed from a wheel: the commands start, advise and write as they should without a clone."""
+"""What is installed from a wheel: one top-level name, commands that start, advise and write as they should without a clone."""
 
 import os
+import pickle
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import ao_lab
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("ao_lab", "reference", "fast", "experiments")
+LIBRARIES = sysconfig.get_path("purelib")
 #: As the script that pip makes of the entry point.
 START = (
     "import sys; from ao_lab.cli.app import entry; sys.argv = ['ao-lab', *sys.argv[1:]]; sys.exit(entry())"
@@ -31,14 +37,21 @@ def installed(tmp_path_factory):
 def run(installed, folder, *arguments, script=START):
     environment = {
         **os.environ,
-        "PYTHONPATH": str(installed),
+        "PYTHONPATH": os.pathsep.join([str(installed), LIBRARIES]),
         "HOME": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     for name in ("AO_LAB_CACHE", "AO_LAB_REPORTS", "XDG_CACHE_HOME"):
         environment.pop(name, None)
     return subprocess.run(
-        [sys.executable, "-P", "-c", script, *arguments],
+        [
+            sys.executable,
+            "-S",
+            "-P",
+            "-c",
+            script,
+            *arguments,
+        ],  # -S: this clone is installed, and not to be found
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -55,7 +68,57 @@ def test_data_of_the_packages_is_installed(installed):
         if path.is_file() and path.suffix != ".py" and path.parent.name != "__pycache__"
     ]
     assert any(path.suffix == ".csv" for path in data)
-    assert [path for path in data if not (installed / path).is_file()] == []
+    places = {path: installed / "ao_lab" / str(path).removeprefix("ao_lab/") for path in data}
+    assert [path for path, place in places.items() if not place.is_file()] == []
+
+
+def test_one_top_level_name(installed):
+    assert sorted(path.name.partition("-")[0] for path in installed.iterdir()) == [
+        "ao_lab",
+        "ao_lab",
+    ]  # and its metadata
+
+
+def test_names_of_a_users_own_are_his(installed, tmp_path):
+    """A folder `experiments`, files `fast.py` and `reference.py`: neither side stands in the other's way."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "mine.py").write_text("NAME = 'mine'")
+    for name in ("fast", "reference"):
+        (tmp_path / f"{name}.py").write_text(f"NAME = {name!r}")
+    script = (
+        "import sys; sys.path.insert(0, ''); from experiments import mine; import fast, reference, numpy, ao_lab;"
+        "from ao_lab import reference as ours; assert ours.FORMATS is ao_lab.FORMATS;"
+        "q = ao_lab.quantize(numpy.ones((1, 32)), 'mxfp8_e4m3');"
+        "print(mine.NAME, fast.NAME, reference.NAME, type(q).__module__, float(ao_lab.dequantize(q).sum()))"
+    )
+    done = run(installed, tmp_path, script=script)
+    assert (done.stdout, done.stderr) == ("mine fast reference ao_lab.reference.quantize.stored 32.0\n", "")
+
+
+def test_pickles_of_a_clone_load(installed, tmp_path):
+    """They name `reference.quantize.stored`, where the wheel has `ao_lab.reference.quantize.stored`."""
+    quantized = ao_lab.quantize(np.ones((1, 32), np.float32), "mxfp8_e4m3")
+    (tmp_path / "q.pkl").write_bytes(pickle.dumps(quantized))
+    script = (
+        "import pickle, ao_lab; q = pickle.load(open('q.pkl', 'rb'));"
+        "from reference.quantize.stored import Quantized; import reference;"
+        "print(type(q) is Quantized, callable(reference.quantize), reference.FORMATS is ao_lab.FORMATS)"
+    )
+    done = run(installed, tmp_path, script=script)
+    assert (done.stdout, done.stderr) == ("True True True\n", "")
+
+
+def test_what_an_extra_brings_is_named(installed, tmp_path):
+    script = START.replace(
+        "import sys;",
+        "import sys, importlib.util as util; find = util.find_spec;"
+        "util.find_spec = lambda name, *rest: None if name == 'pandas' else find(name, *rest);",
+    )
+    done = run(installed, tmp_path, "reproduce", "formats", script=script)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "ao-lab: pandas is not installed; pip install 'ao_lab[experiments]'\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +133,7 @@ def test_reports_are_written_where_the_user_is(installed, tmp_path):
     """A run that is cut short as soon as it knows its places."""
     script = START.replace(
         "sys.argv =",
-        "from experiments.runs import run as harness; from experiments.harness.rows import write_text; "
+        "from ao_lab.experiments.runs import run as harness; from ao_lab.experiments.harness.rows import write_text; "
         "harness.run_one = lambda name, settings, places: write_text(places.data / 'x.csv', '') or [(name, 'x')]; "
         "sys.argv =",
     )

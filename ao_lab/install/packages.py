@@ -1,0 +1,92 @@
+"""Where `reference`, `fast` and `experiments` are: beside `ao_lab` in a clone, inside it where a wheel was installed.
+
+`import reference` works in a clone. A wheel must not put everyday names into site-packages, where a folder `experiments` of a
+user's project would be hidden by ours, so it holds `ao_lab.reference`, `ao_lab.fast` and `ao_lab.experiments`, and its build
+(`.ci/wheel.py`) writes our imports accordingly. Both spellings are found in both places, after everything else has failed to
+find a module, so that one program and one pickle serve a clone and a wheel; the objects are the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAMES = ("reference", "fast", "experiments")
+HOME = Path(__file__).resolve().parents[1]
+#: Whether they lie inside `ao_lab`.
+INSIDE = (HOME / NAMES[0] / "__init__.py").is_file()
+
+
+def module_name(package: str) -> str:
+    """The name under which this copy of ao_lab imports one of NAMES."""
+    return f"ao_lab.{package}" if INSIDE else package
+
+
+def own_spelling(name: str) -> str | None:
+    """How this copy of ao_lab spells a module that was asked for in the other spelling; None for any other name."""
+    inside = name.startswith("ao_lab.")
+    bare = name.removeprefix("ao_lab.")
+    if inside == INSIDE or bare.partition(".")[0] not in NAMES:
+        return None
+    return bare if inside else f"ao_lab.{name}"
+
+
+class Alias(ModuleType):
+    """A module in the other spelling: its names are those of the module that it leads to."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[own_spelling(self.__name__) or ""], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set nothing that is there: importing `quantize.stored` must not hide the function `quantize` behind its package."""
+        if name.startswith("__") or not hasattr(self, name):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(sys.modules[own_spelling(self.__name__) or ""])
+
+
+class Spellings:
+    """Finds modules in the other spelling."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A specification that leads to the module, or None."""
+        own = own_spelling(fullname)
+        loader: Any = self
+        return ModuleSpec(fullname, loader, is_package=True) if own is not None else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module that asks the other for its names."""
+        own = own_spelling(spec.name) or ""
+        try:
+            importlib.import_module(own)
+        except ModuleNotFoundError as error:
+            if error.name != own:
+                raise
+            raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name) from None
+        module = Alias(spec.name)
+        # Its own, and empty: what lies below it is looked for here again, not in the other's folder a second time.
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to be run."""
+
+
+def install() -> None:
+    """Take part in imports, once, behind every other finder."""
+    if not any(isinstance(finder, Spellings) for finder in sys.meta_path):
+        finder: Any = Spellings()
+        sys.meta_path.append(finder)
+
+
+__all__ = ["INSIDE", "NAMES", "install", "module_name"]
