@@ -29,7 +29,7 @@ from ao_lab.checkpoint.export.config import check_groups, quantization_config
 from ao_lab.checkpoint.export.dequantizing import with_dequantizing
 from ao_lab.checkpoint.export.input_rank import flat_inputs
 from ao_lab.checkpoint.export.loadable import unsupported_reasons
-from ao_lab.checkpoint.export.plain_reader import Reading, reading, refusal
+from ao_lab.checkpoint.export.plain_reader import Reading, made_in_bfloat16, reading, refusal
 from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
 from ao_lab.checkpoint.io.shards import look_at, remove_others, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
@@ -178,6 +178,28 @@ def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[S
     return _own(model), reasons or list(stored.inexact if stored is not None else ())
 
 
+def obstacles(model: nn.Module) -> list[str]:
+    """What keeps a quantized model out of compressed-tensors, by its layers, shapes and schemes: a sentence each, "LAYER: why".
+
+    The model may be on the meta device: so it is known before a weight is read. What rounding does to values is not looked at.
+    A layout that readers find, but whose products they cannot compute in the model's dtype, is an obstacle too.
+    """
+    reasons: list[str] = []
+    _compressed(model, reasons, _dtype_of(configuration_of(model)))
+    for name, weight in model.named_parameters():
+        if (
+            isinstance(weight, QuantizedTensor)
+            and made_in_bfloat16(weight.scheme)
+            and weight.dtype != torch.bfloat16
+        ):
+            dtype = str(weight.dtype).removeprefix("torch.")
+            reasons.append(
+                f"{name}: readers make weights of {weight.scheme.name} in bfloat16, and the model is saved in {dtype} "
+                "(model.to(torch.bfloat16) before saving changes that)"
+            )
+    return reasons
+
+
 def _told(reasons: list[str]) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
     more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
@@ -306,7 +328,7 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
             readings[name] = read
         written = _on_host(read.tensors) if host else read.tensors
         stored.tensors.update({f"{path}.{key}": tensor for key, tensor in written.items()})
-        outer = None if value.outer is None else value.outer.item()
+        outer = None if value.outer is None or value.is_meta else value.outer.item()
         stored.record(name, value, format=read.format, parts=list(read.tensors), outer=outer)
         _note(stored, read)
     if not reasons:
@@ -392,10 +414,12 @@ def _state(model: nn.Module, stored: Stored) -> Tensors:
 
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
-    """What two names of one tensor have in common: memory, and how it is read."""
+    """What two names of one tensor have in common: memory, and how it is read; without memory itself."""
+    if value.is_meta:
+        return (id(value),)
     if isinstance(value, QuantizedTensor):
         return value.meta, *(None if part is None else _place(part) for part in value.parts.values())
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
 
 
-__all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "save_pretrained"]
+__all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "obstacles", "save_pretrained"]

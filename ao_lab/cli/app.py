@@ -45,7 +45,10 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-Skip = Annotated[list[str] | None, typer.Option(help="Layers to leave, by name or its end; lm_head without.")]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(help="Layers or parts of the model to leave, by name or re:PATTERN; lm_head without."),
+]
 OnDevice = Annotated[Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")]
 
 
@@ -114,8 +117,9 @@ def quantize(
     layout: Annotated[
         Layout,
         typer.Option(
-            help="auto: compressed-tensors, the configuration changed to what its readers compute (told). compressed-tensors: "
-            "the configuration as it is. ao_lab: everything; transformers reads it after `import ao_lab`."
+            help="auto: compressed-tensors, the configuration changed to what its readers compute (told), or ao_lab where that "
+            "cannot be. compressed-tensors: the configuration as it is. ao_lab: everything; transformers reads it after "
+            "`import ao_lab`."
         ),
     ] = Layout.AUTO,
     as_json: AsJson = False,

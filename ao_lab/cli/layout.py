@@ -1,22 +1,28 @@
 """Which layout `ao-lab quantize` writes, decided before any work, and what it says of it.
 
 "auto" is compressed-tensors, with the configuration changed so that transformers and vLLM compute what was quantized
-(`Config.for_layout`); each change is told with its reason. "compressed-tensors" takes the configuration as it is, or refuses.
-What that layout cannot say at all wants `--layout ao_lab`, which holds everything and which transformers reads after
-`import ao_lab`.
+(`Config.for_layout`); each change is told with its reason. What that layout cannot hold, a scheme or a layer of the model, goes
+with the configuration as it was given into the layout "ao_lab", which transformers reads after `import ao_lab`; the reason is
+told. "compressed-tensors" takes the configuration as it is, or refuses.
+
+Layers are looked at without their weights: the model is built and quantized on the meta device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.terminal.output import WrongInput, console
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ao_lab.checkpoint.api import Saved
+    from ao_lab.cli.quantize import SkippedLayers
     from ao_lab.config.base import Config
-    from ao_lab.config.recipe import Recipe
 
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"
 ASK = "give --layout ao_lab, a layout that transformers reads after `import ao_lab`"
@@ -24,6 +30,8 @@ READERS = {
     COMPRESSED: "transformers (with compressed-tensors) and vLLM read it, without ao_lab",
     OWN: "transformers reads it after `import ao_lab`, and refuses it without; ao_lab.load_pretrained reads it",
 }
+#: How many layers are named, and how many --skip options are proposed.
+MOST = 3
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,53 @@ class SelectedLayout:
     layout: str
     config: Config
     changes: tuple[str, ...] = ()
+    #: Why "auto" is not compressed-tensors.
+    reasons: tuple[str, ...] = ()
+    #: Under "auto" the configuration as it was given; None where the layout was named.
+    given: Config | None = None
 
-    def accepting(self, accepts: Callable[[Any, str], bool]) -> Any:
-        """A filter like `accepts` that stops the work, before it begins, at a layer that the layout cannot hold."""
-        return accepts if self.layout == OWN else Sayable(accepts, self.config.recipe())
+    def for_model(self, source: Path, accepts: SkippedLayers) -> SelectedLayout:
+        """The layout for the layers of a folder's model that a filter accepts, before a weight is read.
+
+        WrongInput where the named layout cannot hold one of them, and for names of --skip that there are not; ValueError as
+        `quantize_` raises for the configuration.
+        """
+        model = without_weights(source)
+        if model is None:
+            return self
+        from ao_lab.checkpoint.api import obstacles
+        from ao_lab.quantization.api import quantize_
+
+        quantize_(model, self.config, accepts)
+        accepts.check()
+        found = obstacles(model) if self.layout == COMPRESSED else []
+        if not found:
+            return self
+        kept = ways_out(model, found, [name for name in accepts.skip if name in accepts.met])
+        if self.given is None:
+            more = f"{kept} leaves what is in the way in high precision, or " if kept else ""
+            raise WrongInput(f"{in_words(found)}; {more}{ASK}")
+        more = f"; {kept} leaves what is in the way in high precision" if kept else ""
+        return self.fallen_back(in_words(found) + more)
+
+    def fallen_back(self, reason: str) -> SelectedLayout:
+        """The layout that holds everything, and the configuration as it was given."""
+        given = self.config if self.given is None else self.given
+        return replace(self, layout=OWN, config=given, changes=(), reasons=(*self.reasons, reason))
+
+    def saved(self, model: nn.Module, target: Path) -> tuple[SelectedLayout, Saved]:
+        """What was written, and in which layout: values may be none that compressed-tensors has (NaN, extreme scales)."""
+        from ao_lab.checkpoint.api import save_pretrained
+
+        try:
+            return self, save_pretrained(model, target, layout=self.layout)
+        except ValueError as error:
+            if self.layout == OWN:
+                raise
+            if self.given is None:
+                raise ValueError(f"{plain(str(error))}; {ASK}") from error
+            own = replace(self, layout=OWN, reasons=(*self.reasons, plain(str(error))))
+            return own, save_pretrained(model, target, layout=OWN)
 
     def told(self, limits: Sequence[str]) -> dict[str, Any]:
         """What is to be known of the folder."""
@@ -44,53 +95,62 @@ class SelectedLayout:
             "layout": self.layout,
             "readers": READERS[self.layout],
             "changes": list(self.changes),
+            "reasons": list(self.reasons),
             "limits": list(limits),
         }
 
 
-class Sayable:
-    """A filter that raises ValueError at an accepted layer whose product readers of compressed-tensors cannot compute."""
+def without_weights(source: Path) -> nn.Module | None:
+    """The model of a folder on the meta device; None for one that is quantized already, or that its loader is to refuse."""
+    from ao_lab.checkpoint.io.shards import has_weights, look_at
+    from ao_lab.checkpoint.model_builder import LARGEST_COUNT, planned_model
+    from ao_lab.checkpoint.streaming.quantized_folder import is_quantized
+    from ao_lab.install.extras import needed
 
-    def __init__(self, accepts: Callable[[Any, str], bool], recipe: Recipe) -> None:
-        self.accepts, self.recipe = accepts, recipe
-        self.leaves_routers = getattr(accepts, "leaves_routers", False)
-
-    def __call__(self, module: Any, path: str) -> bool:
-        """Whether a module is to be quantized."""
-        accepted = self.accepts(module, path)
-        if accepted and (reason := self.obstacle(module)) is not None:
-            raise ValueError(f"{path}: {reason}; {ASK}")
-        return accepted
-
-    def obstacle(self, module: Any) -> str | None:
-        """Why the layout cannot hold a module's weight; None where it can."""
-        import torch
-
-        from ao_lab.checkpoint.export.plain_reader import made_in_bfloat16, unread_zero_points
-        from ao_lab.quantization.modules import is_transposed
-
-        if is_transposed(module):
-            return f"compressed-tensors holds nn.Linear, and this is a {type(module).__name__}"
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+    needed("transformers")
+    try:
+        if is_quantized(source):
             return None
-        if made_in_bfloat16(self.recipe.weight) and weight.dtype != torch.bfloat16:
-            return (
-                f"readers make weights of {self.recipe.weight.name} in bfloat16, and the model is saved in "
-                f"{str(weight.dtype).removeprefix('torch.')} (model.to(torch.bfloat16) before saving changes that)"
-            )
-        return unread_zero_points(self.recipe, tuple(weight.shape)) or self._inputs(weight.shape[-1])
-
-    def _inputs(self, length: int) -> str | None:
-        scheme = self.recipe.activation
-        group = 1 if scheme is None else scheme.scale.block
-        if isinstance(group, int) and group > 0 and length % group:
-            return f"readers want inputs in whole groups of {group}, and rows have {length}"
+        specs = look_at(source).specs if has_weights(source) else {}
+        floats = (spec.dtype for spec in specs.values() if spec.dtype.is_floating_point)
+        return planned_model(source, len(specs) or LARGEST_COUNT, None, next(floats, None))
+    except ValueError:
         return None
 
 
+def plain(reason: str) -> str:
+    """A reason of the library without its way out, which is Python."""
+    from ao_lab.checkpoint.export.plain_reader import WAY_OUT
+
+    return reason.replace(f"; {WAY_OUT}", "").partition("; ")[0]
+
+
+def in_words(reasons: Sequence[str]) -> str:
+    """The first reasons, and how many more there are."""
+    more = f"; and {len(reasons) - MOST} more like these" if len(reasons) > MOST else ""
+    return "; ".join(dict.fromkeys(map(plain, reasons[:MOST]))) + more
+
+
+def ways_out(model: nn.Module, reasons: Sequence[str], skip: Sequence[str]) -> str:
+    """The --skip options that leave out what reasons name; none where they name no layers, too many of them, or all."""
+    from ao_lab.tensor.quantized_tensor import QuantizedTensor
+
+    modules = dict(model.named_modules())
+    found = [reason.partition(": ")[0] for reason in reasons]
+    places = [name if name in modules else name.rpartition(".")[0] for name in found]
+    every = [name for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)]
+    left = [name for name in every if not any(f"{name}.".startswith(f"{place}.") for place in places)]
+    if not left or not all(place in modules for place in places):
+        return ""
+    # A nested model by its path; layers of many blocks by what they are called.
+    names = {place if len(places) == 1 else place.rpartition(".")[2] for place in places}
+    if len(names) > MOST or any(name.isdigit() for name in names):
+        return ""
+    return " ".join(f"--skip {name}" for name in dict.fromkeys([*skip, *sorted(names)]))
+
+
 def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
-    """The layout of what --layout and --config say; WrongInput where it cannot hold the configuration."""
+    """The layout of what --layout and --config say; WrongInput where a named one cannot hold the configuration."""
     from ao_lab.checkpoint.export.plain_reader import check_recipe
     from ao_lab.config.compressed_tensors.layouts import changes
 
@@ -101,12 +161,13 @@ def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
         check_recipe(wanted.recipe())
     except ValueError as error:
         # After the reason comes the library's way out, in Python; here it is that of the command line.
-        reason = str(error).partition("; ")[0]
-        more = (
-            "; --layout auto takes what readers compute" if layout == COMPRESSED and _by_auto(config) else ""
-        )
+        reason = plain(str(error))
+        if layout != COMPRESSED:
+            return SelectedLayout(OWN, config, reasons=(reason,), given=config)
+        more = "; --layout auto takes what readers compute" if _by_auto(config) else ""
         raise WrongInput(f"--config {name}: {reason}; {ASK}{more}") from error
-    return SelectedLayout(COMPRESSED, wanted, tuple(changes(config.recipe(), wanted.recipe())))
+    told = tuple(changes(config.recipe(), wanted.recipe()))
+    return SelectedLayout(COMPRESSED, wanted, told, given=None if layout == COMPRESSED else config)
 
 
 def _by_auto(config: Config) -> bool:
@@ -124,11 +185,13 @@ def say(told: dict[str, Any]) -> None:
     """The layout, its readers, what was changed and what to know, as lines on stdout."""
     out = console()
     out.print(f"layout: {told['layout']}; {told['readers']}", markup=False)
-    for kind in ("changes", "limits"):
-        for line in told[kind]:
+    for line in told["reasons"]:
+        out.print(f"  not in compressed-tensors: {line}", markup=False)
+    for kind in ("changes", "limits", "files"):
+        for line in told.get(kind, ()):
             out.print(f"  {line}", markup=False)
-    if told["changes"]:
+    if told["changes"] and told["layout"] != OWN:
         out.print("  --layout ao_lab keeps the configuration as it was given", markup=False)
 
 
-__all__ = ["Sayable", "SelectedLayout", "say", "select_layout"]
+__all__ = ["SelectedLayout", "say", "select_layout"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ao_lab.cli.copied_files import copy_the_rest
 from ao_lab.cli.layout import say, select_layout
 from ao_lab.cli.sparsity import select_sparse_layout, sparse_model
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ao_lab.quantization.api import Progress
     from ao_lab.quantization.report import Layer, Report
 
-#: Files of the model's folder that are made anew, and so not copied.
-REMADE = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "eval.json")
 #: Files that transformers, or ao_lab, reads weights from.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 GRANULARITY = re.compile(r"(Per\w+)(?:\(([\d\s,-]*)\))?")
@@ -59,22 +57,22 @@ def run_quantize(
         if sparsity is None
         else select_sparse_layout(config, sparsity, layout)
     )
-    from ao_lab.checkpoint.api import save_pretrained
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
 
-    skipped_layers = SkippedLayers(["lm_head"] if skip is None else skip)
+    skipped_layers = SkippedLayers(skip)
     try:
+        if sparsity is None:
+            plan = plan.for_model(source, skipped_layers)
         with progress_bar(as_json) as progress:
             load = loaded if sparsity is None else sparse_model
-            model = load(source, plan.config, plan.accepting(skipped_layers), progress)
-        if skip is not None:
-            skipped_layers.check()
+            model = load(source, plan.config, skipped_layers, progress)
+        skipped_layers.check()
         report, before = report_of(model), stored_bytes(source, model)
-        saved = save_pretrained(model, target, layout=plan.layout)
+        plan, saved = plan.saved(model, target)
     except (ValueError, FileNotFoundError) as error:
         raise WrongInput(str(error)) from error
-    copy_the_rest(source, target)
+    files = copy_the_rest(source, target)
     command = " ".join(
         ["ao-lab quantize --config", name, *([f"--activation {activation}"] if activation else [])]
         + [f"--option {option}" for option in options]
@@ -82,8 +80,10 @@ def run_quantize(
         + ([f"--sparsity {sparsity}"] if sparsity else [])
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
-    told = plan.told(saved.limits)
-    write_card(target, base_model=str(source), command=command, notes=(*plan.changes, *saved.limits))
+    told = {**plan.told(saved.limits), "files": files}
+    write_card(
+        target, base_model=str(source), command=command, notes=(*plan.reasons, *plan.changes, *saved.limits)
+    )
     show(report, saved, before, skipped_layers, told, as_json)
 
 
@@ -191,26 +191,44 @@ def stored_bytes(source: Path, model: Any) -> int:
 
 
 class SkippedLayers:
-    """A filter of linear layers and batched experts but those that are named, or end in .NAME; it remembers which names were
-    met. Routers stay dense."""
+    """A filter of linear layers and batched experts but those that `--skip` names; it remembers which names were met. Routers
+    stay dense.
+
+    A name is that of a layer, of a part of the model that holds it, or the end of either, whole between dots: vision_tower,
+    layers.0, q_proj. "re:" and a regular expression is for whole paths. None: the head, where there is one.
+    """
 
     leaves_routers = True
 
-    def __init__(self, skip: list[str]) -> None:
-        self.skip, self.met = skip, set[str]()
+    def __init__(self, skip: list[str] | None) -> None:
+        from ao_lab.config.fqn import PATTERN, compiled_pattern
+
+        self.given, self.met = skip is not None, set[str]()
+        self.skip = ["lm_head"] if skip is None else skip
+        try:
+            self.patterns = {n: compiled_pattern(n) for n in self.skip if n.startswith(PATTERN)}
+        except ValueError as error:
+            raise WrongInput(f"--skip: {str(error).removeprefix('FqnToConfig: ')}") from error
 
     def __call__(self, module: Any, path: str) -> bool:
         """Whether a module is to be quantized."""
         from ao_lab.quantization.modules import linear_and_experts
 
-        found = [name for name in self.skip if f".{path}".endswith(f".{name}")]
+        found = self.names(path)
         self.met.update(found)
         return linear_and_experts(module, path) and not found
 
+    def names(self, path: str) -> list[str]:
+        """Which of --skip name a module."""
+        return [
+            name
+            for name in self.skip
+            if (self.patterns[name].fullmatch(path) if name in self.patterns else f".{name}." in f".{path}.")
+        ]
+
     def told(self, layer: Layer) -> str:
         """A report's reason in the words of the command line."""
-        path = layer.name.rpartition(".")[0]
-        skipped = [name for name in self.skip if f".{path}".endswith(f".{name}")]
+        skipped = self.names(layer.name.rpartition(".")[0])
         kinds = "only linear layers and experts are quantized"
         refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: {kinds}"
         return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
@@ -218,16 +236,12 @@ class SkippedLayers:
         )
 
     def check(self) -> None:
-        """WrongInput for names that no layer has."""
-        if missing := [name for name in self.skip if name not in self.met]:
-            raise WrongInput(f"--skip {', '.join(missing)}: no layer is called that, or ends so")
-
-
-def copy_the_rest(source: Path, target: Path) -> None:
-    """Tokenizer, generation settings and whatever else lies beside the weights."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(REMADE) and not (target / file.name).exists():
-            shutil.copyfile(file, target / file.name)
+        """WrongInput for names that were given and that no layer has."""
+        missing = [name for name in self.skip if name not in self.met]
+        if self.given and missing:
+            raise WrongInput(
+                f"--skip {', '.join(missing)}: no layer is called that, or lies in what is called so"
+            )
 
 
 def show(

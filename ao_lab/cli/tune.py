@@ -110,7 +110,7 @@ def check_before(folder: Path, wanted: Wanted, device: torch.device) -> None:
 
 def prepared(folder: Path, wanted: Wanted, device: torch.device) -> nn.Module:
     """The model as it is tuned."""
-    skipped = SkippedLayers(["lm_head"] if wanted.skip is None else wanted.skip)
+    skipped = SkippedLayers(wanted.skip)
     if wanted.recipe is not None:
         model = dense_model(folder, str(device))
         routing = routers(model)
@@ -125,8 +125,7 @@ def prepared(folder: Path, wanted: Wanted, device: torch.device) -> nn.Module:
         model = loaded(folder, config, skipped, None).to(device)
     else:
         return load_pretrained(folder).to(device).requires_grad_(False)
-    if wanted.skip is not None:
-        skipped.check()
+    skipped.check()
     return model if wanted.recipe is not None else model.requires_grad_(False)
 
 

@@ -84,7 +84,7 @@ def refusal(model: nn.Module, name: str, t: QuantizedTensor) -> str | None:
     if t.recipe.activation is not None:
         return f"{name}: transformers reads experts as dense weights and quantizes none of their inputs"
     if t.meta.transposed or t.meta.axis != -1 or t.meta.layout != "plain":
-        return f"{name} is stored (experts, in, out), compressed-tensors holds (out, in)"
+        return f"{name}: experts are stored as (experts, in, out), and compressed-tensors holds (out, in)"
     if not read_while_loading(t.recipe):
         return (
             f"{name}: transformers does not read experts in {t.recipe.weight.name} (it does in symmetric integers, in MXFP4, "
@@ -128,7 +128,7 @@ def as_expert(read: Reading, t: QuantizedTensor) -> Reading:
     """
     scale = read.tensors["weight_scale"]
     cast = scale.to(t.dtype)
-    if scale.dtype != torch.float32 or not torch.equal(cast.to(scale.dtype), scale):
+    if t.is_meta or scale.dtype != torch.float32 or not torch.equal(cast.to(scale.dtype), scale):
         return read
     return replace(read, tensors={**read.tensors, "weight_scale": cast})
 

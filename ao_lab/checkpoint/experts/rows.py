@@ -60,6 +60,8 @@ def gathered(load: Callable[[int], QuantizedTensor], numbers: torch.Tensor) -> Q
             mine = wanted // STEP == index
             if name not in parts:
                 parts[name] = part.new_empty((len(wanted), *part.shape[1:]))
+            if part.is_meta:
+                continue
             _indexable(parts[name])[mine] = _indexable(part)[(wanted[mine] % STEP) // step]
     if meta is None:
         raise ValueError("there are no rows")

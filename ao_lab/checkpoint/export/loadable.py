@@ -1,13 +1,14 @@
 """Whether transformers can load a model whose linear weights lie in compressed-tensors' formats: some classes cannot.
 
-While it loads, transformers runs a class's `_init_weights` and looks up tied parameters. Packed formats have no parameter
-`weight` then, and tied weights are compared with their partner: classes that ask for either fail in `from_pretrained`. Both
-are tried here on a model of the class without memory.
+While it loads, transformers runs `_init_weights` and looks up tied parameters. Packed formats have no parameter `weight`
+then, and tied weights are compared with their partner: classes that ask for either fail in `from_pretrained`. Both are tried
+here on a model of the class without memory. Modules are initialized by the model of transformers that they lie in, a vision
+tower's for instance, and not by the outermost one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -41,16 +42,26 @@ def _initialized(skeleton: Any, packed: Collection[str]) -> list[str]:
     """Modules whose initialization asks for weights that packed formats do not have."""
     for path in packed:
         skeleton.get_submodule(path)._parameters.pop("weight", None)
-    found = []
-    for name, module in skeleton.named_modules():
+    found: dict[str, str] = {}
+    for owner, model, name, module in _owned("", skeleton, "", skeleton):
         try:
-            skeleton._init_weights(module)
+            model._init_weights(module)
         except AttributeError:
-            kind = type(module).__name__
-            found.append(
-                f"{name or 'the model'}: a {kind} is initialized by weights that packed formats lack, {WHY}"
-            )
-    return found
+            # Of a nested model its name says most, once: it is what can be left dense.
+            kind = f"{type(model).__name__} initializes a {type(module).__name__}" if owner else ""
+            told = kind or f"a {type(module).__name__} is initialized"
+            place = owner or name or "the model"
+            found.setdefault(place, f"{place}: {told} by weights that packed formats lack, {WHY}")
+    return list(found.values())
+
+
+def _owned(owner: str, model: Any, path: str, module: nn.Module) -> Iterator[tuple[str, Any, str, nn.Module]]:
+    """Of a module and all in it: path and model of transformers that initializes it, its own path, and itself."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        nested = hasattr(child, "_init_weights") and hasattr(child, "_initialize_weights")
+        yield from _owned(*((inner, child) if nested else (owner, model)), inner, child)
+    yield owner, model, path, module
 
 
 __all__ = ["unsupported_reasons"]

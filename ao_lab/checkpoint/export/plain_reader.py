@@ -68,7 +68,8 @@ class Reading:
 def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     """How a linear layer's weight is written for a model that is read in `dtype` (None: the weight's own).
 
-    ValueError where compressed-tensors cannot say what the layer computes, however the folder is read.
+    ValueError where compressed-tensors cannot say what the layer computes, however the folder is read. Of a weight on the meta
+    device the rules alone are looked at, not what rounding does to its values.
     """
     dtype = dtype or t.dtype
     if isinstance(t, SparseQuantizedTensor):
@@ -81,8 +82,11 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     check_recipe(t.recipe)
     _check_groups(t)
     if (reason := unread_zero_points(t.recipe, tuple(t.shape))) is not None:
-        raise ValueError(f"{t!r}: {reason}; {WAY_OUT}")
+        raise ValueError(f"{reason}; {WAY_OUT}")
     tensors = _tensors(export, t, torch.bfloat16 if made_in_bfloat16(t.scheme) else t.dtype)
+    if t.is_meta:
+        lost = _loading(t, dtype)
+        return Reading(export.name, tensors, not lost, tuple(lost), t.zero is not None and export is PACKED)
     rounded = _scales(export, tensors, t, dtype)
     lost = [*_loading(t, dtype), *rounded, *_static(t, dtype)]
     wanted = _wants_dequantizing(export, tensors, t, dtype, bool(rounded))
@@ -93,7 +97,7 @@ def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
     """The tensors that stand for a weight; ValueError where no reader would get its values."""
     q, wanted = t.quantized, t.dequantize(dtype)
     for tensors in variants(export.write(q)):
-        if same_bits(value_read(export, tensors, q, dtype), wanted):
+        if t.is_meta or same_bits(value_read(export, tensors, q, dtype), wanted):
             static = {} if t.input_scale is None else {"input_scale": t.input_scale.reshape(1)}
             return {**tensors, **static}
     raise ValueError(
@@ -126,7 +130,7 @@ def _check_groups(t: QuantizedTensor) -> None:
     scheme = t.recipe.activation
     group, length = 1 if scheme is None else scheme.scale.block, t.shape[-1]
     if isinstance(group, int) and group > 0 and length % group:
-        raise ValueError(f"{t!r}: readers want inputs in whole groups of {group}, and rows have {length}")
+        raise ValueError(f"readers want inputs in whole groups of {group}, and rows have {length}")
 
 
 def unread_zero_points(recipe: Recipe, shape: tuple[int, ...]) -> str | None:

@@ -8,6 +8,8 @@ import torch
 
 from ao_lab import QuantizedTensor, load_pretrained
 from ao_lab.cli.app import main
+from ao_lab.cli.quantize import SkippedLayers, config_of
+from ao_lab.cli.terminal.output import WrongInput
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -138,10 +140,9 @@ def test_weights_and_inputs(folder, tmp_path):
         (["--config", "mxfp4", "--skip", "nowhere"], "--skip nowhere: no layer is called that"),
         (["--config", "Int8WeightOnlyConfig", "--option", "granularity=PerGroup"], "PerGroup(64)"),
         (["--config", "Int4WeightOnlyConfig", "--option", "group_size=96"], "none of them can be changed"),
-        (["--config", "nf4"], "compressed-tensors has no format for nf4"),
-        (["--config", "NF4WeightOnlyConfig"], "give --layout ao_lab"),
-        (["--config", "nf4", "--layout", "compressed-tensors"], "give --layout ao_lab"),
-        (["--config", "nvfp4", "--activation", "nvfp4"], "give --layout ao_lab"),
+        (["--config", "mxfp4", "--skip", "re:("], "--skip: 're:(' is no regular expression"),
+        (["--config", "nf4", "--layout", "compressed-tensors"], "compressed-tensors has no format for nf4"),
+        (["--config", "NF4WeightOnlyConfig", "--layout", "compressed-tensors"], "give --layout ao_lab"),
         (
             ["--config", "Int8DynamicActivationInt8WeightConfig", "--layout", "compressed-tensors"],
             "--layout auto takes what readers compute",
@@ -161,7 +162,7 @@ def test_wrong_input_is_one_line(capsys, folder, tmp_path, arguments, message):
         (["--config", "HfConfig"], "a scheme (ao-lab schemes lists them) or one of", "__init__"),
         (["--config", "Int4WeightOnlyConfig", "--option", "nope=3"], "it has kernel, axis, group_size", "__init__"),
         (["--config", "nf4", "--option", "nope=3"], "has no option nope; it has kernel, axis", "SchemeConfig"),
-        (["--config", "nf4"], "no format for nf4; give --layout ao_lab", "layout='ao_lab'"),
+        (["--config", "nf4", "--layout", "compressed-tensors"], "no format for nf4; give --layout ao_lab", "layout='ao_lab'"),
         (["--config", "nf4", "--layout", "compressed-tensors"], "give --layout ao_lab", "--layout auto"),
         (["--config", "nvfp4", "--activation", "nvfp4", "--layout", "compressed-tensors"], "give --layout ao_lab", "auto"),
         (["--config", "Int8DynamicActivationInt8WeightConfig", "--layout", "compressed-tensors"], "auto", "for_layout("),
@@ -196,7 +197,7 @@ def test_heads_with_few_rows_of_zero_points(capsys, tmp_path, monkeypatch):
     model = transformers.BertForSequenceClassification(config).to(torch.bfloat16)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(tmp_path / "bert")
-    monkeypatch.setattr("ao_lab.quantization.api.quantized_by_rows", None)  # no weight is quantized
+    monkeypatch.setattr("ao_lab.cli.quantize.loaded", None)  # no weight is read
     given = [
         "--config",
         "Int4WeightOnlyConfig",
@@ -207,7 +208,8 @@ def test_heads_with_few_rows_of_zero_points(capsys, tmp_path, monkeypatch):
     ]
     code, err = complaint(capsys, tmp_path / "bert", tmp_path / "out", *given)
     assert code == 2
-    assert "classifier: compressed-tensors 0.20 cannot read the packed zero points of 2 rows" in err
+    assert "classifier.weight: compressed-tensors 0.20 cannot read the packed zero points of 2 rows" in err
+    assert "--skip classifier leaves what is in the way in high precision" in err
     assert err.count("--layout ao_lab") == 1
 
 
@@ -322,29 +324,143 @@ def test_zero_points_by_name_and_their_limit(capsys, folder, tmp_path):
     assert torch.equal(theirs(TOKENS).logits, load_pretrained(where)(TOKENS).logits)
 
 
-def test_layers_that_the_layout_lacks_stop_the_work_before_it_begins(capsys, tmp_path, monkeypatch):
-    """GPT-2's Conv1D; MX weights of a model that is saved in float32."""
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+SEEN = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+#: Models of which compressed-tensors cannot hold a layer: class, configuration, dtype.
+LACKING = {
+    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}, "float32"),
+    "llama": ("LlamaForCausalLM", SIZES, "float32"),
+    "experts": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}, "bfloat16"),
+    "vit": ("ViTForImageClassification", {**SEEN, "patch_size": 14}, "bfloat16"),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": SIZES, "vision_config": {**SEEN, "patch_size": 14}, "mm_tokens_per_image": 4},
+        "bfloat16",
+    ),
+}  # fmt: skip
+#: Of each, a configuration that it cannot hold, the reason, and what to leave out.
+REASONS = [
+    ("gpt2", "Int8WeightOnlyConfig", "transformer.h.0.attn.c_attn.weight: it is no weight of nn.Linear", ""),
+    ("llama", "mxfp4", "in bfloat16, and the model is saved in float32", ""),
+    ("experts", "Float8DynamicActivationFloat8WeightConfig", "quantizes none of their inputs", "--skip experts"),
+    ("vit", "Int8DynamicActivationInt8WeightConfig", "classifier: its inputs have two axes", "--skip classifier"),
+    ("gemma3", "Int8WeightOnlyConfig", "SiglipVisionModel initializes a Linear by weights", "--skip model.vision_tower"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory):
+    """Folders of these models."""
+    root = tmp_path_factory.mktemp("lacking")
     transformers.utils.logging.disable_progress_bar()
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )  # fmt: skip
-    model.save_pretrained(tmp_path / "llama")
-    with monkeypatch.context() as patch:
-        patch.setattr("ao_lab.quantization.api.quantized_by_rows", None)  # no weight is quantized
-        for name, config, message in (
-            ("gpt2", "Int8WeightOnlyConfig", "compressed-tensors holds nn.Linear, and this is a Conv1D"),
-            ("llama", "mxfp4", "in bfloat16, and the model is saved in float32"),
-        ):
-            code, err = complaint(capsys, tmp_path / name, tmp_path / "out", "--config", config)
-            assert code == 2
-            assert message in err
-            assert "give --layout ao_lab" in err
-            assert ", or;" not in err
-            assert not (tmp_path / "out").exists()
-    given = ["--config", "Int8WeightOnlyConfig", "--layout", "ao_lab"]
-    assert quantized_json(capsys, tmp_path / "gpt2", tmp_path / "out", *given)["layout"] == "ao_lab"
+    for name, (kind, fields, dtype) in LACKING.items():
+        kind = getattr(transformers, kind)
+        torch.manual_seed(0)
+        kind(kind.config_class(**fields)).to(getattr(torch, dtype)).save_pretrained(root / name)
+    return root
+
+
+@pytest.mark.parametrize(("name", "config", "reason", "skip"), REASONS)
+def test_layers_that_the_layout_lacks_stop_the_work_before_it_begins(
+    capsys, lacking, tmp_path, monkeypatch, name, config, reason, skip
+):
+    """The named layout is refused, before a weight is read, in the words of the command."""
+    monkeypatch.setattr("ao_lab.cli.quantize.loaded", None)  # no weight is read
+    # As "auto" changes them: what is left is the layer's.
+    monkeypatch.setattr(
+        "ao_lab.cli.quantize.config_of", lambda *given: config_of(*given).for_layout("compressed-tensors")
+    )
+    given = ["--config", config, "--layout", "compressed-tensors"]
+    code, err = complaint(capsys, lacking / name, tmp_path / "out", *given)
+    assert code == 2
+    assert reason in err
+    assert err.count("--layout ao_lab") == 1
+    assert not any(python in err for python in ("for_layout", "layout=", "PerTensor,", "QuantizedTensor("))
+    assert skip in err
+    assert ("--skip" in err) == bool(skip)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "reason", "skip"),
+    [pytest.param(*one, marks=() if one[0] == "gemma3" else pytest.mark.nightly) for one in REASONS],
+)
+def test_such_models_go_into_our_layout_or_leave_the_layers_out(
+    capsys, lacking, tmp_path, name, config, reason, skip
+):
+    made = quantized_json(capsys, lacking / name, tmp_path / "out", "--config", config)
+    assert (made["layout"], made["changes"]) == ("ao_lab", [])
+    assert reason in made["reasons"][0]
+    assert ("--skip" in made["reasons"][0]) == bool(skip)
+    assert reason in (tmp_path / "out" / "README.md").read_text()
+    load_pretrained(tmp_path / "out")
+    if not skip:
+        return
+    more = made["reasons"][0].partition("; --skip ")[2].partition(" leaves")[0]
+    given = ["--config", config, *f"--skip {more}".split()]
+    made = quantized_json(capsys, lacking / name, tmp_path / "plain", *given)
+    assert (made["layout"], made["reasons"]) == ("compressed-tensors", [])
+    getattr(transformers, LACKING[name][0]).from_pretrained(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("skip", "named"),
+    [
+        ("vision_tower", [0, 1]),
+        ("model.vision_tower", [0, 1]),
+        ("re:.*vision_tower.*", [0, 1]),
+        ("re:.*fc1", [0]),
+        ("layers.0", [0, 1, 2]),
+        ("language_model.layers.0", [2]),
+        ("q_proj", [1, 2]),
+        ("lm_head", [3]),
+    ],
+)
+def test_parts_of_a_model_are_left_out(skip, named):
+    paths = [
+        "model.vision_tower.layers.0.mlp.fc1",
+        "model.vision_tower.layers.0.self_attn.q_proj",
+        "model.language_model.layers.0.self_attn.q_proj",
+        "lm_head",
+    ]
+    layer = torch.nn.Linear(2, 2)
+    for skipped in (SkippedLayers([skip]), SkippedLayers([skip, "nowhere"])):
+        assert [i for i, path in enumerate(paths) if not skipped(layer, path)] == named
+    with pytest.raises(WrongInput, match="--skip nowhere: no layer is called that"):
+        skipped.check()
+    assert all(SkippedLayers(["vision"])(layer, path) for path in paths)
+
+
+def test_what_no_format_is_like_goes_into_our_layout(capsys, folder, tmp_path):
+    """As save_pretrained does, with the reason."""
+    for name, config in (("a", ["nf4"]), ("b", ["nvfp4", "--activation", "nvfp4"])):
+        made = quantized_json(capsys, folder, tmp_path / name, "--config", *config)
+        assert (made["layout"], made["changes"]) == ("ao_lab", [])
+        assert "nvfp4" in made["reasons"][0] or "no format for nf4" in made["reasons"][0]
+        load_pretrained(tmp_path / name)
+
+
+def test_values_that_the_layout_lacks_are_not_lost(capsys, folder, tmp_path):
+    """NaN in a row, which no reader of packed integers has: the model goes into our layout after all, or is refused by name."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    made = quantized_json(capsys, tmp_path / "in", tmp_path / "a", "--config", "Int8WeightOnlyConfig")
+    assert made["layout"] == "ao_lab"
+    assert "up_proj" in made["reasons"][0]
+    given = ["--config", "int8_rowwise_cast", "--layout", "compressed-tensors"]
+    code, err = complaint(capsys, tmp_path / "in", tmp_path / "b", *given)
+    assert (code, err.count("--layout ao_lab"), "for_layout" in err) == (2, 1, False)

@@ -23,7 +23,14 @@ T5 = {
     "num_heads": 2,
     "decoder_start_token_id": 0,
 }
+SEEN = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODELS = {
+    # Its vision tower is a model of transformers of its own, which initializes its layers.
+    "Gemma3ForConditionalGeneration": lambda: transformers.Gemma3Config(
+        text_config={**SEEN, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 32},
+        vision_config={**SEEN, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    ),
     "T5ForConditionalGeneration": lambda: transformers.T5Config(**T5),
     "FalconForCausalLM": lambda: transformers.FalconConfig(
         vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2
@@ -36,6 +43,8 @@ FAILS = {
     ("T5ForConditionalGeneration", "int8_rowwise_cast", True), ("T5ForConditionalGeneration", "int8_rowwise_cast", False),
     ("T5ForConditionalGeneration", "fp8_rowwise_cast", True),
     ("FalconForCausalLM", "int8_rowwise_cast", True), ("FalconForCausalLM", "int8_rowwise_cast", False),
+    ("Gemma3ForConditionalGeneration", "int8_rowwise_cast", True),
+    ("Gemma3ForConditionalGeneration", "int8_rowwise_cast", False),
 }  # fmt: skip
 
 
