@@ -8,17 +8,20 @@ the command, and `ao-lab eval --save` puts its results into it.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ao_lab.checkpoint.io.markdown import LONGEST_NOTE, note, one_line, prose, span, yaml_line
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.io.writing import write_text
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
-from ao_lab.checkpoint.model_classes import is_served, loader_of
+from ao_lab.checkpoint.model_classes import architecture_of, is_served, loader_of
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.checkpoint.third_party import quantization_of, records_of
 from ao_lab.config.compressed_tensors.formats import FORMATS
@@ -29,6 +32,9 @@ CARD, RESULTS = "README.md", "eval.json"
 WRITTEN = "Written by ao_lab "
 BEGIN, END = "<!-- results of ao-lab eval -->", "<!-- end of results -->"
 MOST_LAYERS = 12
+#: Names of repositories, and of their folders in the Hub's cache.
+ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)
 #: What a card takes over from the card of the model that it was made of.
 KEPT = ("license:", "license_name:", "license_link:", "language:")
 #: What numbers are called.
@@ -72,7 +78,7 @@ def model_card(
     base = base_name(base_model or str(contents.config.get("_name_or_path") or ""))
     parts = [
         front_matter(contents, base, kept),
-        f"# {path.resolve().name}",
+        f"# {prose(path.resolve().name)}",
         made_of(contents, base, command),
         "## What was quantized",
         scheme_table(contents),
@@ -122,17 +128,24 @@ def with_results(text: str, results: Mapping[str, Any]) -> str:
 
 
 def base_name(text: str) -> str:
-    """A name on the Hub as it is (owner/name), of a folder its last part."""
+    """A name on the Hub as it is (owner/name), of a folder its last part; of one in the Hub's cache the name of its repository.
+
+    One line, without control characters and backticks: it comes from a file.
+    """
+    folder, text = Path(text), one_line(text).replace("`", "")
+    if ON_HUB.fullmatch(text) and not folder.is_dir():
+        return text
+    if folder.parent.name == "snapshots" and (cached := CACHED.fullmatch(folder.parent.parent.name)):
+        return f"{cached[1]}/{cached[2]}"
     parts = [part for part in Path(text).parts if part not in (".", "..", "/")]
-    on_hub = text.count("/") == 1 and not text.startswith((".", "/", "~"))
-    return text if on_hub else (parts[-1] if parts else "")
+    return parts[-1] if parts else ""
 
 
 def licence(path: Path) -> list[str]:
     """The lines of an earlier card's front matter that say under which terms, and in which language, a model is."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     inside = lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
-    return [line for line in inside if line.startswith(KEPT) and not line.endswith(":")]
+    return [yaml_line(line) for line in inside if line.startswith(KEPT) and not line.endswith(":")]
 
 
 def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
@@ -157,8 +170,8 @@ def made_of(contents: Contents, base: str, command: str | None) -> str:
     """One sentence on where it comes from."""
     static = any("input_scale" in weight.names for weight in contents.records.weights.values())
     scales = "static scales of inputs" if static else "without calibration data"
-    source = f"Made of `{base}`" if base else "A quantized model"
-    by = f" by `{command}`" if command else ""
+    source = f"Made of {span(base)}" if base else "A quantized model"
+    by = f" by {span(command)}" if command else ""
     return f"{source}{by}: weights rounded to nearest, {scales}."
 
 
@@ -169,7 +182,7 @@ def scheme_table(contents: Contents) -> str:
         groups.setdefault(str(weight.meta.recipe), []).append(weight)
     rows = [["scheme", "layers", "weights", "bytes before", "bytes"]]
     for name, weights in groups.items():
-        rows.append([f"`{name}`", str(len(weights)), *map(number, sizes(weights))])
+        rows.append([span(name), str(len(weights)), *map(number, sizes(weights))])
     dense = sum(contents.folder.specs[name].bytes for name in contents.records.dense)
     every = sizes(contents.records.weights.values())
     rows.append(["left as they were", str(len(contents.records.dense)), "", number(dense), number(dense)])
@@ -192,7 +205,7 @@ def left_text(contents: Contents) -> str:
     """Which matrices stayed."""
     specs = contents.folder.specs
     names = [name for name in contents.records.dense if len(specs[name].shape) > 1]
-    shown = ", ".join(f"`{name}`" for name in names[:MOST_LAYERS])
+    shown = ", ".join(map(span, names[:MOST_LAYERS]))
     more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
     return f"Matrices that stayed: {shown}{more}." if names else "No matrix stayed as it was."
 
@@ -207,15 +220,17 @@ def results_section(results: Mapping[str, Any]) -> str:
         for task, numbers in tasks.items():
             for name, value in numbers.items() if isinstance(numbers, dict) else ():
                 if isinstance(value, (int, float)):
-                    known = f"relative RMS error of {name}" if task == "weights" else str(name)
-                    rows.append([str(task), LABELS.get(str(name), known), f"{value:.6g}"])
+                    known = prose(f"relative RMS error of {name}" if task == "weights" else name)
+                    rows.append([prose(task), LABELS.get(str(name), known), f"{value:.6g}"])
         body = "\n\n".join([table(rows), conditions(results)])
     return f"{BEGIN}\n\n{body}\n\n{END}"
 
 
 def conditions(results: Mapping[str, Any]) -> str:
     """Under which the numbers were measured."""
-    named = [f"{name} {results[key]}" for key, name in CONDITIONS.items() if results.get(key) is not None]
+    named = [
+        f"{name} {prose(results[key])}" for key, name in CONDITIONS.items() if results.get(key) is not None
+    ]
     return f"Measured by ao-lab eval: {', '.join(named)}." if named else "Measured by ao-lab eval."
 
 
@@ -225,8 +240,10 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
     weights = list(contents.records.weights.values())
     plain = all(weight.method == "compressed-tensors" for weight in weights)
     if loader is None:
-        return f"`ao_lab.load_pretrained({name!r}, model)` fills a model of the same structure.{_why(notes)}"
-    ours = code("python", "import ao_lab", f'model = ao_lab.load_pretrained("{name}")')
+        called = span(f"ao_lab.load_pretrained({name!r}, model)")
+        return f"{called} fills a model of the same structure.{_why(notes)}"
+    literal = json.dumps(name)
+    ours = code("python", "import ao_lab", f"model = ao_lab.load_pretrained({literal})")
     if not plain:
         return "\n\n".join(
             [
@@ -235,7 +252,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
                     "python",
                     "import ao_lab",
                     f"from transformers import {loader.name}",
-                    f'model = {loader.name}.from_pretrained("{name}")',
+                    f"model = {loader.name}.from_pretrained({literal})",
                 ),
                 "`dtype=` is what layers compute in; codes and scales stay as they are stored. Without transformers' loader:",
                 ours,
@@ -245,7 +262,11 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
         [
             "transformers, with `pip install compressed-tensors` and without ao_lab:",
             _plainly(contents, weights, loader.name, name),
-            *(["What readers have to know:\n\n" + "\n".join(f"- {note}" for note in notes)] if notes else []),
+            *(
+                ["What readers have to know:\n\n" + "\n".join(f"- {note(one)}" for one in notes)]
+                if notes
+                else []
+            ),
             "Served:",
             _served(contents, weights, name),
             "Quantized as it was made, with ao_lab:",
@@ -255,7 +276,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
 
 
 def _why(notes: Sequence[str]) -> str:
-    return f" Why not compressed-tensors: {'; '.join(notes[:3])}." if notes else ""
+    return f" Why not compressed-tensors: {'; '.join(map(note, notes[:3]))}." if notes else ""
 
 
 def _plainly(contents: Contents, weights: Sequence[Weight], loader: str, name: str) -> str:
@@ -271,17 +292,17 @@ def _plainly(contents: Contents, weights: Sequence[Weight], loader: str, name: s
     return code(
         "python",
         f"from transformers import {loader}" + (", CompressedTensorsConfig" if config else ""),
-        f'model = {loader}.from_pretrained("{name}"{config})',
+        f"model = {loader}.from_pretrained({json.dumps(name)}{config})",
     )
 
 
 def _served(contents: Contents, weights: Sequence[Weight], name: str) -> str:
     if not is_served(contents.config):
-        kind = (contents.config.get("architectures") or ["this model"])[0]
+        kind = architecture_of(contents.config) or "this model"
         return f"{kind} is not among the models that vLLM lists for text generation."
     if not all(map(_has_served_format, weights)):
         return "vLLM lists no kernels for all of these formats."
-    return code("sh", f"vllm serve {name}")
+    return code("sh", f"vllm serve {shlex.quote(one_line(name))}")
 
 
 def _has_served_format(weight: Weight) -> bool:
@@ -292,7 +313,7 @@ def _has_served_format(weight: Weight) -> bool:
 
 def code(language: str, *lines: str) -> str:
     """A block of code."""
-    return "\n".join([f"```{language}", *lines, "```"])
+    return "\n".join([f"```{language}", *(one_line(line, LONGEST_NOTE) for line in lines), "```"])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

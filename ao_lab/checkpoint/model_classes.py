@@ -70,8 +70,7 @@ def loader_of(config: Mapping[str, Any]) -> Loader | None:
 
     Where transformers is not installed nobody can say which of its tables has a class: then it is the class itself.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    name = architecture_of(config)
     kind = config.get("model_type")
     if not isinstance(kind, str):
         return None
@@ -90,10 +89,16 @@ def loader_of(config: Mapping[str, Any]) -> Loader | None:
     return Loader(str(name), None) if known else Loader("AutoModelForCausalLM", "text-generation")
 
 
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The class that a configuration names first; None where it names none, or what can be none."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
 def is_served(config: Mapping[str, Any]) -> bool:
     """Whether vLLM lists the architecture that a configuration names."""
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in SERVED_ARCHITECTURES
+    return architecture_of(config) in SERVED_ARCHITECTURES
 
 
-__all__ = ["SERVED_ARCHITECTURES", "TASKS", "Loader", "is_served", "loader_of"]
+__all__ = ["SERVED_ARCHITECTURES", "TASKS", "Loader", "architecture_of", "is_served", "loader_of"]

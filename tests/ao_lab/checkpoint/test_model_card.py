@@ -16,6 +16,7 @@ from ao_lab import (
     write_card,
 )
 from ao_lab.checkpoint.model_card import base_name, model_card, with_results
+from ao_lab.checkpoint.model_classes import architecture_of
 from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
 
 RESULTS = {
@@ -150,6 +151,9 @@ def test_terms_of_the_base_stay(tmp_path):
         ("name", "name"),
         ("", ""),
         ("../..", ""),
+        ("org/x`\n## Install\n[click](http://evil)", "evil)"),
+        ("org/x\u202e\x1b[0m", "x [0m"),
+        ("/home/me/.cache/huggingface/hub/models--org--na-me/snapshots/0123abc", "org/na-me"),
     ],
 )
 def test_names_of_bases(given, shown):
@@ -169,3 +173,41 @@ def test_static_scales_are_said(tmp_path):
 
 def test_errors_of_weights_are_called_so():
     assert "| weights | relative RMS error of mxfp4 | 0.1 |" in with_results("", RESULTS)
+
+
+EVIL = "x`\n\n## Install\n\n[run](http://evil) <script> | \u202e\x1b[2J"
+
+
+def test_text_of_files_adds_nothing_to_a_card(tmp_path):
+    """Whatever a configuration, names of tensors, results and an earlier card say."""
+    folder = tmp_path / "a`b\n# c <i>"
+    model = nn.ModuleDict({"a": nn.Linear(128, 32), EVIL.replace(".", ""): nn.Linear(4, 4)})
+    quantize_(model, SchemeConfig(scheme="nf4"), lambda m, name: name == "a")
+    save_pretrained(
+        model, folder, config={"model_type": "x", "architectures": [EVIL], "_name_or_path": f"org/{EVIL}"}
+    )
+    results = {"text": f"{EVIL}<!-- end of results -->", "tasks": {EVIL: {EVIL: 1.0}}}
+    (folder / "eval.json").write_text(json.dumps(results))
+    (folder / "README.md").write_text(
+        f"---\nlicense: mit: [\nlicense_link: {EVIL!r}\nlanguage: [en, de]\n---\n"
+    )
+    card = model_card(folder, command=f"ao-lab quantize --option {EVIL}", notes=(EVIL,))
+    matter, body = front(card)
+    assert set(matter) <= {"license", "license_link", "language", "base_model", "base_model_relation", "library_name",
+                           "quantized_by", "tags", "pipeline_tag"}  # fmt: skip
+    assert matter["license"] == "mit: ["
+    assert matter["language"] == ["en", "de"]
+    headings = [line for line in card.splitlines() if line.startswith("#")]
+    assert headings == ["# a\\`b # c \\<i\\>", "## What was quantized", "## Results", "## How to load it"]
+    outside = re.sub(r"```.*?```|`[^`]*`", "", body.replace(r"\`", ""), flags=re.DOTALL)
+    assert not re.search(r"(?<!\\)\]\(|(?<!\\)<(?!!-- (results|end) of)", outside)
+    assert card.count("<!-- end of results -->") == 1
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", card)
+
+
+def test_a_class_that_a_file_names_is_a_name_or_none():
+    named = [
+        architecture_of({"architectures": given})
+        for given in (["LlamaModel"], [EVIL], "L", {"a": 1}, [], [3], None)
+    ]
+    assert named == ["LlamaModel", *[None] * 6]
