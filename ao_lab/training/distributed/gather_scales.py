@@ -74,7 +74,9 @@ def weight_rows_everywhere(rows: int, ranks: int) -> bool:
 def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
     """What changes with the weight: how often it was written to as the module's parameter, as a shard, and as what files hold.
 
-    Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`.
+    Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
+    write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it) are
+    not seen: `precompute_float8_dynamic_scale_for_fsdp` after them finds the scales again.
     """
     parameter: Any = getattr(module, "weight", None)
     own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1

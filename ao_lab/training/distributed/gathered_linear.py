@@ -83,8 +83,12 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     local = getattr(weight, "_local_tensor", weight)
     if not isinstance(local, CastOnGather):
         return weight.detach()
-    dense = local.dense  # itself: what is written to it counts in its version
-    return dense if local is weight else _distributed(weight, dense)
+    if local is weight:
+        return local.dense  # itself: what is written to it counts in its version
+    # A view of the parameter, whose version it shares: a DTensor writes to its part below the counter of that part.
+    view: Any = weight.detach()
+    view._local_tensor = local.dense
+    return view  # type: ignore[no-any-return]
 
 
 def wrapped(weight: torch.Tensor, scheme: Any) -> torch.Tensor:

@@ -141,10 +141,13 @@ def compare_reductions():
     assert reductions() == 4
     weight = net[0].up.weight
     stored = net.state_dict()["0.up.weight"]
-    for written in (weight, weight.to_local(), stored.to_local()):
+    for written in (weight, weight.to_local(), stored.to_local(), stored, stored.detach(), stored.view(-1)):
         with torch.no_grad():
             written.mul_(2)
-        assert reductions() == 1
+        assert reductions() == 1, type(written)
+    with torch.no_grad():
+        stored.copy_(weight)
+    assert reductions() == 1
     net.load_state_dict(net.state_dict())
     assert reductions() == 4
 
