@@ -130,6 +130,25 @@ def save_pretrained(
     where layout="compressed-tensors" cannot say it. Nothing has been written then. A write that fails (OSError) leaves the
     folder's earlier files as they were.
     """
+    saved = write_model(model, Path(directory), layout, config, max_shard_bytes)
+    if saved.reasons:
+        warnings.warn(_told(saved.reasons), UserWarning, stacklevel=2)
+    return saved
+
+
+def write_model(
+    model: nn.Module,
+    folder: Path,
+    layout: str,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    beside: Mapping[str, torch.Tensor] | None = None,
+) -> Saved:
+    """`save_pretrained` without its warning, and with tensors beside the model's own.
+
+    beside: tensors that belong to its files and that the model has no place for (a head that predicts later tokens). They are
+    stored as they are, and readers of compressed-tensors are told so.
+    """
     choice(layout, LAYOUTS, "layout")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is at least 1, got {max_shard_bytes}")
@@ -143,8 +162,8 @@ def save_pretrained(
     settings = settings_text(model)
     given = dict(config) if config is not None else configuration_of(model)
     stored, reasons = _chosen(model, layout, _dtype_of(given))
+    _keep_beside(stored, beside or {})
     used = stored.config["quant_method"]
-    folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     recipes = [json.loads(text) for text in stored.recipes]
     records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
@@ -160,9 +179,18 @@ def save_pretrained(
     files = [folder / path.name for path in written]
     beside = _beside(folder, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)
-    if reasons:
-        warnings.warn(_told(reasons), UserWarning, stacklevel=2)
     return Saved(used, (*files, folder / CONFIG, *beside), size, tuple(reasons), tuple(stored.limits))
+
+
+def _keep_beside(stored: Stored, beside: Mapping[str, torch.Tensor]) -> None:
+    """Put tensors that are none of the model's beside it; programs that do read them must not take them for quantized ones."""
+    for name, tensor in beside.items():
+        if name in stored.tensors:
+            raise ValueError(f"{name} is a tensor of the model and of its files beside the model; rename one")
+        stored.keep(name, tensor)
+    if "ignore" in stored.config:
+        modules = {name.rpartition(".")[0] for name, t in beside.items() if t.dim() > 1}
+        stored.config = {**stored.config, "ignore": sorted({*stored.config["ignore"], *modules})}
 
 
 def _chosen(model: nn.Module, layout: str, dtype: torch.dtype | None) -> tuple[Stored, list[str]]:
@@ -200,7 +228,7 @@ def obstacles(model: nn.Module) -> list[str]:
     return reasons
 
 
-def _told(reasons: list[str]) -> str:
+def _told(reasons: Sequence[str]) -> str:
     """What a user has to know of a folder that is not in compressed-tensors' layout."""
     more = f"; and {len(reasons) - 2} reasons more" if len(reasons) > 2 else ""
     return (
@@ -422,4 +450,12 @@ def _place(value: torch.Tensor) -> tuple[Any, ...]:
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
 
 
-__all__ = ["OURS", "Saved", "check_configuration", "load_pretrained", "obstacles", "save_pretrained"]
+__all__ = [
+    "OURS",
+    "Saved",
+    "check_configuration",
+    "load_pretrained",
+    "obstacles",
+    "save_pretrained",
+    "write_model",
+]

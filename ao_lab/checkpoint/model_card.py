@@ -24,7 +24,9 @@ from ao_lab.checkpoint.model_builder import CONFIG, configuration
 from ao_lab.checkpoint.model_classes import architecture_of, is_served, loader_of
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.checkpoint.third_party import quantization_of, records_of
+from ao_lab.config.compressed_tensors.common_names import common_name, element_name, short_name
 from ao_lab.config.compressed_tensors.formats import FORMATS
+from ao_lab.config.recipe import Recipe
 from ao_lab.install.version import __version__
 
 CARD, RESULTS = "README.md", "eval.json"
@@ -45,6 +47,11 @@ LABELS = {
     "base_token_perplexity": "perplexity per token of the base model",
 }  # fmt: skip
 
+#: What plain readers do with packed weights.
+PLAIN_SPEED = (
+    "transformers makes dense weights while it loads, or at the first forward pass: the files are smaller, the running model "
+    "there is neither smaller nor faster. Programs with kernels for the format, as vLLM, multiply what is stored."
+)
 CONDITIONS = {"text": "text", "tokens": "predicted tokens", "device": "device", "against": "base model"}
 
 
@@ -64,17 +71,21 @@ def model_card(
     base_model: str | None = None,
     command: str | None = None,
     notes: Sequence[str] = (),
+    beside: Sequence[str] = (),
+    base_folder: Path | None = None,
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
     base_model: what it was made of (a name on the Hub, or a folder, of which only the last part is shown); by default what
-    config.json remembers. command: how it was made. notes: why it is not in compressed-tensors' layout.
+    config.json remembers. command: how it was made. notes: why it is not in compressed-tensors' layout, or what its readers
+    have to know. beside: sentences on tensors that are none of the model's. base_folder: the folder that it was made of, whose
+    card says the licence where this folder's does not.
     """
     path = Path(folder)
     found = look_at(path)
     results = read_object(path / RESULTS, nonfinite=True) if (path / RESULTS).is_file() else {}
     contents = Contents(found, records_of(found), configuration(path), results)
-    kept = licence(path / CARD)
+    kept = licence(path / CARD) or ([] if base_folder is None else licence(base_folder / CARD))
     base = base_name(base_model or str(contents.config.get("_name_or_path") or ""))
     parts = [
         front_matter(contents, base, kept),
@@ -83,6 +94,7 @@ def model_card(
         "## What was quantized",
         scheme_table(contents),
         left_text(contents),
+        *(f"{note(sentence)}." for sentence in beside),
         "## Results",
         results_section(contents.results),
         "## How to load it",
@@ -98,10 +110,19 @@ def write_card(
     base_model: str | None = None,
     command: str | None = None,
     notes: Sequence[str] = (),
+    beside: Sequence[str] = (),
+    base_folder: Path | None = None,
 ) -> Path:
     """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
     path = Path(folder) / CARD
-    write_text(path, model_card(folder, base_model=base_model, command=command, notes=notes))
+    given = {
+        "base_model": base_model,
+        "command": command,
+        "notes": notes,
+        "beside": beside,
+        "base_folder": base_folder,
+    }
+    write_text(path, model_card(folder, **given))
     return path
 
 
@@ -152,18 +173,24 @@ def front_matter(contents: Contents, base: str, kept: Sequence[str]) -> str:
     """What the Hub reads. Values are JSON, which is YAML."""
     weights = contents.records.weights.values()
     methods, schemes = {w.method for w in weights}, {w.meta.recipe.weight.name for w in weights}
+    common = {name(w.meta.recipe).lower() for w in weights for name in (short_name, _element)}
     fields: dict[str, Any] = {"base_model": base} if base else {}
     fields |= {"base_model_relation": "quantized"} if base else {}
     fields |= {
         "library_name": "transformers" if "compressed-tensors" in methods else "ao_lab",
         "quantized_by": f"ao_lab {__version__}",
-        "tags": ["quantized", *sorted({*methods, "ao_lab"}), *sorted(schemes)],
+        "tags": ["quantized", *sorted({*methods, "ao_lab"}), *sorted(common | schemes)],
     }
     loader = loader_of(contents.config)
     if loader is not None and loader.task is not None:
         fields["pipeline_tag"] = loader.task
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
     return "\n".join(["---", *kept, *lines, "---"])
+
+
+def _element(recipe: Recipe) -> str:
+    """INT4, FP8, MXFP4 ... without its exponent bits."""
+    return element_name(recipe.weight).partition(" ")[0]
 
 
 def made_of(contents: Contents, base: str, command: str | None) -> str:
@@ -182,7 +209,8 @@ def scheme_table(contents: Contents) -> str:
         groups.setdefault(str(weight.meta.recipe), []).append(weight)
     rows = [["scheme", "layers", "weights", "bytes before", "bytes"]]
     for name, weights in groups.items():
-        rows.append([span(name), str(len(weights)), *map(number, sizes(weights))])
+        known = prose(common_name(weights[0].meta.recipe))
+        rows.append([f"{known}: {span(name)}", str(len(weights)), *map(number, sizes(weights))])
     dense = sum(contents.folder.specs[name].bytes for name in contents.records.dense)
     every = sizes(contents.records.weights.values())
     rows.append(["left as they were", str(len(contents.records.dense)), "", number(dense), number(dense)])
@@ -262,6 +290,7 @@ def loading(contents: Contents, name: str, notes: Sequence[str]) -> str:
         [
             "transformers, with `pip install compressed-tensors` and without ao_lab:",
             _plainly(contents, weights, loader.name, name),
+            PLAIN_SPEED,
             *(
                 ["What readers have to know:\n\n" + "\n".join(f"- {note(one)}" for one in notes)]
                 if notes

@@ -10,7 +10,7 @@ Layers are looked at without their weights: the model is built and quantized on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,19 +75,24 @@ class SelectedLayout:
         given = self.config if self.given is None else self.given
         return replace(self, layout=OWN, config=given, changes=(), reasons=(*self.reasons, reason))
 
-    def saved(self, model: nn.Module, target: Path) -> tuple[SelectedLayout, Saved]:
-        """What was written, and in which layout: values may be none that compressed-tensors has (NaN, extreme scales)."""
-        from ao_lab.checkpoint.api import save_pretrained
+    def saved(
+        self, model: nn.Module, target: Path, beside: Mapping[str, Any] | None = None
+    ) -> tuple[SelectedLayout, Saved]:
+        """What was written, and in which layout: values may be none that compressed-tensors has (NaN, extreme scales).
+
+        `beside`: tensors of the model's files that transformers does not load.
+        """
+        from ao_lab.checkpoint.api import write_model
 
         try:
-            return self, save_pretrained(model, target, layout=self.layout)
+            return self, write_model(model, target, self.layout, beside=beside)
         except ValueError as error:
             if self.layout == OWN:
                 raise
             if self.given is None:
                 raise ValueError(f"{plain(str(error))}; {ASK}") from error
             own = replace(self, layout=OWN, reasons=(*self.reasons, plain(str(error))))
-            return own, save_pretrained(model, target, layout=OWN)
+            return own, write_model(model, target, OWN, beside=beside)
 
     def told(self, limits: Sequence[str]) -> dict[str, Any]:
         """What is to be known of the folder."""
@@ -187,7 +192,7 @@ def say(told: dict[str, Any]) -> None:
     out.print(f"layout: {told['layout']}; {told['readers']}", markup=False)
     for line in told["reasons"]:
         out.print(f"  not in compressed-tensors: {line}", markup=False)
-    for kind in ("changes", "limits", "files"):
+    for kind in ("changes", "limits", "tensors", "files"):
         for line in told.get(kind, ()):
             out.print(f"  {line}", markup=False)
     if told["changes"] and told["layout"] != OWN:

@@ -105,6 +105,25 @@ def _sorted(
     return renamed, groups
 
 
+def unused_names(folder: Folder, model: nn.Module) -> tuple[list[str], list[str]]:
+    """Tensors of a folder that a model of transformers has no place for: those that its class says files may have beside it
+    (layers that predict later tokens, for instance), and others. Neither for models that are not transformers'."""
+    mapping = mapping_of(model)
+    if mapping is None:
+        return [], []
+    state = model.state_dict(keep_vars=True)
+    renamed, _ = _sorted(folder.specs, state, mapping, str(model.base_model_prefix))
+    unused = {old: new for old, new in renamed.items() if new not in state}
+    beside = _beside(unused, model)
+    return [old for old in unused if old in beside], [old for old in unused if old not in beside]
+
+
+def _beside(names: Mapping[str, str], model: Any) -> set[str]:
+    """Those of these names (the files', and what becomes of each) that a model's class ignores in files."""
+    patterns = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    return {old for old, new in names.items() if any(p.search(key) for p in patterns for key in (new, old))}
+
+
 def _joined(
     first: str, group: Group, sources: Mapping[str, Weight | Computed], model: nn.Module
 ) -> dict[str, Weight | Computed]:
@@ -187,15 +206,10 @@ def _through(group: Group, first: str, tensors: list[torch.Tensor], model: Any) 
 def _without_ignored(
     result: dict[str, Weight | Computed], renamed: Mapping[str, str], state: Mapping[str, Any], model: Any
 ) -> tuple[dict[str, str], dict[str, Weight | Computed]]:
-    """What the model's class says that files may have beside it (layers that predict later tokens, for instance), apart."""
-    patterns = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    """What the model's class says that files may have beside it, apart."""
     before = {new: old for old, new in renamed.items()}
-    gone = {
-        name
-        for name in result
-        if name not in state
-        and any(p.search(key) for p in patterns for key in (name, before.get(name, name)))
-    }
+    unused = {before.get(name, name): name for name in result if name not in state}
+    gone = {unused[old] for old in _beside(unused, model)}
     left = dict.fromkeys((full for name in gone for full in result[name].names.values()), IGNORED)
     return left, {name: one for name, one in result.items() if name not in gone}
 
@@ -230,4 +244,4 @@ def _itself(tensors: Tensors) -> torch.Tensor:
     return tensors[""]
 
 
-__all__ = ["converted", "mapping_of"]
+__all__ = ["converted", "mapping_of", "unused_names"]

@@ -222,11 +222,12 @@ def _notes(tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str
     scheme = t.recipe.activation
     if scheme is not None:
         notes.append(
-            "inputs: with dequantize=True transformers does not quantize inputs, which is another model"
+            "inputs: transformers leaves them unquantized where it is told dequantize=True; its outputs differ then"
         )
     if scheme is not None and scheme.scale.block == -1:
         notes.append(
-            "tokens: of inputs with two axes (poolers, experts) transformers takes one scale for all tokens, vLLM one for each"
+            "per-token scales: of inputs with two axes (poolers, experts) transformers takes one scale for all tokens, vLLM "
+            "one for each"
         )
     return notes
 

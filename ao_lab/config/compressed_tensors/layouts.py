@@ -73,7 +73,7 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
     """What `recipe_for_readers` has changed, a sentence each."""
     told = []
     if before.weight != after.weight:
-        why = "scales in the weight's dtype, which readers keep"
+        why = "readers store scales in the weight's dtype"
         if before.weight.outer is not None:
             why = "readers divide by the reciprocal of the outer scale, which is exact for a power of two"
         if before.weight.zero is not None:
@@ -89,7 +89,8 @@ def changes(before: Recipe, after: Recipe) -> list[str]:
         )
     if before.kernel != after.kernel:
         told.append(
-            f"kernel: {after.kernel}, because readers multiply dequantized operands; kernel= names a faster one"
+            f"kernel: {after.kernel}: ao_lab dequantizes weights and inputs before each matmul, as transformers does, for the "
+            "same bits; this is no faster than dense layers, kernel= names a faster kernel"
         )
     return told
 

@@ -55,7 +55,11 @@ def test_a_card_of_compressed_tensors(tmp_path):
     linear = sum(
         m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"
     )
-    assert f"| `mxfp4` | 7 | {linear:,} | {2 * linear:,} | {linear // 2 + linear // 32:,} |" in body
+    assert {"w4a16"} <= set(matter["tags"])
+    assert (
+        f"| W4A16 MXFP4, group size 32: `mxfp4` | 7 | {linear:,} | {2 * linear:,} | {linear // 2 + linear // 32:,} |"
+        in body
+    )
 
 
 def test_commands_of_a_card_work(tmp_path, monkeypatch):
