@@ -9,7 +9,7 @@ from experiments.fp8_training.report.lines import Columns
 from experiments.fp8_training.training import planted
 from experiments.fp8_training.training.convergence import CURVES, GAPS, TRAINED
 from experiments.fp8_training.training.counters import UNITS
-from experiments.fp8_training.training.gaps import Gap
+from experiments.fp8_training.training.gaps import Gap, gap
 from experiments.fp8_training.training.plans import BASE_NAMES, LONG, MARGIN, PAIRED, RECIPES, SWEEP
 from experiments.harness.rows import Row
 from experiments.pretraining.run import BITS
@@ -68,6 +68,35 @@ def gap_of(gaps: Results, setting: str, method: str, metric: str) -> Gap | None:
         gaps.value(setting, method, f"gap, {metric}{end}") for end in ("", ", 95% interval", ", seeds")
     )
     return None if mean is None or half is None or seeds is None else Gap(mean, half, int(seeds))
+
+
+def baseline_gap(rows: Sequence[Row], where: Where, metric: str) -> tuple[str, Gap] | None:
+    """Another device's bfloat16 against that of a run, on the same seeds and text: how far two right trainings are apart.
+
+    Returns the other device with the gap; None where no other device trained the base with the same seeds.
+    """
+    runs = by_run(rows, PAIRED)
+    own = base_losses(runs[where], metric) if where in runs else {}
+    for other, results in runs.items():
+        theirs = base_losses(results, metric)
+        shared = sorted(own.keys() & theirs.keys())
+        if (
+            other.device != where.device
+            and (other.scale, other.data) == (where.scale, where.data)
+            and len(shared) > 1
+        ):
+            return other.device, gap([own[one] for one in shared], [theirs[one] for one in shared])
+    return None
+
+
+def base_losses(results: Results, metric: str) -> dict[tuple[str, int], float]:
+    """The base's loss by training and seed."""
+    names = set(BASE_NAMES.values())
+    return {
+        (row.setting, row.seed): row.value
+        for row in results.rows
+        if row.metric == metric and row.method in names
+    }
 
 
 def paired_section(where: Where, results: Results, gaps: Results | None, lines: Results | None) -> Section:

@@ -23,7 +23,22 @@ def of_trainings(rows: Sequence[Row]) -> list[str]:
         best = best_run(by_run(rows, kind))
         if best is not None:
             found += function(*best)
+            if kind == GAPS:
+                found += base_found(rows, *best)
     return found
+
+
+def base_found(rows: Sequence[Row], where: Where, gaps: Results) -> list[str]:
+    """How far bfloat16 is from itself on another device: what one base can say at the margin."""
+    main = held_out([one for one in convergence.totals(gaps) if "/" not in one])
+    known = convergence.baseline_gap(rows, where, main) if main else None
+    if known is None:
+        return []
+    device, one = known
+    return [
+        f"bfloat16 against itself, the same seeds and text on {device}: {one.mean:+.2f} ± {one.half:.2f}%. Gaps nearer to the "
+        f"margin of {MARGIN}% than that would be judged otherwise with the other base."
+    ]
 
 
 def held_out(metrics: Sequence[str]) -> str | None:

@@ -1,5 +1,7 @@
 """Findings of made-up rows: which run, what is beyond the margin, missing seeds, the best rate, distances from bfloat16."""
 
+from dataclasses import replace
+
 from experiments.fp8_training.report import found
 from experiments.fp8_training.training import planted
 from experiments.harness.rows import Row
@@ -30,6 +32,22 @@ def test_gaps_are_of_held_out_text_and_of_others_where_they_are_beyond_the_margi
         "rowwise +0.10 ± 0.20% (within the margin); nvfp4 +0.70 ± 0.10% (beyond the margin, 3 of 5 seeds)."
     )
     assert second == "Beyond the margin on wiki, full scale, a GPU, d: nvfp4 +3.00 ± 0.50% (3 of 5 seeds)."
+
+
+def test_bfloat16_on_another_device_says_what_one_base_can_say():
+    rows = gap_rows("rowwise", HELD, 0.1, 0.2, 5)
+    losses = {"a GPU": (1.0, 2.0, 4.0), "another": (1.01, 2.02, 4.04)}
+    rows += [
+        replace(row("paired", "30m", "bfloat16", HELD, value, seed), device=device)
+        for device, values in losses.items()
+        for seed, value in enumerate(values)
+    ]
+    _, sentence = found.of_trainings(rows)
+    assert sentence.startswith("bfloat16 against itself, the same seeds and text on another: +1.00 ± 0.00%.")
+    # One seed alone has no interval; another text is another training.
+    assert len(found.of_trainings([one for one in rows if one.device == "a GPU" or one.seed == 0])) == 1
+    others = [replace(one, table="paired/full/e") if one.device == "another" else one for one in rows]
+    assert len(found.of_trainings(others)) == 1
 
 
 def test_the_best_rate_of_each_size_is_by_held_out_text():
