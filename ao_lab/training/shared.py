@@ -4,8 +4,9 @@ In eager steps the quantized copies of the last input are given to the next laye
 and the same operands. It holds nothing alive that backward does not: the copies go with the input, and with the copy that the
 steps of the graph keep for the weight gradient; until then the copy for the output stays besides, of one input at most.
 
-Only inputs that a graph computed are shared (a norm's output): a leaf is memory that its owner may fill again between two layers,
-by ways that autograd does not count (`x.numpy()[:] = new`, `x.data.copy_(new)`, a loader that writes into a static buffer).
+Only inputs that a graph computed are shared (a norm's output): a leaf is memory that its owner may fill again between two
+layers, by ways that autograd does not count (`x.numpy()[:] = new`, `x.data.copy_(new)`, a loader that writes into a static
+buffer).
 
 Not under a tracer, a transform or a mode that sees operations (recomputation has to repeat them), not in the capture of a CUDA
 graph, which may not read what was made before, and not across streams. Backward lets go of them. A write to what a graph

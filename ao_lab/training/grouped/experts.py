@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.quantization.modules import is_batch
-from ao_lab.training.grouped.intercept import NAMES, run_intercepted
+from ao_lab.training.grouped.intercept import NAMES, is_matrices, run_intercepted
 from ao_lab.training.grouped.transformers_forward import experts_forward, follows_transformers
 from ao_lab.training.layers import Settings, mark_run, restore_class
 
@@ -35,8 +34,8 @@ class LowPrecisionExperts:
 
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
-        batch = is_batch(getattr(self, name))
-        return f"trains by recipe {self.low_precision.recipe.name!r}" if batch else None
+        matrices = is_matrices(getattr(self, name))
+        return f"trains by recipe {self.low_precision.recipe.name!r}" if matrices else None
 
     def extra_repr(self) -> str:
         """The module's own, and the recipe."""
@@ -97,7 +96,7 @@ def experts_reason(settings: Settings, module: nn.Module) -> str | None:
         return f"the forward of {kind} multiplies by none of {', '.join(sorted(NAMES))}, as far as its code shows"
     step = max(settings.steps[1:])
     for name, parameter in module.named_parameters(recurse=False):
-        lengths = tuple(parameter.shape[1:]) if is_batch(parameter) else ()
+        lengths = tuple(parameter.shape[1:]) if is_matrices(parameter) else ()
         if any(length % step for length in lengths) and not settings.pad:
             return f"{name} has matrices of {lengths}, no multiples of {step}, as recipe {settings.recipe.name!r} asks"
     return None
