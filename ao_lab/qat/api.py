@@ -7,6 +7,7 @@ error, layers are converted or still in training, `explain(model)` says which, a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,15 +23,16 @@ from ao_lab.config.observer import Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
 from ao_lab.qat.layers import QATLinear, QATModule, Training, plain_again, train_as
-from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze
+from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze, freeze_rest
 from ao_lab.qat.lora.model import check_mergeable, merge, prepare_lora
 from ao_lab.qat.scale_init import first_scales
 from ao_lab.quantization.api import Call, keep_report, report_of, transform
 from ao_lab.quantization.calibrate import calibrated, required_observers
-from ao_lab.quantization.modules import quantizable_parameters
+from ao_lab.quantization.modules import computed_reason, quantizable_parameters, shorten
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
-from ao_lab.quantization.report import ATTRIBUTE, Report
-from ao_lab.quantization.selection import Filter, selection
+from ao_lab.quantization.report import Report, known_reasons
+from ao_lab.quantization.selection import Filter, Filtered, Patterns, selection
+from ao_lab.training.layers import never_ran
 from reference import Scales
 
 
@@ -77,9 +79,13 @@ def prepare_qat(call: Call) -> Report:
         for module in undo:
             plain_again(module)
         raise
-    for change in plan.changes.values():
-        if isinstance(change.config, QATConfig) and change.config.lora is not None:
-            freeze(change.places.values())
+    adapted = [
+        c for c in plan.changes.values() if isinstance(c.config, QATConfig) and c.config.lora is not None
+    ]
+    for change in adapted:
+        freeze(change.places.values())
+    if adapted:
+        freeze_rest(model, (c.config.lora for c in adapted))  # type: ignore[attr-defined]
     keep_report(model, plan)
     return report_of(model)
 
@@ -199,6 +205,7 @@ def convert_qat(call: Call) -> Report:
             weights.setdefault(id(module.weight), []).append((name, module, wanted))
     for places in weights.values():
         _check_one_end(places)
+    _tell_never_ran(model, selected, reasons)
     total = len(weights) + len(adapted)
     try:
         for done, places in enumerate(weights.values(), 1):
@@ -224,7 +231,8 @@ def _select_layers(
         filter_fn = every_layer
     select = selection(config, filter_fn)
     selected: list[tuple[str, QATModule | LoRALinear, QATConfig]] = []
-    reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
+    reasons = known_reasons(model)
+    _check_computed(model, select)
     plain: list[str] = []
     for path, module, name, _ in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
@@ -245,6 +253,35 @@ def _select_layers(
             f"call quantize_ with QATConfig(..., step='prepare') first, and train"
         )
     return selected, reasons
+
+
+def _check_computed(model: nn.Module, select: Filtered | Patterns) -> None:
+    """ValueError for layers in training whose weight something computes, so that there is no parameter to quantize."""
+    for path, module in model.named_modules():
+        if not isinstance(module, (QATModule, LoRALinear)) or (reason := computed_reason(module)) is None:
+            continue
+        name = f"{path}.weight" if path else "weight"
+        if select(path, module, name)[0] is not None:
+            raise ValueError(f"step='convert' changed nothing. {name}: {reason}")
+
+
+def _tell_never_ran(
+    model: nn.Module, selected: list[tuple[str, QATModule | LoRALinear, QATConfig]], reasons: dict[str, str]
+) -> None:
+    """A UserWarning, and the reason in the report, for layers whose forward never ran while others trained."""
+    training = (QATModule, LoRALinear)
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, training)}
+    idle = {f"{path}.weight" if path else "weight" for path in never_ran(modules)}
+    names = [name for name, _, _ in selected if name in idle]
+    for name in names:
+        reasons[name] = "forward never ran since step='prepare': it did not train with rounded operands"
+    if names:
+        warnings.warn(
+            f"forward never ran: {shorten(names)} did not train with rounded operands since step='prepare'; what multiplies "
+            f"with their weight itself (a fused or chunked loss that takes lm_head.weight) has to call the module instead",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def every_layer(module: nn.Module, name: str) -> bool:

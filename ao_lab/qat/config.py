@@ -46,7 +46,9 @@ STARTS = ("rule", "error")
 class LoRA:
     """What adapters are: their rank, (alpha / rank) the factor of their product, dropout of their input, their dtype.
 
-    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text.
+    Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text. freeze_rest: whether
+    step "prepare" freezes all other parameters of the model, so that adapters alone train (as peft does); False leaves those
+    that it does not name as they are. Of several configurations in one FqnToConfig each has to say True.
     """
 
     rank: int = 16
@@ -54,6 +56,7 @@ class LoRA:
     dropout: float = 0.0
     dtype: torch.dtype = torch.bfloat16
     rounds: str = "base"
+    freeze_rest: bool = True
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 0:
@@ -65,6 +68,8 @@ class LoRA:
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"LoRA: adapters are bfloat16, float16 or float32, got {self.dtype}")
         choice(self.rounds, ("base", "sum"), "LoRA: rounds")
+        if not isinstance(self.freeze_rest, bool):
+            raise TypeError(f"LoRA: freeze_rest is True or False, got {self.freeze_rest!r}")
         if self.rounds == "sum" and self.dropout:
             raise ValueError("LoRA: dropout is of the adapters' own input; under rounds='sum' they have none")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ao_lab.qat import transforms
 from ao_lab.qat.autograd import qat_linear
 from ao_lab.qat.forward import Given, Rule, with_nan
 from ao_lab.qat.scale_init import SMALLEST
+from ao_lab.training.layers import RAN, mark_run
 from fast.device import functional_transform
 from reference import Scales, Scheme
 from reference.schemes.record_text import record_of
@@ -99,6 +100,8 @@ class QATModule(nn.Module):
 
     qat: Training
     weight: torch.Tensor
+    #: What reports say of it.
+    preparation: ClassVar[str] = "for QAT"
 
     def given(self) -> Given:
         """The layer's learned and static tensors now."""
@@ -163,6 +166,7 @@ class QATLinear(QATModule, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product of the rounded operands; see `ao_lab.qat.autograd`."""
+        mark_run(self)
         return qat_linear(input, self.weight, self.bias, self.given(), self.qat.rule)
 
 
@@ -171,6 +175,7 @@ class QATEmbedding(QATModule, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the rounded table; only those that are asked for are rounded where a row can be on its own."""
+        mark_run(self)
         given = self.given()
         alone = given.scale is None and self.qat.rows_alone
         table = self.weight if alone else self.rounded(self.weight, given)
@@ -208,6 +213,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 def train_as(module: nn.Module, training: Training) -> None:
     """Make a module a layer in training."""
+    module.__dict__.pop(RAN, None)
     module.__class__ = CLASSES[type(module)]
     module.qat = training  # type: ignore[assignment]
 
@@ -218,7 +224,7 @@ def plain_again(module: nn.Module) -> None:
         kinds = {trained: plain for plain, trained in CLASSES.items()}
         module.__class__ = next(kinds[kind] for kind in type(module).__mro__ if kind in kinds)  # type: ignore[assignment]
         del module.__dict__["qat"]
-        for name in ("lora", "low_precision"):
+        for name in ("lora", "low_precision", RAN):
             module.__dict__.pop(name, None)
     for name in (*ADDED, *ADAPTERS):
         module._parameters.pop(name, None)

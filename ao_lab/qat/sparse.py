@@ -18,6 +18,7 @@ from ao_lab.qat.layers import QATLinear
 from ao_lab.sparsity.training.autograd import mask_weight
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.layers import CLASSES, SparseLinear
+from ao_lab.training.layers import mark_run
 
 
 class SparseQATLinear(SparseLinear, QATLinear):
@@ -34,6 +35,7 @@ class SparseQATLinear(SparseLinear, QATLinear):
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """The product of the rounded operands, the weight masked before."""
+        mark_run(self)
         weight = mask_weight(self.weight, self.sparse_mask, self.sparse_rule)
         return qat_linear(input, weight, self.bias, self.given(), self.qat.rule)
 

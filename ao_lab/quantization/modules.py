@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 #: A linear layer of transformers (GPT-2 and its relatives) that stores its weight as (in, out); known by name, not imported.
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
@@ -54,6 +54,33 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
         return f"{type(module).__name__} reads its table otherwise than nn.Embedding does"
     state = training_state(module)
     return None if state is None else state.unsupported_reason()
+
+
+#: Pre-forward hooks of torch.nn.utils that compute a weight, and what makes that plain again.
+WEIGHT_HOOKS = {
+    "WeightNorm": "torch.nn.utils.remove_weight_norm(module)",
+    "SpectralNorm": "torch.nn.utils.remove_spectral_norm(module)",
+    "BasePruningMethod": "torch.nn.utils.prune.remove(module, 'weight')",
+}
+
+
+def computed_reason(module: nn.Module) -> str | None:
+    """What computes a module's weight from other parameters, and how that ends; None where the weight is a plain parameter."""
+    if is_parametrized(module, "weight"):
+        names = " and ".join(type(one).__name__ for one in module.parametrizations["weight"])  # type: ignore[index,union-attr]
+        return (
+            f"the parametrization {names} computes its weight; "
+            f"torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') makes it plain"
+        )
+    for hook in module._forward_pre_hooks.values():
+        kinds = {kind.__name__ for kind in type(hook).__mro__}
+        for kind, remove in WEIGHT_HOOKS.items():
+            if kind in kinds and "weight" in (
+                getattr(hook, "name", None),
+                getattr(hook, "_tensor_name", None),
+            ):
+                return f"a hook ({type(hook).__name__}) computes its weight; {remove} makes it plain"
+    return None
 
 
 class TrainingState(Protocol):
@@ -193,6 +220,7 @@ linear_and_experts.leaves_routers = True  # type: ignore[attr-defined]
 
 __all__ = [
     "check_model",
+    "computed_reason",
     "contraction_axis",
     "is_experts",
     "is_linear",

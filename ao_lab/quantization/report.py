@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse_int4
@@ -14,7 +15,13 @@ from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.products.fused import most_fused_rows
 from ao_lab.gemm.products.grouped import groups_reason
 from ao_lab.gemm.select import inference_keys, select_kernel
-from ao_lab.quantization.modules import check_model, contraction_axis, quantizable_parameters, training_state
+from ao_lab.quantization.modules import (
+    check_model,
+    contraction_axis,
+    quantizable_parameters,
+    training_state,
+    unsupported_reason,
+)
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
@@ -26,6 +33,10 @@ from reference import Scheme, decode, encode
 ATTRIBUTE = "ao_lab_report"
 #: Where it keeps, by names of parameters, how they were pruned (`ao_lab.sparsify_`).
 SPARSITY = "ao_lab_sparsity"
+#: The reason of adapters, which are parameters beside a layer and no layers.
+ADAPTER = "an adapter; it trains"
+#: That of a layer that another has replaced since it was prepared.
+REPLACED = "not in QAT (put here after step='prepare')"
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Layer:
     sparsity: str = ""
     #: "compressed" where kept elements alone are stored.
     storage: str = "dense"
+    #: "for QAT" or "with adapters" where step "prepare" has been there; "" where the layer is in no such state.
+    prepared: str = ""
 
     @property
     def changed(self) -> bool:
@@ -73,16 +86,47 @@ class Report:
         """Those that are not."""
         return tuple(layer for layer in self.layers if not layer.changed)
 
+    def _heading(self) -> str:
+        """How many of them are quantized, and prepared."""
+        total, counts = f"of {sum(layer.reason != ADAPTER for layer in self.layers)} layers", {}
+        for how in ("for QAT", "with adapters"):
+            counts[how] = sum(layer.prepared == how for layer in self.layers)
+        told = [f"{count} {total} prepared {how}" for how, count in counts.items() if count]
+        quantized = [f"{len(self.changed)} {total} quantized"] if self.changed or not told else []
+        return ", ".join((*quantized, *told))
+
     def __str__(self) -> str:
-        lines = [f"{len(self.changed)} of {len(self.layers)} layers quantized"]
+        lines = [self._heading()]
         width = max((len(layer.name) for layer in self.layers), default=0)
         for layer in self.layers:
-            what = f"{layer.scheme} ({layer.kernel})" if layer.changed else "left"
+            what = (
+                f"{layer.scheme} ({layer.kernel})"
+                if layer.changed
+                else "prepared"
+                if layer.prepared
+                else "left"
+            )
             what += f", {layer.sparsity}" if layer.sparsity else ""
             what += f", {layer.storage}, {layer.bytes} bytes" if layer.storage != "dense" else ""
             lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
             lines += [f"    tuned: {choice}" for choice in layer.tuned]
         return "\n".join(lines)
+
+
+def known_reasons(model: nn.Module) -> dict[str, str]:
+    """Reasons of the report that a model has, by names of parameters; of a layer that another has replaced that it was so."""
+    modules = dict(model.named_modules())
+    result = {}
+    for layer in getattr(model, ATTRIBUTE, Report()).layers:
+        module = modules.get(layer.name.rpartition(".")[0])
+        replaced = getattr(layer, "prepared", "") and module is not None and not _preparation(module)
+        result[layer.name] = REPLACED if replaced else layer.reason
+    return result
+
+
+def _preparation(module: nn.Module) -> str:
+    """How step "prepare" has prepared a module; "" where it has not."""
+    return str(getattr(type(module), "preparation", ""))
 
 
 def explain(model: nn.Module) -> Report:
@@ -92,8 +136,7 @@ def explain(model: nn.Module) -> Report:
     Reasons of layers that were left are those that `quantize_` gave, where it ran on this model.
     """
     check_model(model)
-    known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
-    return described(model, known)
+    return described(model, known_reasons(model))
 
 
 def described(model: nn.Module, reasons: dict[str, str]) -> Report:
@@ -130,16 +173,20 @@ def described_layer(
 ) -> Layer:
     """One line of a report."""
     full = f"{path}.{name}" if path else name
-    reason = reasons.get(full, "never given to quantize_")
+    computed = (
+        unsupported_reason(module, name, parameter) if isinstance(module, ParametrizationList) else None
+    )
+    reason = reasons.get(full, computed or "never given to quantize_")
     if (state := training_state(module)) is not None:
         reason = state.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)
+    prepared = _preparation(module) if name == "weight" else ""
     if not isinstance(parameter, QuantizedTensor):
         chosen = training_choices(module, parameter) if name == "weight" or parameter.dim() == 3 else ()
-        return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen)
+        return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared)
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
     kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
-    return Layer(full, kind, shape, str(parameter.recipe), kernel, size, reason, chosen)
+    return Layer(full, kind, shape, str(parameter.recipe), kernel, size, reason, chosen, prepared=prepared)
 
 
 def training_choices(module: nn.Module, weight: torch.Tensor) -> tuple[Choice, ...]:
@@ -187,4 +234,4 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     return f"fused, up to {count} row{'s' * (count > 1)}"
 
 
-__all__ = ["Layer", "Report", "described", "explain"]
+__all__ = ["Layer", "Report", "described", "explain", "known_reasons"]

@@ -8,8 +8,9 @@
 Step "prepare" quantizes the weights that are dense, keeps those that are quantized already (the same scheme; others raise), and
 freezes both and their biases: y = q(x) Wq' + b + (alpha / rank) (x A') B'. The first product is that of the converted layer, on
 stored codes; x in the second is as it came. A begins random and B zero, so that training begins at the quantized model.
-Embeddings, and layers of rank 0, are quantized and frozen alone. What the configuration does not name is left as it is:
-`model.requires_grad_(False)` before step "prepare" freezes the rest.
+Embeddings, and layers of rank 0, are quantized and frozen alone. The rest of the model (norms, embeddings, biases, what the
+configuration does not name) is frozen too, so that adapters alone train, as peft does; `LoRA(freeze_rest=False)` leaves it as
+it was.
 
 A model in this state serves: what was trained is what runs, bit for bit, its adapters beside it in bfloat16, as the published
 Llama 3.2 models have them. Step "convert" merges: the float32 sum of the dequantized weight and (alpha / rank) B A is quantized
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod, sqrt
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -36,13 +38,17 @@ from ao_lab.qat.config import LoRA
 from ao_lab.qat.layers import ADAPTERS, QATLinear
 from ao_lab.qat.lora.autograd import frozen_linear
 from ao_lab.quantization.modules import check_model
+from ao_lab.quantization.report import ADAPTER
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.training.layers import RAN, mark_run
 from fast.device import functional_transform, is_traced
 
 
 class LoRALinear(nn.Linear):
     """nn.Linear of a frozen quantized weight, with adapters; made by `add_adapters`, in place."""
+
+    preparation: ClassVar[str] = "with adapters"
 
     lora: LoRA
     lora_a: nn.Parameter
@@ -50,6 +56,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """y of the module text; under autocast in its dtype, as F.linear."""
+        mark_run(self)
         if not input.dim():
             return nn.functional.linear(input, self.lora_a)  # raises
         kind = input.device.type
@@ -98,12 +105,15 @@ class LoRALinear(nn.Linear):
 class LoRASumLinear(QATLinear):
     """A layer in dense QAT whose weight is a frozen one and the product of its adapters."""
 
+    preparation: ClassVar[str] = "with adapters"
+
     lora: LoRA
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the rounded sum."""
+        mark_run(self)
         return qat_linear(input, self.merged(), self.bias, self.given(), self.qat.rule)
 
     def parameter_reason(self, name: str) -> str | None:
@@ -127,7 +137,7 @@ def adapter_reason(lora: LoRA, name: str) -> str | None:
     """Why a parameter of a layer with adapters is as it is; None for others than the weight and the adapters."""
     if name == "weight":
         return str(lora)
-    return "an adapter; it trains" if name in ADAPTERS else None
+    return ADAPTER if name in ADAPTERS else None
 
 
 def add_adapters(layer: nn.Linear, lora: LoRA) -> None:
@@ -137,6 +147,7 @@ def add_adapters(layer: nn.Linear, lora: LoRA) -> None:
     a = torch.empty((lora.rank, length), dtype=torch.float32, device=device)
     nn.init.kaiming_uniform_(a, a=sqrt(5))
     layer.__class__ = LoRASumLinear if isinstance(layer, QATLinear) else LoRALinear
+    layer.__dict__.pop(RAN, None)
     layer.lora = lora  # type: ignore[assignment]
     layer.lora_a = nn.Parameter(a.to(lora.dtype))
     layer.lora_b = nn.Parameter(torch.zeros((rows, lora.rank), dtype=lora.dtype, device=device))
@@ -149,10 +160,22 @@ def freeze(places: Iterable[tuple[nn.Module, str]]) -> None:
             parameter.requires_grad_(name in ADAPTERS)
 
 
+def freeze_rest(model: nn.Module, configs: Iterable[LoRA]) -> None:
+    """Freeze all parameters of a model but adapters, unless one of its configurations says otherwise."""
+    if not all(lora.freeze_rest for lora in configs):
+        return
+    for module in model.modules():
+        adapters = ADAPTERS if isinstance(module, (LoRALinear, LoRASumLinear)) else ()
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in adapters:
+                parameter.requires_grad_(False)
+
+
 def drop_adapters(layer: nn.Module) -> None:
     """The layer that it was before."""
     layer.__class__ = QATLinear if isinstance(layer, QATLinear) else nn.Linear
     del layer.__dict__["lora"]
+    layer.__dict__.pop(RAN, None)
     for name in ADAPTERS:
         del layer._parameters[name]
 
@@ -201,6 +224,7 @@ __all__ = [
     "drop_adapters",
     "fold",
     "freeze",
+    "freeze_rest",
     "lora_state_dict",
     "merged_weight",
 ]

@@ -14,11 +14,11 @@ from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.layers import QATModule
-from ao_lab.qat.lora.layer import LoRALinear, add_adapters, drop_adapters, merged_weight
+from ao_lab.qat.lora.layer import LoRALinear, add_adapters, drop_adapters, freeze_rest, merged_weight
 from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
 from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.plan import Device, Plan
-from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.quantization.selection import Filter, selection
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
@@ -48,6 +48,7 @@ def prepare_lora(call: Call) -> Report:
             add_adapters(module, wanted.lora)
         else:
             reasons[name] = "LoRA: quantized and frozen, without adapters"
+    freeze_rest(model, (wanted.lora for _, _, wanted in selected if wanted.lora is not None))
     keep_report(model, Plan(reasons=reasons))
     return report_of(model)
 
@@ -58,7 +59,7 @@ def _select_layers(
     """The layers that a configuration means and can have, and why the others are as they are; ValueError for a bad state."""
     decide = selection(config, filter_fn)
     selected: list[Place] = []
-    reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
+    reasons = known_reasons(model)
     for path, module, name, _ in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ao_lab.quantization.modules import check_model, quantizable_parameters
+from ao_lab.quantization.modules import check_model, computed_reason, quantizable_parameters
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.counts import count, is_capturing
@@ -97,8 +97,8 @@ def step_sparsity_(model: nn.Module) -> SparsityStep:
     Training that forgets this call raises RuntimeError in the next optimizer.step(), before that changes anything
     (`ao_lab.sparsity.training.pending`).
 
-    Raises TypeError for anything but a model, ValueError where no layer trains sparse, RuntimeError in the capture of a CUDA
-    graph that cannot have the step.
+    Raises TypeError for anything but a model, ValueError where no layer trains sparse, and for layers whose weight something
+    computes (a parametrization, weight_norm), RuntimeError in the capture of a CUDA graph that cannot have the step.
     """
     check_model(model)
     layers = sparse_layers(model)
@@ -106,6 +106,7 @@ def step_sparsity_(model: nn.Module) -> SparsityStep:
         raise ValueError(
             "step_sparsity_: no layer trains sparse; call ao_lab.sparsify_(model, SparseTrainingConfig(...)) first"
         )
+    check_plain_weights(layers, "step_sparsity_")
     groups, buffers = _by_weight(layers.values()), [layer.sparse_step for layer in layers.values()]
     if is_capturing(buffers):
         _check_repeatable(layers)
@@ -165,7 +166,8 @@ def finish_sparsity_(model: nn.Module) -> SparsityReport:
     `sparsify_` stores weights compressed, `quantize_` quantizes them. Under FSDP2 each rank sets its own shard.
 
     Raises TypeError for anything but a model, and for layers that fully_shard was given by themselves (their class is its own);
-    ValueError where no layer trains sparse, and in the warm-up, before masks were found. Nothing has changed then.
+    ValueError where no layer trains sparse, in the warm-up, before masks were found, and for layers whose weight something
+    computes (a parametrization, weight_norm). Nothing has changed then.
     """
     check_model(model)
     layers = sparse_layers(model)
@@ -185,10 +187,20 @@ def finish_sparsity_(model: nn.Module) -> SparsityReport:
     return report
 
 
+def check_plain_weights(layers: dict[str, SparseLinear], what: str) -> None:
+    """ValueError for layers whose weight something computes: there is no parameter to find a mask of, or to set to zero."""
+    for name, layer in layers.items():
+        if (reason := computed_reason(layer)) is not None:
+            raise ValueError(
+                f"{what} changed nothing. {f'{name}.' * bool(name)}weight: {reason}, and call it then"
+            )
+
+
 def _check_finished(layers: dict[str, SparseLinear]) -> None:
     """The errors of `finish_sparsity_`."""
     if not layers:
         raise ValueError("finish_sparsity_: no layer trains sparse")
+    check_plain_weights(layers, "finish_sparsity_")
     for name, layer in layers.items():
         if type(layer) not in CLASSES.values():
             raise TypeError(

@@ -131,6 +131,17 @@ def test_explain_and_reports():
     assert report.left[0].reason == reasons["table.weight"]
 
 
+def test_a_prepared_model_reads_as_prepared():
+    """Its report does not read as a failure of step "prepare"."""
+    net, config = Net(), ao_lab.Int8WeightOnlyConfig()
+    lines = str(quantize_(net, QATConfig(config))).splitlines()
+    assert lines[0] == "2 of 3 layers prepared for QAT"
+    assert [line.split()[1].rstrip(":") for line in lines[1:]] == ["left", "prepared", "prepared"]
+    assert str(quantize_(net, QATConfig(config, step="convert"))).startswith("2 of 3 layers quantized\n")
+    report = quantize_(Net(), QATConfig(config, lora=ao_lab.LoRA(4)))
+    assert str(report).startswith("2 of 3 layers quantized, 2 of 3 layers prepared with adapters\n")
+
+
 def test_reports_name_learned_scales():
     net = in_training(ao_lab.IntxWeightOnlyConfig("int4", ao_lab.PerGroup(32)), learn_scales=True)
     reasons = {layer.name: layer.reason for layer in explain(net).layers}

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import ao_lab
 from ao_lab import SCHEMES, FqnToConfig, QATConfig, QuantizedTensor, SchemeConfig, explain, quantize_
@@ -223,3 +224,92 @@ def test_a_shared_weight_ends_in_one_way():
         quantize_(net, FqnToConfig(ends))
     assert type(net.head) is QATLinear
     quantize_(net, QATConfig(INT4, step="convert"), chosen)
+
+
+NORMS = {
+    "_WeightNorm": torch.nn.utils.parametrizations.weight_norm,
+    "_Orthogonal": torch.nn.utils.parametrizations.orthogonal,
+    "_SpectralNorm": torch.nn.utils.parametrizations.spectral_norm,
+    "WeightNorm": torch.nn.utils.weight_norm,
+    "SpectralNorm": torch.nn.utils.spectral_norm,
+    "L1Unstructured": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
+@pytest.mark.parametrize("named", NORMS)
+def test_a_weight_that_something_computes_is_not_converted(named):
+    """It trains; convert names what computes it before a layer changes, and converts once it is plain."""
+    net = in_training(INT4, filter_fn=linears)
+    NORMS[named](net.first)
+    net(TOKENS).float().square().mean().backward()
+    before = kinds(net)
+    with pytest.raises(
+        ValueError, match=rf"changed nothing. first\.weight: .*{named}.* computes its weight; torch"
+    ):
+        quantize_(net, QATConfig(INT4, step="convert"))
+    assert kinds(net) == before
+    assert not [
+        layer for layer in explain(net).layers if "never given" in layer.reason and "parametriz" in layer.name
+    ]
+    if named.startswith("_"):
+        torch.nn.utils.parametrize.remove_parametrizations(net.first, "weight")
+        quantize_(net, QATConfig(INT4, step="convert"))
+        assert isinstance(net.first.weight, QuantizedTensor)
+
+
+def test_a_layer_that_was_replaced_is_not_in_training():
+    net = in_training(INT4)
+    net.second = nn.Linear(256, 10)
+    said = "not in QAT (put here after step='prepare')"
+    assert {layer.name: layer.reason for layer in explain(net).layers}["second.weight"] == said
+    report = quantize_(net, QATConfig(INT4, step="convert"))
+    assert {layer.name: layer.reason for layer in report.layers}["second.weight"] == said
+    assert [layer.name for layer in report.changed] == ["first.weight"]
+
+
+def test_a_layer_whose_forward_never_ran_is_named(monkeypatch):
+    """A chunked loss multiplies with a head's weight and never calls the head."""
+    monkeypatch.setattr("ao_lab.training.layers._traced", [])  # of other tests' compiled programs
+    net = in_training(INT4)
+    hidden = net.first(net.table(TOKENS).reshape(-1, 128))
+    nn.functional.linear(hidden, net.second.weight).square().mean().backward()
+    with pytest.warns(UserWarning, match=r"forward never ran: second\.weight did not train"):
+        report = quantize_(net, QATConfig(INT4, step="convert"))
+    assert [layer.reason for layer in report.changed] == [
+        "trained by QAT",
+        "forward never ran since step='prepare': it did not train with rounded operands",
+    ]
+    trained = in_training(INT4)  # by another process, whose weights were loaded
+    assert [layer.reason for layer in quantize_(trained, QATConfig(INT4, step="convert")).changed] == [
+        "trained by QAT"
+    ] * 2
+
+
+@pytest.mark.parametrize("config", [INT4, ao_lab.IntxWeightOnlyConfig(), ao_lab.IntxWeightOnlyConfig("int2")])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_weight_that_is_no_number_is_seen(config, kind):
+    """Under learned scales an integer has no code for NaN: training, and what is stored, show it."""
+    net = nn.Sequential(kind(64, 64))
+    quantize_(net, QATConfig(config, learn_scales=True), everything)
+    x = torch.randn(4, 64) if kind is nn.Linear else torch.arange(64)
+    finite = net(x)
+    with torch.no_grad():
+        net[0].weight[3, 5] = torch.nan
+    y = net(x)
+    shown = y.isnan().all(0) if kind is nn.Linear else y.isnan().any(1)
+    assert shown.nonzero().tolist() == [[3]]
+    assert torch.equal(y.nan_to_num()[:1, :3], finite[:1, :3])
+    assert y.sum().isnan()
+    quantize_(net, QATConfig(config, step="convert"))
+    stored = net(x).isnan()
+    assert (stored.all(0) if kind is nn.Linear else stored.any(1)).nonzero().tolist() == [[3]]
+
+
+def test_an_input_that_is_no_number_is_seen():
+    config = ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.02))
+    net = nn.Sequential(nn.Linear(64, 8))
+    quantize_(net, QATConfig(config))
+    x = torch.randn(4, 64)
+    x[3, 7] = torch.nan
+    assert net(x).isnan().any(1).tolist() == [False, False, False, True]

@@ -308,3 +308,20 @@ def test_what_adapters_are_not_for_is_left():
     assert "a Scaled may compute otherwise" in reasons["1.weight"]
     assert "65" in reasons["2.weight"]
     assert reasons["0.lora_a"] == "an adapter; it trains"
+
+
+@pytest.mark.parametrize("rounds", ["base", "sum"])
+def test_adapters_alone_train(rounds):
+    """As in peft: norms, tables and heads beside them are frozen, unless the configuration leaves them."""
+
+    def training(**options):
+        net = nn.Sequential(nn.Embedding(8, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 8))
+        lora = LoRA(rank=2, rounds=rounds, **options)
+        quantize_(net, QATConfig(SchemeConfig(scheme="int8_rowwise"), lora=lora), lambda m, name: name == "2")
+        return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+
+    assert training() == {"2.lora_a", "2.lora_b"}
+    rest = {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias"}
+    assert training(freeze_rest=False) == {"2.lora_a", "2.lora_b", *rest}
+    with pytest.raises(TypeError, match="freeze_rest is True or False"):
+        LoRA(freeze_rest="norms")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import ao_lab
 import reference
@@ -241,3 +242,27 @@ def test_what_pruning_loses_training_brings_back(config):
     fit(trained, step_sparsity_)
     finish_sparsity_(trained)
     assert loss(dense) < loss(trained) < 0.6 * loss(pruned)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils:FutureWarning")
+@pytest.mark.parametrize("named", ["_WeightNorm", "_Orthogonal", "WeightNorm", "L1Unstructured"])
+def test_a_weight_that_something_computes_is_refused(named):
+    """Neither a step nor the end changes anything; both name what computes the weight."""
+    norms = {
+        "_WeightNorm": torch.nn.utils.parametrizations.weight_norm,
+        "_Orthogonal": torch.nn.utils.parametrizations.orthogonal,
+        "WeightNorm": torch.nn.utils.weight_norm,
+        "L1Unstructured": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    }
+    net = model()
+    sparsify_(net, SparseTrainingConfig())
+    norms[named](net[0])
+    for call in (step_sparsity_, finish_sparsity_):
+        with pytest.raises(
+            ValueError, match=rf"{call.__name__} changed nothing. 0\.weight: .*{named}.* computes its"
+        ):
+            call(net)
+    if named.startswith("_"):
+        torch.nn.utils.parametrize.remove_parametrizations(net[0], "weight")
+        finish_sparsity_(net)
+        assert type(net[0]) is nn.Linear
