@@ -30,7 +30,6 @@ app = typer.Typer(
     cls=Commands,
     help="A laboratory for low-precision deep learning: formats, schemes and the experiments that measure them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -47,9 +46,9 @@ class Device(StrEnum):
 
 Skip = Annotated[
     list[str] | None,
-    typer.Option(help="Layers or parts of the model to leave, by name or re:PATTERN; lm_head without."),
+    typer.Option(help="Layers or parts of the model to leave, by name or re:PATTERN. Default: lm_head."),
 ]
-OnDevice = Annotated[Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")]
+OnDevice = Annotated[Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")]
 
 
 class Launches(StrEnum):
@@ -70,7 +69,7 @@ class Layout(StrEnum):
 @app.command()
 def formats(
     name: Annotated[
-        str | None, typer.Argument(help="A format such as float8_e4m3fn; all of them without.")
+        str | None, typer.Argument(help="A format such as float8_e4m3fn. Default: all of them.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -83,7 +82,7 @@ def formats(
 @app.command()
 def schemes(
     name: Annotated[
-        str | None, typer.Argument(help="A scheme such as mxfp8_e4m3; all of them without.")
+        str | None, typer.Argument(help="A scheme such as mxfp8_e4m3. Default: all of them.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -94,18 +93,39 @@ def schemes(
 
 
 @app.command()
+def configs(
+    name: Annotated[
+        str | None, typer.Argument(help="A configuration such as Int4WeightOnlyConfig. Default: all of them.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Configurations of ao-lab quantize; with a name its options and their defaults."""
+    from ao_lab.cli.configs import show_configs
+
+    show_configs(name, as_json)
+
+
+@app.command()
 def quantize(
     model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
     out_dir: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
     config: Annotated[
-        str, typer.Option(help="A configuration such as Int4WeightOnlyConfig, or a scheme such as mxfp4.")
+        str,
+        typer.Option(
+            help="A configuration such as Int4WeightOnlyConfig (ao-lab configs), or a scheme such as mxfp4 (ao-lab schemes)."
+        ),
     ],
     activation: Annotated[
         str | None,
-        typer.Option(help="Scheme of the layers' inputs; none, or the configuration's own, without."),
+        typer.Option(
+            help="Scheme of the layers' inputs. Default: the configuration's own, of a scheme none."
+        ),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="A parameter of the configuration, such as group_size=32.")
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, an option of the configuration, such as group_size=32; any number of times."
+        ),
     ] = None,
     skip: Skip = None,
     sparsity: Annotated[
@@ -161,7 +181,7 @@ def evaluate(
     ] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     text: Annotated[
-        Path | None, typer.Option(help="A text file; part of the source of sympy without.")
+        Path | None, typer.Option(help="A text file. Default: part of the source of sympy.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="The folder of the model that it was made of.")] = None,
     device: OnDevice = None,
@@ -207,7 +227,8 @@ def tune(
     rows: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Rows (tokens) to measure; 2048 for a recipe, else 1 and 512. Several times."
+            min=1,
+            help="Rows (tokens) to measure, any number of times. Default: 1 and 512, with --recipe 2048.",
         ),
     ] = None,
     launches: Annotated[
@@ -257,8 +278,21 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v",
+            "--verbose",
+            count=True,
+            help="Say on stderr what is done (the logger ao_lab); -vv says more.",
+        ),
+    ] = 0,
 ) -> None:
     """Options that stand before the command."""
+    if verbose:
+        from ao_lab.cli.terminal.output import log_to_stderr
+
+        log_to_stderr(verbose)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,9 +18,10 @@ from torch import nn
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import check_numbers, forget_code, model_class
+from ao_lab.cli.formats import known
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table, strict
 from ao_lab.cli.terminal.progress import track_progress
-from ao_lab.cli.terminal.requirements import check_device, check_writable
+from ao_lab.cli.terminal.requirements import check_device, check_writable, without_model
 from ao_lab.eval.perplexity import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
 from ao_lab.eval.texts import text_of
 from ao_lab.install.extras import needed, pip_install
@@ -46,6 +47,7 @@ def run_eval(
     check_folder(folder)
     local, foreign = split_tasks(tasks, against)
     check_before(folder, against, text, device, save)
+    check_harness_tasks(foreign)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         results = local_results(folder, local, limit, length, text, against, where, as_json) if local else {}
@@ -74,6 +76,17 @@ def split_tasks(tasks: list[str], against: Path | None) -> tuple[tuple[str, ...]
     return local, foreign
 
 
+def check_harness_tasks(tasks: list[str]) -> None:
+    """WrongInput, with the nearest names, for tasks that the harness lacks; a YAML file of a task is one."""
+    names = [task for task in tasks if not Path(task).exists()]
+    if not names:
+        return
+    there: Any = needed("lm_eval.tasks").TaskManager().all_tasks
+    for name in names:
+        if name not in there:
+            known(name, {**dict.fromkeys(TASKS), **dict.fromkeys(there)}, "task")
+
+
 def check_before(
     folder: Path, against: Path | None, text: Path | None, device: str | None, save: bool
 ) -> None:
@@ -91,9 +104,7 @@ def check_before(
 def check_folder(folder: Path) -> None:
     """WrongInput where there is no model, or files that cannot be read."""
     if not (folder / "config.json").is_file():
-        raise WrongInput(
-            f"{folder} has no config.json; give a folder that ao-lab quantize or transformers wrote"
-        )
+        raise WrongInput(without_model(folder, "ao-lab quantize or transformers"))
     try:
         read_object(folder / "config.json", nonfinite=True)
         if has_weights(folder):

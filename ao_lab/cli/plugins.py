@@ -26,6 +26,8 @@ from ao_lab.install.extras import ROOT, is_clone
 from ao_lab.install.packages import NAMES
 
 GROUP = "ao_lab.commands"
+#: Where the help lists commands that are not of `ao_lab` itself.
+DEVELOPERS, OTHERS = "Experiments, for developers of ao_lab", "Commands of other packages"
 
 
 @cache
@@ -70,7 +72,8 @@ class Commands(TyperGroup):
                 {"allow_extra_args": True, "ignore_unknown_options": True},
             )
         app = typer.Typer(add_completion=False)
-        app.command(cmd_name, context_settings=settings)(function)
+        panel = DEVELOPERS if "experiments" in registered()[cmd_name].partition(":")[0].split(".") else OTHERS
+        app.command(cmd_name, context_settings=settings, rich_help_panel=panel)(function)
         return typer.main.get_command(app)
 
 

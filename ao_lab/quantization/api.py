@@ -13,6 +13,7 @@ calibrates: with the same `observers`; a forward_loop would see the inputs that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse.compressed_codes import kept_metadata, positive_zeros
 
+LOG = logging.getLogger(__name__)
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]
 
@@ -254,7 +256,11 @@ def keep_report(model: nn.Module, plan: Plan) -> None:
         stopped = not change.config.prepares and not isinstance(change.parameter, QuantizedTensor)
         for name in change.places if stopped else ():
             reasons[name] = "quantize_ stopped before it; call it again"
-    object.__setattr__(model, ATTRIBUTE, described(model, reasons))
+    report = described(model, reasons)
+    object.__setattr__(model, ATTRIBUTE, report)
+    LOG.info("%d of %d weights are quantized now", len(quantized), len(report.layers))
+    for layer in report.layers:
+        LOG.debug("%s: %s, %s", layer.name, layer.scheme or "left", layer.reason)
 
 
 def report_of(model: nn.Module) -> Report:

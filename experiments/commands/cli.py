@@ -34,17 +34,17 @@ class Device(StrEnum):
 
 def reproduce(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="Experiments to run; all of them without.")
+        list[str] | None, typer.Argument(help="Experiments to run. Default: all of them.")
     ] = None,
     scale: Annotated[Scale, typer.Option(help="quick: minutes on two cores; full: for a GPU.")] = Scale.QUICK,
     device: Annotated[
-        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+        Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")
     ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
             help="Of decode: methods or makers to measure, such as int8wo or torchao; of fp8_training, sparsity and "
-            "linear: parts such as paired, vision or weights; all without."
+            "linear: parts such as paired, vision or weights. Default: all."
         ),
     ] = None,
     seconds: Annotated[
@@ -64,7 +64,7 @@ def reproduce(
     reports: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write; without, $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
+            help="Where to write. Default: $AO_LAB_REPORTS, or reports/ in the clone, or ./reports where there is no clone."
         ),
     ] = None,
     corpus: Corpus = "sympy",
@@ -112,7 +112,7 @@ def merge(
 
 
 def corpus(
-    name: Annotated[str | None, typer.Argument(help="A corpus such as prose; all of them without.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A corpus such as prose. Default: all of them.")] = None,
     build: Annotated[
         Path | None,
         typer.Option(
@@ -132,12 +132,12 @@ def pretrain(
     rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="AdamW's peak learning rate, any number of times: a sweep; without, the size's own."
+            help="AdamW's peak learning rate, any number of times: a sweep. Default: the size's own."
         ),
     ] = None,
     seed: Annotated[
         list[int] | None,
-        typer.Option(help="Initial weights and text, any number of times; 0 without."),
+        typer.Option(help="Initial weights and text, any number of times. Default: 0."),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Budget of each training: seconds of steps, compilation aside.")
@@ -145,12 +145,12 @@ def pretrain(
     megabytes: Annotated[
         float | None, typer.Option(help="Budget of each training: megabytes (10^6) of text; for comparisons.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step; without, the size's own.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step. Default: the size's own.")] = None,
     scale: Annotated[
         Scale, typer.Option(help="quick: evaluate on 4096 bytes of each text; full: on all.")
     ] = Scale.FULL,
     device: Annotated[
-        Device | None, typer.Option(help="By default CUDA where there is a GPU, else the CPU.")
+        Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")
     ] = None,
     corpus: Corpus = "sympy",
     corpus_path: CorpusPath = None,
@@ -169,11 +169,11 @@ def bench(
     kernels: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Kernels, by name or part of it such as mxfp4 or dequantize; all of them without."
+            help="Kernels, by name or part of it such as mxfp4 or dequantize. Default: all of them."
         ),
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="A shape such as 16384x4096, any number of times; all without.")
+        list[str] | None, typer.Option(help="A shape such as 16384x4096, any number of times. Default: all.")
     ] = None,
     no_baselines: Annotated[
         bool, typer.Option("--no-baselines", help="Only our kernels: no torch, no torchao.")

@@ -11,6 +11,7 @@ a program that does not know it finds no weights, and says so, instead of findin
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from ao_lab.checkpoint.io.safetensors_header import Header, Spec, read_header
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 
+LOG = logging.getLogger(__name__)
 #: How files are called that other programs read, and those of our own layout.
 COMMON, OWN = "model", "ao_lab"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -134,6 +136,7 @@ def look_at(folder: Path) -> Folder:
             specs[name], places[name] = spec, path
     if index is not None:
         _check_index(index, places, folder / index_name)
+    LOG.info("%s: %d tensors in %d files", folder, len(specs), len(headers))
     return Folder(folder, specs, places, _joined(headers))
 
 

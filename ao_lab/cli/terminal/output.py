@@ -32,6 +32,18 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
+def log_to_stderr(verbose: int) -> None:
+    """Show what the logger "ao_lab" says: steps, or from 2 on details as well; a second call changes the level alone."""
+    import logging
+
+    logger = logging.getLogger("ao_lab")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout. Numbers that JSON lacks become the strings "nan", "inf" and "-inf"."""
     sys.stdout.write(json.dumps(strict(value), indent=2, allow_nan=False) + "\n")

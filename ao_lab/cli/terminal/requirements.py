@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ao_lab.cli.terminal.output import WrongInput
+
+#: Names of models on the Hub.
+ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def check_device(device: str | None) -> None:
@@ -37,6 +41,17 @@ def check_writable(folder: Path, what: str) -> None:
         raise WrongInput(
             f"{what} {folder} cannot be written: {error.strerror or error}; choose another folder"
         ) from error
+
+
+def without_model(folder: Path, writers: str) -> str:
+    """What to say of a folder that has no config.json; of a name on the Hub, the command that fetches it."""
+    if not folder.exists() and ON_HUB.fullmatch(str(folder)):
+        name = folder.name
+        return (
+            f"there is no folder {folder}; names on the Hub are not fetched: hf download {folder} --local-dir {name} does, "
+            f"then give {name}"
+        )
+    return f"{folder} has no config.json; give a folder that {writers} wrote"
 
 
 def nearest(folder: Path) -> Path:
@@ -81,4 +96,4 @@ def empty(folder: Path) -> None:
             path.unlink()
 
 
-__all__ = ["check_device", "check_room", "check_writable", "whole_or_nothing"]
+__all__ = ["check_device", "check_room", "check_writable", "whole_or_nothing", "without_model"]

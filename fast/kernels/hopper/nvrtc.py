@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from fast.user_cache import UntrustedFile, cache_folder, read_own, warn_once, write_own
 
+LOG = logging.getLogger("ao_lab.kernels")
 #: Versions of CUDA whose library is looked for, and the oldest that knows sparse wgmma and `-arch=sm_90a` well.
 MAJORS = (13, 12)
 OLDEST = (12, 4)
@@ -134,6 +136,7 @@ def cached_cubin(
     kept = _kept(file)
     if kept is not None:
         return kept
+    LOG.info("compiling %s.cu, which no cache holds", name)
     cubin, _ = compile_source(source, headers, options, name=name)
     with contextlib.suppress(OSError):
         write_own(folder() / file, cubin)

@@ -157,7 +157,7 @@ def test_terms_of_the_base_stay(tmp_path):
         ("../..", ""),
         ("org/x`\n## Install\n[click](http://evil)", "evil)"),
         ("org/x\u202e\x1b[0m", "x [0m"),
-        ("/home/me/.cache/huggingface/hub/models--org--na-me/snapshots/0123abc", "org/na-me"),
+        ("/x/hub/models--org--na-me/snapshots/0123abc", "org/na-me"),
     ],
 )
 def test_names_of_bases(given, shown):

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import logging
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +260,60 @@ def test_a_command_that_cannot_be_imported_stops_no_other(monkeypatch, capsys):
     code, err = complaint(capsys, "lost")
     assert code == 1
     assert "no_such_package" in err
+
+
+def test_commands_for_developers_stand_apart(capsys):
+    assert main(["--help"]) == 0
+    users, _, developers = capsys.readouterr().out.partition("Experiments, for developers of ao_lab")
+    assert all(f" {name} " in users for name in ("configs", "quantize", "eval", "tune", "doctor"))
+    for name in ("bench", "corpus", "ledger", "merge", "pretrain", "reproduce"):
+        assert f" {name} " in developers
+        assert f" {name} " not in users
+
+
+def test_help_says_defaults_in_plain_words(capsys):
+    for name in (
+        "formats",
+        "schemes",
+        "configs",
+        "quantize",
+        "eval",
+        "tune",
+        "reproduce",
+        "pretrain",
+        "bench",
+    ):
+        assert main([name, "--help"]) == 0
+        words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert not re.search(r"(\w |, |; )without[.,]", words)
+        assert "Default: " in words
+
+
+def test_shells_complete_names():
+    """What the line that --install-completion writes asks for."""
+    given = {"_AO_LAB_COMPLETE": "complete_bash", "COMP_WORDS": "ao-lab conf", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv[0] = 'ao-lab'; from ao_lab.cli.app import entry; entry()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **given}
+    )
+    assert done.stdout.split() == ["configs"]
+
+
+def test_verbose_shows_the_logger(capsys):
+    logger = logging.getLogger("ao_lab")
+    before = logger.handlers[:], logger.level
+    try:
+        for flag, shown in (("-v", [True, False]), ("-vv", [True, True])):
+            assert main([flag, "formats", "int4", "--json"]) == 0
+            json.loads(capsys.readouterr().out)
+            logging.getLogger("ao_lab.x").info("step %d", 1)
+            logging.getLogger("ao_lab.x").debug("detail")
+            said = logger.handlers[-1].stream is not None and len(logger.handlers) == 1
+            assert said
+            assert [logger.isEnabledFor(level) for level in (logging.INFO, logging.DEBUG)] == shown
+    finally:
+        logger.handlers, logger.level = before
+        logger.setLevel(before[1])
 
 
 def test_help_imports_nothing_heavy():

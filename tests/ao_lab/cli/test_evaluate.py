@@ -189,12 +189,26 @@ def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     harness.simple_evaluate = evaluate
     models = types.ModuleType("lm_eval.models.huggingface")
     models.HFLM = wrapped
+    found = types.ModuleType("lm_eval.tasks")
+    found.TaskManager = lambda: types.SimpleNamespace(all_tasks=["made_up", "mmlu"])
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", models)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", found)
     made = evaluated(capsys, folders / "compressed", "--tasks", "accuracy", "--tasks", "made_up")
     assert made["tasks"]["made_up"] == {"acc": 0.5}
     assert "accuracy" in made["tasks"]
     assert (calls["tasks"], calls["limit"]) == (["made_up"], 4)
+    own = folders / "mine.yaml"
+    own.write_text("task: mine")
+    evaluated(capsys, folders / "compressed", "--tasks", str(own))
+    assert calls["tasks"] == [str(own)]
+    monkeypatch.setattr("ao_lab.cli.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
+    for wrong, near in (("nosuchtask", "known are"), ("mmul", "mmlu"), ("acuracy", "accuracy")):
+        assert main(["eval", str(folders / "compressed"), "--tasks", wrong]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert f"unknown task '{wrong}'" in err
+        assert near in err
 
 
 def test_torchaos_folders(capsys, tmp_path):

@@ -14,7 +14,7 @@ from ao_lab.checkpoint.formats import reader, readers
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.checkpoint.transformers.config_values import config_from, config_values
-from ao_lab.cli.quantize import config_classes
+from ao_lab.cli.configs import config_classes
 from ao_lab.config.base import CONFIGS, Config
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.api import Call, quantize_weights, transform

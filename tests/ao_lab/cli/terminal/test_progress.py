@@ -11,7 +11,7 @@ import pytest
 from ao_lab.cli.terminal import progress
 from experiments.harness.progress import bar as bar_of_experiments
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ao_lab.cli import app
 from ao_lab.cli.terminal import interrupt as cli_stop
 from tests.support.models.small_llama import save_llama
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 #: A command whose work, a tiny stand-in for minutes, says that it started and goes on in threads that nothing can interrupt.

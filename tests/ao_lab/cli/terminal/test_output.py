@@ -12,7 +12,7 @@ from ao_lab.cli.doctor import checks as checks
 from ao_lab.cli.terminal.output import WrongInput, print_table
 from ao_lab.install.extras import is_clone
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 TRICKY = ("pip install -e '.[hf]'", "layers[0]", "[red]x[/red]", "[/]", ":smile:", "a\\[b]")
 
 
