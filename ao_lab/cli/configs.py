@@ -62,10 +62,7 @@ def show_configs(name: str | None, as_json: bool) -> None:
             print_json(rows)
         else:
             columns = ["configuration", "what it is", "weight", "activation"]
-            cells = [
-                [row["name"], row["what"], row["weight"] or "-", row["activation"] or "-"] for row in rows
-            ]
-            print_table("Configurations", columns, cells)
+            print_table("Configurations", columns, [[str(v or "-") for v in row.values()] for row in rows])
         return
     kind = known(name, classes, "config")
     options = {key: _plain(value) for key, value in options_of(kind).items()}
@@ -73,13 +70,12 @@ def show_configs(name: str | None, as_json: bool) -> None:
     if as_json:
         print_json({**details, "options": options})
         return
-    print_table(
-        f"Configuration {name}",
-        ["property", "value"],
-        [[key, value or "-"] for key, value in details.items()],
-    )
-    cells = [[key, value if isinstance(value, str) else json.dumps(value)] for key, value in options.items()]
-    print_table("Options", ["--option NAME=VALUE", "default"], cells)
+    properties = [[key, str(value or "-")] for key, value in details.items()]
+    print_table(f"Configuration {name}", ["property", "value"], properties)
+    defaults = [
+        [key, value if isinstance(value, str) else json.dumps(value)] for key, value in options.items()
+    ]
+    print_table("Options", ["--option NAME=VALUE", "default"], defaults)
 
 
 def _sentence(kind: type[Config]) -> str:
