@@ -36,6 +36,20 @@ def eager_function(function: Any) -> Callable[[Callable[..., Any]], Callable[...
     return register
 
 
+#: Functions of torch under transforms of functions (`torch.vmap`, `torch.func`), by what computes them there or returns None.
+TRANSFORMED_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def transformed_function(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what is asked first for functions of torch while a transform runs."""
+
+    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
+        TRANSFORMED_FUNCTIONS.update(dict.fromkeys(functions, compute))
+        return compute
+
+    return register
+
+
 def operation(*operators: Any) -> Callable[[Operation], Operation]:
     """Register a function for operators of ATen, and for those of others by name."""
 
@@ -68,4 +82,13 @@ def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-__all__ = ["EAGER_FUNCTIONS", "NAMED_OPERATIONS", "OPERATIONS", "eager_function", "operation", "view"]
+__all__ = [
+    "EAGER_FUNCTIONS",
+    "NAMED_OPERATIONS",
+    "OPERATIONS",
+    "TRANSFORMED_FUNCTIONS",
+    "eager_function",
+    "operation",
+    "transformed_function",
+    "view",
+]

@@ -31,7 +31,7 @@ from ao_lab.tensor.metadata import (
     stored_shape,
 )
 from ao_lab.tensor.metadata import swapped as swapped
-from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS
+from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS, TRANSFORMED_FUNCTIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.torch_changes import PENDING, make_changes
 from ao_lab.tensor.torch_changes.memory import ANSWERS
@@ -100,6 +100,10 @@ class QuantizedTensor(torch.Tensor):
         compute = EAGER_FUNCTIONS.get(func)
         if compute is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             y = compute(*args, **(kwargs or {}))
+            if y is not None:
+                return y
+        if torch._C._functorch.peek_interpreter_stack() is not None and func in TRANSFORMED_FUNCTIONS:
+            y = TRANSFORMED_FUNCTIONS[func](*args, **(kwargs or {}))
             if y is not None:
                 return y
         with torch._C.DisableTorchFunctionSubclass():
@@ -214,15 +218,15 @@ class QuantizedTensor(torch.Tensor):
         As for `copy_`, but that shape and dtype may be others. TypeError for numbers that are no weight's.
         """
         if not isinstance(other, QuantizedTensor):
-            other = self._like(other)
+            other = self.like(other)
         changes_in_place(self)
         SET_DATA(self, other)
         for name in ("_stored", "_settled", "_flattened", "_form"):
             self.__dict__.pop(name, None)
         self.__dict__.update(other.parts, meta=other.meta)
 
-    def _like(self, dense: torch.Tensor) -> QuantizedTensor:
-        """A dense tensor, stored as this one is."""
+    def like(self, dense: torch.Tensor) -> QuantizedTensor:
+        """A dense tensor of as many axes, stored as this one is: scheme, recipe, orientation, static scales of inputs."""
         if dense.dtype not in DTYPES or dense.dim() != self.dim():
             raise TypeError(
                 f"data of {self!r} is a QuantizedTensor, or {self.dim()} axes of floating-point numbers to quantize; got "

@@ -53,8 +53,9 @@ class Blocks:
     def _check(self) -> None:
         if isinstance(self.block, tuple) and len(self.shape) < 2:
             raise ValueError(f"blocks of {self.block} need at least two axes, got shape {self.shape}")
-        sizes = self._sizes
-        for length, size in zip(self._lengths, sizes, strict=True):
+        if self.block in (-1, "tensor"):  # one block, whatever its length, which a tracer may leave open
+            return
+        for length, size in zip(self._lengths, self._sizes, strict=True):
             if length % size and not self.partial:
                 raise ValueError(
                     f"shape {self.shape}: {length} elements are not divisible by the block size {size}"

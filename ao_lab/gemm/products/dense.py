@@ -23,7 +23,21 @@ def rounded(x: torch.Tensor, w: QuantizedWeight) -> torch.Tensor:
     scheme = w.recipe.activation
     if scheme is None or not sums_along_blocks(w):
         return x
-    return fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
+    y = fast.fake_quantize(x, scheme, axis=-1, scales=w.input_scales)
+    return torch.where(x.isnan(), x, y) if loses_nan(w) else y
+
+
+def loses_nan(w: QuantizedWeight) -> bool:
+    """Whether an input's NaN has no code: of elements without one under static scales; scales that are found hold it."""
+    scheme, scales = w.recipe.activation, w.input_scales
+    if scheme is None or scales is None or scales.scale is None:
+        return False
+    return scheme.format.nan_code is None
+
+
+def nan_rows(x: torch.Tensor) -> torch.Tensor:
+    """Bool (..., M, 1): which rows of x (..., M, K) hold a NaN."""
+    return x.isnan().any(-1, keepdim=True)
 
 
 def sums_along_blocks(w: QuantizedWeight) -> bool:
@@ -31,4 +45,4 @@ def sums_along_blocks(w: QuantizedWeight) -> bool:
     return w.block_axis == -2
 
 
-__all__ = ["dequantized", "rounded", "sums_along_blocks"]
+__all__ = ["dequantized", "loses_nan", "nan_rows", "rounded", "sums_along_blocks"]

@@ -1,8 +1,9 @@
-"""What a product asks of the device that a weight is on, and of torch there."""
+"""What a product asks of the device that a weight is on, of torch there, and of sizes that a tracer leaves open."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,6 +20,15 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def is_unbacked(size: Any) -> bool:
+    """Whether a program is traced for any value of a size, of which nothing may be asked (`mark_unbacked`)."""
+    if isinstance(size, int):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
+
+
 @lru_cache(maxsize=1)
 def cpu_scales_rows() -> bool:
     """Whether torch's float8 product on CPUs takes a scale for each row: some versions fail an assertion there."""
@@ -31,4 +41,4 @@ def cpu_scales_rows() -> bool:
     return True
 
 
-__all__ = ["capability", "cpu_scales_rows", "is_host"]
+__all__ = ["capability", "cpu_scales_rows", "is_host", "is_unbacked"]

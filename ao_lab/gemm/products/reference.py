@@ -9,6 +9,7 @@ import torch
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.codes import quantized_input
+from ao_lab.gemm.products.dense import loses_nan, nan_rows
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales
 
@@ -20,7 +21,8 @@ def reference(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) ->
     scheme = w.recipe.activation
     left: Any = x if scheme is None else quantized_input(x, w, scheme)
     options: dict[str, Any] = {"accumulation": w.recipe.accumulation, "out_dtype": x.dtype, "bias": bias}
-    return fast.matmul(left, as_right_operand(w), **options)
+    y: torch.Tensor = fast.matmul(left, as_right_operand(w), **options)
+    return torch.where(nan_rows(x), float("nan"), y) if loses_nan(w) else y
 
 
 def as_right_operand(w: QuantizedWeight) -> Any:

@@ -5,12 +5,14 @@ Rows that `fast.matmul.linear.linear_of_codes` multiplies faster are left to it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.codes import RESULTS, activation, multiplies_codes, quantized_input, row
 from ao_lab.gemm.products.dense import dequantized
-from ao_lab.gemm.products.device import capability, cpu_scales_rows, is_host
+from ao_lab.gemm.products.device import capability, cpu_scales_rows, is_host, is_unbacked
 from ao_lab.gemm.products.fused import STORED
 from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, blocks_product, blocks_reason, whole_steps
 from fast.matmul.linear import linear_of_codes
@@ -42,7 +44,37 @@ def scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) ->
         scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
         scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
     scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=x.dtype)
+    multiply = _rows_op if is_unbacked(x.shape[0]) else _multiply
+    y: torch.Tensor = multiply(a, b, scale_a, scale_b, bias, x.dtype)
+    return y
+
+
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """codes a (M, K), b (N, K) in torch's dtypes: a @ b.T plus bias (N) in dtype."""
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype)
+
+
+def _multiply_rows(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    if a.shape[0] == 0:  # torch._scaled_mm takes no empty scales
+        return a.new_empty((0, b.shape[0]), dtype=dtype)
+    return _multiply(a, b, scale_a, scale_b, bias, dtype)
+
+
+#: Of rows whose number is unbacked: torch's own operator asks, while it is traced, whether there is one row.
+_rows_op = torch.library.custom_op("ao_lab::scaled_mm_rows", _multiply_rows, mutates_args=())
+
+
+@_rows_op.register_fake
+def _fake(
+    a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, bias: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
 def _scaled_blocks(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
