@@ -13,7 +13,9 @@ ValueError. Nothing is measured here.
   Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
   than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
-  on a CPU by `fast.cpu.linear`, of one row; within `reference.linear_error_bound` of the exact product. A preshuffled weight
+  on a CPU by `fast.cpu.rows`; within `reference.linear_error_bound` of the exact product. On a CPU several rows are multiplied
+  by weights of 131,072 elements or more, by smaller ones a single row; where it has products of bfloat16, several rows of such
+  inputs by the weight rounded to it, as ``dequantize`` rounds; inputs in a scheme are rounded as there. A preshuffled weight
   is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,
   up to 64 of an expert on average; more rows on Hopper, which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of
   a preshuffled matrix may have a scheme: where 16-bit floats hold it exactly (8 bits under a scale for each row, MX) the
@@ -88,10 +90,15 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
 
 
 def _by_default(w: QuantizedWeight) -> Iterator[str]:
-    """The kernels that "auto" may be, the preferred first: not `scaled_mm` on a CPU whose torch takes one scale alone, since
-    it multiplies element by element then, a thousand times as long as `dequantize`."""
-    slow = is_host(w.device) and not cpu_scales_rows()
-    return (name for name in PRODUCTS if not (slow and name == "scaled_mm"))
+    """The kernels that "auto" may be, the preferred first. On a CPU torch's product of 8-bit floats takes 50 times as long as
+    one of bfloat16: `scaled_mm` comes after `fused`, and is none where torch takes one scale alone, since it multiplies element
+    by element then, a thousand times as long as `dequantize`."""
+    if not is_host(w.device):
+        return iter(PRODUCTS)
+    late = ["scaled_mm"] if cpu_scales_rows() else []
+    order = [name for name in PRODUCTS if name != "scaled_mm"]
+    after = order.index("fused") + 1
+    return iter([*order[:after], *late, *order[after:]])
 
 
 def inference_keys(w: QuantizedWeight) -> tuple[str, str]:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 import reference
-from fast.cpu.decoding import TABLE, Decoding
+from fast.cpu.decoder import as_array, numba_missing
 from fast.cpu.dequantize import Tiles
 from fast.cpu.elements import Element, largest, single_table
+from fast.cpu.loops.decoding import TABLE, Decoding
 from fast.cpu.scales import DTYPES, BlockScales, covered
 from fast.cpu.scratch import scratch
 from fast.cpu.threads import in_parts
@@ -29,8 +30,6 @@ from reference.schemes.schemes import Scheme
 
 #: Sums below this are far from float32's end, 2**128.
 FAR = 2.0**120
-#: What a broken or half-installed Numba raises when it is imported.
-IMPORT_ERRORS = (ImportError, AttributeError, OSError, RuntimeError, SystemError, ValueError, TypeError)
 
 
 def takes(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -38,42 +37,39 @@ def takes(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return len(shape) == 2 and dtype in DTYPES and covered(scheme, shape, 1, torch.float32)
 
 
-def _unsupported_message(x: torch.Tensor, w: Quantized) -> str:
-    """What `linear_of_one_row` says: of lengths that differ what `reference.linear` says, as the path with a gradient does."""
-    shape, inputs = tuple(w.shape), tuple(x.shape)
-    if len(shape) == 2 and inputs and inputs[-1] != shape[1]:
-        return f"linear of inputs {inputs} and a weight {shape}: the last axes must be the same"
-    return (
-        f"one row of {inputs} in {x.dtype} by {w.scheme.name} of shape {shape}, blocks along axis {w.axis}: takes one row "
-        f"(1, K) in float32, bfloat16 or float16, blocks along K, elements of at most 8 bits; `fast.linear` takes others"
-    )
-
-
-def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (1, K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype; ValueError where not `takes`."""
+def check_operands(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> None:
+    """ValueError where inputs (M, K), a weight (N, K) and a bias (N) do not go together, or the weight is not taken."""
     shape = tuple(w.shape)
-    if x.shape != (1, *shape[1:]) or w.axis % 2 != 1 or not takes(w.scheme, shape, x.dtype):
+    if x.dim() != 2 or x.shape[1:] != shape[1:] or w.axis % 2 != 1 or not takes(w.scheme, shape, x.dtype):
         raise ValueError(_unsupported_message(x, w))
     if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
             f"bias of shape {tuple(bias.shape)} for {shape[0]} outputs: one number for each output"
         )
+
+
+def _unsupported_message(x: torch.Tensor, w: Quantized) -> str:
+    """What `check_operands` says: of lengths that differ what `reference.linear` says, as the path with a gradient does."""
+    shape, inputs = tuple(w.shape), tuple(x.shape)
+    if len(shape) == 2 and inputs and inputs[-1] != shape[1]:
+        return f"linear of inputs {inputs} and a weight {shape}: the last axes must be the same"
+    return (
+        f"inputs {inputs} in {x.dtype} by {w.scheme.name} of shape {shape}, blocks along axis {w.axis}: takes inputs (M, K) in "
+        f"float32, bfloat16 or float16, blocks along K, elements of at most 8 bits; `fast.linear` takes others"
+    )
+
+
+def linear_of_one_row(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x (1, K) times the transpose of a stored weight (N, K), plus bias (N), in x's dtype; ValueError where not `takes`."""
+    check_operands(x, w, bias)
+    if len(x) != 1:
+        raise ValueError(f"linear_of_one_row takes one row, got inputs {tuple(x.shape)}")
     row = x.detach().to(torch.float32).resolve_neg()
     y = _by_loop(row, w) if numba_missing() is None else None
     y = _by_tiles(row, w) if y is None else y
     if bias is not None:
         y = y + bias.detach().to(torch.float32)
     return y.to(x.dtype)
-
-
-@lru_cache(maxsize=1)
-def numba_missing() -> str | None:
-    """Why loops cannot be compiled: what importing Numba says; None if it can be imported and compiles."""
-    try:
-        from fast.cpu import gemv
-    except IMPORT_ERRORS as error:
-        return f"{type(error).__name__}: {error}"
-    return "NUMBA_DISABLE_JIT is set" if gemv.config.DISABLE_JIT else None
 
 
 def _by_loop(row: torch.Tensor, w: Quantized) -> torch.Tensor | None:
@@ -121,7 +117,7 @@ def _rows_agree(w: Quantized, scales: BlockScales) -> bool:
 
 def _launch(w: Quantized, scales: BlockScales) -> tuple[Any, int, int] | None:
     """The loop for a weight, the codes of its groups and the groups of its blocks; None where a group ends in no block."""
-    from fast.cpu.gemv import WIDEST, compiled, group_of
+    from fast.cpu.loops.gemv import WIDEST, compiled, group_of
 
     element, blocks = Element.of(w.scheme), scales.scale.shape[1]
     packed = w.packed and element.bits < 8
@@ -141,11 +137,8 @@ def _nothing(shape: tuple[int, ...]) -> Any:
 
 
 def _numpy(x: torch.Tensor | None, shape: tuple[int, ...] = (0,)) -> Any:
-    """The array that a kernel's signature asks for: without gaps, at a multiple of its element's size."""
-    if x is None:
-        return _nothing(shape)
-    x = x.detach().resolve_neg().contiguous()
-    return (x.clone() if x.data_ptr() % x.element_size() else x).numpy()
+    """The array of an operand that may be missing."""
+    return _nothing(shape) if x is None else as_array(x)
 
 
 def _in_planes(row: torch.Tensor, in_group: int) -> torch.Tensor:
@@ -195,4 +188,4 @@ def _block_sums(row: torch.Tensor, size: int) -> torch.Tensor:
     return row.view(-1, size).sum(1)
 
 
-__all__ = ["linear_of_one_row", "numba_missing", "takes"]
+__all__ = ["check_operands", "linear_of_one_row", "takes"]

@@ -9,7 +9,7 @@ import fast.layers.both_axes
 import fast.layers.column_sums
 import fast.layers.linear_gradients
 import fast.layers.rotary
-import fast.matmul.one_row_ops  # registers cpu_linear, which layers import when they need it
+import fast.matmul.cpu_ops  # registers cpu_linear, which layers import when they need it
 from tests.support.examples import normals
 
 X, WIDE = normals(8, "cpu"), normals(64, "cpu", dtype=torch.bfloat16)

@@ -74,7 +74,7 @@ SWIGLU = TESTS + "test_swiglu.py -k bits_in"
 SPARSE_LINEAR = TESTS + "sparse_linear/test_mma_sparse.py"
 SATURATION = "tests/fast/quantize/test_saturation.py -k kernels_agree"
 GEMV = "tests/fast/linear/test_gemv_w4a16.py"
-LOOPS = "tests/fast/cpu/test_gemv.py -k number_of_the_table"
+LOOPS = "tests/fast/cpu/loops/test_gemv.py -k number_of_the_table"
 COLUMN_SUMS = TESTS + "test_layer_gradients.py -k in_the_interpreter"
 SMALL = "tests/fast/linear/preshuffled/test_linear_small.py -k test_bits"
 DYNAMIC = "tests/fast/linear/preshuffled/test_dynamic_inputs.py -k test_bits"
@@ -261,7 +261,7 @@ KERNELS = [
              "scale * rounded(tl.div_rn(1.0, outer), DTYPE)", "scale * outer", INTEGERS),
     Mutation("lanes read words of their neighbours", "fast/kernels/sparse_linear/weight_reads.py",
              "(lane % 4 * EACH + which % EACH)", "(lane % 4 + which % EACH)", SPARSE_LINEAR),
-    Mutation("subnormal codes as normal ones on a CPU", "fast/cpu/gemv.py",
+    Mutation("subnormal codes as normal ones on a CPU", "fast/cpu/loops/gemv.py",
              "if magnitude >> mantissa == 0:", "if magnitude == 0:", LOOPS),
     Mutation("values beyond the largest are not stopped", "fast/kernels/rules/elements.py",
              "a = tl.minimum(magnitude, float_of(tl.full((), E.max_bits, tl.int32)))", "a = magnitude", FP8_AND_MX),

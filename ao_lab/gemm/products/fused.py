@@ -1,8 +1,8 @@
 """Kernel "fused": products that decode a weight's codes on the way, on CPUs and on GPUs that its kernels are for.
 
-Inputs are taken as they are, and with a preshuffled weight also in a scheme. Where 16-bit floats hold it exactly
-(`fast.matmul.preshuffled.exact_inputs`) a kernel in front of the product quantizes them; in others they go through their scheme
-and back in their own dtype, as `dequantize` has them, and are multiplied by the weight as it is stored.
+Inputs are taken as they are; with a preshuffled weight, or a large one on a CPU, also in a scheme. Where 16-bit floats hold it
+exactly (`fast.matmul.preshuffled.exact_inputs`) a kernel in front of a GPU's product quantizes them; in others they go through
+their scheme and back in their own dtype, as `dequantize` has them, and are multiplied by the weight as it is stored.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.dense import dequantized, rounded
 from ao_lab.gemm.products.device import capability
 from fast.cpu.linear import takes as takes_one_row
+from fast.cpu.rows import takes_rows
 from fast.device import OLDEST
-from fast.matmul.one_row_ops import linear as cpu_linear
+from fast.matmul.cpu_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
 from fast.matmul.preshuffled.exact_inputs import inputs_reason
-from fast.matmul.preshuffled.linear import INPUTS, MOST_ROWS, linear_small, rows_as_stored
+from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, MOST_ROWS, linear_small, rows_as_stored
 from fast.matmul.weights import rows_fused
 
 #: Products that read the codes as they are stored read rows along which they sum.
@@ -36,8 +37,8 @@ def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> tor
         return linear_small(rounded(x, w), w.stored, bias)
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
-    if isinstance(x.shape[0], int) and x.shape[0] == 1:
-        return cpu_linear(x, w.quantized, bias)
+    if _all_rows_on_cpu(w, x.dtype) or (isinstance(x.shape[0], int) and x.shape[0] == 1):
+        return cpu_linear(rounded(x, w), w.quantized, bias)
     return dequantized(x, w, bias)
 
 
@@ -55,7 +56,7 @@ def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 def weight_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not take a weight beside inputs of a dtype, whatever the device; None where it does."""
-    reason = _dynamic_reason(w)
+    reason = _dynamic_reason(w, dtype)
     if reason is not None:
         return reason
     if w.meta.layout == PRESHUFFLED and len(w.shape) == 2:
@@ -69,9 +70,9 @@ def weight_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     )
 
 
-def _dynamic_reason(w: QuantizedWeight) -> str | None:
+def _dynamic_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     """Why it does not quantize a weight's inputs; None where it does, or they are not quantized."""
-    if w.recipe.activation is None:
+    if w.recipe.activation is None or _all_rows_on_cpu(w, dtype):
         return None
     if w.meta.layout != PRESHUFFLED or len(w.shape) != 2:
         return "its inputs must not be quantized, but those of preshuffled matrices"
@@ -92,9 +93,19 @@ def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
         return max(few, rows_as_stored(w.stored, dtype)) if len(w.shape) == 2 else few
     if w.is_cuda:
         return rows_fused(w.quantized, dtype)
+    if _all_rows_on_cpu(w, dtype):
+        return ALL_ROWS
     q = w.quantized
     # A compiler's sizes become numbers here: which kernel there is depends on them.
     return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
+
+
+def _all_rows_on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether a CPU decodes a weight on the way to the products of any number of rows."""
+    if w.device.type != "cpu" or len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
+        return False
+    q = w.quantized
+    return q.axis == 1 and takes_rows(q.scheme, tuple(map(int, q.shape)), dtype)
 
 
 __all__ = ["PRESHUFFLED", "STORED", "fused", "most_fused_rows", "unsupported_reason", "weight_reason"]

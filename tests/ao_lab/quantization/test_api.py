@@ -59,7 +59,8 @@ def test_a_language_model_end_to_end():
             dense.get_parameter(name).data.copy_(value)
         else:
             assert torch.equal(parameter, weights[name])
-    assert torch.equal(model(TOKENS), dense(TOKENS))
+    # Large weights are decoded on the way to the products, whose sums have another order.
+    torch.testing.assert_close(model(TOKENS), dense(TOKENS))
     assert len(report.changed) == 15
     assert [(layer.name, layer.reason) for layer in report.left] == [
         ("model.embed_tokens.weight", "Embedding: without filter_fn only nn.Linear")

@@ -13,7 +13,7 @@ import fast
 import reference
 from ao_lab import testing
 from ao_lab.config.recipe import named
-from fast.matmul.one_row_ops import linear as cpu_linear
+from fast.matmul.cpu_ops import linear as cpu_linear
 from fast.matmul.weights import rows_fused
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_numpy

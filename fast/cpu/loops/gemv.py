@@ -30,7 +30,7 @@ from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from fast.cpu.decoding import FLOAT, INTEGER, Decoding
+from fast.cpu.loops.decoding import FLOAT, INTEGER, Decoding
 from fast.user_cache import UntrustedFile, refuse_foreign, warn_once
 
 #: Sums may be taken in any order and products contracted; NaN and infinities keep their meaning.

@@ -1,4 +1,4 @@
-"""One row times a stored weight on a CPU, with its `torch.library` operator; see `fast.dispatch` and `fast.ops`."""
+"""Rows of inputs times a stored weight on a CPU, with its `torch.library` operator; see `fast.dispatch` and `fast.ops`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fast.cpu.linear import linear_of_one_row
+from fast.cpu.rows import linear_of_rows
 from fast.dispatch import run
 from fast.kernels.launch.cache import settings
 from fast.matmul.linear_ops import linear_function
@@ -17,14 +17,14 @@ from reference import Quantized
 
 def _compute(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     x, *stored, bias = operands
-    return linear_of_one_row(x, weight_of(record, values, stored), bias)
+    return linear_of_rows(x, weight_of(record, values, stored), bias)
 
 
 CPU_LINEAR, _ = linear_function("cpu_linear", _compute)
 
 
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
-    """`fast.cpu.linear.linear_of_one_row`, recorded where a tracer listens; differentiable in x and bias."""
+    """`fast.cpu.rows.linear_of_rows`, recorded where a tracer listens; differentiable in x and bias."""
     y: torch.Tensor = run(CPU_LINEAR, w.scheme, settings(w), (x, *parts(w), bias))
     return y
 

@@ -14,15 +14,16 @@ import torch
 import reference
 from fast import user_cache
 from fast.cpu import dequantize as tiled
-from fast.cpu import gemv, threads
 from fast.cpu import linear as cpu
-from fast.cpu.decoding import TABLE, Decoding
+from fast.cpu import threads
 from fast.cpu.elements import Element, single_table
-from fast.cpu.gemv import compiled, group_of
+from fast.cpu.loops import gemv
+from fast.cpu.loops.decoding import TABLE, Decoding
+from fast.cpu.loops.gemv import compiled, group_of
 from fast.cpu.scratch import KEPT, scratch
 from reference import SCHEMES
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ELEMENTS = tuple(dict.fromkeys(Element.of(scheme) for scheme in SCHEMES.values()))
 SOME = ("int3_g32", "int4_g128_asymmetric", "int8_rowwise", "mxfp6_e2m3", "nvfp4", "nf4")
 
@@ -313,8 +314,8 @@ def test_files_that_others_can_write_are_not_unpickled(where, monkeypatch, tmp_p
 
 
 def test_a_broken_numba_is_a_missing_one(monkeypatch):
-    monkeypatch.delattr("fast.cpu.gemv")
-    monkeypatch.setitem(sys.modules, "fast.cpu.gemv", None)
+    monkeypatch.delattr("fast.cpu.loops.gemv")
+    monkeypatch.setitem(sys.modules, "fast.cpu.loops.gemv", None)
     assert "gemv" in cpu.numba_missing.__wrapped__()
 
 
@@ -334,7 +335,7 @@ def test_a_fork_while_another_thread_compiles():
 FORKED = """
 import os, threading, time, warnings
 import torch, reference
-from fast.cpu import gemv
+from fast.cpu.loops import gemv
 from fast.cpu.linear import linear_of_one_row
 warnings.simplefilter("ignore")
 x = torch.ones(1, 64)
