@@ -33,8 +33,10 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
 #: The field by which a configuration of transformers names its file of weights.
 NAMED_WEIGHTS = "transformers_weights"
+#: How fields end that choose one of several functions.
+IMPLEMENTATION = "_implementation"
 #: Ends and names of fields that choose code.
-CODE = ("_implementation", "auto_map", "trust_remote_code", "custom_pipelines", "_implementation_internal")
+CODE = (IMPLEMENTATION, "auto_map", "trust_remote_code", "custom_pipelines", "_implementation_internal")
 #: Fields that count layers, heads, labels ... make that many objects.
 LARGEST_COUNT = 2**17
 COUNTS = re.compile(r"num_|.*(?:layer|depth|block|repeat|stage)")
@@ -91,10 +93,12 @@ def planned_model(
 
 
 def check_numbers(folder: Path) -> None:
-    """ValueError where the model of a dense folder is more than its files can fill, before transformers builds it itself.
+    """ValueError where the model of a dense folder is more than its files can fill, before transformers builds it itself, and
+    where its configuration names code on the Hub.
 
     What else may be wrong with its configuration is transformers' to say.
     """
+    _refuse_kernels(read_object(folder / CONFIG, nonfinite=True), folder / CONFIG)
     count, size = LARGEST_COUNT, sum(file.stat().st_size for file in folder.glob("*.bin"))
     if has_weights(folder):
         found = look_at(folder)
@@ -110,6 +114,18 @@ def check_numbers(folder: Path) -> None:
         raise TooLarge(
             f"{folder / CONFIG} describes a model of {wanted} weights, its files have {size} bytes; a number in it is far too "
             "large, fetch it again"
+        )
+
+
+def _refuse_kernels(value: Any, path: Path, name: str = "") -> None:
+    """ValueError for an implementation that is a repository: transformers fetches such kernels, and runs them."""
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else ((name, item) for item in value):
+            _refuse_kernels(item, path, f"{name}.{key}" if IMPLEMENTATION in name else str(key))
+    elif isinstance(value, str) and IMPLEMENTATION in name and "/" in value:
+        raise ValueError(
+            f"{path}: {shown(name)} names {shown(value)}, code on the Hub that transformers would fetch and run; remove "
+            "the entry"
         )
 
 

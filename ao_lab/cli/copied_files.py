@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ao_lab.checkpoint.io.strict_json import parsed, shown
+from ao_lab.checkpoint.io.strict_json import LARGEST_FILE, parsed, regular_size, shown
 
 #: Files of the model's own folder that are made anew: its weights in any program's format, and results of evaluations.
 REMADE = re.compile(
@@ -90,6 +90,8 @@ def _roots(source: Path) -> tuple[Path, ...]:
 
 def _read(file: Path) -> Any:
     try:
+        if regular_size(file) > LARGEST_FILE:
+            return None
         return parsed(file.read_bytes(), str(file), nonfinite=True)
     except (OSError, ValueError):
         return None

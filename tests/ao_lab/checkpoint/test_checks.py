@@ -97,6 +97,28 @@ def test_dense_folders_have_the_same_bounds(tmp_path, monkeypatch):
             by_transformers(tmp_path, None)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"attn_implementation": "nobody/kernel"},
+        {"_attn_implementation": "paged|nobody/kernel:run"},
+        {"attn_implementation": {"text_config": "nobody/kernel"}},
+        {"text_config": {"experts_implementation": "nobody/kernel"}},
+    ],
+)
+def test_kernels_of_a_folders_choice_are_not_fetched(tmp_path, code):
+    """transformers would, from the Hub, for `ao-lab quantize` and `eval` of a dense folder."""
+    save_file({"a": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **code}))
+    for read in (
+        lambda: quantize_pretrained(tmp_path, Int8WeightOnlyConfig()),
+        lambda: by_transformers(tmp_path, None),
+    ):
+        with pytest.raises(ValueError, match="code on the Hub that transformers would fetch and run"):
+            read()
+
+
 def test_large_numbers_of_real_configurations_pass(bases, tmp_path):
     """Vocabularies, positions, bases of rotations and tokens are no counts of parts."""
     given = {

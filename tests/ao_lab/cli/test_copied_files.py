@@ -47,11 +47,20 @@ def test_links_out_of_the_folder_are_left_out_and_told(source, target):
     (source / "same.json").symlink_to("tokenizer.json")
     (source / "lost.json").symlink_to("nowhere")
     os.mkfifo(source / "pipe")
+    os.mkfifo(source / "pipe_config.json")
     told = copy_the_rest(source, target)
     assert names(target) == {"tokenizer.json", "same.json", "inner/a.json"}
     assert not any(path.is_symlink() for path in target.rglob("*"))
     left = {line.split(": ")[1].split(",")[0] for line in told}
-    assert left == {"vocab.txt", "merges.txt", "inner/b.json", "linked", "lost.json", "pipe"}
+    assert left == {
+        "vocab.txt",
+        "merges.txt",
+        "inner/b.json",
+        "linked",
+        "lost.json",
+        "pipe",
+        "pipe_config.json",
+    }
     assert any("a link out of the model's folder" in line for line in told)
 
 
