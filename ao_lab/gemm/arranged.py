@@ -24,7 +24,7 @@ def kept(
     ValueError where it has to be made while a CUDA graph is captured: memory of the graph would be kept, and its host waits.
     """
     all_of_them: dict[str, tuple[Any, torch.Tensor]] = codes.__dict__.setdefault(ATTRIBUTE, {})
-    state = (_version(codes), _version(metadata), metadata.data_ptr())
+    state = (_version(codes), _version(metadata), codes.data_ptr(), metadata.data_ptr())
     found = all_of_them.get(name)
     if found is not None and found[0] == state:
         return found[1]

@@ -60,6 +60,8 @@ class QuantizedTensor(torch.Tensor):
     _flattened: tuple[list[str], Meta] | None = None
     #: What guards of compiled programs compare (`torch_changes.weight_guards`); None until one does.
     _form: Form | None = None
+    #: Names of the parts, which nothing replaces unseen.
+    _part_names: tuple[str, ...] = PARTS
 
     @staticmethod
     def __new__(
@@ -84,10 +86,15 @@ class QuantizedTensor(torch.Tensor):
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
         result = wrapper(cls, tuple(shape), meta, codes.device)
-        for name in PARTS:
-            setattr(result, name, parts.get(name))
-        result.meta = meta
+        result.__dict__.update({name: parts.get(name) for name in PARTS}, meta=meta)
         return result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A part or the description that takes another's place takes what was made of it away."""
+        super().__setattr__(name, value)
+        if name == "meta" or name in self._part_names:
+            self._forget()
+            changes_in_place(self)
 
     @classmethod
     def __torch_function__(
@@ -221,9 +228,13 @@ class QuantizedTensor(torch.Tensor):
             other = self.like(other)
         changes_in_place(self)
         SET_DATA(self, other)
+        self._forget()
+        self.__dict__.update(other.parts, meta=other.meta)
+
+    def _forget(self) -> None:
+        """Drop what is kept of the parts and the description as they were."""
         for name in ("_stored", "_settled", "_flattened", "_form"):
             self.__dict__.pop(name, None)
-        self.__dict__.update(other.parts, meta=other.meta)
 
     def like(self, dense: torch.Tensor) -> QuantizedTensor:
         """A dense tensor of as many axes, stored as this one is: scheme, recipe, orientation, static scales of inputs."""
@@ -232,14 +243,18 @@ class QuantizedTensor(torch.Tensor):
                 f"data of {self!r} is a QuantizedTensor, or {self.dim()} axes of floating-point numbers to quantize; got "
                 f"{type(dense).__name__} of shape {tuple(dense.shape)}, {dense.dtype}"
             )
-        made = self.new_empty(dense.shape, dtype=dense.dtype, device=dense.device)
+        made: Any = self.new_empty(dense.shape, dtype=dense.dtype, device=dense.device)
         made.copy_(dense)
         layout = self.meta.layout
-        settled = layout == PRESHUFFLED and unsupported_reason(made) is None  # type: ignore[arg-type]
-        return made.to_layout(layout) if settled else made  # type: ignore[attr-defined, return-value, no-any-return]
+        result: QuantizedTensor = made
+        return (
+            result.to_layout(layout)
+            if layout == PRESHUFFLED and unsupported_reason(result) is None
+            else result
+        )
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's stubs have an attribute
         """Bytes of the parts, as they are stored."""
         return sum(part.nbytes for part in self.parts.values() if part is not None)
 

@@ -60,6 +60,7 @@ class SparseQuantizedTensor(QuantizedTensor):
     """
 
     metadata: torch.Tensor
+    _part_names = SPARSE_PARTS
 
     @staticmethod
     def __new__(
@@ -88,9 +89,7 @@ class SparseQuantizedTensor(QuantizedTensor):
         result: SparseQuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=_oriented(strides, meta), dtype=meta.dtype, device=codes.device
         )
-        for name in SPARSE_PARTS:
-            setattr(result, name, parts.get(name))
-        result.meta = meta
+        result.__dict__.update({name: parts.get(name) for name in SPARSE_PARTS}, meta=meta)
         return result
 
     @property
