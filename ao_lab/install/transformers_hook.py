@@ -1,9 +1,10 @@
-"""What `import ao_lab` leaves behind for transformers, without importing it: our quantizer is there once transformers is.
+"""What `import ao_lab` leaves behind for transformers and the libraries around it, without importing them.
 
 transformers looks quantizers up in a table, and has no entry points by which a package could name its own. So the table is
 filled when it comes into being: a finder waits for the module that reads models, lets it be imported as ever, then registers.
-Where that module has been imported before, registering is done at once. Either order of the two imports works, neither library
-imports the other, and `import ao_lab` stays as quick as it is.
+The same for `Trainer`, accelerate and peft, where they handle weights in their own way. Where a module has been imported
+before, registering is done at once. Either order of the imports works, no library imports the other, and `import ao_lab` stays
+as quick as it is.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-#: The module of `from_pretrained` and `save_pretrained`; without it transformers reads and writes no model.
-AWAITED = "transformers.modeling_utils"
-REGISTERS = "ao_lab.checkpoint.transformers.quantizer"
+#: By the module that is waited for, the one of ours that registers with it. transformers reads and writes models in the first.
+AWAITED = {
+    "transformers.modeling_utils": "ao_lab.checkpoint.transformers.quantizer",
+    "transformers.trainer": "ao_lab.checkpoint.transformers.trainer",
+    "accelerate.utils.modeling": "ao_lab.tensor.libraries.accelerate",
+    "peft.peft_model": "ao_lab.tensor.libraries.peft",
+}
 
 
 class Waiting:
-    """Finds one module as the other finders do, with a loader that registers afterwards.
+    """Finds the modules that are waited for as the other finders do, with a loader that registers afterwards.
 
     Neither class has its abstract base of importlib.abc: that module takes longer to import than all of this.
     """
@@ -32,24 +37,24 @@ class Waiting:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The specification of the awaited module; None for all others."""
-        if fullname != AWAITED:
+        """The specification of an awaited module; None for all others."""
+        if fullname not in AWAITED:
             return None
         for finder in sys.meta_path:
             find: Any = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None:
-                loader: Any = None if spec.loader is None else Registering(spec.loader)
+                loader: Any = None if spec.loader is None else Registering(spec.loader, fullname)
                 spec.loader = loader
                 return spec
         return None
 
 
 class Registering:
-    """Another loader, after which our quantizer is registered. The module keeps the other one, as if this had not been."""
+    """Another loader, after which ours is registered. The module keeps the other one, as if this had not been."""
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader, self.name = loader, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As the other does."""
@@ -62,26 +67,31 @@ class Registering:
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        register()
+        register(self.name)
 
 
 def install() -> None:
-    """Register now, where transformers reads models already, or else when it comes to that. A second call does nothing."""
-    if AWAITED in sys.modules:
-        register()
-    elif not any(isinstance(finder, Waiting) for finder in sys.meta_path):
+    """Register now with what has been imported already, or else when it is. A second call does nothing."""
+    for name in AWAITED:
+        if name in sys.modules:
+            register(name)
+    if not any(isinstance(finder, Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, Waiting())
 
 
-def register() -> None:
-    """Register with transformers; a UserWarning where its version lacks what our quantizer needs."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Waiting)]
+def register(name: str) -> None:
+    """Register with an awaited module; a UserWarning where its version lacks what ours needs.
+
+    Where all have been imported, nothing waits any more.
+    """
+    if all(other in sys.modules for other in AWAITED):
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Waiting)]
     try:
-        importlib.import_module(REGISTERS).register()
-    except ImportError as error:
+        importlib.import_module(AWAITED[name]).register()
+    except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"ao_lab is not registered with this transformers ({error}): HfConfig and folders in ao_lab's layout need "
-            "transformers 5; `pip install 'ao_lab[hf]'`",
+            f"ao_lab is not registered with this {name.partition('.')[0]} ({error}): HfConfig, folders in ao_lab's layout and "
+            "loops of transformers need transformers 5; `pip install 'ao_lab[hf]'`",
             UserWarning,
             stacklevel=2,
         )

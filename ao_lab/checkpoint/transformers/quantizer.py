@@ -21,9 +21,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS
 from ao_lab.checkpoint.native_layout import METHOD
+from ao_lab.checkpoint.transformers import model_methods, saving
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
-from ao_lab.checkpoint.transformers.saving import put_in
 from ao_lab.checkpoint.transformers.stored import Stored
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.quantization.modules import is_linear, linear_and_experts
@@ -125,7 +125,12 @@ class Quantizer(HfQuantizer):
             return sum(spec.bytes for spec in weight.specs.values()) / max(param.numel(), 1)
         if self.param_needs_quantization(model, param_name) and self.job is not None:
             return self.job.bits(param_name) / 8
-        return float(param.element_size())
+        size = (
+            param.nbytes / max(param.numel(), 1)
+            if isinstance(param, QuantizedTensor)
+            else param.element_size()
+        )
+        return float(size)
 
     def get_quantize_ops(self) -> Any:
         """What quantizes them."""
@@ -189,7 +194,8 @@ def register() -> None:
     tables.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Quantizer)
     # Not by `register_quantization_config`, which asks for a base class of transformers; the table asks for from_dict alone.
     tables.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, HfConfig)
-    put_in()
+    saving.put_in()
+    model_methods.put_in()
 
 
 __all__ = ["Quantizer", "register"]

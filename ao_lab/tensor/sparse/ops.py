@@ -11,7 +11,7 @@ from ao_lab.tensor.flat_concat import Bundle, joins
 from ao_lab.tensor.op_registry import OPERATIONS
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse import slicing
-from ao_lab.tensor.sparse.compress import quantized_compressed
+from ao_lab.tensor.sparse.compress import not_sparse, quantized_compressed
 from ao_lab.tensor.sparse.registry import sparse_operation
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from ao_lab.tensor.values.in_place import requantized
@@ -61,7 +61,13 @@ def like(t: SparseQuantizedTensor, dense: torch.Tensor) -> SparseQuantizedTensor
         oriented = oriented.to(getattr(torch, t.scheme.element))
     elif oriented.dtype != t.dtype:
         oriented = oriented.to(t.dtype)
-    made = quantized_compressed(oriented.to(t.device), t.recipe, input_scales=t.input_scales)
+    oriented = oriented.to(t.device)
+    if (reason := not_sparse(oriented, t.recipe)) is not None:
+        raise ValueError(
+            f"{t!r} takes dense numbers that are 2:4: {reason}. An update that fills pruned places, as a merged adapter's "
+            f"does, stays beside the weight, or goes to its to_dense()"
+        )
+    made = quantized_compressed(oriented, t.recipe, input_scales=t.input_scales)
     made = made.remade(made.parts, dtype=t.dtype)
     return made.transposed() if t.turned else made
 

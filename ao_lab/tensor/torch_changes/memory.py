@@ -2,7 +2,7 @@
 
 Answers of torch's own are those of a tensor without memory: an address of 0, the same for all weights, by which libraries take
 two weights for one, and a storage whose use ends in an error about Python. Here the address is that of the codes, and who asks
-for a storage or for an array learns what to call.
+for a storage or for an array learns what to call. `reshape` copies where there is no view, as it does of dense tensors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,23 @@ def refuse_array(weight: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+def reshaped(weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """A view where the parts can be viewed so, as `view` has it, else a dense copy: `reshape` may copy."""
+    try:
+        return Tensor.reshape(weight, *args, **kwargs)
+    except ValueError:
+        return Tensor.reshape(weight.dequantize(), *args, **kwargs)
+
+
 #: Functions of torch that are answered here, by the function, where a weight is the first argument.
 ANSWERS: dict[Any, Callable[..., Any]] = {
     Tensor.data_ptr: address,
     # What cannot use `untyped_storage()`, which tracers look at, asks for this one next.
     Tensor.storage: refuse_storage,
+    Tensor.reshape: reshaped,
+    torch.reshape: reshaped,
     Tensor.numpy: refuse_array,
     Tensor.__array__: refuse_array,
 }
 
-__all__ = ["ANSWERS", "address", "refuse_array", "refuse_storage"]
+__all__ = ["ANSWERS", "address", "refuse_array", "refuse_storage", "reshaped"]

@@ -46,7 +46,7 @@ READS = (*ELEMENTWISE, *REDUCTIONS, *MATRICES)
 
 def dense(value: Any) -> Any:
     """Arguments with each QuantizedTensor among them dequantized."""
-    return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, value)  # type: ignore[no-untyped-call]
+    return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, value)
 
 
 @operation(*READS)

@@ -1,0 +1,27 @@
+"""Every loop of the table with every kind of layer has the answer that the table says."""
+
+import re
+
+import pytest
+
+from tests.ao_lab.tensor.loops.situations import ANSWERS, DAY, KINDS, LOOPS, tried
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*more than half of the change:UserWarning"),
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name in DAY else pytest.param(name, marks=pytest.mark.nightly) for name in KINDS]
+)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_answer_is_that_of_the_table(loop, kind, tmp_path):
+    answer = ANSWERS.get((loop, kind), ANSWERS.get((loop, ""), "right"))
+    found = tried(loop, kind, tmp_path)
+    assert found == answer if answer == "right" else re.search(answer, found), found
+
+
+def test_every_answer_is_of_a_loop():
+    assert {loop for loop, _ in ANSWERS} <= set(LOOPS)
+    assert {kind for _, kind in ANSWERS} - {""} <= set(KINDS)
