@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.formats import known
-from ao_lab.cli.terminal.output import print_json, print_table
+from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 
 if TYPE_CHECKING:
     from ao_lab.config.base import Config
@@ -34,7 +34,13 @@ def check_name(name: str) -> None:
     from reference import SCHEMES
 
     names: Mapping[str, Any] = {**config_classes(), **SCHEMES}
-    known(name, names, "config")
+    try:
+        known(name, names, "config")
+    except WrongInput as error:
+        nearest = str(error).partition("; ")[2]
+        raise WrongInput(
+            f"--config {name} is no configuration (ao-lab configs lists them) and no scheme (ao-lab schemes); {nearest}"
+        ) from None
 
 
 def options_of(kind: type[Config]) -> dict[str, Any]:

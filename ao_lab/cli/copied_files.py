@@ -31,6 +31,10 @@ MODULES = "modules.json"
 MODEL_CONFIG = "config.json"
 
 
+#: Settings that transformers reads, unknown entries too, and that are written with the result.
+SETTINGS = (MODEL_CONFIG, "generation_config.json")
+
+
 def copy_the_rest(source: Path, target: Path) -> list[str]:
     """Copy what lies beside the weights, with sub-folders, where the result has no such file; what is left out, a line each."""
     roots, parts = _roots(source), _parts(source)
@@ -53,6 +57,13 @@ def copy_the_rest(source: Path, target: Path) -> list[str]:
                 "trust_remote_code=True is given, ao_lab never does"
             )
     return left
+
+
+def links_out(source: Path) -> list[str]:
+    """Settings that are read and written anew, and are links out of the model's folder: their text would go along as well."""
+    roots = _roots(source)
+    files = [source / name for name in SETTINGS if (source / name).is_symlink()]
+    return [file.name for file in files if not any(file.resolve().is_relative_to(root) for root in roots)]
 
 
 def _reason(file: Path, name: Path, roots: tuple[Path, ...], code: set[str], whole: bool) -> str:
@@ -119,4 +130,4 @@ def _named_code(source: Path) -> set[str]:
     return names
 
 
-__all__ = ["copy_the_rest"]
+__all__ = ["copy_the_rest", "links_out"]

@@ -10,12 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.cli.copied_files import copy_the_rest
+from ao_lab.cli.configs import check_name, config_classes, options_of
+from ao_lab.cli.copied_files import copy_the_rest, links_out
 from ao_lab.cli.layout import say, select_layout
 from ao_lab.cli.sparsity import select_sparse_layout, sparse_model
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import track_progress
-from ao_lab.cli.terminal.requirements import check_room, check_writable
+from ao_lab.cli.terminal.requirements import check_room, check_writable, without_model
 from ao_lab.install.extras import needed
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def run_quantize(
             model = load(source, plan.config, skipped_layers, progress)
         skipped_layers.check()
         report, before = report_of(model), stored_bytes(source, model)
-        plan, saved = plan.saved(model, target)
+        beside, tensors = unloaded(source, model)
+        plan, saved = plan.saved(model, target, beside)
     except (ValueError, FileNotFoundError) as error:
         raise WrongInput(str(error)) from error
     files = copy_the_rest(source, target)
@@ -80,9 +82,10 @@ def run_quantize(
         + ([f"--sparsity {sparsity}"] if sparsity else [])
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
-    told = {**plan.told(saved.limits), "files": files}
+    told = {**plan.told(saved.limits), "tensors": tensors, "files": files}
+    notes = (*plan.reasons, *plan.changes, *saved.limits)
     write_card(
-        target, base_model=str(source), command=command, notes=(*plan.reasons, *plan.changes, *saved.limits)
+        target, base_model=str(source), command=command, notes=notes, beside=tensors, base_folder=source
     )
     show(report, saved, before, skipped_layers, told, as_json)
 
@@ -95,10 +98,9 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
     given, classes = dict(map(parsed, options)), config_classes()
     try:
         scheme = None if name in classes else named(name)
-    except ValueError as error:
-        raise WrongInput(
-            f"--config {name}: a scheme (ao-lab schemes lists them) or one of {', '.join(classes)}"
-        ) from error
+    except ValueError:
+        check_name(name)
+        raise
     kind = classes.get(name, SchemeConfig)
     check_options(name, kind, given)
     fixed = {} if scheme is None else {"scheme": scheme}
@@ -108,21 +110,14 @@ def config_of(name: str, activation: str | None, options: list[str]) -> Config:
         raise WrongInput(f"--config {name}: {error}") from error
 
 
-def config_classes() -> dict[str, type[Config]]:
-    """The configurations of quantized weights by name; without those that hold others, or are for training."""
-    from ao_lab import calibration as calibration  # registers configurations with static scales
-    from ao_lab.config.base import CONFIGS
-
-    return dict(sorted(CONFIGS.items()))
-
-
 def check_options(name: str, kind: type[Config], given: Collection[str]) -> None:
     """WrongInput, with the options that there are, for one that the configuration lacks."""
     known = [field.name for field in fields(kind) if field.init]
     if unknown := [option for option in given if option not in known]:
-        # These have flags of their own.
-        there = [option for option in known if option not in ("scheme", "activation_scheme", "sparsity")]
-        raise WrongInput(f"--config {name} has no option {', '.join(unknown)}; it has {', '.join(there)}")
+        raise WrongInput(
+            f"--config {name} has no option {', '.join(unknown)}; it has {', '.join(options_of(kind))} (ao-lab configs shows "
+            "their defaults)"
+        )
 
 
 def parsed(option: str) -> tuple[str, Any]:
@@ -150,9 +145,9 @@ def parsed(option: str) -> tuple[str, Any]:
 def check_folders(source: Path, target: Path) -> None:
     """WrongInput where there is no model, or where the result would fall among other files."""
     if not (source / "config.json").is_file():
-        raise WrongInput(
-            f"{source} has no config.json; give a folder that transformers' save_pretrained wrote"
-        )
+        raise WrongInput(without_model(source, "transformers' save_pretrained"))
+    if outside := links_out(source):
+        raise WrongInput(f"{source / outside[0]} is a link out of the model's folder; copy the file there")
     if not any(path for pattern in WEIGHTS for path in source.glob(pattern)):
         raise WrongInput(f"{source} has a config.json and no weights: no file named model.safetensors")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -188,6 +183,25 @@ def stored_bytes(source: Path, model: Any) -> int:
         return look_at(source).bytes
     except FileNotFoundError:
         return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+
+
+def unloaded(source: Path, model: Any) -> tuple[dict[str, Any], list[str]]:
+    """Tensors of the folder that transformers does not load, and that go along as they are (heads that predict later tokens,
+    for instance); and what is to be said of them and of those that no model of the class has."""
+    from ao_lab.checkpoint.experts.conversion import unused_names
+    from ao_lab.checkpoint.io.shards import has_weights, look_at
+    from ao_lab.checkpoint.streaming.quantized_folder import is_quantized
+
+    if not has_weights(source) or is_quantized(source):
+        return {}, []
+    folder = look_at(source)
+    beside, unknown = unused_names(folder, model)
+    told = [
+        f"{what}: {len(names)} tensors that transformers does not load ({', '.join(names[:2])}, for instance)"
+        for what, names in (("kept in high precision", beside), ("left out", unknown))
+        if names
+    ]
+    return folder.read(beside), told
 
 
 class SkippedLayers:

@@ -64,6 +64,18 @@ def test_links_out_of_the_folder_are_left_out_and_told(source, target):
     assert any("a link out of the model's folder" in line for line in told)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_settings_that_are_links_out_are_refused(source, target, capsys, name):
+    """Unknown entries of theirs are written with the result."""
+    (source.parent / "credentials.json").write_text('{"model_type": "llama", "token": "key"}')
+    write(source, **{"config.json": "{}", "model.safetensors": ""})
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("../credentials.json")
+    assert main(["quantize", str(source), str(target), "--config", "mxfp4"]) == 2
+    assert f"{name} is a link out of the model's folder; copy the file there" in capsys.readouterr().err
+    assert list(target.iterdir()) == []
+
+
 def test_the_hubs_cache_is_one_folder(tmp_path, target):
     repository = tmp_path / "models--org--name"
     write(repository, **{"blobs/abc": "{}", "refs/main": "1"})

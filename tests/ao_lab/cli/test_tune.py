@@ -110,7 +110,7 @@ def test_a_quantized_folder_as_it_is(capsys, folder, tmp_path):
         (["--recipe", "rowwise", "--launches", "cuda"], "--launches"),
         (["--recipe", "rowwise", "--skip", "nowhere"], "--skip nowhere: no layer is called that"),
         (["--recipe", "bf16", "--skip", "proj"], "no layer"),
-        (["--config", "int44"], "a scheme (ao-lab schemes lists them) or one of"),
+        (["--config", "int44"], "no configuration (ao-lab configs lists them) and no scheme"),
     ],
 )
 def test_what_to_do(capsys, folder, arguments, message):
