@@ -12,7 +12,7 @@ from torch import nn
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import Split, training_linear
 from ao_lab.training.restricted import prepare
-from ao_lab.training.shapes import steps
+from ao_lab.training.shapes import divides, steps
 from ao_lab.training.transforms.linear import functional_linear
 from ao_lab.training.transforms.support import check_traced, is_functional
 from fast.device import PLAIN
@@ -109,7 +109,7 @@ def low_precision_linear(
     if not n or not k:
         return nn.functional.linear(x, w, bias)
     of_m, of_n, of_k = settings.steps
-    if (x.numel() // k) % of_m or n % of_n or k % of_k:
+    if n % of_n or k % of_k or not divides(of_m, x.numel() // k):
         return _padded_linear(x, w, bias, settings, split, evaluated)
     return _unpadded_linear(x, w, bias, settings, split, evaluated)
 

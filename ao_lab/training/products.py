@@ -37,6 +37,9 @@ HOPPER = (9, 0)
 #: looks for a kernel at every call (37 to 90 us, H200): launched one by one they go by `codes`. Its kernel is slower (20 to 30
 #: us where torch's takes 15 to 21), so a CUDA graph, which has no launches, records torch's.
 BRIEF = 2**34
+#: Rows of a training batch, by which a function is chosen where a tracer leaves them open: layers fill rows up to whole blocks,
+#: so what takes these takes all others.
+OPEN = 8192
 #: What tiles of `codes` divide lengths by.
 TILE = 128
 
@@ -70,12 +73,11 @@ def select_product(
     keys, device = (scheme_key(a), scheme_key(b)), codes_of(a).device
     name = tuned(direction, *keys, lengths, dtype, device, accumulation)
     if torch.compiler.is_compiling():
-        # Dynamo calls open sizes integers too; which function can depends on them, so the program is settled on them here.
         facts = (
             *keys,
-            index(m),
-            index(n),
-            index(k),
+            settled(m),
+            settled(n),
+            settled(k),
             str(dtype),
             str(device),
             fast_sums,
@@ -90,6 +92,13 @@ def select_product(
             _able_before.clear()
         found = _able_before[key] = _able(name, a, b, fast_sums, brief)
     return found
+
+
+def settled(length: Any) -> int:
+    """A length as a number, under a tracer: of one that is left open `OPEN`, so that one program serves all."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # not imported where nothing is traced
+
+    return index(length) if has_static_value(length) else OPEN
 
 
 def is_captured(x: torch.Tensor) -> bool:

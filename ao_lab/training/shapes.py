@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import lcm
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,17 @@ def unsupported_reason(recipe: Recipe, module: nn.Linear, pad: bool = False) -> 
         if length % step and not pad:
             return f"{name} = {length} is no multiple of {step}, as recipe {recipe.name!r} asks"
     return None
+
+
+def divides(step: int, length: Any) -> bool:
+    """Whether a length is a multiple of a step; False where a tracer leaves it open, so that one program serves all."""
+    if not torch.compiler.is_compiling():
+        return not length % step
+    from torch.fx.experimental.symbolic_shapes import (
+        statically_known_true,
+    )  # not imported where nothing is traced
+
+    return statically_known_true(length % step == 0)
 
 
 def padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ class ExpertProducts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = [*_tensors(args, kwargs)]
-        owners = [found for t in given if (found := self._names(t))]
+        owners = [names for t in given if (names := self._names(t))]
         if not owners and func not in GROUPED:
             return func(*args, **kwargs)
         found = self._product(func, args, kwargs)
