@@ -22,7 +22,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
-from ao_lab.qat.layers import QATLinear, QATModule, Training, plain_again, train_as
+from ao_lab.qat.layers import ADDED, QATLinear, QATModule, Training, plain_again, train_as
 from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze, freeze_rest
 from ao_lab.qat.lora.model import check_mergeable, merge, prepare_lora
 from ao_lab.qat.scale_init import first_scales
@@ -31,6 +31,7 @@ from ao_lab.quantization.calibrate import calibrated, required_observers
 from ao_lab.quantization.modules import computed_reason, quantizable_parameters, shorten
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.report import Report, known_reasons
+from ao_lab.quantization.saved_state import warn_of_saved_state
 from ao_lab.quantization.selection import Filter, Filtered, Patterns, selection
 from ao_lab.training.layers import never_ran
 from reference import Scales
@@ -87,6 +88,7 @@ def prepare_qat(call: Call) -> Report:
     if adapted:
         freeze_rest(model, (c.config.lora for c in adapted))  # type: ignore[attr-defined]
     keep_report(model, plan)
+    warn_of_saved_state(model, ADDED, "step='prepare'")
     return report_of(model)
 
 

@@ -48,7 +48,8 @@ class LoRA:
 
     Rank 0: no adapters; the weight is quantized and frozen. rounds: "base" or "sum", see the module text. freeze_rest: whether
     step "prepare" freezes all other parameters of the model, so that adapters alone train (as peft does); False leaves those
-    that it does not name as they are. Of several configurations in one FqnToConfig each has to say True.
+    that it does not name as they are. Of several configurations in one FqnToConfig each has to say True. dtype: FSDP1 joins
+    parameters of one dtype, so that there it has to be that of the model (`fully_shard` takes both).
     """
 
     rank: int = 16

@@ -8,6 +8,10 @@ Where ranks do not divide the rows, FSDP2 gathers tensors of the weight's own sh
 bytes of a row (its codes, scales and zero points) travel in as many byte tensors of that shape as hold them: one byte an
 element for weights of 4 bits, two for weights of 8 bits with scales. Ranks that divide the rows send less.
 
+FSDP1 (`FullyShardedDataParallel`) joins the parameters of a unit in one tensor of one dtype, which codes cannot be a part of. It
+leaves quantized weights out, as it leaves out what another unit has joined: each rank keeps them whole, and shards and reduces
+what trains beside them.
+
 DTensor's shards and tensor parallelism need nothing of this; see `ao_lab.tensor.collectives`.
 """
 
@@ -103,6 +107,8 @@ def fsdp_post_all_gather(
 # FSDP2 asks a parameter for these two methods.
 for hook in (fsdp_pre_all_gather, fsdp_post_all_gather):
     setattr(QuantizedTensor, hook.__name__, hook)
+# FSDP1 asks whether a parameter is none of its own.
+QuantizedTensor._fsdp_flattened = True  # type: ignore[attr-defined]
 
 
 def _check_rows(t: QuantizedTensor, ranks: int, whole: tuple[int, ...]) -> None:

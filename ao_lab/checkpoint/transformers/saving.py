@@ -3,20 +3,21 @@
 transformers' own writer names the file of weights itself, writes tensors that it can take apart no further, and undoes what its
 reader has renamed, parts of quantized weights included: what comes out is no model. It has no seam for another writer, so the
 method of its base class asks first whether a model has quantized weights. That covers models of `quantize_`, of `HfConfig`,
-copies of them, `Trainer` and `push_to_hub`. All other models go the way they always went; of those in quantization-aware
-training, whose checkpoints `Trainer` writes so, a warning says what is not in the folder.
+copies of them, `Trainer` and `push_to_hub`. All other models go the way they always went; of those in training, whose
+checkpoints `Trainer` writes so, see `ao_lab.checkpoint.transformers.in_training`.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
+from ao_lab.checkpoint.transformers.in_training import as_plain, once, warn_of_adapters, warn_of_training
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora.layer import LoRALinear
+from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
@@ -40,24 +41,23 @@ def put_in() -> None:
         adapters = getattr(self, "_hf_peft_config_loaded", False)
         if adapters or not any(isinstance(p, QuantizedTensor) for p in self.parameters()):
             warn_of_training(self)
+            if len(args) < 2 and any(isinstance(m, (QATModule, SparseLinear)) for m in self.modules()):
+                state = kwargs.get("state_dict")
+                kwargs["state_dict"] = once(self.state_dict() if state is None else state)
             return dense(self, save_directory, *args, **kwargs)
+        if any(isinstance(module, LoRALinear) for module in self.modules()):
+            return saved_in_training(self, save_directory, *args, **kwargs)
         return saved(self, save_directory, *args, **kwargs)
 
     save_pretrained.of_ao_lab = True  # type: ignore[attr-defined]
     kind.save_pretrained = save_pretrained
 
 
-def warn_of_training(model: Any) -> None:
-    """A UserWarning where dense weights are written of layers in training, which compute with other values."""
-    prepared = [name for name, m in model.named_modules() if isinstance(m, (QATModule, LoRALinear))]
-    if prepared:
-        warnings.warn(
-            f"{len(prepared)} layers ({prepared[0]}, ...) are prepared for quantization-aware training, and the folder holds "
-            "their dense training weights, without the rounding: prepare the model again after loading to go on training, or "
-            "call quantize_(model, QATConfig(config, step='convert')) and save to keep the quantized model",
-            UserWarning,
-            stacklevel=3,
-        )
+def saved_in_training(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """Write a model whose adapters train beside quantized weights; see `ao_lab.checkpoint.transformers.in_training`."""
+    warn_of_adapters(model)
+    with as_plain(model):
+        saved(model, save_directory, *args, **kwargs)
 
 
 def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:

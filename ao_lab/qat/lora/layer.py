@@ -39,7 +39,7 @@ from ao_lab.qat.layers import ADAPTERS, QATLinear
 from ao_lab.qat.lora.autograd import frozen_linear
 from ao_lab.quantization.modules import check_model
 from ao_lab.quantization.report import ADAPTER
-from ao_lab.tensor.chunked import quantized_by_rows
+from ao_lab.tensor.values.weight_scales import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.layers import RAN, mark_run
 from fast.device import functional_transform, is_traced
@@ -201,7 +201,7 @@ def merged_weight(layer: LoRALinear, recipe: Recipe | None) -> nn.Parameter:
     if recipe.weight.scale.compute == "input":
         # Such schemes keep scales in the weight's dtype, which float32 sums do not have.
         dense = dense.to(weight.dtype)
-    result = quantized_by_rows(dense, recipe, input_scales=weight.input_scales)
+    result = quantized_weight(dense, recipe, input_scales=weight.input_scales)
     return nn.Parameter(result.remade(result.parts, dtype=weight.dtype), requires_grad=False)
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ao_lab.quantization.modules import check_model, computed_reason, quantizable_parameters
+from ao_lab.quantization.saved_state import warn_of_saved_state
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.counts import count, is_capturing
-from ao_lab.sparsity.training.layers import CLASSES, SparseLinear, plain_again, train_sparse
+from ao_lab.sparsity.training.layers import ADDED, CLASSES, SparseLinear, plain_again, train_sparse
 from ao_lab.sparsity.training.masks import find_mask, share_of_zeros, stored_as, stored_dtype, zero_pruned_
 from ao_lab.sparsity.training.plan import Group, Plan, planned
 from ao_lab.sparsity.training.schedule import SPARSE, WARMUP, finds_masks, phase
@@ -43,6 +44,8 @@ def train(call: Call) -> SparsityReport:
         names = {name: config.pattern for group in plan.groups.values() for name in group.layers}
         for name in names:
             remember(model, name, f"{config.pattern} in training")
+        if config.masks == "recomputed" or config.warmup or config.cooldown:
+            warn_of_saved_state(model, ADDED, "sparsify_")
         return _report(model, names, plan.reasons, dict.fromkeys(own, OWN_ZEROS))
 
 
