@@ -21,6 +21,7 @@ from ao_lab.quantization.modules import shorten
 from ao_lab.quantization.report import ATTRIBUTE, Report
 from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 
 CONVERT = "call quantize_(model, QATConfig(config, step='convert')) first"
 #: How `quantize_` tells of weights that it did not come to.
@@ -73,10 +74,21 @@ def _unfinished(module: nn.Module) -> str | None:
     if isinstance(module, (nn.Linear, nn.Embedding)) and (reason := _computed(module)) is not None:
         return reason
     if kind.__module__.partition(".")[0] == "peft":
-        return f"{kind.__name__} of peft; merge_and_unload() makes it plain"
+        return _adapted(module)
     if "FakeQuant" in kind.__name__:
         return f"a {kind.__name__} rounds what passes through it; convert the model with the library that prepared it"
     return None
+
+
+def _adapted(module: nn.Module) -> str:
+    """What makes a layer of peft plain; of a weight in 2:4 storage no merge does."""
+    told = f"{type(module).__name__} of peft"
+    if any(isinstance(p, SparseQuantizedTensor) for p in module.parameters()):
+        return (
+            f"{told} beside 2:4 storage, into which no update is merged; the adapters' own save_pretrained writes these, "
+            f"unload() leaves the model without them"
+        )
+    return f"{told}; merge_and_unload() makes it plain, the adapters' own save_pretrained writes these alone"
 
 
 def _computed(module: nn.Module) -> str | None:

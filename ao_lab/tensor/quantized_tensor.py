@@ -37,6 +37,7 @@ from ao_lab.tensor.torch_changes import PENDING, make_changes
 from ao_lab.tensor.torch_changes.memory import ANSWERS
 from ao_lab.tensor.torch_changes.torchscript import refuse_files, refuse_onnx
 from ao_lab.tensor.torch_changes.weight_guards import Form, changes_in_place
+from fast.device import is_transformed
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
@@ -109,7 +110,7 @@ class QuantizedTensor(torch.Tensor):
             y = compute(*args, **(kwargs or {}))
             if y is not None:
                 return y
-        if torch._C._functorch.peek_interpreter_stack() is not None and func in TRANSFORMED_FUNCTIONS:
+        if func in TRANSFORMED_FUNCTIONS and is_transformed():
             y = TRANSFORMED_FUNCTIONS[func](*args, **(kwargs or {}))
             if y is not None:
                 return y
@@ -320,8 +321,7 @@ class QuantizedTensor(torch.Tensor):
         function = NAMED_OPERATIONS.get(func.name()) if function is None else function
         if function is None:
             raise NotImplementedError(
-                f"{func} of a QuantizedTensor ({_first(args).scheme.name}): dequantize() it first. It can be multiplied by, "
-                f"looked up in, sliced along blocks, viewed, moved and copied; ao_lab.tensor.op_registry.OPERATIONS has it all"
+                f"{func} of a QuantizedTensor ({_first(args).scheme.name}): {_instead(func)}"
             )
         return function(func, args, kwargs or {})
 
@@ -425,6 +425,19 @@ def _first(args: Any) -> QuantizedTensor:
         if isinstance(value, (list, tuple)) and any(isinstance(item, QuantizedTensor) for item in value):
             return _first(value)
     raise TypeError("no QuantizedTensor among the arguments")
+
+
+def _instead(func: Any) -> str:
+    """What can be done in place of an operator that is not in the table."""
+    if func._schema.is_mutable:
+        return (
+            "in place it takes sums, products and copies alone, which quantize it again, and no optimizer's steps, which would "
+            "be rounded away: freeze it, and train adapters, its dequantize()d copy, or a model prepared with QATConfig"
+        )
+    return (
+        "dequantize() it first. It can be multiplied by, looked up in, sliced along blocks, viewed, moved and copied, and read "
+        "by arithmetic; ao_lab.tensor.op_registry.OPERATIONS has it all"
+    )
 
 
 refuse_files(QuantizedTensor)

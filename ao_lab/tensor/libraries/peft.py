@@ -15,12 +15,14 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 
 def make_dense(module: nn.Module) -> None:
-    """Each quantized parameter below a module becomes a dense one, which requires a gradient if that did."""
+    """Each quantized parameter below a module becomes a dense one, which requires a gradient if that did; shared ones one."""
+    made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         held: Any = part._parameters
         for name, value in held.items():
             if isinstance(value, QuantizedTensor):
-                held[name] = nn.Parameter(value.dequantize(), value.requires_grad)
+                dense = made.setdefault(id(value), nn.Parameter(value.dequantize(), value.requires_grad))
+                held[name] = dense
 
 
 def register() -> None:

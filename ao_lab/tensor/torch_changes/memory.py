@@ -25,8 +25,8 @@ def refuse_storage(weight: Any, *_: Any, **__: Any) -> NoReturn:
     """ValueError: libraries that write a tensor's storage cannot write one of several parts."""
     raise ValueError(
         f"{weight!r} is several tensors, without one storage that safetensors or accelerate could write. Save the model by "
-        f"ao_lab.save_pretrained(model, folder), or model.save_pretrained(folder) of transformers; a state dict by "
-        f"torch.save; accelerate's state by accelerator.save_state(folder, safe_serialization=False)"
+        f"ao_lab.save_pretrained(model, folder), or model.save_pretrained(folder) of transformers; what is in training, and a "
+        f"state dict, by torch.save, or accelerate's save_state and save_model with safe_serialization=False"
     )
 
 

@@ -1,0 +1,68 @@
+"""Sizes and resized tables of transformers' models with quantized weights; tests/ao_lab/tensor/loops has all kinds."""
+
+import pytest
+import torch
+
+import ao_lab
+from ao_lab import QuantizedTensor, quantized
+from ao_lab.checkpoint.transformers.model_methods import joined
+from tests.ao_lab.tensor.loops.situations import logits, with_tables
+from tests.support.quantized_weights import KINDS, same, weight
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_rows_that_stay(scheme):
+    """Their codes, where scales belong to rows; else the whole is quantized anew."""
+    t = quantized(weight(64, 128), scheme)
+    more, fewer = torch.cat([t.dequantize(), weight(8, 128, seed=1)]), t.dequantize()[:32]
+    for dense in (more, fewer):
+        made = joined(t, dense)
+        rows = min(64, len(dense))
+        assert made.shape == dense.shape
+        assert made.recipe == t.recipe
+        if scheme in ("fp8_tensorwise", "fp8_128x128", "nvfp4", "nf4"):
+            assert torch.equal(made, quantized(dense, scheme))
+        else:
+            assert same(made.dequantize()[:rows], t.dequantize()[:rows])
+            assert same(
+                made.dequantize()[rows:],
+                quantized(dense[rows:], scheme).dequantize() if rows < len(dense) else fewer[:0],
+            )
+
+
+def test_resized_models_are_saved_and_read(tmp_path):
+    made = with_tables("int8 weight-only")
+    before = made.lm_head.weight.detach()
+    made.resize_token_embeddings(80)
+    assert (
+        made.config.vocab_size == made.lm_head.weight.shape[0] == made.model.embed_tokens.num_embeddings == 80
+    )
+    assert torch.equal(made.lm_head.weight[:64], before)
+    assert not made.lm_head.weight.requires_grad
+    made.save_pretrained(tmp_path)
+    again = type(made).from_pretrained(tmp_path)
+    assert isinstance(again.lm_head.weight, QuantizedTensor)
+    assert torch.equal(logits(again), logits(made))
+    weight = made.lm_head.weight
+    made.resize_token_embeddings(80)
+    assert made.lm_head.weight is weight
+
+
+def test_tied_tables_stay_one():
+    made = with_tables("int8 weight-only")
+    made.config.tie_word_embeddings = True
+    made.tie_weights()
+    made.resize_token_embeddings(72, mean_resizing=False)
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    assert made.lm_head.weight.shape == (72, 64)
+
+
+def test_sizes_of_models_that_were_read_quantized(tmp_path):
+    made = with_tables("int8 weight-only")
+    made.save_pretrained(tmp_path)
+    again = type(made).from_pretrained(tmp_path)
+    stored = sum(t.nbytes for t in [*again.parameters(), *again.buffers()])
+    assert again.get_memory_footprint() == stored
+    assert again.get_memory_footprint(return_buffers=False) == sum(p.nbytes for p in again.parameters())
+    assert again.hf_quantizer.param_element_size(again, "lm_head.weight", again.lm_head.weight) < 1.1
+    assert ao_lab.QuantizedTensor in {type(p) for p in again.parameters()}

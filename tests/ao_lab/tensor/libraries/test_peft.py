@@ -1,0 +1,131 @@
+"""PEFT's methods on quantized layers: they train, merge within a rounding, come apart again, and the merged model is saved."""
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab import QuantizedTensor
+from ao_lab.tensor.libraries.peft import make_dense
+from tests.ao_lab.tensor.loops.situations import IDS, adapted, logits, model, with_tables
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+LAYERS = {"target_modules": ["q_proj", "up_proj"]}
+SQUARE = {"target_modules": ["q_proj"]}
+#: By name: the configuration's class and its fields.
+METHODS = {
+    "DoRA": ("LoraConfig", {"r": 4, "use_dora": True, **LAYERS}),
+    "PiSSA, fast": ("LoraConfig", {"r": 4, "init_lora_weights": "pissa_niter_4", **LAYERS}),
+    "OLoRA": ("LoraConfig", {"r": 4, "init_lora_weights": "olora", **LAYERS}),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "VeRA": ("VeraConfig", {"r": 4, **SQUARE}),
+    "LoHa": ("LoHaConfig", {"r": 4, **LAYERS}),
+    "LoKr": ("LoKrConfig", {"r": 4, **LAYERS}),
+    "OFT": ("OFTConfig", {"oft_block_size": 32, **LAYERS}),
+    "HRA": ("HRAConfig", {"r": 4, **LAYERS}),
+    "RoAd": ("RoadConfig", LAYERS),
+    "RandLoRA": ("RandLoraConfig", {"r": 8, **SQUARE}),
+    "MiSS": ("MissConfig", {"r": 4, **LAYERS}),
+    "SHiRA": ("ShiraConfig", {"r": 4, **LAYERS}),
+    "DeLoRA": ("DeloraConfig", {"r": 4, **LAYERS}),
+    "AdaLoRA": ("AdaLoraConfig", {"total_step": 10, **LAYERS}),
+    "FourierFT": ("FourierFTConfig", {"n_frequency": 10, **LAYERS}),
+    "table": ("LoraConfig", {"r": 4, "target_modules": ["embed_tokens"]}),
+}
+DAY = ("IA3", "MiSS", "OLoRA")
+
+
+@pytest.mark.parametrize("kind", ["int8 weight-only", "nf4"])
+@pytest.mark.parametrize(
+    "method", [one if one in DAY else pytest.param(one, marks=pytest.mark.nightly) for one in METHODS]
+)
+def test_methods(method, kind):
+    import peft
+
+    name, fields = METHODS[method]
+    torch.manual_seed(0)
+    with_adapters = peft.get_peft_model(with_tables(kind), getattr(peft, name)(**fields))
+    trained = [p for p in with_adapters.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-3)
+    with_adapters(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert all(p.grad is not None for p in trained)
+    with_adapters.eval()
+    close = 0.02 if kind == "int8 weight-only" else 0.3
+    before = logits(with_adapters)
+    with_adapters.merge_adapter()
+    assert (logits(with_adapters) - before).norm() < close * before.norm()
+    with_adapters.unmerge_adapter()
+    assert (logits(with_adapters) - before).norm() < close * before.norm()
+    merged = with_adapters.merge_and_unload(safe_merge=True)
+    assert (logits(merged) - before).norm() < close * before.norm()
+    assert isinstance(merged.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
+
+
+def test_what_saving_says_is_true(tmp_path):
+    """merge_and_unload() makes a model plain that save_pretrained refuses before; of 2:4 storage unload() does."""
+    with_adapters = adapted(model("int8 weight-only"))
+    with pytest.raises(ValueError, match=r"Linear of peft; merge_and_unload\(\) makes it plain"):
+        ao_lab.save_pretrained(with_adapters.base_model.model, tmp_path)
+    merged = with_adapters.merge_and_unload()
+    ao_lab.save_pretrained(merged, tmp_path, layout="ao_lab")
+    assert torch.equal(logits(ao_lab.load_pretrained(tmp_path)), logits(merged))
+    sparse = model("2:4")
+    before, with_adapters = logits(sparse), adapted(sparse)
+    with pytest.raises(ValueError, match=r"beside 2:4 storage, .* unload\(\) leaves"):
+        ao_lab.save_pretrained(with_adapters.base_model.model, tmp_path)
+    unloaded = with_adapters.unload()
+    ao_lab.save_pretrained(unloaded, tmp_path, layout="ao_lab")
+    assert torch.equal(logits(ao_lab.load_pretrained(tmp_path)), before)
+
+
+def test_copies_that_train(tmp_path):
+    """They learn, are written with the adapters, and are there again beside the quantized base."""
+    import peft
+
+    with_adapters = adapted(with_tables("int8 weight-only"), modules_to_save=["lm_head"])
+    head = with_adapters.base_model.model.lm_head
+    assert isinstance(head.original_module.weight, QuantizedTensor)
+    copy = head.modules_to_save["default"].weight
+    start = copy.detach().clone()
+    optimizer = torch.optim.AdamW([p for p in with_adapters.parameters() if p.requires_grad], lr=1e-3)
+    with_adapters(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not torch.equal(copy, start)
+    with_adapters.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(with_tables("int8 weight-only"), tmp_path)
+    assert torch.equal(logits(again), logits(with_adapters))
+    assert type(again.merge_and_unload().lm_head.weight) is nn.Parameter
+
+
+def test_copies_of_tied_weights_stay_tied():
+    net = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32, bias=False))
+    net[1].weight = net[0].weight
+    ao_lab.quantize_(net, ao_lab.Int8WeightOnlyConfig(), lambda module, name: True)
+    make_dense(net)
+    assert type(net[0].weight) is nn.Parameter
+    assert net[0].weight is net[1].weight
+
+
+@pytest.mark.nightly
+def test_experts():
+    """`target_parameters` adds to weights of three axes."""
+    import peft
+    import transformers
+
+    from ao_lab.quantization.modules import linear_and_experts
+
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **size)
+    made = transformers.MixtralForCausalLM(config).eval()
+    ao_lab.quantize_(made, ao_lab.Int8WeightOnlyConfig(), linear_and_experts)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    fields = {"target_modules": [], "target_parameters": targets, "init_lora_weights": False}
+    with_adapters = peft.get_peft_model(made, peft.LoraConfig(r=4, **fields))
+    before = logits(with_adapters)
+    merged = with_adapters.merge_and_unload()
+    assert (logits(merged) - before).norm() < 0.02 * before.norm()
+    assert isinstance(merged.model.layers[0].mlp.experts.down_proj, QuantizedTensor)
