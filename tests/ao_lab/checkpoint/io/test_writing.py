@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ao_lab import SchemeConfig, load_pretrained, quantize_, save_pretrained
+from ao_lab import SchemeConfig, load_pretrained, quantize_, save_pretrained, write_card
 from ao_lab.checkpoint.io.writing import staged, write_text
 
 
@@ -81,3 +81,19 @@ def test_files_are_replaced_when_all_are_written(tmp_path):
     write_text(tmp_path / "a.json", "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "sub"]
     assert (tmp_path / "a.json").read_text() == "new"
+
+
+def test_links_are_replaced_and_not_followed(tmp_path):
+    """Files of the Hub's cache are links to blobs that other snapshots share."""
+    names = ("model.safetensors", "config.json", "README.md")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    for name in names:
+        (tmp_path / name).write_text("a blob")
+        (folder / name).symlink_to(tmp_path / name)
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_(model, SchemeConfig(scheme="int8_rowwise_cast"))
+    save_pretrained(model, folder, layout="compressed-tensors")
+    write_card(folder)
+    assert [(tmp_path / name).read_text() for name in names] == ["a blob"] * 3
+    assert not any((folder / name).is_symlink() for name in names)
