@@ -26,12 +26,11 @@ from pathlib import Path
 import numpy as np
 from llvmlite import ir
 from numba import config, njit, types
-from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from fast.cpu.loops.decoding import FLOAT, INTEGER, Decoding
-from fast.user_cache import UntrustedFile, refuse_foreign, warn_once
+from fast.cpu.loops.kept_files import is_own_cache
 
 #: Sums may be taken in any order and products contracted; NaN and infinities keep their meaning.
 OPTIONS = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
@@ -61,27 +60,9 @@ def compiled(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> C
     kernel.__qualname__ = f"gemv_{hashlib.sha256(parts).hexdigest()[:16]}"
     signature = _signature(types.uint8 if scale_codes else types.float32)
     try:
-        return njit(signature, cache=_is_own_cache(kernel), **OPTIONS)(kernel)
+        return njit(signature, cache=is_own_cache(kernel), **OPTIONS)(kernel)
     except CACHE_ERRORS:
         return njit(signature, **OPTIONS)(kernel)
-
-
-def _is_own_cache(kernel: Callable[..., None]) -> bool:
-    """Whether nobody else can have written Numba's files of a kernel, which are pickles; one warning where somebody can.
-
-    A folder beside this file is as trustworthy as this file.
-    """
-    folder = Path(FunctionCache(kernel).cache_path)
-    if folder.parent == Path(__file__).parent:
-        return True
-    try:
-        refuse_foreign(folder)
-        for file in folder.glob(f"*{kernel.__qualname__}*"):
-            refuse_foreign(file)
-    except UntrustedFile as error:
-        warn_once(f"{error}; Numba's compiled kernels there are not used, each process compiles its own")
-        return False
-    return True
 
 
 def _signature(scale: types.Type) -> types.Type:
