@@ -8,7 +8,7 @@ Where ranks do not divide the rows, FSDP2 gathers tensors of the weight's own sh
 bytes of a row (its codes, scales and zero points) travel in as many byte tensors of that shape as hold them: one byte an
 element for weights of 4 bits, two for weights of 8 bits with scales. Ranks that divide the rows send less.
 
-FSDP1 (`FullyShardedDataParallel`) joins the parameters of a unit in one tensor of one dtype, which codes cannot be a part of. It
+FSDP1 (`FullyShardedDataParallel`) joins the parameters of a unit in one tensor of one dtype, of which codes are no part. It
 leaves quantized weights out, as it leaves out what another unit has joined: each rank keeps them whole, and shards and reduces
 what trains beside them.
 
