@@ -19,6 +19,7 @@ from experiments.fp8_training.methods import FLOAT8, MXFP8, PLAIN, SUMMED_FAST, 
 from experiments.fp8_training.speed import checkpointing
 from experiments.fp8_training.speed.checkpointing import FULL, NONE, PER_OP, SECOND
 from experiments.fp8_training.speed.watch import watch_of
+from experiments.harness.compiled import check_compiled, programs
 from experiments.harness.outcome import Values, attempt, free, status
 from experiments.harness.timing import AGAIN, Plan, Stopwatch, rounds_of, summary
 from experiments.models.llama import LlamaConfig
@@ -160,11 +161,12 @@ def prepared(bench: Bench, group: Group, method: Method, trainers: dict[Method, 
     checkpointing.apply(layers.layers, group.checkpointing)
     if group.compiled:
         trainer.compile(group.backend)
-    started = bench.deadline.clock()
+    started, before = bench.deadline.clock(), programs()
     output = trainer.first_step()
     bench.watch.sync()
     values["first step"] = (bench.deadline.clock() - started, "s")
     if group.compiled:
+        check_compiled(before)
         relative_change(output, trainer.result, COMPILED_LIMIT, "by compiling")
     del output
     values |= trainer.memory()

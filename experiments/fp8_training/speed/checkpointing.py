@@ -7,7 +7,6 @@ again in backward. Products are counted in forward and in recomputation on their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 NONE, SECOND, FULL, PER_OP = "none", "every 2nd layer", "full", "per operation"
@@ -30,9 +28,20 @@ def apply(layers: Iterable[nn.Module], kind: str) -> None:
         raise ValueError(f"checkpointing is {NONE}, {SECOND}, {FULL} or {PER_OP}; got {kind!r}")
     for number, layer in enumerate(layers):
         if kind in (FULL, PER_OP) or (kind == SECOND and number % 2 == 0):
-            context = contexts if kind == PER_OP else noop_context_fn
-            again = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context)
-            layer.forward = again  # type: ignore[method-assign]
+            layer.forward = _recomputed(layer.forward, kind == PER_OP)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], per_op: bool) -> Callable[..., Any]:
+    """forward, computed again in backward. Functions: of a module whose forward is a `functools.partial` torch.compile compiles
+    nothing, and does not say so."""
+
+    def all_again(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    def some_again(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+
+    return some_again if per_op else all_again
 
 
 def contexts() -> Any:
