@@ -23,6 +23,10 @@ def test_every_statement_has_its_test():
     assert len(re.findall(r"::test_", PAGE)) == len(re.findall(r"`tests/[\w/]+\.py::test_\w+`", PAGE))
 
 
+def _is_true(node):
+    return getattr(node, "value", None) is True
+
+
 def dangers(tree):
     """What a module calls that runs what it is given."""
     for node in ast.walk(tree):
@@ -32,12 +36,13 @@ def dangers(tree):
         function = node.func
         if isinstance(function, ast.Name) and function.id in RUNS:
             yield node.lineno, function.id
+        if isinstance(function, ast.Name) and function.id in ("njit", "jit") and _is_true(words.get("cache")):
+            yield node.lineno, "Numba's pickles without is_own_cache"
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
             owner, name = function.value.id, function.attr
             if owner in LOADS and name in ("load", "loads", "open", "Unpickler"):
                 yield node.lineno, f"{owner}.{name}"
-            safe = getattr(words.get("weights_only"), "value", None) is True
-            if (owner, name) == ("torch", "load") and not safe:
+            if (owner, name) == ("torch", "load") and not _is_true(words.get("weights_only")):
                 yield node.lineno, "torch.load without weights_only=True"
             if (owner, name) in (("os", "system"), ("os", "popen")):
                 yield node.lineno, f"{owner}.{name}"
