@@ -168,7 +168,7 @@ def test_unknown_names():
         ao_lab.encode(ROW, "zzzz")
 
 
-@pytest.mark.parametrize("operation", [torch.relu, torch.sum, lambda w: w + 1, lambda w: w.sort()])
+@pytest.mark.parametrize("operation", [torch.relu, torch.exp, lambda w: w.cumsum(0), lambda w: w.sort()])
 def test_operations_that_there_are_not(operation):
     weight = nn.Parameter(ao_lab.quantized(torch.randn(4, 32), "int8_rowwise"), requires_grad=False)
     with pytest.raises(
