@@ -167,7 +167,7 @@ class Job:
             full = f"{path}.{name}" if path else name
             left = SparseLayer(full, type(module).__name__, tuple(parameter.shape), self.plan.reasons[full])
             layers.append(self.done.get(full, left))
-        return SparsityReport(tuple(layers))
+        return SparsityReport((*layers, *self.plan.others))
 
 
 def _captured(job: Job, calibration: Iterable[Any], found: dict[str, nn.Module], offload: bool) -> Capture:

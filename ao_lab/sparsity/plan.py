@@ -24,7 +24,8 @@ from ao_lab.quantization.modules import (
 )
 from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.config import SparsityConfig
-from ao_lab.sparsity.selection import Selection, block_of
+from ao_lab.sparsity.report import SparseLayer
+from ao_lab.sparsity.selection import Selection, block_of, passed_over
 from ao_lab.sparsity.weights import (
     NOT_FINITE,
     in_place_reason,
@@ -103,6 +104,8 @@ class Plan:
 
     targets: dict[int, Target] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    #: What the filter accepts and is no linear layer, as the report lists it.
+    others: tuple[SparseLayer, ...] = ()
 
 
 def planned(
@@ -125,6 +128,8 @@ def planned(
         elif wanted:
             target = plan.targets.setdefault(id(parameter), Target(is_transposed(module)))
             target.places[full] = (module, name)
+    plan.others = others(model, filter_fn)
+    plan.reasons.update((layer.name, layer.reason) for layer in plan.others)
     if not plan.targets and not refused:
         raise ValueError(_nothing(plan))
     _find_others(model, plan)
@@ -133,6 +138,15 @@ def planned(
             refused[target.name] = why
     raise_refused(refused)
     return plan
+
+
+def others(model: nn.Module, filter_fn: Filter | None) -> tuple[SparseLayer, ...]:
+    """Lines of a report for what a filter accepts and is no linear layer."""
+    return tuple(
+        SparseLayer(full, kind, tuple(weight.shape), f"{kind}: only linear layers are pruned")
+        for full, (module, weight) in passed_over(model, filter_fn).items()
+        for kind in (type(module).__name__,)
+    )
 
 
 def _find_others(model: nn.Module, plan: Plan) -> None:

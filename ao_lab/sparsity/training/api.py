@@ -46,7 +46,8 @@ def train(call: Call) -> SparsityReport:
             remember(model, name, f"{config.pattern} in training")
         if config.masks == "recomputed" or config.warmup or config.cooldown:
             warn_of_saved_state(model, ADDED, "sparsify_")
-        return _report(model, names, plan.reasons, dict.fromkeys(own, OWN_ZEROS))
+        report = _report(model, names, plan.reasons, dict.fromkeys(own, OWN_ZEROS))
+        return SparsityReport((*report.layers, *plan.others))
 
 
 def _convert(plan: Plan, config: SparseTrainingConfig) -> list[str]:

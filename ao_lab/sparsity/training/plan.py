@@ -19,7 +19,8 @@ from ao_lab.quantization.modules import (
     training_state,
 )
 from ao_lab.quantization.selection import Filter
-from ao_lab.sparsity.plan import DTYPES, raise_refused
+from ao_lab.sparsity.plan import DTYPES, others, raise_refused
+from ao_lab.sparsity.report import SparseLayer
 from ao_lab.sparsity.selection import Selection
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.layers import CLASSES
@@ -56,6 +57,8 @@ class Plan:
 
     groups: dict[int, Group] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    #: What the filter accepts and is no linear layer, as the report lists it.
+    others: tuple[SparseLayer, ...] = ()
 
 
 def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | None) -> Plan:
@@ -73,6 +76,8 @@ def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | 
             plan.groups.setdefault(id(parameter), Group()).layers[full] = module
         else:
             refused[full] = _module_reason(module)
+    plan.others = others(model, filter_fn)
+    plan.reasons.update((layer.name, layer.reason) for layer in plan.others)
     if not plan.groups and not refused:
         told = shorten([f"{name}: {reason}" for name, reason in plan.reasons.items()])
         raise ValueError(f"sparsify_: no linear layer is selected, so that nothing would change. {told}")

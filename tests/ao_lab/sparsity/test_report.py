@@ -9,6 +9,7 @@ import reference
 from ao_lab import (
     LowBitWeightOnlyConfig,
     SparseLayer,
+    SparseTrainingConfig,
     SparsityConfig,
     SparsityReport,
     explain,
@@ -58,3 +59,31 @@ def test_the_report_names_a_scheme_without_a_zero():
     report = quantize_(model, LowBitWeightOnlyConfig(bits=2))
     assert report.layers[0].sparsity.startswith("2:4 by magnitude, whose zeros stretched2")
     assert explain(model).layers[0].sparsity == report.layers[0].sparsity
+
+
+@pytest.mark.parametrize("config", [SparsityConfig(), SparseTrainingConfig()])
+def test_what_a_filter_accepts_and_is_no_linear_layer_is_listed(config):
+    kinds = {
+        "conv": nn.Conv2d(4, 4, 1), "lstm": nn.LSTM(8, 8), "cell": nn.GRUCell(8, 8), "pair": nn.Bilinear(4, 4, 4),
+        "bag": nn.EmbeddingBag(8, 8), "heads": nn.MultiheadAttention(8, 2),
+    }  # fmt: skip
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), **kinds, "norm": nn.LayerNorm(8)})
+    report = sparsify_(model, config, lambda module, name: name != "heads.out_proj")
+    left = {layer.name.partition(".")[0]: layer.reason for layer in report.left}
+    assert left == {
+        name: f"{type(module).__name__}: only linear layers are pruned" for name, module in kinds.items()
+    }
+    assert [layer.name for layer in report.changed] == ["fc.weight"]
+    assert not [
+        layer for layer in sparsify_(nn.ModuleDict({"fc": nn.Linear(8, 8), **kinds}), config, linear).left
+        if layer.name.startswith("conv")
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"conv\.weight: Conv2d: only linear layers are pruned"):
+        sparsify_(
+            nn.ModuleDict({"fc": nn.Linear(8, 8), **kinds}), config, lambda module, name: name == "conv"
+        )
+
+
+def linear(module, name):
+    """A filter that asks for what a linear layer has."""
+    return module.in_features == 8
