@@ -10,11 +10,13 @@ Functions whose results are codes, and those of codes, have no gradient: their i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.traceback import get_current_meta, has_preserved_node_meta
 
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.kernels.launch import cache
@@ -72,7 +74,29 @@ def _operate(function: Function, record: Any, values: tuple[Any, ...], operands:
     """By the operator, without history where there is no gradient."""
     if not function.differentiable:
         operands = [o.detach() if isinstance(o, torch.Tensor) and o.requires_grad else o for o in operands]
-    return function.operator(record, values, operands)
+    if torch.compiler.is_dynamo_compiling() or not has_preserved_node_meta():
+        return function.operator(record, values, operands)
+    with own_source(function.name):
+        return function.operator(record, values, operands)
+
+
+@contextmanager
+def own_source(name: str) -> Iterator[None]:
+    """Nodes of a graph that is traced inside say that they come from a function of ours, not from the layer around it.
+
+    Partitioners of backends (ExecuTorch's for XNNPACK) look for nodes that come from nn.Linear, and take each for a movement of
+    its weight: they would give codes to a kernel as float32.
+    """
+    meta = get_current_meta()
+    before = meta.get("source_fn_stack")
+    meta["source_fn_stack"] = [*(before or ()), (name, f"ao_lab.{name}")]
+    try:
+        yield
+    finally:
+        if before is None:
+            meta.pop("source_fn_stack", None)
+        else:
+            meta["source_fn_stack"] = before
 
 
 def execute(function: Function, record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> Any:

@@ -27,7 +27,9 @@ STEP = 16
 
 def scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x (M, K) times w (K, N) plus bias (N), in x's dtype."""
-    if isinstance(x.shape[0], int) and x.shape[0] == 0:  # torch._scaled_mm takes no empty scales
+    rows, columns = x.shape[0], w.shape[1]
+    # torch._scaled_mm takes no empty scales; sizes that a tracer leaves open are not asked.
+    if (isinstance(rows, int) and rows == 0) or (isinstance(columns, int) and columns == 0):
         return dequantized(x, w, bias)
     if activation(w).scale.block == BLOCK:
         return _scaled_blocks(x, w, bias)
@@ -44,7 +46,7 @@ def scaled_mm(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) ->
         scale_a, scale_b = (s.reshape(1, 1) if s.dim() == 0 else s for s in (scale_a, scale_b))
         scale_a, scale_b = scale_a.expand(x.shape[0], 1), scale_b.expand(1, w.shape[1])
     scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
-    multiply = _rows_op if is_unbacked(x.shape[0]) else _multiply
+    multiply = _rows_op if is_unbacked(rows) else _multiply
     y: torch.Tensor = multiply(a, b, scale_a, scale_b, bias, x.dtype)
     return y
 

@@ -3,6 +3,9 @@
 vmap puts the rows of all examples into one matrix. That is right where every row has its own scales. A scheme with one scale
 for the tensor, or with an outer one, would find it over all examples, so that what one of them gives depends on the others.
 Such a layer is computed example by example here; other products than F.linear, and weights that are stacked, are refused.
+
+Tangents (`torch.func.jvp`, `jacfwd`) are multiplied by the weight as they are, as gradients are: the layer's own operations
+would round them, and a derivative would be no linear function of them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ao_lab.tensor.op_registry import transformed_function
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -47,6 +51,17 @@ def is_batched(value: Any) -> bool:
             return True
         value = _functorch.get_unwrapped(value)
     return False
+
+
+def may_have_tangent(value: Any) -> bool:
+    """Whether a derivative of a function, forward or backward, is taken at a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    while _functorch.is_functorch_wrapped_tensor(value):
+        if _functorch.is_gradtrackingtensor(value):
+            return True
+        value = _functorch.get_unwrapped(value)
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
 
 
 class _Held:
@@ -98,7 +113,9 @@ class LinearByExample(torch.autograd.Function):
 @transformed_function(torch.nn.functional.linear)
 def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """F.linear under a transform; None where the weight's own operation is right."""
-    if not (isinstance(weight, QuantizedTensor) and shares_scales(weight) and is_batched(input)):
+    if not isinstance(weight, QuantizedTensor) or weight.recipe.activation is None:
+        return None
+    if not (may_have_tangent(input) or (shares_scales(weight) and is_batched(input))):
         return None
     result: torch.Tensor = LinearByExample.apply(input, _Held(weight), bias)  # type: ignore[no-untyped-call]
     return result
@@ -133,4 +150,4 @@ def refuse_stacked() -> None:
 
 
 refuse_stacked()
-__all__ = ["LinearByExample", "is_batched", "linear", "other_product", "shares_scales"]
+__all__ = ["LinearByExample", "is_batched", "linear", "may_have_tangent", "other_product", "shares_scales"]
