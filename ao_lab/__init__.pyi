@@ -122,6 +122,10 @@ from ao_lab.tuning.api import Tuned as Tuned
 from ao_lab.tuning.api import tune as tune
 from reference import FORMATS as FORMATS
 from reference import SCHEMES as SCHEMES
+from reference import Format as Format
+from reference import Scale as Scale
+from reference import Scheme as Scheme
+from reference import Zero as Zero
 from reference import choose_scales as choose_scales
 from reference import compress as compress
 from reference import decode as decode
@@ -136,6 +140,7 @@ from reference import pack as pack
 from reference import prune as prune
 from reference import quantize as quantize
 from reference import quantize_both as quantize_both
+from reference import register as register
 from reference import rms_norm as rms_norm
 from reference import rms_norm_quantize as rms_norm_quantize
 from reference import swiglu as swiglu

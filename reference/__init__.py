@@ -23,6 +23,7 @@ from reference.quantize.scales import choose_scales
 from reference.quantize.stored import Quantized, Scales
 from reference.quantize.tiled_scales import tile_scales, untile_scales
 from reference.schemes.all_schemes import load_schemes
+from reference.schemes.register import register
 from reference.schemes.schemes import SCHEMES, Scale, Scheme, Zero
 from reference.sparsity.activation import SparseActivation, squared_relu_24
 from reference.sparsity.compress import Compressed, compress, decompress
@@ -89,6 +90,7 @@ __all__ = [
     "quantize_both",
     "quantize_compressed",
     "random_bits",
+    "register",
     "register_jax",
     "restore_metadata",
     "ria_scores",

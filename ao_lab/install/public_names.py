@@ -25,7 +25,7 @@ def public(name: str) -> Any:
     """The object of a public name. Functions of the specification take torch tensors as well: those run in `fast`."""
     module = homes()[name]
     value = getattr(importlib.import_module(module), name)
-    if module != module_name("reference") or not callable(value):
+    if module != module_name("reference") or not callable(value) or isinstance(value, type):
         return value
     from ao_lab.dispatch import dispatched
 

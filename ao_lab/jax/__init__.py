@@ -5,19 +5,33 @@ triton installed) run the kernels that torch tensors run, with the same bits: ea
 any mixture. Under `jit` the platform that the program is compiled for decides. Programs over several devices run the kernels
 on each device's part inside `jax.shard_map`; otherwise XLA gathers the array first.
 
-`from_torch` and `to_torch` hand quantized tensors over without copying them.
+`from_torch` and `to_torch` hand quantized tensors over without copying them. `dot_general` is `jax.lax.dot_general` by a
+training recipe; `ao_lab.jax.training` has it too, with what flax and einsum take.
 """
 
 from ao_lab.install.extras import explained
 from reference import register_jax
 
 try:
+    from ao_lab.jax import training
     from ao_lab.jax.exchange import from_torch, to_torch
     from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
+    from ao_lab.jax.matmul import matmul
+    from ao_lab.jax.training.dot_general import dot_general
 except ModuleNotFoundError as error:
     raise explained(error) from None
 
 # What `from_torch` makes may be handed to `jax.jit` before anything else here is called.
 register_jax()
 
-__all__ = ["choose_scales", "dequantize", "fake_quantize", "from_torch", "quantize", "to_torch"]
+__all__ = [
+    "choose_scales",
+    "dequantize",
+    "dot_general",
+    "fake_quantize",
+    "from_torch",
+    "matmul",
+    "quantize",
+    "to_torch",
+    "training",
+]

@@ -15,6 +15,7 @@ import jax
 import reference
 from ao_lab.jax.device import is_traced
 from reference import Quantized, Scales
+from reference.arrays.jax_mesh import over_mesh
 from reference.quantize.blocks import Blocks
 from reference.quantize.tiled_scales import tiled_size
 from reference.schemes.schemes import Scheme
@@ -53,7 +54,14 @@ class Operation:
 
 
 def dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
-    """The operation where `place` (see `device.place_of`) says; concrete arrays run as one compiled program."""
+    """The operation where `place` (see `device.place_of`) says; concrete arrays run as one compiled program.
+
+    Explicit axes of a mesh are automatic inside (`reference.arrays.jax_mesh`).
+    """
+    return over_mesh(_dispatch, (operation, arrays, place), {})  # type: ignore[no-any-return]
+
+
+def _dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
     if not place or not covered(operation):
         return by_reference(operation, arrays)
     if not any(map(is_traced, arrays.values())):

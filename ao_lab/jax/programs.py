@@ -18,11 +18,12 @@ import jax
 from ao_lab.jax.device import is_traced
 from fast.kernels.launch import cache
 from reference import Quantized, Scales
-from reference.arrays.pytrees import register_jax
+from reference.arrays.pytrees import register_flax_if_imported, register_jax
 
 
 def call(name: str, record: Any, values: tuple[Any, ...], *arrays: Any) -> tuple[Any, Any]:
     """The key of a call, and what it gives; None for a key that cannot be, and for a result that no program is known for."""
+    register_flax_if_imported()
     if is_traced(arrays[0]):
         return None, None
     where = getattr(arrays[0], "sharding", None)

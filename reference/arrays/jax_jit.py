@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
+from reference.arrays.jax_mesh import over_mesh
 from reference.arrays.pytrees import array_fields, register_jax
 
 
@@ -58,4 +59,4 @@ def _program(
 
     register_jax()
     fixed = {name: value for name, _, value in constants}
-    return jax.jit(lambda arrays: function(**arrays, **fixed))  # type: ignore[no-any-return]
+    return jax.jit(lambda arrays: over_mesh(function, (), {**arrays, **fixed}))  # type: ignore[no-any-return]

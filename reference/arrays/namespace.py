@@ -233,7 +233,7 @@ _OTHERS: dict[str, Namespace] = {}
 def namespace_of(x: Array) -> Namespace:
     """The namespace of the library that `x` belongs to; anything unknown counts as NumPy's.
 
-    TypeError for subclasses of NumPy's array that mean more than their values, masked arrays above all (`check_plain`).
+    TypeError for masked arrays and others that mean more than their values (`check_plain`).
     """
     if type(x) is np.ndarray:
         return _NUMPY
@@ -253,11 +253,14 @@ def _other(name: str, make: type[Namespace]) -> Namespace:
 
 
 def as_array(x: Any) -> Array:
-    """Python numbers and lists of them become NumPy arrays; arrays pass through (also read-only and 0-d ones).
+    """Python numbers and lists of them become NumPy arrays; arrays pass through (also read-only and 0-d ones, subclasses as
+    np.ndarray).
 
     TypeError for anything else, and for what `check_plain` refuses.
     """
     check_plain(x)
+    if isinstance(x, np.ndarray):
+        return np.asarray(x)
     if hasattr(x, "dtype") and hasattr(x, "reshape"):
         return x
     array = np.asarray(x)

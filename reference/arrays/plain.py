@@ -1,8 +1,8 @@
-"""`check_plain`: arrays that mean more than their values are refused, since the functions here would drop the rest.
+"""`check_plain`: arrays whose values are not all that counts are refused, since the functions here would drop the rest.
 
-A masked array has values under its mask that its own functions leave out: an amax would count them. np.matrix multiplies and
-reshapes by rules of its own, and any other subclass of NumPy's array may carry units, names or a mask. Sparse and nested
-tensors of torch have no strided memory. np.memmap is an ordinary array in a file.
+A masked array has values under its mask that its own functions leave out: an amax would count them. np.matrix reshapes and
+multiplies by rules of its own. Sparse and nested tensors of torch have no strided memory. Other subclasses of NumPy's array, as
+np.memmap and np.recarray, are read as arrays; results carry no label.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from typing import Any
 
 import numpy as np
 
-PLAIN = (np.ndarray, np.memmap)
-
 
 def check_plain(x: Any) -> None:
-    """TypeError that names the way out unless x is an ordinary array, a dense tensor, or no array at all."""
-    if type(x) in PLAIN:
+    """TypeError that names the way out for a masked array, np.matrix and a tensor that is not dense, also in a list of
+    arrays.
+    """
+    if type(x) is np.ndarray:
         return
-    if isinstance(x, np.ndarray):
-        raise TypeError(_numpy_message(x))
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            "a masked array was given, whose mask would be dropped and whose hidden values would count; "
+            "use x.filled(value), x.compressed(), or np.ma.getdata(x) where the mask does not matter"
+        )
+    if isinstance(x, np.matrix):
+        raise TypeError("np.matrix was given, whose own rules of shapes would be dropped; use np.asarray(x)")
     if isinstance(x, (list, tuple)):
         for item in x:
             check_plain(item)
@@ -50,15 +55,3 @@ def tensor_kind(torch: Any, x: Any) -> str:
     if x.is_nested:
         return "nested"
     return "" if x.layout is torch.strided else str(x.layout).removeprefix("torch.")
-
-
-def _numpy_message(x: Any) -> str:
-    name = f"{type(x).__module__}.{type(x).__name__}"
-    if isinstance(x, np.ma.MaskedArray):
-        return (
-            "a masked array was given, whose mask would be dropped and whose hidden values would count; "
-            "use x.filled(value), x.compressed(), or np.ma.getdata(x) where the mask does not matter"
-        )
-    return (
-        f"an ordinary array was expected, got {name}, whose own rules would be dropped; use numpy.asarray(x)"
-    )

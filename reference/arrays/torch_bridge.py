@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 
 from reference.arrays.jax_jit import holds_jax, run_compiled
+from reference.arrays.jax_mesh import over_mesh
 from reference.arrays.pytrees import array_fields, register_if_imported
 
 P = ParamSpec("P")
@@ -37,7 +38,7 @@ def bridged(function: Callable[P, R]) -> Callable[P, R]:
         if any(holds_jax(value) for value in (*args, *kwargs.values())):
             return cast(R, run_compiled(function, args, kwargs))
         if not any(_holds_tensor(value) for value in (*args, *kwargs.values())):
-            return function(*args, **kwargs)
+            return cast(R, over_mesh(function, args, kwargs))
         args_ = tuple(_convert(value, to_numpy) for value in args)
         kwargs_ = {name: _convert(value, to_numpy) for name, value in kwargs.items()}
         return cast(R, _convert(function(*args_, **kwargs_), to_torch))

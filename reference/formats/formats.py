@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.errors import lookup
+from reference.formats.format_checks import check_format
 
 # QLoRA's NormalFloat4 in float32, and the same table to four decimals as torchao stores it.
 NF4_TABLE = (
@@ -42,7 +43,11 @@ NF4_TORCHAO_TABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One element format. Codes are unsigned integers of `bits` bits; everything else is derived."""
+    """One element format. Codes are unsigned integers of `bits` bits; everything else is derived.
+
+    ValueError or TypeError where fields do not fit together (`reference.formats.format_checks`). `reference.register` gives a
+    record of one's own a name.
+    """
 
     name: str
     #: ``float``, ``int``, ``codebook`` or ``scale``.
@@ -63,6 +68,9 @@ class Format:
     table: tuple[float, ...] = ()
     #: Stretched formats: the end of the interval that the outermost values represent; 0 where they are its end themselves.
     reach: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_format(self)
 
     @property
     def emin(self) -> int:
@@ -240,8 +248,19 @@ def _formats() -> list[Format]:
     ]  # fmt: skip
 
 
-#: Every format by name.
+#: Every format by name: these, and those of `reference.register`.
 FORMATS: dict[str, Format] = {record.name: record for record in _formats()}
+#: Names of the formats of this file, which every process knows.
+BUILT_IN = frozenset(FORMATS)
+
+
+def format_name(fmt: str | Format, what: str) -> str:
+    """The name of a format in `FORMATS`, for a record that names it; ValueError for a record that is not there."""
+    if isinstance(fmt, Format):
+        if FORMATS.get(fmt.name) != fmt:
+            raise ValueError(f"{what} is a format that FORMATS does not have: register({fmt!r}) first, once")
+        return fmt.name
+    return format_of(fmt).name
 
 
 def format_of(fmt: str | Format) -> Format:

@@ -26,9 +26,11 @@ SLAB = 1 << 20
 
 
 def fits_table(fmt: Format) -> bool:
-    """Whether 8 significant bits, the last one sticky, decide every rounding: at most 6 bits in the format."""
+    """Whether 8 significant bits, the last one sticky, decide every rounding: at most 6 bits in the format; and codes are
+    bytes.
+    """
     bits = {"float": fmt.mantissa_bits + 1, "int": fmt.bits - fmt.signed, "scale": 1, "codebook": 8}[fmt.kind]
-    return bits <= 6
+    return bits <= 6 and fmt.bits <= 8
 
 
 def odd_halves(bits: Array) -> Array:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from reference.arrays.jax_mesh import over_mesh
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import bits_of, multiply
 from reference.arrays.torch_bridge import bridged
@@ -196,7 +197,8 @@ def _jax_function() -> Any:
         scheme: Scheme, axis: int, saved: tuple[Array, Any, Any], g: Array
     ) -> tuple[Array, Any, Any]:
         x, scales, words = saved
-        dx, dscale, dzero = _vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
+        options = {"axis": axis, "scales": scales, "random_bits": words}
+        dx, dscale, dzero = over_mesh(_vjp, (g, x, scheme), options)
         return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
 
     function = jax.custom_vjp(forward, nondiff_argnums=(3, 4))

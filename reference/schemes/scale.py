@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from reference.arrays.errors import choice
-from reference.formats.formats import Format, format_of
+from reference.formats.formats import Format, format_name, format_of
 
 Block = int | tuple[int, int] | str
 STATISTICS = ("absmax", "minmax", "minmax_with_zero", "minmax_split", "absmax_elements")
@@ -73,6 +73,8 @@ class Scale:
     even_bits: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.storage, Format):
+            object.__setattr__(self, "storage", format_name(self.storage, "storage"))
         check_scale(self)
 
     @property

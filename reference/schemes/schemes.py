@@ -17,9 +17,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from reference.arrays.errors import choice, lookup
-from reference.formats.formats import FORMATS, Format, format_of
+from reference.formats.formats import BUILT_IN as BUILT_IN_FORMATS
+from reference.formats.formats import FORMATS, Format, format_name, format_of
 from reference.formats.rounding import MODES, OVERFLOWS
 from reference.schemes.scale import POWER_RULES, Block, Scale, Zero, flat_size
 
@@ -27,6 +29,8 @@ from reference.schemes.scale import POWER_RULES, Block, Scale, Zero, flat_size
 SCHEMES: dict[str, Scheme] = {}
 #: Every record ever created, by its key.
 RECORDS: dict[str, Scheme] = {}
+#: The records that `SCHEMES` has when `reference` is imported, which every process knows.
+BUILT_IN: dict[str, Scheme] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class Scheme:
     """How a tensor is stored; see the module text for the default rules and each field for other conventions."""
 
     name: str
-    #: Name of the element format.
+    #: Name of the element format; its record becomes its name.
     element: str
     scale: Scale
     #: Second level: over all elements (statistic absmax_elements), or over the scale array.
@@ -69,10 +73,12 @@ class Scheme:
     deviations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "element", format_name(self.element, "element"))
         check_scheme(self)
-        # While SCHEMES is being filled there is nothing to compare with: the name is the key.
-        known = not SCHEMES or SCHEMES.get(self.name) == self
-        key = self.name if known else json.dumps(asdict(self), separators=(",", ":"))
+        # While SCHEMES is being filled there is nothing to compare with: the name is the key. That of a registered record is
+        # not: other processes do not know it.
+        known = not SCHEMES or BUILT_IN.get(self.name) == self
+        key = self.name if known else json.dumps(scheme_fields(self), separators=(",", ":"))
         object.__setattr__(self, "_key", key)
         RECORDS[key] = self
 
@@ -98,6 +104,16 @@ class Scheme:
         return f"Scheme({self.name})"
 
 
+def scheme_fields(scheme: Scheme) -> dict[str, Any]:
+    """A record as plain values; "formats" has those that `reference.register` added, as plain values too, where there are
+    any.
+    """
+    scales = (scheme.scale, scheme.outer)
+    names = [scheme.element, *(one.storage for one in scales if one is not None)]
+    own = [name for name in dict.fromkeys(names) if name in FORMATS and name not in BUILT_IN_FORMATS]
+    return {**asdict(scheme), **({"formats": [asdict(FORMATS[name]) for name in own]} if own else {})}
+
+
 def scheme_of(scheme: str | Scheme) -> Scheme:
     """The record of a name; a record passes through. Unknown names raise ValueError with the nearest ones."""
     return scheme if isinstance(scheme, Scheme) else lookup(scheme, SCHEMES, "scheme")
@@ -105,7 +121,15 @@ def scheme_of(scheme: str | Scheme) -> Scheme:
 
 def check_scheme(record: Scheme) -> None:
     """ValueError for a field that means nothing, or fields that contradict each other."""
+    if not isinstance(record.name, str) or not record.name or record.name.startswith("{"):
+        raise ValueError(
+            f"the name of a scheme is text that does not begin with a brace, got {record.name!r}"
+        )
     fmt = format_of(record.element)
+    if record.nan_code is not None and not 0 <= record.nan_code < 1 << fmt.bits:
+        raise ValueError(
+            f"nan_code is a code of {fmt.name}, 0 to {(1 << fmt.bits) - 1}, got {record.nan_code!r}"
+        )
     choice(record.apply, ("reciprocal", "divide", "encode"), "apply")
     choice(record.outer_order, ("decode", "reciprocal_first", "folded", "encode"), "outer_order")
     choice(record.arithmetic, ("float32", "input"), "arithmetic")
@@ -153,4 +177,14 @@ def _check_zero(record: Scheme, fmt: Format) -> None:
         )
 
 
-__all__ = ["RECORDS", "SCHEMES", "Block", "Scale", "Scheme", "Zero", "flat_size", "scheme_of"]
+__all__ = [
+    "RECORDS",
+    "SCHEMES",
+    "Block",
+    "Scale",
+    "Scheme",
+    "Zero",
+    "flat_size",
+    "scheme_fields",
+    "scheme_of",
+]

@@ -106,5 +106,7 @@ def rank_in_groups(ns: Namespace, key: Array, group: int) -> Array:
     """Place of every element in its group, 0 for the largest: how many elements come before it. Shape of `key`."""
     place = ns.arange(group, key)
     other, own = key[..., None, :], key[..., :, None]
-    before = (other > own) | ((other == own) & (place[None, :] < place[:, None]))
+    # With all axes: JAX's strict rank promotion adds none.
+    earlier = (place[None, :] < place[:, None]).reshape((1,) * (len(ns.shape(key)) - 1) + (group, group))
+    before = (other > own) | ((other == own) & earlier)
     return ns.astype(before, "int32").sum(-1)

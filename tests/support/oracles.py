@@ -46,6 +46,11 @@ def modes(fmt: Format) -> tuple[str, ...]:
     return MODES[:1] if fmt.kind == "codebook" else MODES
 
 
+def has_dtype(name: str) -> bool:
+    """Whether ml_dtypes or NumPy has a format, as the oracle of its values."""
+    return hasattr(ml_dtypes, name) or name == "float16"
+
+
 def dtype_of(name: str) -> np.dtype[Any]:
     """The NumPy or ml_dtypes dtype of a name."""
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
@@ -103,13 +108,16 @@ GFLOAT_MODES = {
 
 
 def gfloat_format(name: str) -> gfloat.FormatInfo:
-    """gfloat's own description of a format; the fnuz formats, which it does not name, from their definition."""
+    """gfloat's own description of a format; those that it does not name from their definition."""
     if name in GFLOAT_NAMES:
         return getattr(gfloat.formats, f"format_info_{GFLOAT_NAMES[name]}")
-    precision, bias = {"float8_e4m3fnuz": (4, 8), "float8_e5m2fnuz": (3, 16)}[name]
+    fmt = FORMATS[name]
+    ieee = fmt.specials == "ieee"
+    nans = (1 << fmt.mantissa_bits) - 1 if ieee else int(fmt.specials == "nan_ones")
     return gfloat.FormatInfo(
-        name, 8, precision, bias=bias, is_signed=True, domain=gfloat.Domain.Finite, has_nz=False, num_high_nans=0,
-        has_subnormals=True, is_twos_complement=False,
+        name, fmt.bits, fmt.mantissa_bits + 1, bias=fmt.bias, is_signed=True,
+        domain=gfloat.Domain.Extended if ieee else gfloat.Domain.Finite, has_nz=fmt.has_negative_zero,
+        num_high_nans=nans, has_subnormals=True, is_twos_complement=False,
     )  # fmt: skip
 
 

@@ -9,20 +9,37 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ao_lab.checkpoint.io.strict_json import shown
+from reference.formats.formats import Format
 from reference.schemes.schemes import Scale, Scheme, Zero
 
 #: Records within records.
 NESTED: dict[str, type] = {"scale": Scale, "outer": Scale, "zero": Zero}
 #: Bounds of numbers and text in records: block sizes and exponents are far below; scales are float32.
 LARGEST, LONGEST, LARGEST_FLOAT = 2**48, 1000, (2 - 2**-23) * 2.0**127
+#: Formats that a scheme names: of the element, the scales and the outer scales.
+MOST_FORMATS = 3
 
 
 def check_scheme_fields(given: Any, where: str) -> None:
     """ValueError unless `given` is what `scheme_fields` makes of a scheme, by names and types; its rules check the rest."""
+    if isinstance(given, dict) and "formats" in given:
+        given = _checked_formats(given, where)
     _check_record(given, Scheme, where)
     for name, record in NESTED.items():
         if given.get(name) is not None or name == "scale":
             _check_record(given[name], record, f"{where}: {name}")
+
+
+def _checked_formats(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of the scheme alone, those of the formats that come with it checked."""
+    formats = given["formats"]
+    if not isinstance(formats, list) or len(formats) > MOST_FORMATS:
+        raise ValueError(
+            f"{where}: formats is a list of at most {MOST_FORMATS} records, got {shown(formats)}"
+        )
+    for at, one in enumerate(formats):
+        _check_record(one, Format, f"{where}: format {at}")
+    return {name: value for name, value in given.items() if name != "formats"}
 
 
 def _check_record(given: Any, record: type, where: str) -> None:

@@ -1,15 +1,17 @@
 """`dot_general`: `jax.lax.dot_general` by a training recipe, forward and both gradients quantized.
 
     from functools import partial
-    from ao_lab.jax.training.dot_general import DotGeneral, dot_general
+    from ao_lab.jax.training import DotGeneral, dot_general
 
     y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
     flax.linen.Dense(4096, dot_general=DotGeneral("mxfp8"))                    # also nnx.Linear
     flax.linen.Dense(4096, dot_general_cls=partial(DotGeneral, "mxfp8"))
     flax.linen.Dense(4096, dot_general=DotGeneral("nvfp4", seed=self.make_rng("rounding")))
 
-The left operand is the input x, the right one the weight w: with the axes of each in the order batch, free, contracting, x is
-(M, K) and w (N, K), as in `reference.training.recipe`. Contracting axes are flattened in the order in which they are
+The left operand is the input x, the right one the weight w (`weight="lhs"`: the other way round): with the axes of each in the
+order batch, free, contracting, x is (M, K) and w (N, K), as in `reference.training.recipe`. `jnp.einsum` exchanges its operands
+where its result does not begin with the axes of the left one: there `DotGeneral(recipe, weight="lhs")` is right, or
+`ao_lab.jax.training.einsum`, which knows its operands. Contracting axes are flattened in the order in which they are
 given. Each element of the batch axes is a product of its own, with scales of its own, as under `vmap`.
 """
 
@@ -38,6 +40,8 @@ from ao_lab.jax.training.operands import (
 )
 from ao_lab.jax.training.random_words import seed_words
 from reference import Quantized
+from reference.arrays.errors import choice
+from reference.arrays.jax_mesh import automatic, explicit_mesh
 from reference.training.recipe import PRODUCTS, Recipe, recipe_of
 from reference.training.shapes import unsupported_reason
 
@@ -49,11 +53,12 @@ Axes = tuple[int, ...]
 class DotGeneral:
     """`dot_general` with its recipe, for what calls its function like `jax.lax.dot_general` (flax, einsum).
 
-    seed: as in `dot_general`; it may be an array of the program that calls this.
+    seed, weight: as in `dot_general`; the seed may be an array of the program that calls this.
     """
 
     recipe: str | Recipe
     seed: Any = None
+    weight: str | None = None
 
     def __call__(
         self,
@@ -68,7 +73,7 @@ class DotGeneral:
         """The product; see `dot_general`."""
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding, recipe=self.recipe,
-            seed=self.seed,
+            seed=self.seed, weight=self.weight,
         )  # fmt: skip
 
 
@@ -91,37 +96,86 @@ def dot_general(
     out_sharding: Any = None,
     recipe: str | Recipe,
     seed: Any = None,
+    weight: str | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` of x (`lhs`) and w (`rhs`), its gradients too, by a recipe of `reference.training.RECIPES`.
 
     lhs, rhs: JAX arrays, both float32, bfloat16 or float16. dimension_numbers and the shape of the result: as in
     `jax.lax.dot_general`. precision: of products of operands that are not quantized. preferred_element_type: the dtype of the
-    result, and of the gradient that comes back; by default that of the operands. seed: where the recipe rounds stochastically,
-    another one for each layer and step: a JAX key, an integer or an array of one (`seed_words`).
+    result, and of the gradient that comes back; by default that of the operands. seed: where the recipe rounds
+    stochastically, another one for each layer and step: a JAX key, an integer or an array of one (`seed_words`). weight:
+    "rhs" or "lhs", which of the operands is the weight; by default the right one. out_sharding: as in `jax.lax.dot_general`,
+    under a mesh with explicit axes.
 
     The operands have the bits of `reference.training.linear.operands` under that seed; word i of a stream is for element i of
     all batches together, and a seed that `vmap` does not map is one for all. Sums are float32 (`ao_lab.jax.training.operands`).
     Kept for backward: w, and x or, where the recipe allows, its codes.
 
-    First derivatives in reverse mode, under jit, vmap, scan and remat. Raises TypeError for other arrays, dtypes and seeds and
-    for second derivatives, ValueError for shapes that the recipe does not take (the rows of x count once gradients are wanted),
-    a missing seed and an `out_sharding`, and what `jax.lax.dot_general` raises for dimension numbers.
+    First derivatives in reverse mode, under jit, vmap, scan and remat. Raises TypeError for other arrays, dtypes and seeds
+    and for second derivatives, ValueError for shapes that the recipe does not take (the rows of x count once gradients are
+    wanted), a missing seed, an `out_sharding` without explicit axes, a left operand that is contracted over its first axes
+    and a right one over its last where `weight` does not say which is the weight, and what `jax.lax.dot_general` raises for
+    dimension numbers.
     """
     recipe = recipe_of(recipe)
-    _check(lhs, rhs, preferred_element_type, out_sharding)
+    _check(lhs, rhs, preferred_element_type)
+    mesh = explicit_mesh((lhs, rhs))
+    if out_sharding is not None and mesh is None:
+        raise ValueError(
+            "dot_general of a recipe takes an out_sharding under a mesh with explicit axes alone; constrain the result by "
+            "jax.lax.with_sharding_constraint"
+        )
+    options = {} if out_sharding is None else {"out_sharding": out_sharding}
     like = jax.eval_shape(
-        lambda a, b: jax.lax.dot_general(a, b, dimension_numbers, precision, preferred_element_type), lhs, rhs
+        lambda a, b: jax.lax.dot_general(
+            a, b, dimension_numbers, precision, preferred_element_type, **options
+        ),
+        lhs,
+        rhs,
     )
-    (contracting, batch) = (tuple(tuple(axes) for axes in pair) for pair in dimension_numbers)
-    x, w = (_matrices(a, c, b) for a, c, b in zip((lhs, rhs), contracting, batch, strict=True))
-    _check_shapes(recipe, x, w, ("output",))
+    axes = tuple(tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers)
+    swapped = _weight_is_left(weight, (lhs.ndim, rhs.ndim), axes)
     rule = _Rule(recipe, str(like.dtype), _hashable(precision))
     words = None if seed is None else seed_words(seed)
+    run = partial(_product, rule, axes, swapped, like.shape)
+    if mesh is None:
+        return run(lhs, rhs, words)
+    arrays = [lhs, rhs] if words is None else [lhs, rhs, words]
+    return automatic(run, arrays, mesh, like.sharding.spec)
+
+
+def _product(
+    rule: _Rule, axes: Any, swapped: bool, shape: Axes, lhs: jax.Array, rhs: jax.Array, words: Any = None
+) -> jax.Array:
+    """The product of checked operands. swapped: whether the left one is the weight."""
+    x, w = (_matrices(a, c, b) for a, c, b in zip((lhs, rhs), *axes, strict=True))
+    x, w = (w, x) if swapped else (x, w)
+    _check_shapes(rule.recipe, x, w, ("output",))
     y: jax.Array = _linear()(rule, x, w, words)
-    return y.reshape(like.shape)
+    return (y.swapaxes(-1, -2) if swapped else y).reshape(shape)
 
 
-def _check(lhs: Any, rhs: Any, preferred: Any, out_sharding: Any) -> None:
+def _weight_is_left(weight: str | None, ranks: Axes, axes: Any) -> bool:
+    """Whether the left operand is the weight; ValueError where its axes look so and `weight` does not say it.
+
+    An input is contracted over its last axes. A left operand that is not, beside a right one that is, and is not contracted
+    over its first ones too, is what `jnp.einsum` makes of a weight on the right.
+    """
+    if weight is not None:
+        return choice(weight, ("lhs", "rhs"), "weight") == "lhs"
+    contracting, batch = axes
+    last = [set(c) >= set(range(rank - len(c), rank)) for c, rank in zip(contracting, ranks, strict=True)]
+    first = [set(range(len(b), len(b) + len(c))) == set(c) for c, b in zip(contracting, batch, strict=True)]
+    if contracting[0] and not last[0] and last[1] and not first[1]:
+        raise ValueError(
+            "the left operand is contracted over its first axes and the right one over its last, as jnp.einsum hands on a "
+            'weight and inputs: give weight="lhs" if the left one is the weight, else weight="rhs"; or use '
+            "ao_lab.jax.training.einsum(subscripts, x, w, recipe=...)"
+        )
+    return False
+
+
+def _check(lhs: Any, rhs: Any, preferred: Any) -> None:
     """TypeError or ValueError for arguments of kinds that there are not."""
     for value in (lhs, rhs):
         dtype = str(require_array(value, "dot_general").dtype)
@@ -133,10 +187,6 @@ def _check(lhs: Any, rhs: Any, preferred: Any, out_sharding: Any) -> None:
         raise TypeError(f"both operands have one dtype, got {lhs.dtype} and {rhs.dtype}; cast one of them")
     if preferred is not None and str(jnp.dtype(preferred)) not in DTYPES:
         raise TypeError(f"preferred_element_type is one of {', '.join(DTYPES)}, got {jnp.dtype(preferred)}")
-    if out_sharding is not None:
-        raise ValueError(
-            "dot_general of a recipe takes no out_sharding; constrain the result by jax.lax.with_sharding_constraint"
-        )
 
 
 def _hashable(precision: Any) -> Any:

@@ -84,7 +84,8 @@ def operand(x: Any, record: Operand, forward: Operand | None, words: Any) -> Any
 
 def product(a: Factor, b: Factor, dtype: Any, precision: Any) -> jax.Array:
     """a @ b.T in `dtype`; precision: where neither is quantized."""
-    carrier = jnp.result_type(a.values, b.values)
+    # By name: strict promotion has no way from one dtype to another.
+    carrier = a.values.dtype if a.values.dtype == b.values.dtype else jnp.dtype("float32")
     if a.quantized or b.quantized:
         # Whatever the default is: a GPU's is 10 bits of each float32 factor. bfloat16 factors are multiplied exactly.
         precision = jax.lax.Precision.HIGHEST if carrier == jnp.float32 else None
@@ -94,7 +95,7 @@ def product(a: Factor, b: Factor, dtype: Any, precision: Any) -> jax.Array:
     for scale in a.scales:
         total = total * scale
     for scale in b.scales:
-        total = total * scale.reshape((-1,))
+        total = total * scale.reshape((1, -1))
     return total.astype(dtype)
 
 

@@ -1,6 +1,6 @@
 """`reference.random_bits` in JAX, so that a seed may be an array of a compiled program: the same words.
 
-A seed is an integer, or an array: an integer (a step number, say), the data of a JAX key, or a key.
+A seed is an integer, or an array: an integer (a step number, say), the data of a JAX key, or a key, of any implementation.
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from reference.formats.random_bits import MASK, MULTIPLIER, ROUNDS, WEYL
 
 #: Elements that 32 bits of a counter reach, four words each.
 MOST = 1 << 34
+#: Shapes of the data of one key.
+KEYS = ((2,), (4,))
 
 
 def seed_words(seed: Any) -> jax.Array:
     """A seed as uint32 (2,), its high word and its low one, as a key of JAX's threefry has them.
 
-    seed: an integer from 0 to 2**64 - 1; an int32 or uint32 array of shape (), the low word; a uint32 array of shape (2,); or a
-    typed key with two words. So `jax.random.PRNGKey(n)`, `jax.random.key(n)` and n are one seed. TypeError or ValueError for
-    anything else.
+    seed: an integer from 0 to 2**64 - 1; an array of any integer dtype and shape (), whose low 32 bits are the low word (a
+    negative one wraps); a key, or its data, of JAX or NumPy. Of threefry, JAX's default, the two words are the seed: so
+    `jax.random.PRNGKey(n)`, `jax.random.key(n)` and n are one. Keys of more words (rbg, unsafe_rbg: four) are hashed: the first
+    two are the seed of Philox, the next two its counter, and two words of what it draws the seed, or that of the next ones.
+    TypeError or ValueError for anything else.
     """
+    if isinstance(seed, np.ndarray) and seed.dtype == np.uint32 and seed.ndim:
+        seed = jnp.asarray(seed)
     if isinstance(seed, jax.Array):
         return _of_array(seed)
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
@@ -39,13 +46,18 @@ def seed_words(seed: Any) -> jax.Array:
 def _of_array(seed: jax.Array) -> jax.Array:
     if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
-    if seed.shape == () and seed.dtype in (jnp.int32, jnp.uint32):
+    if seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer):
         return jnp.stack([jnp.uint32(0), seed.astype(jnp.uint32)])
-    if seed.shape != (2,) or seed.dtype != jnp.uint32:
+    if seed.shape not in KEYS or seed.dtype != jnp.uint32:
         raise TypeError(
-            f"a seed in an array is one int32 or uint32, or a key of two uint32 words; got {seed.dtype} of shape {seed.shape}"
+            f"a seed in an array is one integer, a key, or the two or four uint32 words of one; got {seed.dtype} of shape "
+            f"{seed.shape}"
         )
-    return seed
+    words = seed[:2]
+    for at in range(2, seed.shape[0], 2):
+        zero = jnp.zeros((), jnp.uint32)
+        words = jnp.stack(_philox(words, (seed[at], seed[at + 1], zero, zero))[:2])
+    return words
 
 
 def random_words(shape: tuple[int, ...], seed: jax.Array, stream: int) -> jax.Array:

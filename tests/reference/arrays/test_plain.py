@@ -120,11 +120,11 @@ def test_codes_and_scales_of_a_quantized_may_not_be_masked():
 @pytest.mark.parametrize("function", [ao_lab.quantize, reference.quantize])
 @pytest.mark.parametrize(
     "x",
-    [X.view(np.matrix), X.view(np.recarray), [HIDDEN, HIDDEN], [1.0, np.ma.masked], X.astype(object)],
-    ids=["matrix", "recarray", "list of masked", "masked in a list", "object"],
+    [X.view(np.matrix), [HIDDEN, HIDDEN], [1.0, np.ma.masked], X.astype(object)],
+    ids=["matrix", "list of masked", "masked in a list", "object"],
 )
 def test_others_are_refused(function, x):
-    with pytest.raises(TypeError, match=r"numpy\.asarray|masked|got object"):
+    with pytest.raises(TypeError, match=r"np\.asarray|masked|got object"):
         function(x, "fp8_rowwise")
 
 
@@ -133,7 +133,10 @@ def test_ordinary_arrays_pass(tmp_path):
     mapped[:] = X
     for x in (X, mapped, X[::2], X.T, np.float32(1), 1.0, [[1.0, 2.0]]):
         check_plain(x)
-    np.testing.assert_array_equal(reference.encode(mapped, "mxint8"), reference.encode(X, "mxint8"))
+    for x in (mapped, X.view(np.recarray)):
+        q = reference.quantize(x, "mxfp4")
+        assert type(q.codes) is np.ndarray
+        np.testing.assert_array_equal(q.codes, reference.quantize(X, "mxfp4").codes)
 
 
 TENSORS = {

@@ -230,7 +230,9 @@ class Labelled(np.ndarray[Any, Any]):
 
 
 def test_subclasses_give_plain_arrays() -> None:
-    """A subclass, a masked array's data and np.matrix are read as arrays; codes carry no label."""
+    """A subclass is read as an array; codes carry no label. (`tests/reference/arrays/test_plain.py` has those that are
+    refused.)
+    """
     for name in FORMATS_OF_EACH_PATH:
         labelled = X.view(Labelled)
         codes = encode(labelled, name)
