@@ -42,6 +42,13 @@ LARGEST_COUNT = 2**17
 COUNTS = re.compile(r"num_|.*(?:layer|depth|block|repeat|stage)")
 #: Those of them that name a size: of a vocabulary, of a block of positions.
 SIZES = re.compile(r".*(?:vocab|size|token|_ids?$)")
+#: Lengths of parts, and of images, whose positions are listed in pairs; lengths of texts and files are none of them.
+LENGTHS = re.compile(r".*(?:size|dim|width|height|hidden|channel|embd|d_model|d_ff|d_inner)")
+IMAGES = re.compile(r".*(?:image|crop|patch|grid|resolution)(?!.*(?:token|_id|seq|num|pixels))")
+OTHER = re.compile(
+    r".*(?:vocab|position|token|window|chunk|block|max|batch|sample|step|total|data|file|param)"
+)
+LARGEST_LENGTH, LARGEST_IMAGE = 2**20, 2**14
 #: Integers in lists count layers as well (`depths`), or name tokens.
 LARGEST_IN_LIST = 2**20
 #: Seconds of the processor for a model without memory, and more for each tensor of its files.
@@ -159,6 +166,10 @@ def _check_integer(value: int, path: Path, name: str, in_list: bool) -> None:
     counts = COUNTS.match(name) and not SIZES.match(name)
     if counts and not in_list and abs(value) > LARGEST_COUNT:
         raise TooLarge(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
+    images = IMAGES.match(name) and not OTHER.match(name)
+    most = LARGEST_IMAGE if images else LARGEST_LENGTH
+    if (images or (LENGTHS.match(name) and not OTHER.match(name))) and abs(value) > most:
+        raise TooLarge(f"{path}: {shown(name)} is a length of at most {most}, got {value}; fetch it again")
     if in_list and abs(value) > LARGEST_IN_LIST:
         raise TooLarge(
             f"{path}: {shown(name)} has {value} in a list; integers in lists are at most {LARGEST_IN_LIST} (layers of a stage, "

@@ -57,6 +57,9 @@ BOMBS = {
     "all depths": ({"model_type": "swin", "architectures": ["SwinModel"], "depths": [2**20] * 99}, "not built in 0 s"),
     "blocks": ({"model_type": "funnel", "architectures": ["FunnelModel"], "block_sizes": [10**8]}, "in a list"),
     "blocks, a few": ({"model_type": "funnel", "architectures": ["FunnelModel"], "block_sizes": [10**4]}, "the files hold"),
+    "pairs of positions": ({"model_type": "levit", "architectures": ["LevitModel"], "image_size": 10**9}, "is a length"),
+    "large, not too large": ({"model_type": "levit", "architectures": ["LevitModel"], "image_size": 2**14}, "not built in 0 s"),
+    "a width": ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"], "hidden_size": 10**9}, "is a length"),
     "old names": ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer'? is a count"),
 }  # fmt: skip
 
