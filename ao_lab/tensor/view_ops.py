@@ -141,6 +141,8 @@ def _slice(
         raise ValueError(f"slice of {t!r} with step {step}: only step 1; dequantize() first")
     dim = stored_dim(t, dim)
     length = t.stored_shape[dim]
+    if t.meta.flat is None and not start and (end is None or end >= length):
+        return t.remade(t.parts)
     return slicing.slice_axis(t, dim, 0 if start is None else start, length if end is None else end)
 
 
@@ -275,9 +277,16 @@ def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None)
 
 
 def check_part(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """ValueError where a part of a weight would get another scale than its rest, which shares it."""
+    """ValueError where a part of a weight is a copy, or would get another scale than its rest, which shares it."""
     base = target._base if target._is_view() else None
-    if not isinstance(base, QuantizedTensor) or base.numel() == target.numel():
+    if not isinstance(base, QuantizedTensor):
+        return
+    if base.meta.layout != target.meta.layout:
+        raise ValueError(
+            f"copy_ into {tuple(target.shape)} of {base!r}, whose slices are copies in the plain layout: what is written there "
+            f"would be lost; change a dequantize()d copy, and copy_ that whole"
+        )
+    if base.numel() == target.numel():
         return
     for name in ("scale", "outer", "zero"):
         whole, ours, theirs = (getattr(t, name) for t in (base, target, source))

@@ -125,7 +125,7 @@ def linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -
 def other_product(*args: Any, **kwargs: Any) -> None:
     """ValueError for what would find one scale over all examples; None for other products."""
     for weight in args:
-        if isinstance(weight, QuantizedTensor) and shares_scales(weight) and any(map(is_batched, args)):
+        if isinstance(weight, QuantizedTensor) and any(map(is_batched, args)) and shares_scales(weight):
             raise ValueError(_message(weight, "is multiplied under torch.vmap by F.linear alone"))
 
 

@@ -107,8 +107,7 @@ def test_rows_and_slices_of_nf4():
     index = torch.tensor([[3, 200], [17, 8]])
     assert torch.equal(nn.functional.embedding(index, t), nn.functional.embedding(index, plain))
     assert same_parts(t.t().plain, plain.t())
-    with pytest.raises(ValueError, match="dequantize"):
-        t[torch.tensor([3])]
+    assert torch.equal(t[index], plain.dequantize()[index])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -409,3 +408,22 @@ def test_compiled_programs(gpu):
     with torch.no_grad():
         for weight in (t, plain, t):
             assert torch.equal(compiled(x, weight), x @ plain.dequantize().t())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changes_in_place(name):
+    """The weight is changed as a plain one is; a slice is a copy, into which nothing can be written."""
+    plain, t = pair(name)
+    for one in (plain, t):
+        one += dense(1)
+    assert t.meta.layout == LAYOUT
+    assert torch.equal(t, plain)
+    for one in (plain, t):
+        one[:] = dense(2)
+        one.data = one.dequantize() * 3
+    assert t.meta.layout == LAYOUT
+    assert torch.equal(t, plain)
+    if name != "nf4":
+        with pytest.raises(ValueError, match="slices are copies in the plain layout"):
+            t[:128] = dense()[:128]
+    assert torch.equal(t, plain)
