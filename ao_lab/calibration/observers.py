@@ -21,8 +21,8 @@ from torch import nn
 import reference
 from ao_lab.config.observer import Observer
 from ao_lab.config.recipe import Recipe
-from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.values.weight_scales import quantized_weight
 from reference import Scales, Scheme
 from reference.arrays.errors import choice
 
@@ -188,7 +188,7 @@ class InputScales:
 
     def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:
         """The weight, rounded to nearest, with the input's scales."""
-        return quantized_by_rows(dense, recipe, axis=axis, input_scales=self.scales())
+        return quantized_weight(dense, recipe, axis=axis, input_scales=self.scales())
 
 
 def _both(low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:

@@ -58,6 +58,7 @@ from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.checkpoint.third_party import records_of, tell
 from ao_lab.checkpoint.zero_biases import without_spare_biases
 from ao_lab.config.recipe import Recipe
+from ao_lab.quantization.joined_scales import group_of
 from ao_lab.quantization.modules import check_model
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -177,9 +178,9 @@ def write_model(
         names = {path.name for path in place.iterdir()}
     remove_others(folder, names)
     files = [folder / path.name for path in written]
-    beside = _beside(folder, settings, reasons or list(stored.limits))
+    more = _beside(folder, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)
-    return Saved(used, (*files, folder / CONFIG, *beside), size, tuple(reasons), tuple(stored.limits))
+    return Saved(used, (*files, folder / CONFIG, *more), size, tuple(reasons), tuple(stored.limits))
 
 
 def _keep_beside(stored: Stored, beside: Mapping[str, torch.Tensor]) -> None:
@@ -373,9 +374,25 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         reasons.append(str(error))
         return None
     stored.limits.update(dict.fromkeys(told))
+    stored.limits.update(dict.fromkeys(_parted(stored)))
     if len(stored.config["config_groups"]) > 1 and not told:
         stored.limits["several schemes: transformers 5.23 reads them without dequantize=True only"] = None
     return stored
+
+
+def _parted(stored: Stored) -> list[str]:
+    """What is to be said of layers that other programs join, and whose outer scales are not one."""
+    groups: dict[object, dict[str, float]] = {}
+    for name, record in stored.records.items():
+        place = group_of(name)
+        if place is not None and record.get("outer") is not None:
+            groups.setdefault(place, {})[name] = record["outer"]
+    apart = [list(one) for one in groups.values() if len(set(one.values())) > 1]
+    return [
+        f"global scales: vLLM joins {' and '.join(names)} and others like them, and takes one global scale for all; theirs "
+        'differ, so that it computes another model. config.for_layout("compressed-tensors") gives them one'
+        for names in apart[:1]
+    ]
 
 
 def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stored: Stored) -> list[str]:

@@ -115,7 +115,7 @@ def write_card(
 ) -> Path:
     """Write README.md into a folder of quantized weights; see `model_card`. What an earlier one says of a licence stays."""
     path = Path(folder) / CARD
-    given = {
+    given: dict[str, Any] = {
         "base_model": base_model,
         "command": command,
         "notes": notes,

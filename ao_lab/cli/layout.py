@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ao_lab.checkpoint.api import Saved
-    from ao_lab.cli.quantize import SkippedLayers
+    from ao_lab.cli.skipped_layers import SkippedLayers
     from ao_lab.config.base import Config
 
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"

@@ -17,8 +17,9 @@ from torch import nn
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.cli.evaluate import check_folder, config_of, longest
 from ao_lab.cli.evaluate import loaded as dense_model
-from ao_lab.cli.quantize import SkippedLayers, loaded
 from ao_lab.cli.quantize import config_of as quantization_of
+from ao_lab.cli.quantize import loaded
+from ao_lab.cli.skipped_layers import SkippedLayers
 from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable

@@ -27,15 +27,16 @@ from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
+from ao_lab.quantization.joined_scales import JoinedScales
 from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain
 from ao_lab.quantization.selection import Filter
-from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse.compressed_codes import kept_metadata, positive_zeros
+from ao_lab.tensor.values.weight_scales import quantized_weight
 
 LOG = logging.getLogger(__name__)
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
@@ -159,12 +160,12 @@ def _quantize_all(
     quantizing: dict[int, Change], known: Mapping[str, Observer], device: Device, progress: Progress | None
 ) -> None:
     """Quantize and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens."""
-    done = 0
+    done, shared = 0, JoinedScales(quantizing.values())
     placing: tuple[Change, nn.Parameter] | None = None
     try:
         for change in quantizing.values():
             observer = next((known[name] for name in change.layers if name in known), None)
-            placing = change, quantize_parameter(change, device, observer)
+            placing = change, quantize_parameter(change, device, observer, shared.of(change))
             change.put(placing[1])
             for module in change.layers.values():
                 unwatch(module)
@@ -181,15 +182,22 @@ def _quantize_all(
         raise
 
 
-def quantize_parameter(change: Change, device: Device, observer: Observer | None = None) -> nn.Parameter:
-    """The quantized weight; `observer`, where there is one, quantizes it."""
-    return nn.Parameter(quantize_weight(change, change.parameter, device, observer), requires_grad=False)
+def quantize_parameter(
+    change: Change, device: Device, observer: Observer | None = None, outer: torch.Tensor | None = None
+) -> nn.Parameter:
+    """The quantized weight; `observer`, where there is one, quantizes it. outer: what it shares with other layers."""
+    weight = quantize_weight(change, change.parameter, device, observer, outer)
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def quantize_weight(
-    change: Change, parameter: torch.Tensor, device: Device, observer: Observer | None = None
+    change: Change,
+    parameter: torch.Tensor,
+    device: Device,
+    observer: Observer | None = None,
+    outer: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """The quantized weight of a dense one that belongs where `change` says."""
+    """The quantized weight of a dense one that belongs where `change` says. outer: what it shares with other layers."""
     dense = parameter.detach()
     dense = dense if device is None else dense.to(device)
     dense = dense.transpose(-2, -1).contiguous() if change.transposed else dense
@@ -199,7 +207,7 @@ def quantize_weight(
         weight: Any = observer.weight(dense, change.recipe, change.axis)
     else:
         static = change.config.input_scales() if change.recipe.activation is not None else None
-        weight = quantized_by_rows(dense, change.recipe, axis=change.axis, input_scales=static)
+        weight = quantized_weight(dense, change.recipe, axis=change.axis, input_scales=static, outer=outer)
     if change.config.sparsity is not None:
         weight = _compressed(change, dense, weight)
     return weight.transposed() if change.transposed else weight  # type: ignore[no-any-return]

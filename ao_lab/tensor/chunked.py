@@ -27,9 +27,16 @@ PARTS = ("codes", "scale", "zero")
 
 
 def quantized_by_rows(
-    x: torch.Tensor, recipe: Recipe, *, axis: int = -1, input_scales: Scales | None = None
+    x: torch.Tensor,
+    recipe: Recipe,
+    *,
+    axis: int = -1,
+    input_scales: Scales | None = None,
+    outer: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """`quantized`, bit for bit."""
+    """`quantized`, bit for bit; with an outer scale, where one is given, in place of the tensor's own."""
+    if outer is not None:
+        return _with_outer(x, recipe, axis, input_scales, outer)
     cuts = cuts_of(recipe.weight, tuple(x.shape), axis)
     if x.device.type != "cpu" or is_traced(x) or x.numel() <= PIECE:
         return quantized(x, recipe, axis=axis, input_scales=input_scales)
@@ -45,6 +52,34 @@ def quantized_by_rows(
     codes, scale, zero = (_joined([getattr(piece, name) for piece in pieces], shape, cuts) for name in PARTS)
     q = Quantized(codes, scale, pieces[0].outer, zero, shape, axis % len(shape), scheme, packed)
     return from_quantized(q, recipe, x.dtype, input_scales)
+
+
+def _with_outer(
+    x: torch.Tensor, recipe: Recipe, axis: int, input_scales: Scales | None, outer: torch.Tensor
+) -> QuantizedTensor:
+    """Quantized with a given outer scale, a few rows at a time where blocks lie inside them."""
+    given, packed = Scales(outer=outer.to(x.device)), recipe.weight.format.bits < 8
+    cuts = cuts_of(recipe.weight, tuple(x.shape), axis) if x.device.type == "cpu" else None
+    pieces: Sequence[torch.Tensor] = [x]
+    if cuts is not None and cuts.tall and x.numel() > PIECE:
+        rows = x.reshape(-1, x.shape[-1])
+        pieces = torch.split(rows, max(PIECE // rows.shape[1] // cuts.step * cuts.step, cuts.step))
+    made = [fast.quantize(piece, recipe.weight, axis=axis, scales=given, packed=packed) for piece in pieces]
+    if len(made) == 1 or cuts is None:
+        return from_quantized(made[0], recipe, x.dtype, input_scales)
+    shape = tuple(x.shape)
+    codes, scale, zero = (_joined([getattr(q, name) for q in made], shape, cuts) for name in PARTS)
+    q = Quantized(codes, scale, made[0].outer, zero, shape, axis % len(shape), recipe.weight, packed)
+    return from_quantized(q, recipe, x.dtype, input_scales)
+
+
+def outer_scale(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """The outer scale of a tensor in a scheme that has one over its elements, alone."""
+    found = scales_of_all([x], scheme)
+    if found is None or found.outer is None:
+        raise ValueError(f"{scheme.name} has no outer scale")
+    outer: torch.Tensor = found.outer
+    return outer
 
 
 class Cuts(NamedTuple):
@@ -125,4 +160,4 @@ def _joined(parts: list[torch.Tensor | None], shape: tuple[int, ...], cuts: Cuts
     return result.reshape(*shape[:-2], -1, result.shape[-1]) if cuts.tall else result
 
 
-__all__ = ["quantized_by_rows"]
+__all__ = ["outer_scale", "quantized_by_rows"]

@@ -60,7 +60,8 @@ def _owned(owner: str, model: Any, path: str, module: nn.Module) -> Iterator[tup
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
         nested = hasattr(child, "_init_weights") and hasattr(child, "_initialize_weights")
-        yield from _owned(*((inner, child) if nested else (owner, model)), inner, child)
+        who, initializing = (inner, child) if nested else (owner, model)
+        yield from _owned(who, initializing, inner, child)
     yield owner, model, path, module
 
 

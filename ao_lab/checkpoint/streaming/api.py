@@ -107,7 +107,7 @@ def fill(model: nn.Module, folder: Path, loading: StreamedWeights) -> None:
     owners = owners_of(model)
     check_names(found, owners, model)
     for name, tensor in found.each(found.specs):
-        place(owners[name], name, tensor, loading)
+        place(owners, name, tensor, loading)
 
 
 def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -141,21 +141,23 @@ def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], 
 
 
 def place(
-    places: list[tuple[nn.Module, str]], name: str, found: torch.Tensor, loading: StreamedWeights
+    owners: dict[str, list[tuple[nn.Module, str]]], name: str, found: torch.Tensor, loading: StreamedWeights
 ) -> None:
-    """Put a tensor of a file where it belongs, cast as load_state_dict casts."""
-    owner, leaf = places[0]
+    """Put a tensor of a file where it belongs, cast as load_state_dict casts, and what it completes."""
+    owner, leaf = owners[name][0]
     wanted: torch.Tensor = getattr(owner, leaf)
     cast = found.to(wanted.dtype)
     if name in loading.changes:
-        value: torch.Tensor = loading.parameter(name, cast)
+        values: dict[str, Any] = dict(loading.arrived(name, cast))
     else:
         # A tensor of a file is a view of it; the model outlives the file.
         value = cast.clone() if loading.device is None else cast.to(loading.device, copy=True)
         if isinstance(wanted, nn.Parameter):
             value = nn.Parameter(value, requires_grad=wanted.requires_grad)
-    for module, key in places:
-        (module._buffers if key in module._buffers else module._parameters)[key] = value  # type: ignore[assignment]
+        values = {name: value}
+    for made, value in values.items():
+        for module, key in owners[made]:
+            (module._buffers if key in module._buffers else module._parameters)[key] = value
 
 
 __all__ = ["parameters_on_meta", "quantize_pretrained"]

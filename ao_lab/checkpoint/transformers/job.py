@@ -75,7 +75,7 @@ class Job:
         if self.error is not None:
             return {}
         try:
-            return {name: self._made(name, value) for name, value in tensors.items()}
+            return {made: x for name, value in tensors.items() for made, x in self._made(name, value).items()}
         except EXPECTED as error:
             self.error = error
             return {}
@@ -83,9 +83,10 @@ class Job:
             self.error = error
             raise
 
-    def _made(self, name: str, value: Any) -> Any:
+    def _made(self, name: str, value: Any) -> dict[str, Any]:
+        """What a tensor completes: itself, or with layers that it shares a scale with all of them, when the last has come."""
         dense = value[0] if isinstance(value, list) else value
-        return self.loading.parameter(name, dense) if self.loading and self.changes(name) else dense
+        return self.loading.arrived(name, dense) if self.loading and self.changes(name) else {name: dense}
 
     def finish(self, model: nn.Module) -> None:
         """Raise what was raised; then weights that had to wait, or had no tensor of their own."""

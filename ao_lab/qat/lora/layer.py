@@ -39,8 +39,8 @@ from ao_lab.qat.layers import ADAPTERS, QATLinear
 from ao_lab.qat.lora.autograd import frozen_linear
 from ao_lab.quantization.modules import check_model
 from ao_lab.quantization.report import ADAPTER
-from ao_lab.tensor.values.weight_scales import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.values.weight_scales import quantized_weight
 from ao_lab.training.layers import RAN, mark_run
 from fast.device import functional_transform, is_traced
 
@@ -73,7 +73,8 @@ class LoRALinear(nn.Linear):
         # Dropped inputs would be kept for backward; drawn again from the same state they need not be.
         low = checkpoint(self._down, rows, use_reentrant=False) if dropped else self._down(rows)
         # In place: the frozen product is nobody else's, and no gradient needs its values.
-        new = is_traced(rows) or torch.jit.is_tracing() or functional_transform() is not None
+        traced = is_traced(rows) or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        new = traced or functional_transform() is not None
         add = torch.addmm if new else torch.Tensor.addmm_
         y = add(y, low, self.lora_b.to(x.dtype).t(), alpha=self.lora.factor)
         return y if x.dim() == 2 else y.reshape((*x.shape[:-1], self.out_features))

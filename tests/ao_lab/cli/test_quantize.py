@@ -8,7 +8,8 @@ import torch
 
 from ao_lab import QuantizedTensor, load_pretrained
 from ao_lab.cli.app import main
-from ao_lab.cli.quantize import SkippedLayers, config_of
+from ao_lab.cli.quantize import config_of
+from ao_lab.cli.skipped_layers import SkippedLayers
 from ao_lab.cli.terminal.output import WrongInput
 
 transformers = pytest.importorskip("transformers")
@@ -302,8 +303,8 @@ def test_changes_for_readers_are_told_with_their_reasons(capsys, folder, tmp_pat
         "weights: int8_rowwise_cast in place of int8_rowwise, because readers store scales in the weight's dtype",
         "inputs: compressed_tensors.int8_token in place of int8_rowwise, because readers scale inputs by 127.5, without zero "
         "points, in the input's dtype",
-        "kernel: dequantize: ao_lab dequantizes weights and inputs before each matmul, as transformers does, for the same bits; "
-        "this is no faster than dense layers, kernel= names a faster kernel",
+        "kernel: dequantize: ao_lab dequantizes weights and inputs before each matmul, as transformers does, for the same "
+        "bits; this is no faster than dense layers, kernel= names a faster kernel",
     ]
     assert any("one scale for all tokens" in line for line in made["limits"])
     code = main(

@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from ao_lab import QuantizedTensor, SchemeConfig, load_pretrained, quantized, save_pretrained
 from ao_lab.checkpoint.experts.conversion import mapping_of
 from ao_lab.checkpoint.experts.rows import STEP, gathered, row_numbers
+from ao_lab.checkpoint.io.shards import look_at
+from ao_lab.cli.app import main
 from tests.ao_lab.checkpoint.formats.folders.published_experts import FP8, deepseek, write
 from tests.support.models.expert_models import MODELS, TOKENS, model_of
 
@@ -151,3 +154,75 @@ def test_blocks_that_cross_projections_are_refused_before_anything_changes(tmp_p
 
 def test_models_that_are_not_transformers_are_left_alone():
     assert mapping_of(torch.nn.Linear(2, 2)) is None
+
+
+def beside_in(folder, shapes):
+    """More tensors in a folder's file, and their values."""
+    path = folder / "model.safetensors"
+    torch.manual_seed(1)
+    more = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file({**load_file(path), **more}, path, metadata={"format": "pt"})
+    return more
+
+
+#: Models whose files hold a head that predicts later tokens, which transformers does not load: class, fields, names.
+PREDICTING = {
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {"layer_types": ["full_attention"], "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        {"mtp.fc.weight": (64, 128), "mtp.layers.0.mlp.experts.0.gate_proj.weight": (32, 64), "mtp.norm.weight": (64,)},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32,
+            "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 0,
+        },
+        {
+            "model.layers.61.eh_proj.weight": (64, 128), "model.layers.61.self_attn.q_a_proj.weight": (32, 64),
+            "model.layers.61.mlp.experts.0.gate_proj.weight": (32, 64),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["auto", pytest.param("ao_lab", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", PREDICTING)
+def test_the_command_keeps_heads_that_transformers_does_not_load(tmp_path, capsys, name, layout):
+    """In high precision, told, and neither plain transformers nor ao_lab stumbles over them."""
+    kind, fields, shapes = PREDICTING[name]
+    kind = getattr(transformers, kind)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+    }  # fmt: skip
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    source, target = tmp_path / "in", tmp_path / "out"
+    kind(kind.config_class(**sizes, **fields)).to(torch.bfloat16).save_pretrained(source)
+    more = beside_in(source, {**shapes, "model.nobody.weight": (3, 3)})
+    given = ["--config", "Int8WeightOnlyConfig", "--layout", layout, "--json"]
+    assert main(["quantize", str(source), str(target), *given]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layout"] == ("compressed-tensors" if layout == "auto" else layout)
+    assert [line.partition(" tensors")[0] for line in told["tensors"]] == [
+        "kept in high precision: 3",
+        "left out: 1",
+    ]
+    card = (target / "README.md").read_text()
+    assert all(line in card for line in told["tensors"])
+    found = look_at(target)
+    kept = found.read(shapes)
+    assert all(torch.equal(kept[one], more[one]) for one in shapes)
+    assert "model.nobody.weight" not in found.specs
+    ignored = json.loads((target / "config.json").read_text())["quantization_config"].get("ignore", [])
+    matrices = {one.removesuffix(".weight") for one, shape in shapes.items() if len(shape) > 1}
+    assert matrices <= set(ignored) or layout == "ao_lab"
+    with pytest.warns(UserWarning, match="3 tensors of .* were left out"):
+        ours = load_pretrained(target)
+    theirs, loading = kind.from_pretrained(target, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
