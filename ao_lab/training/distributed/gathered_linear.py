@@ -39,6 +39,17 @@ class GatheredLinear(LowPrecisionLinear):
         if type(self.weight) is nn.Parameter:
             swap(self.weight, CastOnGather(self.weight.detach(), self.scheme))
 
+    def operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and the weight; ValueError where FSDP1 has sharded it, which gathers no codes, and with `use_orig_params`
+        would leave what the optimizer writes out of what it gathers."""
+        x, weight = super().operands(input)
+        if type(weight) is torch.Tensor and getattr(weight._base, "_is_flat_param", False):
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) gathers no codes: convert without fsdp_float8_all_gather, or shard by "
+                "fully_shard"
+            )
+        return x, weight
+
     @property
     def scheme(self) -> Any:
         """What the weight is gathered in."""
