@@ -89,7 +89,8 @@ scaled_gradient.register_autograd(_scaled_backward, setup_context=_keep_elements
 def with_scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
     """`scaled_gradient`, under transforms of torch.func too."""
     if torch.compiler.is_compiling() or functional_transform() is None:
-        return scaled_gradient(x, elements, scheme)
+        op: torch.Tensor = scaled_gradient(x, elements, scheme)
+        return op
     factor = lsq_factor(record_of(scheme), elements)
     made: torch.Tensor = transforms.ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return made
@@ -117,7 +118,7 @@ class QATModule(nn.Module):
             input_scale = raised(input_scale) if training.learn_scales else input_scale
         scaled = training.learn_scales and training.scale_gradient == "lsq"
         # torch.jit.trace compares what it records with a second run, which has no gradients.
-        if scaled and torch.is_grad_enabled() and not torch.jit.is_tracing():
+        if scaled and torch.is_grad_enabled() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             if scale is not None:
                 elements = self.weight.numel() // max(scale.numel(), 1)
                 scale = with_scaled_gradient(scale, elements, training.rule.weight)

@@ -80,8 +80,8 @@ def _masked(
     g: torch.Tensor, x: torch.Tensor, scale: Any, zero: Any, settings: tuple[Any, ...]
 ) -> torch.Tensor:
     """g where x did not saturate, 0 elsewhere."""
-    given = (part if part is None else part.detach() for part in (scale, zero))
-    passed = _vjp(torch.ones_like(x).detach(), x.detach(), *given, settings)[0]
+    scale, zero = (part if part is None else part.detach() for part in (scale, zero))
+    passed = _vjp(torch.ones_like(x).detach(), x.detach(), scale, zero, settings)[0]
     return torch.where(passed != 0, g, torch.zeros_like(g))
 
 
@@ -92,7 +92,9 @@ def rounded(
     given = (None, None) if scales is None else (scales.scale, scales.zero)
     y: torch.Tensor = StraightThrough.apply(x, *given, scheme.key, axis, dtype)  # type: ignore[no-untyped-call]
     y = y if scales is None else with_nan(y, x, scheme)
-    return y if started is None else torch.where(started, y, x.to(dtype))
+    if started is not None:
+        y = torch.where(started, y, x.to(dtype))
+    return y
 
 
 def linear(
@@ -113,7 +115,8 @@ def linear(
     if recipe.activation is not None:
         static = None if given.input_scale is None else Scales(given.input_scale, None, given.input_zero)
         x = rounded(x, recipe.activation, -1, static, x.dtype, given.started)
-    return torch.nn.functional.linear(x, dense, bias)
+    made: torch.Tensor = torch.nn.functional.linear(x, dense, bias)
+    return made
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -139,7 +142,8 @@ class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         """The tangent times the factor."""
-        return tangents[0] * ctx.factor
+        made: torch.Tensor = tangents[0] * ctx.factor
+        return made
 
 
 __all__ = ["ScaledGradient", "StraightThrough", "linear", "rounded"]

@@ -67,7 +67,7 @@ WEIGHT_HOOKS = {
 def computed_reason(module: nn.Module) -> str | None:
     """What computes a module's weight from other parameters, and how that ends; None where the weight is a plain parameter."""
     if is_parametrized(module, "weight"):
-        names = " and ".join(type(one).__name__ for one in module.parametrizations["weight"])  # type: ignore[index,union-attr]
+        names = " and ".join(type(one).__name__ for one in module.parametrizations["weight"])  # type: ignore[index]
         return (
             f"the parametrization {names} computes its weight; "
             f"torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') makes it plain"

@@ -176,12 +176,14 @@ def frozen_linear(rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tenso
     Under a transform of torch.func the dequantized operands are multiplied. TypeError where the weight is among what is
     transformed: it does not train.
     """
-    if not isinstance(weight, QuantizedTensor) and not is_traced(rows):
+    found: object = weight
+    if not isinstance(found, QuantizedTensor) and not is_traced(rows):
         raise TypeError(
             f"LoRA: the frozen quantized weight of shape {tuple(weight.shape)} is among the parameters that "
             f"{functional_transform() or 'a transform'} was given; give it those that train (requires_grad) alone"
         )
-    if torch.jit.is_tracing():  # it records one operator of the weight, as of layers that are quantized alone
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        # It records one operator of the weight, as of layers that are quantized alone.
         return torch.nn.functional.linear(rows, weight, bias)
     if not torch.compiler.is_compiling() and functional_transform() is not None:
         scheme = weight.recipe.activation
