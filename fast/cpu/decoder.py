@@ -7,14 +7,14 @@ there is no Numba) is for torch operations (`dequantize.Tiles`) and the referenc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
-from fast.cpu.elements import Element, is_exact, single_table
+from fast.cpu.elements import Element, single_table
 from fast.cpu.loops.decoding import Decoding
 from fast.cpu.scales import BlockScales
 from fast.cpu.threads import in_parts
@@ -48,10 +48,12 @@ def multiplies_bfloat16() -> bool:
 
 @dataclass(frozen=True)
 class Decoder:
-    """kernel: see `loops.gemm.compiled`; rows, length: of the matrix; width: numbers of a row that the kernel writes, at least
-    length; dtype: of the numbers, float32 or bfloat16."""
+    """rows, length: of the matrix; width: numbers of a row that kernels write or read, at least length; dtype: of the numbers,
+    float32 or bfloat16; operands: the arrays of kernels (`loops.gemm.compiled`) and the codes of a block; loop: what they are
+    compiled for, but whether they multiply."""
 
-    kernel: Callable[..., None]
+    loop: Any
+    operands: tuple[Any, ...]
     rows: int
     length: int
     width: int
@@ -68,58 +70,44 @@ class Decoder:
         rows, length = prod(w.shape[:-1]), w.shape[-1]
         codes = w.codes.detach().reshape(-1, w.codes.shape[-1])
         _check_parts(w, codes, scales, rows)
-        return cls._compiled(w, codes, scales, dtype, rows, length)
-
-    @classmethod
-    def _compiled(
-        cls,
-        w: Quantized,
-        codes: torch.Tensor,
-        scales: BlockScales,
-        dtype: torch.dtype,
-        rows: int,
-        length: int,
-    ) -> Decoder:
-        from fast.cpu.loops.gemm import Loop, compiled, run_of
-
-        element = Element.of(w.scheme)
-        half = dtype == torch.bfloat16
-        rounds = half and w.scheme.dequantize == "target"
-        # A table has numbers that bfloat16 does not: they are rounded before they are scaled.
-        table = single_table(element)
-        if rounds and not is_exact(element, dtype):
-            table = table.to(dtype).to(torch.float32)
-        packed = w.packed and element.bits < 8
-        loop = partial(Loop, Decoding.of(element), packed, _zero_kind(w.scheme), scales.divides, rounds, half)
-        width = loop(run=1).width(length)
+        loop = _loop_of(w.scheme, w.packed, scales.divides, dtype)
+        width = loop.width(length)
         size = width if scales.scale.shape[1] == 1 else scales.size
-        operands = codes, table, scales.scale, scales.zero if scales.zero is not None else _nothing()
-        arrays = (as_array(part) for part in operands)
-        return cls(partial(compiled(loop(run=run_of(size))), *arrays, size), rows, length, width, dtype)
+        parts = (
+            codes,
+            _table(w.scheme, loop.rounds),
+            scales.scale,
+            _nothing() if scales.zero is None else scales.zero,
+        )
+        operands = (*map(as_array, parts), size)
+        return cls(loop.of_blocks(size), operands, rows, length, width, dtype)
 
     def write(self, first: int, last: int, out: torch.Tensor) -> None:
         """Rows first to last into out (last - first, width), contiguous, in `dtype`; behind K it is any."""
-        none, made = _bits(out[:0]), _bits(out)
-        unused = none if none.dtype.kind == "f" else _bits(_nothing()[:0])
+        kernel, made = self._kernel(multiplies=False), _bits(out)
 
         def work(begin: int, end: int) -> None:
-            self.kernel(none, made[begin:end], unused, first + begin, first + end)
+            kernel(*self.operands, made, made[begin:end], first + begin, first + end)
 
         in_parts(work, last - first, (last - first) * self.length)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x (M, K) in `dtype`, two rows or more, times the transpose of the matrix: float32 (M, rows). A row of it does not
-        depend on the others."""
+        depend on the others. Numbers of bfloat16 below 2**-126 count as 0."""
         count = len(x)
         y = torch.empty((count + count % 2, self.rows), dtype=torch.float32, device="cpu")
-        inputs, out = _bits(self._padded(x)), y.numpy()
-        none = inputs[:0]
+        kernel, inputs, out = self._kernel(multiplies=True), _bits(self._padded(x)), y.numpy()
 
         def work(first: int, last: int) -> None:
-            self.kernel(inputs, none, out, first, last)
+            kernel(*self.operands, inputs, out, first, last)
 
         in_parts(work, self.rows, self.rows * self.length * (1 + count // ROWS_OF_A_DECODING))
         return y[:count]
+
+    def _kernel(self, multiplies: bool) -> Callable[..., None]:
+        from fast.cpu.loops.gemm import compiled
+
+        return compiled(replace(self.loop, multiplies=multiplies))
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         """Inputs with zeros up to an even number of rows of `width`."""
@@ -144,19 +132,30 @@ def _check_parts(w: Quantized, codes: torch.Tensor, scales: BlockScales, rows: i
     raise ValueError(f"codes and scales of {w.scheme.name} do not have the {rows} rows of {tuple(w.shape)}")
 
 
-def _zero_kind(scheme: Scheme) -> int:
-    """How zero points enter, as `loops.vectors` calls it."""
-    from fast.cpu.loops.vectors import CODE_ZERO, NO_ZERO, VALUE_ZERO
+@lru_cache(maxsize=256)
+def _loop_of(scheme: Scheme, packed: bool, divides: bool, dtype: torch.dtype) -> Any:
+    """What kernels for a scheme are compiled for, but for its blocks."""
+    from fast.cpu.loops.decode import CODE_ZERO, NO_ZERO, VALUE_ZERO
+    from fast.cpu.loops.gemm import Loop
 
-    if scheme.zero is None:
-        return NO_ZERO
-    return VALUE_ZERO if scheme.zero.rule == "value" else CODE_ZERO
+    element, half = Element.of(scheme), dtype == torch.bfloat16
+    zero = NO_ZERO
+    if scheme.zero is not None:
+        zero = VALUE_ZERO if scheme.zero.rule == "value" else CODE_ZERO
+    rounds = half and scheme.dequantize == "target"
+    return Loop(Decoding.of(element), packed and element.bits < 8, zero, divides, rounds, half, False)
+
+
+def _table(scheme: Scheme, rounds: bool) -> torch.Tensor:
+    """The numbers of codes; where every operation rounds, of what bfloat16 holds."""
+    table = single_table(Element.of(scheme))
+    return table.to(torch.bfloat16).to(torch.float32) if rounds else table
 
 
 @lru_cache(maxsize=1)
 def _nothing() -> torch.Tensor:
     """What stands for zero points where there are none."""
-    return torch.zeros((1, 0), dtype=torch.float32, device="cpu")
+    return torch.zeros((1, 1), dtype=torch.float32, device="cpu")
 
 
 def as_array(x: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
-"""`dequantize` of CPU tensors by torch operations, with the bits of `reference.dequantize`.
+"""`dequantize` of CPU tensors by torch operations and compiled loops, with the bits of `reference.dequantize`.
 
 Every number is one exact look-up (`elements`), at most one exact subtraction of a zero point, and one float32 product with its
 scale, which the processor rounds as the reference does; 16-bit dtypes round once more (records that round every operation to
-the output's dtype: each time). Rows go tile by tile, so that what lies between stays in cache. What this does not cover
-(`scales`) gives None, and the reference runs.
+the output's dtype: each time). Rows go tile by tile, so that what lies between stays in cache; of large tensors in float32 and
+bfloat16 a compiled loop writes them (`decoder`). What this does not cover (`scales`) gives None, and the reference runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from fast.cpu.decoder import Decoder
 from fast.cpu.elements import Element, is_exact, numbers
 from fast.cpu.scales import DTYPES, BlockScales
 from reference import Quantized
@@ -19,6 +20,8 @@ from reference.quantize.quantize import check_quantized
 
 #: float32 numbers of a tile: 4 MiB, so that tiles stay in the last cache and calls of torch cost little beside them.
 TILE = 1 << 20
+#: Elements of the smallest tensor for which a loop is compiled.
+LARGE = 1 << 17
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -36,7 +39,19 @@ def dequantize(q: Quantized, name: str) -> torch.Tensor | None:
         return None
     length = q.shape[-1]
     rows = prod(q.shape[:-1])
+    decoder = Decoder.of(q, dtype) if rows * length >= LARGE else None
     made = torch.empty((rows, length), dtype=dtype, device="cpu")
+    if decoder is not None and decoder.width == length:
+        decoder.write(0, rows, made)
+    else:
+        _by_tiles(q, scales, made)
+    # Bits of a NaN that arithmetic makes are the CPU's affair, those of the reference are stated.
+    return None if bool(made.isnan().any()) else made.view(q.shape)
+
+
+def _by_tiles(q: Quantized, scales: BlockScales, made: torch.Tensor) -> None:
+    """Into made (rows, K), by torch operations."""
+    (rows, length), dtype = made.shape, made.dtype
     tiles = Tiles(q, scales, dtype)
     step = tiles.step
     tile = None
@@ -48,8 +63,6 @@ def dequantize(q: Quantized, name: str) -> torch.Tensor | None:
         tiles.write(first, last, out)
         if tile is not None:
             made[first:last] = out
-    # Bits of a NaN that arithmetic makes are the CPU's affair, those of the reference are stated.
-    return None if bool(made.isnan().any()) else made.view(q.shape)
 
 
 class Tiles:

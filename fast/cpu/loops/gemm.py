@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
@@ -18,20 +18,26 @@ from pathlib import Path
 import numpy as np
 from numba import njit, types
 
+from fast.cpu.loops.decode import decode
 from fast.cpu.loops.decoding import Decoding
+from fast.cpu.loops.dots import COLUMNS, PIECE, ROWS, dots, fetch
 from fast.cpu.loops.gemv import CACHE_ERRORS, _splat, group_of
-from fast.cpu.loops.vectors import BFLOAT16, COLUMNS, LANES, PIECE, ROWS, decode, dots
+from fast.cpu.loops.kept_files import is_own_cache
+from fast.cpu.loops.vectors import LANES
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}
-SOURCES = b"".join(
-    Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("gemm", "gemv", "vectors")
-)
+#: The most steps of a block that are written out one after the other.
+UNROLLED = 4
+NAMES = ("gemm", "gemv", "decode", "dots", "vectors")
+SOURCES = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in NAMES)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a kernel is compiled for. zero: NO_ZERO, CODE_ZERO or VALUE_ZERO; divides: by scales; rounds: every operation to
-    bfloat16; half: decoded numbers are bfloat16, else float32; run: a divisor of a block's length, at most LANES."""
+    """What a kernel is compiled for. zero: NO_ZERO, CODE_ZERO or VALUE_ZERO of `decode`; divides: by scales; rounds: every
+    operation to bfloat16; half: decoded numbers are bfloat16, else float32; multiplies: rows of inputs, else decoded rows are
+    written; run: a divisor of a block's length, at most LANES; one: codes of a step share a scale; in_block: steps of a block
+    where those are few."""
 
     decoding: Decoding
     packed: bool
@@ -39,7 +45,10 @@ class Loop:
     divides: bool
     rounds: bool
     half: bool
-    run: int
+    multiplies: bool
+    run: int = 1
+    one: bool = False
+    in_block: int = 0
 
     @property
     def group(self) -> tuple[int, int]:
@@ -48,110 +57,138 @@ class Loop:
 
     def width(self, length: int) -> int:
         """Numbers of a decoded row of so many codes: whole steps, and whole pieces of a dot product."""
-        step = max(LANES * self.group[0], PIECE)
+        step = max(LANES * self.group[0], PIECE // 2)
         return -(-length // step) * step
+
+    def of_blocks(self, size: int) -> Loop:
+        """That of blocks of `size` codes."""
+        steps, rest = divmod(size, LANES * self.group[0])
+        return replace(
+            self, run=gcd(size, LANES), one=not rest, in_block=0 if rest or steps > UNROLLED else steps
+        )
 
 
 @lru_cache(maxsize=256)
 def compiled(loop: Loop) -> Callable[..., None]:
-    """`kernel(codes, table, scale, zero, size, x, out, y, first, last)`, rows first to last of a weight (N, K).
+    """`kernel(codes, table, scale, zero, size, x, out, first, last)`, rows first to last of a weight (N, K).
 
-    All arrays are contiguous. codes: uint8 (N, bytes); table: float32 (256,); scale, zero: float32 (N or 1, blocks), zero of no
-    columns where there is none; size: codes of a block. With x (an even number of rows, `width`), y (rows, N) float32 is
-    written: the dot products with decoded rows; without rows, the decoded rows: out (last - first, `width`). x and out are
-    uint16, the bits of bfloat16, where `half`, else float32; x is 0 from K on.
+    All arrays are contiguous. codes: uint8 (N, bytes); table: float32 (256,); scale, zero: float32 (N or 1, blocks), zero of
+    the same shape, or (1, 1); size: codes of a block. Where the loop multiplies, x is (an even number of rows, `width`), 0 from
+    K on, and out float32 (rows, N): the dot products with decoded rows. Else x is not read, and out is (last - first, `width`):
+    the decoded rows, any numbers from K on. x and decoded rows are float32, or uint16, the bits of bfloat16, where `half`.
     """
     kernel = _kernel(loop)
     kernel.__qualname__ = f"gemm_{hashlib.sha256(SOURCES + repr(loop).encode()).hexdigest()[:16]}"
     try:
-        return njit(_signature(loop.half), cache=True, **OPTIONS)(kernel)
+        return njit(_signature(loop), cache=is_own_cache(kernel), **OPTIONS)(kernel)
     except CACHE_ERRORS:
-        return njit(_signature(loop.half), **OPTIONS)(kernel)
+        return njit(_signature(loop), **OPTIONS)(kernel)
 
 
-def _signature(half: bool) -> types.Type:
+def _signature(loop: Loop) -> types.Type:
     single = types.float32[:, ::1]
-    wide = types.uint16[:, ::1] if half else single
-    numbers = (types.intp, types.intp)
-    return types.void(
-        types.uint8[:, ::1], types.float32[::1], single, single, types.intp, wide, wide, single, *numbers
-    )
+    numbers = types.uint16[:, ::1] if loop.half else single
+    out = single if loop.multiplies else numbers
+    stored = (types.uint8[:, ::1], types.float32[::1], single, single, types.intp)
+    return types.void(*stored, numbers, out, types.intp, types.intp)
 
 
 def _kernel(loop: Loop) -> Callable[..., None]:
     """All that a kernel closes over are numbers: they tell Numba's files on disk apart, and become constants."""
-    d, (in_group, nbytes), half, run = loop.decoding, loop.group, int(loop.half), loop.run
-    has_zero, unit, item = int(loop.zero != 0), np.float32(d.unit), 2 if loop.half else 4
+    d, (in_group, nbytes), half, run, one = loop.decoding, loop.group, int(loop.half), loop.run, int(loop.one)
+    unit, item, multiplies = np.float32(d.unit), 2 if loop.half else 4, loop.multiplies
     bits, kind, flip, less, has_unit = d.bits, d.kind, d.flip, d.less, int(d.unit != 1)
     mantissa, bias, special = d.mantissa, d.bias, d.special
-    enters, divides, rounds = loop.zero, int(loop.divides), int(loop.rounds)
-    step, made = LANES * nbytes, LANES * in_group
-    rows_, columns = ROWS, COLUMNS
+    enters, divides, rounds, has_zero = loop.zero, int(loop.divides), int(loop.rounds), int(loop.zero != 0)
+    flushes, in_block = int(multiplies), loop.in_block
+    step, made, block_rows, columns = LANES * nbytes, LANES * in_group, ROWS, COLUMNS
 
-    def kernel(codes, table, scale, zero, size, x, out, y, first, last):  # type: ignore[no-untyped-def]
-        stored, blocks, few = codes.shape[1], scale.shape[1], x.shape[0]
-        width = x.shape[1] if few else out.shape[1]
+    def kernel(codes, table, scale, zero, size, x, out, first, last):  # type: ignore[no-untyped-def]
+        stored, blocks = codes.shape[1], scale.shape[1]
+        width = x.shape[1] if multiplies else out.shape[1]
         steps, whole = -(-stored // step), stored // step
-        kept = np.zeros((rows_, width), x.dtype)
-        filled = max(width, blocks * size) + LANES
+        share = size // made if one else steps
+        kept = np.zeros((block_rows if multiplies else 0, width), x.dtype)
+        filled = 0 if one else max(width, blocks * size) + LANES
         scales, zeros = np.ones(filled, np.float32), np.zeros(filled, np.float32)
-        rest, sums = np.zeros(step, np.uint8), np.empty(rows_ * columns, np.float32)
-        for begin in range(first, last, rows_):
-            count = min(rows_, last - begin)
+        rest, sums = np.zeros(step, np.uint8), np.empty(block_rows * columns, np.float32)
+        for begin in range(first, last, block_rows):
+            count = min(block_rows, last - begin)
             for r in range(count):
                 n = begin + r
                 row = n if scale.shape[0] > 1 else 0
-                if n == first or scale.shape[0] > 1:
+                if not one and (n == first or scale.shape[0] > 1):
                     for b in range(blocks):
                         for j in range(b * size, b * size + size, run):
                             _splat(scales.ctypes.data + 4 * j, scale[row, b], run)
                             if has_zero:
                                 _splat(zeros.ctypes.data + 4 * j, zero[row, b], run)
-                target = kept.ctypes.data + r * width * item
-                if few == 0:
-                    target = out.ctypes.data + (n - first) * width * item
+                place = r if multiplies else n - first
+                target = (kept if multiplies else out).ctypes.data + place * width * item
                 source = codes.ctypes.data + n * stored
-                done = 0
+                done, block, end = 0, 0, share
+                if in_block and whole >= in_block:
+                    block = whole // in_block
+                    decode(
+                        source, target, block, unit, table.ctypes.data, scale.ctypes.data + 4 * row * blocks,
+                        zero.ctypes.data + 4 * row * blocks * has_zero,
+                        (bits, in_group, nbytes, kind, flip, less, has_unit, mantissa, bias, special,
+                         enters, divides, rounds, half, flushes, 1, in_block),
+                    )  # fmt: skip
+                    done, end = block * in_block, block * in_block + share
                 while done < steps:
                     now = whole - done
                     if now <= 0:
                         now = 1
                         rest[: stored - done * step] = codes[n, done * step :]
                         source = rest.ctypes.data - done * step
+                    if done == end:
+                        block, end = block + 1, end + share
+                    if one:
+                        now = min(now, end - done)
+                        scale_at = scale.ctypes.data + 4 * (row * blocks + block)
+                        zero_at = zero.ctypes.data + 4 * (row * blocks + block) * has_zero
+                    else:
+                        scale_at = scales.ctypes.data + 4 * done * made
+                        zero_at = zeros.ctypes.data + 4 * done * made
                     decode(
-                        source + done * step, target + done * made * item, now, unit, table.ctypes.data,
-                        scales.ctypes.data + 4 * done * made, zeros.ctypes.data + 4 * done * made,
-                        (bits, in_group, nbytes), (kind, flip, less, has_unit, mantissa, bias, special),
-                        (enters, divides, rounds, half),
+                        source + done * step, target + done * made * item, now, unit, table.ctypes.data, scale_at, zero_at,
+                        (bits, in_group, nbytes, kind, flip, less, has_unit, mantissa, bias, special,
+                         enters, divides, rounds, half, flushes, one, 0),
                     )  # fmt: skip
                     done += now
+            following = min(last, begin + 2 * block_rows)
+            if multiplies and begin + block_rows < following:
+                fetch(
+                    codes.ctypes.data + (begin + block_rows) * stored, codes.ctypes.data + following * stored
+                )
             m = 0
-            while m < few:
-                if m + columns <= few:
+            while multiplies and m < x.shape[0]:
+                inputs, wide = x.ctypes.data + m * width * item, width * item
+                if m + columns <= x.shape[0]:
                     dots(
-                        kept.ctypes.data, width * item, x.ctypes.data + m * width * item, width * item, width * item,
-                        sums.ctypes.data, rows_, columns, half,
-                    )  # fmt: skip
+                        kept.ctypes.data,
+                        wide,
+                        inputs,
+                        wide,
+                        wide,
+                        sums.ctypes.data,
+                        block_rows,
+                        columns,
+                        half,
+                    )
                     for r in range(count):
                         for c in range(columns):
-                            y[m + c, begin + r] = sums[r * columns + c]
+                            out[m + c, begin + r] = sums[r * columns + c]
                     m += columns
                 else:
-                    dots(
-                        kept.ctypes.data, width * item, x.ctypes.data + m * width * item, width * item, width * item,
-                        sums.ctypes.data, rows_, 2, half,
-                    )  # fmt: skip
+                    dots(kept.ctypes.data, wide, inputs, wide, wide, sums.ctypes.data, block_rows, 2, half)
                     for r in range(count):
                         for c in range(2):
-                            y[m + c, begin + r] = sums[r * 2 + c]
+                            out[m + c, begin + r] = sums[r * 2 + c]
                     m += 2
 
     return kernel
 
 
-def run_of(size: int) -> int:
-    """The most equal scales that are written at once, of blocks of `size`."""
-    return gcd(size, LANES)
-
-
-__all__ = ["BFLOAT16", "Loop", "compiled", "run_of"]
+__all__ = ["Loop", "compiled"]

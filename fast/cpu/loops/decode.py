@@ -1,0 +1,266 @@
+"""Codes of a stored row become numbers, as vector instructions for a loop that Numba compiles.
+
+A step reads `LANES` groups of codes, each of which ends on a byte, and writes their numbers in order: decoded as
+`fast.cpu.loops.decoding` says, less the zero point, times the scale, each rounded as `reference.dequantize` rounds it. Where
+whole steps share a scale, elements of up to 4 bits are looked up among their 16 scaled numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from fast.cpu.loops.decoding import FLOAT, INTEGER
+from fast.cpu.loops.vectors import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    INT16,
+    INT32,
+    LANES,
+    SINGLES,
+    WIDE,
+    WIDE_HALVES,
+    WORDS,
+    BFloat16,
+    called,
+    loaded,
+    loop,
+    shuffled,
+    singles,
+    spread,
+    stored,
+    words,
+)
+
+#: How zero points enter: not at all, subtracted from codes, or added to numbers.
+NO_ZERO, CODE_ZERO, VALUE_ZERO = 0, 1, 2
+INT64, ROUNDED = ir.IntType(64), ir.VectorType(BFloat16(), LANES)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a step is written for. bits: of a code; in_group, size: codes and bytes of a group; kind to special: `Decoding`;
+    has_unit: whether its unit is not 1; zero: how zero points enter; divides: numbers are divided by scales; rounds: every
+    operation rounds to bfloat16; half: bfloat16 is written, else float32; flushes: of bfloat16 below 2**-126 may be 0; one:
+    steps of a block share a scale; in_block: how many those are."""
+
+    bits: int
+    in_group: int
+    size: int
+    kind: int
+    flip: int
+    less: int
+    has_unit: int
+    mantissa: int
+    bias: int
+    special: int
+    zero: int
+    divides: int
+    rounds: int
+    half: int
+    flushes: int
+    one: int
+    in_block: int
+
+
+@intrinsic(prefer_literal=True)
+def decode(typing_context, codes, out, steps, unit, table, scale, zero, constants):  # type: ignore[no-untyped-def]
+    """The numbers of `blocks` (1 or more) of steps from one address to another, each step LANES groups of codes.
+
+    codes, out, table, scale, zero: addresses; table of float32, 16 entries or more; scale and zero of float32, one for each
+    number, or where steps share one, for each block. unit: float32, that of `Decoding`. constants: a tuple of those of
+    `Constants`; where in_block is 0 there is one block, and `blocks` are its steps.
+    """
+    c = Constants(*(int(one.literal_value) for one in constants))
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        codes, out, blocks, unit, table, scale, zero = arguments[:7]
+        shared = _Step(builder, c, unit, table, scale, zero) if not c.in_block else None
+        with loop(builder, blocks, 1, ()) as (block, _):
+            step = shared
+            if step is None:
+                offset = builder.mul(block, block.type(4))
+                own = (builder.add(part, offset) if c.one else part for part in (scale, zero))
+                step = _Step(builder, c, unit, table, *own)
+            for at in range(max(c.in_block, 1)):
+                step.write(
+                    codes,
+                    out,
+                    builder.add(builder.mul(block, block.type(max(c.in_block, 1))), block.type(at)),
+                )
+        return context.get_dummy_value()
+
+    addresses = (*(types.uintp,) * 3, types.float32, *(types.uintp,) * 3)
+    return types.void(*addresses, constants), generate
+
+
+class _Step:
+    """The instructions of a step, and of what steps of a block share: one scale in every lane, a table of scaled numbers."""
+
+    def __init__(self, builder: Any, c: Constants, unit: Any, table: Any, scale: Any, zero: Any) -> None:
+        self.builder, self.c = builder, c
+        self.unit, self.table, self.scale, self.zero = unit, table, scale, zero
+        self.one = [spread(builder, loaded(builder, part, FLOAT32)) for part in (scale, zero) if c.one]
+        #: Whether numbers are looked up in a register, and whether those are scaled already.
+        self.looks_up = WIDE and c.bits <= 4
+        self.is_scaled = self.looks_up and bool(c.one)
+        self.has_nibbles = self.is_scaled and WIDE_HALVES and c.half and (c.bits, c.in_group) == (4, 2)
+        self.entries = loaded(builder, table, SINGLES) if self.looks_up else None
+        if self.is_scaled:
+            self.entries = self._scaled(self.entries, *self.one)
+        if self.has_nibbles:
+            halves = builder.trunc(self._rounded(self.entries), ir.VectorType(INT16, LANES))
+            self.entries = shuffled(builder, halves, halves, list(range(LANES)) * 2)
+
+    def write(self, codes: Any, out: Any, number: Any) -> None:
+        """Step `number` of those whose codes, and whose results, begin at these addresses."""
+        b, c = self.builder, self.c
+        source = b.add(codes, b.mul(number, number.type(LANES * c.size)))
+        place = b.mul(number, number.type(4 * LANES * c.in_group))
+        target = b.add(out, b.lshr(place, place.type(1)) if c.half else place)
+        for vector in self._written(source, place):
+            stored(b, vector, target)
+            target = b.add(target, target.type(2 * vector.type.count if c.half else 4 * LANES))
+
+    def _written(self, source: Any, place: Any) -> list[Any]:
+        """Vectors of all numbers, in order. source: the address of their codes; place: bytes of float32 before them."""
+        c, b = self.c, self.builder
+        if self.has_nibbles:
+            return [self._of_nibbles(source)]
+        numbers = self._interleaved([self._number(code) for code in self._codes(self._planes(source))])
+        made = []
+        for at, number in enumerate(numbers):
+            if not self.is_scaled:
+                offset = b.add(place, place.type(4 * LANES * at))
+                number = self._scaled(number, *(self.one or self._operands(offset)))
+            made.append(self._as_bfloat16(number) if c.half else number)
+        return made
+
+    def _operands(self, offset: Any) -> list[Any]:
+        return [loaded(self.builder, part, SINGLES, offset) for part in (self.scale, self.zero)]
+
+    def _planes(self, source: Any) -> list[Any]:
+        """The bytes of LANES groups as int32: the first byte of every group, the second, ..."""
+        b, size = self.builder, self.c.size
+        raw = loaded(b, source, ir.VectorType(INT8, LANES * size))
+        planes = [raw] if size == 1 else [
+            shuffled(b, raw, raw, [lane * size + byte for lane in range(LANES)]) for byte in range(size)
+        ]  # fmt: skip
+        return [b.sext(plane, WORDS) if self._is_signed_byte() else b.zext(plane, WORDS) for plane in planes]
+
+    def _is_signed_byte(self) -> bool:
+        """Whether codes are the bytes of signed integers."""
+        c = self.c
+        return c.kind == INTEGER and c.bits == 8 and c.flip == c.less == 128
+
+    def _codes(self, planes: list[Any]) -> list[Any]:
+        """The codes of LANES groups: the first of every group, the second, ... Bits above a code's are any."""
+        b, bits, made = self.builder, self.c.bits, []
+        for place in range(self.c.in_group):
+            byte, shift = place * bits >> 3, place * bits & 7
+            code = planes[byte] if shift == 0 else b.lshr(planes[byte], words(shift))
+            if shift + bits > 8:
+                code = b.or_(code, b.shl(planes[byte + 1], words(8 - shift)))
+            made.append(code)
+        return made
+
+    def _of_nibbles(self, source: Any) -> Any:
+        """32 codes of 4 bits, each a bfloat16 of the table: of a byte one in each half of 32 bits."""
+        b = self.builder
+        (byte,) = self._planes(source)
+        pairs = b.and_(b.or_(byte, b.shl(byte, words(12))), words(0x000F000F))
+        halves = ir.VectorType(INT16, 2 * LANES)
+        return called(b, "llvm.x86.avx512.permvar.hi.512", halves, self.entries, b.bitcast(pairs, halves))
+
+    def _number(self, code: Any) -> Any:
+        """What a code stands for, as `fast.cpu.loops.decoding.Decoding` says; scaled where the table is."""
+        b, c = self.builder, self.c
+        if self.looks_up:
+            return called(b, "llvm.x86.avx512.permvar.sf.512", SINGLES, self.entries, code)
+        if self._is_signed_byte():
+            return self._with_unit(b.sitofp(code, SINGLES))
+        code = b.and_(code, words((1 << c.bits) - 1))
+        if c.kind == INTEGER:
+            return self._with_unit(b.sitofp(b.sub(b.xor(code, words(c.flip)), words(c.less)), SINGLES))
+        return self._float(code) if c.kind == FLOAT else self._gathered(code)
+
+    def _with_unit(self, number: Any) -> Any:
+        b = self.builder
+        return b.fmul(number, spread(b, self.unit)) if self.c.has_unit else number
+
+    def _float(self, code: Any) -> Any:
+        """`Decoding.numbers` of FLOAT: subnormals by a product, so that no float32 on the way is one."""
+        b, c = self.builder, self.c
+        magnitude = b.and_(code, words((1 << (c.bits - 1)) - 1))
+        pattern = b.add(b.shl(magnitude, words(23 - c.mantissa)), words((127 - c.bias) << 23))
+        if c.special < 1 << (c.bits - 1):
+            is_special = b.icmp_unsigned(">=", magnitude, words(c.special))
+            pattern = b.select(is_special, b.or_(pattern, words(0x7F800000)), pattern)
+        small = b.fmul(b.sitofp(magnitude, SINGLES), singles(2.0 ** (1 - c.bias - c.mantissa)))
+        is_small = b.icmp_unsigned("<", magnitude, words(1 << c.mantissa))
+        pattern = b.select(is_small, b.bitcast(small, WORDS), pattern)
+        sign = b.shl(b.lshr(code, words(c.bits - 1)), words(31))
+        return b.bitcast(b.or_(pattern, sign), SINGLES)
+
+    def _gathered(self, code: Any) -> Any:
+        """Entries of the table in memory."""
+        b, made = self.builder, ir.Constant(SINGLES, ir.Undefined)
+        for lane in range(LANES):
+            place = INT32(lane)
+            entry = b.shl(b.zext(b.extract_element(code, place), INT64), INT64(2))
+            made = b.insert_element(made, loaded(b, self.table, FLOAT32, entry), place)
+        return made
+
+    def _interleaved(self, planes: list[Any]) -> list[Any]:
+        """Numbers in the order of their codes: the first of each plane, the second of each, ..."""
+        streams = [[plane] for plane in planes]
+        while len(streams) > 1:
+            half = len(streams) // 2
+            streams = [self._zipped(streams[at], streams[at + half]) for at in range(half)]
+        return streams[0]
+
+    def _zipped(self, first: list[Any], second: list[Any]) -> list[Any]:
+        made = []
+        for one, other in zip(first, second, strict=True):
+            for begin in (0, LANES // 2):
+                order = [lane for at in range(begin, begin + LANES // 2) for lane in (at, LANES + at)]
+                made.append(shuffled(self.builder, one, other, order))
+        return made
+
+    def _scaled(self, number: Any, scale: Any, zero: Any) -> Any:
+        """Less the zero point, times the scale; or plus the zero point in the end. The last rounding is left to who stores."""
+        b, c = self.builder, self.c
+        if c.zero == CODE_ZERO:
+            number = b.fsub(number, zero)
+            number = self._at_bfloat16(number) if c.rounds else number
+        number = b.fdiv(number, scale) if c.divides else b.fmul(number, scale)
+        if c.zero == VALUE_ZERO:
+            number = self._at_bfloat16(number) if c.rounds else number
+            number = b.fadd(number, zero)
+        return number
+
+    def _rounded(self, number: Any) -> Any:
+        """The upper halves of float32 as bfloat16 rounds them, ties to even; NaN stays NaN where its lower half is 0."""
+        b = self.builder
+        word = b.bitcast(number, WORDS)
+        odd = b.and_(b.lshr(word, words(16)), words(1))
+        return b.lshr(b.add(word, b.add(odd, words(0x7FFF))), words(16))
+
+    def _at_bfloat16(self, number: Any) -> Any:
+        """float32 rounded to bfloat16's numbers."""
+        b = self.builder
+        return b.bitcast(b.shl(self._rounded(number), words(16)), SINGLES)
+
+    def _as_bfloat16(self, number: Any) -> Any:
+        """The bits of bfloat16."""
+        if self.c.flushes and BFLOAT16:
+            return called(self.builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, number)
+        return self.builder.trunc(self._rounded(number), ir.VectorType(INT16, LANES))
+
+
+__all__ = ["CODE_ZERO", "NO_ZERO", "VALUE_ZERO", "decode"]
