@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.torch_changes.memory import refuse_array
 
 aten = torch.ops.aten
 
@@ -47,6 +48,12 @@ READS = (*ELEMENTWISE, *REDUCTIONS, *MATRICES)
 def dense(value: Any) -> Any:
     """Arguments with each QuantizedTensor among them dequantized."""
     return tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, value)
+
+
+@operation(aten.view.dtype)
+def _as_dtype(func: Any, args: Any, kwargs: Any) -> Any:
+    """The bits of another dtype, as NumPy is given bfloat16 ones: there are none of the whole weight."""
+    refuse_array(args[0])
 
 
 @operation(*READS)

@@ -27,7 +27,7 @@ COMMON = {
     torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional._wrap_tensor_autograd.default,
 }  # fmt: skip
 #: Of the values: computed of the dequantized weight, for which tests/ao_lab/tensor/values has 2:4 weights too.
-VALUES = {*READS, *CHANGES}
+VALUES = {*READS, *CHANGES, aten.view.dtype}
 
 
 def test_every_operation_is_decided():

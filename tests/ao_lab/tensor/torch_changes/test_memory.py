@@ -40,7 +40,7 @@ def test_there_is_no_storage_and_no_array():
         for ask in (t.storage, lambda t=t: save({"weight": t})):
             with pytest.raises(ValueError, match=r"several tensors, .* safe_serialization=False"):
                 ask()
-        for ask in (t.numpy, lambda t=t: np.asarray(t)):
+        for ask in (t.numpy, lambda t=t: np.asarray(t), lambda t=t: t.bfloat16().view(torch.int16)):
             with pytest.raises(TypeError, match=r"is no NumPy array, .* dequantize\(\) gives its values"):
                 ask()
 
