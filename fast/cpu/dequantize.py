@@ -46,7 +46,12 @@ def dequantize(q: Quantized, name: str) -> torch.Tensor | None:
     else:
         _by_tiles(q, scales, made)
     # Bits of a NaN that arithmetic makes are the CPU's affair, those of the reference are stated.
-    return None if bool(made.isnan().any()) else made.view(q.shape)
+    return None if _has_nan(made) else made.view(q.shape)
+
+
+def _has_nan(made: torch.Tensor) -> bool:
+    """Whether a number is NaN. A sum is found 50 times as fast, and is NaN if one is (or if infinities cancel)."""
+    return bool(made.sum().isnan()) and bool(made.isnan().any())
 
 
 def _by_tiles(q: Quantized, scales: BlockScales, made: torch.Tensor) -> None:
