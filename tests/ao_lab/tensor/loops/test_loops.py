@@ -20,7 +20,7 @@ def cases():
             yield pytest.param(loop, kind, marks=() if by_day else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("loop", "kind"), cases())
+@pytest.mark.parametrize(("loop", "kind"), [*cases()])
 def test_the_answer_is_that_of_the_table(loop, kind, tmp_path):
     answer = ANSWERS.get((loop, kind), ANSWERS.get((loop, ""), "right"))
     found = tried(loop, kind, tmp_path)
