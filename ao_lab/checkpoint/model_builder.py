@@ -59,6 +59,8 @@ MODULES_EACH = 10
 ELEMENTS_EACH, SPARE_ELEMENTS = 16, 2**27
 #: Buffers, which no file bounds: tables of positions and masks are below.
 LARGEST_BUFFERS = 2**30
+#: The last word of what a module's get_extra_state returns.
+EXTRA_STATE = "_extra_state"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -279,6 +281,10 @@ def forget_code(model: nn.Module) -> None:
 def check_state(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """ValueError where the model's state has other names or shapes."""
     expected = model.state_dict(keep_vars=True)
+    if others := [name for name, value in expected.items() if not isinstance(value, torch.Tensor)]:
+        raise ValueError(
+            f"{', '.join(others[:5])} of the model are no tensors, and files hold nothing else; let get_extra_state return one"
+        )
     missing = sorted(set(expected) - set(shapes) - set(tied(model, shapes)))
     unknown = sorted(set(shapes) - set(expected))
     if missing or unknown:
@@ -348,9 +354,13 @@ def fill(model: nn.Module, state: Tensors) -> None:
     state = {**state, **{name: state[other] for name, other in tied(model, state).items()}}
     parameters: dict[int, nn.Parameter] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    extra: list[tuple[nn.Module, torch.Tensor]] = []
     for name, value in state.items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
+        if leaf == EXTRA_STATE:
+            extra.append((owner, value))
+            continue
         if leaf in owner._buffers:
             places.append((owner._buffers, leaf, value))
             continue
@@ -365,6 +375,8 @@ def fill(model: nn.Module, state: Tensors) -> None:
         places.append((owner._parameters, leaf, result))
     for table, leaf, value in places:
         table[leaf] = value
+    for owner, value in extra:
+        owner.set_extra_state(value)
     preshuffle(model)
 
 

@@ -119,6 +119,11 @@ def _is_quantized(model: nn.Module, name: str) -> bool:
 def _check_state(model: nn.Module) -> None:
     """ValueError where state_dict() does not have each quantized weight under its own name, whole."""
     state = model.state_dict(keep_vars=True)
+    if others := {name: type(x).__name__ for name, x in state.items() if not isinstance(x, torch.Tensor)}:
+        raise ValueError(
+            f"{shorten(list(others))}: state_dict() holds a {next(iter(others.values()))} there, and safetensors hold tensors; "
+            "let get_extra_state return a tensor (torch.frombuffer of bytes, for instance), or keep it in the configuration"
+        )
     quantized = [
         name for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p, QuantizedTensor)
     ]

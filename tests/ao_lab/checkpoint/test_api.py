@@ -10,6 +10,7 @@ from torch import nn
 
 import ao_lab
 import fast
+import reference
 from ao_lab import (
     FqnToConfig,
     Int8StaticActivationInt8WeightConfig,
@@ -29,7 +30,8 @@ from ao_lab.checkpoint.io.shards import INDEX, look_at
 from ao_lab.config.recipe import named
 from ao_lab.tensor.quantized_tensor import from_quantized
 from experiments.models.language_model import LanguageModel, ModelSettings
-from reference import SCHEMES, Quantized
+from reference import SCHEMES, Format, Quantized, register
+from tests.support.runs import forks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -391,3 +393,49 @@ def test_what_untying_parts_is_stored_under_each_name(tmp_path):
     again = ao_lab.load_pretrained(tmp_path, BertForMaskedLM(BertConfig(**sizes)).eval())
     with torch.no_grad():
         assert torch.equal(again(ids).logits, wanted)
+
+
+FOREIGN = """
+import sys
+import torch
+import ao_lab, reference
+
+assert "float8_e3m4_tested" not in reference.FORMATS
+model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+ao_lab.load_pretrained(sys.argv[1], model)
+wanted = torch.load(sys.argv[2])
+assert torch.equal(model[0].weight.dequantize(), wanted)
+print("RESULT", model[0].weight.scheme.element, reference.FORMATS["float8_e3m4_tested"].mantissa_bits)
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_format_of_ones_own_travels_with_the_model(tmp_path, recorded):
+    """Made at run time, registered or given as a record: read where nobody has registered it."""
+    made = Format(
+        name="float8_e3m4_tested",
+        kind="float",
+        bits=8,
+        exponent_bits=3,
+        mantissa_bits=4,
+        bias=3,
+        specials="ieee",
+    )
+    known = reference.FORMATS.get(made.name)
+    register(made)
+    try:
+        scheme = replace(SCHEMES["fp8_rowwise"], name="e3m4_rows", element=made if recorded else made.name)
+        scheme = replace(scheme, scale=replace(scheme.scale, target=float(made.max)))
+        model = nn.Sequential(nn.Linear(64, 32))
+        quantize_(model, SchemeConfig(scheme=scheme))
+        save_pretrained(model, tmp_path / "model", layout="ao_lab")
+        torch.save(model[0].weight.dequantize(), tmp_path / "wanted.pt")
+    finally:
+        if known is None:
+            del reference.FORMATS[made.name]
+    (tmp_path / "read.py").write_text(FOREIGN)
+    done = forks.python(
+        tmp_path / "read.py", tmp_path / "model", tmp_path / "wanted.pt", server="ao_lab", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-3:] == ["RESULT", made.name, "4"]

@@ -210,3 +210,37 @@ def test_a_finished_model_is_finished():
 
     check_finished(model)
     assert "QATConfig" in ao_lab.__all__
+
+
+class WithState(nn.Linear):
+    """A layer with a state beside its parameters, as FP8 libraries have them."""
+
+    kept: object = torch.tensor([1, 2, 3], dtype=torch.uint8)
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+def test_extra_states(tmp_path):
+    """Tensors are saved and given back; files hold nothing else, which is said before anything is written."""
+    model = nn.Sequential(WithState(64, 64), nn.Linear(64, 32))
+    quantize_(model, CONFIG, only("1"))
+    other = nn.Sequential(WithState(64, 64), nn.Linear(64, 32))
+    other[0].kept = torch.zeros(3, dtype=torch.uint8)
+    for layout in LAYOUTS[1:]:
+        save_pretrained(model, tmp_path / layout, layout=layout)
+        loaded = load_pretrained(tmp_path / layout, other)
+        assert loaded[0].kept.tolist() == [1, 2, 3]
+        assert set(dict(loaded[0].named_parameters())) == {"weight", "bias"}
+    model[0].kept = other[0].kept = {"a": 1}
+    (tmp_path / "more").mkdir()
+    refused(
+        model,
+        tmp_path / "more",
+        r"0\._extra_state: state_dict\(\) holds a dict there.*get_extra_state return a tensor",
+    )
+    with pytest.raises(ValueError, match=r"0\._extra_state of the model are no tensors"):
+        load_pretrained(tmp_path / "ao_lab", other)
