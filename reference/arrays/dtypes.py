@@ -32,7 +32,7 @@ def spelled(dtype: DTypeLike) -> str:
     if isinstance(dtype, str):
         dtype = dtype.removeprefix("torch.")
         if dtype == "bfloat16":
-            return dtype
+            return "bfloat16"
     # Arrays have a dtype too, and are none.
     elif not isinstance(dtype, (np.dtype, type)) and (not hasattr(dtype, "dtype") or hasattr(dtype, "shape")):
         return ""

@@ -168,6 +168,19 @@ REFERENCE = [
              "ns.where(groups == 0, NOTHING_KEPT, groups), m, k // 4", "groups, m, k // 4", SPARSITY + "layouts.py"),
     Mutation("tiles of one width", "reference/sparsity/layouts.py",
              "64 * n * (r // 16 % 4)", "128 * (r // 16 % 4)", SPARSITY + "layouts.py"),
+    Mutation("an empty block's code of zero is not compared", "reference/sparsity/stored_codes.py",
+             "scheme.zero is not None or codes[0] ==", "True or codes[0] ==", SPARSITY + "stored_codes.py -k empty_block"),
+    Mutation("a recipe's key without its accumulation", "reference/training/recipe.py",
+             "repr((facts, sums))", "repr(facts)", "tests/reference/training/test_recipe.py -k accumulated"),
+    Mutation("groups filled up to their blocks alone", "reference/training/grouped.py",
+             "max(inner, record.hadamard, STEP)", "max(inner, record.hadamard)",
+             "tests/reference/training/test_grouped.py -k sixteen"),
+    Mutation("24 aligned bits of 16-bit operands", "reference/training/linear.py",
+             '"frac_bits": 25', '"frac_bits": 24', "tests/reference/training/test_linear.py -k aligned"),
+    Mutation("wide codes through the table of bytes", "reference/formats/tables.py",
+             "bits <= 6 and fmt.bits <= 8", "bits <= 6", "tests/reference/formats/test_format_checks.py -k floats"),
+    Mutation("masked arrays are read as others", "reference/arrays/plain.py",
+             "isinstance(x, np.ma.MaskedArray)", "False", "tests/reference/arrays/test_plain.py -k 'masked and quantize'"),
 ]  # fmt: skip
 
 KERNELS = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from reference import SCHEMES
+from reference import SCHEMES, Scale, Scheme, dequantize, quantize
 from reference.sparsity.stored_codes import (
     FROM_ZERO_POINT,
     PLAIN_ELEMENTS,
@@ -81,3 +81,13 @@ def test_plain_elements_are_the_bits_of_every_number(element):
     assert zero_code(scheme) == 0
     assert is_plain(replace(scheme, name="another"))
     assert not is_plain(SCHEMES["int8_rowwise"])
+
+
+def test_an_empty_block_has_the_code_of_zero_too():
+    """0 / 0 becomes `nan_code` where IEEE arithmetic decides; times the scale 0 its value is 0, but its code is another."""
+    scale = Scale(block=4, target=6.0)
+    scheme = Scheme(name="x", element="float4_e2m1fn", scale=scale, nan="ieee", nan_code=5, dequantize="ieee")
+    q = quantize(np.zeros((1, 4), np.float32), scheme)
+    assert q.codes.tolist() == [[5] * 4]
+    assert not dequantize(q).any()
+    assert unsupported_reason(scheme) == "it stores zeros as other values"

@@ -12,8 +12,10 @@ import torch
 import reference
 import reference.training
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized
-from reference.training import RECIPES
+from reference import SCHEMES
+from reference.training import RECIPES, Recipe
 from reference.training.grouped import group_step, grouped_operands, padded_rows
+from reference.training.recipe import Operand, Product
 
 T, K, N, E = 90, 128, 128, 5
 #: The first and the third expert have no tokens; the last seven rows no expert.
@@ -195,3 +197,11 @@ def test_wrong_calls():
         reference.training.grouped_linear(x, w.astype(np.float32), OFFSETS, "rowwise")
     with pytest.raises(ValueError, match="unknown recipe"):
         reference.training.grouped_linear_vjp(g, x, w, OFFSETS, "rowise")
+
+
+def test_groups_are_filled_up_to_sixteen():
+    """What a matrix product of codes takes, also where blocks are shorter."""
+    scheme = SCHEMES["nvfp4"]
+    short = replace(scheme, name="nvfp4_b8", scale=replace(scheme.scale, block=8))
+    operand = Operand(scheme=short)
+    assert group_step(Recipe(name="short blocks", weight_grad=Product(a=operand, b=operand))) == 16

@@ -322,3 +322,11 @@ def test_a_product_of_one_quantized_operand():
     record = RECIPES["mxfp8"].output
     got = product(q, t["w"], record, "float32", "recipe")
     assert_same_bits(got, matmul(q, t["w"].T, accumulation="blocked"))
+
+
+def test_sixteen_bit_operands_keep_25_aligned_bits():
+    """1 and four terms of 2**-25, then -1 in the next step: with one aligned bit less nothing would be left."""
+    x = np.zeros((1, 32), ml_dtypes.bfloat16)
+    x[0, 0], x[0, 1:5], x[0, 16] = 1, 2.0**-25, -1
+    y = training_linear(x, np.ones_like(x), "bf16", accumulation="recipe")
+    assert float(y[0, 0]) == 2.0**-23

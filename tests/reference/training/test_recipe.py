@@ -90,3 +90,12 @@ def test_codes_of_the_output_serve_the_gradients_alone():
     for output in (Product(a=drawn), mixed):
         with pytest.raises(ValueError, match="mixed or rounded stochastically do not serve backward"):
             Recipe(name="own", output=output, weight_grad=Product(b=again))
+
+
+def test_the_key_holds_how_sums_are_accumulated():
+    """Plans and choices are remembered by the key: another accumulation is another recipe."""
+    recipe = RECIPES["rowwise"]
+    for product in ("output", "input_grad", "weight_grad"):
+        record = getattr(recipe, product)
+        other = "fast" if record.accumulation == "precise" else "precise"
+        assert replace(recipe, **{product: replace(record, accumulation=other)}).key != recipe.key
