@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 #: A linear layer of transformers (GPT-2 and its relatives) that stores its weight as (in, out); known by name, not imported.
@@ -31,10 +32,19 @@ def quantizable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, s
 
     Matrices of nn.Linear, transformers' Conv1D and nn.Embedding (subclasses too), those that a parametrization holds instead,
     and floating-point parameters with three axes: batched experts. `unsupported_reason` says which of them cannot be.
+
+    ValueError for a lazy layer among them, whose parameters have no shape yet; other lazy parameters are passed over.
     """
     for path, module in model.named_modules():
         layer = isinstance(module, (nn.Linear, nn.Embedding, ParametrizationList)) or is_transposed(module)
         for name, parameter in module.named_parameters(recurse=False):
+            if is_lazy(parameter):
+                if layer:
+                    raise ValueError(
+                        f"{path}{'.' * bool(path)}{name} of a {type(module).__name__} has no shape yet; run one forward of the "
+                        f"model first, which gives it one"
+                    )
+                continue
             experts = parameter.dim() == 3 and parameter.is_floating_point() and not is_no_batch(module)
             if experts or (layer and parameter.dim() >= 2):
                 yield path, module, name, parameter
@@ -124,7 +134,12 @@ def is_experts(module: nn.Module) -> bool:
 
 def is_batch(parameter: torch.Tensor) -> bool:
     """Whether a parameter is a batch of matrices."""
-    return parameter.dim() == 3 and parameter.is_floating_point() and parameter.shape[0] > 1
+    return (
+        not is_lazy(parameter)
+        and parameter.dim() == 3
+        and parameter.is_floating_point()
+        and parameter.shape[0] > 1
+    )
 
 
 def linear_and_experts(module: nn.Module, name: str) -> bool:

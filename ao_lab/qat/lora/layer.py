@@ -169,7 +169,7 @@ def freeze_rest(model: nn.Module, configs: Iterable[LoRA]) -> None:
         adapters = ADAPTERS if isinstance(module, (LoRALinear, LoRASumLinear)) else ()
         for name, parameter in module.named_parameters(recurse=False):
             if name not in adapters:
-                parameter.requires_grad_(False)
+                parameter.requires_grad = False  # of a lazy one too
 
 
 def drop_adapters(layer: nn.Module) -> None:

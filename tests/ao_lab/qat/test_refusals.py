@@ -313,3 +313,13 @@ def test_an_input_that_is_no_number_is_seen():
     x = torch.randn(4, 64)
     x[3, 7] = torch.nan
     assert net(x).isnan().any(1).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("config", [INT4, QATConfig(INT4), QATConfig(INT4, lora=ao_lab.LoRA(2))], ids=str)
+def test_a_layer_without_a_shape_is_named(config):
+    """A lazy convolution is in nobody's way."""
+    net = nn.ModuleDict({"fc": nn.Linear(32, 32), "late": nn.LazyLinear(4)})
+    with pytest.raises(ValueError, match=r"late\.weight of a LazyLinear has no shape yet; run one forward"):
+        quantize_(net, config)
+    assert type(net["fc"]) is nn.Linear
+    quantize_(nn.ModuleDict({"fc": nn.Linear(32, 32), "late": nn.LazyConv2d(4, 3)}), config)

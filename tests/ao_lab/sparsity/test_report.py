@@ -87,3 +87,11 @@ def test_what_a_filter_accepts_and_is_no_linear_layer_is_listed(config):
 def linear(module, name):
     """A filter that asks for what a linear layer has."""
     return module.in_features == 8
+
+
+@pytest.mark.parametrize("config", [SparsityConfig(), SparseTrainingConfig()])
+def test_a_layer_without_a_shape_is_named(config):
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), "late": nn.LazyLinear(4)})
+    with pytest.raises(ValueError, match=r"late\.weight of a LazyLinear has no shape yet; run one forward"):
+        sparsify_(model, config)
+    assert (model["fc"].weight != 0).all()
