@@ -61,7 +61,10 @@ def may_have_tangent(value: Any) -> bool:
         if _functorch.is_gradtrackingtensor(value):
             return True
         value = _functorch.get_unwrapped(value)
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    unpacked: Any = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    return unpacked.tangent is not None
 
 
 class _Held:
@@ -75,7 +78,7 @@ class LinearByExample(torch.autograd.Function):
     """F.linear of x (..., K), a weight (N, K) and a bias (N) or None; its vmap calls it once for each example."""
 
     @staticmethod
-    def forward(x: torch.Tensor, held: _Held, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(x: torch.Tensor, held: _Held, bias: torch.Tensor | None) -> torch.Tensor:
         """The layer of one example, or of inputs that are the same for all."""
         return torch.nn.functional.linear(x, held.weight, bias)
 
@@ -85,21 +88,23 @@ class LinearByExample(torch.autograd.Function):
         ctx.held = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
         """As the layer's own: inputs are taken as they are."""
         x = torch.matmul(g, ctx.held.weight.dequantize(g.dtype)) if ctx.needs_input_grad[0] else None
         bias = g.reshape(-1, g.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return x, None, bias
 
     @staticmethod
-    def jvp(ctx: Any, x: Any, held: Any, bias: Any) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, x: Any, held: Any, bias: Any) -> torch.Tensor:
         """Of tangents of x and of the bias, either of which may be None: those of the layer as it is, without rounding."""
         y = torch.nn.functional.linear(x, ctx.held.weight.dequantize(x.dtype)) if x is not None else None
-        return bias if y is None else y if bias is None else y + bias  # type: ignore[no-any-return]
+        return bias if y is None else y if bias is None else y + bias
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Any, held: _Held, bias: Any) -> Any:  # type: ignore[override]
-        """The results (batch, ..., N) of the examples, one after the other."""
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Any, held: _Held, bias: Any) -> Any:
+        """The results (batch, ..., N) of the examples: one after the other, or at once where rows have their own scales."""
+        if in_dims[2] is None and not shares_scales(held.weight):
+            return LinearByExample.apply(x.movedim(in_dims[0], 0), held, bias), 0  # type: ignore[no-untyped-call]
         samples = (
             [
                 one if dim is None else one.select(dim, at)

@@ -44,7 +44,7 @@ def test_an_example_gives_what_it_gives_alone(scheme, activation, bias):
     assert torch.equal(nested, torch.stack([torch.stack([m(x) for x in xs]) for xs in examples(2, 2, 3)]))
 
 
-@pytest.mark.parametrize(("scheme", "activation"), SHARED)
+@pytest.mark.parametrize(("scheme", "activation"), [*SHARED, OWN[0]])
 def test_gradients_of_each_example(scheme, activation):
     m, xs = layer(scheme, activation), examples(4, 3)
 
