@@ -40,7 +40,7 @@ def copy_the_rest(source: Path, target: Path) -> list[str]:
     roots, parts = _roots(source), _parts(source)
     code = _named_code(source)
     left: list[str] = []
-    for name in _names(source, left):
+    for name in _names(source, left, target, parts):
         file = source / name
         whole = name.parts[0] in parts and len(name.parts) > 1
         if (target / name).exists() or (len(name.parts) == 1 and REMADE.fullmatch(name.name)):
@@ -79,8 +79,12 @@ def _reason(file: Path, name: Path, roots: tuple[Path, ...], code: set[str], who
     return "weights in another format" if heavy and not whole else ""
 
 
-def _names(source: Path, left: list[str]) -> Iterator[Path]:
-    """Files by their paths in the folder, in order; hidden sub-folders (.git, .cache) are none of the model's."""
+def _names(source: Path, left: list[str], target: Path, parts: set[str]) -> Iterator[Path]:
+    """Files by their paths in the folder, in order.
+
+    Hidden sub-folders (.git, .cache) are none of the model's, and neither is the result, nor what is a model of its own
+    (another result). Those that the model loads (`parts`) are.
+    """
     for folder, folders, files in os.walk(source):
         place = Path(folder)
         links = [name for name in folders if (place / name).is_symlink()]
@@ -88,7 +92,20 @@ def _names(source: Path, left: list[str]) -> Iterator[Path]:
             f"left out: {shown(str((place / name).relative_to(source)))}, a link to a folder"
             for name in links
         ]
-        folders[:] = sorted(name for name in folders if name not in links and not name.startswith("."))
+        names = [name for name in folders if name not in links and not name.startswith(".")]
+        names = [name for name in names if (place / name).resolve() != target.resolve()]
+        models = [
+            name
+            for name in names
+            if (place / name / MODEL_CONFIG).is_file()
+            and any((place / name).glob("*.safetensors"))
+            and str((place / name).relative_to(source)) not in parts
+        ]
+        left += [
+            f"left out: {shown(str((place / name).relative_to(source)))}, a model of its own"
+            for name in models
+        ]
+        folders[:] = sorted(set(names) - set(models))
         yield from ((place / name).relative_to(source) for name in sorted(files))
 
 

@@ -160,3 +160,16 @@ def test_the_command_runs_and_publishes_no_code(tmp_path, capsys, monkeypatch):
     assert [line.split(",")[0] for line in told] == ["left out: evil.py", "left out: stolen.txt"]
     assert not {"evil.py", "stolen.txt"} & {path.name for path in out.iterdir()}
     assert "auto_map" not in json.loads((out / "config.json").read_text())
+
+
+def test_the_result_and_models_beside_are_not_copied(source):
+    write(source, **{"tokenizer.json": "{}", "earlier/config.json": "{}", "earlier/model.safetensors": "w"})
+    write(source, **{"1_Dense/config.json": "{}", "1_Dense/model.safetensors": "w"})
+    write(source, **{"modules.json": json.dumps([{"path": "1_Dense"}])})
+    target = source / "out"
+    write(target, **{"config.json": "{}"})
+    told = copy_the_rest(source, target)
+    assert names(target) == {
+        "config.json", "tokenizer.json", "modules.json", "1_Dense/config.json", "1_Dense/model.safetensors",
+    }  # fmt: skip
+    assert [line for line in told if "earlier" in line] == ["left out: earlier, a model of its own"]
