@@ -114,7 +114,7 @@ def layer_of(scheme, dtype=torch.float32, shape=(48, 128), bias=True, **options)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SOME)
 def test_layers_take_it_for_one_row_alone(scheme, dtype):
-    """Of one row within the bound; of more F.linear(x, dequantize(w)), bit for bit."""
+    """Weights this small: of one row within the bound; of more F.linear(x, dequantize(w)), bit for bit."""
     layer = layer_of(scheme, dtype)
     assert select_kernel(layer.weight.transposed(), dtype) == "fused"
     w = layer.weight.quantized
