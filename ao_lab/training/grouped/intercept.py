@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ao_lab.quantization.modules import is_batch
 from ao_lab.training.grouped.transformers_forward import linear_by
 from ao_lab.training.layers import Settings
+from ao_lab.training.transforms.support import check_experts_traced
 
 #: What a forward that can be taken over calls one of, by name.
 NAMES = {"grouped_mm", "_grouped_mm", "bmm", "linear", "matmul"}
@@ -203,6 +204,7 @@ def run_intercepted(
     Raises RuntimeError where rows went in and a parameter of experts was in no product to take over: it would train in high
     precision.
     """
+    check_experts_traced(next(p for p in module.parameters(recurse=False) if p.dim() == 3))
     with ExpertProducts(module, settings) as products:
         result = forward(*args, **kwargs)
     if any(t.numel() for t in _tensors(args, kwargs)):

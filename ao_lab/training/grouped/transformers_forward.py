@@ -42,6 +42,7 @@ def experts_forward(
     hidden_states (T, K), top_k_index and top_k_weights (T, k). Numbers of no expert, as expert-parallel routers give to the
     tokens of others, add nothing.
     """
+    check_experts_traced(module.down_proj)
     order, offsets, _ = sort_by_expert(top_k_index, module.num_experts)
     rows = dispatch(hidden_states, order, top_k_index.shape[-1])
     owners = torch.searchsorted(

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import ao_lab
 from ao_lab.training import casts
 from reference.training import RECIPES
+from tests.ao_lab.training.grouped.test_experts import GroupedExperts, Layer
 
 
 def layer(name, outputs=32):
@@ -27,6 +28,18 @@ def test_torch_jit_trace_is_refused():
         ValueError, match=r"LowPrecisionLinear\(in_features=64, out_features=32\): torch.jit.trace"
     ):
         torch.jit.trace(net, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_experts_are_refused():
+    """By transforms of torch.func as by torch.jit.trace, whichever forward they have."""
+    for net, given in ((Layer(), ()), (GroupedExperts("batch"), (torch.full((4,), 2),))):
+        ao_lab.convert_for_training_(net, "rowwise")
+        x = torch.randn(8, 32)
+        with pytest.raises(NotImplementedError, match=r"4 experts of \(\d+, \d+\) .* torch.func"):
+            torch.func.grad(lambda x, net=net, given=given: net(x, *given).sum())(x)
+        with pytest.raises(ValueError, match=r"4 experts of .*torch.jit.trace"):
+            torch.jit.trace(net, (x, *given))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -98,6 +111,12 @@ def test_evaluation_draws_nothing(name):
     state = torch.get_rng_state()
     with torch.no_grad():
         net.eval()(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    routed = Layer()
+    ao_lab.convert_for_training_(routed, name)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        routed.eval()(torch.randn(32, 32, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), state)
     after = []
     for grad in (True, False):
