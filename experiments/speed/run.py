@@ -21,14 +21,16 @@ import numpy as np
 from experiments.harness.progress import bar
 from experiments.harness.rows import ROOT, Journal, Row
 from experiments.runs.settings import Settings
+from experiments.speed import cpu_linear, cpu_rows
 from experiments.speed.baselines import COMPARISONS, THREADS, Comparison, Pair
-from experiments.speed.cpu_linear import LAYERS
 from experiments.speed.targets import IMPORT_TARGET, MISSING, TARGET_METRIC
 
 EXPERIMENT = "speed"
 TITLE = "Speed of the reference on the CPU"
 COUNTS = {"quick": 2**24, "full": 2**24}
 REPEATS = 15
+#: Quantized layers beside dense ones: with one row of inputs, with several.
+LAYERS = (*cpu_linear.LAYERS, *cpu_rows.LAYERS)
 IMPORT_REPEATS = 9
 #: Name: (what is imported first, what is timed).
 IMPORTS = {"reference": ("numpy", "reference"), "ao_lab": ("numpy, torch", "ao_lab")}

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.harness.outcome import Wrong
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
+from experiments.linear.methods import OF_OURS
 from experiments.report.results import Results
 from experiments.runs import run as harness
-from experiments.speed import cpu_linear, page, run
+from experiments.speed import cpu_linear, cpu_rows, page, run
 from experiments.speed.baselines import COMPARISONS, Comparison, Pair
 from experiments.speed.targets import target_of
 from tests.experiments.harness import tiny
@@ -108,4 +110,18 @@ def test_layers_are_checked_before_they_are_timed(scheme, monkeypatch):
     assert pair.ours().shape == pair.theirs().shape == (1, 256)
     monkeypatch.setattr(cpu_linear.reference, "linear_error_bound", lambda *_: torch.zeros(1))
     with pytest.raises(ValueError, match=scheme):
+        pair.check()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8 dynamic, rows"])
+def test_layers_with_several_rows_are_checked_too(name, monkeypatch):
+    monkeypatch.setattr(cpu_rows, "SIZE", 384)
+    x = np.random.default_rng(0).standard_normal(2 * 384, dtype=np.float32)
+    (comparison, *_) = cpu_rows.comparisons(OF_OURS[name], torch.bfloat16)
+    pair = comparison.build(x)
+    pair.check()
+    assert comparison.name == f"2 rows, {name}, bfloat16"
+    assert pair.ours().shape == pair.theirs().shape == (2, 384)
+    monkeypatch.setattr("experiments.linear.layers.LIMIT", 0.0)
+    with pytest.raises(Wrong, match="outputs differ"):
         pair.check()
