@@ -74,6 +74,7 @@ SWIGLU = TESTS + "test_swiglu.py -k bits_in"
 SPARSE_LINEAR = TESTS + "sparse_linear/test_mma_sparse.py"
 SATURATION = "tests/fast/quantize/test_saturation.py -k kernels_agree"
 GEMV = "tests/fast/linear/test_gemv_w4a16.py"
+SHARDS = "tests/ao_lab/checkpoint/io/test_shards.py -k "
 LOOPS = "tests/fast/cpu/loops/test_gemv.py -k number_of_the_table"
 COLUMN_SUMS = TESTS + "test_layer_gradients.py -k in_the_interpreter"
 SMALL = "tests/fast/linear/preshuffled/test_linear_small.py -k test_bits"
@@ -374,6 +375,22 @@ LIBRARY = [
     Mutation("SR-STE's pull in the gradient's dtype", "ao_lab/sparsity/training/autograd.py",
              "pull = w.float().mul(decay)", "pull = w.mul(decay).float()",
              "tests/ao_lab/sparsity/training/test_autograd.py"),
+    Mutation("bytes behind the last tensor", "ao_lab/checkpoint/io/safetensors_header.py",
+             "if end != size:", "if end > size:", SHARDS + "headers"),
+    Mutation("negative counts in a header", "ao_lab/checkpoint/io/safetensors_header.py",
+             "type(n) is int and n >= 0", "type(n) is int", SHARDS + "headers"),
+    Mutation("shards in other folders", "ao_lab/checkpoint/io/shards.py",
+             "[A-Za-z0-9_.-]{0,200}", "[A-Za-z0-9_./-]{0,200}", SHARDS + "folder_alone"),
+    Mutation("two files with one tensor", "ao_lab/checkpoint/io/shards.py",
+             "            if name in places:", "            if False:", SHARDS + "two_files"),
+    Mutation("shards with other metadata", "ao_lab/checkpoint/io/shards.py",
+             "if result.setdefault(key, value) != value:", "if result.setdefault(key, value) is None:", SHARDS + "differ"),
+    Mutation("settings that hide a method", "ao_lab/checkpoint/io/generation_settings.py",
+             "if hasattr(kind, name)]", "if name == kind]",
+             "tests/ao_lab/checkpoint/test_generation_settings.py -k names_a_method"),
+    Mutation("a choice that its kernel does not take", "ao_lab/gemm/select.py",
+             "if chosen in PRODUCTS and PRODUCTS[chosen].unsupported_reason(w, dtype) is None:",
+             "if chosen in PRODUCTS:", "tests/ao_lab/gemm/test_select.py -k chosen_kernel"),
 ]  # fmt: skip
 
 MUTATIONS = [*REFERENCE, *KERNELS, *LIBRARY]

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
+from ao_lab.checkpoint.io.generation_settings import read_settings
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import assert_same_weights, dense_model, quantized_model  # noqa: E402
@@ -152,3 +154,13 @@ def test_a_compile_config_of_a_file_is_not_read(tmp_path):
     fields = json.loads((tmp_path / SETTINGS).read_text())
     (tmp_path / SETTINGS).write_text(json.dumps({**fields, "compile_config": {"backend": "inductor"}}))
     assert load_pretrained(tmp_path).generation_config.compile_config is None
+
+
+def test_a_setting_that_names_a_method_is_refused(tmp_path):
+    """It would take the method's place in the settings of the model."""
+    model = SimpleNamespace(generation_config=transformers.GenerationConfig())
+    (tmp_path / SETTINGS).write_text('{"max_length": 7, "to_dict": "x"}')
+    with pytest.raises(ValueError, match=r"to_dict.* is no setting"):
+        read_settings(tmp_path, model)
+    (tmp_path / SETTINGS).write_text('{"max_length": 7}')
+    assert read_settings(tmp_path, model).max_length == 7

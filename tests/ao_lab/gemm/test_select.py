@@ -308,3 +308,24 @@ def test_empty_inputs():
         ("mxfp4", None),
     ):
         assert functional.linear(torch.zeros(0, 128), weight_of(scheme, activation)).shape == (0, 48)
+
+
+def test_a_chosen_kernel_that_cannot_take_the_weight_is_not_used(device, monkeypatch):
+    """A choice may be older than the rules of its kernel, or written for another weight with the same keys."""
+    w = weight_of("mxfp8_e4m3", None).transposed()
+    default = select_kernel(w, torch.float32, 4)
+    unable = next(
+        name for name in PRODUCTS if PRODUCTS[name].unsupported_reason(w, torch.float32) is not None
+    )
+    able = (
+        "dequantize"
+        if default != "dequantize"
+        else next(
+            name
+            for name in PRODUCTS
+            if name != default and PRODUCTS[name].unsupported_reason(w, torch.float32) is None
+        )
+    )
+    for chosen, used in ((unable, default), (able, able), ("a kernel of another version", default)):
+        monkeypatch.setattr("ao_lab.gemm.select.tuned", lambda *_, chosen=chosen: chosen)
+        assert select_kernel(w, torch.float32, 4) == used
