@@ -75,7 +75,8 @@ def install() -> None:
     for name in AWAITED:
         if name in sys.modules:
             register(name)
-    if not any(isinstance(finder, Waiting) for finder in sys.meta_path):
+    waits = any(name not in sys.modules for name in AWAITED)
+    if waits and not any(isinstance(finder, Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, Waiting())
 
 

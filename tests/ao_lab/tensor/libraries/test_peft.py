@@ -81,6 +81,25 @@ def test_what_saving_says_is_true(tmp_path):
     assert torch.equal(logits(ao_lab.load_pretrained(tmp_path)), before)
 
 
+def test_models_that_were_read_quantized(tmp_path):
+    """By HfConfig, and from a folder of ours: adapters are merged as into a model of `quantize_`."""
+    import transformers
+
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=64, **size)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    model("int8 weight-only").save_pretrained(tmp_path / "quantized")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    asked = ao_lab.HfConfig(ao_lab.Int8WeightOnlyConfig())
+    for made in (read(tmp_path / "dense", quantization_config=asked), read(tmp_path / "quantized")):
+        with_adapters = adapted(made.eval())
+        before = logits(with_adapters)
+        merged = with_adapters.merge_and_unload()
+        assert isinstance(merged.model.layers[0].mlp.up_proj.weight, QuantizedTensor)
+        assert (logits(merged) - before).norm() < 0.02 * before.norm()
+
+
 def test_copies_that_train(tmp_path):
     """They learn, are written with the adapters, and are there again beside the quantized base."""
     import peft
