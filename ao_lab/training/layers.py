@@ -14,7 +14,7 @@ from ao_lab.training.autograd import Split, training_linear
 from ao_lab.training.restricted import prepare
 from ao_lab.training.shapes import divides, steps
 from ao_lab.training.transforms.linear import functional_linear
-from ao_lab.training.transforms.support import check_traced, is_functional
+from ao_lab.training.transforms.support import check_traced, is_transformed
 from fast.device import PLAIN
 from reference.training.recipe import Recipe
 
@@ -88,7 +88,10 @@ def low_precision_linear(
 
     evaluated: see `training_linear`. Without rows of w, or elements in them, nothing is quantized: zeros, or the bias.
     """
-    check_traced(w)
+    eager = not torch.compiler.is_compiling()
+    functional = eager and is_transformed()
+    if functional:
+        check_traced(w)  # only torch.func is left
     if type(w) not in PLAIN and hasattr(w, "device_mesh"):
         raise TypeError(
             "LowPrecisionLinear: the weight is a DTensor; split layers by ao_lab.LowPrecisionColwiseParallel or "
@@ -109,9 +112,10 @@ def low_precision_linear(
     if not n or not k:
         return nn.functional.linear(x, w, bias)
     of_m, of_n, of_k = settings.steps
-    if n % of_n or k % of_k or not divides(of_m, x.numel() // k):
-        return _padded_linear(x, w, bias, settings, split, evaluated)
-    return _unpadded_linear(x, w, bias, settings, split, evaluated)
+    rows = x.numel() // k
+    partial = rows % of_m if eager else not divides(of_m, rows)
+    call = _padded_linear if partial or n % of_n or k % of_k else _unpadded_linear
+    return call(x, w, bias, settings, split, evaluated, functional)
 
 
 def _unpadded_linear(
@@ -121,10 +125,11 @@ def _unpadded_linear(
     settings: Settings,
     split: Split | None,
     evaluated: bool,
+    functional: bool,
 ) -> torch.Tensor:
     """The same of lengths that blocks divide; under transforms by functions that these know."""
     recipe, kernel = settings.recipe, settings.kernel
-    if split is None and not torch.compiler.is_compiling() and is_functional():
+    if functional and split is None:
         return functional_linear(x, w, bias, recipe, kernel)
     return training_linear(x, w, bias, recipe, kernel, split, evaluated=evaluated)
 
@@ -136,6 +141,7 @@ def _padded_linear(
     settings: Settings,
     split: Split | None,
     evaluated: bool,
+    functional: bool,
 ) -> torch.Tensor:
     """The same with zeros up to what blocks divide: they change no amax, and add nothing to a product or a gradient."""
     n, k = w.shape
@@ -145,7 +151,7 @@ def _padded_linear(
     if more_n or more_k:
         w = padded(w, more_n, more_k)
         bias = None if bias is None else nn.functional.pad(bias, (0, more_n))
-    y = _unpadded_linear(flat, w, bias, settings, split, evaluated)[:m, :n].contiguous()
+    y = _unpadded_linear(flat, w, bias, settings, split, evaluated, functional)[:m, :n].contiguous()
     # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
     result: torch.Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], n))
     return result

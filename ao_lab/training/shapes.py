@@ -42,9 +42,7 @@ def unsupported_reason(recipe: Recipe, module: nn.Linear, pad: bool = False) -> 
 
 
 def divides(step: int, length: Any) -> bool:
-    """Whether a length is a multiple of a step; False where a tracer leaves it open, so that one program serves all."""
-    if not torch.compiler.is_compiling():
-        return not length % step
+    """Whether, under a tracer, a length is a multiple of a step; False where it is open, so that one program serves all."""
     from torch.fx.experimental.symbolic_shapes import (
         statically_known_true,
     )  # not imported where nothing is traced

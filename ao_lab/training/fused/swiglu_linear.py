@@ -104,7 +104,9 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, down: Any) -> torch.Tens
 def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -> Recipe | None:
     """The recipe of a layer that one step serves: in training, called as its class is, without hooks and without a forward of
     its own (as accelerate gives modules), quantized as `is_served` says; None for others."""
-    if type(down) is not LowPrecisionLinear or is_called_otherwise(down) or is_transformed():
+    if type(down) is not LowPrecisionLinear or is_called_otherwise(down):
+        return None
+    if not torch.compiler.is_compiling() and is_transformed():
         return None
     settings, w = down.low_precision, down.weight
     trained = torch.is_grad_enabled() and gate.requires_grad and up.requires_grad

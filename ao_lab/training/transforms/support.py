@@ -22,17 +22,13 @@ def is_functional() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func, torch.jit.trace or forward-mode gradients listen, outside of compiled programs."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether torch.func, torch.jit.trace or forward-mode gradients listen; to be asked outside of compiled programs."""
     return is_functional() or _traces() is not None or forward_ad._current_level >= 0
 
 
 def check_traced(w: torch.Tensor) -> None:
     """For a layer of weight w (N, K): ValueError under torch.jit.trace, and NotImplementedError, as of torch's own functions,
     under forward-mode gradients."""
-    if not is_transformed():
-        return
     n, k = _untraced_shape(w)
     layer = f"LowPrecisionLinear(in_features={k}, out_features={n})"
     _refuse_trace(layer)
@@ -42,7 +38,7 @@ def check_traced(w: torch.Tensor) -> None:
 
 def check_experts_traced(w: torch.Tensor) -> None:
     """For experts of weights w (E, N, K): the same, and NotImplementedError under transforms of torch.func too."""
-    if not is_transformed():
+    if torch.compiler.is_compiling() or not is_transformed():
         return
     experts, n, k = _untraced_shape(w)
     layer = f"{experts} experts of ({n}, {k})"
