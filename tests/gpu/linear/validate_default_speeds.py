@@ -1,0 +1,171 @@
+"""On a GPU: which configurations, with their defaults and each documented option, are slower than a bfloat16 layer.
+
+    PYTHONPATH=. python tests/gpu/linear/validate_default_speeds.py [--rows 1 16] [--only Int4WeightOnlyConfig ...]
+
+A layer (14336, 4096) as `quantize_` makes it of `nn.Linear`, in a CUDA graph, beside dense bfloat16 in turn, over more weights
+than the L2 holds. What takes longer by more than `TOLERANCE` has to be in `SLOWER`, and what is there has to take longer: the
+guide names those options, so both a new trap and a sentence that is true no more end with exit code 1. Prints a line for each,
+writes $OUT/default_speeds.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import ao_lab
+from ao_lab import PerBlock, PerRow, PerTensor
+from experiments.harness.timing import AGAIN, CudaWatch, Plan, interleaved, prepare, summary
+
+#: Rows of the weight and of its inputs.
+SHAPE, ROWS = (14336, 4096), (1, 16, 64, 256, 2048)
+#: Part of bfloat16's time that a layer may take longer: two measurements of bfloat16 itself differ by so much.
+TOLERANCE = 0.05
+#: Weights in turn, more than twice an L2 cache of 60 MB even where they are stored in 4 bits.
+SETS = 6
+PLAN = Plan(rounds=10, warmup=1, seconds=0.3, fewest=3, span=300e-6)
+STATIC = {"act_quant_scale": torch.tensor(0.02)}
+
+
+class Case(NamedTuple):
+    """A configuration's class with the arguments that a user writes; sparse: the weight is pruned to 2:4 first."""
+
+    name: str
+    arguments: dict[str, Any]
+    sparse: bool = False
+
+    @property
+    def label(self) -> str:
+        """As a user writes it."""
+        words = [f"{key}={value!r}" for key, value in self.arguments.items() if key != "act_quant_scale"]
+        return f"{self.name}({', '.join(words)})"
+
+    def layer(self, dense: nn.Linear) -> nn.Module:
+        """A quantized copy; ValueError where the options do not go together."""
+        holder = nn.Sequential(copy.deepcopy(dense))
+        if self.sparse:
+            ao_lab.sparsify_(holder, ao_lab.SparsityConfig())
+        ao_lab.quantize_(holder, getattr(ao_lab, self.name)(**self.arguments))
+        return holder[0]
+
+
+#: Classes with their options beside none. 2:4 storage is asked of each.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "Float8WeightOnlyConfig": [{"granularity": PerTensor()}, {"granularity": PerBlock((128, 128))}],
+    "Float8DynamicActivationFloat8WeightConfig": [
+        {"granularity": PerRow()}, {"granularity": (PerBlock((1, 128)), PerBlock((128, 128)))},
+    ],
+    "Float8DynamicActivationInt4WeightConfig": [],
+    "Float8StaticActivationFloat8WeightConfig": [],
+    "Int4WeightOnlyConfig": [
+        {"group_size": 32}, {"group_size": 64}, {"group_size": 256}, {"scheme": "int4_g128"}, {"scheme": "int4_g64"},
+    ],
+    "Int8WeightOnlyConfig": [{"group_size": 128}, {"granularity": PerTensor()}],
+    "Int8DynamicActivationInt8WeightConfig": [{"act_mapping_type": "ASYMMETRIC"}, {"granularity": PerTensor()}],
+    "Int8StaticActivationInt8WeightConfig": [],
+    "Int8DynamicActivationIntxWeightConfig": [{"weight_dtype": torch.int4}],
+    "IntxWeightOnlyConfig": [{"weight_dtype": dtype} for dtype in (torch.int1, torch.int2, torch.int3, torch.int4, torch.int6)],
+    "LowBitWeightOnlyConfig": [],
+    "MXDynamicActivationMXWeightConfig": [],
+    "MXWeightOnlyConfig": [{"scheme": name} for name in ("mxfp6_e2m3", "mxfp4")],
+    "NF4WeightOnlyConfig": [],
+    "NVFP4DynamicActivationNVFP4WeightConfig": [],
+    "NVFP4WeightOnlyConfig": [],
+}  # fmt: skip
+#: What is slower, by label: the rows of inputs at which it is. The guide's table of options says so.
+SLOWER: dict[str, tuple[int, ...]] = {}
+
+
+def cases() -> Iterator[Case]:
+    """All of them; those that no layer can have are left out by `measured`."""
+    for name, options in OPTIONS.items():
+        fixed = STATIC if "Static" in name else {}
+        for option in ({}, *options):
+            yield Case(name, {**fixed, **option})
+            yield Case(name, {**fixed, **option, "sparsity": "2:4"}, sparse=True)
+
+
+@torch.no_grad()
+def ratios(case: Case, dense: list[nn.Linear], rows: tuple[int, ...], watch: CudaWatch) -> dict[int, float]:
+    """Time over bfloat16's, by rows of inputs."""
+    layers, found = [case.layer(one) for one in dense], {}
+    for count in rows:
+        x = torch.randn(count, SHAPE[1], device="cuda", dtype=torch.bfloat16)
+        calls = {
+            "bfloat16": [partial(layer, x) for layer in dense],
+            "quantized": [partial(layer, x) for layer in layers],
+        }
+        spans = {name: prepare(watch, made, PLAN) for name, made in calls.items()}
+        times = interleaved(watch, spans, PLAN)
+        base = min(summary(times[name]).median for name in ("bfloat16", AGAIN))
+        found[count] = summary(times["quantized"]).median / base
+    return found
+
+
+def measured(rows: tuple[int, ...], only: list[str]) -> dict[str, dict[int, float]]:
+    """Ratios of all cases by label, printed as they come."""
+    torch.manual_seed(0)
+    watch, found = CudaWatch(), {}
+    dense = [
+        nn.Linear(SHAPE[1], SHAPE[0], bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)
+    ]
+    for case in cases():
+        if only and case.name not in only:
+            continue
+        try:
+            found[case.label] = ratios(case, dense, rows, watch)
+        except ValueError as error:  # options that exclude each other are refused by name
+            print(f"{case.label}: refused: {str(error)[:150]}", flush=True)
+            continue
+        print(
+            case.label, {count: round(1 / ratio, 2) for count, ratio in found[case.label].items()}, flush=True
+        )
+    return found
+
+
+def differences(found: dict[str, dict[int, float]]) -> list[str]:
+    """What is slower and not in SLOWER, and what is there and not slower."""
+    lines = []
+    for label, by_rows in found.items():
+        slow = {count for count, ratio in by_rows.items() if ratio > 1 + TOLERANCE}
+        known = set(SLOWER.get(label, ())) & set(by_rows)
+        lines += [
+            f"{label}: slower than bfloat16 at {count} rows, not listed" for count in sorted(slow - known)
+        ]
+        # What is at the limit may be on either side of it.
+        lines += [
+            f"{label}: listed at {count} rows, takes {by_rows[count]:.2f} of bfloat16's time"
+            for count in sorted(known - slow)
+            if by_rows[count] < 1
+        ]
+    return lines
+
+
+def main() -> int:
+    """Measure, print, write; 1 where the list is not what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--only", nargs="+", default=[])
+    given = parser.parse_args()
+    found = measured(tuple(given.rows), given.only)
+    if out := os.environ.get("OUT"):
+        Path(out, "default_speeds.json").write_text(json.dumps(found, indent=1))
+    wrong = differences(found)
+    print("\n".join(wrong) or f"{len(found)} configurations: as listed")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
