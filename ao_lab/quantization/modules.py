@@ -58,6 +58,8 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
         return "it is not the weight that the layer multiplies with"
     if parameter.dim() == 3 and parameter.shape[0] == 1:
         return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
+    if parameter.dim() == 3 and 1 in parameter.shape:
+        return f"shape {tuple(parameter.shape)} is no batch of experts: its entries are no matrices"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return f"max_norm={module.max_norm} changes rows of the table in every forward pass; set it to None first"
     if isinstance(module, nn.Embedding) and not looks_up(module):
@@ -127,8 +129,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of several experts in one parameter: floating-point, with three axes, more than one
-    entry."""
+    """Whether a module holds several matrices in one parameter, as experts are kept: floating-point, three axes, none of 1."""
     return not is_no_batch(module) and any(map(is_batch, module.parameters(recurse=False)))
 
 
@@ -138,7 +139,7 @@ def is_batch(parameter: torch.Tensor) -> bool:
         not is_lazy(parameter)
         and parameter.dim() == 3
         and parameter.is_floating_point()
-        and parameter.shape[0] > 1
+        and 1 not in parameter.shape
     )
 
 
@@ -146,8 +147,19 @@ def linear_and_experts(module: nn.Module, name: str) -> bool:
     """A filter for `quantize_`: linear layers and batched experts. Routers stay dense, as they do without a filter.
 
     `quantize_(model, config, ao_lab.linear_and_experts)`. Without a filter experts stay dense, as in torchao.
+
+    Experts are parameters with three axes whose module says which of them its products sum over (`is_transposed`, as
+    transformers marks them; the shapes of two projections; a forward that multiplies by torch's `linear` alone). Others, tables
+    of positions and kernels of attention among them, are left: a filter of one's own that accepts their module, and a
+    configuration with axis=-1 or axis=-2, quantizes them.
     """
-    return is_linear(module) or is_experts(module)
+    return is_linear(module) or (is_experts(module) and says_its_axis(module))
+
+
+def says_its_axis(module: nn.Module) -> bool:
+    """Whether a module of several matrices says along which axis its products with all of them sum."""
+    batches = [p for p in module.parameters(recurse=False) if not is_lazy(p) and is_batch(p)]
+    return all(contraction_axis(module, parameter) is not None for parameter in batches)
 
 
 def contraction_axis(module: nn.Module, parameter: torch.Tensor) -> int | None:
@@ -155,20 +167,21 @@ def contraction_axis(module: nn.Module, parameter: torch.Tensor) -> int | None:
 
     Linear layers and embeddings: -1 (transformers' Conv1D after its transposition). Batched experts: what the module says of
     itself (`is_transposed`, as transformers marks experts (experts, in, out)); else what the shapes of its two projections
-    say, hidden to 2 x intermediate and back; else -1 where its own forward multiplies by torch's `linear` alone.
+    say, hidden to 2 x intermediate and back; else -1 where its own forward multiplies with it by torch's `linear` alone.
     """
     if parameter.dim() < 3:
         return -1
     said = getattr(module, "is_transposed", None)
     if isinstance(said, bool):
         return -2 if said else -1
-    return _axis_of_shapes(module) or _axis_of_code(module)
+    return _axis_of_shapes(module) or _axis_of_code(module, parameter)
 
 
 def _axis_of_shapes(module: nn.Module) -> int | None:
     """From a fused projection and its counterpart: (h, 2f) with (f, h), or (2f, h) with (h, f); never both."""
-    shapes = [tuple(p.shape[1:]) for p in module.parameters(recurse=False) if is_batch(p)]
-    if len(shapes) != 2:
+    batches = [p for p in module.parameters(recurse=False) if is_batch(p)]
+    shapes = [tuple(p.shape[1:]) for p in batches]
+    if len(shapes) != 2 or batches[0].shape[0] != batches[1].shape[0]:
         return None
     for (a, b), (c, d) in (shapes, shapes[::-1]):
         if (a, b) == (d, 2 * c):
@@ -178,14 +191,16 @@ def _axis_of_shapes(module: nn.Module) -> int | None:
     return None
 
 
-#: What multiplies a batch of matrices without saying which way round.
-PRODUCTS = {"bmm", "baddbmm", "matmul", "einsum", "grouped_mm", "_grouped_mm", "mm"}
+#: What multiplies a batch of matrices without saying which way round, and what turns a matrix before `linear`.
+PRODUCTS = {"bmm", "baddbmm", "matmul", "einsum", "grouped_mm", "_grouped_mm", "mm", "addmm"}
+TURNS = {"T", "mT", "t", "H", "mH", "transpose", "swapaxes", "swapdims", "adjoint"}
 
 
-def _axis_of_code(module: nn.Module) -> int | None:
+def _axis_of_code(module: nn.Module, parameter: torch.Tensor) -> int | None:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = set() if code is None else _names(code)
-    return -1 if "linear" in names and not names & PRODUCTS else None
+    used = any(name in names for name, own in module._parameters.items() if own is parameter)
+    return -1 if used and "linear" in names and not names & (PRODUCTS | TURNS) else None
 
 
 def _names(code: CodeType) -> set[str]:
@@ -204,18 +219,27 @@ def routers(model: nn.Module) -> frozenset[str]:
     for path, module in modules.items():
         if not path or not is_experts(module):
             continue
-        counts = {1, *(p.shape[0] for p in module.parameters(recurse=False) if is_batch(p))}
+        batches = [p for p in module.parameters(recurse=False) if is_batch(p)]
+        counts = {1, *(p.shape[0] for p in batches)}
+        # What may be no experts has a router only where that reads what they multiply with.
+        widths = None if says_its_axis(module) else {size for p in batches for size in p.shape[1:]}
         block = path.rpartition(".")[0]
         for name, layer in modules[block].named_modules(prefix=block):
-            if is_linear(layer) and not f"{name}.".startswith(f"{path}.") and _outputs(layer) in counts:
+            if not is_linear(layer) or f"{name}.".startswith(f"{path}."):
+                continue
+            outputs, inputs = _sizes(layer)
+            if outputs in counts and (widths is None or inputs in widths):
                 found.add(name)
     return frozenset(found)
 
 
-def _outputs(layer: nn.Module) -> int | None:
-    """How many outputs a linear layer has."""
+def _sizes(layer: nn.Module) -> tuple[int | None, int | None]:
+    """How many outputs and inputs a linear layer has."""
     weight = getattr(layer, "weight", None)
-    return None if weight is None else int(weight.shape[-1 if is_transposed(layer) else 0])
+    if weight is None:
+        return None, None
+    outputs, inputs = weight.shape[:: -1 if is_transposed(layer) else 1]
+    return int(outputs), int(inputs)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -243,6 +267,7 @@ __all__ = [
     "linear_and_experts",
     "quantizable_parameters",
     "routers",
+    "says_its_axis",
     "shorten",
     "training_state",
     "unsupported_reason",

@@ -241,7 +241,8 @@ def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor)
     if axis is None:
         raise ValueError(
             f"{full} of shape {tuple(parameter.shape)}: {type(module).__name__} does not say whether it multiplies with "
-            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2"
+            f"(experts, out, in) or (experts, in, out); give the configuration axis=-1 or axis=-2, or where it is "
+            f"no batch of matrices leave it out by filter_fn (ao_lab.linear_and_experts does)"
         )
     return axis
 

@@ -13,10 +13,15 @@ from torch import nn
 
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import DEFAULT, PATTERN, FqnToConfig, compiled_pattern
-from ao_lab.quantization.modules import is_linear
+from ao_lab.quantization.modules import is_experts, is_linear, says_its_axis, unsupported_reason
 
 Filter = Callable[[nn.Module, str], bool]
 ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
+
+NO_EXPERTS = (
+    "no experts, as far as its module says; a filter_fn of your own that accepts it, and axis=-1 or axis=-2, quantizes a batch "
+    "of matrices"
+)
 
 
 def selection(
@@ -57,8 +62,13 @@ class Filtered:
         if self.filter_fn is None:
             good = is_linear(module)
             return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
-        good = self.filter_fn(module, path)
-        return (self.config, "accepted by filter_fn") if good else (None, "refused by filter_fn")
+        if self.filter_fn(module, path):
+            return self.config, "accepted by filter_fn"
+        automatic = getattr(self.filter_fn, "leaves_routers", False)
+        unsaid = automatic and not is_linear(module) and is_experts(module) and not says_its_axis(module)
+        name = full.rpartition(".")[2]
+        why = (unsupported_reason(module, name, module._parameters[name]) or NO_EXPERTS) if unsaid else ""  # type: ignore[arg-type]
+        return None, why or "refused by filter_fn"
 
     def check_all_matched(self, model: nn.Module) -> None:
         """A filter that accepts nothing is found by the caller, which counts."""

@@ -110,6 +110,88 @@ def test_what_a_module_says_of_its_axis(module, axis):
     assert contraction_axis(module, next(module.parameters())) == axis
 
 
+class Turned(Unknown):
+    """As ByLinear, each matrix turned before: (experts, in, out)."""
+
+    def forward(self, x):
+        return torch.stack([nn.functional.linear(x[i], self.up[i].T) for i in range(4)])
+
+
+class Beside(Unknown):
+    """A table that is looked up in beside a product by torch's linear with another weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.weight = nn.Parameter(torch.randn(2, 9, 64)), nn.Parameter(torch.randn(64, 64))
+        del self.up
+
+    def look_up(self):
+        return self.table[0]
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight) + self.look_up()
+
+
+class Attention(nn.Module):
+    """Kernels of attention with three axes, a scale for each head, and a layer that has as many outputs as a kernel entries."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.logit_scale = nn.Parameter(torch.randn(64, 4, 16)), nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x):
+        return torch.einsum("bh,hnd->bnd", x, self.q)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.up, self.down = Attention(), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.down(self.up(self.attention(x).flatten(1)))
+
+
+@pytest.mark.parametrize("axis", [None, -1, -2])
+def test_what_is_no_experts_is_left(axis):
+    """Whatever axis is given for those that are; the model computes afterwards."""
+    model = nn.Sequential(Block())
+    report = quantize_(
+        model, SchemeConfig(scheme="int8_rowwise" if axis is None else "nf4", axis=axis), linear_and_experts
+    )
+    assert [layer.name for layer in report.changed] == ["0.up.weight", "0.down.weight"]
+    reasons = {layer.name: layer.reason for layer in report.left}
+    assert "no experts, as far as its module says" in reasons["0.attention.q"]
+    assert "its entries are no matrices" in reasons["0.attention.logit_scale"]
+    assert model(torch.randn(2, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("module", [Turned(), Beside()])
+def test_linear_says_the_axis_of_what_it_multiplies_with_as_it_is(module):
+    assert contraction_axis(module, next(module.parameters())) is None
+    assert not linear_and_experts(module, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "left"),
+    [
+        ("XLNetLMHeadModel", {"vocab_size": 256, "d_model": 128, "n_layer": 1, "n_head": 4, "d_inner": 256}, ".rel_attn.q"),
+        ("FunnelBaseModel", {"vocab_size": 64, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128,
+                             "block_sizes": [1], "num_decoder_layers": 1}, ".attention.r_kernel"),
+    ],
+)  # fmt: skip
+def test_models_with_kernels_of_three_axes(kind, fields, left):
+    """The rest is quantized, the experts' rule takes none of their layers for a router, and they run."""
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**fields)).eval()
+    report = quantize_(model, SchemeConfig(scheme="int8_rowwise", axis=-1), linear_and_experts)
+    reasons = {layer.name: layer.reason for layer in report.left}
+    assert any(name.endswith(left) and "no experts" in reason for name, reason in reasons.items())
+    assert not any("routes tokens" in reason for reason in reasons.values())
+    with torch.no_grad():
+        assert model(input_ids=torch.arange(8)[None])[0].isfinite().all()
+
+
 def test_one_entry_is_no_batch():
     module = ByShape((96, 64), (64, 48))
     module.gate_up, module.down = (nn.Parameter(p[:1]) for p in (module.gate_up, module.down))
