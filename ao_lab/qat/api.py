@@ -22,7 +22,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
-from ao_lab.qat.layers import ADDED, QATLinear, QATModule, Training, plain_again, train_as
+from ao_lab.qat.layers import ADDED, QATLinear, QATModule, Training, plain_again, train_as, was_written
 from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze, freeze_rest
 from ao_lab.qat.lora.model import check_mergeable, merge, prepare_lora
 from ao_lab.qat.scale_init import first_scales
@@ -200,6 +200,7 @@ def convert_qat(call: Call) -> Report:
             adapted.append((name, module, wanted))
         else:
             _check_convertible(name, module, wanted)
+    _tell_never_ran(model, selected, reasons)
     for name, module, wanted in selected:
         if isinstance(module, LoRASumLinear):
             fold(module)
@@ -207,7 +208,6 @@ def convert_qat(call: Call) -> Report:
             weights.setdefault(id(module.weight), []).append((name, module, wanted))
     for places in weights.values():
         _check_one_end(places)
-    _tell_never_ran(model, selected, reasons)
     total = len(weights) + len(adapted)
     try:
         for done, places in enumerate(weights.values(), 1):
@@ -270,12 +270,16 @@ def _check_computed(model: nn.Module, select: Filtered | Patterns) -> None:
 def _tell_never_ran(
     model: nn.Module, selected: list[tuple[str, QATModule | LoRALinear, QATConfig]], reasons: dict[str, str]
 ) -> None:
-    """A UserWarning, and the reason in the report, for layers whose forward never ran while others trained."""
+    """The reason in the report of layers whose forward never ran while others' did, and a UserWarning where they trained."""
     training = (QATModule, LoRALinear)
     modules = {path: module for path, module in model.named_modules() if isinstance(module, training)}
     idle = {f"{path}.weight" if path else "weight" for path in never_ran(modules)}
-    names = [name for name, _, _ in selected if name in idle]
-    for name in names:
+    names = []
+    for name, module, _ in selected:
+        if name not in idle:
+            continue
+        trains = getattr(module, "lora_b", module.weight)
+        names += [name] if was_written(module, trains) else []
         reasons[name] = "forward never ran since step='prepare': it did not train with rounded operands"
     if names:
         warnings.warn(

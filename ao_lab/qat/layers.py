@@ -34,6 +34,8 @@ PREPARED = (
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
 #: Names of adapters (`ao_lab.qat.lora.layer`).
 ADAPTERS = ("lora_a", "lora_b")
+#: In a module's __dict__: torch's count of writes to what trains, when it was prepared.
+WRITES = "qat_writes"
 
 
 @dataclass(frozen=True)
@@ -212,9 +214,22 @@ def unsupported_reason(module: nn.Module) -> str | None:
     return None
 
 
+def count_writes(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Note how often a parameter of a module has been written, for `was_written`."""
+    module.__dict__[WRITES] = 0 if parameter.is_inference() else parameter._version
+
+
+def was_written(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether a parameter was written since its module was prepared, as by an optimizer."""
+    return not parameter.is_inference() and parameter._version > module.__dict__.get(
+        WRITES, parameter._version
+    )
+
+
 def train_as(module: nn.Module, training: Training) -> None:
     """Make a module a layer in training."""
     module.__dict__.pop(RAN, None)
+    count_writes(module, module.weight)  # type: ignore[arg-type]
     module.__class__ = CLASSES[type(module)]
     module.qat = training  # type: ignore[assignment]
 
@@ -225,7 +240,7 @@ def plain_again(module: nn.Module) -> None:
         kinds = {trained: plain for plain, trained in CLASSES.items()}
         module.__class__ = next(kinds[kind] for kind in type(module).__mro__ if kind in kinds)  # type: ignore[assignment]
         del module.__dict__["qat"]
-        for name in ("lora", "low_precision", RAN):
+        for name in ("lora", "low_precision", RAN, WRITES):
             module.__dict__.pop(name, None)
     for name in (*ADDED, *ADAPTERS):
         module._parameters.pop(name, None)
@@ -240,7 +255,9 @@ __all__ = [
     "QATLinear",
     "QATModule",
     "Training",
+    "count_writes",
     "plain_again",
     "train_as",
     "unsupported_reason",
+    "was_written",
 ]

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from ao_lab.config.recipe import Recipe
 from ao_lab.qat.autograd import qat_linear
 from ao_lab.qat.config import LoRA
-from ao_lab.qat.layers import ADAPTERS, QATLinear
+from ao_lab.qat.layers import ADAPTERS, WRITES, QATLinear, count_writes
 from ao_lab.qat.lora.autograd import frozen_linear
 from ao_lab.quantization.modules import check_model
 from ao_lab.quantization.report import ADAPTER
@@ -152,6 +152,7 @@ def add_adapters(layer: nn.Linear, lora: LoRA) -> None:
     layer.lora = lora  # type: ignore[assignment]
     layer.lora_a = nn.Parameter(a.to(lora.dtype))
     layer.lora_b = nn.Parameter(torch.zeros((rows, lora.rank), dtype=lora.dtype, device=device))
+    count_writes(layer, layer.lora_b)
 
 
 def freeze(places: Iterable[tuple[nn.Module, str]]) -> None:
@@ -176,7 +177,8 @@ def drop_adapters(layer: nn.Module) -> None:
     """The layer that it was before."""
     layer.__class__ = QATLinear if isinstance(layer, QATLinear) else nn.Linear
     del layer.__dict__["lora"]
-    layer.__dict__.pop(RAN, None)
+    for name in (RAN, WRITES):
+        layer.__dict__.pop(name, None)
     for name in ADAPTERS:
         del layer._parameters[name]
 

@@ -180,6 +180,7 @@ def test_a_shared_weight_stays_shared():
     assert net.head.qat_scale is net.table.qat_scale
     assert net.table.qat.recipe.activation is None
     assert net.head.qat.recipe.activation is not None
+    net(TOKENS)
     y = net.head(net.table(TOKENS)).detach()
     quantize_(net, QATConfig(config, step="convert"))
     assert net.head.weight is net.table.weight

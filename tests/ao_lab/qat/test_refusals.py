@@ -274,6 +274,7 @@ def test_a_layer_whose_forward_never_ran_is_named(monkeypatch):
     net = in_training(INT4)
     hidden = net.first(net.table(TOKENS).reshape(-1, 128))
     nn.functional.linear(hidden, net.second.weight).square().mean().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
     with pytest.warns(UserWarning, match=r"forward never ran: second\.weight did not train"):
         report = quantize_(net, QATConfig(INT4, step="convert"))
     assert [layer.reason for layer in report.changed] == [
