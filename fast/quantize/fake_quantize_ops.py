@@ -11,6 +11,7 @@ from fast.dispatch import Function, execute
 from fast.ops import given_of, in_own_memory, no_gradient, record_name, register
 from fast.quantize.ops import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference.schemes.record_text import record_of
+from reference.schemes.schemes import Scheme
 
 
 def fake_quantize_op(
@@ -96,7 +97,14 @@ def _fake_quantize_kernel(record: Any, values: Values, operands: Operands, key: 
 
 
 def _fake_quantize_reference(record: Any, values: Values, operands: Operands) -> Any:
+    from fast.cpu.fake_quantize import fake_quantize as by_rows
+
     scales, words = given(operands)
+    made = None
+    if scales is None and words is None and isinstance(record, Scheme):
+        made = by_rows(operands[0], record, *values)
+    if made is not None:
+        return made
     return reference.fake_quantize(operands[0], record, axis=values[0], scales=scales, random_bits=words)
 
 

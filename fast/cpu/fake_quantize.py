@@ -1,0 +1,58 @@
+"""`fake_quantize` of CPU tensors some rows at a time: quantized by the reference, dequantized by what is quicker.
+
+The bits are those of `reference.fake_quantize`, which is `dequantize(quantize(x))`: where no scale is of more than a row, rows
+do not depend on each other, and what lies between stays in cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import reference
+from fast.cpu.dequantize import dequantize
+from fast.cpu.scales import DTYPES, covered
+from reference.schemes.schemes import Scheme
+
+#: Elements that are quantized at a time.
+PART = 1 << 16
+
+
+def fake_quantize(x: torch.Tensor, scheme: Scheme, axis: int) -> torch.Tensor | None:
+    """x as its scheme represents it, in its dtype, contiguous; None where the reference has to say. Errors as there."""
+    if not _takes(x, scheme, axis):
+        return None
+    length = x.shape[-1]
+    rows = x.detach().reshape(-1, length)
+    made = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
+    step, name = max(1, PART // length), str(x.dtype).removeprefix("torch.")
+    for first in range(0, len(rows), step):
+        q = reference.quantize(rows[first : first + step], scheme)
+        part = dequantize(q, name)
+        made[first : first + step] = reference.dequantize(q, name) if part is None else part
+    return made.view(x.shape)
+
+
+def _takes(x: torch.Tensor, scheme: Scheme, axis: int) -> bool:
+    """Whether rows of x are quantized each for itself, in numbers that `dequantize` knows."""
+    if (
+        type(x) is not torch.Tensor
+        or x.device.type != "cpu"
+        or x.dtype not in DTYPES
+        or x.dim() < 2
+        or not x.numel()
+    ):
+        return False
+    block = scheme.scale.block
+    if (
+        axis % x.dim() != x.dim() - 1
+        or not isinstance(block, int)
+        or scheme.outer is not None
+        or scheme.scale.flat_size
+    ):
+        return False
+    return scheme.rounding != "stochastic" and covered(
+        scheme, (x.numel() // x.shape[-1], x.shape[-1]), 1, x.dtype
+    )
+
+
+__all__ = ["fake_quantize"]
