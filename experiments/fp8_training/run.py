@@ -41,7 +41,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     deadline, failed = Deadline(settings.seconds), list[Row]()
-    for name, part in {**PARTS, **ONE_RECIPE}.items():
+    for name, part in {**PARTS, **SMALLER}.items():
         if name in (settings.only or PARTS):
             part(settings, journal, failed, deadline)
     if settings.seconds is not None:
@@ -65,8 +65,10 @@ def linear_part(settings: Settings, journal: Journal, failed: list[Row], deadlin
     measure_wholes("linear layers", map(whole, shapes), settings, journal, failed, deadline)
 
 
-def blocks_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
-    """Decoder layers: eager, then the same compiled, as one is a ratio of the other."""
+def blocks_part(
+    settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline, only: str = ""
+) -> None:
+    """Decoder layers: eager, then the same compiled, as one is a ratio of the other. only: those of one setting."""
     groups = blocks.GPU_GROUPS if published_shapes(settings) else blocks.TINY_GROUPS
     bench = cache(partial(blocks.Bench.of, settings.device, settings.seed, deadline))
     pairs: dict[tuple[str, str], list[blocks.Group]] = {}
@@ -76,6 +78,7 @@ def blocks_part(settings: Settings, journal: Journal, failed: list[Row], deadlin
     wholes = [
         Whole(blocks.KIND, data, f"{data}, {rest}", tuple(part_of(group, bench) for group in pair))
         for (data, rest), pair in pairs.items()
+        if only in ("", rest)
     ]
     measure_wholes("decoder layers", wholes, settings, journal, failed, deadline)
 
@@ -169,15 +172,22 @@ def one_recipe(kind: str, recipe: str) -> Callable[[Settings, Journal, list[Row]
 ONE_RECIPE = {f"{PAIRED}:{recipe}": one_recipe(PAIRED, recipe) for recipe in RECIPES} | {
     f"{LONG}:{recipe}": one_recipe(LONG, recipe) for recipe in LONG_RECIPES
 }
+#: Decoder layers of one batch and way of checkpointing: "blocks:2 x 8192, checkpointing none".
+ONE_SETTING = {
+    f"{blocks.KIND}:{rest}": partial(blocks_part, only=rest)
+    for rest in dict.fromkeys(group.setting.partition(", ")[2] for group in blocks.GPU_GROUPS)
+}
+#: What is less than a part.
+SMALLER: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {**ONE_SETTING, **ONE_RECIPE}
 
 
 def check_parts(names: Sequence[str]) -> None:
     """ValueError for a name that is no part."""
-    unknown = [name for name in names if name not in PARTS and name not in ONE_RECIPE]
+    unknown = [name for name in names if name not in PARTS and name not in SMALLER]
     if unknown:
         raise ValueError(
             f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}, paired:RECIPE for one of "
-            f"{', '.join(RECIPES)}, and long:RECIPE for one of {', '.join(LONG_RECIPES)}"
+            f"{', '.join(RECIPES)}, long:RECIPE for one of {', '.join(LONG_RECIPES)}, and {'; '.join(ONE_SETTING)}"
         )
 
 

@@ -157,7 +157,7 @@ def test_one_recipe_of_the_paired_trainings(settings):
         (
             ["fp8_training", "--only", "pairs"],
             "the parts are linear, blocks, fsdp, grid, grid_eager, faults, sweep, paired, long, paired:RECIPE for one of "
-            "tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8, mxfp6, mxfp4, nvfp4, and long:RECIPE for one of bf16,",
+            "tensorwise, rowwise, rowwise_with_gw_hp, blockwise, mxfp8, mxfp6, mxfp4, nvfp4, long:RECIPE for one of bf16,",
         ),
         (["fp8_training", "--seconds", "0"], "--seconds is a positive limit"),
         (["formats", "--seconds", "5"], "--seconds is a positive limit"),
@@ -183,3 +183,14 @@ def test_the_plan_of_a_gpu_names_what_the_issue_asks():
     assert [one.recipe for one in plan.trials((LONG,))] == ["bf16", "rowwise", "mxfp8"]
     assert [one.recipe for one in plan.of_recipe("mxfp8").trials((LONG,))] == ["mxfp8"]
     assert [one.recipe for one in plan.of_recipe("bf16").trials((PAIRED, LONG))] == ["bf16"] * 6
+
+
+def test_decoder_layers_of_one_setting():
+    """One table is measured alone, eager and compiled; in eager mode bfloat16 has our fused layers too."""
+    name = "blocks:1 x 8192, checkpointing per operation"
+    assert name in experiment.SMALLER
+    groups = [one for one in blocks.GPU_GROUPS if one.setting.endswith(name.partition(":")[2])]
+    assert [(one.compiled, any(m.recipe == "bf16" for m in one.methods)) for one in groups] == [
+        (False, True),
+        (True, False),
+    ]
