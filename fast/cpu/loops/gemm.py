@@ -21,7 +21,7 @@ from numba import njit, types
 from fast.cpu.loops.decode import decode
 from fast.cpu.loops.decoding import Decoding
 from fast.cpu.loops.dots import COLUMNS, PIECE, ROWS, dots, fetch
-from fast.cpu.loops.gemv import CACHE_ERRORS, _splat, group_of
+from fast.cpu.loops.gemv import CACHE_ERRORS, splat, group_of
 from fast.cpu.loops.kept_files import is_own_cache
 from fast.cpu.loops.vectors import LANES
 
@@ -120,9 +120,9 @@ def _kernel(loop: Loop) -> Callable[..., None]:
                 if not one and (n == first or scale.shape[0] > 1):
                     for b in range(blocks):
                         for j in range(b * size, b * size + size, run):
-                            _splat(scales.ctypes.data + 4 * j, scale[row, b], run)
+                            splat(scales.ctypes.data + 4 * j, scale[row, b], run)
                             if has_zero:
-                                _splat(zeros.ctypes.data + 4 * j, zero[row, b], run)
+                                splat(zeros.ctypes.data + 4 * j, zero[row, b], run)
                 place = r if multiplies else n - first
                 target = (kept if multiplies else out).ctypes.data + place * width * item
                 source = codes.ctypes.data + n * stored

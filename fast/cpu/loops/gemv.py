@@ -95,7 +95,7 @@ def _kernel(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> Ca
                     total += (zero[row, b] if is_value else -zero[row, b] * s) * sums[b]
                 if blocks > 1:
                     for j in range(b * long, b * long + long, run):
-                        _splat(address + 4 * j, s, run)
+                        splat(address + 4 * j, s, run)
             product = np.float32(0)
             for j in range(groups):
                 part = np.float32(0)
@@ -136,7 +136,7 @@ def _float(code, bits, mantissa, bias, special):  # type: ignore[no-untyped-def]
 
 
 @intrinsic(prefer_literal=True)
-def _splat(typing_context, address, number, count):  # type: ignore[no-untyped-def]
+def splat(typing_context, address, number, count):  # type: ignore[no-untyped-def]
     """Store a float32 `count` (a constant) times from an address on, as one vector: Numba alone writes them singly."""
     size = count.literal_value
 
@@ -158,4 +158,4 @@ if hasattr(os, "register_at_fork"):
         after_in_child=global_compiler_lock.release,
     )
 
-__all__ = ["WIDEST", "compiled", "config", "group_of"]
+__all__ = ["WIDEST", "compiled", "config", "group_of", "splat"]
