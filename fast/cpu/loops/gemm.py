@@ -21,7 +21,7 @@ from numba import njit, types
 from fast.cpu.loops.decode import decode
 from fast.cpu.loops.decoding import Decoding
 from fast.cpu.loops.dots import COLUMNS, PIECE, ROWS, dots, fetch
-from fast.cpu.loops.gemv import CACHE_ERRORS, splat, group_of
+from fast.cpu.loops.gemv import CACHE_ERRORS, group_of, splat
 from fast.cpu.loops.kept_files import is_own_cache
 from fast.cpu.loops.vectors import LANES
 
