@@ -57,33 +57,12 @@ def taken(model: nn.Module) -> str:
     return f"{type(model).__name__} takes ({arguments}), its weights are {' and '.join(sorted(weights)) or 'none'}"
 
 
-def input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[torch.Tensor, int | str]:
-    """The first tensor among the arguments, and its place."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> torch.Tensor:
+    """The first tensor among the arguments."""
+    for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            return value, place
+            return value
     raise ValueError(f"{name or 'the model'} was called without a tensor; batches hold tensors")
-
-
-def without(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str) -> Call:
-    """The arguments with None where the input was."""
-    if isinstance(place, int):
-        return (*args[:place], _INPUT, *args[place + 1 :]), dict(kwargs)
-    return args, {**kwargs, place: _INPUT}
-
-
-def with_input(call: Call, x: torch.Tensor) -> Call:
-    """The arguments with an input."""
-    args, kwargs = call
-    return (
-        tuple(x if value is _INPUT else value for value in args),
-        {key: x if value is _INPUT else value for key, value in kwargs.items()},
-    )
-
-
-#: Stands where the input goes.
-_INPUT = object()
 
 
 def first_tensor(output: Any, name: str) -> torch.Tensor:
@@ -96,4 +75,4 @@ def first_tensor(output: Any, name: str) -> torch.Tensor:
     return first
 
 
-__all__ = ["Call", "calls_of", "described", "first_tensor", "input_of", "taken", "with_input", "without"]
+__all__ = ["Call", "calls_of", "described", "first_tensor", "input_of", "taken"]

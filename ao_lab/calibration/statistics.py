@@ -87,14 +87,14 @@ class Seen:
     """A tensor as it was: held, so that no other takes its place in memory, with a count of what was written to it."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.tensor, self.place = x, _place(x)
+        self.tensor, self.place = x, place_of(x)
 
     def is_still(self, x: torch.Tensor) -> bool:
         """Whether x is a view of the same values, and nothing has written to them since."""
-        return self.place is not None and _place(x) == self.place
+        return self.place is not None and place_of(x) == self.place
 
 
-def _place(x: torch.Tensor) -> tuple[Any, ...] | None:
+def place_of(x: torch.Tensor) -> tuple[Any, ...] | None:
     """Memory, shape and version; None of inference tensors, which count no writes."""
     if x.is_inference():
         return None
@@ -163,4 +163,4 @@ class Statistics:
         self.current = None
 
 
-__all__ = ["Hessian", "Seen", "Shared", "SquareSums", "Statistic", "Statistics", "square_sums"]
+__all__ = ["Hessian", "Seen", "Shared", "SquareSums", "Statistic", "Statistics", "place_of", "square_sums"]

@@ -1,19 +1,20 @@
 """Calibration block by block: each block sees inputs that the changed blocks before it have made, and memory stays bounded.
 
 First every batch runs through the whole model once, as it is. That run keeps the input of the first block and the other
-arguments of every block (masks, positions; most are the same tensors for all), and finds what would make the walk another
-computation than the model: blocks that are skipped, repeated or called in another order, something between two blocks that
-changes what they hand on, caches, NaN and infinity, layers that no data reach. All of it is an error before anything changes.
+arguments of every block (masks, positions; most are the same tensors for all), notes which of them are outputs of blocks before
+(`ao_lab.calibration.handed`), and finds what would make the walk another computation than the model: blocks that are skipped,
+repeated or called in another order, something between two blocks that changes what they hand on, arguments that blocks write
+to, caches, NaN and infinity, layers that no data reach. All of it is an error before anything changes.
 
 Then block by block: `visit` gets the block, runs the data through it as often as it likes (once, with hooks, is usual) and
-changes it; after that the data run once more, and these outputs are the inputs of the next block. What is held is the input of
-one block for every batch, in host memory where `offload` says so, and what `visit` keeps.
+changes it; after that the data run once more, and these outputs, all that later blocks take, are their inputs. What is held are
+these tensors for every batch, in host memory where `offload` says so, and what `visit` keeps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,15 +31,11 @@ from ao_lab.calibration.batches import (
     first_tensor,
     input_of,
     taken,
-    with_input,
-    without,
 )
+from ao_lab.calibration.handed import INPUT, Handed, Kept, Known, changed, check_no_cache, leaves, tensors
 from ao_lab.calibration.hooks import watching
-from ao_lab.calibration.statistics import Seen
 
-#: Arguments under which models hand a cache of keys and values to their blocks.
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-
+BETWEEN = "which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
 LEAVE_OUT = "leave the batch out, or look for the weights that make it"
 
 Visit = Callable[["Block"], None]
@@ -65,15 +62,15 @@ class Capture:
 
     blocks: dict[str, nn.Module]
     offload: bool = False
-    #: Of each batch: the input of the block whose turn it is, and the device that it was on.
-    hidden: list[torch.Tensor] = field(default_factory=list)
-    devices: list[torch.device] = field(default_factory=list)
-    #: Of each batch and block: the arguments; None stands where the input goes.
+    #: Of each batch: what the block whose turn it is and those behind it take of the ones before.
+    held: list[dict[Handed, Kept]] = field(default_factory=list)
+    #: Of each batch and block: the arguments; a `Handed` stands where an output of a block before it goes.
     calls: list[list[Call]] = field(default_factory=list)
     #: Of each batch and block: whether the model casts there, which its forward may ask for.
     autocasts: list[list[Autocast]] = field(default_factory=list)
-    #: The output of the block that ran last.
-    last: Seen | None = None
+    #: What blocks have taken and returned in this batch, and the first output of the block that ran last.
+    known: Known = field(default_factory=Known)
+    last: torch.Tensor | None = None
     #: Names of layers that data reach, and what is to be said of the one that was reached last in this batch.
     reached: set[str] = field(default_factory=set)
     at: str = ""
@@ -92,10 +89,6 @@ class Capture:
                 f"{name} is given values up to {most:.2g} by batch {batch}, whose squares overflow float32; {LEAVE_OUT}"
             )
 
-    def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy that no block can write to, where inputs wait."""
-        return x.detach().to("cpu", copy=True) if self.offload else x.detach().clone()
-
     def before(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take in the arguments of a block; ValueError where the walk would not be the model."""
         name, calls = list(self.blocks)[index], self.calls[-1]
@@ -109,37 +102,68 @@ class Capture:
                 f"{name} was called where {turn} was next: a walk needs blocks that run once each, in their order; name "
                 f"another list by blocks=, or give blocks='' to take the whole model as one block"
             )
-        x, place = input_of(args, kwargs, name)
-        _check_no_cache(kwargs, name)
+        x = input_of(args, kwargs, name)
+        check_no_cache(args, kwargs, name)
         if index == 0:
-            _check_finite(
-                x, f"batch {len(self.calls) - 1} holds NaN or infinity where {name or 'the model'} begins"
-            )
-            self.hidden.append(self.keep(x))
-            self.devices.append(x.device)
-        elif self.last is None or not self.last.is_still(x):
-            raise ValueError(
-                f"the input of {name} is not the output of {list(self.blocks)[index - 1]}: the model changes it in between, "
-                f"which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
-            )
-        calls.append(without(args, kwargs, place))
+            where = f"where {name or 'the model'} begins"
+            _check_finite(x, f"batch {len(self.calls) - 1} holds NaN or infinity {where}")
+            self.held.append({INPUT: Kept.of(x, self.offload)})
+            handed = {id(x): INPUT}
+        else:
+            handed = self._handed(x, args, kwargs, name)
+        self.known.take(x, args, kwargs)
+        calls.append(changed((args, kwargs), lambda value: handed.get(id(value), value)))
         self.autocasts[-1].append(Autocast.now(x.device))
+
+    def _handed(
+        self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> dict[int, Handed]:
+        """The outputs among the arguments of a block, by the identity of their tensors; ValueError where they were changed."""
+        before = list(self.blocks)[len(self.calls[-1]) - 1]
+        if self.last is None or self.known.handed(x) is None:
+            raise ValueError(
+                f"the input of {name} is not the output of {before}: the model changes it in between, {BETWEEN}"
+            )
+        found = {}
+        for key, value in (*enumerate(args), *kwargs.items()):
+            for one in leaves(value):
+                self._check_followed(one, f"argument {key} of {name}")
+                if isinstance(one, torch.Tensor) and (handed := self.known.handed(one)) is not None:
+                    found[id(one)] = handed
+        return found
+
+    def _check_followed(self, value: Any, what: str) -> None:
+        """ValueError where a walk would not know how an argument follows from what blocks return."""
+        assert self.last is not None
+        if isinstance(value, torch.Tensor) and not self.known.is_followed(value, self.last):
+            raise ValueError(
+                f"{what}, {described(value)}, may be made of outputs of blocks before it, in between, {BETWEEN}"
+            )
+        if isinstance(value, Mapping) and any(map(self.known.handed, tensors(list(value.values())))):
+            raise ValueError(f"{what} is a mapping with outputs of blocks before it, {BETWEEN}")
 
     def after(self, index: int, output: Any) -> None:
         """Take in the output of a block; stop behind the last one. The first batch runs on, to find a block that runs again."""
         name = list(self.blocks)[index]
+        if (written := self.known.written()) is not None:
+            raise ValueError(
+                f"{name or 'the model'} writes to an argument, {described(written)}, so that its second run would compute "
+                f"something else; let it write to a copy"
+            )
         if len(self.blocks) > 1:
             x = first_tensor(output, name)
             _check_finite(x, f"{name} makes NaN or infinity of batch {len(self.calls) - 1}")
-            self.last = Seen(x)
+            self.known.returned(index, output)
+            self.last = x
         if index == len(self.blocks) - 1 and len(self.calls) > 1:
             raise _Enough
 
     def outputs(self, index: int) -> Iterator[tuple[int, Any]]:
         """Batch by batch the outputs of a block as it is now."""
         block = list(self.blocks.values())[index]
-        for batch, (x, device, calls) in enumerate(zip(self.hidden, self.devices, self.calls, strict=True)):
-            args, kwargs = with_input(calls[index], x.to(device) if self.offload else x.clone())
+        for batch, (held, calls) in enumerate(zip(self.held, self.calls, strict=True)):
+            taken = {handed: held[handed].taken() for handed in _used(calls[index : index + 1])}
+            args, kwargs = changed(calls[index], partial(_filled, taken))
             with self.autocasts[batch][index].entered():
                 output = block(*args, **kwargs)
             yield batch, output
@@ -150,10 +174,12 @@ class Capture:
             pass
 
     def advance(self, index: int) -> None:
-        """The outputs of a block in place of its inputs."""
-        name = list(self.blocks)[index]
+        """The outputs of a block beside those of others that later blocks take, in place of its inputs."""
         for batch, output in self.outputs(index):
-            self.hidden[batch] = self.keep(first_tensor(output, name))
+            needed = _used(self.calls[batch][index + 1 :])
+            made = {Handed(index, place): x for place, x in enumerate(tensors(output))}
+            kept = {handed: Kept.of(x, self.offload) for handed, x in made.items() if handed in needed}
+            self.held[batch] = {key: one for key, one in self.held[batch].items() if key in needed} | kept
 
 
 def captured(
@@ -183,14 +209,14 @@ def captured(
             for index, batch in enumerate(calls_of(calibration)):
                 capture.calls.append([])
                 capture.autocasts.append([])
-                capture.at = ""
+                capture.at, capture.known, capture.last = "", Known(), None
                 with _noting(model, capture, index, batch):
                     _run_until_enough(model, batch)
                     _check_all_ran(capture)
     finally:
         for handle in handles:
             handle.remove()
-    capture.last = None
+        capture.known, capture.last = Known(), None
     if not capture.calls:
         raise ValueError("calibration has no batches; give some, of the data that the model is for")
     return capture
@@ -271,13 +297,18 @@ def _check_finite(x: torch.Tensor, what: str) -> None:
         raise ValueError(f"{what}; {LEAVE_OUT}")
 
 
-def _check_no_cache(kwargs: dict[str, Any], name: str) -> None:
-    given = [key for key in CACHES if kwargs.get(key) is not None]
-    if given:
-        raise ValueError(
-            f"{name} was given {given[0]}, which grows with every run; give batches without it, and with use_cache=False where "
-            f"they name use_cache"
-        )
+def _filled(taken: dict[Handed, torch.Tensor], value: Any) -> Any:
+    return taken[value] if isinstance(value, Handed) else value
+
+
+def _used(calls: Iterable[Call]) -> set[Handed]:
+    """Outputs of blocks that are arguments of these calls."""
+    return {
+        leaf
+        for args, kwargs in calls
+        for leaf in leaves([args, list(kwargs.values())])
+        if isinstance(leaf, Handed)
+    }
 
 
 __all__ = ["Block", "Capture", "Visit", "calibrating", "captured", "walk"]

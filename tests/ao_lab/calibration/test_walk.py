@@ -258,17 +258,36 @@ def test_batches_that_a_model_does_not_take(batch, error, said):
     assert caught.value.__notes__[0].endswith("Nothing has changed")
 
 
-def test_caches_are_refused():
+class Grows:
+    """Keys and values of earlier runs, as a library of another year may name them."""
+
+    def update(self, keys, values):
+        return keys, values
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("past_key_values", object()), ("cache", object()), ("memory", Grows()), ("states", (None, [Grows()]))],
+)
+def test_caches_are_refused(name, value):
+    """By their value, whatever they are called, and by the names under which models hand on plain tuples."""
     stack = Stack(Residual())
-    stack.blocks[0].forward = lambda x, past_key_values: x
-    with pytest.raises(ValueError, match=r"blocks.0 was given past_key_values, which grows.*use_cache=False"):
-        refused(stack, [{"x": torch.ones(2, 8), "past_key_values": [object()]}])
+    stack.blocks[0].forward = lambda x, **named: x
+    with pytest.raises(ValueError, match=rf"blocks.0 was given {name}, which grows.*use_cache=False"):
+        refused(stack, [{"x": torch.ones(2, 8), name: [value]}])
+
+
+def test_caches_without_a_name_are_refused():
+    stack = Stack(Residual(), between=lambda x: x)
+    stack.forward = lambda x: stack.blocks[0](x, Grows())
+    with pytest.raises(ValueError, match=r"blocks.0 was given a Grows, which grows with every run"):
+        refused(stack)
 
 
 def test_batches():
     stack, x = Stack(Residual(), Residual()), torch.ones(2, 8)
     for batches in ([x], [(x,)], [[x]], [{"x": x}], iter([x])):
-        assert len(refused(stack, batches).hidden) == 1
+        assert len(refused(stack, batches).held) == 1
     for wrong in (x, {"x": x}, "text", 3):
         with pytest.raises(
             TypeError, match=rf"calibration is an iterable of batches.*got {type(wrong).__name__}"
