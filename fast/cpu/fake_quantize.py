@@ -1,7 +1,7 @@
-"""`fake_quantize` of CPU tensors some rows at a time: quantized by the reference, dequantized by what is quicker.
+"""`fake_quantize` of CPU tensors, some rows at a time: quantized by the reference, dequantized by what is quicker.
 
-The bits are those of `reference.fake_quantize`, which is `dequantize(quantize(x))`: where no scale is of more than a row, rows
-do not depend on each other, and what lies between stays in cache.
+The bits are those of `reference.fake_quantize`, which is `dequantize(quantize(x))`. Where no scale is of more than a row, rows
+do not depend on each other, and what lies between stays in cache; else all rows go at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def fake_quantize(x: torch.Tensor, scheme: Scheme, axis: int) -> torch.Tensor | 
     length = x.shape[-1]
     rows = x.detach().reshape(-1, length)
     made = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
-    step, name = max(1, PART // length), str(x.dtype).removeprefix("torch.")
+    step = max(1, PART // length) if _is_of_rows(scheme) else len(rows)
+    name = str(x.dtype).removeprefix("torch.")
     for first in range(0, len(rows), step):
         q = reference.quantize(rows[first : first + step], scheme)
         part = dequantize(q, name)
@@ -33,7 +34,7 @@ def fake_quantize(x: torch.Tensor, scheme: Scheme, axis: int) -> torch.Tensor | 
 
 
 def _takes(x: torch.Tensor, scheme: Scheme, axis: int) -> bool:
-    """Whether rows of x are quantized each for itself, in numbers that `dequantize` knows."""
+    """Whether x is a plain tensor whose blocks run along its last axis, in numbers that `dequantize` knows."""
     if (
         type(x) is not torch.Tensor
         or x.device.type != "cpu"
@@ -42,17 +43,16 @@ def _takes(x: torch.Tensor, scheme: Scheme, axis: int) -> bool:
         or not x.numel()
     ):
         return False
-    block = scheme.scale.block
-    if (
-        axis % x.dim() != x.dim() - 1
-        or not isinstance(block, int)
-        or scheme.outer is not None
-        or scheme.scale.flat_size
-    ):
+    if axis % x.dim() != x.dim() - 1 or isinstance(scheme.scale.block, tuple) or scheme.scale.flat_size:
         return False
     return scheme.rounding != "stochastic" and covered(
         scheme, (x.numel() // x.shape[-1], x.shape[-1]), 1, x.dtype
     )
+
+
+def _is_of_rows(scheme: Scheme) -> bool:
+    """Whether rows are quantized each for itself."""
+    return isinstance(scheme.scale.block, int) and scheme.outer is None
 
 
 __all__ = ["fake_quantize"]
