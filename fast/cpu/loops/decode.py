@@ -47,7 +47,7 @@ class Constants:
     """What a step is written for. bits: of a code; in_group, size: codes and bytes of a group; kind to special: `Decoding`;
     has_unit: whether its unit is not 1; zero: how zero points enter; divides: numbers are divided by scales; rounds: every
     operation rounds to bfloat16; half: bfloat16 is written, else float32; flushes: of bfloat16 below 2**-126 may be 0; one:
-    steps of a block share a scale; in_block: how many those are."""
+    steps of a block share a scale; in_block: how many those are; shift: a block is 2**shift codes, less than a step, or 0."""
 
     bits: int
     in_group: int
@@ -66,6 +66,7 @@ class Constants:
     flushes: int
     one: int
     in_block: int
+    shift: int
 
 
 @intrinsic(prefer_literal=True)
@@ -73,8 +74,8 @@ def decode(typing_context, codes, out, steps, unit, table, scale, zero, constant
     """The numbers of `blocks` (1 or more) of steps from one address to another, each step LANES groups of codes.
 
     codes, out, table, scale, zero: addresses; table of float32, 16 entries or more; scale and zero of float32, one for each
-    number, or where steps share one, for each block. unit: float32, that of `Decoding`. constants: a tuple of those of
-    `Constants`; where in_block is 0 there is one block, and `blocks` are its steps.
+    number, or where steps share one, or shift is not 0, for each block. unit: float32, that of `Decoding`. constants: a tuple
+    of those of `Constants`; where in_block is 0 there is one block, and `blocks` are its steps.
     """
     c = Constants(*(int(one.literal_value) for one in constants))
 
@@ -142,7 +143,12 @@ class _Step:
         return made
 
     def _operands(self, offset: Any) -> list[Any]:
-        return [loaded(self.builder, part, SINGLES, offset) for part in (self.scale, self.zero)]
+        b, shift = self.builder, self.c.shift
+        if not shift:
+            return [loaded(b, part, SINGLES, offset) for part in (self.scale, self.zero)]
+        block = b.shl(b.lshr(offset, offset.type(shift + 2)), offset.type(2))
+        parts = (self.scale, self.zero) if self.c.zero else (self.scale, self.scale)
+        return [spread(b, loaded(b, part, FLOAT32, block)) for part in parts]
 
     def _planes(self, source: Any) -> list[Any]:
         """The bytes of LANES groups as int32: the first byte of every group, the second, ..."""

@@ -37,7 +37,7 @@ class Loop:
     """What a kernel is compiled for. zero: NO_ZERO, CODE_ZERO or VALUE_ZERO of `decode`; divides: by scales; rounds: every
     operation to bfloat16; half: decoded numbers are bfloat16, else float32; multiplies: rows of inputs, else decoded rows are
     written; run: a divisor of a block's length, at most LANES; one: codes of a step share a scale; in_block: steps of a block
-    where those are few."""
+    where those are few; shift: a block is 2**shift codes, less than a step, or 0."""
 
     decoding: Decoding
     packed: bool
@@ -49,6 +49,7 @@ class Loop:
     run: int = 1
     one: bool = False
     in_block: int = 0
+    shift: int = 0
 
     @property
     def group(self) -> tuple[int, int]:
@@ -63,9 +64,10 @@ class Loop:
     def of_blocks(self, size: int) -> Loop:
         """That of blocks of `size` codes."""
         steps, rest = divmod(size, LANES * self.group[0])
-        return replace(
-            self, run=gcd(size, LANES), one=not rest, in_block=0 if rest or steps > UNROLLED else steps
-        )
+        few = 0 if rest or steps > UNROLLED else steps
+        within = rest == size and size >= LANES and size & (size - 1) == 0
+        shift = size.bit_length() - 1 if within else 0
+        return replace(self, run=gcd(size, LANES), one=not rest, in_block=few, shift=shift)
 
 
 @lru_cache(maxsize=256)
@@ -100,7 +102,7 @@ def _kernel(loop: Loop) -> Callable[..., None]:
     bits, kind, flip, less, has_unit = d.bits, d.kind, d.flip, d.less, int(d.unit != 1)
     mantissa, bias, special = d.mantissa, d.bias, d.special
     enters, divides, rounds, has_zero = loop.zero, int(loop.divides), int(loop.rounds), int(loop.zero != 0)
-    flushes, in_block = int(multiplies), loop.in_block
+    flushes, in_block, shift = int(multiplies), loop.in_block, loop.shift
     step, made, block_rows, columns = LANES * nbytes, LANES * in_group, ROWS, COLUMNS
 
     def kernel(codes, table, scale, zero, size, x, out, first, last):  # type: ignore[no-untyped-def]
@@ -109,15 +111,16 @@ def _kernel(loop: Loop) -> Callable[..., None]:
         steps, whole = -(-stored // step), stored // step
         share = size // made if one else steps
         kept = np.zeros((block_rows if multiplies else 0, width), x.dtype)
-        filled = 0 if one else max(width, blocks * size) + LANES
+        filled = 0 if one or shift else max(width, blocks * size) + LANES
         scales, zeros = np.ones(filled, np.float32), np.zeros(filled, np.float32)
+        last_scales, last_zeros = np.ones(made, np.float32), np.zeros(made, np.float32)
         rest, sums = np.zeros(step, np.uint8), np.empty(block_rows * columns, np.float32)
         for begin in range(first, last, block_rows):
             count = min(block_rows, last - begin)
             for r in range(count):
                 n = begin + r
                 row = n if scale.shape[0] > 1 else 0
-                if not one and (n == first or scale.shape[0] > 1):
+                if not one and not shift and (n == first or scale.shape[0] > 1):
                     for b in range(blocks):
                         for j in range(b * size, b * size + size, run):
                             splat(scales.ctypes.data + 4 * j, scale[row, b], run)
@@ -133,7 +136,7 @@ def _kernel(loop: Loop) -> Callable[..., None]:
                         source, target, block, unit, table.ctypes.data, scale.ctypes.data + 4 * row * blocks,
                         zero.ctypes.data + 4 * row * blocks * has_zero,
                         (bits, in_group, nbytes, kind, flip, less, has_unit, mantissa, bias, special,
-                         enters, divides, rounds, half, flushes, 1, in_block),
+                         enters, divides, rounds, half, flushes, 1, in_block, 0),
                     )  # fmt: skip
                     done, end = block * in_block, block * in_block + share
                 while done < steps:
@@ -148,13 +151,24 @@ def _kernel(loop: Loop) -> Callable[..., None]:
                         now = min(now, end - done)
                         scale_at = scale.ctypes.data + 4 * (row * blocks + block)
                         zero_at = zero.ctypes.data + 4 * (row * blocks + block) * has_zero
+                    elif shift:
+                        block = done * made >> shift
+                        scale_at = scale.ctypes.data + 4 * (row * blocks + block)
+                        zero_at = zero.ctypes.data + 4 * (row * blocks + block) * has_zero
+                        if source != codes.ctypes.data + n * stored:
+                            # The last step: blocks that the row does not have would be read.
+                            last_scales[: blocks - block] = scale[row, block:]
+                            scale_at = last_scales.ctypes.data
+                            if has_zero:
+                                last_zeros[: blocks - block] = zero[row, block:]
+                                zero_at = last_zeros.ctypes.data
                     else:
                         scale_at = scales.ctypes.data + 4 * done * made
                         zero_at = zeros.ctypes.data + 4 * done * made
                     decode(
                         source + done * step, target + done * made * item, now, unit, table.ctypes.data, scale_at, zero_at,
                         (bits, in_group, nbytes, kind, flip, less, has_unit, mantissa, bias, special,
-                         enters, divides, rounds, half, flushes, one, 0),
+                         enters, divides, rounds, half, flushes, one, 0, shift),
                     )  # fmt: skip
                     done += now
             following = min(last, begin + 2 * block_rows)
