@@ -54,7 +54,7 @@ def _warn_of_ignored(config: Any) -> None:
             f"{SETTINGS} is written as model.generation_config is, but generate() ignores a part of it, and save_pretrained of "
             f"transformers would refuse it. {error}",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,  # the caller of save_pretrained
         )
 
 

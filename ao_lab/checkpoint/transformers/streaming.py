@@ -69,8 +69,11 @@ def read_by_transformers(
 
 
 def forget(model: Any) -> None:
-    """Take what transformers notes of a quantizer off the model: to it, the model is an ordinary one."""
+    """Take what transformers notes of a quantizer off the model: to it, the model is an ordinary one. How the weights were
+    renamed stays, which transformers 5.24 takes off too: saving undoes it, as with a model that was read dense."""
+    conversions = getattr(model, "_weight_conversions", None)
     model.hf_quantizer.remove_quantization_config(model)
+    model._weight_conversions = conversions
     del model.is_quantized
     for module in model.modules():
         vars(getattr(module, "config", module)).pop("_is_quantized", None)

@@ -2,14 +2,17 @@
 
 Attention of transformers calls a function of its module, `apply_rotary_pos_emb(q, k, cos, sin)`; `apply_rotary(x, cos, sin)` is
 that of `experiments.models.llama`. The forward of a fused class is the same code with globals in which that name is ours; the
-module's own globals are not touched. What other names meant when the model was fused they mean from then on. Models
-differ in which elements are pairs, so the module's function is tried on an example, and ours has to give the same bits.
+module's own globals are not touched. What other names meant when the model was fused they mean from then on. Functions around
+the forward (a decorator that renames arguments) are copied, with the forward's copy in its place. Models differ in which
+elements are pairs, so the module's function is tried on an example, and ours has to give the same bits.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,12 +25,35 @@ NAMES = {"apply_rotary_pos_emb": True, "apply_rotary": False}
 
 
 def rotary_name(kind: type[nn.Module]) -> str | None:
-    """The name of the function that a class's forward turns heads by; None where it calls none."""
+    """The name of the function that a class's forward turns heads by, also where functions are around it; None for no such."""
     forward = kind.forward
     if not isinstance(forward, FunctionType):
         return None
-    named = _names(forward.__code__)
+    inside = (_wrapped(forward) or [inspect.unwrap(forward)])[-1]
+    return _turns(inside) if isinstance(inside, FunctionType) else None
+
+
+def _turns(function: FunctionType) -> str | None:
+    """The name by which a function's own code turns heads."""
+    named = _names(function.__code__)
     return next((name for name in NAMES if name in named), None)
+
+
+def _wrapped(function: FunctionType, depth: int = 4) -> list[FunctionType]:
+    """A function that turns heads, behind those that hold it in their closures, outermost first; empty where there is none."""
+    if _turns(function):
+        return [function]
+    cells = function.__closure__ or () if depth else ()
+    found = (_wrapped(held, depth - 1) for held in map(_content, cells) if isinstance(held, FunctionType))
+    return next(([function, *inside] for inside in found if inside), [])
+
+
+def _content(cell: CellType) -> Any:
+    """What a cell holds; None of one that is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _names(code: CodeType) -> set[str]:
@@ -40,10 +66,11 @@ def rotary_reason(module: nn.Module) -> str | None:
     kind = type(module)
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
-    if hasattr(kind.forward, "__wrapped__"):
-        return f"the forward of {kind.__name__} is wrapped by another function"
+    functions = _wrapped(kind.forward)  # type: ignore[arg-type]
+    if not functions:
+        return f"the forward of {kind.__name__} is wrapped by something that cannot be copied"
     name = rotary_name(kind) or ""
-    own = kind.forward.__globals__.get(name)
+    own = functions[-1].__globals__.get(name)
     if own is None:
         return f"{name} is no function of its module"
     width = 8
@@ -66,20 +93,31 @@ def rotary_reason(module: nn.Module) -> str | None:
 
 def fused_forward(kind: type[nn.Module]) -> FunctionType:
     """The forward of a class with its rotary function exchanged."""
-    forward: FunctionType = kind.forward  # type: ignore[assignment]
-    name = rotary_name(kind) or ""
+    *around, forward = _wrapped(kind.forward)  # type: ignore[arg-type]
+    name = _turns(forward) or ""
     made = _both(forward.__globals__[name]) if NAMES[name] else _one(forward.__globals__[name])
     # Without the module's name, by which torch.compile would look the function up in the module.
     names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | {name: made}
-    copied = FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copied.__kwdefaults__, copied.__doc__, copied.__module__ = (
-        forward.__kwdefaults__,
-        forward.__doc__,
-        kind.__module__,
-    )
-    copied.__annotations__, copied.__qualname__ = forward.__annotations__, forward.__qualname__
+    result = _copied(forward, names, forward.__closure__)
+    for outer, inner in reversed(list(itertools.pairwise([*around, forward]))):
+        cells = tuple(
+            CellType(result) if _content(cell) is inner else cell for cell in outer.__closure__ or ()
+        )
+        result = _copied(outer, outer.__globals__, cells, result)
+    result.__module__ = kind.__module__
+    return result
+
+
+def _copied(
+    function: FunctionType, names: dict[str, Any], cells: Any, inside: FunctionType | None = None
+) -> FunctionType:
+    """A function with other globals and cells; `inside`: what it wraps, if it says so."""
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    copied.__dict__.update(function.__dict__)
+    if inside is not None and hasattr(function, "__wrapped__"):
+        copied.__dict__["__wrapped__"] = inside
+    copied.__kwdefaults__, copied.__doc__ = function.__kwdefaults__, function.__doc__
+    copied.__annotations__, copied.__qualname__ = function.__annotations__, function.__qualname__
     return copied
 
 

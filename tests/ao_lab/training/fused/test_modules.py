@@ -1,6 +1,8 @@
 """`convert_for_training_(fuse=True)`: which modules are fused, what they compute, and how all of it is undone."""
 
 import copy
+import functools
+import inspect
 import io
 from dataclasses import replace
 
@@ -204,6 +206,64 @@ def test_modules_of_transformers(name):
     fused, left = fuse_layers_(layer)
     assert {"input_layernorm", "mlp", "self_attn"} <= set(fused)
     assert left == {}
+
+
+def renamed(forward):
+    """As a decorator of transformers hands on an argument under its new name."""
+
+    @functools.wraps(forward)
+    def outer(self, x, *args, old=None, **named):
+        return forward(self, x if old is None else old, *args, **named)
+
+    return outer
+
+
+class Decorated(Attention):
+    """A forward of its own class, twice wrapped: once in silence."""
+
+    forward = renamed((lambda inner: lambda *args, **named: inner(*args, **named))(Attention.forward))
+
+
+class Hidden(Attention):
+    """A forward behind an object, which is no function with cells."""
+
+    forward = renamed(functools.partial(Attention.forward))
+    forward.__wrapped__ = Attention.forward
+
+
+def test_functions_around_a_forward_stay_around_it():
+    config = replace(TINY_ONE_LAYER, kv_heads=2)
+    turns = rotary_tables(torch.arange(16.0), scaled_frequencies(config))
+    torch.manual_seed(0)
+    attention = Decorated(config).to(BF16)
+    x = torch.randn(2, 16, config.width).to(BF16)
+    wanted, own = attention(x, *turns), Decorated.forward
+    assert fuse_layers_(attention) == (("",), {})
+    forward = type(attention).forward
+    assert "ao_lab.rotary" in operations(lambda: attention(x, *turns))
+    assert torch.equal(attention(None, *turns, old=x), wanted)
+    assert forward.__wrapped__ is not own.__wrapped__
+    assert inspect.signature(forward) == inspect.signature(own)
+    assert Decorated.forward is own
+    hidden = Hidden(config)
+    assert "wrapped by something that cannot be copied" in fuse_layers_(hidden)[1][""]
+
+
+def operations(run):
+    """Names of the operations that run."""
+    with Names() as names:
+        run()
+    return names.found
+
+
+class Names(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.add(f"{function.namespace}.{function.__name__.partition('.')[0]}")
+        return function(*args, **(kwargs or {}))
 
 
 def test_second_derivatives():
