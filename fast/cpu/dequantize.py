@@ -21,7 +21,7 @@ from reference.quantize.quantize import check_quantized
 #: float32 numbers of a tile: 4 MiB, so that tiles stay in the last cache and calls of torch cost little beside them.
 TILE = 1 << 20
 #: Elements of the smallest tensor for which a loop is compiled.
-LARGE = 1 << 17
+LARGE = 1 << 20
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
