@@ -149,7 +149,9 @@ def test_without_numba_tiles_are_multiplied(scheme, monkeypatch):
 @pytest.mark.parametrize(("length", "block"), [(66, -1), (64, 4)])
 def test_what_the_loop_does_not_read_goes_by_tiles(length, block):
     """Rows that end within a group of three bytes; blocks of half such a group."""
-    scheme = replace(SCHEMES["int3_g32"], name="", scale=replace(SCHEMES["int3_g32"].scale, block=block))
+    scheme = replace(
+        SCHEMES["int3_g32"], name="int3_of_a_test", scale=replace(SCHEMES["int3_g32"].scale, block=block)
+    )
     w, x = pair(scheme, (5, length))
     assert cpu._by_loop(x, w) is None
     assert holds(cpu.linear_of_one_row(x, w), x, w)
