@@ -12,34 +12,41 @@ import torch
 
 #: Elements below which another thread costs more than it saves (some 20 us to wake it; 1 us decodes about 10,000).
 WORTH = 1 << 19
+#: Ranges for each thread.
+EACH = 4
 
 
 def in_parts(work: Callable[[int, int], None], rows: int, elements: int) -> None:
     """Call work(first, last) for ranges that cover all rows of a matrix of so many elements, on torch's number of threads.
 
-    work must let Python's lock go. Ranges that get no thread (the interpreter is ending, or the system has none left) run here.
-    The first error of any range is raised, once those that began have ended.
+    work must let Python's lock go. Threads take the next range when they are through with one, so one that gets no core
+    (torch's own threads wait for work at full speed) keeps nobody waiting; where there is no thread (the interpreter is ending,
+    or the system has none left) all run here. The first error of any range is raised, once those that began have ended.
     """
     count = max(1, min(torch.get_num_threads(), rows, elements // WORTH))
-    ends = [rows * part // count for part in range(count + 1)]
-    ranges = list(pairwise(ends[1:]))
-    others = _begun(work, ranges)
-    try:
-        for first, last in [(0, ends[1]), *ranges[len(others) :]]:
+    parts = 1 if count == 1 else min(rows, count * EACH)
+    ends = [rows * part // parts for part in range(parts + 1)]
+    ranges = iter(list(pairwise(ends)))
+
+    def take() -> None:
+        for first, last in ranges:
             work(first, last)
+
+    others = _begun(take, count - 1)
+    try:
+        take()
     finally:
-        errors = [other.exception() for other in others]
+        errors = [other.exception() for other in others if not other.cancel()]
     for error in errors:
         if error is not None:
             raise error
 
 
-def _begun(work: Callable[[int, int], None], ranges: list[tuple[int, int]]) -> list[Future[None]]:
-    """The first ranges, as many as there are threads for."""
+def _begun(take: Callable[[], None], count: int) -> list[Future[None]]:
+    """The threads that help, as many as there are."""
     begun: list[Future[None]] = []
     try:
-        for first, last in ranges:
-            begun.append(_pool(len(ranges)).submit(work, first, last))
+        begun += [_pool(count).submit(take) for _ in range(count)]
     except RuntimeError:
         return begun
     return begun
