@@ -42,7 +42,8 @@ class Product:
 
     Its arguments are inputs, parts of the weight, the bias, and how the weight is stored, the shape first. bias: the bias's
     place. rows: the most rows of inputs. mixed: whether a gate and what it gates may be stored in different ways. described:
-    whether arguments say how a weight is stored; where not, its parts do, codes first and scales last.
+    whether arguments say how a weight is stored; where not, its parts do, codes first and scales last, and behind the bias are
+    zero points or nothing.
     """
 
     name: str
@@ -57,7 +58,11 @@ class Product:
 
     def form(self, node: Node) -> tuple[Any, ...]:
         """The arguments that say how it is stored."""
-        return tuple(node.args[self.bias + 1 :])
+        return tuple(node.args[self.bias + 1 :]) if self.described else ()
+
+    def has_zero_points(self, node: Node) -> bool:
+        """Whether there are some behind the bias, for which there are no two products at once."""
+        return not self.described and any(one is not None for one in node.args[self.bias + 1 :])
 
     def rows_of(self, node: Node) -> Any:
         """What says how many rows it has: its shape, or that of the product."""
@@ -195,6 +200,8 @@ def product_of(node: Node) -> Product | None:
     product = PRODUCTS.get(str(node.target)) if node.op == "call_function" else None
     x = node.args[0].meta.get("val") if product is not None and isinstance(node.args[0], Node) else None
     if product is None or x is None or node.args[product.bias] is not None or not product.is_known(node):
+        return None
+    if product.has_zero_points(node):
         return None
     few = all(isinstance(size, int) for size in x.shape) and 0 < x.numel() <= product.rows * x.shape[-1]
     return product if few else None

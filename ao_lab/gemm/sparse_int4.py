@@ -1,13 +1,14 @@
 """The product of a 2:4 weight of 4-bit integers as it is stored (`fast.linear_sparse_int4`): the default for such weights on
 GPUs.
 
-Up to `MOST_ROWS` rows of inputs read the kept codes, their places and the scales, 0.375 bytes an element and a scale a group:
-within `reference.linear_error_bound` of the exact product with the dense equivalent, exact where all sums are. More rows are
-multiplied by torch with the dense equivalent in the input's dtype, which one kernel makes for the call: the numbers of
-"dequantize".
+Up to `MOST_ROWS` rows of inputs read the kept codes, their places, the scales and zero points, 0.375 bytes an element and what
+a group has: within `reference.linear_error_bound` of the exact product with the dense equivalent, exact where all sums are.
+More rows are multiplied by torch with the dense equivalent in the input's dtype, which one kernel makes for the call: the
+numbers of "dequantize".
 
 It takes weights alone (no activation scheme) of int4 in groups of 32, 64, 128 or 256 columns with one float32 or bfloat16 scale
-each and no zero point, and inputs in bfloat16 and float16.
+each, and inputs in bfloat16 and float16. Groups may have integer zero points: those are multiplied as stored on Hopper alone,
+of lengths that its kernel divides (`zero_points_reason`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ NAME = "sparse_int4"
 #: The most rows of inputs that read the weight as it is stored.
 MOST_ROWS = 64
 SCALES = ("float32", "bfloat16")
+#: Columns of a stage of the kernel of zero points, the least of it, and bytes of its copies.
+STAGE, COPY = 256, 4
 
 
 def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -42,8 +45,10 @@ def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 def _scheme_reason(scheme: Scheme) -> str | None:
     if scheme.element != "int4":
         return f"it multiplies int4, not {scheme.element}"
-    if scheme.zero is not None or scheme.outer is not None or scheme.dequantize != "float32":
+    if scheme.outer is not None or scheme.dequantize != "float32":
         return "a weight must be its code times one scale, in float32"
+    if scheme.zero is not None and (scheme.zero.rule != "code" or scheme.zero.storage != "int8"):
+        return "zero points must be integers that are taken off codes"
     scale = scheme.scale
     if scale.block not in GROUPS or scale.stored != "decode" or scale.storage not in SCALES:
         groups = ", ".join(map(str, GROUPS))
@@ -60,11 +65,20 @@ def _shape_reason(w: QuantizedWeight) -> str | None:
     group = w.scheme.scale.block
     if not isinstance(group, int) or w.shape[0] % group or not w.shape[0]:
         return f"the length of its sums must be a multiple of its group of {group}, got {w.shape[0]}"
+    return None if w.scheme.zero is None else zero_points_reason(w.shape[0], group)
+
+
+def zero_points_reason(length: int, group: int) -> str | None:
+    """Why sums of a length have no kernel where each group has a zero point; None where they have: whole stages of its warps,
+    and rows of zero points that are whole copies of four bytes."""
+    step = max(STAGE, COPY * group)
+    if length % step:
+        return f"with zero points the length of its sums must be a multiple of {step}, got {length}"
     return None
 
 
 def _device_reason(w: QuantizedWeight) -> str | None:
-    return device_reason(w, OLDEST)
+    return device_reason(w, OLDEST, later=w.scheme.zero is None)
 
 
 def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -72,7 +86,7 @@ def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch
     metadata: torch.Tensor = w.metadata  # type: ignore[attr-defined]
     # `torch.addmm` takes one number for all columns too.
     bias = None if bias is None else bias.expand(w.shape[1]).contiguous()
-    return fast.linear_sparse_int4(x, w.codes, metadata, w.scale, bias)
+    return fast.linear_sparse_int4(x, w.codes, metadata, w.scale, bias, w.zero)
 
 
 enter(NAME, Kernel(run, unsupported_reason), before="dequantize")

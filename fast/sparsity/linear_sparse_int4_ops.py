@@ -25,9 +25,10 @@ def linear_sparse_int4_op(
     metadata: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product."""
-    y: torch.Tensor = execute(LINEAR_SPARSE_INT4, None, (), (x, codes, metadata, scale, bias))
+    y: torch.Tensor = execute(LINEAR_SPARSE_INT4, None, (), (x, codes, metadata, scale, bias, zero))
     return y
 
 
@@ -41,12 +42,12 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By the kernel, or torch's product with the dense weight; the reference where the bias is none of its floats."""
     from fast.kernels.sparse_linear import host
 
-    x, codes, metadata, scale, bias = operands
+    x, codes, metadata, scale, bias, zero = (*operands, None)[:6]
     group = check_operands(*operands)[2]
-    y = host.linear_sparse_int4(x, codes, metadata, scale, bias, group, key)
+    y = host.linear_sparse_int4(x, codes, metadata, scale, bias, group, key, zero=zero)
     if y is not None or not has_float_inputs(bias):
         return y
-    w = execute(SPARSE_INT4_DENSE, None, (x.dtype,), (codes, metadata, scale))
+    w = execute(SPARSE_INT4_DENSE, None, (x.dtype,), (codes, metadata, scale, zero))
     return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
 
 
@@ -57,8 +58,8 @@ def _fake(x: torch.Tensor, codes: torch.Tensor, *others: Any) -> torch.Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The stored weight, and the dtypes of the gradients."""
     refuse_scale_gradients(ctx, "linear_sparse_int4", 3)
-    x, *stored, bias = inputs
-    ctx.save_for_backward(*stored)
+    x, codes, metadata, scale, bias, zero = inputs
+    ctx.save_for_backward(codes, metadata, scale, zero)
     ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
 
 
@@ -66,23 +67,28 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     """Gradients of x and bias."""
     dx = None
     if ctx.needs_input_grad[0]:
-        dx = g @ torch.ops.ao_lab.sparse_int4_dense(*ctx.saved_tensors, ctx.dtype)
+        *stored, zero = ctx.saved_tensors
+        dx = g @ torch.ops.ao_lab.sparse_int4_dense(*stored, ctx.dtype, zero)
     db = column_sums(g, ctx.bias) if ctx.needs_input_grad[4] else None
-    return dx, None, None, None, db
+    return dx, None, None, None, db, None
 
 
 LINEAR_SPARSE_INT4 = Function(
-    "linear_sparse_int4", ("x", *STORED, "bias"), lambda r, v, o: reference.linear_sparse_int4(*o), _operate, _kernel,
+    "linear_sparse_int4", ("x", *STORED, "bias", "zero"), lambda r, v, o: reference.linear_sparse_int4(*o), _operate, _kernel,
     differentiable=True,
 )  # fmt: skip
 LINEAR_SPARSE_INT4_OP = register("linear_sparse_int4", linear_sparse_int4_op, _fake, _backward, _save)
 
 
 def sparse_int4_dense_op(
-    codes: torch.Tensor, metadata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    codes: torch.Tensor,
+    metadata: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The dense weight."""
-    w: torch.Tensor = execute(SPARSE_INT4_DENSE, None, (dtype,), (codes, metadata, scale))
+    w: torch.Tensor = execute(SPARSE_INT4_DENSE, None, (dtype,), (codes, metadata, scale, zero))
     return w
 
 
@@ -93,15 +99,20 @@ def _dense_reference(record: Any, values: Values, operands: Operands) -> Any:
 def _dense_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     from fast.kernels.sparse_linear import host
 
-    return host.sparse_int4_dense(*operands, *values, check_sparse_int4(*operands)[2], key)
+    codes, metadata, scale, zero = (*operands, None)[:4]
+    group = check_sparse_int4(*operands)[2]
+    return host.sparse_int4_dense(codes, metadata, scale, *values, group, key, zero)
 
 
-def _dense_fake(codes: torch.Tensor, metadata: Any, scale: Any, dtype: torch.dtype) -> torch.Tensor:
+def _dense_fake(
+    codes: torch.Tensor, metadata: Any, scale: Any, dtype: torch.dtype, zero: Any = None
+) -> torch.Tensor:
     return codes.new_empty((codes.shape[0], 4 * codes.shape[1]), dtype=dtype)
 
 
 SPARSE_INT4_DENSE = Function(
-    "sparse_int4_dense", STORED, _dense_reference, lambda r, v, o: torch.ops.ao_lab.sparse_int4_dense(*o, *v), _dense_kernel
+    "sparse_int4_dense", (*STORED, "zero"), _dense_reference,
+    lambda r, v, o: torch.ops.ao_lab.sparse_int4_dense(*o[:3], *v, *o[3:]), _dense_kernel,
 )  # fmt: skip
 register("sparse_int4_dense", sparse_int4_dense_op, _dense_fake)
 

@@ -10,7 +10,8 @@ from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.sparse_linear import arrange
-from fast.kernels.sparse_linear.dense import GROUPS, TILE, WARPS, dense_kernel
+from fast.kernels.sparse_linear.dense import COLUMNS as PAIR
+from fast.kernels.sparse_linear.dense import STEPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
 from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
@@ -21,6 +22,7 @@ MOST_ROWS = 64
 INPUTS = (torch.bfloat16, torch.float16)
 WIDE_REGISTERS = 128
 NAMES = ("x", "codes", "metadata", "scale", "bias", "y")
+OPERANDS = (*NAMES[:5], "zero")
 
 
 def linear_sparse_int4(
@@ -32,19 +34,24 @@ def linear_sparse_int4(
     group: int,
     key: Any = None,
     tiling: Tiling | None = None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Operands of `check_operands`; None where the kernel does not take them: other floats, no rows or more than MOST_ROWS.
+    """Operands of `check_operands`; None where no kernel takes them: other floats, no rows or more than MOST_ROWS, zero points
+    that `sparse_skinny` does not take.
 
     tiling: one of this kernel; without one it is `tiling_of`, where `sparse_skinny` does not take the product.
     """
     rows, length = codes.shape[0], 4 * codes.shape[1]
     count = x.numel() // length if length else 0
-    if not _served(x, bias) or not same_device(x, codes, metadata, scale, bias):
+    if not _served(x, bias) or not same_device(x, codes, metadata, scale, bias, zero):
         return None
     if not 0 < count <= MOST_ROWS or not rows or count * max(rows, length) > INT32:
         return None
-    call = Call(dict(zip(NAMES, (x, codes, metadata, scale, bias), strict=False)), words=NAMES[:3])
-    skinny = launch_for(x, codes, scale, group) if tiling is None else None
+    skinny = launch_for(x, codes, scale, group, zero=zero) if tiling is None else None
+    if skinny is None and zero is not None:
+        return None
+    given = (x, codes, metadata, scale, bias, zero)
+    call = Call(dict(zip(OPERANDS, given, strict=True)), words=NAMES[:3])
     if skinny is not None:
         add_product(call, skinny)
     else:
@@ -115,18 +122,20 @@ def sparse_int4_dense(
     dtype: torch.dtype,
     group: int,
     key: Any = None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """The dense weight in a 16-bit dtype; None for others and where the kernel does not take the tensors."""
-    if dtype not in INPUTS or not codes.numel() or not same_device(codes, metadata, scale):
+    if dtype not in INPUTS or not codes.numel() or not same_device(codes, metadata, scale, zero):
         return None
-    call = Call({"codes": codes, "metadata": metadata, "scale": scale}, words=("metadata",))
+    given = {"codes": codes, "metadata": metadata, "scale": scale, "zero": zero}
+    call = Call(given)
     call.allocate("w", (codes.shape[0], 4 * codes.shape[1]), dtype)
     storage = "float32" if scale.dtype == torch.float32 else "bfloat16"
-    octets = codes.numel() // GROUPS
-    tail = (octets, group // (4 * GROUPS), storage, FLOAT_NAMES[dtype], TILE)
+    pairs = 4 * codes.numel() // PAIR
+    tail = (pairs, group // PAIR, storage, FLOAT_NAMES[dtype], TILE, STEPS)
     call.launch(
-        CompiledLaunch(dense_kernel, ceil_div(octets, TILE), tail, WARPS),
-        ("codes", "metadata", "scale", "w"),
+        CompiledLaunch(dense_kernel, ceil_div(pairs, TILE * STEPS), tail, WARPS),
+        ("codes", "metadata", "scale", "zero", "w"),
     )
     w: torch.Tensor = call.result("w", key)
     return w

@@ -9,8 +9,8 @@ import torch
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import interpreted
 from fast.kernels.linear_skinny.host import HOPPER, capability, has_compiler
-from fast.kernels.sparse_skinny.launch import POINTERS, SparseSkinnyLaunch, is_loadable
-from fast.kernels.sparse_skinny.select import MOST_ROWS, choose
+from fast.kernels.sparse_skinny.launch import SparseSkinnyLaunch, is_loadable
+from fast.kernels.sparse_skinny.select import MOST_CHUNKED, MOST_ROWS, choose
 from fast.kernels.sparse_skinny.variants import Form, Variant
 
 INPUTS = (torch.bfloat16, torch.float16)
@@ -22,17 +22,18 @@ def launch_for(
     scale: torch.Tensor,
     group: int,
     variant: Variant | None = None,
+    zero: torch.Tensor | None = None,
 ) -> SparseSkinnyLaunch | None:
-    """What multiplies x by a weight in 2:4 storage; its pointers are `launch.POINTERS`, bias and y as `linear_sparse_int4`.
+    """What multiplies x by a weight in 2:4 storage; its pointers are its `names`, bias and y as `linear_sparse_int4`.
 
     Operands are those of `check_operands`. None where another kernel has to: devices that are not Hopper's, no rows of x or
-    more than MOST_ROWS, a K or groups that no variant divides. variant: by default that of `choose`.
+    more than MOST_CHUNKED, a K or groups that no variant divides. variant: by default that of `choose`.
     """
     n, k = codes.shape[0], 4 * codes.shape[1]
     count = x.numel() // k if k else 0
-    if not n or not 0 < count <= MOST_ROWS or not is_served(x):
+    if not n or not 0 < count <= MOST_CHUNKED or not is_served(x):
         return None
-    form = Form(group, scale.dtype != torch.float32, x.dtype == torch.float16)
+    form = Form(group, scale.dtype != torch.float32, x.dtype == torch.float16, zeros=zero is not None)
     given = variant or choose(form, count, n, k)
     if given is None or not is_loadable(given, form, x.get_device()):
         return None
@@ -47,12 +48,14 @@ def sparse_skinny(
     bias: torch.Tensor | None,
     group: int,
     variant: Variant | None = None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """`linear_sparse_int4` by this kernel alone; None as `launch_for`."""
-    launch = launch_for(x, codes, scale, group, variant)
+    launch = launch_for(x, codes, scale, group, variant, zero)
     if launch is None:
         return None
-    call = Call({"x": x, "codes": codes, "metadata": metadata, "scale": scale, "bias": bias})
+    given = {"x": x, "codes": codes, "metadata": metadata, "scale": scale, "bias": bias, "zero": zero}
+    call = Call(given)
     add_product(call, launch)
     y: torch.Tensor = call.result("y")
     return y
@@ -63,7 +66,7 @@ def add_product(call: Call, launch: SparseSkinnyLaunch) -> None:
     x = call.inputs["x"]
     assert x is not None
     call.allocate("y", (*x.shape[:-1], launch.sizes[1]), x.dtype)
-    call.launch(launch, POINTERS)  # type: ignore[arg-type]
+    call.launch(launch, launch.names)  # type: ignore[arg-type]
 
 
 def is_served(x: torch.Tensor) -> bool:

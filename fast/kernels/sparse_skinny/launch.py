@@ -17,9 +17,12 @@ from fast.kernels.sparse_skinny.variants import MOST_SHARED, Form, Variant, rows
 ARGUMENTS = struct.Struct("=6Q4i")
 #: Of two products codes, metadata, scale and y of the second stand behind those of the first, its rows and a gap at the end.
 PAIR_ARGUMENTS = struct.Struct("=10Q6i")
+#: With zero points their address is the last.
+ZERO_ARGUMENTS = struct.Struct("=7Q4i")
 #: Pointers of a launch in their order.
 POINTERS = ("x", "codes", "metadata", "scale", "bias", "y")
 PAIR_POINTERS = (*POINTERS, "codes2", "metadata2", "scale2", "y2")
+ZERO_POINTERS = (*POINTERS, "zero")
 
 
 class SparseSkinnyLaunch(SkinnyLaunch):
@@ -31,7 +34,7 @@ class SparseSkinnyLaunch(SkinnyLaunch):
     ) -> None:
         self.variant, self.form, self.sizes = variant, form, (count, *shape)  # type: ignore[assignment]
         self.products, self.second = form.products, second
-        self.names = PAIR_POINTERS if form.products else POINTERS
+        self.names, self.layout = layout_of(form)
         self.programs = variant.programs(rows_of_tiles(shape[0], second))
         self.compiled: dict[Signature, Compiled] = {}
 
@@ -41,13 +44,19 @@ class SparseSkinnyLaunch(SkinnyLaunch):
         form: Form = self.form  # type: ignore[assignment]
         function, shared = loaded(variant, form, device), variant.shared(form)
         rest = self.arguments(bias_kind)
-        layout = PAIR_ARGUMENTS if form.products else ARGUMENTS
-        return launcher(function, self.programs, variant.threads, shared, rest, layout)
+        return launcher(function, self.programs, variant.threads, shared, rest, self.layout)
 
     def arguments(self, bias_kind: int) -> tuple[int, ...]:
         """Those behind the pointers."""
         more = (self.second, 0) if self.products else ()
         return (*self.sizes, bias_kind, *more)
+
+
+def layout_of(form: Form) -> tuple[tuple[str, ...], struct.Struct]:
+    """Pointers of a launch, and how the source has its arguments."""
+    if form.products:
+        return PAIR_POINTERS, PAIR_ARGUMENTS
+    return (ZERO_POINTERS, ZERO_ARGUMENTS) if form.zeros else (POINTERS, ARGUMENTS)
 
 
 @lru_cache(maxsize=256)
@@ -72,6 +81,8 @@ __all__ = [
     "PAIR_ARGUMENTS",
     "PAIR_POINTERS",
     "POINTERS",
+    "ZERO_ARGUMENTS",
+    "ZERO_POINTERS",
     "SparseSkinnyLaunch",
     "is_loadable",
     "loaded",

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fast.kernels.sparse_mm.select import AT_ONCE
-from fast.kernels.sparse_skinny.variants import GATED, STAGES, TILE, Form, Variant, fitted
+from fast.kernels.sparse_skinny.variants import GATED, STAGES, TILE, Form, Variant, fitted, rows_of_tiles
 
-#: The most rows of x, and those of a tile.
+#: The most rows of x of a program, and those of a tile; the most that are chunks of those.
 MOST_ROWS, TOKENS = 16, (8, 16)
+MOST_CHUNKED = 64
 #: Programs along K; tiles of programs that share a multiprocessor in many waves, and of two parts that do in one, at least; the
 #: most tiles.
 SPLITS, SHORT, SEVERAL, MOST_TILES = (1, 2, 4), 2, 3, 16
@@ -29,8 +30,18 @@ FEW_WARPS = 8
 
 @lru_cache(maxsize=1024)
 def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
-    """The variant for `count` rows of x (1 to MOST_ROWS) and a weight (n, k); None where none divides k or fits."""
-    return next(candidates(form, count, n, k), None)
+    """The variant for `count` rows of x (1 to MOST_CHUNKED) and a weight (n, k); None where none divides k or fits.
+
+    Chunks of MOST_ROWS rows have the variant of one of them by a weight of as many times the rows.
+    """
+    chunks = -(-count // MOST_ROWS)
+    if chunks == 1:
+        return next(candidates(form, count, n, k), None)
+    one = choose(form, MOST_ROWS, chunks * rows_of_tiles(n), k)
+    if one is None:
+        return None
+    tiles = min(one.tiles, -(-n // TILE))
+    return one._replace(chunks=chunks, tiles=tiles, ahead=min(one.ahead, tiles))
 
 
 def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:
@@ -71,4 +82,4 @@ def _sizes(tokens: int, splits: int, tiles: int) -> Iterator[tuple[int, int]]:
     yield from ((2, size) for size in range(min(wave, tiles, MOST_TILES), 0, -1))
 
 
-__all__ = ["MOST_ROWS", "candidates", "choose"]
+__all__ = ["MOST_CHUNKED", "MOST_ROWS", "candidates", "choose"]

@@ -1,4 +1,4 @@
-// y = x @ w.T + bias of at most TOKENS rows of x with a weight of 4-bit integers in 2:4 storage as `compress` and `pack` write
+// y = x @ w.T + bias of at most TOKENS * CHUNKS rows of x with a weight of 4-bit integers in 2:4 storage as `compress` and `pack` write
 // it, for Hopper. `variants.py` says what is defined for a variant, `host.py` launches it.
 //
 // A program has TILES tiles of 16 rows and a part of K, each of its PHASES warps a stage of that, COLUMNS columns, whose x it keeps
@@ -14,6 +14,9 @@
 //
 // Warps' sums are added in the order of K, then those of a cluster's SPLITS programs, which send them to each other. So the
 // same operands have the same bits every time.
+//
+// More than TOKENS rows of x are CHUNKS of so many, whose programs of the same tiles are neighbours: the second-level cache has what
+// one of them read for the others.
 //
 // PRODUCTS: ONE weight, TWO of one x in one launch, or GATED: y is silu of the first product times the second. Of TWO the tiles
 // of the second follow those of the first, of GATED they take turns, so that a program has both. Sums of a tile are those that
@@ -37,6 +40,9 @@ struct Problem {
 #if PRODUCTS
   const char *codes2, *metadata2, *scale2;  // the second weight, of n2 rows; of GATED n2 is n
   void* y2;                                 // (count, n2); null where GATED
+#endif
+#if ZEROS
+  const char* zero;  // (n, k / GROUP) int8, of ONE weight alone
 #endif
   int count, n, k;
   int bias_kind;  // FLOAT32, ...
@@ -67,7 +73,9 @@ constexpr int GROUPS = 1, CLUSTER = SPLITS;
 constexpr int STAGE = COLUMNS, INSTRUCTIONS = STAGE / 32;       // columns of a stage, and products of 16 rows by it
 constexpr int CODES = STAGE / 4, METADATA = STAGE / 8, SCALES = STAGE / GROUP * SCALE_BYTES;  // bytes of a row of a stage
 constexpr int PIECE = SCALES < 16 ? SCALES : 16;                // bytes of scales in a copy
-constexpr int PART = (16 * (CODES + METADATA + SCALES) + 127) / 128 * 128, PLACE = PHASES * PART;  // bytes of a tile: of a warp, of all
+// Zero points of a row of a stage, and the bytes that are copied to have them: four at least, from a multiple of that on.
+constexpr int POINTS = STAGE / GROUP, ZERO_BYTES = !ZEROS ? 0 : POINTS < 4 ? 4 : POINTS;
+constexpr int PART = (16 * (CODES + METADATA + SCALES + ZERO_BYTES) + 127) / 128 * 128, PLACE = PHASES * PART;  // bytes of a tile: of a warp, of all
 // Places of tiles that are under way: the next one is asked for while one is multiplied, in the place of the one before.
 constexpr int RING = TILES <= AHEAD ? TILES : AHEAD + 1;
 constexpr int COLUMN_TILES = TOKENS / 8, THREADS = 32 * PHASES, ROWS = 16 * TILES;
@@ -93,18 +101,28 @@ __device__ __forceinline__ u32 bytes_of(u32 low, u32 high, u32 selector) {
 
 // The two codes of a byte as 16-bit floats. halves: selects it for the low half, and for the high one of the moved word. Codes
 // are put into fractions of powers of two, exactly: low 128 + 8 + c (bfloat16) or 1024 + 8 + c, high, where its bits lie, 16 + 8 + c
-// (a place lower, not to reach the exponent) or 64 + 8 + c; an addition takes off what is too much.
-__device__ __forceinline__ u32 decode(u32 word, u32 moved, u32 halves) {
+// (a place lower, not to reach the exponent) or 64 + 8 + c; an addition of `less` takes off what is too much, and a zero point.
+__device__ __forceinline__ u32 decode(u32 word, u32 moved, u32 halves, u32 less) {
   const u32 v = bytes_of(word, moved, halves);
   u32 d;
   if constexpr (HALF) {
     asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(v), "r"(0x00F0000Fu), "r"(0x54806408u));
-    asm("add.rn.f16x2 %0, %0, %1;" : "+r"(d) : "r"(0xD480E408u));
+    asm("add.rn.f16x2 %0, %0, %1;" : "+r"(d) : "r"(less));
   } else {
     asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(v), "r"(0x0078000Fu), "r"(0x41C04308u));
-    asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(d) : "r"(0xC1C0C308u));
+    asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(d) : "r"(less));
   }
   return d;
+}
+
+// What `decode` takes off, less a zero point z from -8 to 7: one more is the next pattern of both halves, whose last bits stand
+// for 1 in the low half and for 1/8 (bfloat16) or 1/16 in the high one. c - z is exact.
+constexpr u32 LESS = HALF ? 0xD480E408u : 0xC1C0C308u, ONE_MORE = HALF ? 0x00100001u : 0x00080001u;
+
+__device__ __forceinline__ u32 less_of(u32 address) {
+  int z;
+  asm volatile("ld.shared.s8 %0, [%1];" : "=r"(z) : "r"(address) : "memory");
+  return LESS + u32(z) * ONE_MORE;
 }
 
 // indices: those of the quad's lanes 2 SELECTOR and the next.
@@ -170,6 +188,10 @@ __device__ __forceinline__ void load(const Problem& p, u32 part, int stage, bool
     copy_tile<CODES, 16, true>(to, t.codes, p.k / 4, i64(stage) * CODES, t.row, t.n, lane);
     copy_tile<METADATA, 16, true>(to + 16 * CODES, t.metadata, p.k / 8, i64(stage) * METADATA, t.row, t.n, lane);
     copy_tile<SCALES, PIECE, false>(to + 16 * (CODES + METADATA), t.scale, i64(p.k / STAGE) * SCALES, i64(stage) * SCALES, t.row, t.n, lane);
+#if ZEROS
+    copy_tile<ZERO_BYTES, ZERO_BYTES < 16 ? ZERO_BYTES : 16, false>(to + 16 * (CODES + METADATA + SCALES), p.zero, p.k / GROUP,
+                                                                    i64(stage) * POINTS / 4 * 4, t.row, t.n, lane);
+#endif
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -220,13 +242,13 @@ struct Chosen {
       : first(pair % 2 ? 0x5511 : 0x4400), second(pair % 2 ? 0x7733 : 0x6622), indices(pair % 2 ? 0x7531 : 0x6420) {}
 };
 
-// The first operand of instruction `at` of a stage. codes: a lane's word of the first one, of a tile.
-__device__ __forceinline__ void operand(u32 (&a)[4], u32 codes, int at, const Chosen& chosen) {
+// The first operand of instruction `at` of a stage. codes: a lane's word of the first one, of a tile. less: of both rows.
+__device__ __forceinline__ void operand(u32 (&a)[4], u32 codes, int at, const Chosen& chosen, const u32 (&less)[2]) {
   const u32 place = (codes ^ (at / 2 * 16)) + at % 2 * 8;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const u32 word = load_word(place + half * 8 * CODES), moved = HALF ? word : word >> 1;
-    a[half] = decode(word, moved, chosen.first), a[half + 2] = decode(word, moved, chosen.second);
+    a[half] = decode(word, moved, chosen.first, less[half]), a[half + 2] = decode(word, moved, chosen.second, less[half]);
   }
 }
 
@@ -270,22 +292,27 @@ __device__ __forceinline__ void spread(Inputs& b, const Lane& at) {
     }
 }
 
-// A lane's places in a warp's stage of a tile: its words of codes and metadata, the scales of its row.
+// A lane's places in a warp's stage of a tile: its words of codes and metadata, the scales and zero points of its row.
 struct Places {
-  u32 codes, metadata, scale;
-  __device__ __forceinline__ Places(u32 part, const Lane& at)
+  u32 codes, metadata, scale, zero;
+  __device__ __forceinline__ Places(u32 part, int stage, const Lane& at)
       : codes(part + at.row * CODES + order_of<CODES>(at.row) * 16 + at.pair / 2 * 4),
         metadata(part + 16 * CODES + at.row * METADATA + order_of<METADATA>(at.row) * 16 + at.pair / 2 * 4),
-        scale(part + 16 * (CODES + METADATA) + at.row * SCALES) {}
+        scale(part + 16 * (CODES + METADATA) + at.row * SCALES),
+        zero(part + 16 * (CODES + METADATA + SCALES) + at.row * ZERO_BYTES + stage * POINTS % 4) {}
 };
 
-// The products of instruction `at`.
+// The products of instruction `at`. less: of its group.
 template <int SELECTOR>
-__device__ __forceinline__ void multiply_columns(Sums& total, Sums& sums, const Places& places, int at, const u32 (&b)[COLUMN_TILES][4],
-                                                 u32 indices, const Chosen& chosen) {
-  if (at * 32 % GROUP == 0) clear(sums);
+__device__ __forceinline__ void multiply_columns(Sums& total, Sums& sums, u32 (&less)[2], const Places& places, int at,
+                                                 const u32 (&b)[COLUMN_TILES][4], u32 indices, const Chosen& chosen) {
+  if (at * 32 % GROUP == 0) {
+    clear(sums);
+    const u32 zero = places.zero + at * 32 / GROUP;
+    if constexpr (ZEROS) less[0] = less_of(zero), less[1] = less_of(zero + 8 * ZERO_BYTES);
+  }
   u32 a[4];
-  operand(a, places.codes, at, chosen);
+  operand(a, places.codes, at, chosen, less);
 #pragma unroll
   for (int t = 0; t < COLUMN_TILES; t++) multiply<SELECTOR>(sums[t], a, b[t], indices);
   if ((at + 1) * 32 % GROUP == 0) {
@@ -297,12 +324,13 @@ __device__ __forceinline__ void multiply_columns(Sums& total, Sums& sums, const 
 // The products of a stage. Metadata of two instructions are an operand: lanes 0 and 1 of four have those of the first.
 __device__ __forceinline__ void multiply_stage(Sums& total, const Places& places, const Inputs& b, const Chosen& chosen) {
   Sums sums;
+  u32 less[2] = {LESS, LESS};
 #pragma unroll
   for (int at = 0; at < INSTRUCTIONS; at += 2) {
     const u32 place = (places.metadata ^ (at / 4 * 16)) + at % 4 * 4;
     const u32 indices = bytes_of(load_word(place), load_word(place + 8 * METADATA), chosen.indices);
-    multiply_columns<0>(total, sums, places, at, b[at], indices, chosen);
-    multiply_columns<1>(total, sums, places, at + 1, b[at + 1], indices, chosen);
+    multiply_columns<0>(total, sums, less, places, at, b[at], indices, chosen);
+    multiply_columns<1>(total, sums, less, places, at + 1, b[at + 1], indices, chosen);
   }
 }
 
@@ -326,7 +354,7 @@ __device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, 
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
     __syncwarp();
     load(p, begin, stage, has && tile + AHEAD < TILES, first, tile + AHEAD, at.lane);
-    if (has) multiply_stage(total, Places(begin + tile % RING * PLACE, at), b, chosen);
+    if (has) multiply_stage(total, Places(begin + tile % RING * PLACE, stage, at), b, chosen);
     leave(total, left + tile * PHASES * LEFT, at);
   }
 }
@@ -335,14 +363,21 @@ __device__ __forceinline__ void consume(const Problem& p, Inputs& b, u32 begin, 
 #include "output.cuh"
 
 extern "C" __global__ __launch_bounds__(THREADS, AT_ONCE) __cluster_dims__(SPLITS, 1, 1) void sparse_skinny(
-    const __grid_constant__ Problem p) {
+    const __grid_constant__ Problem given) {
+#if CHUNKS > 1
+  const int begun = blockIdx.x / SPLITS % CHUNKS * TOKENS;
+  Problem p = given;
+  p.x += i64(begun) * p.k * 2, p.y = static_cast<char*>(p.y) + i64(begun) * p.n * 2, p.count = min(TOKENS, p.count - begun);
+#else
+  const Problem& p = given;
+#endif
   extern __shared__ char memory[];
   const int thread = threadIdx.x;
   const Lane at(__shfl_sync(0xFFFFFFFF, thread / 32, 0), thread % 32);
   u32 split = 0;
   if constexpr (SPLITS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(split));
   if constexpr (SPLITS > 1) arrive_cluster();
-  const int first = blockIdx.x / SPLITS * TILES;
+  const int first = blockIdx.x / SPLITS / CHUNKS * TILES;
   const Span span(p, split);
   const u32 base = (shared_address(memory) + 127) & ~127u, part = base + at.warp * PART, left = base + RING * PLACE;
   const int stage = span.first + at.warp;

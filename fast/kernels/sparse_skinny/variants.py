@@ -26,13 +26,14 @@ ONE, TWO, GATED = 0, 1, 2
 class Form(NamedTuple):
     """What is multiplied. group: columns of a scale; narrow: whether scales are bfloat16; half: whether inputs are float16.
 
-    products: ONE, TWO or GATED.
+    products: ONE, TWO or GATED. zeros: whether each scale has a zero point beside it.
     """
 
     group: int
     narrow: bool
     half: bool
     products: int = ONE
+    zeros: bool = False
 
     @property
     def scale_bytes(self) -> int:
@@ -43,9 +44,14 @@ class Form(NamedTuple):
         """Bytes of the scales of a row of so many columns."""
         return columns // self.group * self.scale_bytes
 
+    def points(self, columns: int) -> int:
+        """Bytes that have the zero points of a row of so many columns: a whole copy at least."""
+        return max(LEAST_BYTES, columns // self.group) if self.zeros else 0
+
     def part(self, columns: int) -> int:
-        """Bytes of a stage of 16 rows: codes, metadata, scales; a multiple of 128."""
-        return -(-TILE * (columns // 4 + columns // 8 + self.scales(columns)) // 128) * 128
+        """Bytes of a stage of 16 rows: codes, metadata, scales, zero points; a multiple of 128."""
+        row = columns // 4 + columns // 8 + self.scales(columns) + self.points(columns)
+        return -(-TILE * row // 128) * 128
 
 
 class Variant(NamedTuple):
@@ -53,6 +59,7 @@ class Variant(NamedTuple):
 
     splits: programs along K, a cluster. tiles: of 16 rows of a program. at_once: programs of a multiprocessor.
     early: whether the first `ahead` tiles are asked for before the kernel in front has ended. ahead: tiles under way.
+    chunks: of `tokens` rows of x, each with programs of its own.
     """
 
     tokens: int
@@ -63,6 +70,7 @@ class Variant(NamedTuple):
     at_once: int = 1
     early: bool = True
     ahead: int = 1
+    chunks: int = 1
 
     @property
     def threads(self) -> int:
@@ -76,7 +84,7 @@ class Variant(NamedTuple):
 
     def programs(self, n: int) -> int:
         """Programs for a weight of n rows."""
-        return -(-n // (TILE * self.tiles)) * self.splits
+        return -(-n // (TILE * self.tiles)) * self.splits * self.chunks
 
     def shared(self, form: Form) -> int:
         """Bytes of dynamic shared memory: stages of all warps under way, their sums, alignment; sums that a cluster's programs
@@ -89,9 +97,12 @@ class Variant(NamedTuple):
 def fitted(
     form: Form, tokens: int, columns: int, splits: int, tiles: int, k: int, at_once: int = 1
 ) -> Variant | None:
-    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy, tiles of a gate and
-    of what it gates are no pairs, or there is no room: for warps, registers, shared memory."""
+    """The variant for K columns; None where they are no whole stages, a row's scales are less than a copy or its zero points
+    no whole copies, tiles of a gate and of what it gates are no pairs, or there is no room: for warps, registers, shared
+    memory."""
     if k % columns or form.scales(columns) < LEAST_BYTES or (form.products == GATED and tiles % 2):
+        return None
+    if form.zeros and (form.products != ONE or k // form.group % LEAST_BYTES):
         return None
     one = Variant(
         tokens, columns, -(-(k // columns) // splits), splits, tiles, at_once, ahead=min(AHEAD, tiles)
@@ -109,6 +120,7 @@ def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[st
         "SCALE_BYTES": form.scale_bytes,
         "HALF": int(form.half),
         "PRODUCTS": form.products,
+        "ZEROS": int(form.zeros),
     }
     defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
     options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))

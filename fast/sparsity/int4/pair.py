@@ -18,10 +18,10 @@ def linear_sparse_int4_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(`linear_sparse_int4(x, *first)`, `linear_sparse_int4(x, *second)`) of x (..., K) and weights (N, K) and (M, K).
 
-    first, second: codes, metadata and scales of a weight. On a Hopper GPU up to MOST_ROWS rows of x and two weights with groups
-    of one size and scales of one dtype take one launch. Its results lie within `reference.linear_error_bound`, like those of
-    `linear_sparse_int4`, whose sums may be made in another order. Everything else is two calls. Errors are those of
-    `linear_sparse_int4`. Differentiable in x.
+    first, second: codes, metadata and scales of a weight, without zero points. On a Hopper GPU up to MOST_ROWS rows of x and
+    two weights with groups of one size and scales of one dtype take one launch. Its results lie within
+    `reference.linear_error_bound`, like those of `linear_sparse_int4`, whose sums may be made in another order. Everything else
+    is two calls. Errors are those of `linear_sparse_int4`. Differentiable in x.
     """
     made: tuple[torch.Tensor, torch.Tensor] = run(LINEAR_SPARSE_INT4_PAIR, None, (), (x, *first, *second))
     return made

@@ -76,7 +76,7 @@ def _separate(operands: Operands) -> Pair:
     """Both products by themselves."""
     x, *stored = operands
     one, other = (
-        execute(LINEAR_SPARSE_INT4, None, (), (x, *part, None)) for part in (stored[:3], stored[3:])
+        execute(LINEAR_SPARSE_INT4, None, (), (x, *part, None, None)) for part in (stored[:3], stored[3:])
     )
     return one, other
 
@@ -173,7 +173,7 @@ def _swiglu_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     """Both products are made again."""
     x, *stored = ctx.saved_tensors
     both = stored[:3], stored[3:]
-    products = (LINEAR_SPARSE_INT4_OP(x, *one, None) for one in both)
+    products = (LINEAR_SPARSE_INT4_OP(x, *one, None, None) for one in both)
     first, second = (_gradient(d, one) for d, one in zip(swiglu_vjp(g, *products), both, strict=True))
     return (first + second, *(None,) * 6)
 

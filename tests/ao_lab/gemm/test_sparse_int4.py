@@ -15,7 +15,8 @@ from ao_lab import Recipe, explain, quantized, quantized_compressed, tune
 from ao_lab.gemm import sparse_int4
 from ao_lab.gemm.choices import forget
 from ao_lab.gemm.select import PRODUCTS, select_kernel
-from reference import SCHEMES
+from reference import SCHEMES, Zero
+from reference.sparsity.linear_sparse_int4 import GROUPS
 from tests.support.quantized_weights import pruned, same
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -23,6 +24,7 @@ SCHEME = SCHEMES["int4_g32"]
 STORED_BFLOAT16 = replace(
     SCHEME, name="int4_g32 stored as bfloat16", scale=replace(SCHEME.scale, storage="bfloat16", floor=None)
 )
+ASYMMETRIC = SCHEMES["int4_g32_asymmetric"]
 BY_ROWS = replace(SCHEME, name="int4 by rows", scale=replace(SCHEME.scale, block=-1))
 
 
@@ -42,17 +44,24 @@ def weight(scheme="int4_g32", activation=None, *, n=16, k=128):
     return quantized_compressed(pruned(n, k), Recipe(weight=scheme, activation=inputs))
 
 
-def layer(scheme="int4_g32", *, bias=True):
-    made = torch.nn.Linear(128, 16, bias, dtype=BF16)
-    stored = quantized_compressed(pruned(16, 128).to(BF16), Recipe(weight=SCHEMES[scheme]))
+def layer(scheme="int4_g32", *, bias=True, k=128):
+    made = torch.nn.Linear(k, 16, bias, dtype=BF16)
+    stored = quantized_compressed(pruned(16, k).to(BF16), Recipe(weight=SCHEMES[scheme]))
     made.weight = torch.nn.Parameter(stored, requires_grad=False)
     return made
 
 
-@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g64", "int4_g128", STORED_BFLOAT16], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "k"),
+    [
+        ("int4_g32", 128), ("int4_g64", 128), ("int4_g128", 128), (STORED_BFLOAT16, 128), ("int4_g32_asymmetric", 256),
+        ("int4_g128_asymmetric", 512), ("int4_g256_asymmetric", 1024),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_what_it_takes(scheme, dtype, kernels):
-    w = weight(scheme).t()
+def test_what_it_takes(scheme, k, dtype, kernels):
+    w = weight(scheme, k=k).t()
     assert sparse_int4.unsupported_reason(w, dtype) is None
     assert select_kernel(w, dtype) == select_kernel(w, dtype, 1) == "sparse_int4"
 
@@ -77,7 +86,10 @@ def test_why_it_does_not_take_a_weight(w, dtype, reason):
 @pytest.mark.parametrize(
     ("scheme", "reason"),
     [
-        (SCHEMES["int4_g32_asymmetric"], "its code times one scale"),
+        (
+            replace(SCHEMES["int4_g32_asymmetric"], zero=Zero(rule="value", storage="bfloat16")),
+            "zero points must be integers that are taken off codes",
+        ),
         (replace(SCHEME, dequantize="target"), "its code times one scale"),
         (replace(SCHEME, scale=replace(SCHEME.scale, storage="float16", floor=None)), "in float16"),
         (replace(SCHEMES["nvfp4"], element="int4"), "its code times one scale"),
@@ -96,24 +108,41 @@ def test_lengths_and_gpus_that_it_does_not_take(kernels, monkeypatch):
         k=160,
     )
     assert "a multiple of its group of 128, got 160" in sparse_int4.unsupported_reason(w.t(), BF16)
+    for scheme, k, step in (("int4_g32_asymmetric", 128, 256), ("int4_g128_asymmetric", 256, 512)):
+        reason = sparse_int4.unsupported_reason(weight(scheme, k=k).t(), BF16)
+        assert f"with zero points the length of its sums must be a multiple of {step}, got {k}" in reason
     monkeypatch.undo()
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    for capability, taken in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
+    for capability, taken in (((8, 9), ()), ((9, 0), (SCHEME, ASYMMETRIC)), ((10, 0), (SCHEME,))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert (sparse_int4._device_reason(on_gpu) is None) == taken
+        for scheme in (SCHEME, ASYMMETRIC):
+            on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), scheme=scheme)
+            assert (sparse_int4._device_reason(on_gpu) is None) == (scheme in taken)
 
 
-@pytest.mark.parametrize("scheme", ["int4_g32", STORED_BFLOAT16], ids=str)
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+@pytest.mark.parametrize("group", GROUPS)
+def test_lengths_with_zero_points_are_those_that_have_a_variant(group):
+    from fast.kernels.sparse_skinny.select import choose
+    from fast.kernels.sparse_skinny.variants import Form
+
+    form = Form(group, False, False, zeros=True)
+    for k in range(group, 4097, group):
+        assert (sparse_int4.zero_points_reason(k, group) is None) == (choose(form, 1, 4096, k) is not None), k
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", STORED_BFLOAT16, ASYMMETRIC], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 16, 65])
 def test_products_are_those_of_the_dense_equivalent(scheme, rows, kernels):
     """`reference.linear` of it, bit for bit."""
-    w = weight(scheme)
-    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)).to(BF16)
+    k = 256 if scheme is ASYMMETRIC else 128
+    w = weight(scheme, k=k)
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(BF16)
     bias = torch.randn(16, generator=torch.Generator().manual_seed(2)).to(BF16)
     for added in (None, bias):
         found = torch.nn.functional.linear(x, w, added)
         assert same(found, reference.linear(x, w.dense_stored(), added))
         assert same(found, PRODUCTS["sparse_int4"].run(x, w.t(), added))
+    assert select_kernel(w.t(), BF16) == "sparse_int4"
 
 
 def test_one_number_may_be_added_to_all_columns(kernels):
@@ -172,3 +201,15 @@ def test_compiled_layers_of_one_input_are_joined(kernels):
     assert (len(seen), set(seen)) == (2, names)
     assert same(gated, reference.swiglu(*wanted[:2]))
     assert all(map(same, others, wanted[2:]))
+
+
+def test_compiled_layers_with_zero_points_are_left(kernels):
+    """Two products at once take none."""
+    from tests.fast.linear.test_linear_swiglu import compiled
+
+    layers = [layer("int4_g32_asymmetric", bias=False, k=256) for _ in range(2)]
+    x = torch.randn(1, 4, 256).to(BF16)
+    with torch.no_grad():
+        made, seen = compiled(lambda x: [one(x) for one in layers], x)
+        assert all(map(same, made, [one(x) for one in layers]))
+    assert seen == ["ao_lab.linear_sparse_int4.default"] * 2

@@ -8,7 +8,7 @@ import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.sparsity import linear_sparse_int4_ops as ops
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case, zero_points
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -32,6 +32,27 @@ def test_gradients_are_products_with_the_dense_weight():
     assert_same_bits(bias.grad, g.float().sum(0).to(bias.dtype))
     with pytest.raises(NotImplementedError, match="scales of a stored weight"):
         fast.linear_sparse_int4(x, *case[1:3], case.scale.requires_grad_()).sum().backward()
+
+
+def test_zero_points():
+    """The reference's bits, gradients by the dense weight, the operators, compiled programs."""
+    case = exact_case(3, 8, 128, 64)
+    case, zero = as_tensors(case), torch.from_numpy(zero_points(case))
+    wanted = reference.linear_sparse_int4(*case, zero)
+    assert_same_bits(fast.linear_sparse_int4(*case, zero=zero), wanted)
+    run = torch.compile(
+        lambda x: fast.linear_sparse_int4(x, *case[1:], zero), fullgraph=True, backend="eager"
+    )
+    assert_same_bits(run(case.x), wanted)
+    w = fast.dequantize(sparse_int4_weight(*case[1:4], zero))
+    assert_same_bits(torch.ops.ao_lab.sparse_int4_dense(*case[1:4], torch.bfloat16, zero), w.bfloat16())
+    x = case.x.requires_grad_()
+    y = fast.linear_sparse_int4(x, *case[1:], zero)
+    g = torch.randint(-2, 3, y.shape).to(y.dtype)
+    y.backward(g)
+    assert_same_bits(x.grad, (g.float() @ w).to(x.dtype))
+    operator = torch.ops.ao_lab.linear_sparse_int4
+    assert set(torch.library.opcheck(operator, (x, *case[1:], zero)).values()) == {"SUCCESS"}
 
 
 def test_compiled_programs():

@@ -4,14 +4,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits, fill
 from reference.sparsity.linear_sparse_int4 import linear_sparse_int4, sparse_int4_weight
-from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case, zero_points
 
 
-def written_out(codes, metadata, scale):
+def written_out(codes, metadata, scale, zero=None):
     """The dense weight in float64, element by element."""
     rows, length = codes.shape[0], 4 * codes.shape[1]
     w = np.zeros((rows, length))
@@ -19,8 +20,9 @@ def written_out(codes, metadata, scale):
         for j in range(length // 4):
             pair = int(metadata[n, j // 2]) >> 4 * (j % 2) & 15
             for nibble, index in ((codes[n, j] & 15, pair & 3), (codes[n, j] >> 4, pair >> 2)):
-                code = (int(nibble) ^ 8) - 8
-                w[n, 4 * j + index] = code * float(scale[n, (4 * j) // (length // scale.shape[1])])
+                code, group = (int(nibble) ^ 8) - 8, 4 * j // (length // scale.shape[1])
+                code -= 0 if zero is None else int(zero[n, group])
+                w[n, 4 * j + index] = code * float(scale[n, group])
     return w
 
 
@@ -32,6 +34,28 @@ def test_codes_stand_where_the_metadata_say(group, storage):
     assert (reference.dequantize(sparse_int4_weight(*case[1:4])).astype(float) == w).all()
     wanted = case.x.astype(float) @ w.T + case.bias.astype(float)
     assert_same_bits(linear_sparse_int4(*case), wanted.astype(np.float32).astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("group", [32, 256])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_zero_points_are_taken_off_what_is_kept(group, storage):
+    case = exact_case(3, 5, 256, group, storage=storage)
+    zero = zero_points(case)
+    w = written_out(*case[1:4], zero)
+    stored = sparse_int4_weight(*case[1:4], zero)
+    assert stored.scheme.zero is not None
+    assert (reference.dequantize(stored).astype(float) == w).all()
+    wanted = case.x.astype(float) @ w.T + case.bias.astype(float)
+    made = linear_sparse_int4(*case, zero=zero)
+    assert_same_bits(made, wanted.astype(np.float32).astype(ml_dtypes.bfloat16))
+    assert_same_bits(linear_sparse_int4(*as_tensors(case), zero=torch.from_numpy(zero)), made)
+    assert_same_bits(np.asarray(linear_sparse_int4(*map(jnp.asarray, case), zero=jnp.asarray(zero))), made)
+    for wrong, kind, message in (
+        (zero.astype(np.int32), TypeError, "zero of dtype int8, got int32"),
+        (zero[:4], ValueError, "one zero point a scale"),
+    ):
+        with pytest.raises(kind, match=message):
+            linear_sparse_int4(*case, zero=wrong)
 
 
 def test_it_is_the_product_with_a_pruned_weight():

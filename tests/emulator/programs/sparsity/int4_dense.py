@@ -21,23 +21,27 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_linear import host
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.products.int4_cases import as_tensors, random_case
+from tests.gpu.sparsity.products.int4_cases import as_tensors, random_case, zero_points
 
 #: Programs that are not filled, filled and followed by another.
 SHAPES = ((5, 96, 32), (16, 256, 256), (3, 4096, 128))
 
 
 def compare(dtype: torch.dtype, storage: str) -> None:
-    """Usual scales, and those that overflow, underflow and are not numbers."""
+    """Usual scales, and those that overflow, underflow and are not numbers, with zero points and without."""
     for rows, length, group in SHAPES:
-        _, codes, metadata, scale, _ = as_tensors(random_case(1, rows, length, group, storage=storage))
+        case = random_case(1, rows, length, group, storage=storage)
+        _, codes, metadata, scale, _ = as_tensors(case)
+        zeros = (None, torch.from_numpy(zero_points(case)))
         hard = torch.tensor([1e-40, 3e38, float("nan"), float("inf"), -1.0, 7e4]).to(scale.dtype)
         for given in (scale, hard[torch.arange(scale.numel()) % len(hard)].view(scale.shape)):
-            made = host.sparse_int4_dense(codes, metadata, given, dtype, group)
-            name = str(dtype).removeprefix("torch.")
-            assert_same_bits(made, reference.dequantize(sparse_int4_weight(codes, metadata, given), name))
+            for zero in zeros:
+                made = host.sparse_int4_dense(codes, metadata, given, dtype, group, None, zero)
+                w = sparse_int4_weight(codes, metadata, given, zero)
+                assert_same_bits(made, reference.dequantize(w, str(dtype).removeprefix("torch.")))
     pattern = given.view(torch.uint16) if storage == "bfloat16" else given
-    assert_same_bits(host.sparse_int4_dense(codes, metadata, pattern, dtype, group), made)
+    again = host.sparse_int4_dense(codes, metadata, pattern, dtype, group, None, zeros[1])
+    assert_same_bits(again, made)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import fast
 from fast import dispatch
 from fast.kernels.launch import cache
 from fast.kernels.sparse_linear import host
+from fast.kernels.sparse_linear.dense import STEPS
 from fast.kernels.sparse_linear.tilings import arranged_bound, in_place, weight_bound, widened
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
@@ -174,9 +175,12 @@ def test_calls_are_remembered(monkeypatch):
 @pytest.mark.parametrize("dtype", host.INPUTS)
 def test_the_dense_weight(dtype):
     _, *weight, _ = operands(1, (64, 1024), 128)
-    (machine,) = launched(lambda: host.sparse_int4_dense(*weight, dtype, 128))
-    assert (machine.kernel, machine.local, machine.stack) == ("dense_kernel", 0, 0)
-    assert set(machine.accesses("STG")) == {8}
+    for zero in (None, torch.empty((64, 8), dtype=torch.int8)):
+        (machine,) = launched(lambda zero=zero: host.sparse_int4_dense(*weight, dtype, 128, None, zero))
+        assert (machine.kernel, machine.local, machine.stack) == ("dense_kernel", 0, 0)
+        # Lanes write 16 bytes beside each other, and nothing goes through shared memory.
+        assert machine.accesses("STG") == {16: STEPS}
+        assert machine.named("STS", "LDS") == 0
     assert host.sparse_int4_dense(*weight, FLOAT, 128) is None
 
 

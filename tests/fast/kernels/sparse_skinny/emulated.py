@@ -30,8 +30,7 @@ class Device:
         bias = pointers[one.names.index("bias")]
         kind = 0 if bias is None else KINDS.index(str(bias.dtype).removeprefix("torch."))
         addresses = [0 if p is None else p.data_ptr() for p in pointers]
-        layout = launch.PAIR_ARGUMENTS if one.form.products else launch.ARGUMENTS
-        packed = layout.pack(*addresses, *one.arguments(kind))
+        packed = one.layout.pack(*addresses, *one.arguments(kind))
         machine = Machine(
             ptx, self.memory, [np.frombuffer(packed, np.uint8).copy()], {}, threads=one.variant.threads,
             shared=one.variant.shared(one.form), early=self.early, seed=self.seed,
@@ -39,12 +38,13 @@ class Device:
         machine.run(one.programs, one.variant.splits)
         return (device,)
 
-    def product(self, x, codes, metadata, scale, bias=None, *, variant):
+    def product(self, x, codes, metadata, scale, bias=None, *, variant, zero=None):
         """`sparse_linear.host.linear_sparse_int4` by a variant of this kernel."""
         group = 4 * codes.shape[1] // scale.shape[1]
         given = (x, codes, metadata, scale, bias)
         with mock.patch.object(host, "choose", return_value=variant):
-            return self.made(given, lambda: sparse_linear.linear_sparse_int4(*given, group))
+            call = lambda: sparse_linear.linear_sparse_int4(*given, group, zero=zero)  # noqa: E731
+            return self.made((*given, zero), call)
 
     def two(self, x, first, second, *, variant, gated=False):
         """`sparse_skinny_pair` by a variant, or `sparse_skinny_swiglu`."""

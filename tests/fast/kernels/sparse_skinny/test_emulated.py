@@ -9,7 +9,7 @@ from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_skinny.emulated import Device
-from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case, zero_points
 from tests.support.linear_cases import exact_result, outside
 
 BF16, F16, WIDE = "bfloat16", "float16", "float32"
@@ -27,9 +27,20 @@ CASES = {
 }  # fmt: skip
 
 
-def variant_of(case, sizes, at_once=1):
+#: The same with zero points: of 2, 4, 8 and 16 bytes of a row of a stage.
+ZEROS = {
+    "four of a stage": ((1, 16, 1024, 128), BF16, WIDE, (8, 512, 2, 1), 1),
+    "eight, rows cut, parts of K that differ": ((5, 37, 1280, 32), F16, BF16, (8, 256, 2, 2), 1),
+    "sixteen, 16 rows, a ring of tiles": ((16, 77, 1024, 32), BF16, WIDE, (16, 512, 1, 5), 1),
+    "two, stages that share a copy": ((11, 48, 2048, 256), F16, WIDE, (16, 512, 2, 2), 1),
+    "two, of 256 columns, four parts": ((3, 61, 1536, 128), BF16, BF16, (8, 256, 4, 1), 1),
+    "four, two programs": ((2, 20, 768, 64), BF16, BF16, (8, 256, 1, 2), 2),
+}  # fmt: skip
+
+
+def variant_of(case, sizes, at_once=1, **form):
     group = 4 * case.codes.shape[1] // case.scale.shape[1]
-    form = Form(group, case.scale.dtype != torch.float32, case.x.dtype == torch.float16)
+    form = Form(group, case.scale.dtype != torch.float32, case.x.dtype == torch.float16, **form)
     return fitted(form, *sizes, case.x.shape[1], at_once)
 
 
@@ -45,6 +56,30 @@ def test_variants_give_exact_sums(name, early):
     case = as_tensors(exact_case(*shape, dtype, storage, 1))
     got = Device(early=early, seed=1).product(*case, variant=variant_of(case, sizes, at_once))
     assert_same_bits(got, exact(case))
+
+
+@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_points_are_taken_off(name, early):
+    """Of all values of codes and zero points."""
+    require_nvrtc()
+    shape, dtype, storage, sizes, at_once = ZEROS[name]
+    case = exact_case(*shape, dtype, storage, 1)
+    case, zero = as_tensors(case), torch.from_numpy(zero_points(case, 1))
+    one = variant_of(case, sizes, at_once, zeros=True)
+    got = Device(early=early, seed=1).product(*case, variant=one, zero=zero)
+    assert_same_bits(got, exact_result(case.x, sparse_int4_weight(*case[1:4], zero), case.bias))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_chunks_of_rows(zeros):
+    """The last one cut."""
+    require_nvrtc()
+    case = exact_case(21, 37, 1024, 128)
+    case, zero = as_tensors(case), torch.from_numpy(zero_points(case)) if zeros else None
+    one = variant_of(case, (8, 512, 2, 2), zeros=zeros)._replace(chunks=3)
+    got = Device(seed=1).product(*case, variant=one, zero=zero)
+    assert_same_bits(got, exact_result(case.x, sparse_int4_weight(*case[1:4], zero), case.bias))
 
 
 def test_without_a_bias_and_with_another_dtype_s():

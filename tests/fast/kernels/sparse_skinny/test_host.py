@@ -9,8 +9,8 @@ import torch
 from fast.kernels.hopper import nvrtc
 from fast.kernels.sparse_linear import host as sparse_linear
 from fast.kernels.sparse_skinny import host, launch
-from fast.kernels.sparse_skinny.select import choose
-from fast.kernels.sparse_skinny.variants import Form, Variant, fitted, sources
+from fast.kernels.sparse_skinny.select import MOST_CHUNKED, choose
+from fast.kernels.sparse_skinny.variants import TWO, Form, Variant, fitted, sources
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case
 
@@ -95,6 +95,16 @@ def test_nothing_is_read_before_the_kernel_in_front_has_ended(splits):
         assert re.search(r"cp\.async\.cg", after)
 
 
+def test_zero_points_that_no_variant_copies():
+    """Rows of four bytes at least, of one weight alone."""
+    asymmetric = INT4._replace(zeros=True)
+    assert fitted(asymmetric, 8, 256, 2, 1, 1024) is not None
+    assert fitted(asymmetric, 8, 256, 1, 1, 256) is None
+    assert fitted(asymmetric._replace(products=TWO), 8, 256, 2, 1, 1024) is None
+    case = as_tensors(exact_case(1, 16, 256, 128))
+    assert sparse_linear.linear_sparse_int4(*case, 128, zero=torch.zeros((16, 2), dtype=torch.int8)) is None
+
+
 def test_programs_send_their_sums_when_all_of_a_cluster_run():
     """Each has arrived by then: a program that has not begun has no shared memory."""
     require_nvrtc()
@@ -121,7 +131,8 @@ def test_operands_that_another_kernel_takes(monkeypatch):
         return host.launch_for(case.x, case.codes, case.scale, group)
 
     assert launched(16, 512).form == INT4
-    assert launched(17, 512) is None
+    assert launched(17, 512).variant.chunks == 2
+    assert launched(MOST_CHUNKED + 1, 512) is None
     assert launched(1, 640) is None
     assert launched(0, 512) is None
 
@@ -165,3 +176,6 @@ def test_a_launch_has_all_rows():
     made = launch.SparseSkinnyLaunch(one, INT4, 1, (14336 + 1, 4096))
     assert made.programs == 129
     assert launch.ARGUMENTS.size == 8 * len(launch.POINTERS) + 16
+    chunks = launch.SparseSkinnyLaunch(one._replace(chunks=3), INT4._replace(zeros=True), 20, (14336, 4096))
+    assert chunks.programs == 3 * 128
+    assert (chunks.names[-1], chunks.layout.size) == ("zero", launch.ARGUMENTS.size + 8)

@@ -72,6 +72,11 @@ def random_case(
     return given._replace(x=x, bias=bias, scale=scale.astype(FLOATS[storage]))
 
 
+def zero_points(case: Case, seed: int = 0) -> npt.NDArray[np.int8]:
+    """All sixteen, one a scale."""
+    return np.random.default_rng(seed).integers(-8, 8, case.scale.shape, np.int8)
+
+
 def as_tensors(case: Case) -> Case:
     """The same as torch tensors on the CPU."""
     return Case(*(_tensor(part) for part in case))
