@@ -16,7 +16,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() or 1))')
 BIN := .venv/bin
 INSTALL = $(PYTHON) .ci/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
-.PHONY: help reproduce speed test nightly docs lint style types contract exhaustive mutation install install-test clean
+.PHONY: help reproduce speed test nightly nightly-newest docs lint style types contract exhaustive mutation install install-test clean
 .DEFAULT_GOAL := help
 
 help:                ## this list
@@ -36,6 +36,9 @@ test: install-test   ## all tests that need no GPU
 
 nightly: install-test  ## every further record and shape of those tests (about twenty minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m nightly $(if $(PART),--part $(PART)) $(ARGS)
+
+nightly-newest:      ## the tests that other libraries may break, with the newest of them (an environment of its own)
+	$(PYTHON) .ci/newest.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)" -- -n $(WORKERS) --dist worksteal $(ARGS)
 
 docs: install-test   ## build the API pages into build/docs
 	$(BIN)/python docs/api.py
@@ -63,5 +66,5 @@ install: ; @$(INSTALL) run
 install-test: ; @$(INSTALL) test
 
 clean:               ## remove the environment and all caches (not reports/)
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-newest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
 	find ao_lab reference fast experiments tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +

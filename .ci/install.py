@@ -116,13 +116,14 @@ def install(level: str, torch: str, torch_index: str) -> None:
     run([*pip, "--no-build-isolation", "--editable", f"{ROOT}{EXTRAS[level]}"])
 
 
-def make_environment() -> None:
-    """Create `.venv`; on a Python that lacks ensurepip, with the pip that this Python has."""
-    say(f"environment {VENV.name} with Python {sys.version.split()[0]}")
-    made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, check=False)
+def make_environment(venv: Path = VENV) -> None:
+    """Create an environment; on a Python that lacks ensurepip, with the pip that this Python has."""
+    say(f"environment {venv.name} with Python {sys.version.split()[0]}")
+    made = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, check=False)
     if made.returncode != 0:
-        run([sys.executable, "-m", "venv", "--without-pip", str(VENV)])
-        run([sys.executable, "-m", "pip", "--python", str(BIN / "python"), "install", "--quiet", "pip"])
+        run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+        python = str(venv / BIN.name / "python")
+        run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "pip"])
 
 
 def run(command: list[str]) -> None:

@@ -50,12 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("build", choices=("cpu", "cuda"))
     parser.add_argument("--index", default="")
+    parser.add_argument("--newest", action="store_true", help="not the pinned version but the newest")
     arguments = parser.parse_args(argv)
     version = pinned_version(CONSTRAINTS.read_text())
-    if installed_build(version) == arguments.build:
+    if not arguments.newest and installed_build(version) == arguments.build:
         return 0
     looked: list[str] = []
-    for place in places(arguments.build, version, arguments.index):
+    wanted = newest_places(arguments.build, arguments.index) if arguments.newest else []
+    for place in [*wanted, *places(arguments.build, version, arguments.index)]:
         found = build_of(dry_run(place))
         looked.append(
             f"  {place.name}: {f'the {found} build' if found else 'no torch of this version, or not reached'}"
@@ -99,6 +101,14 @@ def places(build: str, version: str, index: str) -> list[Place]:
             Place(requirement=f"torch=={version}", options=("--index-url", CPU_INDEX), name=CPU_INDEX),
         ]
     return [configured, Place(requirement=f"torch==={version}", name="the same, without local versions")]
+
+
+def newest_places(build: str, index: str) -> list[Place]:
+    """Where a build of the newest version may be found, first choice first."""
+    pinned = places(build, "0", index)
+    found = {place.options: Place(requirement="torch", options=place.options, name=f"{place.name}, newest")
+             for place in reversed(pinned)}  # fmt: skip
+    return list(reversed(found.values()))
 
 
 def dry_run(place: Place) -> list[str] | None:

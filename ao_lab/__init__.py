@@ -27,7 +27,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ao_lab.install import packages, renamed, shadowing, transformers_hook
+from ao_lab.install import packages, renamed, shadowing, transformers_hook, versions
 from ao_lab.install.version import __version__ as __version__
 
 # Said here, once and at once: a user's file in the place of one of our packages would fail strangely later.
@@ -58,6 +58,7 @@ def __getattr__(name: str) -> Any:
     else:
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
     globals()[name] = value
+    versions.check_loaded()
     return value
 
 

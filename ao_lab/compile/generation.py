@@ -58,8 +58,8 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     touched, so it may be called before or after `quantize_`, and again: a second call changes nothing, and nothing is compiled
     anew.
 
-    A static cache takes no assisted generation and no `past_key_values` of the caller's: `generate(cache_implementation=None)`
-    goes without it for one call.
+    A static cache takes no assisted generation before transformers 5.24, and no cache of the caller's (`past_key_values`, or
+    `cache`): `generate(cache_implementation=None)` goes without it for one call.
 
     `save_pretrained`, ours and transformers', writes the generation_config: the cache with it, the compile_config never. So a
     model that was loaded from there has the static cache, which transformers compiles on a GPU without our options; call this

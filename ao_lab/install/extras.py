@@ -10,6 +10,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from ao_lab.install.versions import check_loaded
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Modules that extras bring, by the extra's name in pyproject.toml.
@@ -52,7 +54,9 @@ def needed(name: str) -> Any:
         if error.name != top:
             raise
         raise MissingExtra(missing(top), name=top) from None
-    return importlib.import_module(name)
+    module = importlib.import_module(name)
+    check_loaded()
+    return module
 
 
 def check_extra(extra: str) -> None:

@@ -14,6 +14,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from ao_lab.install.versions import check_loaded
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -87,6 +89,7 @@ def register(name: str) -> None:
     """
     if all(other in sys.modules for other in AWAITED):
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Waiting)]
+    check_loaded()
     try:
         importlib.import_module(AWAITED[name]).register()
     except (ImportError, AttributeError) as error:

@@ -25,6 +25,7 @@ from ao_lab.cli.doctor.devices import cpu_found, gpu_found, limits, torch_of
 from ao_lab.cli.terminal.output import print_json, print_table
 from ao_lab.install.extras import is_clone, pip_install
 from ao_lab.install.packages import module_name
+from ao_lab.install.versions import TESTED, outside
 
 # What a broken or half-installed library raises when it is first used.
 PROBE_ERRORS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError)
@@ -116,6 +117,8 @@ def library(name: str, *, remedy: str = "", required: bool = False) -> Finding:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         version = "version unknown"
+    if name in TESTED and outside(name, version):
+        version += f" (tested: {' to '.join(dict.fromkeys(TESTED[name]))})"
     return Finding(name=name, status="ok", detail=version, required=required)
 
 

@@ -1,6 +1,7 @@
 """`prepare_for_generate_`: what it leaves in a generation_config, and transformers' `generate()` with it, compiled on a CPU."""
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -144,13 +145,20 @@ def test_calls_that_a_static_cache_does_not_take():
     given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
     wanted = model.generate(prompt, **given)
     ao_lab.prepare_for_generate_(model)
-    for make in (
-        lambda: {"assistant_model": assistant},
-        lambda: {"prompt_lookup_num_tokens": 2},
-        lambda: {"past_key_values": transformers.DynamicCache()},
+    cache = next(
+        name for name in ("cache", "past_key_values") if name in inspect.signature(model.forward).parameters
+    )
+    assisted_too = cache == "cache"  # from transformers 5.24 on
+    for make, taken in (
+        (lambda: {"assistant_model": assistant}, assisted_too),
+        (lambda: {"prompt_lookup_num_tokens": 2}, assisted_too),
+        (lambda: {cache: transformers.DynamicCache()}, False),
     ):
-        with pytest.raises(ValueError, match=r"Static cache|past_key_values"):
-            model.generate(prompt, **given, **make())
+        if taken:
+            assert torch.equal(model.generate(prompt, **given, **make()), wanted)
+        else:
+            with pytest.raises(ValueError, match=r"Static cache|past_key_values|`cache`"):
+                model.generate(prompt, **given, **make())
         assert torch.equal(model.generate(prompt, **given, **make(), cache_implementation=None), wanted)
 
 

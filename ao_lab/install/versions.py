@@ -1,0 +1,55 @@
+"""The versions of libraries that ao_lab was tested with, in one place, and what is said of others.
+
+Names, arguments and layouts of these libraries change without notice: transformers 5.24 renamed the cache that its blocks are
+given. So at the first use of a library whose version lies outside of the range there is one UserWarning; nothing is refused,
+since most of it still works. `.ci/newest.py` runs a part of the tests with the newest versions.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+#: The oldest and the newest version, by the name under which a library is imported; all patches of the newest are meant.
+TESTED = {
+    "torch": ("2.11", "2.13"),
+    "triton": ("3.6", "3.7"),
+    "transformers": ("5.23", "5.24"),
+    "compressed_tensors": ("0.20", "0.20"),
+    "torchao": ("0.18", "0.18"),
+    "jax": ("0.10", "0.10"),
+}
+_checked: set[str] = set()
+
+
+def numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a version; (0, 0) for what does not begin with two numbers."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def outside(library: str, version: str) -> str | None:
+    """What is to be said of a library's version; None where it lies within the tested range."""
+    oldest, newest = TESTED[library]
+    if numbers(oldest) <= numbers(version) <= numbers(newest):
+        return None
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    older = numbers(version) < numbers(oldest)
+    what = f"update it (pip install -U {library})" if older else "a newer ao_lab may know it"
+    return f"ao_lab was tested with {library} {tested}; this is {version}, which may differ in names and layouts: {what}"
+
+
+def check_loaded() -> None:
+    """Warn, once per library and process, of those that have been imported in a version outside of the tested range."""
+    for library in TESTED:
+        module = sys.modules.get(library)
+        version = getattr(module, "__version__", None)
+        if library in _checked or not isinstance(version, str):
+            continue
+        _checked.add(library)
+        if said := outside(library, version):
+            warnings.warn(said, UserWarning, stacklevel=3)
+
+
+__all__ = ["TESTED", "check_loaded", "numbers", "outside"]
