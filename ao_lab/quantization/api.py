@@ -31,7 +31,7 @@ from ao_lab.quantization.joined_scales import JoinedScales
 from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.preshuffle import preshuffle
-from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain
+from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, warn_of_slower
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
@@ -153,7 +153,9 @@ def quantize_weights(call: Call) -> Report:
             model.to(call.device)
     finally:
         keep_report(model, plan)
-    return report_of(model)
+    report = report_of(model)
+    warn_of_slower(report, (name for change in quantizing.values() for name in change.places))
+    return report
 
 
 def _quantize_all(

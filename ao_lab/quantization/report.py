@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,6 +39,8 @@ SPARSITY = "ao_lab_sparsity"
 ADAPTER = "an adapter; it trains"
 #: That of a layer that another has replaced since it was prepared.
 REPLACED = "not in QAT (put here after step='prepare')"
+#: The function of a layer in 2:4 storage on a GPU that no kernel multiplies as it is stored.
+SLOWER = "dequantize, slower than bfloat16"
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,8 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
     if name == sparse_int4.NAME:
         return f"{name}, up to {sparse_int4.MOST_ROWS} rows"
+    if name == "dequantize" and isinstance(weight, SparseQuantizedTensor) and on_gpu(weight):
+        return SLOWER
     if name != "fused":
         return name
     count = most_fused_rows(transposed, weight.dtype)
@@ -234,4 +240,25 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     return f"fused, up to {count} row{'s' * (count > 1)}"
 
 
-__all__ = ["Layer", "Report", "described", "explain", "known_reasons"]
+def on_gpu(weight: torch.Tensor) -> bool:
+    """Whether products by a weight run on a GPU."""
+    return weight.is_cuda
+
+
+def warn_of_slower(report: Report, names: Iterable[str]) -> None:
+    """One warning for those of these layers that are stored as 2:4 and dequantized in every product on a GPU."""
+    given = set(names)
+    slower = [layer for layer in report.layers if layer.kernel == SLOWER and layer.name in given]
+    if not slower:
+        return
+    schemes = ", ".join(dict.fromkeys(layer.scheme for layer in slower))
+    warnings.warn(
+        f"{len(slower)} of {len(given)} layers, {slower[0].name} among them, are dequantized in every product and slower than "
+        f"bfloat16: no kernel of this GPU multiplies 2:4 storage of {schemes}. What is multiplied as it is stored: "
+        f"Int4WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig and Float8DynamicActivationFloat8WeightConfig; without "
+        f"sparsity='2:4' pruned weights take the kernels of dense storage",
+        stacklevel=4,
+    )
+
+
+__all__ = ["Layer", "Report", "described", "explain", "known_reasons", "warn_of_slower"]

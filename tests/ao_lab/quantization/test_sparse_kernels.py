@@ -5,13 +5,18 @@ The tests for a GPU are taken away where one has to be there; the reference comp
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from ao_lab import (
+    Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
     Recipe,
     SchemeConfig,
     SparseQuantizedTensor,
@@ -28,6 +33,7 @@ from ao_lab import (
 from ao_lab.config.recipe import KERNELS, SPARSE_KERNELS, changed_recipe
 from ao_lab.gemm import sparse_int4, sparse_wgmma
 from ao_lab.gemm.select import PRODUCTS
+from ao_lab.quantization import report
 from ao_lab.tensor.metadata import described
 from ao_lab.tensor.sparse.metadata import sparse_meta_from
 from reference import SCHEMES
@@ -167,3 +173,39 @@ def test_files_are_read_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):
     assert same(other[0].weight.dequantize(), made[0].weight.dequantize())
     with pytest.raises(ValueError, match=r"does not take .*for Nvidia GPUs"), torch.no_grad():
         other(torch.ones(1, 128, dtype=BF16))
+
+
+@pytest.mark.parametrize(
+    ("given", "kernel"),
+    [
+        (Int8WeightOnlyConfig(sparsity="2:4"), None),
+        (IntxWeightOnlyConfig(weight_dtype=torch.int2, granularity=PerGroup(32), sparsity="2:4"), None),
+        (Int4WeightOnlyConfig(group_size=128, sparsity="2:4"), None),  # of a length that no variant divides
+        (Int4WeightOnlyConfig(group_size=32, sparsity="2:4"), "sparse_int4, up to 64 rows"),
+        (Int4WeightOnlyConfig(scheme="int4_g32", sparsity="2:4"), "sparse_int4, up to 64 rows"),
+        (Int8DynamicActivationInt8WeightConfig(sparsity="2:4"), "sparse_wgmma"),
+        (Int8WeightOnlyConfig(), None),
+    ],
+)
+def test_a_gpu_without_a_kernel_for_what_is_stored_is_said_once(given, kernel, gpu, monkeypatch):
+    """By a warning with how many layers and what has kernels, and in the report."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256), nn.Linear(256, 64)).to(BF16)
+    sparsify_(made, SparsityConfig())
+    monkeypatch.setattr(report, "on_gpu", lambda weight: True)
+    slower = kernel is None and given.sparsity is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantize_(made, given, filter_fn=lambda module, name: name in ("0", "2"))
+    told = [str(one.message) for one in caught if "dequantized in every product" in str(one.message)]
+    assert [one.split(",")[0] for one in told] == ["2 of 2 layers"] * slower
+    assert all("Int4WeightOnlyConfig, Int8Dynamic" in one for one in told)
+    assert all(one.filename == __file__ for one in caught if str(one.message) in told)
+    if given.sparsity is not None:
+        expected = kernel or "dequantize, slower than bfloat16"
+        assert [layer.kernel for layer in explain(made).changed] == [expected] * 2
+
+
+def test_a_cpu_is_not_told_of_kernels(recwarn):
+    quantize_(model(), Int8WeightOnlyConfig(sparsity="2:4"))
+    assert not [one for one in recwarn if "dequantized" in str(one.message)]
