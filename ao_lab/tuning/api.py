@@ -79,10 +79,11 @@ def tune(
     save_choices: for later processes, per GPU and library versions (`ao_lab.gemm.saved`).
 
     With torch.distributed all ranks call this, and have the same choices: those of the lowest rank that has such a layer.
-    Parameters, gradients and random generators are unchanged. Under torch.use_deterministic_algorithms(True) layers follow the
-    default rules, not these choices. Raises ValueError where no layer is to be tuned, for budgets and rows that are not
-    positive, and inside torch.compile, a CUDA graph's capture or another tune; OSError, before anything is measured, where
-    choices are to be saved and there is no place for a cache.
+    The model is unchanged afterwards: buffers, values that modules hold, modes, gradients, and random generators
+    (`ao_lab.tuning.untouched`); a UserWarning names parameters that the step on sample_input wrote to. Under
+    torch.use_deterministic_algorithms(True) layers follow the default rules, not these choices. Raises ValueError where no
+    layer is to be tuned, for budgets and rows that are not positive, and inside torch.compile, a CUDA graph's capture or
+    another tune; OSError, before anything is measured, where choices are to be saved and there is no place for a cache.
     """
     check_model(model)
     _refuse_inside()

@@ -17,6 +17,7 @@ from ao_lab.training.grouped.autograd import LISTENERS
 from ao_lab.training.grouped.experts import LowPrecisionExperts
 from ao_lab.training.layers import LowPrecisionLinear, autocast
 from ao_lab.training.shapes import padded
+from ao_lab.tuning.untouched import untouched
 from reference.training.recipe import Recipe
 
 #: A tensor, positional or named arguments of the model, or a function that runs the model and returns a loss or an output.
@@ -106,11 +107,11 @@ def repeated(x: torch.Tensor, rows: int) -> torch.Tensor:
 def record(model: nn.Module, sample_input: SampleInput) -> list[Sample]:
     """A sample of each kind of layer and range of rows, from one forward, and one backward where something requires a gradient.
 
-    Gradients and the states of random generators are afterwards what they were. ValueError where no layer was reached that
+    The model is afterwards what it was (`ao_lab.tuning.untouched`). ValueError where no layer was reached that
     trains in low precision or has a quantized weight.
     """
     found: dict[object, Sample] = {}
-    with _listening(model, found), _untouched(model):
+    with untouched(model, sample_input), _listening(model, found):
         _backward(_output(model, sample_input))
     if not found:
         raise ValueError(
@@ -233,20 +234,6 @@ def _backward(output: Any) -> None:
     loss = loss[0] if isinstance(loss, (tuple, list)) else getattr(loss, "logits", loss)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         (loss if loss.dim() == 0 else loss.float().square().mean()).backward()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Gradients and random generators as they were, afterwards."""
-    grads = {parameter: parameter.grad for parameter in model.parameters()}
-    for parameter in grads:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for parameter, grad in grads.items():
-            parameter.grad = grad
 
 
 __all__ = ["ExpertsSample", "Sample", "SampleInput", "ServingSample", "TrainingSample", "is_served", "record"]
