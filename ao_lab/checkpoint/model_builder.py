@@ -273,7 +273,8 @@ def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
 def forget_code(model: nn.Module) -> None:
     """Take what names a folder's own code off the configuration of a model of transformers' own classes."""
     for module in model.modules():
-        fields = vars(getattr(module, "config", module))
+        # Some modules have a plain dictionary called config.
+        fields = getattr(getattr(module, "config", module), "__dict__", {})
         for name in ("auto_map", "custom_pipelines"):
             fields.pop(name, None)
 
@@ -328,7 +329,9 @@ def is_untied(model: nn.Module) -> bool:
     """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
     head = _embeddings(model, "get_output_embeddings")
     table = _embeddings(model, "get_input_embeddings") if head is not None else None
-    return head is not None and table is not None and head.weight is not table.weight
+    # Some models have a list of heads there.
+    ours, its = getattr(head, "weight", None), getattr(table, "weight", None)
+    return ours is not None and its is not None and ours is not its
 
 
 def heads(model: nn.Module) -> list[str]:

@@ -56,7 +56,7 @@ def converted(records: Records, folder: Folder, model: nn.Module) -> Records:
         return records
     dense = {name: Computed(folder.specs[name], {"": name}, _itself) for name in records.dense}
     sources: dict[str, Weight | Computed] = {**records.weights, **dense, **records.computed}
-    renamed, groups = _sorted(names, state, mapping, str(model.base_model_prefix))
+    renamed, groups = grouped_names(names, state, mapping, str(model.base_model_prefix))
     result: dict[str, Weight | Computed] = {new: sources[old] for old, new in renamed.items()}
     for first, group in groups.items():
         try:
@@ -83,7 +83,7 @@ def mapping_of(model: nn.Module) -> tuple[list[Any], list[Any]] | None:
     )
 
 
-def _sorted(
+def grouped_names(
     names: Iterable[str], state: dict[str, Any], mapping: tuple[list[Any], list[Any]], prefix: str
 ) -> tuple[dict[str, str], dict[str, Group]]:
     """The new names of tensors that stay one, and by the first new name those that an operation changes."""
@@ -112,7 +112,7 @@ def unused_names(folder: Folder, model: nn.Module) -> tuple[list[str], list[str]
     if mapping is None:
         return [], []
     state = model.state_dict(keep_vars=True)
-    renamed, _ = _sorted(folder.specs, state, mapping, str(model.base_model_prefix))
+    renamed, _ = grouped_names(folder.specs, state, mapping, str(model.base_model_prefix))
     unused = {old: new for old, new in renamed.items() if new not in state}
     beside = _beside(unused, model)
     return [old for old in unused if old in beside], [old for old in unused if old not in beside]
@@ -244,4 +244,4 @@ def _itself(tensors: Tensors) -> torch.Tensor:
     return tensors[""]
 
 
-__all__ = ["converted", "mapping_of", "unused_names"]
+__all__ = ["converted", "grouped_names", "mapping_of", "unused_names"]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.experts.conversion import mapping_of
+from ao_lab.checkpoint.experts.conversion import grouped_names, mapping_of
 from ao_lab.checkpoint.experts.rows import STEP, gathered, row_numbers
 from ao_lab.checkpoint.export.plain_reader import Reading
 from ao_lab.config.recipe import Recipe
@@ -63,6 +63,7 @@ def published(model: nn.Module, state: Tensors, reasons: list[str]) -> Named:
         found.append("experts are quantized in several schemes, and transformers reads all in one")
     reasons += found
     if found or not experts:
+        reasons += changed_by_readers(model, state)
         return Named(state)
     numbers = row_numbers([tuple(t.shape) for t in experts.values()])
     batches = {name: t for name, t in state.items() if is_batch(t) and name not in experts}
@@ -73,8 +74,22 @@ def published(model: nn.Module, state: Tensors, reasons: list[str]) -> Named:
     except ValueError as error:
         reasons.append(str(error))
         return Named(state)
+    reasons += changed_by_readers(model, batches)
     result.tensors.update(batches)
     return result
+
+
+def changed_by_readers(model: nn.Module, state: Tensors) -> list[str]:
+    """Dense tensors that transformers would change while it reads them under the names that they have in the model."""
+    mapping = mapping_of(model)
+    if mapping is None or not any(mapping):
+        return []
+    _, groups = grouped_names(state, model.state_dict(keep_vars=True), mapping, str(model.base_model_prefix))
+    found = [(name, group) for group in groups.values() for name in group.members]
+    return [
+        f"{name}: transformers reads it through {group.converter.operations}, and it is stored as the model has it"
+        for name, group in found
+    ]
 
 
 def refusal(model: nn.Module, name: str, t: QuantizedTensor) -> str | None:
@@ -185,8 +200,16 @@ def _cut(
         elif value.dtype == torch.int64 and value.dim() == 2:
             tensors[name] = _matrix(experts, value)
             matrices.add(name)
+        elif value.dtype == torch.int64:
+            raise ValueError(
+                f"{name}: published checkpoints of this model hold experts in one tensor turned otherwise, "
+                "not as matrices"
+            )
         else:
-            tensors[name] = value
+            # Beside packed experts transformers asks every operation's tensors for scales, and loses those that have none.
+            raise ValueError(
+                f"{name}: transformers 5.23 loses what it makes of several dense tensors beside quantized experts"
+            )
     return Named(tensors, frozenset(matrices), renamed)
 
 

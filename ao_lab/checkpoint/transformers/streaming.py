@@ -76,7 +76,8 @@ def forget(model: Any) -> None:
     model._weight_conversions = conversions
     del model.is_quantized
     for module in model.modules():
-        vars(getattr(module, "config", module)).pop("_is_quantized", None)
+        # Some modules have a plain dictionary called config.
+        getattr(getattr(module, "config", module), "__dict__", {}).pop("_is_quantized", None)
 
 
 def described(folder: Path) -> dict[str, Any]:
