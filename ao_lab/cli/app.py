@@ -46,7 +46,7 @@ class Device(StrEnum):
 
 Skip = Annotated[
     list[str] | None,
-    typer.Option(help="Layers or parts of the model to leave, by name or re:PATTERN. Default: lm_head."),
+    typer.Option(help="Layers or parts of the model to leave, by name or re:PATTERN: lm_head, vision_tower."),
 ]
 OnDevice = Annotated[Device | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")]
 

@@ -14,7 +14,7 @@ from ao_lab.cli.configs import check_name, config_classes, options_of
 from ao_lab.cli.copied_files import copy_the_rest, links_out
 from ao_lab.cli.layout import say, select_layout
 from ao_lab.cli.skipped_layers import SkippedLayers
-from ao_lab.cli.sparsity import select_sparse_layout, sparse_model
+from ao_lab.cli.sparsity import HEAD, select_sparse_layout, sparse_model
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_room, check_writable, without_model
@@ -45,8 +45,7 @@ def run_quantize(
 ) -> None:
     """Quantize weight by weight while they are read, save, and say what became of each layer.
 
-    `skip`: None leaves the model's head, where it has one. `sparsity`: the pattern to prune to before, the whole model in
-    memory.
+    X
     """
     check_folders(source, target)
     config = config_of(name, activation, options)
@@ -62,7 +61,7 @@ def run_quantize(
     from ao_lab.checkpoint.model_card import write_card
     from ao_lab.quantization.api import report_of
 
-    skipped_layers = SkippedLayers(skip)
+    skipped_layers = SkippedLayers(skip, HEAD if sparsity is not None else ())
     try:
         if sparsity is None:
             plan = plan.for_model(source, skipped_layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.cli.terminal.output import WrongInput
@@ -15,16 +16,17 @@ class SkippedLayers:
     stay dense.
 
     A name is that of a layer, of a part of the model that holds it, or the end of either, whole between dots: vision_tower,
-    layers.0, q_proj. "re:" and a regular expression is for whole paths. None: the head, where there is one.
+    layers.0, q_proj. "re:" and a regular expression is for whole paths. A head that is tied to the embedding stays dense too.
+    `default`: what is left where --skip is not given, and may not be there.
     """
 
-    leaves_routers = True
+    leaves_routers = leaves_tied = True
 
-    def __init__(self, skip: list[str] | None) -> None:
+    def __init__(self, skip: list[str] | None, default: Sequence[str] = ()) -> None:
         from ao_lab.config.fqn import PATTERN, compiled_pattern
 
         self.given, self.met = skip is not None, set[str]()
-        self.skip = ["lm_head"] if skip is None else skip
+        self.skip = list(default) if skip is None else skip
         try:
             self.patterns = {n: compiled_pattern(n) for n in self.skip if n.startswith(PATTERN)}
         except ValueError as error:

@@ -31,24 +31,29 @@ def select_sparse_layout(config: Config, sparsity: str, layout: str) -> Selected
     return SelectedLayout(OWN, sparse, (CHANGE.format(sparsity),) if layout != OWN else ())
 
 
+#: What pruning leaves where --skip does not say it, as papers do.
+HEAD = ("lm_head",)
+
+
 def sparse_model(
     source: Path, config: Config, accepts: Callable[[Any, str], bool], progress: Progress | None
 ) -> Any:
     """The model of a folder, pruned and quantized in memory: its linear layers that `accepts` takes; experts stay dense."""
     from ao_lab.cli.evaluate import by_transformers
     from ao_lab.quantization.api import quantize_
-    from ao_lab.quantization.modules import is_linear
+    from ao_lab.quantization.modules import is_linear, tied_layers
     from ao_lab.sparsity.api import sparsify_
     from ao_lab.sparsity.config import SparsityConfig
 
     def linear(module: Any, path: str) -> bool:
-        return accepts(module, path) and is_linear(module)
+        return accepts(module, path) and is_linear(module) and path not in tied
 
     linear.leaves_routers = True  # type: ignore[attr-defined]
     model = by_transformers(source, None)
+    tied = tied_layers(model)
     sparsify_(model, SparsityConfig(config.sparsity or "2:4"), linear)
     quantize_(model, config, linear, progress=progress)
     return model
 
 
-__all__ = ["select_sparse_layout", "sparse_model"]
+__all__ = ["HEAD", "select_sparse_layout", "sparse_model"]

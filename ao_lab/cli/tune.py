@@ -20,6 +20,7 @@ from ao_lab.cli.evaluate import loaded as dense_model
 from ao_lab.cli.quantize import config_of as quantization_of
 from ao_lab.cli.quantize import loaded
 from ao_lab.cli.skipped_layers import SkippedLayers
+from ao_lab.cli.sparsity import HEAD
 from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable
@@ -111,7 +112,7 @@ def check_before(folder: Path, wanted: Wanted, device: torch.device) -> None:
 
 def prepared(folder: Path, wanted: Wanted, device: torch.device) -> nn.Module:
     """The model as it is tuned."""
-    skipped = SkippedLayers(wanted.skip)
+    skipped = SkippedLayers(wanted.skip, HEAD if wanted.recipe is not None else ())
     if wanted.recipe is not None:
         model = dense_model(folder, str(device))
         routing = routers(model)

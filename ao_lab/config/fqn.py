@@ -17,7 +17,7 @@ class FqnToConfig:
 
     An exact name of a parameter comes first, then an exact name of a module, then "re:" and a regular expression that
     matches the whole name of a parameter, or else of a module (the first in the order given), then "_default", which is for
-    nn.Linear. Each name and pattern must match something.
+    nn.Linear (but a head that is tied to the embedding). Each name and pattern must match something.
     """
 
     fqn_to_config: Mapping[str, Config | None] = field(default_factory=dict)

@@ -115,8 +115,10 @@ def quantize_(
     """Quantize weights of `model` as `config` says; the report lists each layer, changed or left, with its reason.
 
     filter_fn(module, name) says which modules; without it those are all nn.Linear (and transformers' Conv1D, the same with a
-    transposed weight). It may also accept nn.Embedding and modules with batched weights (parameters with three axes). With
-    `FqnToConfig`, which names modules itself, there is none.
+    transposed weight), a language model's head too unless its weight is the embedding's: a tied head stays as it is, since both
+    would be stored. `ao-lab quantize` and `HfConfig` leave the same layers (and take batched experts too). It may also accept
+    nn.Embedding and modules with batched weights (parameters with three axes). With `FqnToConfig`, which names modules itself,
+    there is none.
     `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. On the
     meta device the quantized weights are there too, to be filled by load_state_dict(assign=True).
     `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.calibration.hooks`;

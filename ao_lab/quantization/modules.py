@@ -144,7 +144,8 @@ def is_batch(parameter: torch.Tensor) -> bool:
 
 
 def linear_and_experts(module: nn.Module, name: str) -> bool:
-    """A filter for `quantize_`: linear layers and batched experts. Routers stay dense, as they do without a filter.
+    """A filter for `quantize_`: linear layers and batched experts. Routers and heads that are tied to the embedding stay dense,
+    as they do without a filter.
 
     `quantize_(model, config, ao_lab.linear_and_experts)`. Without a filter experts stay dense, as in torchao.
 
@@ -242,6 +243,16 @@ def _sizes(layer: nn.Module) -> tuple[int | None, int | None]:
     return int(outputs), int(inputs)
 
 
+def tied_layers(model: nn.Module) -> dict[str, str]:
+    """Names of linear layers whose weight is an embedding's, a language model's head mostly, and of that embedding."""
+    tables = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    return {
+        name: tables[id(weight)]
+        for name, module in model.named_modules()
+        if tables and is_linear(module) and id(weight := module._parameters.get("weight")) in tables
+    }
+
+
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear and transformers' Conv1D; not the output of nn.MultiheadAttention, whose fast path reads its weight as plain
     memory."""
@@ -254,8 +265,9 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-#: `quantize_` leaves routers dense under a filter that has this attribute, and without a filter.
-linear_and_experts.leaves_routers = True  # type: ignore[attr-defined]
+#: `quantize_` leaves routers, and layers that are tied to an embedding, dense under a filter that has these attributes, and
+#: without a filter.
+linear_and_experts.leaves_routers = linear_and_experts.leaves_tied = True  # type: ignore[attr-defined]
 
 __all__ = [
     "check_model",
@@ -269,6 +281,7 @@ __all__ = [
     "routers",
     "says_its_axis",
     "shorten",
+    "tied_layers",
     "training_state",
     "unsupported_reason",
 ]

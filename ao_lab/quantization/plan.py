@@ -7,6 +7,7 @@ does not take a weight raises, as do filters and patterns that match nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from ao_lab.quantization.modules import (
     is_transposed,
     quantizable_parameters,
     routers,
+    tied_layers,
     unsupported_reason,
 )
 from ao_lab.quantization.selection import Filter, selection
@@ -92,15 +94,19 @@ def planned(
     device: Device = None,
     *,
     streamed: bool = False,
+    again: bool = False,
+    tied: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come."""
+    """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come. `again`: of a model
+    that was quantized by this configuration before, so that nothing may be left to do. `tied`: layers that are going to
+    have the weight of an embedding, and of which, beside those that have."""
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
             f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
             f"ao_lab has torchao's under the same names"
         )
-    decide = selection(config, filter_fn, routers(model))
+    decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
     plan, matched, check = Plan(), 0, Checks(device, streamed)
     for path, module, name, parameter in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
@@ -113,7 +119,7 @@ def planned(
         plan.reasons[full] = reason
     decide.check_all_matched(model)
     _say_what_was_shared(plan, model)
-    if not plan.changes:
+    if not plan.changes and not again:
         raise ValueError(_nothing(plan, matched))
     return plan
 

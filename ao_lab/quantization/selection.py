@@ -6,8 +6,8 @@ adapters. A selection is called with each parameter's place and says its configu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -18,6 +18,11 @@ from ao_lab.quantization.modules import is_experts, is_linear, says_its_axis, un
 Filter = Callable[[nn.Module, str], bool]
 ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
 
+#: Of a layer whose weight is also an embedding's.
+TIED = (
+    "its weight is that of {}, which stays dense: quantized it would be stored beside it; a filter_fn of your own that accepts "
+    "it, or its name in FqnToConfig, quantizes it"
+)
 NO_EXPERTS = (
     "no experts, as far as its module says; a filter_fn of your own that accepts it, and axis=-1 or axis=-2, quantizes a batch "
     "of matrices"
@@ -25,11 +30,15 @@ NO_EXPERTS = (
 
 
 def selection(
-    config: Config | FqnToConfig, filter_fn: Filter | None, routers: frozenset[str] = frozenset()
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    routers: frozenset[str] = frozenset(),
+    tied: Mapping[str, str] | None = None,
 ) -> Filtered | Patterns:
     """What selects the configuration of each parameter of a model; ValueError for a filter beside FqnToConfig.
 
-    routers: names of layers that route tokens to experts and stay dense (`ao_lab.quantization.modules.routers`).
+    routers: names of layers that route tokens to experts and stay dense (`ao_lab.quantization.modules.routers`); tied: those
+    whose weight is an embedding's, and of which embedding (`tied_layers`). Both are quantized where they are asked for by name.
     """
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
@@ -37,10 +46,10 @@ def selection(
             f"FqnToConfig takes names and patterns"
         )
     if not isinstance(config, FqnToConfig):
-        return Filtered(config, filter_fn, routers)
+        return Filtered(config, filter_fn, routers, tied or {})
     if filter_fn is not None:
         raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    return Patterns(config)
+    return Patterns(config, tied or {})
 
 
 @dataclass
@@ -51,14 +60,16 @@ class Filtered:
     filter_fn: Filter | None
     #: Names of layers that route tokens to experts.
     routers: frozenset[str] = frozenset()
+    #: Names of layers whose weight is an embedding's, and of that embedding.
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
         """The configuration of a parameter (None: it stays) and the reason."""
         kind = type(module).__name__
-        if path in self.routers and (
-            self.filter_fn is None or getattr(self.filter_fn, "leaves_routers", False)
-        ):
+        if path in self.routers and self._leaves("routers"):
             return None, ROUTES
+        if path in self.tied and self._leaves("tied"):
+            return None, TIED.format(self.tied[path])
         if self.filter_fn is None:
             good = is_linear(module)
             return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
@@ -70,6 +81,10 @@ class Filtered:
         why = (unsupported_reason(module, name, module._parameters[name]) or NO_EXPERTS) if unsaid else ""  # type: ignore[arg-type]
         return None, why or "refused by filter_fn"
 
+    def _leaves(self, kind: str) -> bool:
+        """Whether the filter is one that leaves layers of a kind dense, as no filter does."""
+        return self.filter_fn is None or bool(getattr(self.filter_fn, f"leaves_{kind}", False))
+
     def check_all_matched(self, model: nn.Module) -> None:
         """A filter that accepts nothing is found by the caller, which counts."""
 
@@ -77,8 +92,8 @@ class Filtered:
 class Patterns:
     """Which configuration a parameter has; remembers which names have matched."""
 
-    def __init__(self, config: FqnToConfig) -> None:
-        self.configs = config.fqn_to_config
+    def __init__(self, config: FqnToConfig, tied: Mapping[str, str]) -> None:
+        self.configs, self.tied = config.fqn_to_config, tied
         self.patterns = {name: compiled_pattern(name) for name in self.configs if name.startswith(PATTERN)}
         self.matched: set[str] = set()
 
@@ -92,6 +107,8 @@ class Patterns:
         if exact or patterns:
             name = (exact or patterns)[0]
         elif DEFAULT in self.configs and is_linear(module):
+            if path in self.tied:
+                return None, TIED.format(self.tied[path])
             name = DEFAULT
         else:
             return None, "no name or pattern of FqnToConfig matches it"

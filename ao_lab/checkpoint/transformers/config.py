@@ -30,8 +30,8 @@ class HfConfig:
     config: a configuration of `quantize_`, an `FqnToConfig`, or the name of a scheme. The weights are those of loading the
     dense model and calling `quantize_`, bit for bit: linear layers (Conv1D too) and, with `experts`, batched experts; routers
     stay dense. modules_to_not_convert: which layers stay, by the rules of transformers (a beginning of the name up to a dot, a
-    regular expression, or an end); None: those that transformers' other quantizers leave (the head, tied weights, the last
-    layer, layers kept in float32), [] none. `FqnToConfig` names layers itself, and goes without both.
+    regular expression, or an end); None: a head that is tied to the embedding, which `quantize_` and `ao-lab quantize` leave too,
+    ["lm_head"] the head in any case (transformers' other quantizers leave it), [] none. `FqnToConfig` names layers itself, and goes without both.
 
     Raises TypeError for another kind of config, ValueError for one that needs data (static scales that are not given) or
     training: load the model first and call `quantize_`.

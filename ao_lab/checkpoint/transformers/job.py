@@ -45,12 +45,14 @@ class Job:
 
     def start(self, model: Any) -> None:
         """Plan, on the model without weights."""
-        plan = planned(model, self.config, self.filter_fn, self.device, streamed=True)
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self.tied = {*ties, *ties.values()}
+        plan = planned(
+            model, self.config, self.filter_fn, self.device, streamed=True, tied=tied_to_tables(model, ties)
+        )
         self.loading = StreamedWeights(
             plan, required_observers(plan, self.observers), self.device, self.progress
         )
-        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-        self.tied = {*ties, *ties.values()}
 
     def changes(self, name: str) -> bool:
         """Whether a parameter is to be quantized when it arrives.
@@ -95,9 +97,11 @@ class Job:
         if self.loading is None:
             raise RuntimeError("transformers has loaded the model without asking for its quantization")
         plan = self.loading.plan
-        if any(not isinstance(change.parameter, QuantizedTensor) for change in plan.changes.values()):
-            last = planned(model, self.config, self.filter_fn, self.device)
+        # Whether a head is tied, and stays dense therefore, is known when all is read: the folder may hold both.
+        if self.tied or any(not isinstance(c.parameter, QuantizedTensor) for c in plan.changes.values()):
+            last = planned(model, self.config, self.filter_fn, self.device, again=True)
             self.loading.go_on(last)
+            self.loading.observers = required_observers(last, self.observers)
             for change in last.changes.values():
                 change.put(self.loading.parameter(next(iter(change.places)), change.parameter))
             plan.reasons.update({name: why for name, why in last.reasons.items() if why != ALREADY})
@@ -105,6 +109,13 @@ class Job:
             model.to(self.device)
         preshuffle(model)
         keep_report(model, plan)
+
+
+def tied_to_tables(model: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
+    """Modules that are to have the weight of an embedding, and of which, by names of parameters that are to be one."""
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    pairs = [(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in ties.items()]
+    return {a: b for pair in pairs for a, b in (pair, pair[::-1]) if b in tables and a not in tables}
 
 
 __all__ = ["Job"]

@@ -105,14 +105,13 @@ class Quantizer(HfQuantizer):
         if isinstance(given.config, FqnToConfig):
             return None
         names = given.modules_to_not_convert
-        if names is None:
-            names = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
         accepts = linear_and_experts if given.experts else (lambda module, path: is_linear(module))
 
         def chosen(module: nn.Module, path: str) -> bool:
-            return accepts(module, path) and should_convert_module(path, names)
+            return accepts(module, path) and should_convert_module(path, names or [])
 
         chosen.leaves_routers = True  # type: ignore[attr-defined]
+        chosen.leaves_tied = names is None  # type: ignore[attr-defined]
         return chosen
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

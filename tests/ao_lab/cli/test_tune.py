@@ -79,7 +79,7 @@ def test_a_table(capsys, folder):
     shown = capsys.readouterr().out
     assert "inference" in shown
     assert "128 x 64" in shown
-    assert "not tuned: model.embed_tokens.weight, lm_head.weight" in shown
+    assert "not tuned: model.embed_tokens.weight" in shown
     assert f"saved in {choices.path_of(CPU)}" in shown.replace("\n", "")
     assert "keeps the recipe" not in shown  # a CPU's choices among kernels for quantized weights are choices
 

@@ -19,6 +19,7 @@ from ao_lab import (
     QuantizedTensor,
     SchemeConfig,
     explain,
+    linear_and_experts,
     quantize_,
 )
 from ao_lab.gemm import choices
@@ -187,11 +188,29 @@ def test_shared_weights_stay_shared():
     assert model.lm_head.weight is model.model.embed_tokens.weight
     other = language_model()
     other.lm_head.weight = other.model.embed_tokens.weight
-    report = quantize_(other, Int8WeightOnlyConfig())
+    report = quantize_(other, Int8WeightOnlyConfig(), lambda m, name: isinstance(m, nn.Linear))
     assert other.lm_head.weight is not other.model.embed_tokens.weight
     assert {layer.name: layer.reason for layer in report.layers}["lm_head.weight"] == (
-        "Linear; was shared with model.embed_tokens.weight, which stays dense"
+        "accepted by filter_fn; was shared with model.embed_tokens.weight, which stays dense"
     )
+
+
+@pytest.mark.parametrize("how", ["without a filter", "linear_and_experts", "_default"])
+def test_a_tied_head_stays_unless_it_is_named(how):
+    """Quantized it would be stored beside the embedding; any other layer is taken, a head of its own too."""
+    config, filter_fn = Int8WeightOnlyConfig(), linear_and_experts if how == "linear_and_experts" else None
+    config = FqnToConfig({"_default": config}) if how == "_default" else config
+    untied = {layer.name for layer in quantize_(language_model(), config, filter_fn).changed}
+    assert "lm_head.weight" in untied
+    model = language_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    report = quantize_(model, config, filter_fn)
+    assert {layer.name for layer in report.changed} == untied - {"lm_head.weight"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    reasons = {layer.name: layer.reason for layer in report.left}
+    assert "its weight is that of model.embed_tokens, which stays dense" in reasons["lm_head.weight"]
+    quantize_(model, FqnToConfig({"lm_head": Int8WeightOnlyConfig()}))
+    assert type(model.lm_head.weight) is not type(model.model.embed_tokens.weight)
 
 
 def test_one_weight_in_two_schemes_is_refused():

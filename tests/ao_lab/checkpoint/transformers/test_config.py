@@ -24,11 +24,13 @@ from ao_lab import (
     SchemeConfig,
     explain,
     quantize_,
+    quantize_pretrained,
     save_pretrained,
 )
 from ao_lab.checkpoint.transformers.config_values import config_from, config_values
+from ao_lab.cli.skipped_layers import SkippedLayers
 from ao_lab.config import base
-from ao_lab.quantization.modules import is_linear, linear_and_experts
+from ao_lab.quantization.modules import linear_and_experts
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs  # noqa: E402
@@ -51,17 +53,21 @@ def load(folder, config, kind="LlamaForCausalLM", **given):
     return getattr(transformers, kind).from_pretrained(folder, quantization_config=config, **given)
 
 
-def without_head(module, name):
-    return is_linear(module) and name != "lm_head"
+def without_routers(module, name):
+    """linear_and_experts, and heads that are tied to the embedding."""
+    return linear_and_experts(module, name)
+
+
+without_routers.leaves_routers = True
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_every_architecture(kind, tmp_path):
-    """All linear layers and experts, heads and tied weights too."""
+    """All linear layers and experts, heads and tied weights too where nothing is to stay."""
     model, inputs = dense_model(kind)
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     again = getattr(transformers, kind).from_pretrained(tmp_path)
-    quantize_(again, NF4WeightOnlyConfig(), linear_and_experts)
+    quantize_(again, NF4WeightOnlyConfig(), without_routers)
     read = load(tmp_path, HfConfig(NF4WeightOnlyConfig(), []), kind)
     assert_same_weights(again, read)
     assert [(one.name, one.scheme) for one in explain(again).layers] == [
@@ -79,14 +85,37 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{type(c).__name__}-{c.recipe().weight.name}")
 def test_every_configuration(config, folder, tmp_path):
-    """Without names the head stays, as with transformers' other quantizers; saved and read again nothing changes."""
+    """Without names the layers of `quantize_`; saved and read again nothing changes."""
     dense = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    quantize_(dense, config, without_head)
+    quantize_(dense, config)
     read = load(folder, HfConfig(config))
     assert_same_weights(dense, read)
-    assert type(read.lm_head.weight) is nn.Parameter
     read.save_pretrained(tmp_path)
     assert_same_weights(dense, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("tied", [True, False, "folder"])
+def test_every_door_takes_the_same_layers(tied, tmp_path):
+    """quantize_, quantize_pretrained, HfConfig and ao-lab quantize: a head of its own, and none that is tied. Whether it is can
+    be known from the folder alone."""
+    model, _ = dense_model("LlamaForCausalLM", tie_word_embeddings=tied is True)
+    model.save_pretrained(tmp_path)
+    if tied == "folder":
+        fields = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": True}))
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    quantize_(model, INT8)
+    found = [
+        {one.name for one in explain(made).changed}
+        for made in (
+            model,
+            quantize_pretrained(tmp_path, INT8),
+            load(tmp_path, HfConfig(INT8)),
+            quantize_pretrained(tmp_path, INT8, SkippedLayers(None)),
+        )
+    ]
+    assert found == [found[0]] * 4
+    assert ("lm_head.weight" in found[0]) == (model.lm_head.weight is not model.model.embed_tokens.weight)
 
 
 def test_which_layers(folder):
@@ -102,8 +131,8 @@ def test_which_layers(folder):
             if n in names and type(m.weight) is nn.Parameter
         ]
 
-    assert dense(HfConfig("int8_rowwise")) == ["lm_head"]
-    assert dense(HfConfig("int8_rowwise", [])) == []
+    assert dense(HfConfig("int8_rowwise", ["lm_head"])) == ["lm_head"]
+    assert dense(HfConfig("int8_rowwise")) == dense(HfConfig("int8_rowwise", [])) == []
     assert dense(HfConfig("int8_rowwise", ["q_proj", "mlp"])) == ["model.layers.0.self_attn.q_proj"]
     assert dense(HfConfig("int8_rowwise", ["model.layers.0.mlp"])) == names[4:7]
     fqn = FqnToConfig({"lm_head": INT8, r"re:.*mlp\..*": NF4WeightOnlyConfig()})
@@ -129,7 +158,7 @@ def test_loading_options(folder):
     """dtype, another head, a description as a dictionary."""
     whole = load(folder, HfConfig(INT8), dtype=torch.float32)
     dense = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    quantize_(dense, INT8, without_head)
+    quantize_(dense, INT8)
     assert_same_weights(dense, whole)
     trunk = transformers.AutoModel.from_pretrained(folder, quantization_config=HfConfig(INT8))
     assert isinstance(trunk.layers[0].mlp.up_proj.weight, QuantizedTensor)
@@ -137,7 +166,6 @@ def test_loading_options(folder):
         folder, quantization_config=HfConfig(INT8)
     )
     assert_same_weights(trunk, made.model)
-    assert type(made.score.weight) is nn.Parameter
     by_dict = transformers.AutoModel.from_pretrained(folder, quantization_config=HfConfig(INT8).to_dict())
     assert_same_weights(trunk, by_dict)
 

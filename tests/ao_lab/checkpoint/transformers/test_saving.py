@@ -17,7 +17,6 @@ from ao_lab import (
     quantize_pretrained,
 )
 from ao_lab.checkpoint.transformers.saving import bytes_of
-from ao_lab.quantization.modules import is_linear
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs, quantized_model  # noqa: E402
@@ -48,8 +47,8 @@ def test_models_of_every_origin(tmp_path):
     dense_model("LlamaForCausalLM")[0].save_pretrained(tmp_path / "dense")
     auto = transformers.AutoModelForCausalLM
     first = auto.from_pretrained(tmp_path / "dense")
-    quantize_(first, INT8, lambda m, name: is_linear(m) and name != "lm_head")
-    second = quantize_pretrained(tmp_path / "dense", INT8, lambda m, name: is_linear(m) and name != "lm_head")
+    quantize_(first, INT8)
+    second = quantize_pretrained(tmp_path / "dense", INT8)
     third = auto.from_pretrained(tmp_path / "dense", quantization_config=HfConfig(INT8))
     assert [getattr(m, "is_quantized", False) for m in (first, second, third)] == [False, False, True]
     for number, model in enumerate((first, second, third, copy.deepcopy(third), load_pretrained)):
