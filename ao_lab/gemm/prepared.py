@@ -13,6 +13,7 @@ import torch
 from ao_lab.gemm.choices import choices_for
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.codes import multiplies_codes
+from ao_lab.gemm.products.dense import loses_nan
 from ao_lab.gemm.products.fused import PRESHUFFLED
 from ao_lab.gemm.products.scaled_blocks import BLOCK
 from ao_lab.gemm.products.scaled_mm import FLOAT8
@@ -57,7 +58,8 @@ def _codes(
     if scheme is None:
         return None
     if multiplies_codes(x, w):
-        return prepared_linear_of_codes(x, w.quantized, bias, shape, scheme, w.input_scales)
+        by_rows = loses_nan(w)
+        return prepared_linear_of_codes(x, w.quantized, bias, shape, scheme, w.input_scales, by_rows)
     blocks = scheme.scale.block, w.scheme.scale.block
     if scheme.element not in FLOAT8 or BLOCK in blocks or blocks[0] != blocks[1]:
         return None

@@ -16,6 +16,7 @@ from fast.matmul.preshuffled.linear import MOST_ROWS
 from fast.matmul.preshuffled.ops import LINEAR_SMALL
 from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
+from fast.quantize.given_rows import QUANTIZE_ROWS, quantize_rows
 from fast.quantize.ops import QUANTIZE, operands_of
 from fast.quantize.quantize import quantize
 from reference import Quantized, Scales, Scheme
@@ -78,11 +79,18 @@ def prepared_linear_of_codes(
     shape: tuple[int, ...],
     scheme: Scheme,
     scales: Scales | None = None,
+    by_rows: bool = False,
 ) -> Program | None:
-    """`fast.linear_of_codes` of x in a scheme, by `fast.quantize(x, scheme, scales=scales)`: both in one program."""
-    given = operands_of(x, scales, None)
-    key = cache.key_of(QUANTIZE.name, scheme, (-1, False, False), given)
-    q = quantize(x, scheme, scales=scales)
+    """`fast.linear_of_codes` of x in a scheme, by `fast.quantize(x, scheme, scales=scales)`, or for by_rows by `quantize_rows`:
+    both in one program."""
+    if by_rows and scales is not None:
+        given: tuple[Any, ...] = (x, scales.scale, scales.zero)
+        key = cache.key_of(QUANTIZE_ROWS.name, scheme, (), given)
+        q = quantize_rows(x, scheme, scales)
+    else:
+        given = operands_of(x, scales, None)
+        key = cache.key_of(QUANTIZE.name, scheme, (-1, False, False), given)
+        q = quantize(x, scheme, scales=scales)
     parts = (w.codes, w.scale)
     steps = Steps(*given[1:], *parts)
     codes = steps.add(cache.find(key), (X, *map(steps.place, given[1:])))
@@ -90,7 +98,7 @@ def prepared_linear_of_codes(
         return None
     values = (x.dtype, w.scheme.key, False, False, *cache.settings(q), *cache.settings(w))
     call = cache.find(
-        cache.key_of(LINEAR_OF_CODES.name, scheme, values, (q.codes, q.scale, q.zero, *parts, bias))
+        cache.key_of(LINEAR_OF_CODES.name, q.scheme, values, (q.codes, q.scale, q.zero, *parts, bias))
     )
     made = (ABSENT if part is None else part for part in (codes.codes, codes.scale, codes.zero))
     result = steps.add(call, (*made, *map(steps.place, parts), ABSENT if bias is None else BIAS))

@@ -8,9 +8,11 @@ import torch
 
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.products.dense import loses_nan
 from ao_lab.gemm.products.device import capability
 from fast.device import OLDEST
 from fast.matmul.weights import codes_beat_torch, takes_codes
+from fast.quantize.given_rows import quantize_rows
 from reference import Quantized, Scheme
 
 #: What products of codes write.
@@ -20,8 +22,12 @@ STEP = 16
 
 
 def quantized_input(x: torch.Tensor, w: QuantizedWeight, scheme: Scheme) -> Quantized:
-    """The input in its scheme: static scales where the weight brings them, else found anew."""
-    return fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
+    """The input (M, K) in its scheme: static scales where the weight brings them, else found anew. Either way the scale or the
+    codes of a row that holds a NaN are NaN."""
+    scales = w.input_scales
+    if scales is not None and loses_nan(w):
+        return quantize_rows(x, scheme, scales)
+    return fast.quantize(x, scheme, axis=-1, scales=scales)
 
 
 def activation(w: QuantizedWeight) -> Scheme:

@@ -6,7 +6,6 @@ import torch
 
 from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.codes import activation, multiplies_codes, quantized_input, row
-from ao_lab.gemm.products.dense import loses_nan, nan_rows
 from ao_lab.gemm.products.fused import STORED
 from fast.cpu.int8 import integer_sums
 from fast.matmul.linear import linear_of_codes
@@ -25,8 +24,7 @@ def int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torc
     sums = _integer_sums(inputs.codes.view(torch.int8), weight.t())
     if inputs.zero is not None:
         sums = sums - inputs.zero.to(torch.int32) * _sums_of_rows(weight)
-    scale = torch.where(nan_rows(x), float("nan"), inputs.scale) if loses_nan(w) else inputs.scale
-    y = sums.to(torch.float32) * scale * row(w.scale)
+    y = sums.to(torch.float32) * inputs.scale * row(w.scale)
     total: torch.Tensor = y if bias is None else y + bias.to(torch.float32)
     return total.to(x.dtype)
 

@@ -8,7 +8,6 @@ import torch
 
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.products.codes import quantized_input
 from ao_lab.gemm.products.dense import loses_nan, nan_rows
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales
@@ -19,7 +18,7 @@ def reference(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) ->
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:
         raise ValueError("kernel 'reference' runs on the host and cannot be traced; use kernel='dequantize'")
     scheme = w.recipe.activation
-    left: Any = x if scheme is None else quantized_input(x, w, scheme)
+    left: Any = x if scheme is None else fast.quantize(x, scheme, axis=-1, scales=w.input_scales)
     options: dict[str, Any] = {"accumulation": w.recipe.accumulation, "out_dtype": x.dtype, "bias": bias}
     y: torch.Tensor = fast.matmul(left, as_right_operand(w), **options)
     return torch.where(nan_rows(x), float("nan"), y) if loses_nan(w) else y

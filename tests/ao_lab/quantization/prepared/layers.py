@@ -31,6 +31,7 @@ CONFIGS = {
     "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=128),
     "int8": lambda: ao_lab.Int8WeightOnlyConfig(),
     "int8 by int8": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
+    "static int8": lambda: ao_lab.Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor(0.02)),
     "float8 by float8": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow()),
     "tensorwise": lambda: ao_lab.Float8DynamicActivationFloat8WeightConfig(),
 }

@@ -29,7 +29,7 @@ from tests.fast.kernels.compiling.recorded_launches import Flat
 MANY = 304
 INPUTS_FIRST = tuple(f"{name}{PRESHUFFLED}" for name in DYNAMIC)
 OURS = (
-    f"symmetric int4{PRESHUFFLED}", f"int8{PRESHUFFLED}", f"mxfp4{PRESHUFFLED}", "int8 by int8", *INPUTS_FIRST,
+    f"symmetric int4{PRESHUFFLED}", f"int8{PRESHUFFLED}", f"mxfp4{PRESHUFFLED}", "int8 by int8", "static int8", *INPUTS_FIRST,
 )  # fmt: skip
 TORCHS = ("float8 by float8", "tensorwise", "static")
 

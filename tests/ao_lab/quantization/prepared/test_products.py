@@ -68,17 +68,19 @@ def test_launches_are_those_of_the_call(gpu, name, bias, shape):
     assert fixed <= {value for launch in launches for value in launch if isinstance(value, int)}
 
 
-def test_the_codes_of_inputs_are_those_that_are_multiplied(gpu):
-    """What the first launch writes is what the second one reads."""
-    one = layer("float8 by float8")
+@pytest.mark.parametrize("name", ["float8 by float8", "static int8"])
+def test_the_codes_of_inputs_are_those_that_are_multiplied(gpu, name):
+    """What the first launch writes is what the second one reads: codes and scales of rows, under a static scale too."""
+    one = layer(name)
     run(gpu, one, inputs(1))
     _, _, launches = run(gpu, one, inputs(1))
     made = [{v for v in launch if isinstance(v, int) and v > 1 << 32} for launch in launches]
     parts = {part.data_ptr() for part in one.weight.parts.values() if part is not None}
     assert len(made) == 2
     assert len(made[0] & made[1]) == 2  # codes and scales
-    assert parts <= made[1]
-    assert not parts & made[0]
+    static = {part.data_ptr() for part in (one.weight.parts.get("input_scale"),) if part is not None}
+    assert parts - static <= made[1]
+    assert parts & made[0] == static
 
 
 def unaligned(x):

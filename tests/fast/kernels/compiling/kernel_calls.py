@@ -9,6 +9,7 @@ import torch
 import fast.kernels
 from ao_lab.config.recipe import named
 from fast.kernels.encode import pointwise, random_words
+from fast.kernels.given_rows import host as given_rows_host
 from fast.kernels.grouped import gather, zero
 from fast.kernels.grouped import host as groups_host
 from fast.kernels.grouped import layout as grouped_layout
@@ -27,6 +28,7 @@ from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.scaled_mm import host as code_rows
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.values import host as values_host
+from fast.quantize.given_rows import rows_record
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.pack import packed_shape
 from reference.formats.storage import storage_dtype
@@ -68,6 +70,12 @@ def quantize(
     if given == "outer":
         scales = Scales(outer=scales.outer)
     return quantizer.quantize(empty(shape, dtype), scheme, axis, scales, words, packed, tiled)
+
+
+def given_rows(name, dtype="bfloat16", shape=SOME):
+    scheme = SCHEMES[name]
+    scales, by_rows = scales_of(scheme, shape, -1), rows_record(scheme.key)
+    return given_rows_host.quantize_rows(empty(shape, dtype), scheme, by_rows, scales)
 
 
 def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):
