@@ -72,6 +72,7 @@ TRANSPOSABLE = TESTS + "sparsity/test_transposable_kernels.py -k bits_are"
 NORMALIZE = TESTS + "test_normalize.py -k bits_in"
 SWIGLU = TESTS + "test_swiglu.py -k bits_in"
 SPARSE_LINEAR = TESTS + "sparse_linear/test_mma_sparse.py"
+GIVEN_ROWS = "tests/fast/quantize/test_given_rows.py -k kernel_agrees"
 SATURATION = "tests/fast/quantize/test_saturation.py -k kernels_agree"
 GEMV = "tests/fast/linear/test_gemv_w4a16.py"
 SHARDS = "tests/ao_lab/checkpoint/io/test_shards.py -k "
@@ -288,6 +289,15 @@ KERNELS = [
              "SCHEME.low - nearest_integer(steps)", EDGES),
     Mutation("the range may miss zero, by kernels", "fast/kernels/rules/statistics.py",
              "    elif WITH_ZERO:\n        b = tl.where(b < 0, 0, b)", "    elif WITH_ZERO:\n        b = b", EDGES),
+    Mutation("e8m0 codes beyond the largest scale", "fast/kernels/rules/scales.py",
+             "            code = tl.minimum(code, 254)", "            code = code", EDGES),
+    Mutation("a negative zero without a code", "fast/kernels/rules/elements.py",
+             "tl.where((b < 0) & (code != 0), code | E.sign_mask, code)", "tl.where(b < 0, code | E.sign_mask, code)",
+             INTEGERS),
+    Mutation("e8m0 of -0 is NaN", "fast/kernels/rules/elements.py",
+             "| ((b < 0) & (b != SIGN))", "| (b < 0)", INTEGERS),
+    Mutation("rows under given scales lose their NaN", "fast/kernels/given_rows/kernel.py",
+             "float_of(tl.where(largest > INFINITY, NAN, bits_of(s)))", "s", GIVEN_ROWS),
     Mutation("NaN in the mean of scales", "fast/kernels/rules/second_level.py",
              "v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)", "v = v", SCALES_OF_SCALES),
     Mutation("six bits lose what crosses a word", "fast/kernels/rules/packing.py",
@@ -369,6 +379,15 @@ LIBRARY = [
     Mutation("GPTQ's zero points one too low", "ao_lab/checkpoint/formats/gptq.py",
              "return (zeros + 1) & ((1 << bits) - 1) if less_one and bits not in ONES else zeros", "return zeros",
              "tests/ao_lab/checkpoint/formats/test_gptq.py -k library_dequantizes"),
+    Mutation("runs that take as much as the dense weight", "ao_lab/checkpoint/formats/gptq.py",
+             "if integers.bits + 24 / run >= 16:", "if integers.bits + 24 / run > 16:",
+             "tests/ao_lab/checkpoint/formats/test_gptq.py -k runs_that"),
+    Mutation("two weights of one tensor", "ao_lab/checkpoint/records.py",
+             "if used.setdefault(full, name) != name:", "if used.setdefault(full, name) is None:",
+             "tests/ao_lab/checkpoint/test_records.py -k one_tensor"),
+    Mutation("two weights of one tensor, of other libraries", "ao_lab/checkpoint/dense_tensors.py",
+             "if used.setdefault(full, name) != name:", "if used.setdefault(full, name) is None:",
+             "tests/ao_lab/checkpoint/test_records.py -k one_tensor"),
     Mutation("packed zero points without their sign", "ao_lab/checkpoint/formats/compressed_tensors/weights.py",
              "(unsigned - ((unsigned >> (bits - 1)) << bits))", "unsigned",
              "tests/ao_lab/checkpoint/formats/test_compressed_tensors.py -k weights_are"),

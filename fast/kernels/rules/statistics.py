@@ -6,7 +6,7 @@ A magnitude orders like its pattern, NaN above infinity, so an integer maximum i
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, SIGN, bits_of, float_of, order_key, widened
+from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, bits_of, float_of, order_key, widened
 from fast.kernels.sm90.int_asymmetric import range_of_tile
 
 # Blocks of so many elements are in all lanes of a warp, which have so many neighbours.
@@ -84,11 +84,14 @@ def _without(tile, inside, FILLER: tl.constexpr):
 
 @triton.jit
 def bound(b, largest, WITH_ZERO: tl.constexpr, LOW: tl.constexpr):
-    """float32 minimum (LOW) or maximum of a block; NaN where it holds one; WITH_ZERO widens the range to hold +0."""
+    """float32 minimum (LOW) or maximum of a block; NaN where it holds one; WITH_ZERO widens the range to hold zero.
+
+    A minimum of -0 stays, for nothing that is made of it tells the two zeros apart: the range is high - low, where high is no
+    -0; bounds over a target count by magnitude; codes of zero points are integers; and a zero point that is a number is low +
+    scale * middle, whose second term is no -0 (`middle` is not negative).
+    """
     if WITH_ZERO and LOW:
         b = tl.where(b < 0, b, 0)
-        # A lone -0 is no minimum below zero.
-        b = tl.where(b == SIGN, 0, b)
     elif WITH_ZERO:
         b = tl.where(b < 0, 0, b)
     return float_of(tl.where(largest > INFINITY, NAN, b))

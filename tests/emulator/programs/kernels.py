@@ -64,6 +64,7 @@ FORMATS = (
     "float8_e5m2",
     "float6_e3m2fn",
     "float4_e2m1fn",
+    "float8_e4m3fnuz",
     "float8_e8m0fnu",
     "bfloat16",
     "int8",
@@ -198,11 +199,12 @@ def compare_stochastic() -> None:
 
 
 def compare_formats() -> None:
-    """encode, decode, pack and unpack, of more elements than a tile and fewer."""
+    """encode, decode, pack and unpack, of more elements than a tile and fewer, with zeros of both signs."""
     for name in FORMATS:
         fmt = reference.FORMATS[name]
         for shape, dtype in (((3, 1401), torch.float32), ((5, 9), torch.float16), ((7,), torch.bfloat16)):
             x = numbers(shape, dtype, specials=True)
+            x.view(-1)[5] = -0.0
             codes = reference.encode(x, name)
             assert_same_bits(pointwise.encode(x, name, "nearest_even", "saturate", None), codes)
             assert_same_bits(pointwise.decode(codes, name), reference.decode(codes, name))

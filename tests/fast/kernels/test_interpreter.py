@@ -15,7 +15,7 @@ GROUPS = {
     "mx": (39, {"gradient", "packed", "tiled"}),
     "integers": (52, {"gradient", "packed"}),
     "two levels": (20, {"gradient", "packed", "outer", "tiled"}),
-    "formats": (20, {"stochastic", "packed"}),
+    "formats": (21, {"stochastic", "packed"}),
     "both": (27, {"both", "layouts"}),
 }
 

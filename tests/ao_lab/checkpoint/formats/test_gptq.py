@@ -134,6 +134,20 @@ def test_scattered_groups_are_refused(tmp_path):
         read(folder_of(tmp_path / "model", config, tensors))
 
 
+@pytest.mark.parametrize(("bits", "run"), [(2, 2), (3, 2), (4, 3), (8, 4), (2, 1), (3, 1), (4, 2), (8, 3)])
+def test_runs_that_take_less_than_the_dense_weight_are_read(bits, run, tmp_path):
+    """A code, and 24 bits of a run's scale and zero point: fewer than 16 bits an element; as many are refused."""
+    codes, zeros, scales = random_layer(bits, 48, 32, 24, 1)
+    tensors = gptq_layer(codes, zeros, scales, bits)
+    tensors["g_idx"] = (torch.arange(48, dtype=torch.int32) // run) % 2
+    folder = folder_of(tmp_path / "model", {**CONFIG, "bits": bits, "group_size": 24}, tensors)
+    if bits * run + 24 < 16 * run:
+        assert read(folder).scheme.scale.block == run
+    else:
+        with pytest.raises(ValueError, match=f"layer.g_idx.*in runs of {run}, .*more than the dense weight"):
+            read(folder)
+
+
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_the_records_have_the_library_s_grid(asymmetric):
     """Scales (rounded to float16 when they are packed) and zero points of AutoGPTQ's Quantizer.find_params."""
