@@ -43,9 +43,9 @@ def gathered_parts(
             f"FSDP2 cuts the rows of {t!r}, which is stored transposed; quantize it as (rows, columns)"
         )
     t = t.to_layout("plain")
-    parts = {name: getattr(t, name) for name in PARTS if has_pieces(t, name, 0)}
+    parts = {name: getattr(t, name).contiguous() for name in PARTS if has_pieces(t, name, 0)}
     if mesh.size() == 1:  # FSDP2 hands back the first alone; the others lie in the shard
-        parts = {"codes": t.codes}
+        parts = {"codes": t.codes.contiguous()}
     if whole[0] % mesh.size() == 0:
         return tuple(parts.values()), (tuple(parts), whole, False)
     _check_rows(t, mesh.size(), whole)

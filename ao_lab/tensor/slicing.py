@@ -86,6 +86,23 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
 
 
+def select_runs(t: QuantizedTensor, dim: int, index: torch.Tensor) -> QuantizedTensor:
+    """What `index` names of an axis, where that is whole blocks: DTensor puts strided shards in order so."""
+    places = index.reshape(-1)
+    length = t.stored_shape[dim]
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < length:
+        raise IndexError(
+            f"index_select along an axis of {length} elements: {int(places.min())} to {int(places.max())}"
+        )
+    breaks = ((places[1:] - places[:-1]) != 1).nonzero().reshape(-1) + 1
+    runs = [run for run in torch.tensor_split(places, breaks.cpu()) if run.numel()]
+    try:
+        pieces = [slice_axis(t, dim, int(run[0]), int(run[-1]) + 1) for run in runs]
+        return concatenate(pieces, dim) if pieces else slice_axis(t, dim, 0, 0)
+    except ValueError as error:
+        raise ValueError(f"index_select along axis {dim} of {t!r}: {error}") from error
+
+
 def has_entries(t: QuantizedTensor) -> bool:
     """Whether entries along the first axis are picked as they are stored: no block spans it.
 
@@ -375,6 +392,7 @@ __all__ = [
     "scalars",
     "select",
     "select_rows",
+    "select_runs",
     "slice_axis",
     "view",
 ]

@@ -205,9 +205,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     t, dim, index = args
     result = slicing.select_rows(t, index, counted=True) if dim % len(t.shape) == 0 else None
-    if result is None:
-        raise ValueError(f"index_select along axis {dim} of {t!r}: blocks span it; dequantize() first")
-    return result
+    return slicing.select_runs(t, stored_dim(t, dim), index) if result is None else result
 
 
 @operation(aten.index.Tensor)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ao_lab.checkpoint.transformers.sharded import full_weight, holds_quantized, placed_as
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
@@ -16,7 +17,6 @@ from ao_lab.quantization.plan import ALREADY, Device, planned
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.selection import Filter
 from ao_lab.quantization.streamed import StreamedWeights
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: What quantizing a weight may raise: it does not fit into memory, or its recipe rejects its values.
 EXPECTED = (ValueError, TypeError, RuntimeError, MemoryError)
@@ -98,12 +98,14 @@ class Job:
             raise RuntimeError("transformers has loaded the model without asking for its quantization")
         plan = self.loading.plan
         # Whether a head is tied, and stays dense therefore, is known when all is read: the folder may hold both.
-        if self.tied or any(not isinstance(c.parameter, QuantizedTensor) for c in plan.changes.values()):
+        if self.tied or any(not holds_quantized(change.parameter) for change in plan.changes.values()):
             last = planned(model, self.config, self.filter_fn, self.device, again=True)
             self.loading.go_on(last)
             self.loading.observers = required_observers(last, self.observers)
             for change in last.changes.values():
-                change.put(self.loading.parameter(next(iter(change.places)), change.parameter))
+                name, dense = next(iter(change.places)), change.parameter
+                if not holds_quantized(dense):
+                    change.put(placed_as(name, self.loading.parameter(name, full_weight(dense)), dense))
             plan.reasons.update({name: why for name, why in last.reasons.items() if why != ALREADY})
         if self.device is not None:
             model.to(self.device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.transformers.sharded import holds_quantized
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
 
@@ -35,10 +36,18 @@ def put_in() -> None:
 def _footprint(plain: Any) -> Any:
     @functools.wraps(plain)
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> Any:
-        weights = [p for p in self.parameters() if isinstance(p, QuantizedTensor)]
-        return plain(self, return_buffers) + sum(p.nbytes - p.nelement() * p.element_size() for p in weights)
+        weights = [p for p in self.parameters() if holds_quantized(p)]
+        return plain(self, return_buffers) + sum(
+            _stored(p) - p.nelement() * p.element_size() for p in weights
+        )
 
     return get_memory_footprint
+
+
+def _stored(weight: Any) -> int:
+    """Bytes of a weight as it is stored; of a sharded one those of all ranks, as transformers counts dense ones."""
+    shard = getattr(weight, "_local_tensor", weight)
+    return int(shard.nbytes * weight.nelement() // max(shard.nelement(), 1))
 
 
 def _resizing(plain: Any) -> Any:

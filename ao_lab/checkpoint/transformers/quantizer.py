@@ -24,6 +24,7 @@ from ao_lab.checkpoint.native_layout import METHOD
 from ao_lab.checkpoint.transformers import model_methods, saving
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
+from ao_lab.checkpoint.transformers.sharded import ShardedReading
 from ao_lab.checkpoint.transformers.stored import Stored
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.quantization.modules import is_linear, linear_and_experts
@@ -58,6 +59,7 @@ class Quantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.job: Job | None = None
         self.stored: Stored | None = None
+        self.sharded: ShardedReading | None = None
 
     @property
     def given(self) -> HfConfig:
@@ -94,10 +96,12 @@ class Quantizer(HfQuantizer):
         if self.pre_quantized:
             self.stored = Stored.of(model, checkpoint_files)
             model.all_tied_weights_keys = self.stored.ties(model.all_tied_weights_keys)
+            self.sharded = ShardedReading(model, self.stored.weights.__contains__)
             return
         asked: Any = self.given.config
         self.job = self.given.job or Job(asked, self._filter(model))
         self.job.start(model)
+        self.sharded = ShardedReading(model, self.job.changes)
 
     def _filter(self, model: Any) -> Filter | None:
         """Which modules are quantized; None where the configuration names them."""
@@ -133,7 +137,13 @@ class Quantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> Any:
         """What quantizes them."""
-        return Operation(self, lambda tensors, name: self.job.arrived(tensors) if self.job else tensors)
+        return Operation(self, self._quantized)
+
+    def _quantized(self, tensors: dict[str, Any], name: str) -> dict[str, Any]:
+        """The weights that these tensors complete."""
+        if self.job is None or self.sharded is None:
+            return tensors
+        return self.sharded.shards(self.job.arrived(tensors))
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
         """Of our layout nothing is renamed: names are those of the model. What is done is putting weights together."""
@@ -155,11 +165,13 @@ class Quantizer(HfQuantizer):
             for pattern, value in tensors.items()
         }
         result = None if self.stored is None else self.stored.build(name, parts)
-        return {} if result is None else {name: result}
+        return {} if result is None or self.sharded is None else self.sharded.shards({name: result})
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        job, stored = self.job, self.stored
-        self.job = self.stored = None
+        job, stored, sharded = self.job, self.stored, self.sharded
+        self.job = self.stored = self.sharded = None
+        if sharded is not None:
+            sharded.close()
         if stored is not None:
             # Saving undoes what reading did; here it undoes nothing.
             model._weight_conversions = None

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ao_lab.checkpoint.transformers.in_training import as_plain, once, warn_of_adapters, warn_of_training
+from ao_lab.checkpoint.transformers.sharded import gathered, holds_quantized
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora.layer import LoRALinear
 from ao_lab.sparsity.training.layers import SparseLinear
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 #: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
 OTHER_FORMATS: dict[str, tuple[Any, ...]] = {
@@ -39,7 +39,7 @@ def put_in() -> None:
     @functools.wraps(dense)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         adapters = getattr(self, "_hf_peft_config_loaded", False)
-        if adapters or not any(isinstance(p, QuantizedTensor) for p in self.parameters()):
+        if adapters or not any(map(holds_quantized, self.parameters())):
             warn_of_training(self)
             if len(args) < 2 and any(isinstance(m, (QATModule, SparseLinear)) for m in self.modules()):
                 state = kwargs.get("state_dict")
@@ -63,7 +63,8 @@ def saved_in_training(model: Any, save_directory: Any, *args: Any, **kwargs: Any
 def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
     """Write a quantized model in our layout, with its generation settings; see `ao_lab.save_pretrained`.
 
-    `max_shard_size` is understood, and what says nothing about files. ValueError for arguments that ask for another format.
+    Weights that are sharded (`tp_plan`, FSDP2) are gathered, which every rank has to call; rank 0 writes. `max_shard_size` is
+    understood, and what says nothing about files. ValueError for arguments that ask for another format.
     """
     if args:
         raise ValueError(
@@ -77,10 +78,10 @@ def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: 
             )
     from ao_lab.checkpoint.api import save_pretrained
 
-    if not is_main_process:
-        return
     limit = bytes_of(kwargs.get("max_shard_size", 5 * 10**9))
-    save_pretrained(model, Path(save_directory), layout="ao_lab", max_shard_bytes=limit)
+    with gathered(model) as is_writing:
+        if is_main_process and is_writing:
+            save_pretrained(model, Path(save_directory), layout="ao_lab", max_shard_bytes=limit)
 
 
 def bytes_of(size: int | str) -> int:

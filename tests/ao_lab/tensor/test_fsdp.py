@@ -85,6 +85,14 @@ def test_a_transposed_weight_has_no_rows_to_gather():
         gathered_parts(quantized(weight(32, 64), "int8_rowwise").t(), mesh(2), (64, 32))
 
 
+def test_parts_are_sent_in_rows():
+    """Experts (in, out) have blocks along another axis than the last, and parts in another order; FSDP2 flattens them."""
+    t = quantized(weight(4, 64, 32), "int4_g32_asymmetric", axis=-2)
+    for ranks in (1, 2):
+        sent, _ = gathered_parts(t, mesh(ranks), tuple(t.shape))
+        assert all(part.is_contiguous() for part in sent)
+
+
 def test_one_rank_has_all_the_scales_already():
     t = quantized(weight(32, 64), "int8_rowwise")
     sent, metadata = gathered_parts(t, mesh(1), (32, 64))

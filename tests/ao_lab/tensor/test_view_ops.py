@@ -237,10 +237,24 @@ def test_experts_of_flat_blocks():
     numbers = torch.tensor([2, 1, 2])
     assert same(t.index_select(0, numbers).dequantize(), t.dequantize()[numbers])
     assert same(t[numbers].dequantize(), t.dequantize()[numbers])
-    with pytest.raises(ValueError, match="blocks span it"):
+    with pytest.raises(ValueError, match=r"index_select along axis 0 .* hold a multiple of 16384 elements"):
         quantized(weight(3, 8, 12), "nf4").index_select(0, numbers)
     with pytest.raises(ValueError, match="select along axis 1"):
         t.select(1, 0)
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g32_asymmetric", "fp8_128x128"])
+def test_whole_blocks_along_any_axis(scheme):
+    """As DTensor puts the pieces of strided shards in order; blocks that are cut are refused."""
+    t = quantized(weight(2, 256, 256), scheme)
+    for dim in (0, 1, 2):
+        places = torch.arange(t.shape[dim]).view(2, -1).flip(0).reshape(-1)
+        assert same(t.index_select(dim, places).dequantize(), t.dequantize().index_select(dim, places)), dim
+    if scheme != "int8_rowwise":
+        with pytest.raises(ValueError, match=r"index_select along axis 2 .* cut a block"):
+            t.index_select(2, torch.tensor([1, 2]))
+    with pytest.raises(IndexError, match="of 256 elements: 256 to 256"):
+        t.index_select(2, torch.tensor([256]))
 
 
 def test_rows_and_masks():
