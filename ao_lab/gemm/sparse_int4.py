@@ -7,8 +7,8 @@ More rows are multiplied by torch with the dense equivalent in the input's dtype
 numbers of "dequantize".
 
 It takes weights alone (no activation scheme) of int4 in groups of 32, 64, 128 or 256 columns with one float32 or bfloat16 scale
-each, and inputs in bfloat16 and float16. Groups may have integer zero points: those are multiplied as stored on Hopper alone,
-of lengths that its kernel divides (`zero_points_reason`).
+each, or with one for a row, which every group of it has then, and inputs in bfloat16 and float16. Groups may have integer zero
+points: those are multiplied as stored on Hopper alone, of lengths that its kernel divides (`zero_points_reason`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ MOST_ROWS = 64
 SCALES = ("float32", "bfloat16")
 #: Columns of a stage of the kernel of zero points, the least of it, and bytes of its copies.
 STAGE, COPY = 256, 4
+#: The block of schemes whose rows have one scale.
+ROWS = -1
 
 
 def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -50,11 +52,11 @@ def _scheme_reason(scheme: Scheme) -> str | None:
     if scheme.zero is not None and (scheme.zero.rule != "code" or scheme.zero.storage != "int8"):
         return "zero points must be integers that are taken off codes"
     scale = scheme.scale
-    if scale.block not in GROUPS or scale.stored != "decode" or scale.storage not in SCALES:
+    if scale.block not in (*GROUPS, ROWS) or scale.stored != "decode" or scale.storage not in SCALES:
         groups = ", ".join(map(str, GROUPS))
         return (
-            f"each group of {groups} columns must have one {' or '.join(SCALES)} scale for decoding, got blocks of "
-            f"{scale.block!r} in {scale.storage}"
+            f"each group of {groups} columns, or each row, must have one {' or '.join(SCALES)} scale for decoding, got blocks "
+            f"of {scale.block!r} in {scale.storage}"
         )
     return None
 
@@ -62,10 +64,20 @@ def _scheme_reason(scheme: Scheme) -> str | None:
 def _shape_reason(w: QuantizedWeight) -> str | None:
     if len(w.shape) != 2 or w.block_axis != -2 or w.codes.dim() != 2:
         return "the weight must be a matrix, stored as (out, in)"
-    group = w.scheme.scale.block
-    if not isinstance(group, int) or w.shape[0] % group or not w.shape[0]:
-        return f"the length of its sums must be a multiple of its group of {group}, got {w.shape[0]}"
-    return None if w.scheme.zero is None else zero_points_reason(w.shape[0], group)
+    length, group = w.shape[0], group_of(w)
+    if length % group or not length:
+        return f"the length of its sums must be a multiple of its group of {group}, got {length}"
+    return None if w.scheme.zero is None else zero_points_reason(length, group)
+
+
+def group_of(w: QuantizedWeight) -> int:
+    """Columns of a group: of one scale for a row the most that divide the length of its sums, and that all kernels take."""
+    scale, length = w.scheme.scale, w.shape[0]
+    if scale.block != ROWS:
+        return int(scale.block)  # type: ignore[arg-type]
+    groups = [group for group in GROUPS if scale.storage == "float32" or group < GROUPS[-1]]
+    fits = (group for group in reversed(groups) if length % (COPY * group) == 0)
+    return next(fits, GROUPS[0])
 
 
 def zero_points_reason(length: int, group: int) -> str | None:
@@ -86,7 +98,12 @@ def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch
     metadata: torch.Tensor = w.metadata  # type: ignore[attr-defined]
     # `torch.addmm` takes one number for all columns too.
     bias = None if bias is None else bias.expand(w.shape[1]).contiguous()
-    return fast.linear_sparse_int4(x, w.codes, metadata, w.scale, bias, w.zero)
+    scale, zero = w.scale, w.zero
+    if w.scheme.scale.block == ROWS:
+        blocks = (w.shape[1], w.shape[0] // group_of(w))
+        scale = scale.expand(blocks).contiguous()
+        zero = None if zero is None else zero.expand(blocks).contiguous()
+    return fast.linear_sparse_int4(x, w.codes, metadata, scale, bias, zero)
 
 
 enter(NAME, Kernel(run, unsupported_reason), before="dequantize")

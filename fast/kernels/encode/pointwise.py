@@ -177,14 +177,19 @@ def unpack(
     if tuple(packed.shape) != packed_shape(shape, fmt):
         return None
     call = Call({"packed": packed})
-    codes, source = call.allocate("codes", shape, torch.uint8), call.tensors["packed"]
-    done = unpack_octets(call, ("packed", "codes"), shape[-1], fmt.bits)
-    if done < codes.numel():
-        rest, into = _rest(source, done * fmt.bits // 8), _rest(codes, done)
-        lengths = (into.numel(), into.shape[-1], rest.shape[-1])
-        _bytewise(unpack_kernel, call, {"packed": rest, "codes": into}, lengths, fmt.bits, codes.numel())
+    add_unpacking(call, "packed", "codes", shape, fmt)
     made: torch.Tensor = call.result("codes", key, record)
     return made
+
+
+def add_unpacking(call: Call, source: str, target: str, shape: tuple[int, ...], fmt: Format) -> None:
+    """Unpack what a call has under a name into a new tensor of this shape, one code a byte."""
+    codes, packed = call.allocate(target, shape, torch.uint8), call.tensors[source]
+    done = unpack_octets(call, (source, target), shape[-1], fmt.bits)
+    if done < codes.numel():
+        rest, into = _rest(packed, done * fmt.bits // 8), _rest(codes, done)
+        lengths = (into.numel(), into.shape[-1], rest.shape[-1])
+        _bytewise(unpack_kernel, call, {source: rest, target: into}, lengths, fmt.bits, codes.numel())
 
 
 def _bytewise(

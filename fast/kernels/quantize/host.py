@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.encode.pointwise import add_packing
+from fast.kernels.encode.pointwise import add_packing, add_unpacking
 from fast.kernels.launch.cache import PARTS
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import interpreted, same_device
@@ -113,11 +113,17 @@ def dequantize(q: Quantized, dtype: str, key: Any = None) -> torch.Tensor | None
         return None
     key, q = None if q.tiled else key, with_plain_scales(q)
     of = plans.problem_of(dtype, scheme, blocks, not interpreted())
-    packed = q.packed and scheme.format.bits < 8
-    if of is None or (packed and not plans.packs(of)):
+    if of is None:
         return None
-    call = Call({"codes": q.codes, **scale_tensors(q)}, words=("codes",))
-    run_plan(call, plans.dequantizing(of, packed))
+    packed = q.packed and scheme.format.bits < 8
+    # Blocks that the kernel does not read packed, those of one bit and of most whole rows, are unpacked in front of it.
+    apart = packed and not plans.packs(of)
+    call = Call(
+        {"packed" if apart else "codes": q.codes, **scale_tensors(q)}, words=() if apart else ("codes",)
+    )
+    if apart:
+        add_unpacking(call, "packed", "codes", tuple(blocks.shape), scheme.format)
+    run_plan(call, plans.dequantizing(of, packed and not apart))
     y: torch.Tensor = call.result("y", key, scheme)
     return y
 

@@ -8,19 +8,28 @@ for 6.9, as one multiplies while the other begins or ends; of fewer than three t
 27.8 in two waves of half as many, and clusters of four, of which 30 run at once, 15.8 of (4096, 14336) for 20.7. At 16 rows,
 whose x a warp reads long, few tiles are divided along K: 4.2 us of (1024, 4096), else 5.1. Two products of one x have the
 variant of one weight with the rows of both.
+
+17 to 24 rows at once, in stages of 256 columns, before chunks of 16: 19.4 us of (14336, 4096) for 21.5, 23.7 of (4096, 14336)
+for 29.2, bfloat16 33.0 and 34.8 (int4 with zero points in groups of 128). More rows are chunks of 16, not of 24 or 32 or in
+stages of 256: 32 rows 21.4 us of (14336, 4096), bfloat16 33.5; 48 rows 34.5 and 33.8; 64 rows 42.5 and 37.2, where the dense
+weight takes 77 and `mma_sparse_kernel` 109.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 from fast.kernels.sparse_mm.select import AT_ONCE
-from fast.kernels.sparse_skinny.variants import GATED, STAGES, TILE, Form, Variant, fitted, rows_of_tiles
+from fast.kernels.sparse_skinny.variants import GATED, ONE, STAGES, TILE, Form, Variant, fitted, rows_of_tiles
 
 #: The most rows of x of a program, and those of a tile; the most that are chunks of those.
 MOST_ROWS, TOKENS = 16, (8, 16)
 MOST_CHUNKED = 64
+#: Rows and columns of stages of programs that take three tiles of x at once, the most of their tiles and parts of K, and the
+#: fewest of their warps.
+THREE, THREE_COLUMNS, THREE_TILES, THREE_SPLITS, THREE_WARPS = 24, 256, 16, (1, 2, 4, 8), 7
 #: Programs along K; tiles of programs that share a multiprocessor in many waves, and of two parts that do in one, at least; the
 #: most tiles.
 SPLITS, SHORT, SEVERAL, MOST_TILES = (1, 2, 4), 2, 3, 16
@@ -37,11 +46,25 @@ def choose(form: Form, count: int, n: int, k: int) -> Variant | None:
     chunks = -(-count // MOST_ROWS)
     if chunks == 1:
         return next(candidates(form, count, n, k), None)
+    if count <= THREE and form.products == ONE and (three := _of_three(form, n, k)) is not None:
+        return three
     one = choose(form, MOST_ROWS, chunks * rows_of_tiles(n), k)
     if one is None:
         return None
     tiles = min(one.tiles, -(-n // TILE))
     return one._replace(chunks=chunks, tiles=tiles, ahead=min(one.ahead, tiles))
+
+
+def _of_three(form: Form, n: int, k: int) -> Variant | None:
+    """The variant for up to THREE rows at once whose programs have the fewest tiles one after the other; None: none fits."""
+    found = {}
+    for splits, tiles in product(THREE_SPLITS, range(1, THREE_TILES + 1)):
+        one = fitted(form, THREE, THREE_COLUMNS, splits, tiles, k)
+        if one is not None and one.phases >= THREE_WARPS and 4 * tiles % splits == 0:
+            clusters = -(-n // (TILE * tiles))
+            waves = -(-clusters // AT_ONCE[splits])
+            found[one] = (waves * (tiles + 1), splits)
+    return min(found, key=found.__getitem__, default=None)
 
 
 def candidates(form: Form, count: int, n: int, k: int) -> Iterator[Variant]:

@@ -26,6 +26,8 @@ STORED_BFLOAT16 = replace(
 )
 ASYMMETRIC = SCHEMES["int4_g32_asymmetric"]
 BY_ROWS = replace(SCHEME, name="int4 by rows", scale=replace(SCHEME.scale, block=-1))
+ASYMMETRIC_ROWS = replace(ASYMMETRIC, name="zeros by rows", scale=replace(ASYMMETRIC.scale, block=-1))
+OF_EIGHT = replace(SCHEME, name="int4 in groups of 8", scale=replace(SCHEME.scale, block=8))
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def layer(scheme="int4_g32", *, bias=True, k=128):
     ("scheme", "k"),
     [
         ("int4_g32", 128), ("int4_g64", 128), ("int4_g128", 128), (STORED_BFLOAT16, 128), ("int4_g32_asymmetric", 256),
-        ("int4_g128_asymmetric", 512), ("int4_g256_asymmetric", 1024),
+        ("int4_g128_asymmetric", 512), ("int4_g256_asymmetric", 1024), (BY_ROWS, 96), (ASYMMETRIC_ROWS, 768),
     ],
     ids=str,
 )  # fmt: skip
@@ -73,7 +75,8 @@ def test_what_it_takes(scheme, k, dtype, kernels):
         (lambda: weight("int4_g32", "int8_rowwise").t(), BF16, "must not be quantized"),
         (lambda: weight().t(), torch.float32, "must be bfloat16 or float16"),
         (lambda: weight("int8_g32").t(), BF16, "not int8"),
-        (lambda: weight(BY_ROWS).t(), BF16, "columns must have one float32 or bfloat16 scale"),
+        (lambda: weight(OF_EIGHT).t(), BF16, "or each row, must have one float32 or bfloat16 scale"),
+        (lambda: weight(BY_ROWS, k=80).t(), BF16, "a multiple of its group of 32, got 80"),
         (lambda: weight(), BF16, "stored as"),
         (lambda: weight().t(), BF16, "for Nvidia GPUs"),
     ],
@@ -130,11 +133,13 @@ def test_lengths_with_zero_points_are_those_that_have_a_variant(group):
         assert (sparse_int4.zero_points_reason(k, group) is None) == (choose(form, 1, 4096, k) is not None), k
 
 
-@pytest.mark.parametrize("scheme", ["int4_g32", STORED_BFLOAT16, ASYMMETRIC], ids=str)
+@pytest.mark.parametrize(
+    "scheme", ["int4_g32", STORED_BFLOAT16, ASYMMETRIC, BY_ROWS, ASYMMETRIC_ROWS], ids=str
+)
 @pytest.mark.parametrize("rows", [0, 1, 16, 65])
 def test_products_are_those_of_the_dense_equivalent(scheme, rows, kernels):
     """`reference.linear` of it, bit for bit."""
-    k = 256 if scheme is ASYMMETRIC else 128
+    k = 128 if scheme in ("int4_g32", STORED_BFLOAT16) else 256
     w = weight(scheme, k=k)
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(BF16)
     bias = torch.randn(16, generator=torch.Generator().manual_seed(2)).to(BF16)

@@ -10,6 +10,7 @@ import triton
 
 import fast
 import reference
+from ao_lab.config.recipe import integer_scheme
 from fast.kernels.grouped.host import group_columns
 from fast.kernels.grouped.layout import group_layout
 from fast.kernels.launch import cache, direct
@@ -52,6 +53,9 @@ STORED = {
         ("nf4", True),
     ]
 }
+#: Packed codes that the block kernel does not read: they are unpacked in front of it.
+ONE_BIT = fast.quantize(X, integer_scheme(1, -1, False), packed=True)
+LONG_ROWS = fast.quantize(normals(4, 320), integer_scheme(2, -1, False), packed=True)
 GIVEN = {
     name: fast.quantize(X, name).scales
     for name in ("fp8_tensorwise", "nvfp4", "int8_rowwise_asymmetric", "nf4")
@@ -75,6 +79,8 @@ CALLS = {
     "quantize given outer": (1, lambda: fast.quantize(X, "nvfp4", scales=Scales(outer=GIVEN["nvfp4"].outer))),
     "dequantize": (1, lambda: fast.dequantize(STORED["fp8_rowwise", False])),
     "dequantize packed": (1, lambda: fast.dequantize(STORED["nvfp4", True], torch.bfloat16)),
+    "dequantize one bit": (2, lambda: fast.dequantize(ONE_BIT, torch.bfloat16)),
+    "dequantize rows of no power of two": (2, lambda: fast.dequantize(LONG_ROWS, torch.bfloat16)),
     "dequantize zero points": (1, lambda: fast.dequantize(STORED["int4_g32_asymmetric", True], "float16")),
     "dequantize scales of scales": (1, lambda: fast.dequantize(STORED["nf4", True], torch.bfloat16)),
     "fake_quantize with scales of scales": (3, lambda: fast.fake_quantize(X, "nf4")),

@@ -35,6 +35,7 @@ ZEROS = {
     "two, stages that share a copy": ((11, 48, 2048, 256), F16, WIDE, (16, 512, 2, 2), 1),
     "two, of 256 columns, four parts": ((3, 61, 1536, 128), BF16, BF16, (8, 256, 4, 1), 1),
     "four, two programs": ((2, 20, 768, 64), BF16, BF16, (8, 256, 1, 2), 2),
+    "24 rows at once, of parts of K": ((19, 33, 1024, 64), BF16, WIDE, (24, 256, 4, 1), 1),
 }  # fmt: skip
 
 

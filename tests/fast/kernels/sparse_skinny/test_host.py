@@ -54,6 +54,11 @@ def test_programs_fit_a_multiprocessor(count, group):
         ((1024, 4096), 16, (16, 512, 4, 2, 1, 1, True, 1)),
         ((128256, 4096), 1, (8, 512, 8, 1, 2, 2, True, 2)),
         ((151936, 1024), 1, (8, 512, 2, 1, 2, 2, True, 2)),
+        ((14336, 4096), 17, (24, 256, 8, 2, 7, 1, True, 2)),
+        ((4096, 14336), 24, (24, 256, 7, 8, 10, 1, True, 2)),
+        ((4096, 4096), 20, (24, 256, 8, 2, 4, 1, True, 2)),
+        ((14336, 4096), 32, (16, 512, 8, 1, 14, 1, True, 2, 2)),
+        ((4096, 14336), 48, (16, 512, 7, 4, 13, 1, True, 2, 3)),
     ],
 )
 def test_layers_of_a_model_have_what_was_measured_to_be_fastest(shape, count, chosen):
@@ -75,7 +80,8 @@ def test_what_no_variant_divides():
 def test_chosen_variants_compile_without_spills(group, narrow, half):
     require_nvrtc()
     form = Form(group, narrow, half)
-    for one in {choose(form, count, *shape) for count in (1, 16) for shape in SHAPES[:2]}:
+    chosen = {choose(form, count, *shape) for count in (1, 16) for shape in SHAPES[:2]}
+    for one in (*chosen, choose(form, 17, *SHAPES[0])):
         source, headers, options = sources(one, form)
         log = nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v"))[1]
         assert int(SPILLS.search(log)[1]) == 0, one
@@ -132,6 +138,7 @@ def test_operands_that_another_kernel_takes(monkeypatch):
 
     assert launched(16, 512).form == INT4
     assert launched(17, 512).variant.chunks == 2
+    assert launched(17, 2048).variant[:2] == (24, 256)
     assert launched(MOST_CHUNKED + 1, 512) is None
     assert launched(1, 640) is None
     assert launched(0, 512) is None
