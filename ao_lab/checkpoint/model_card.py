@@ -52,7 +52,10 @@ PLAIN_SPEED = (
     "transformers makes dense weights while it loads, or at the first forward pass: the files are smaller, the running model "
     "there is neither smaller nor faster. Programs with kernels for the format, as vLLM, multiply what is stored."
 )
-CONDITIONS = {"text": "text", "tokens": "predicted tokens", "device": "device", "against": "base model"}
+CONDITIONS = {
+    "text": "text", "windows_begin_with": "each window behind", "tokens": "predicted tokens", "device": "device",
+    "against": "base model",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

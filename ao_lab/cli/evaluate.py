@@ -28,6 +28,8 @@ from ao_lab.install.extras import needed, pip_install
 from ao_lab.install.version import __version__
 
 BYTES = 256
+#: A text that every tokenizer has tokens for.
+PROBE = "a"
 LENGTH = 512
 
 
@@ -134,9 +136,9 @@ def local_results(
             f"--limit is at least 1 window and --length at least 2 tokens, got {limit} and {length}"
         )
     source = text_of(text)
-    encode, tokenizer = encoder(folder)
+    encode, tokenizer, beginning = encoder(folder)
     length = min(length, longest(folder))
-    windows = windows_of(source.text, encode, length, limit)
+    windows = windows_of(source.text, encode, length, limit, list(beginning.values()))
     model = loaded(folder, device)
     base = None if against is None or not set(tasks) & set(PAIRED) else loaded_base(against, device, folder)
     check_vocabulary(model, windows.ids, folder)
@@ -154,6 +156,7 @@ def local_results(
         "tasks": numbers,
         "text": source.name,
         "tokenizer": tokenizer,
+        "windows_begin_with": "".join(beginning) or None,
         "windows": len(windows.ids),
         "length": length,
         "tokens": windows.predicted,
@@ -162,8 +165,9 @@ def local_results(
     }
 
 
-def encoder(folder: Path) -> tuple[Any, str]:
-    """How the folder's model reads text, and the name of that; WrongInput where the folder does not say it.
+def encoder(folder: Path) -> tuple[Any, str, dict[str, int]]:
+    """How the folder's model reads text, the name of that, and the tokens that it puts before a text; WrongInput where the
+    folder does not say it.
 
     A model with 256 tokens and no tokenizer reads bytes.
     """
@@ -174,14 +178,32 @@ def encoder(folder: Path) -> tuple[Any, str]:
         except Exception as error:
             # The tokenizers library raises plain Exception for files that it cannot read.
             raise WrongInput(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from error
-        return lambda text: _encoded(fast, text), "tokenizer.json"
+        return lambda text: _encoded(fast, text), "tokenizer.json", beginning_of(folder, fast)
     size = config_of(folder).get("vocab_size")
     if size == BYTES:
-        return _bytes, "bytes"
+        return _bytes, "bytes", {}
     raise WrongInput(
         f"{folder} has no tokenizer.json and its model has {size} tokens; copy the tokenizer of the base model into it "
         f"(models of {BYTES} tokens read bytes)"
     )
+
+
+def beginning_of(folder: Path, fast: Any) -> dict[str, int]:
+    """The tokens that a tokenizer puts before a text, by name: what add_bos_token of tokenizer_config.json says, or else what
+    tokenizer.json does."""
+    file = folder / "tokenizer_config.json"
+    fields = read_object(file, nonfinite=True) if file.is_file() else {}
+    wanted, bos = fields.get("add_bos_token"), fields.get("bos_token")
+    if wanted is False:
+        return {}
+    alone = fast(PROBE, add_special_tokens=False)["input_ids"]
+    whole = fast(PROBE, add_special_tokens=True)["input_ids"]
+    places = [at for at in range(len(whole)) if whole[at : at + len(alone)] == alone]
+    found = whole[: places[0]] if places else []
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    if not found and wanted is True and isinstance(bos, str):
+        found = [one] if (one := fast.get_vocab().get(bos)) is not None else []
+    return {fast.convert_ids_to_tokens(token): token for token in found}
 
 
 def _encoded(tokenizer: Any, text: str) -> Tokens:
@@ -311,8 +333,13 @@ def show(results: dict[str, Any], as_json: bool) -> None:
         for task, numbers in results["tasks"].items()
         for name, value in numbers.items()
     ]
+    begun = results.get("windows_begin_with")
+    title = f"{results['model']} on {results.get('text', 'tasks')}"
     print_table(
-        f"{results['model']} on {results.get('text', 'tasks')}", ["task", "number", "value"], rows, ["value"]
+        f"{title}{f', each window behind {begun}' if begun else ''}",
+        ["task", "number", "value"],
+        rows,
+        ["value"],
     )
 
 

@@ -1,13 +1,18 @@
 """What a language model knows of a text: perplexity, next-token accuracy, and how far a quantized model is from its base.
 
-All in one pass over windows of tokens that do not overlap; each window predicts all of its tokens but the first. Sums are
-float64, logarithms of probabilities float32, whatever the model's dtype, so that two models are compared by their own numbers.
+All in one pass over windows of tokens that do not overlap. Where the tokenizer puts a token before a text (BOS), each window
+begins with it, and predicts all of its text; models that were trained so are lost without (Gemma's perplexity doubles). Other
+windows predict all of their tokens but the first. lm-evaluation-harness puts BOS before the first window alone, and gives later
+ones a token of context, so that its numbers are a little different.
+
+Sums are float64, logarithms of probabilities float32, whatever the model's dtype, so that two models are compared by their own
+numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,16 +37,31 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens in windows of one length, and how many bytes and words of text they stand for."""
+    """Tokens in windows of one length, and how many bytes and words of text they stand for.
+
+    beginning: how many tokens at the start of each are none of the text.
+    """
 
     ids: torch.Tensor
     bytes: int
     words: int
+    beginning: int = 0
+
+    @property
+    def first(self) -> int:
+        """The place of the first token that is predicted."""
+        return max(self.beginning, 1)
 
     @property
     def predicted(self) -> int:
         """How many tokens are predicted."""
-        return int(self.ids.shape[0] * (self.ids.shape[1] - 1))
+        return int(self.ids.shape[0] * (self.ids.shape[1] - self.first))
+
+    @property
+    def share(self) -> float:
+        """The part of the text's tokens that is predicted."""
+        length = self.ids.shape[1]
+        return (length - self.first) / (length - self.beginning)
 
 
 @dataclass
@@ -56,19 +76,27 @@ class Sums:
     kl: float = 0.0
 
 
-def windows_of(text: str, encode: Encode, length: int, limit: int) -> Windows:
-    """The first `limit` windows of a text; ValueError where there is not one.
+def windows_of(text: str, encode: Encode, length: int, limit: int, beginning: Sequence[int] = ()) -> Windows:
+    """The first `limit` windows of a text, of `length` tokens with those of `beginning`; ValueError where there is not one.
 
     Only as much text is encoded as the windows can need (a token stands for less than a hundred characters).
     """
-    tokens = encode(text[: length * limit * 100])
-    count = min(len(tokens.ids) // length, limit)
+    own = length - len(beginning)
+    if own < 1:
+        raise ValueError(
+            f"a window of {length} tokens has no place for text behind the {len(beginning)} that the tokenizer begins with; "
+            f"give a larger --length"
+        )
+    tokens = encode(text[: own * limit * 100])
+    count = min(len(tokens.ids) // own, limit)
     if count == 0:
         raise ValueError(
-            f"the text has {len(tokens.ids)} tokens, one window has {length}; give more text or a smaller --length"
+            f"the text has {len(tokens.ids)} tokens, one window has {own}; give more text or a smaller --length"
         )
-    used = text[: tokens.ends[count * length - 1]]
-    return Windows(tokens.ids[: count * length].reshape(count, length), len(used.encode()), len(used.split()))
+    used = text[: tokens.ends[count * own - 1]]
+    ids = tokens.ids[: count * own].reshape(count, own)
+    first = torch.tensor(list(beginning), dtype=ids.dtype, device=ids.device).expand(count, -1)
+    return Windows(torch.cat([first, ids], 1), len(used.encode()), len(used.split()), len(beginning))
 
 
 def measured(
@@ -84,13 +112,14 @@ def measured(
         for index, row in enumerate(windows.ids):
             progress(index, len(windows.ids))
             ids = row[None].to(device)
-            wanted = ids[0, 1:]
-            logp = log_probabilities(model, ids)
+            wanted = ids[0, windows.first :]
+            logp = log_probabilities(model, ids, windows.first)
             sums.losses.append(-float(logp.gather(1, wanted[:, None]).double().mean()))
             first = logp.argmax(1)
             sums.right += int((first == wanted).sum())
             if base is not None:
-                _compare(sums, logp, first, log_probabilities(base, ids.to(_device(base))).to(device), wanted)
+                other = log_probabilities(base, ids.to(_device(base)), windows.first).to(device)
+                _compare(sums, logp, first, other, wanted)
     progress(len(windows.ids), len(windows.ids))
     return sums
 
@@ -106,11 +135,11 @@ def _compare(
     sums.kl += float(terms.double().sum())
 
 
-def log_probabilities(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of each next token, in float32: (tokens - 1, vocabulary)."""
+def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> torch.Tensor:
+    """Of each token from the place `first` on, in float32: (tokens - first, vocabulary)."""
     result: Any = model(ids)
     logits: torch.Tensor = getattr(result, "logits", result)
-    return torch.log_softmax(logits[0, :-1].float(), dim=-1)
+    return torch.log_softmax(logits[0, first - 1 : -1].float(), dim=-1)
 
 
 def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str, dict[str, float]]:
@@ -119,8 +148,7 @@ def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str
     loss = sum(sums.losses) / n
     result: dict[str, dict[str, float]] = {}
     if "perplexity" in tasks:
-        # Tokens that begin a window are not predicted; text counts in proportion.
-        share = (windows.ids.shape[1] - 1) / windows.ids.shape[1]
+        share = windows.share  # text counts in proportion
         result["perplexity"] = {
             "token_perplexity": exponential(loss),
             "word_perplexity": exponential(loss * count / max(windows.words * share, 1.0)),

@@ -11,6 +11,7 @@ import torch
 
 from ao_lab import SchemeConfig, quantize_, save_pretrained
 from ao_lab.cli.app import main
+from tests.support.models import small_llama
 from tests.support.models.small_llama import WORDS, save_llama
 
 transformers = pytest.importorskip("transformers")
@@ -68,6 +69,52 @@ def test_perplexity_is_that_of_transformers(capsys, folders):
     with torch.no_grad():
         losses = [model(row[None], labels=row[None]).loss.item() for row in ids]
     assert made["tasks"]["perplexity"]["loss"] == pytest.approx(sum(losses) / 4, rel=1e-3)
+
+
+def with_bos(folder, target, *, processor=True, **fields):
+    """A folder whose tokenizer has a token <s>, and puts it before a text."""
+    from tokenizers import processors
+
+    shutil.copytree(folder, target)
+    made = small_llama.tokenizer()
+    made.add_special_tokens(["<s>"])
+    token = made.token_to_id("<s>")
+    if processor:
+        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", token)])
+    made.save(str(target / "tokenizer.json"))
+    (target / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **fields}))
+    return token
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ({}, True),
+        ({"add_bos_token": False}, False),
+        ({"processor": False}, False),
+        ({"processor": False, "add_bos_token": True}, True),
+        ({"processor": False, "add_bos_token": True, "bos_token": {"content": "<s>"}}, True),
+        ({"processor": False, "add_bos_token": True, "bos_token": None}, False),
+    ],
+)
+def test_windows_begin_as_the_tokenizer_begins_a_text(capsys, folders, tmp_path, given, begins):
+    """As transformers' own encoding of each window does."""
+    token = with_bos(folders / "base", tmp_path / "bos", **given)
+    made = evaluated(capsys, tmp_path / "bos", "--text", str(folders / "text.txt"))
+    assert made["windows_begin_with"] == ("<s>" if begins else None)
+    assert (made["windows"], made["length"], made["tokens"]) == (4, 32, 4 * 31)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bos", dtype="auto")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "bos" / "tokenizer.json"))
+    ids = torch.tensor(tokenizer((folders / "text.txt").read_text(), add_special_tokens=False)["input_ids"])
+    ids = ids[: 4 * (32 - begins)].reshape(4, -1)
+    ids = torch.cat([torch.full((4, int(begins)), token), ids], 1)
+    with torch.no_grad():
+        wanted = torch.stack([model(row[None], labels=row[None]).loss.float() for row in ids]).mean().item()
+    assert made["tasks"]["perplexity"]["loss"] == pytest.approx(wanted, rel=1e-2)
+    (tmp_path / "bos" / "README.md").write_text("# A card\n")
+    assert main(["eval", str(tmp_path / "bos"), "--limit", "1", "--length", "16", "--save"]) == 0
+    assert ("each window behind <s>" in " ".join(capsys.readouterr().out.split())) == begins
+    assert ("each window behind" in (tmp_path / "bos" / "README.md").read_text()) == begins
 
 
 @pytest.mark.parametrize("name", ["ours", "compressed", "foreign"])

@@ -110,6 +110,26 @@ def test_windows_know_their_text():
         windows_of("abc", letters, 20, 3)
 
 
+def test_windows_that_begin_with_tokens_of_the_tokenizer():
+    """They predict all of their text, its first token from what the tokenizer puts before it."""
+    made = windows_of("ab cd \u00e9f gh ij", letters, 5, 3, [7])
+    assert made.ids.shape == (3, 5)
+    assert made.ids[:, 0].tolist() == [7, 7, 7]
+    assert (made.bytes, made.words, made.predicted, made.share) == (13, 4, 12, 1.0)
+    assert windows_of("abcdef", letters, 5, 3, [7, 8]).predicted == 6
+    with pytest.raises(ValueError, match="a window of 2 tokens has no place for text behind the 2 that"):
+        windows_of("abc", letters, 2, 3, [7, 8])
+    ids = torch.randint(16, (3, 8), generator=torch.Generator().manual_seed(0))
+    for beginning in (1, 2):
+        w = Windows(ids, bytes=96, words=12, beginning=beginning)
+        got = results_of(measured(Model(0), w, Model(1)), w, ALL)
+        p = torch.log_softmax(Model(0).table.detach()[ids[:, beginning - 1 : -1]].double(), -1)
+        losses = -p.gather(2, ids[:, beginning:, None])[..., 0]
+        assert got["perplexity"]["loss"] == pytest.approx(losses.mean().item(), rel=CLOSE, abs=CLOSE)
+        assert got["perplexity"]["bits_per_byte"] == pytest.approx(losses.sum().item() / 96 / math.log(2))
+        assert got["agreement"]["kl"] > 0.1
+
+
 def test_errors_of_weights():
     torch.manual_seed(0)
     model, base = (nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(2))
