@@ -113,20 +113,23 @@ class Percentile:
             raise ValueError(f"a percentile lies in (0, 100], got {self.percent}")
 
     def update(self, x: torch.Tensor) -> None:
-        """Count."""
-        bits = x.to(torch.bfloat16).view(torch.int16).reshape(-1).to(torch.int32)
+        """Count. Finite values that bfloat16 rounds to infinity are its largest ones."""
+        rounded, largest = x.to(torch.bfloat16), torch.finfo(torch.bfloat16).max
+        if x.dtype in (torch.float32, torch.float64):
+            rounded = torch.where(x.isfinite(), rounded.clamp(-largest, largest), rounded)
+        bits = rounded.view(torch.int16).reshape(-1).to(torch.int32)
         magnitude = bits & 0x7FFF
         counts = torch.bincount(torch.where(bits < 0, -magnitude, magnitude) + MIDDLE, minlength=BINS)
         self.counts = counts if self.counts is None else self.counts + counts.to(self.counts.device)
 
     def sample(self) -> torch.Tensor:
-        """Both ends, in bfloat16; NaN where one was seen."""
+        """Both ends, in bfloat16; NaN where NaN or infinity was seen, however rare."""
         if self.counts is None:
             raise ValueError("nothing was seen")
         running = self.counts.cumsum(0)
         total = int(running[-1])
         dropped = int(total * (100 - self.percent) / 200)
-        if bool((self.counts[: MIDDLE - INFINITE].sum() + self.counts[MIDDLE + INFINITE + 1 :].sum()) > 0):
+        if bool((self.counts[: MIDDLE - INFINITE + 1].sum() + self.counts[MIDDLE + INFINITE :].sum()) > 0):
             return torch.full((2,), torch.nan, dtype=torch.bfloat16, device=running.device)
         ends = torch.tensor([dropped, total - 1 - dropped], device=running.device)
         found = (torch.searchsorted(running, ends, right=True) - MIDDLE).to(torch.int32)

@@ -137,6 +137,22 @@ def test_what_is_not_finite_is_an_obstacle(name, bad):
     assert made.unsupported_reason() == "NaN or infinity was seen"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_is_no_outlier(bad, dtype):
+    """One among so many that a percentile leaves it out; the largest float32 is one."""
+    x = torch.linspace(-1, 1, 100_000).to(dtype)
+    x[7] = bad
+    made = watched("int8_tensorwise", Percentile(), [x])
+    assert made.unsupported_reason() == "NaN or infinity was seen"
+    x[7] = torch.finfo(dtype).max
+    assert watched("int8_tensorwise", Percentile(), [x]).unsupported_reason() is None
+    assert (
+        watched("int8_tensorwise", Percentile(100), [x]).statistic.sample()[1]
+        == torch.finfo(torch.bfloat16).max
+    )
+
+
 def test_nothing_seen_is_an_obstacle():
     made = watched("int8_tensorwise", MinMax(), [torch.empty(0, 8)])
     assert made.unsupported_reason() == "no input was seen"
