@@ -6,7 +6,7 @@ import torch
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_skinny.variants import Form, fitted
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.emulator.faults import assert_seen, every_second
+from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 from tests.fast.kernels.sparse_skinny.emulated import Device
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case, zero_points
@@ -60,7 +60,12 @@ def test_variants_give_exact_sums(name, early):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", ZEROS)
+@pytest.mark.parametrize(
+    "name",
+    at_night(
+        ZEROS, "four of a stage", "sixteen, 16 rows, a ring of tiles", "two, of 256 columns, four parts"
+    ),
+)
 def test_zero_points_are_taken_off(name, early):
     """Of all values of codes and zero points."""
     require_nvrtc()
@@ -72,7 +77,7 @@ def test_zero_points_are_taken_off(name, early):
     assert_same_bits(got, exact_result(case.x, sparse_int4_weight(*case[1:4], zero), case.bias))
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("zeros", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_chunks_of_rows(zeros):
     """The last one cut."""
     require_nvrtc()
@@ -143,3 +148,29 @@ def is_right(way, change):
     case = as_tensors(exact_case(3, rows, 1280, 64))
     device = Device(early=early, seed=seed, change=change)
     return torch.equal(device.product(*case, variant=variant_of(case, (8, 256, 2, 3))), exact(case))
+
+
+ZERO_FAULTS = {
+    "the other row's zero point": ("less_of(zero + 8 * ZERO_BYTES)", "less_of(zero)"),
+    "zero points of the neighbouring stage": ("stage * POINTS % 4", "(stage + 1) * POINTS % 4"),
+    "zero points of the first stages": ("i64(stage) * POINTS / 4 * 4", "0"),
+    "the next group's zero point": ("zero = places.zero + at * 32 / GROUP", "zero = places.zero + (at * 32 / GROUP ^ 1)"),
+    "one half alone": ("0x00080001u", "0x00000001u"),
+    "rows of a chunk are those of the first": ("p.x += i64(begun) * p.k * 2, ", ""),
+    "chunks write over each other": ("static_cast<char*>(p.y) + i64(begun) * p.n * 2", "p.y"),
+    "rows behind the last of a chunk": ("min(TOKENS, p.count - begun)", "TOKENS"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", every_second(ZERO_FAULTS))
+def test_planted_faults_of_zero_points_and_chunks_are_seen(fault):
+    require_nvrtc()
+    assert_seen(ZERO_FAULTS[fault], zeros_are_right, [3])
+
+
+def zeros_are_right(seed, change):
+    case = exact_case(11, 37, 1536, 128)
+    case, zero = as_tensors(case), torch.from_numpy(zero_points(case))
+    one = variant_of(case, (8, 256, 2, 2), zeros=True)._replace(chunks=2)
+    got = Device(seed=seed, change=change).product(*case, variant=one, zero=zero)
+    return torch.equal(got, exact_result(case.x, sparse_int4_weight(*case[1:4], zero), case.bias))
