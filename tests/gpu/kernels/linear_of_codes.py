@@ -15,7 +15,7 @@ from torch.nn import functional
 import reference
 from ao_lab import Recipe
 from ao_lab.tensor.quantized_tensor import from_quantized
-from reference import SCHEMES, Quantized
+from reference import SCHEMES, Quantized, Scales
 from reference.matmul.linear import transposed
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings, outcome
@@ -33,6 +33,8 @@ SHAPES = ((37, 512), (1, 16), (5, 528), (70, 2768), (256, 4096), (1023, 11008), 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Layers of models.
 SHIPPED = ((14336, 4096), (4096, 14336), (1024, 4096), (4096, 11008), (2048, 28672))
+#: Inputs under scales that are given.
+STATIC = ("int8_tensorwise", "torchao.int8_tensorwise_asymmetric")
 ELEMENTS = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
@@ -61,6 +63,7 @@ def jobs(settings: Settings) -> list[Job]:
         Job("codes", f"rows {pair[0]} x {pair[1]}", NAME, rows_case, (*pair, i), 6.0)
         for i, pair in enumerate(PAIRS[::step])
     ]
+    made += [Job("codes", f"static {name}", NAME, static_case, (name,), 6.0) for name in STATIC[::step]]
     made.append(Job("codes", "rows of the model", NAME, model_case, (), 3.0))
     return [*made, Job("codes", "views", NAME, view_case, (), 2.0)]
 
@@ -207,6 +210,27 @@ def layer_case(run: Run, name: str, shape: tuple[int, int]) -> None:
         codes = run.fast.quantize(x, name)
         made = run.fast.linear_of_codes(codes, layer.quantized, dtype=torch.bfloat16)  # type: ignore[attr-defined]
         run.compare(NAME, "F.linear", first, made)
+
+
+def static_case(run: Run, name: str) -> None:
+    """Layers under static scales, with rows that hold a NaN: the bits of a CPU, three times, in a graph too."""
+    zero = None if SCHEMES[name].zero is None else torch.tensor(-9, dtype=torch.int8)
+    recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES[name])
+    given = Scales(torch.tensor(0.02), None, zero)
+    for number, (width, length) in enumerate(TILED if run.settings.fraction > FEW else TILED[:1]):
+        dense = torch.randn(width, length, generator=cases.generator(number))
+        host = from_quantized(run.fast.quantize(dense, "int8_rowwise"), recipe, torch.bfloat16, given)
+        layer = host.to(run.device)
+        for rows in (1, *ROWS) if run.settings.fraction > FEW else (1, 5):
+            x = cases.inputs(rows, length, torch.bfloat16, rows)
+            x[rows // 2, rows % length] = float("nan")
+            wanted, x = functional.linear(x, host), x.to(run.device)
+            for time in range(3):  # the ordinary way, then prepared
+                got = outcome(lambda x=x, layer=layer: functional.linear(x, layer))
+                run.compare(NAME, f"static {rows} {width} {length} {time}", got, wanted)
+            if run.device.type == "cuda":
+                got = outcome(lambda x=x, layer=layer: replayed(partial(product, layer), [x])[0])
+                run.compare(NAME, f"static {rows} {width} {length} graph", got, wanted)
 
 
 def stream_case(run: Run, name: str) -> None:
