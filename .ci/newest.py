@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 from install import BIN, ROOT, make_environment, run, say
-from torch_build import has_nvidia_gpu
+from torch_build import CONSTRAINTS, has_nvidia_gpu, pinned_version
 
 VENV = ROOT / ".venv-newest"
 PYTHON = VENV / BIN.name / "python"
@@ -83,12 +84,28 @@ def install(torch: str, torch_index: str) -> None:
     """The environment, afresh; raises CalledProcessError where a step fails."""
     shutil.rmtree(VENV, ignore_errors=True)
     make_environment(VENV)
-    pip = [str(PYTHON), "-m", "pip", "install", "--quiet"]
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--quiet"]
     run([*pip, "--upgrade", "pip", "packaging"])
     say(f"the newest torch, {torch} build")
     run([str(PYTHON), str(ROOT / ".ci" / "torch_build.py"), torch, "--newest", "--index", torch_index])
     say("ao_lab, with the newest libraries that go with it")
-    run([*pip, "--editable", f"{ROOT}[experiments,test,jax,ao,hf]"])
+    run([*pip, "--editable", f"{ROOT}[experiments,test,jax,ao,hf]", *triton_of(torch_version())])
+
+
+def torch_version() -> str:
+    """The version of torch that was installed, without its build."""
+    told = [str(PYTHON), "-c", "import importlib.metadata as m; print(m.version('torch').partition('+')[0])"]
+    return subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def triton_of(torch: str) -> list[str]:
+    """The triton that goes with the pinned torch; a CUDA build of another asks for its own."""
+    constraints = CONSTRAINTS.read_text()
+    return (
+        re.findall(r"^triton==\S+$", constraints, re.MULTILINE)
+        if torch == pinned_version(constraints)
+        else []
+    )
 
 
 def installed() -> dict[str, tuple[str, bool]]:

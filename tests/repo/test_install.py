@@ -162,3 +162,50 @@ def test_old_python_is_refused(install, monkeypatch, capsys):
     monkeypatch.setattr(install.sys, "version_info", (3, 10, 0))
     assert install.main(["run"]) == 2
     assert "PYTHON=" in capsys.readouterr().err
+
+
+def test_the_newest_version_comes_before_the_pinned_one(torch_build, monkeypatch):
+    """And the pinned one is taken where no place has the newest in the wanted build."""
+    asked, commands = [], []
+
+    def dry_run(place):
+        asked.append(place.requirement)
+        return ELSEWHERE if place.requirement.startswith("torch==") else CUDA
+
+    monkeypatch.setattr(torch_build, "dry_run", dry_run)
+    monkeypatch.setattr(
+        torch_build.subprocess, "run", lambda command, **_: commands.append(command) or Done()
+    )
+    assert torch_build.main(["cpu", "--newest"]) == 0
+    assert asked[:2] == ["torch", "torch"]
+    assert (
+        commands[0][-1]
+        == asked[2]
+        == f"torch=={torch_build.pinned_version(torch_build.CONSTRAINTS.read_text())}"
+    )
+    assert torch_build.main(["cuda", "--newest"]) == 0
+    assert commands[1][-1] == "torch"
+
+
+class Done:
+    returncode = 0
+
+
+def test_what_the_newest_versions_ran_with_is_said(install, monkeypatch, capsys):
+    newest = load("newest")
+    assert all((newest.ROOT / path).exists() for path in newest.TESTS)
+    found = {"torch": ("9.1", False), "transformers": ("5.23.0", True)}
+    ran = []
+    monkeypatch.setattr(newest, "install", lambda torch, index: ran.append((torch, index)))
+    monkeypatch.setattr(newest, "installed", lambda: found)
+    monkeypatch.setattr(newest, "tested", lambda more: ran.append(more) or len(ran) > 2)
+    assert newest.main(["--torch", "cpu", "--", "-n", "2"]) == 1
+    assert newest.main(["--torch", "cuda"]) == 0
+    assert ran == [("cpu", ""), ["-n", "2"], ("cuda", ""), []]
+    said = capsys.readouterr().out
+    assert "== newest: FAILED with Python" in said
+    assert "== newest: passed with Python" in said
+    assert "torch 9.1 (outside of the range in ao_lab/install/versions.py)\n   transformers 5.23.0\n" in said
+    assert newest.triton_of("0.1") == []
+    pinned = newest.pinned_version(newest.CONSTRAINTS.read_text())
+    assert newest.triton_of(pinned)[0].startswith("triton==")
