@@ -222,6 +222,15 @@ EXAMPLES: dict[str, Example] = {
         lambda f, t: f.linear_sparse_int4(t["x"], t["codes"], t["metadata"], t["scale"], t["bias"]),
         gradients=("x", "bias"), exact=False,
     ),
+    "linear_sparse_int4, zero points": Example(
+        lambda n, d: {
+            "x": bf16(n, d), "codes": codes(16, d)[:, : K // 4].contiguous(),
+            "metadata": torch.full((16, K // 8), 0xE4, dtype=torch.uint8, device=d), "scale": row_scales(16, d),
+            "zero": torch.full_like(row_scales(16, d), -3, dtype=torch.int8),
+        },
+        lambda f, t: f.linear_sparse_int4(t["x"], t["codes"], t["metadata"], t["scale"], None, t["zero"]),
+        gradients=("x",), exact=False,
+    ),
     "decompress": Example(
         lambda n, d: {"values": normals(n, d)[:, ::2], "metadata": torch.full((n, K // 8), 0x44, dtype=torch.uint8, device=d)},
         lambda f, t: f.decompress(t["values"], t["metadata"]),
