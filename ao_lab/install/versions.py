@@ -17,7 +17,7 @@ TESTED = {
     "transformers": ("5.23", "5.24"),
     "compressed_tensors": ("0.20", "0.20"),
     "torchao": ("0.18", "0.18"),
-    "jax": ("0.10", "0.10"),
+    "jax": ("0.10", "0.11"),
 }
 _checked: set[str] = set()
 
