@@ -1,9 +1,7 @@
 """Collectives of `QuantizedTensor`: what DTensor, and torch.distributed by itself, send of a weight.
 
 Parts travel as they are stored, so no rank ever holds more than codes and scales. Tensors that go together are of one recipe
-and one shape, as collectives of torch want them of one dtype and one shape; torch's `broadcast_from_rank0`, which makes dense
-tensors on the other ranks, is not for quantized weights: give every rank the state, or load it by torch.distributed.checkpoint.
-A reduction of codes means nothing: there is none.
+and one shape, as collectives of torch want them of one dtype and one shape. A reduction of codes means nothing: there is none.
 
 A gathered weight is its pieces put together (`ao_lab.tensor.slicing.concatenate`), so scales that hold for every piece have to
 be the same on every rank: ValueError, on every rank, where they are not. Tracers have no values; they take them to be the
@@ -27,7 +25,10 @@ from ao_lab.tensor import slicing
 from ao_lab.tensor.metadata import PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.torch_changes.broadcast_state import receive_weights
 from ao_lab.tensor.view_ops import stored_as, stored_dim
+
+receive_weights(QuantizedTensor)
 
 functional = torch.ops._c10d_functional
 c10d = torch.ops.c10d

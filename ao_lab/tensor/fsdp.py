@@ -80,7 +80,9 @@ def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> N
     for name, gathered in _received(t, outputs, metadata).items():
         part = getattr(t, name)
         if part.data_ptr() != gathered.data_ptr():
-            part.copy_(gathered)
+            # The same weight again: what a compiled forward has kept of it for its backward is still right.
+            with torch.autograd._unsafe_preserve_version_counter(part):
+                part.copy_(gathered)
 
 
 def fsdp_pre_all_gather(

@@ -85,6 +85,16 @@ def test_a_transposed_weight_has_no_rows_to_gather():
         gathered_parts(quantized(weight(32, 64), "int8_rowwise").t(), mesh(2), (64, 32))
 
 
+def test_a_weight_that_is_gathered_again_is_no_other():
+    """What a compiled forward has kept of it for its backward stays right: autograd counts no change."""
+    t = quantized(weight(32, 64), "int8_rowwise")
+    outputs, metadata = gathered([t], (32, 64))
+    whole, _ = whole_weight(t, outputs, metadata, torch.float32)
+    before = whole.codes._version
+    whole.fsdp_post_all_gather(outputs, metadata, torch.float32, out=whole)
+    assert whole.codes._version == before
+
+
 def test_parts_are_sent_in_rows():
     """Experts (in, out) have blocks along another axis than the last, and parts in another order; FSDP2 flattens them."""
     t = quantized(weight(4, 64, 32), "int4_g32_asymmetric", axis=-2)

@@ -427,6 +427,7 @@ def test_every_operation_was_tested():
     values = {
         *READS,
         *CHANGES,
+        aten.view.dtype,
         aten.mul_.Tensor,
         aten.mul_.Scalar,
         aten.div_.Tensor,
