@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -81,7 +82,7 @@ def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> N
         part = getattr(t, name)
         if part.data_ptr() != gathered.data_ptr():
             # The same weight again: what a compiled forward has kept of it for its backward is still right.
-            with torch.autograd._unsafe_preserve_version_counter(part):
+            with _unsafe_preserve_version_counter(part):
                 part.copy_(gathered)
 
 

@@ -77,8 +77,10 @@ class Quantizer(HfQuantizer):
             )
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict) and "disk" in device_map.values():
+            places = [name or "the whole model" for name, place in device_map.items() if place == "disk"]
             raise ValueError(
-                "quantized weights of ao_lab cannot stay on disk; give a device_map without 'disk'"
+                f"device_map puts {', '.join(places[:3])}{', ...' * (len(places) > 3)} on disk, and quantized weights of "
+                "ao_lab cannot stay there; give a device_map without 'disk', or max_memory with more for 'cpu'"
             )
 
     def update_attn_implementation(self, config: Any) -> Any:

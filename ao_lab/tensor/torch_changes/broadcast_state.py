@@ -37,7 +37,8 @@ def receive_weights(kind: type) -> None:
             plain(full, local, dense, device, pg)
 
     broadcast.of_dense_tensors = plain  # type: ignore[attr-defined]
-    utils._broadcast_tensors = broadcast
+    module: Any = utils
+    module._broadcast_tensors = broadcast
 
 
 def _piece(value: Any) -> Any:

@@ -133,8 +133,11 @@ def test_device_maps(tmp_path):
     save_pretrained(model, tmp_path, layout="ao_lab")
     for device_map in ("cpu", "auto", {"": "cpu"}):
         assert_same_weights(model, read("LlamaForCausalLM", tmp_path, device_map=device_map))
-    with pytest.raises(ValueError, match="without 'disk'"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "disk"})
+    for given in ({"device_map": {"": "disk"}}, {"device_map": "auto", "max_memory": {"cpu": 10_000}}):
+        with pytest.raises(
+            ValueError, match=r"the whole model on disk, .* without 'disk', or max_memory with more"
+        ):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, offload_folder=tmp_path, **given)
 
 
 def test_other_heads(tmp_path):
