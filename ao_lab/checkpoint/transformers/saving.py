@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ao_lab.checkpoint.transformers.in_training import as_plain, once, warn_of_adapters, warn_of_training
-from ao_lab.checkpoint.transformers.sharded import gathered, holds_quantized
+from ao_lab.checkpoint.transformers.sharded import gathered, holds_quantized, is_sharded
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora.layer import LoRALinear
 from ao_lab.sparsity.training.layers import SparseLinear
 
 #: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
 OTHER_FORMATS: dict[str, tuple[Any, ...]] = {
-    "state_dict": (None,), "variant": (None,), "distributed_checkpoint": (False,), "push_to_hub": (False,),
+    "variant": (None,), "distributed_checkpoint": (False,), "push_to_hub": (False,),
 }  # fmt: skip
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -63,8 +66,8 @@ def saved_in_training(model: Any, save_directory: Any, *args: Any, **kwargs: Any
 def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
     """Write a quantized model in our layout, with its generation settings; see `ao_lab.save_pretrained`.
 
-    Weights that are sharded (`tp_plan`, FSDP2) are gathered, which every rank has to call; rank 0 writes. `max_shard_size` is
-    understood, and what says nothing about files. ValueError for arguments that ask for another format.
+    Weights that are sharded (`tp_plan`, FSDP2) are gathered, which every rank has to call; of several ranks the first writes.
+    `max_shard_size` is understood, and what says nothing about files. ValueError for arguments that ask for another format.
     """
     if args:
         raise ValueError(
@@ -76,12 +79,29 @@ def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: 
                 f"{name}= does not go with quantized weights of ao_lab; save without it, use model.push_to_hub, or "
                 "ao_lab.save_pretrained"
             )
+    state = kwargs.get("state_dict")
+    if state is not None and not is_own(model, state):
+        raise ValueError(
+            "state_dict= does not go with quantized weights of ao_lab unless it is model.state_dict(); save without it "
+            "(sharded weights are gathered), or by ao_lab.save_pretrained"
+        )
     from ao_lab.checkpoint.api import save_pretrained
 
     limit = bytes_of(kwargs.get("max_shard_size", 5 * 10**9))
     with gathered(model) as is_writing:
         if is_main_process and is_writing:
             save_pretrained(model, Path(save_directory), layout="ao_lab", max_shard_bytes=limit)
+
+
+def is_own(model: Any, state: Mapping[str, Any]) -> bool:
+    """Whether a state is what the model's state_dict() gives, over the same memory: accelerate's get_state_dict gives it."""
+    own = model.state_dict()
+    return own.keys() == state.keys() and all(_memory(own[name]) == _memory(state[name]) for name in own)
+
+
+def _memory(value: Any) -> object:
+    held = getattr(value, "codes", value)
+    return held.data_ptr() if isinstance(held, torch.Tensor) and not is_sharded(held) else id(value)
 
 
 def bytes_of(size: int | str) -> int:

@@ -133,7 +133,7 @@ def gathered(model: nn.Module) -> Iterator[bool]:
     try:
         for module, name, p in places:
             module._parameters[name] = known[id(p)]
-        yield not places or torch.distributed.get_rank() == 0
+        yield not _in_group() or torch.distributed.get_rank() == 0
     finally:
         for module, name, p in places:
             module._parameters[name] = p
@@ -141,4 +141,8 @@ def gathered(model: nn.Module) -> Iterator[bool]:
             torch.distributed.barrier()
 
 
-__all__ = ["ShardedReading", "full_weight", "gathered", "holds_quantized", "placed_as"]
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+__all__ = ["ShardedReading", "full_weight", "gathered", "holds_quantized", "is_sharded", "placed_as"]

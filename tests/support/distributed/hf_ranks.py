@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from transformers.distributed import DistributedConfig
 
-from ao_lab import HfConfig
+from ao_lab import HfConfig, SchemeConfig, quantize_
 from ao_lab.checkpoint.transformers.sharded import holds_quantized
 from tests.support.distributed.ranks import start_ranks
 from tests.support.models.hf_models import assert_same_weights, dense_model, outputs
@@ -102,12 +102,22 @@ def check_refused(folder):
         read("LlamaForCausalLM", folder / "quantized", TENSOR)
 
 
+def check_written_once(folder):
+    """A model that every rank has whole is written by the first, as dense ones are."""
+    model, _ = dense_model("LlamaForCausalLM")
+    quantize_(model, SchemeConfig(scheme="int8_rowwise"))
+    model.save_pretrained(folder / f"by{dist.get_rank()}")
+    dist.barrier()
+    assert sorted(path.name for path in folder.glob("by*")) == ["by0"]
+
+
 def run(directory, when):
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     for number, case in enumerate(DAY if when == "day" else NIGHT):
         check(Path(directory) / f"{when}{number}", *case)
     check_refused(Path(directory) / "refused")
+    check_written_once(Path(directory))
 
 
 if __name__ == "__main__":

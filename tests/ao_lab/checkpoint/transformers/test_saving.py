@@ -165,3 +165,15 @@ def test_trainer(how, tmp_path):
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-2")
     assert_same_weights(model, read)
     assert read.generate(INPUTS["input_ids"], max_new_tokens=2).shape == (1, 8)
+
+
+def test_the_models_own_state(tmp_path):
+    """`save_pretrained(..., state_dict=accelerator.get_state_dict(model))` is what training scripts write."""
+    model, _ = quantized_model("LlamaForCausalLM", "int4_g32")
+    model.save_pretrained(tmp_path, state_dict=model.state_dict(), is_main_process=True)
+    assert_same_weights(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    copied = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"state_dict= does not go with .* unless it is model.state_dict\(\)"
+    ):
+        model.save_pretrained(tmp_path, state_dict=copied)
