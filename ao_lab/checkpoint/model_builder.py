@@ -21,7 +21,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
+import ao_lab.quantization.prepared_products
+import ao_lab.quantization.shown  # noqa: F401  F.linear of eager inference, print(model)
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown

@@ -228,8 +228,18 @@ def show(
     if as_json:
         print_json({**told, "bytes_before": before, "bytes": saved.bytes, "layers": rows})
         return
-    cells = [[str(value) or "-" for value in row.values()] for row in rows]
-    print_table("Layers", list(rows[0]) if rows else [], cells, numbers=["bytes"])
+    # Of a model that was not pruned two columns would say nothing.
+    empty = {"sparsity": "", "storage": "dense"}
+    columns = [
+        key
+        for key in (rows[0] if rows else ())
+        if key not in empty or any(row[key] != empty[key] for row in rows)
+    ]
+    # Why a linear layer is quantized goes without saying.
+    kinds = {layer.name: layer.kind for layer in report.changed}
+    plain = [{**row, "reason": ""} if row["reason"] == kinds.get(str(row["layer"])) else row for row in rows]
+    cells = [[str(row[key]) or "-" for key in columns] for row in plain]
+    print_table("Layers", columns, cells, numbers=["bytes"])
     print_table(
         "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
     )

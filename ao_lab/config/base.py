@@ -188,11 +188,19 @@ def static_scales(scale: Any, zero: Any = None) -> Scales:
     return Scales(parts[0], None, parts[1])
 
 
+def kind_of(given: object) -> str:
+    """What was given in place of a configuration, for a message: its class, or a class that was not called."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}; call it: {given.__name__}()"
+    return f"{type(given).__module__}.{type(given).__name__}"
+
+
 __all__ = [
     "CONFIGS",
     "Config",
     "SchemeConfig",
     "dtype_name",
+    "kind_of",
     "operands",
     "static_scales",
 ]

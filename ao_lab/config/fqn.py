@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ao_lab.config.base import Config
+from ao_lab.config.base import Config, kind_of
 
 DEFAULT, PATTERN = "_default", "re:"
 
@@ -26,9 +26,7 @@ class FqnToConfig:
     def __post_init__(self) -> None:
         for name, config in self.fqn_to_config.items():
             if config is not None and not isinstance(config, Config):
-                raise TypeError(
-                    f"FqnToConfig: {name!r} is a configuration or None, got {type(config).__name__}"
-                )
+                raise TypeError(f"FqnToConfig: {name!r} is a configuration or None, got {kind_of(config)}")
             if name.startswith(PATTERN):
                 compiled_pattern(name)
 

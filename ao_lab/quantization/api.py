@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
+import ao_lab.quantization.prepared_products
+import ao_lab.quantization.shown  # noqa: F401  F.linear of eager inference, print(model)
 from ao_lab.calibration.hooks import unwatch
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig

@@ -68,6 +68,17 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
     return None if state is None else state.unsupported_reason()
 
 
+def first_matrix(module: nn.Module) -> str | None:
+    """The name of a module's first own parameter with two axes or more; None where it has none."""
+    own = module.named_parameters(recurse=False)
+    return next((name for name, p in own if not is_lazy(p) and p.dim() > 1), None)
+
+
+def other_reason(module: nn.Module) -> str:
+    """Why a module that a filter accepts is none whose weights are quantized."""
+    return f"{type(module).__name__}: of modules that hold weights nn.Linear, nn.Embedding and batched experts are quantized"
+
+
 #: Pre-forward hooks of torch.nn.utils that compute a weight, and what makes that plain again.
 WEIGHT_HOOKS = {
     "WeightNorm": "torch.nn.utils.remove_weight_norm(module)",
@@ -273,10 +284,12 @@ __all__ = [
     "check_model",
     "computed_reason",
     "contraction_axis",
+    "first_matrix",
     "is_experts",
     "is_linear",
     "is_transposed",
     "linear_and_experts",
+    "other_reason",
     "quantizable_parameters",
     "routers",
     "says_its_axis",

@@ -15,7 +15,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ao_lab.config.base import Config
+from ao_lab.config.base import Config, kind_of
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.gemm.select import select_kernel
@@ -23,12 +23,13 @@ from ao_lab.quantization.modules import (
     check_model,
     contraction_axis,
     is_transposed,
+    other_reason,
     quantizable_parameters,
     routers,
     tied_layers,
     unsupported_reason,
 )
-from ao_lab.quantization.selection import Filter, selection
+from ao_lab.quantization.selection import Filter, passed_over, selection
 from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
 from ao_lab.tensor.sparse.compress import not_sparse, quantized_compressed, unstorable
@@ -103,8 +104,7 @@ def planned(
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
-            f"quantize_ takes a configuration of ao_lab, got {type(config).__module__}.{type(config).__name__}; "
-            f"ao_lab has torchao's under the same names"
+            f"quantize_ takes a configuration of ao_lab, got {kind_of(config)}; ao_lab has torchao's under the same names"
         )
     decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
     plan, matched, check = Plan(), 0, Checks(device, streamed)
@@ -117,6 +117,9 @@ def planned(
         else:
             reason = _entered(plan, wanted, (full, module, name), parameter, check) or reason
         plan.reasons[full] = reason
+    others = passed_over(model, lambda path, module, full: decide(path, module, full)[0] is not None)
+    plan.reasons.update({full: other_reason(module) for full, (module, _) in others.items()})
+    matched += len(others)
     decide.check_all_matched(model)
     _say_what_was_shared(plan, model)
     if not plan.changes and not again:

@@ -20,6 +20,8 @@ from ao_lab.gemm.select import inference_keys, select_kernel
 from ao_lab.quantization.modules import (
     check_model,
     contraction_axis,
+    first_matrix,
+    other_reason,
     quantizable_parameters,
     training_state,
     unsupported_reason,
@@ -153,7 +155,20 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
         layers.append(
             replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage)
         )
-    return Report(tuple(layers))
+    return Report((*layers, *_others(model, reasons)))
+
+
+def _others(model: nn.Module, reasons: dict[str, str]) -> list[Layer]:
+    """What a filter accepted and is none of the modules whose weights are quantized."""
+    found = []
+    for path, module in model.named_modules():
+        name = first_matrix(module)
+        full = f"{path}.{name}" if path else name
+        if name is not None and full is not None and reasons.get(full) == other_reason(module):
+            weight = module.get_parameter(name)
+            shape = tuple(weight.shape)
+            found.append(Layer(full, type(module).__name__, shape, "", "", weight.nbytes, reasons[full]))
+    return found
 
 
 def _sparsity(pruned: str, parameter: torch.Tensor) -> str:

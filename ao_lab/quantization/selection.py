@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import DEFAULT, PATTERN, FqnToConfig, compiled_pattern
-from ao_lab.quantization.modules import is_experts, is_linear, says_its_axis, unsupported_reason
+from ao_lab.quantization.modules import (
+    first_matrix,
+    is_experts,
+    is_linear,
+    quantizable_parameters,
+    says_its_axis,
+    unsupported_reason,
+)
 
 Filter = Callable[[nn.Module, str], bool]
 ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
@@ -128,9 +136,31 @@ class Patterns:
             )
 
 
+def passed_over(
+    model: nn.Module, accepts: Callable[[str, nn.Module, str], bool]
+) -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Modules that a selection accepts and that have matrices, but none that is quantized or pruned (convolutions, LSTM, ...).
+
+    By the full name of their first. A filter that asks for what only linear layers have does not accept them. `accepts` is
+    given a module's name, the module and the full name of that parameter.
+    """
+    known, found = {id(module) for _, module, _, _ in quantizable_parameters(model)}, {}
+    for path, module in model.named_modules():
+        if id(module) in known or (first := first_matrix(module)) is None:
+            continue
+        full = f"{path}.{first}" if path else first
+        try:
+            accepted = accepts(path, module, full)
+        except AttributeError:
+            accepted = False
+        if accepted:
+            found[full] = (module, module.get_parameter(first))
+    return found
+
+
 def _some(model: nn.Module) -> str:
     names = [name for name, _ in model.named_modules() if name]
     return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
 
-__all__ = ["Filter", "Filtered", "Patterns", "selection"]
+__all__ = ["Filter", "Filtered", "Patterns", "passed_over", "selection"]

@@ -22,10 +22,10 @@ from ao_lab.quantization.modules import (
     shorten,
     unsupported_reason,
 )
-from ao_lab.quantization.selection import Filter
+from ao_lab.quantization.selection import Filter, passed_over
 from ao_lab.sparsity.config import SparsityConfig
 from ao_lab.sparsity.report import SparseLayer
-from ao_lab.sparsity.selection import Selection, block_of, passed_over
+from ao_lab.sparsity.selection import Selection, block_of
 from ao_lab.sparsity.weights import (
     NOT_FINITE,
     in_place_reason,
@@ -142,9 +142,13 @@ def planned(
 
 def others(model: nn.Module, filter_fn: Filter | None) -> tuple[SparseLayer, ...]:
     """Lines of a report for what a filter accepts and is no linear layer."""
+
+    def accepts(path: str, module: nn.Module, full: str) -> bool:
+        return bool(filter_fn and filter_fn(module, path))
+
     return tuple(
         SparseLayer(full, kind, tuple(weight.shape), f"{kind}: only linear layers are pruned")
-        for full, (module, weight) in passed_over(model, filter_fn).items()
+        for full, (module, weight) in (passed_over(model, accepts) if filter_fn is not None else {}).items()
         for kind in (type(module).__name__,)
     )
 

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ao_lab.calibration.blocks import block_lists
 from ao_lab.quantization.modules import (
     is_experts,
     is_linear,
-    quantizable_parameters,
     routers,
     shorten,
     unsupported_reason,
@@ -64,29 +62,6 @@ class Selection:
             return False
 
 
-def passed_over(model: nn.Module, filter_fn: Filter | None) -> dict[str, tuple[nn.Module, torch.Tensor]]:
-    """Modules that a filter accepts and that have weights, but none that can be pruned (convolutions, LSTM, ...).
-
-    By the full name of their first weight. A filter that asks for what only linear layers have does not accept them.
-    """
-    if filter_fn is None:
-        return {}
-    known = {id(module) for _, module, _, _ in quantizable_parameters(model)}
-    found = {}
-    for path, module in model.named_modules():
-        own = module.named_parameters(recurse=False)
-        weight = next(((name, p) for name, p in own if not is_lazy(p) and p.dim() > 1), None)
-        if weight is None or id(module) in known:
-            continue
-        try:
-            accepted = bool(filter_fn(module, path))
-        except AttributeError:
-            accepted = False
-        if accepted:
-            found[f"{path}.{weight[0]}" if path else weight[0]] = (module, weight[1])
-    return found
-
-
 def is_inside(path: str, names: Iterable[str]) -> bool:
     """Whether a module is one of those named, or in one; "" is the whole model."""
     return any(not name or f"{path}.".startswith(f"{name}.") for name in names)
@@ -97,4 +72,4 @@ def block_of(full: str, blocks: Iterable[str]) -> str | None:
     return next((name for name in blocks if is_inside(full, [name])), None)
 
 
-__all__ = ["EXPERTS", "Selection", "block_of", "is_inside", "passed_over"]
+__all__ = ["EXPERTS", "Selection", "block_of", "is_inside"]

@@ -83,15 +83,15 @@ def under_names_that_parts_have(model: nn.Module, named: Named) -> Named:
     """The same, quantized matrices under their own names where a mapping renames `weight` and not what stands for it."""
     from transformers.core_model_loading import rename_source_key
 
-    mapping = mapping_of(model)
-    found = [old for old, new in named.renamed.items() if isinstance(named.tensors[new], QuantizedTensor)]
-    for old in found if mapping is not None else ():
-        stored = f"{named.renamed[old].removesuffix('weight')}weight_scale"
-        own, prefix = f"{old.removesuffix('weight')}weight_scale", str(model.base_model_prefix)
-        if rename_source_key(stored, *mapping, prefix, {own: None})[0] != own:  # type: ignore[misc]
-            named.tensors[old] = named.tensors.pop(named.renamed[old])
-            named.renamed[old] = old
-    return named
+    renamings, converters = mapping_of(model) or ([], [])
+    tensors, renamed, prefix = dict(named.tensors), dict(named.renamed), str(model.base_model_prefix)
+    for old, new in named.renamed.items():
+        if not isinstance(tensors[new], QuantizedTensor):
+            continue
+        stored, own = (f"{name.removesuffix('weight')}weight_scale" for name in (new, old))
+        if rename_source_key(stored, renamings, converters, prefix, {own: None})[0] != own:
+            tensors[old], renamed[old] = tensors.pop(new), old
+    return replace(named, tensors=tensors, renamed=renamed)
 
 
 def changed_by_readers(model: nn.Module, state: Tensors) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.native_layout import METHOD, OURS, file_of_weights
 from ao_lab.checkpoint.transformers.config_values import config_from, config_values
-from ao_lab.config.base import Config, SchemeConfig
+from ao_lab.config.base import Config, SchemeConfig, kind_of
 from ao_lab.config.fqn import FqnToConfig
 
 #: What a description in config.json may say.
@@ -30,8 +30,9 @@ class HfConfig:
     config: a configuration of `quantize_`, an `FqnToConfig`, or the name of a scheme. The weights are those of loading the
     dense model and calling `quantize_`, bit for bit: linear layers (Conv1D too) and, with `experts`, batched experts; routers
     stay dense. modules_to_not_convert: which layers stay, by the rules of transformers (a beginning of the name up to a dot, a
-    regular expression, or an end); None: a head that is tied to the embedding, which `quantize_` and `ao-lab quantize` leave too,
-    ["lm_head"] the head in any case (transformers' other quantizers leave it), [] none. `FqnToConfig` names layers itself, and goes without both.
+    regular expression, or an end); None: a head that is tied to the embedding, which `quantize_` and `ao-lab quantize` leave
+    too; ["lm_head"]: the head in any case, as transformers' other quantizers do; []: none. `FqnToConfig` names layers itself,
+    and goes without both.
 
     Raises TypeError for another kind of config, ValueError for one that needs data (static scales that are not given) or
     training: load the model first and call `quantize_`.
@@ -133,7 +134,7 @@ def check(config: Any, names: list[str] | None) -> None:
     """Whether weights can be quantized by a configuration alone, while they are read."""
     if not isinstance(config, (Config, FqnToConfig)):
         raise TypeError(
-            f"HfConfig takes a configuration of ao_lab or the name of a scheme, got {type(config).__name__}"
+            f"HfConfig takes a configuration of ao_lab or the name of a scheme, got {kind_of(config)}"
         )
     if isinstance(config, FqnToConfig) and names is not None:
         raise ValueError("FqnToConfig names the layers itself; leave modules_to_not_convert out")

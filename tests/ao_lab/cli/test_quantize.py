@@ -66,6 +66,9 @@ def test_a_folder_that_transformers_reads(capsys, folder, tmp_path):
     assert "layout: compressed-tensors; transformers" in shown
     assert "Embedding: only linear layers and experts are quantized" in shown
     assert "filter_fn" not in shown
+    # Columns and words that would say nothing of this model.
+    assert "sparsity" not in shown.partition("Folder")[0]
+    assert "Linear" not in shown.partition("Folder")[0]
     names = sorted(path.name for path in target.iterdir())
     assert names == [
         "README.md",

@@ -181,7 +181,8 @@ def test_static_scales_are_positive_and_finite(name, scale):
 def test_a_bilinear_layer_is_no_batch_of_experts():
     model = nn.ModuleDict({"both": nn.Bilinear(32, 32, 32), "one": nn.Linear(32, 32)})
     quantize_(model, ao_lab.Int8WeightOnlyConfig(), lambda module, name: True)
-    assert [layer.name for layer in explain(model).layers] == ["one.weight"]
+    assert [layer.name for layer in explain(model).changed] == ["one.weight"]
+    assert [(layer.name, layer.kind) for layer in explain(model).left] == [("both.weight", "Bilinear")]
 
 
 def test_other_dtypes_are_refused():

@@ -316,3 +316,36 @@ def test_quantized_weights_take_no_gradient():
     model(TOKENS).sum().backward()
     assert model.model.embed_tokens.weight.grad is not None
     assert model.lm_head.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        nn.Conv2d(8, 8, 3), nn.Conv1d(8, 8, 3), nn.LSTM(8, 8), nn.GRU(8, 8), nn.Bilinear(8, 8, 8), nn.EmbeddingBag(8, 8),
+        nn.MultiheadAttention(8, 2),
+    ],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_what_a_filter_accepts_and_is_no_layer_is_listed(made):
+    """With its reason, by explain too; alone it is named in the error."""
+    model = nn.Sequential(made, nn.Linear(64, 64))
+    report = quantize_(model, Int8WeightOnlyConfig(), lambda m, name: name in ("0", "1"))
+    reason = f"{type(made).__name__}: of modules that hold weights nn.Linear, nn.Embedding and batched experts are quantized"
+    assert [layer.name for layer in report.changed] == ["1.weight"]
+    assert reason in {layer.reason for layer in report.left}
+    assert reason in {layer.reason for layer in explain(model).left}
+    with pytest.raises(
+        ValueError,
+        match=f"matches layers, but none of them can be changed.*{type(made).__name__}: of modules",
+    ):
+        quantize_(nn.Sequential(made), Int8WeightOnlyConfig(), lambda m, name: name == "0")
+    with pytest.raises(ValueError, match="none of them can be changed"):
+        quantize_(nn.Sequential(made), FqnToConfig({"0": Int8WeightOnlyConfig()}))
+
+
+@pytest.mark.parametrize("kind", [Int8WeightOnlyConfig, FqnToConfig])
+def test_a_class_in_place_of_a_configuration(kind):
+    with pytest.raises(TypeError, match=rf"call it: {kind.__name__}\(\)"):
+        quantize_(language_model(), kind)
+    with pytest.raises(TypeError, match=r"call it: Int8WeightOnlyConfig\(\)"):
+        FqnToConfig({"lm_head": Int8WeightOnlyConfig})
