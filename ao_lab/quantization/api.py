@@ -147,6 +147,7 @@ def quantize_weights(call: Call) -> Report:
     """Quantize the weights that a plan names; what `quantize_` does for configurations without a transform of their own."""
     model = call.model
     plan = planned(model, call.config, call.filter_fn, call.device)
+    _refuse_sharded(plan)
     quantizing = {key: change for key, change in plan.changes.items() if not change.config.prepares}
     known = _observers(plan, quantizing, call)
     _prepare(plan, quantizing)
@@ -159,6 +160,17 @@ def quantize_weights(call: Call) -> Report:
     report = report_of(model)
     warn_of_slower(report, (name for change in quantizing.values() for name in change.places))
     return report
+
+
+def _refuse_sharded(plan: Plan) -> None:
+    """TypeError for a weight of which each process has a piece: scales would be those of pieces."""
+    for change in plan.changes.values():
+        if hasattr(change.parameter, "full_tensor"):
+            raise TypeError(
+                f"{next(iter(change.places))} is a DTensor, which quantize_ does not take; it changed nothing. Quantize the "
+                f"model first, then shard it; from_pretrained of transformers does both where it is given "
+                f"quantization_config=ao_lab.HfConfig(config) beside tp_plan or distributed_config"
+            )
 
 
 def _quantize_all(

@@ -94,6 +94,11 @@ def check_refused(folder):
         ValueError, match=r"down_proj.weight in nf4 is not sharded as .*; leave the layer dense"
     ):
         read("LlamaForCausalLM", folder / "dense", TENSOR, quantization_config=HfConfig("nf4"))
+    many = read("LlamaForCausalLM", folder / "dense", TENSOR)
+    with pytest.raises(
+        TypeError, match=r"q_proj.weight is a DTensor, .* changed nothing\..*=ao_lab\.HfConfig\(config\)"
+    ):
+        quantize_(many, SchemeConfig(scheme="int8_rowwise"))
     one = read("LlamaForCausalLM", folder / "dense", quantization_config=HfConfig("nf4"))
     on_rank_0(lambda: one.save_pretrained(folder / "quantized"))
     with pytest.raises(
