@@ -209,3 +209,49 @@ def test_what_was_quantized_before_keeps_its_reason():
     assert reasons["lm_head.weight"] == "Linear"
     assert reasons["model.layers.0.mlp.experts.down_proj"] == "accepted by filter_fn"
     assert [layer.reason for layer in report.left] == ["refused by filter_fn"]
+
+
+BIAS = torch.linspace(-1, 1, 4 * 48).reshape(4, 48)
+#: Products with a batch of matrices (4, 48, 64), of inputs (4, 5, 64).
+PRODUCTS = {
+    "bmm": lambda w, x: torch.bmm(x, w.transpose(1, 2)),
+    "matmul": lambda w, x: x @ w.mT,
+    "permuted": lambda w, x: torch.matmul(x, w.permute(0, 2, 1)),
+    "baddbmm": lambda w, x: torch.baddbmm(BIAS[:, None], x, w.mT),
+    "einsum": lambda w, x: torch.einsum("eti,eoi->eto", x, w),
+    "einsum, weight first": lambda w, x: torch.einsum("eoi,eti->eto", w, x),
+    "linear": lambda w, x: torch.stack([nn.functional.linear(x[i], w[i]) for i in range(4)]),
+    "linear, bias": lambda w, x: torch.stack([nn.functional.linear(x[i], w[i], BIAS[i]) for i in range(4)]),
+    "linear, by name": lambda w, x: torch.stack([nn.functional.linear(x[i], weight=w[i]) for i in range(4)]),
+    "addmm": lambda w, x: torch.stack([torch.addmm(BIAS[i], x[i], w[i].t()) for i in range(4)]),
+    "weight on the left": lambda w, x: torch.stack([(w[i] @ x[i].T).T for i in range(4)]),
+    "mv": lambda w, x: torch.stack([torch.mv(w[i], x[i, 0]) for i in range(4)]),
+    "inner": lambda w, x: torch.inner(x[0], w[0]),
+    "tensordot": lambda w, x: torch.tensordot(x[0], w[0], ([1], [1])),
+    "unbind": lambda w, x: torch.stack([a @ b.T for a, b in zip(x, w.unbind(0), strict=True)]),
+    "indexed": lambda w, x: torch.bmm(x, w[torch.arange(4)].mT),
+    "chunks": lambda w, x: torch.cat([torch.bmm(x, part.mT) for part in w.chunk(2, dim=1)], -1),
+    "one matrix": lambda w, x: nn.functional.linear(x[0], w.reshape(-1, 64)),
+    "detached": lambda w, x: torch.bmm(x, w.detach().mT),
+    "cast": lambda w, x: torch.bmm(x.double(), w.double().mT).float(),
+    "vmap": lambda w, x: torch.vmap(lambda a, b: a @ b.T)(x, w),
+    "element by element": lambda w, x: (x[:, :, None, :] * w[:, None]).sum(-1),
+}
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "int8_rowwise", "int4_g32"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_has_the_quantized_values_or_raises(name, scheme):
+    """Of weights alone, so that the products of the dequantized weights are what is meant."""
+    torch.manual_seed(0)
+    module, x = nn.Module(), torch.randn(4, 5, 64)
+    module.up = nn.Parameter(torch.randn(4, 48, 64))
+    quantize_(module, SchemeConfig(scheme=scheme, axis=-1), lambda m, path: True)
+    with torch.no_grad():
+        wanted = PRODUCTS[name](module.up.dequantize(), x)
+        try:
+            found = PRODUCTS[name](module.up, x)
+        except (NotImplementedError, ValueError) as error:
+            assert scheme in str(error)  # noqa: PT017  (either answer is right)
+            return
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
