@@ -67,6 +67,8 @@ def test_one_warning_at_the_first_use(monkeypatch, use):
 
 
 def test_doctor_says_it(monkeypatch):
-    assert library("torch").detail == importlib.metadata.version("torch")
+    version = importlib.metadata.version("torch")
+    monkeypatch.setitem(versions.TESTED, "torch", ("0.1", "99.0"))
+    assert library("torch").detail == version
     monkeypatch.setitem(versions.TESTED, "torch", ("1.0", "1.5"))
     assert library("torch").detail.endswith("(tested: 1.0 to 1.5)")
