@@ -16,8 +16,8 @@ from fast.kernels.quantize.plan import Problem
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
-#: Elements of a warp, 16 a thread; and where there are more rows than multiprocessors hold at a time, twice as many.
-WARP, MOST_WARPS, MANY_ROWS = 512, 16, 1024
+#: Elements of a warp, 16 a thread; twice as many where there are rows for all multiprocessors.
+WARP, MOST_WARPS = 512, 16
 POINTERS = ("x", "scale", "zero", "codes", "row_scale", "row_zero")
 
 
@@ -48,10 +48,9 @@ def _launch(of: Problem, count: int, length: int) -> CompiledLaunch:
     while the kernel in front of it runs."""
     size = min(power_above(length), LARGEST_TILE)
     together = max(1, min(TILE // size, power_above(count)))
-    elements = size * together // (1 if count < MANY_ROWS else 2)
-    warps = max(1, min(MOST_WARPS, elements // WARP))
-    each = of.scheme.scale.block == -1
     pdl = count < LEAST
+    warps = max(1, min(MOST_WARPS, size * together // (WARP if pdl else 2 * WARP)))
+    each = of.scheme.scale.block == -1
     wide = count * length > INT32 - size
     tail = (count, length, size, together, each, wide, of.rule, pdl and not interpreted())
     options = {"launch_pdl": True} if pdl else {}
