@@ -192,7 +192,8 @@ def kind_of(given: object) -> str:
     """What was given in place of a configuration, for a message: its class, or a class that was not called."""
     if isinstance(given, type):
         return f"the class {given.__name__}; call it: {given.__name__}()"
-    return f"{type(given).__module__}.{type(given).__name__}"
+    kind = type(given)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 __all__ = [
