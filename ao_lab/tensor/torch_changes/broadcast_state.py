@@ -1,7 +1,7 @@
 """torch's `set_model_state_dict(..., broadcast_from_rank0=True)` for models with quantized weights.
 
 Rank 0 alone has the state there, and tells the others the shape and dtype of each tensor, of which they make dense ones to be
-written to: pieces of a quantized weight do not go into these, and processes ended in the middle of a collective. What a weight
+written to: pieces of a quantized weight do not go into these, and processes hung or ended in a collective. What a weight
 is made of every rank knows by its own model. So rank 0 sends what its model's weight would take of the state by `copy_`, and
 the others receive weights of that kind.
 """
@@ -52,7 +52,10 @@ def _broadcast(full: dict[str, Any], local: dict[str, Any], key: str, device: An
     types = group._device_types
     sent_on = device if device.type in {found.type for found in types} else types[0]
     size = full[key].shape if isinstance(full[key], torch.Tensor) else full[key].size
-    weight: Any = _piece(own).plain.new_empty(size, device=sent_on)
+    piece = _piece(own).plain
+    if piece.is_meta:  # static scales of inputs too come from rank 0
+        piece = piece.mapped(lambda part: torch.zeros_like(part, device=sent_on))
+    weight: Any = piece.new_empty(size, device=sent_on)
     if isinstance(full[key], torch.Tensor):  # on rank 0
         weight.copy_(full[key].detach())
     dist.broadcast(weight, src=0, group=group)

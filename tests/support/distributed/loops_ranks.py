@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -89,8 +90,8 @@ def compiled(net):
     return torch.compile(fsdp2(net), backend="aot_eager")
 
 
-#: Takes seconds, and is left out where kinds are named.
-COMPILED = "FSDP2, compiled"
+#: They take seconds to compile and to import, and are left out where kinds are named.
+COMPILED, ACCELERATE = NIGHTLY = ("FSDP2, compiled", "FSDP2, filled by accelerate")
 WRAPPERS = {
     "FSDP1": fsdp1,
     "FSDP1, joined": lambda net: fsdp1(net, joined=True),
@@ -172,6 +173,18 @@ def whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def from_accelerate(kind):
+    """Shards on the meta device that accelerate fills from rank 0, as `fsdp_cpu_ram_efficient_loading` does."""
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+    one, first = model(kind), SimpleNamespace(is_main_process=dist.get_rank() == 0)
+    many = fsdp2(copy.deepcopy(one).to("meta"))
+    fsdp2_load_full_state_dict(first, many, one.state_dict() if first.is_main_process else {})
+    check_state(many, one.state_dict(), "accelerate")
+    assert [p.requires_grad for p in many.parameters()] == [p.requires_grad for p in one.parameters()]
+    assert torch.equal(many(inputs()), one(inputs())), "outputs"
+
+
 def rows(kind):
     """ColwiseParallel: each rank has rows of the weight, and computes outputs of one process."""
     layer = model(kind)[0].base
@@ -205,6 +218,7 @@ def loops(folder):
                 f"states, {name}",
                 lambda kind, wrap=wrap, place=place: states(kind, wrap, f"{place} {kind}"),
             )
+    yield ACCELERATE, from_accelerate
     yield "columns of the output", rows
     yield "rows of the input", columns
 
@@ -221,7 +235,7 @@ def run(folder, *kinds):
     warnings.filterwarnings("ignore")
     for kind in kinds or KINDS:
         for name, loop in loops(folder):
-            if kinds and name == COMPILED:
+            if kinds and name in NIGHTLY:
                 continue
             found, answer = tried(loop, kind), ANSWERS.get((name, kind), "right")
             assert found == answer if answer == "right" else re.search(answer, found), (name, kind, found)

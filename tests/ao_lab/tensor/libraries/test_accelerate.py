@@ -1,5 +1,7 @@
 """accelerate's sizes and hooks; loops with all kinds of layers are in tests/ao_lab/tensor/loops."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -39,3 +41,17 @@ def test_tied_weights_that_are_offloaded():
     assert {p.device.type for p in made.parameters()} == {"meta"}
     for _ in range(2):
         assert torch.equal(logits(made), before)
+
+
+def test_what_fills_shards_from_one_rank():
+    """Once, however often it is registered; models without quantized weights go accelerate's way. On ranks: tensor/loops."""
+    from accelerate.utils import fsdp_utils
+
+    from ao_lab.tensor.libraries import accelerate_fsdp
+
+    first = fsdp_utils.fsdp2_load_full_state_dict
+    accelerate_fsdp.register()
+    assert fsdp_utils.fsdp2_load_full_state_dict is first
+    assert first.of_ao_lab
+    with pytest.raises(KeyError, match="missing from full state dict"):
+        first(SimpleNamespace(is_main_process=True), torch.nn.Linear(2, 2), {})
