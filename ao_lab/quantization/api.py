@@ -32,7 +32,7 @@ from ao_lab.quantization.joined_scales import JoinedScales
 from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.preshuffle import preshuffle
-from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, warn_of_slower
+from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, held, warn_of_slower
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
@@ -270,7 +270,7 @@ def keep_report(model: nn.Module, plan: Plan) -> None:
     quantized = {
         f"{path}.{leaf}" if path else leaf
         for path, _, leaf, parameter in quantizable_parameters(model)
-        if isinstance(parameter, QuantizedTensor)
+        if isinstance(held(parameter), QuantizedTensor)
     }
     # What was quantized before is as it is for the reason of that time, whatever the filter says now.
     before = {name for name, reason in plan.reasons.items() if reason == ALREADY} | (plan.refused & quantized)
@@ -278,7 +278,7 @@ def keep_report(model: nn.Module, plan: Plan) -> None:
         name: known.get(name, reason) if name in before else reason for name, reason in plan.reasons.items()
     }
     for change in plan.changes.values():
-        stopped = not change.config.prepares and not isinstance(change.parameter, QuantizedTensor)
+        stopped = not change.config.prepares and not isinstance(held(change.parameter), QuantizedTensor)
         for name in change.places if stopped else ():
             reasons[name] = "quantize_ stopped before it; call it again"
     report = described(model, reasons)

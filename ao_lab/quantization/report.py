@@ -150,12 +150,19 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     pruned: dict[str, str] = getattr(model, SPARSITY, {})
     layers = []
     for path, module, name, parameter in quantizable_parameters(model):
-        layer = described_layer(path, module, name, parameter, reasons)
+        shape, parameter = tuple(parameter.shape), held(parameter)
+        layer = replace(described_layer(path, module, name, parameter, reasons), shape=shape)
         storage = "compressed" if isinstance(parameter, SparseQuantizedTensor) else "dense"
         layers.append(
             replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage)
         )
     return Report((*layers, *_others(model, reasons)))
+
+
+def held(parameter: torch.Tensor) -> torch.Tensor:
+    """The piece that this process has of a quantized weight that several share (a DTensor); all else itself."""
+    piece = getattr(parameter, "_local_tensor", None)
+    return piece if isinstance(piece, QuantizedTensor) else parameter
 
 
 def _others(model: nn.Module, reasons: dict[str, str]) -> list[Layer]:
@@ -276,4 +283,4 @@ def warn_of_slower(report: Report, names: Iterable[str]) -> None:
     )
 
 
-__all__ = ["Layer", "Report", "described", "explain", "known_reasons", "warn_of_slower"]
+__all__ = ["Layer", "Report", "described", "explain", "held", "known_reasons", "warn_of_slower"]

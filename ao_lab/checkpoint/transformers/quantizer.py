@@ -24,7 +24,7 @@ from ao_lab.checkpoint.native_layout import METHOD
 from ao_lab.checkpoint.transformers import model_methods, saving
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
-from ao_lab.checkpoint.transformers.sharded import ShardedReading
+from ao_lab.checkpoint.transformers.sharded import ShardedReading, dense, holds_quantized
 from ao_lab.checkpoint.transformers.stored import Stored
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.quantization.modules import is_linear, linear_and_experts
@@ -188,11 +188,9 @@ class Quantizer(HfQuantizer):
         known: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, value in list(module._parameters.items()):
-                if isinstance(value, QuantizedTensor):
+                if value is not None and holds_quantized(value):
                     if id(value) not in known:
-                        known[id(value)] = nn.Parameter(
-                            QuantizedTensor.dequantize(value, dtype), requires_grad=False
-                        )
+                        known[id(value)] = nn.Parameter(dense(value, dtype), requires_grad=False)
                     module._parameters[name] = known[id(value)]
         return model
 

@@ -98,14 +98,23 @@ def placed_as(name: str, weight: nn.Parameter, placed: Any) -> nn.Parameter:
     """A whole quantized weight sharded as the DTensor `placed`; itself where that is none."""
     if not is_sharded(placed):
         return weight
+    whole: Any = weight
+    return nn.Parameter(_placed(shard_of(name, whole.detach(), placed), placed), requires_grad=False)
+
+
+def dense(weight: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """The values of a quantized weight, sharded as it is."""
+    if not is_sharded(weight):
+        return QuantizedTensor.dequantize(weight, dtype)
+    return _placed(weight._local_tensor.dequantize(dtype), weight)
+
+
+def _placed(piece: torch.Tensor, like: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    whole: Any = weight
-    made = DTensor.from_local(
-        shard_of(name, whole.detach(), placed), placed.device_mesh, placed.placements, run_check=False,
-        shape=placed.shape, stride=placed.stride(),
-    )  # fmt: skip
-    return nn.Parameter(made, requires_grad=False)
+    options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    made: torch.Tensor = DTensor.from_local(piece, like.device_mesh, like.placements, **options)
+    return made
 
 
 def holds_quantized(parameter: Any) -> bool:
@@ -145,4 +154,4 @@ def _in_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-__all__ = ["ShardedReading", "full_weight", "gathered", "holds_quantized", "is_sharded", "placed_as"]
+__all__ = ["ShardedReading", "dense", "full_weight", "gathered", "holds_quantized", "is_sharded", "placed_as"]

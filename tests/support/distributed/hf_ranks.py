@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from transformers.distributed import DistributedConfig
 
-from ao_lab import HfConfig, SchemeConfig, quantize_
+from ao_lab import HfConfig, SchemeConfig, explain, quantize_
 from ao_lab.checkpoint.transformers.sharded import holds_quantized
 from tests.support.distributed.ranks import start_ranks
 from tests.support.models.hf_models import assert_same_weights, dense_model, outputs
@@ -79,6 +79,12 @@ def check(folder, kind, fields, sharding, scheme, names, stored):
     assert torch.equal(*tokens), case
     many.save_pretrained(again)
     assert_same_weights(one, read(kind, again))
+    lines = [[(line.name, line.shape, line.scheme) for line in explain(m).layers] for m in (one, many)]
+    assert lines[0] == lines[1], case
+    assert stored or not any("stopped" in line.reason for line in explain(many).layers), case
+    plain = many.dequantize()
+    assert not any(map(holds_quantized, plain.parameters())), case
+    assert torch.allclose(outputs(plain, inputs), outputs(one.dequantize(), inputs), rtol=0, atol=2e-6), case
 
 
 def off(many, one):
