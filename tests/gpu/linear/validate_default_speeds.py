@@ -3,9 +3,9 @@
     PYTHONPATH=. python tests/gpu/linear/validate_default_speeds.py [--rows 1 16] [--only Int4WeightOnlyConfig ...]
 
 A layer (14336, 4096) as `quantize_` makes it of `nn.Linear`, in a CUDA graph, beside dense bfloat16 in turn, over more weights
-than the L2 holds. What takes longer by more than twice `TOLERANCE` has to be in `SLOWER`, and what is there has to be slower: the
-guide names those options, so both a new trap and a sentence that is true no more end with exit code 1. Prints a line each,
-writes $OUT/default_speeds.json.
+than the L2 holds. What takes longer by more than twice `TOLERANCE` has to be in `SLOWER`, and what is there has to be slower:
+the guide names those options, so both a new trap and a sentence that is true no more end with exit code 1. Prints a line for
+each, writes $OUT/default_speeds.json.
 """
 
 from __future__ import annotations
