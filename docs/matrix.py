@@ -91,12 +91,12 @@ def line(name: str) -> Sequence[str]:
 def layer() -> nn.Sequential:
     """A small model of one linear layer."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+    return nn.Sequential(nn.Linear(512, 256, bias=False)).bfloat16()
 
 
 def run(model: nn.Module, rows: int = 2) -> torch.Tensor:
     """Outputs of a model for some rows of inputs."""
-    out: torch.Tensor = model(torch.ones(rows, 256, dtype=torch.bfloat16))
+    out: torch.Tensor = model(torch.ones(rows, 512, dtype=torch.bfloat16))
     return out
 
 
