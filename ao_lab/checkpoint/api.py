@@ -42,7 +42,6 @@ from ao_lab.checkpoint.model_builder import (
     check_state,
     fill,
     heads,
-    is_untied,
     planned_model,
 )
 from ao_lab.checkpoint.model_card import card_beside

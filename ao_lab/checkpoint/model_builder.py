@@ -65,6 +65,10 @@ EXTRA_STATE = "_extra_state"
 Tensors = dict[str, torch.Tensor]
 
 
+#: How many layers a model has: a negative number would make none, and all of their weights would be left out.
+LAYERS = re.compile(r"(num|n)(_\w+)?_layers?$")
+
+
 class TooLarge(ValueError):
     """A configuration describes more than the files can fill."""
 
@@ -166,6 +170,8 @@ def _plain(value: Any, path: Path, name: str = "", in_list: bool = False) -> Any
 
 
 def _check_integer(value: int, path: Path, name: str, in_list: bool) -> None:
+    if LAYERS.match(name) and not in_list and value < 0:
+        raise TooLarge(f"{path}: {shown(name)} is a count of layers, got {value}; fetch it again")
     counts = COUNTS.match(name) and not SIZES.match(name)
     if counts and not in_list and abs(value) > LARGEST_COUNT:
         raise TooLarge(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
@@ -326,30 +332,11 @@ def tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     }
 
 
-def is_untied(model: nn.Module) -> bool:
-    """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
-    head = _embeddings(model, "get_output_embeddings")
-    table = _embeddings(model, "get_input_embeddings") if head is not None else None
-    # Some models have a list of heads there.
-    ours, its = getattr(head, "weight", None), getattr(table, "weight", None)
-    return ours is not None and its is not None and ours is not its
-
-
 def heads(model: nn.Module) -> list[str]:
     """The modules that compute logits over the vocabulary: transformers' output embeddings, and whatever is called lm_head."""
-    head = _embeddings(model, "get_output_embeddings")
+    head = table_or_head(model, "get_output_embeddings")
     modules = model.named_modules()
     return [name for name, one in modules if one is head or name.rpartition(".")[2] == "lm_head"]
-
-
-def _embeddings(model: nn.Module, method: str) -> Any:
-    """A transformers model's table or head; None where it has none."""
-    if not hasattr(model, method):
-        return None
-    try:
-        return getattr(model, method)()
-    except NotImplementedError:  # a model without a table (Wav2Vec2)
-        return None
 
 
 def fill(model: nn.Module, state: Tensors) -> None:
@@ -396,7 +383,6 @@ __all__ = [
     "fill",
     "forget_code",
     "heads",
-    "is_untied",
     "model_class",
     "planned_model",
 ]

@@ -16,6 +16,8 @@ from typing import Any
 LARGEST_INTEGER = 2**63
 #: Bytes of the files that we parse; the index of a model with a million tensors has about 100 MB.
 LARGEST_FILE = 128 * 2**20
+#: Values inside of values; configurations of models have ten.
+DEEPEST = 100
 #: How much of a wrong value an error shows.
 SHOWN = 60
 
@@ -43,9 +45,26 @@ def regular_size(path: Path) -> int:
 def parsed_object(text: bytes | str, where: str, *, nonfinite: bool = False) -> dict[str, Any]:
     """The object that JSON text is; ValueError as `parsed` says, and where it is something else than an object."""
     found = parsed(text, where, nonfinite=nonfinite)
+    if is_deeper(found, DEEPEST):
+        raise ValueError(f"{where} is nested too deeply for a description of a model; fetch it again")
     if not isinstance(found, dict):
         raise ValueError(f"{where} holds a JSON object, got {type(found).__name__}; fetch it again")
     return found
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects lie in each other more than `most` deep; what walks over the value may call itself so often."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            item
+            for one in level
+            if isinstance(one, (dict, list))
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def parsed(text: bytes | str, where: str, *, nonfinite: bool = False) -> Any:

@@ -60,6 +60,7 @@ BOMBS = {
     "pairs of positions": ({"model_type": "levit", "architectures": ["LevitModel"], "image_size": 10**9}, "is a length"),
     "large, not too large": ({"model_type": "levit", "architectures": ["LevitModel"], "image_size": 2**14}, "not built in 0 s"),
     "a width": ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"], "hidden_size": 10**9}, "is a length"),
+    "negative": ({"model_type": "llama", "num_hidden_layers": -1}, "num_hidden_layers'? is a count of layers, got -1"),
     "old names": ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer'? is a count"),
 }  # fmt: skip
 
@@ -327,6 +328,7 @@ def test_a_model_is_filled_at_the_very_end(bases, tmp_path, monkeypatch):
         ('{"a": NaN}', "NaN is no JSON"),
         ('{"a": 99999999999999999999}', "beyond 64 bits"),
         ("[" * 10**5, "nested too deeply"),
+        ('{"a": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
         (b"\xff{}", "no UTF-8 text"),
         ("[]", "holds a JSON object, got list"),
         ("", "no JSON that can be read"),
