@@ -58,7 +58,7 @@ from ao_lab.checkpoint.third_party import records_of, tell
 from ao_lab.checkpoint.zero_biases import without_spare_biases
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.joined_scales import group_of
-from ao_lab.quantization.modules import check_model
+from ao_lab.quantization.modules import check_model, is_untied
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference.arrays.errors import choice

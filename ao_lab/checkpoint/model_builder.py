@@ -28,6 +28,7 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.io.time_limit import limited_time
 from ao_lab.install.extras import needed
+from ao_lab.quantization.modules import table_or_head
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 

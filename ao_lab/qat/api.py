@@ -28,7 +28,13 @@ from ao_lab.qat.lora.model import check_mergeable, merge, prepare_lora
 from ao_lab.qat.scale_init import first_scales
 from ao_lab.quantization.api import Call, keep_report, report_of, transform
 from ao_lab.quantization.calibrate import calibrated, required_observers
-from ao_lab.quantization.modules import computed_reason, quantizable_parameters, shorten
+from ao_lab.quantization.modules import (
+    computed_reason,
+    offloaded,
+    quantizable_parameters,
+    refuse_offloaded,
+    shorten,
+)
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.quantization.saved_state import warn_of_saved_state
@@ -192,6 +198,7 @@ def convert_qat(call: Call) -> Report:
     """Step "convert"."""
     model, device, progress = call.model, call.device, call.progress
     selected, reasons = _select_layers(model, call.config, call.filter_fn)
+    refuse_offloaded((name for name, _, _ in selected), offloaded(model))
     weights: dict[int, list[tuple[str, QATModule, QATConfig]]] = {}
     adapted: list[tuple[str, LoRALinear, QATConfig]] = []
     for name, module, wanted in selected:

@@ -29,7 +29,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
 from ao_lab.quantization.joined_scales import JoinedScales
-from ao_lab.quantization.modules import quantizable_parameters
+from ao_lab.quantization.modules import check_model, quantizable_parameters, untying
 from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, held, warn_of_slower
@@ -136,7 +136,10 @@ def quantize_(
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
     call = Call(model, config, filter_fn, device, forward_loop, observers, progress)
-    report = transform_of(config)(call)
+    run = transform_of(config)
+    check_model(model)
+    with untying(model):
+        report = run(call)
     if preshuffle(model):
         report = explain(model)
         object.__setattr__(model, ATTRIBUTE, report)

@@ -38,7 +38,7 @@ def calibrate(
     The model is as before, also after an exception. `quantize_(model, config, filter_fn, observers=...)` takes the result.
     Gradients, train or eval mode and the number of samples are the loop's affair. ValueError where nothing needs to be watched.
     """
-    return calibrated(planned(model, config, filter_fn), model, forward_loop)
+    return calibrated(planned(model, config, filter_fn, watching=True), model, forward_loop)
 
 
 def calibrated(plan: Plan, model: nn.Module, forward_loop: ForwardLoop) -> dict[str, Observer]:

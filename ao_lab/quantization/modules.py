@@ -8,7 +8,8 @@ from where they stand and how many outputs they have (`routers`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any, Protocol
 
@@ -264,6 +265,75 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
     }
 
 
+def is_untied(model: nn.Module) -> bool:
+    """Whether a transformers model has a table and a head with weights of their own; quantizing one of two parts them."""
+    head = table_or_head(model, "get_output_embeddings")
+    table = table_or_head(model, "get_input_embeddings") if head is not None else None
+    # Some models have a list of heads there.
+    ours, its = getattr(head, "weight", None), getattr(table, "weight", None)
+    return ours is not None and its is not None and ours is not its
+
+
+def table_or_head(model: nn.Module, method: str) -> Any:
+    """A transformers model's table or head; None where it has none."""
+    if not hasattr(model, method):
+        return None
+    try:
+        return getattr(model, method)()
+    except NotImplementedError:  # a model without a table (Wav2Vec2)
+        return None
+
+
+@contextmanager
+def untying(model: nn.Module) -> Iterator[None]:
+    """Where what is done parts a head from the table that it was tied to, the configuration says so afterwards.
+
+    Otherwise transformers' `tie_weights`, which `resize_token_embeddings` calls, would tie them again.
+    """
+    configs = [(one, one.config) for one in model.modules() if says_tied(getattr(one, "config", None))]
+    tied = [(one, config) for one, config in configs if not is_untied(one)]
+    try:
+        yield
+    finally:
+        for one, config in tied:
+            if is_untied(one):
+                for told in (config, getattr(config, "text_config", None)):
+                    if says_tied(told):
+                        told.tie_word_embeddings = False
+
+
+def says_tied(config: Any) -> bool:
+    """Whether a configuration of transformers asks for a head with the table's weight."""
+    return getattr(config, "tie_word_embeddings", None) is True
+
+
+def offloaded(model: nn.Module) -> frozenset[str]:
+    """Full names of parameters that are placeholders on the meta device, while a hook of accelerate holds their values.
+
+    The hooks of `cpu_offload`, `disk_offload` and `dispatch_model` bring values for one forward of their module and then
+    restore what they hold, so that a change in between is lost.
+    """
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        away = [one for one in getattr(hook, "hooks", [hook]) if getattr(one, "offload", False)]
+        if not away:
+            continue
+        inside = any(getattr(one, "place_submodules", False) for one in away)
+        own = module.named_parameters(recurse=inside, remove_duplicate=False)
+        found.update(f"{path}.{name}" if path else name for name, x in own if x.is_meta)
+    return frozenset(found)
+
+
+def refuse_offloaded(names: Iterable[str], away: Collection[str]) -> None:
+    """ValueError for parameters among those that are `offloaded`."""
+    if found := [name for name in names if name in away]:
+        raise ValueError(
+            f"{shorten(found)}: offloaded by accelerate, on the meta device there are no values; quantize_ changed nothing. "
+            f"Quantize first, then offload; or call accelerate.hooks.remove_hook_from_module(model, recurse=True) before"
+        )
+
+
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear and transformers' Conv1D; not the output of nn.MultiheadAttention, whose fast path reads its weight as plain
     memory."""
@@ -288,13 +358,18 @@ __all__ = [
     "is_experts",
     "is_linear",
     "is_transposed",
+    "is_untied",
     "linear_and_experts",
+    "offloaded",
     "other_reason",
     "quantizable_parameters",
+    "refuse_offloaded",
     "routers",
     "says_its_axis",
     "shorten",
+    "table_or_head",
     "tied_layers",
     "training_state",
     "unsupported_reason",
+    "untying",
 ]

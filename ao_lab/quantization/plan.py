@@ -23,8 +23,10 @@ from ao_lab.quantization.modules import (
     check_model,
     contraction_axis,
     is_transposed,
+    offloaded,
     other_reason,
     quantizable_parameters,
+    refuse_offloaded,
     routers,
     tied_layers,
     unsupported_reason,
@@ -96,10 +98,12 @@ def planned(
     *,
     streamed: bool = False,
     again: bool = False,
+    watching: bool = False,
     tied: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come. `again`: of a model
-    that was quantized by this configuration before, so that nothing may be left to do. `tied`: layers that are going to
+    that was quantized by this configuration before, so that nothing may be left to do. `watching`: only
+    inputs are to be seen, so that weights may be offloaded by accelerate. `tied`: layers that are going to
     have the weight of an embedding, and of which, beside those that have."""
     check_model(model)
     if not isinstance(config, (Config, FqnToConfig)):
@@ -108,6 +112,7 @@ def planned(
         )
     decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
     plan, matched, check = Plan(), 0, Checks(device, streamed)
+    away = frozenset() if streamed or again or watching else offloaded(model)
     for path, module, name, parameter in quantizable_parameters(model):
         full = f"{path}.{name}" if path else name
         wanted, reason = decide(path, module, full)
@@ -115,6 +120,8 @@ def planned(
         if wanted is None:
             plan.refused.add(full)
         else:
+            if not isinstance(parameter, QuantizedTensor):
+                refuse_offloaded([full], away)
             reason = _entered(plan, wanted, (full, module, name), parameter, check) or reason
         plan.reasons[full] = reason
     others = passed_over(model, lambda path, module, full: decide(path, module, full)[0] is not None)

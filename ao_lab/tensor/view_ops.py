@@ -252,13 +252,20 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
 def _zeros(
     t: QuantizedTensor, shape: Any, options: dict[str, Any], held: dict[str, torch.Tensor] | None = None
 ) -> QuantizedTensor:
-    """Zeros as t is stored, under copies of its scales that hold for any shape (or of `held`): both go together."""
+    """Zeros as t is stored, under copies of its scales that hold for any shape (or of `held`): both go together.
+
+    Scales on the meta device have no values to copy to another one: there they are those of zeros, as `quantize` finds them.
+    """
     t = t.plain
     zeros = torch.zeros(
         tuple(shape), dtype=options.get("dtype") or t.dtype, device=options.get("device") or t.device
     )
     held = slicing.scalars(t) if held is None else held
-    copies = {name: part.to(zeros.device, copy=True) for name, part in held.items()}
+    copies = {
+        name: part.to(zeros.device, copy=True)
+        for name, part in held.items()
+        if zeros.is_meta or not part.is_meta
+    }
     scale, outer = copies.get("scale"), copies.get("outer")
     result = _like(t, zeros, None if scale is outer is None else Scales(scale, outer, copies.get("zero")))
     return result.remade({**result.parts, **copies})
@@ -269,9 +276,18 @@ def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None)
     turned = dense.transpose(-2, -1) if t.meta.transposed else dense
     packed = t.scheme.format.bits < 8
     q = fast.quantize(turned.detach(), t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
-    result = from_quantized(q, t.recipe, dense.dtype, t.input_scales)
+    result = from_quantized(q, t.recipe, dense.dtype, _input_scales(t, dense.device))
     result = result if t.meta.layout == PRESHUFFLED else result.to_layout(t.meta.layout)
     return result.transposed() if t.meta.transposed else result
+
+
+def _input_scales(t: QuantizedTensor, device: torch.device) -> Scales | None:
+    """Static scales of t's inputs for a tensor on a device; zeros, to be filled, where those of t are on the meta device."""
+    given = t.input_scales
+    if given is None or not t.is_meta or device.type == "meta":
+        return given
+    parts = (given.scale, given.outer, given.zero)
+    return Scales(*(None if part is None else torch.zeros_like(part, device=device) for part in parts))
 
 
 def check_part(target: QuantizedTensor, source: QuantizedTensor) -> None:

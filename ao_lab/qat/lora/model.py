@@ -16,7 +16,7 @@ from ao_lab.qat.config import QATConfig
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora.layer import LoRALinear, add_adapters, drop_adapters, freeze_rest, merged_weight
 from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
-from ao_lab.quantization.modules import quantizable_parameters
+from ao_lab.quantization.modules import offloaded, quantizable_parameters, refuse_offloaded
 from ao_lab.quantization.plan import Device, Plan
 from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.quantization.selection import Filter, selection
@@ -30,6 +30,7 @@ def prepare_lora(call: Call) -> Report:
     """Step "prepare" of configurations that have `lora`."""
     model, device = call.model, call.device
     selected, reasons = _select_layers(model, call.config, call.filter_fn)
+    refuse_offloaded((name for name, _, _ in selected), offloaded(model))
     dense = {
         name: wanted.base_config
         for name, module, wanted in selected

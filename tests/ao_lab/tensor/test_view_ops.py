@@ -107,6 +107,21 @@ def test_new_tensors_are_zeros_of_the_scheme(scheme):
         assert same(made.dequantize(), torch.zeros(shape))
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", "nf4", "fp8_tensorwise"])
+def test_memory_for_what_is_on_the_meta_device(scheme):
+    """As `to_empty` asks for it: of scales without values none are copied."""
+    static = Scales(torch.tensor(0.5))
+    t = quantized(weight(128, 256).to("meta"), scheme, input_scales=static)
+    made = torch.empty_like(t, device="cpu")
+    like = quantized(weight(128, 256), scheme, input_scales=static)
+    assert [(n, p.shape, p.dtype) for n, p in made.parts.items() if p is not None] == [
+        (n, p.shape, p.dtype) for n, p in like.parts.items() if p is not None
+    ]
+    assert made.device.type == "cpu"
+    assert same(made.dequantize(), torch.zeros(128, 256))
+    assert torch.equal(made.copy_(like).codes, like.codes)
+
+
 @pytest.mark.parametrize("scheme", KINDS)
 def test_transposed(scheme):
     t = quantized(weight(128, 256), scheme)

@@ -57,6 +57,28 @@ def test_tied_tables_stay_one():
     assert made.lm_head.weight.shape == (72, 64)
 
 
+@pytest.mark.parametrize("layer", ["lm_head", "model.embed_tokens"])
+def test_tables_that_quantizing_parts_are_not_tied_again(layer, tmp_path):
+    import transformers
+
+    made = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    ao_lab.quantize_(made, ao_lab.Int8WeightOnlyConfig(), lambda module, name: name.endswith("q_proj"))
+    assert made.config.tie_word_embeddings is True
+    ao_lab.quantize_(made, ao_lab.Int8WeightOnlyConfig(), lambda module, name: name == layer)
+    assert made.config.tie_word_embeddings is False
+    made.tie_weights()
+    made.resize_token_embeddings(72, mean_resizing=False)
+    weights = {"lm_head": made.lm_head.weight, "model.embed_tokens": made.model.embed_tokens.weight}
+    assert [name for name, one in weights.items() if isinstance(one, QuantizedTensor)] == [layer]
+    ao_lab.save_pretrained(made, tmp_path)
+    assert torch.equal(logits(ao_lab.load_pretrained(tmp_path)), logits(made))
+
+
 def test_sizes_of_models_that_were_read_quantized(tmp_path):
     made = with_tables("int8 weight-only")
     made.save_pretrained(tmp_path)
