@@ -157,7 +157,8 @@ def qat_linear(
         return transforms.linear(x, weight, bias, given, rule)
     rows = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
     y: torch.Tensor
-    if is_traced(x) or is_traced(weight):
+    # torch.jit.trace records one operator: inside of it lengths are tensors.
+    if is_traced(x) or is_traced(weight) or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         y = torch.ops.ao_lab.qat_linear(rows, weight, bias, *given.tensors, rule.text)
     elif casts:
         with torch.autocast(kind, enabled=False):

@@ -22,6 +22,7 @@ from ao_lab.qat.forward import Given, Rule, with_nan
 from ao_lab.qat.scale_init import SMALLEST
 from ao_lab.training.layers import RAN, mark_run
 from fast.device import functional_transform
+from fast.ops import record_name
 from reference import Scales, Scheme
 from reference.schemes.record_text import record_of
 
@@ -193,7 +194,12 @@ class QATEmbedding(QATModule, nn.Embedding):
         scales = None if given.scale is None else Scales(given.scale, None, given.zero)
         if not torch.compiler.is_compiling() and functional_transform() is not None:
             return transforms.rounded(x, scheme, axis, scales, x.dtype, given.started)
-        result = fast.fake_quantize(x, scheme, axis=axis, scales=scales)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            # It records one operator: inside of it lengths are tensors.
+            name = record_name(scheme)
+            result = torch.ops.ao_lab.fake_quantize(x, given.scale, None, given.zero, name, axis, None)
+        else:
+            result = fast.fake_quantize(x, scheme, axis=axis, scales=scales)
         result = result if scales is None else with_nan(result, x, scheme)
         return result if given.started is None else torch.where(given.started, result, x)
 

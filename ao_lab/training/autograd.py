@@ -24,7 +24,7 @@ from ao_lab.training.casts import (
     weight_columns,
     weight_rows,
 )
-from ao_lab.training.dequantized import dequantized_linear, serves
+from ao_lab.training.dequantized import DRAWS, dequantized_linear, serves
 from ao_lab.training.prepared.autograd import PreparedLinear
 from ao_lab.training.prepared.step import complete
 from ao_lab.training.prepared.step import find as prepared_step
@@ -217,7 +217,7 @@ def training_linear(
     return y
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=DRAWS)  # type: ignore[no-untyped-call, untyped-decorator]
 def _untraced(*given: Any) -> torch.Tensor:
     made: torch.Tensor = TrainingLinear.apply(*given)  # type: ignore[no-untyped-call]
     return made

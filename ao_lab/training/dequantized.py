@@ -29,6 +29,12 @@ from fast.quantize.quantize import dequantize
 from reference import Quantized, Scheme
 from reference.training.recipe import Operand, Recipe
 
+#: What torch.compile(fullgraph=True) says of a recipe that rounds stochastically.
+DRAWS = (
+    "ao_lab: this training recipe rounds stochastically, by a seed that the host draws at each step; call torch.compile "
+    "without fullgraph=True, or train by a recipe that rounds to nearest, such as 'mxfp8'"
+)
+
 Grad = torch.Tensor | None
 NewSeed = Callable[[Recipe], int | None]
 HALVES = (torch.bfloat16, torch.float16)
@@ -100,7 +106,7 @@ def dequantized_linear(
     return y
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(reason=DRAWS)  # type: ignore[no-untyped-call, untyped-decorator]
 def _untraced(*given: Any) -> torch.Tensor:
     made: torch.Tensor = DequantizedLinear.apply(*given)  # type: ignore[no-untyped-call]
     return made

@@ -88,8 +88,11 @@ def weight_gradient(
     if w is None or rule.decay == 0:
         return g
     kept = mask if mask.dtype == torch.bool else unpack_bits(mask, w.shape[-1])
-    made: torch.Tensor = torch.ops.ao_lab.sr_ste_gradient(g, w, kept, rule.decay)
-    return made
+    if torch.compiler.is_compiling() or functional_transform() is None:
+        made: torch.Tensor = torch.ops.ao_lab.sr_ste_gradient(g, w, kept, rule.decay)
+        return made
+    # Transforms know operations, no operator of ours; and a sum in place holds no batch.
+    return torch.where(kept, g, (w.float().mul(rule.decay) + g.float()).to(g.dtype))
 
 
 class MaskWeight(torch.autograd.Function):

@@ -191,7 +191,10 @@ def _of_all(a: torch.Tensor, b: torch.Tensor) -> Found | None:
     return a.reshape(experts * rows, length), b.transpose(1, 2), offsets, (experts, rows, b.shape[2])
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="ao_lab: a module's products with its experts are taken over while it runs; call torch.compile without "
+    "fullgraph=True"
+)
 def run_intercepted(
     forward: Callable[..., Any],
     module: nn.Module,

@@ -1,6 +1,7 @@
 """Layers in training under torch.compile, export, autocast and FSDP's and checkpointing's hooks, and what they keep."""
 
 import copy
+import io
 from dataclasses import replace
 
 import pytest
@@ -210,3 +211,16 @@ def test_a_bias_of_another_dtype_is_as_the_converted_layer_takes_it(kernel, comp
     assert layer.bias.grad.dtype == torch.float32
     quantize_(layer, QATConfig(config, step="convert"))
     assert same(layer(x), y.detach())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", [*CONFIGS, "fp8"])
+def test_torch_jit_trace(name):
+    """A saved program takes batches of other sizes, and has the gradients of the layers."""
+    config = ao_lab.Float8DynamicActivationFloat8WeightConfig() if name == "fp8" else CONFIGS[name]
+    net, file = in_training(config, torch.float32, everything), io.BytesIO()
+    torch.jit.save(torch.jit.trace(net, (TOKENS,)), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(TOKENS[:1, :3]), net(TOKENS[:1, :3]))
+    pairs = zip(gradients(net), gradients(net, torch.jit.trace(net, (TOKENS,))), strict=True)
+    assert all(same(ours, theirs) for ours, theirs in pairs)

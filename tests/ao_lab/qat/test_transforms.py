@@ -102,6 +102,25 @@ def test_vmap(kind):
         close(kind, whole, net(one))
 
 
+def test_sr_ste_has_the_gradients_of_eager_calls():
+    """Bit for bit; twice too, and example by example."""
+    net, x = prepared("sparse", gradient="sr-ste"), inputs(4, 16)
+
+    def loss(parameters, x):
+        return functional_call(net, parameters, (x,)).square().mean()
+
+    expected = torch.autograd.grad(loss(dict(net.named_parameters()), x), list(net.parameters()))
+    found = grad(loss)(trained(net), x)
+    assert all(map(torch.equal, found.values(), expected))
+    each = vmap(grad(loss), (None, 0))(trained(net), x[:, None])
+    for at in range(4):
+        alone = grad(loss)(trained(net), x[at : at + 1])
+        for name, value in alone.items():
+            torch.testing.assert_close(each[name][at], value)
+    twice = grad(lambda p: sum(one.sum() for one in grad(loss)(p, x).values()))(trained(net))
+    assert all(value.isfinite().all() for value in twice.values())
+
+
 def test_tables():
     table = nn.Sequential(nn.Embedding(8, 16))
     quantize_(table, QATConfig(WEIGHTS), lambda module, name: True)

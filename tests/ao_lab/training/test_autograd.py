@@ -264,3 +264,7 @@ def test_compiled_programs_leave_steps_that_draw_to_eager(name, fixed_seed):
         y = run(x, w, None, RECIPES[name])
         results.append([y, *torch.autograd.grad(y, (x, w), given[2])])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    torch._dynamo.reset()
+    whole = torch.compile(training_linear, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="reason: ao_lab: this training recipe rounds stochastically"):
+        whole(x, w, None, RECIPES[name])
