@@ -290,13 +290,15 @@ def untying(model: nn.Module) -> Iterator[None]:
 
     Otherwise transformers' `tie_weights`, which `resize_token_embeddings` calls, would tie them again.
     """
-    configs = [(one, one.config) for one in model.modules() if says_tied(getattr(one, "config", None))]
-    tied = [(one, config) for one, config in configs if not is_untied(one)]
+    modules: list[Any] = [*model.modules()]
+    configs = [(one, getattr(one, "config", None)) for one in modules]
+    tied = [(one, config) for one, config in configs if says_tied(config) and not is_untied(one)]
     try:
         yield
     finally:
         for one, config in tied:
             if is_untied(one):
+                told: Any
                 for told in (config, getattr(config, "text_config", None)):
                     if says_tied(told):
                         told.tie_word_embeddings = False

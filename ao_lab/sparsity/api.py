@@ -15,7 +15,7 @@ from ao_lab.calibration.blocks import find_blocks
 from ao_lab.calibration.hooks import watching
 from ao_lab.calibration.statistics import Hessian, SquareSums, Statistics
 from ao_lab.calibration.walk import Block, Capture, calibrating, captured, walk
-from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten
+from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten, untying
 from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.config import SparsityConfig
 from ao_lab.sparsity.plan import Plan, Target, planned
@@ -71,12 +71,12 @@ def sparsify_(
     found = find_blocks(model, blocks) if needed else None
     job = Job(model, config, planned(model, config, filter_fn, found), progress)
     if calibration is None or found is None:
-        with job.noting():
+        with untying(model), job.noting():
             job.prune(job.plan.targets.values(), None)
         return job.report()
     with calibrating(model):
         capture = _captured(job, calibration, found, offload)
-        with job.noting():
+        with untying(model), job.noting():
             walk(capture, partial(job.visit, names=tuple(found)))
     return job.report()
 

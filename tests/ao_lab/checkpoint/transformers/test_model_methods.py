@@ -57,16 +57,30 @@ def test_tied_tables_stay_one():
     assert made.lm_head.weight.shape == (72, 64)
 
 
-@pytest.mark.parametrize("layer", ["lm_head", "model.embed_tokens"])
-def test_tables_that_quantizing_parts_are_not_tied_again(layer, tmp_path):
+def tied_llama():
     import transformers
 
-    made = transformers.LlamaForCausalLM(
+    return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=2, tie_word_embeddings=True,
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", ["dense", "compressed"])
+def test_tables_that_pruning_parts_are_not_tied_again(storage):
+    made = tied_llama().bfloat16()
+    ao_lab.sparsify_(made, ao_lab.SparsityConfig(storage=storage), lambda module, name: name == "lm_head")
+    pruned = made.lm_head.weight
+    made.tie_weights()
+    assert made.lm_head.weight is pruned
+    assert made.config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "model.embed_tokens"])
+def test_tables_that_quantizing_parts_are_not_tied_again(layer, tmp_path):
+    made = tied_llama()
     ao_lab.quantize_(made, ao_lab.Int8WeightOnlyConfig(), lambda module, name: name.endswith("q_proj"))
     assert made.config.tie_word_embeddings is True
     ao_lab.quantize_(made, ao_lab.Int8WeightOnlyConfig(), lambda module, name: name == layer)
