@@ -157,10 +157,15 @@ def matrices(model):
 
 
 def assert_accounted_for(model, report):
-    """Each weight is changed or left with a reason, and what the report says is so."""
-    assert {layer.name for layer in report.layers} == matrices(model)
-    assert all(layer.reason for layer in report.layers)
+    """Each weight is changed or left with a reason, and what the report says is so.
+
+    What a filter accepts and is no layer (convolutions, routers) is listed beside.
+    """
     changed = {layer.name for layer in report.changed}
+    others = {layer.name for layer in report.layers} - matrices(model)
+    assert matrices(model) <= {layer.name for layer in report.layers}
+    assert not others & changed
+    assert all(layer.reason for layer in report.layers)
     assert changed == {
         n for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, QuantizedTensor)
     }
@@ -202,9 +207,10 @@ def test_everything_that_can_be(name):
     report = quantize_(model, SchemeConfig(scheme="int8_rowwise"), lambda m, path: True)
     assert_accounted_for(model, report)
     expected = MODELS[name][2]
-    assert len(report.left) == len(expected)
+    left = [layer for layer in report.left if layer.name in matrices(model)]
+    assert len(left) == len(expected)
     for end, reason in expected.items():
-        assert [reason in layer.reason for layer in report.left if layer.name.endswith(end)] == [True]
+        assert [reason in layer.reason for layer in left if layer.name.endswith(end)] == [True]
     made = outputs(model, name)
     assert torch.equal(made, outputs(with_values(dense_model(name)[0], model), name))
     assert (made - y).norm() < 0.1 * y.norm()
