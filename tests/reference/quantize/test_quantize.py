@@ -293,7 +293,7 @@ def test_dequantize_refuses():
     with pytest.raises(TypeError, match=r"takes a Quantized.*got an array of dtype uint8"):
         dequantize(q.codes)
     with pytest.raises(
-        ValueError, match="dtype is one of float32, bfloat16, float16, float64, as a name.*got 'int8'"
+        ValueError, match=r"dtype is one of float32, bfloat16, float16, float64, as a name.*got 'int8'"
     ):
         dequantize(q, "int8")
 
