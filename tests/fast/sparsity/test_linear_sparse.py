@@ -90,7 +90,7 @@ def test_options_that_are_refused():
     given = operands(4, 6, 64, ("int8", "int8"))
     assert call(given, out_dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(
-        ValueError, match="out_dtype is one of float32, bfloat16, float16, int32.*got 'float64'"
+        ValueError, match=r"out_dtype is one of float32, bfloat16, float16, int32.*got 'float64'"
     ):
         call(given, out_dtype="float64")
     with pytest.raises(TypeError, match="fast_sums as a bool"):
