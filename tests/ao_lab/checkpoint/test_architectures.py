@@ -64,10 +64,12 @@ def test_odd_architectures(kind):
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_table(part):
-    """All of it again, in processes of their own; what was not done in time is no difference."""
+    """All of it again, a process each; what was not done in time or is not built on this machine is no difference."""
     assert set(TABLE) == set(architectures())
     made = {kind: in_fork(kind, 120) for kind in list(TABLE)[part::PARTS]}
-    done = {kind: one for kind, one in made.items() if not one["dense"].startswith("not within")}
+    done = {
+        kind: one for kind, one in made.items() if not one["dense"].startswith(("not within", "not built"))
+    }
     assert {kind: in_short(one) for kind, one in done.items()} == {
         kind: in_short(TABLE[kind]) for kind in done
     }
