@@ -39,6 +39,7 @@ from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.quantization.saved_state import warn_of_saved_state
 from ao_lab.quantization.selection import Filter, Filtered, Patterns, selection
+from ao_lab.training.conversion.selection import check_called
 from ao_lab.training.layers import never_ran
 from reference import Scales
 
@@ -70,7 +71,8 @@ def prepare_qat(call: Call) -> Report:
     model, device, observers = call.model, call.device, call.observers
     plan = planned(model, call.config, call.filter_fn, device)
     _check_untouched(plan)
-    _check_called(model, plan)
+    training = [module for change in plan.changes.values() for module, _ in change.places.values()]
+    check_called(model, training, "before step='prepare'")
     if call.forward_loop is not None and observers is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")
     if call.forward_loop is not None:
@@ -110,20 +112,6 @@ def _check_untouched(plan: Plan) -> None:
         raise ValueError(
             f"{', '.join(training[:5])} prepared for QAT already; train, and call quantize_ with step='convert'"
         )
-
-
-def _check_called(model: nn.Module, plan: Plan) -> None:
-    """ValueError where a module would multiply with the dense weights of layers that are to train, past these."""
-    training = {id(module) for change in plan.changes.values() for module, _ in change.places.values()}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.TransformerEncoderLayer) or not module.self_attn.batch_first:
-            continue
-        if torch.backends.mha.get_fastpath_enabled() and training & {id(module.linear1), id(module.linear2)}:
-            raise ValueError(
-                f"in eval mode torch's fast path of {name or 'the model'} computes with dense weights and calls no layer; "
-                f"call torch.backends.mha.set_fastpath_enabled(False) before step='prepare', or leave its layers out by "
-                f"filter_fn"
-            )
 
 
 def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Module]) -> None:

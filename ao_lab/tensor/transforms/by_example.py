@@ -11,6 +11,7 @@ would round them, and a derivative would be no linear function of them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,28 +43,29 @@ def _is_in_a_row(scheme: Scheme) -> bool:
     return isinstance(scheme.scale.block, int)
 
 
+def wrappers_of(value: Any) -> Iterator[torch.Tensor]:
+    """What transforms that are running have made of a tensor, the last one first."""
+    while isinstance(value, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(value):
+        yield value
+        value = _functorch.get_unwrapped(value)
+
+
 def is_batched(value: Any) -> bool:
     """Whether a vmap that is running maps over a tensor, below other transforms too."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    while _functorch.is_functorch_wrapped_tensor(value):
-        if _functorch.is_batchedtensor(value):
-            return True
-        value = _functorch.get_unwrapped(value)
-    return False
+    return any(map(_functorch.is_batchedtensor, wrappers_of(value)))
 
 
 def may_have_tangent(value: Any) -> bool:
     """Whether a derivative of a function, forward or backward, is taken at a tensor."""
     if not isinstance(value, torch.Tensor):
         return False
-    while _functorch.is_functorch_wrapped_tensor(value):
-        if _functorch.is_gradtrackingtensor(value):
-            return True
-        value = _functorch.get_unwrapped(value)
+    wrapped = [*wrappers_of(value)]
+    if any(map(_functorch.is_gradtrackingtensor, wrapped)):
+        return True
     if forward_ad._current_level < 0:
         return False
-    unpacked: Any = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    plain = _functorch.get_unwrapped(wrapped[-1]) if wrapped else value
+    unpacked: Any = forward_ad.unpack_dual(plain)  # type: ignore[no-untyped-call]
     return unpacked.tangent is not None
 
 

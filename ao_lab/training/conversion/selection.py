@@ -95,8 +95,11 @@ def other_reason(module: nn.Module) -> str:
     return f"recipes train nn.Linear and batched experts, and this is a {type(module).__name__}"
 
 
-def check_called(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
-    """ValueError where torch would multiply with the dense weights of converted layers in eval mode, past these."""
+def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "before") -> None:
+    """ValueError where torch would multiply with the dense weights of converted layers in eval mode, past these.
+
+    when: the words for when the fast path is to be switched off.
+    """
     ids = {id(module) for module in chosen}
     for name, module in model.named_modules():
         if not isinstance(module, nn.TransformerEncoderLayer) or not module.self_attn.batch_first:
@@ -104,7 +107,7 @@ def check_called(model: nn.Module, chosen: Iterable[nn.Module]) -> None:
         if torch.backends.mha.get_fastpath_enabled() and ids & {id(module.linear1), id(module.linear2)}:
             raise ValueError(
                 f"in eval mode torch's fast path of {name or 'the model'} computes with dense weights and calls no layer; "
-                f"call torch.backends.mha.set_fastpath_enabled(False) before, or leave its layers out by filter_fn"
+                f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
             )
 
 
