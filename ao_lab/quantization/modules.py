@@ -343,6 +343,19 @@ def is_linear(module: nn.Module) -> bool:
     return (isinstance(module, nn.Linear) and not inside) or is_transposed(module)
 
 
+def never_called(model: nn.Module) -> dict[int, str]:
+    """The encoder layer's name by the id of each layer in it whose weight torch's fast path reads in eval mode without calling
+    the layer, so that what it does with its weight is passed over. Nothing where the fast path is switched off."""
+    if not torch.backends.mha.get_fastpath_enabled():
+        return {}
+    return {
+        id(layer): name or "the model"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn.batch_first
+        for layer in (module.linear1, module.linear2)
+    }
+
+
 def shorten(names: Sequence[str], most: int = 5) -> str:
     """Names in a row, and how many more there are than `most`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -362,6 +375,7 @@ __all__ = [
     "is_transposed",
     "is_untied",
     "linear_and_experts",
+    "never_called",
     "offloaded",
     "other_reason",
     "quantizable_parameters",

@@ -14,6 +14,7 @@ from torch import nn
 from ao_lab.quantization.modules import (
     check_model,
     is_linear,
+    never_called,
     quantizable_parameters,
     shorten,
     training_state,
@@ -92,16 +93,9 @@ def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | 
 
 def _passed_by(model: nn.Module, plan: Plan, config: SparseTrainingConfig) -> dict[str, str]:
     """Layers that torch's fast path of encoder layers multiplies without, in eval mode: with weights that are not masked."""
-    if config.masks == "fixed" or not torch.backends.mha.get_fastpath_enabled():
-        return {}
-    inside = {
-        id(layer): name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn.batch_first
-        for layer in (module.linear1, module.linear2)
-    }
+    inside = {} if config.masks == "fixed" else never_called(model)
     return {
-        full: f"in eval mode torch's fast path of {inside[id(layer)] or 'the model'} computes with weights that are not "
+        full: f"in eval mode torch's fast path of {inside[id(layer)]} computes with weights that are not "
         f"masked; call torch.backends.mha.set_fastpath_enabled(False) before"
         for group in plan.groups.values()
         for full, layer in group.layers.items()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from ao_lab.quantization.modules import is_experts, is_linear, routers, shorten
+from ao_lab.quantization.modules import is_experts, is_linear, never_called, routers, shorten
 from ao_lab.training.grouped.experts import experts_reason
 from ao_lab.training.layers import Settings, class_of
 from ao_lab.training.shapes import unsupported_reason
@@ -100,15 +99,13 @@ def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "bef
 
     when: the words for when the fast path is to be switched off.
     """
-    ids = {id(module) for module in chosen}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.TransformerEncoderLayer) or not module.self_attn.batch_first:
-            continue
-        if torch.backends.mha.get_fastpath_enabled() and ids & {id(module.linear1), id(module.linear2)}:
-            raise ValueError(
-                f"in eval mode torch's fast path of {name or 'the model'} computes with dense weights and calls no layer; "
-                f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
-            )
+    inside = never_called(model)
+    found = next((inside[id(module)] for module in chosen if id(module) in inside), None)
+    if found is not None:
+        raise ValueError(
+            f"in eval mode torch's fast path of {found} computes with dense weights and calls no layer; "
+            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
+        )
 
 
 __all__ = ["Filter", "Selection", "check_called", "selected"]
