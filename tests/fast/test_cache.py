@@ -88,7 +88,7 @@ LIKE = {
     "encode": (
         lambda x=X, fmt=FP8, **more: fast.encode(x, fmt, **more),
         [{"x": X.half()}, {"x": normals(128, 256)}, {"x": transposed(X)}, {"x": unaligned(X)}, {"fmt": "float8_e5m2"},
-         {"fmt": replace(FORMATS[FP8], name="my own")}, {"rounding": "toward_zero"}, {"overflow": "nonfinite"},
+         {"fmt": replace(FORMATS[FP8], name="my_own")}, {"rounding": "toward_zero"}, {"overflow": "nonfinite"},
          {"rounding": "stochastic", "random_bits": words()}],
     ),
     "decode": (
