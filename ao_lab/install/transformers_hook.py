@@ -26,7 +26,7 @@ AWAITED = {
     "transformers.modeling_utils": "ao_lab.checkpoint.transformers.quantizer",
     "transformers.trainer": "ao_lab.checkpoint.transformers.trainer",
     "accelerate.utils.modeling": "ao_lab.tensor.libraries.accelerate",
-    "accelerate.utils.fsdp_utils": "ao_lab.tensor.libraries.accelerate_fsdp",
+    "accelerate.utils.fsdp_utils": "ao_lab.tensor.libraries.accelerate",
     "peft.peft_model": "ao_lab.tensor.libraries.peft",
 }
 
