@@ -7,6 +7,7 @@ that choose kernels or classes of other repositories are dropped.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,8 +71,8 @@ Tensors = dict[str, torch.Tensor]
 LAYERS = re.compile(r"(num|n)(_\w+)?_layers?$")
 
 
-class TooLarge(ValueError):
-    """A configuration describes more than the files can fill."""
+class UnusableNumber(ValueError):
+    """A number of a configuration makes no model, or more than the files can fill."""
 
 
 def planned_model(
@@ -89,7 +90,7 @@ def planned_model(
         raise ValueError(f"{path} describes no model of transformers; give load_pretrained a model to fill")
     _import_model(fields)
     seconds = SECONDS + SECONDS_EACH * count
-    late = TooLarge(
+    late = UnusableNumber(
         f"{path} describes a model that is not built in {seconds:.0f} s, without its weights; a number in it is far too large, "
         "fetch it again"
     )
@@ -101,18 +102,33 @@ def planned_model(
         plan = _constructed(fields, dtype, path, default)
     size = sum(b.numel() * b.element_size() for b in plan.buffers())
     if size > LARGEST_BUFFERS:
-        raise TooLarge(
+        raise UnusableNumber(
             f"{path} asks for {size} bytes of buffers; a number in it is far too large, fetch it again"
         )
     return plan
 
 
-def check_numbers(folder: Path) -> None:
-    """ValueError where the model of a dense folder is more than its files can fill, before transformers builds it itself, and
-    where its configuration names code on the Hub.
+@contextmanager
+def checked_numbers(folder: Path) -> Iterator[None]:
+    """A dense folder's model is built by transformers inside. ValueError before, where it is more than the folder's files can
+    fill, has a NaN for a number, or where its configuration names code on the Hub.
 
-    What else may be wrong with its configuration is transformers' to say.
+    What else may be wrong with its configuration is transformers' to say: what it, its validators and torch raise for one that
+    makes no model (strings for numbers, factors of another length) is one ValueError, which names the file.
     """
+    unbuilt = _unbuilt(folder)
+    try:
+        yield
+    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if unbuilt is None:
+            raise
+        raise unbuilt from error
+
+
+def _unbuilt(folder: Path) -> ValueError | None:
+    """Why no model can be built of a configuration without its weights, if so; ValueError as `checked_numbers` has before."""
     _refuse_kernels(read_object(folder / CONFIG, nonfinite=True), folder / CONFIG)
     count, size = LARGEST_COUNT, sum(file.stat().st_size for file in folder.glob("*.bin"))
     if has_weights(folder):
@@ -120,16 +136,17 @@ def check_numbers(folder: Path) -> None:
         count, size = len(found.specs), found.bytes
     try:
         plan = planned_model(folder, count, None)
-    except TooLarge:
+    except UnusableNumber:
         raise
-    except ValueError:
-        return
+    except ValueError as error:
+        return error
     wanted, most = sum(p.numel() for p in plan.parameters()), ELEMENTS_EACH * size + SPARE_ELEMENTS
     if wanted > most:
-        raise TooLarge(
+        raise UnusableNumber(
             f"{folder / CONFIG} describes a model of {wanted} weights, its files have {size} bytes; a number in it is far too "
             "large, fetch it again"
         )
+    return None
 
 
 def _refuse_kernels(value: Any, path: Path, name: str = "") -> None:
@@ -160,28 +177,33 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: Path, name: str = "", in_list: bool = False) -> Any:
-    """The value without fields that choose code; ValueError for counts that no model has."""
+    """The value without fields that choose code; ValueError for counts that no model has, and NaN."""
     if isinstance(value, dict):
         return {key: _plain(item, path, key) for key, item in value.items() if not key.endswith(CODE)}
     if isinstance(value, list):
         return [_plain(item, path, name, True) for item in value]
     if type(value) is int:
         _check_integer(value, path, name, in_list)
+    # Infinities are bounds of some models' steps.
+    if isinstance(value, float) and math.isnan(value):
+        raise UnusableNumber(f"{path}: {shown(name)} is NaN, no number; fetch it again")
     return value
 
 
 def _check_integer(value: int, path: Path, name: str, in_list: bool) -> None:
     if LAYERS.match(name) and not in_list and value < 0:
-        raise TooLarge(f"{path}: {shown(name)} is a count of layers, got {value}; fetch it again")
+        raise UnusableNumber(f"{path}: {shown(name)} is a count of layers, got {value}; fetch it again")
     counts = COUNTS.match(name) and not SIZES.match(name)
     if counts and not in_list and abs(value) > LARGEST_COUNT:
-        raise TooLarge(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
+        raise UnusableNumber(f"{path}: {shown(name)} is a count, got {value}; fetch it again")
     images = IMAGES.match(name) and not OTHER.match(name)
     most = LARGEST_IMAGE if images else LARGEST_LENGTH
     if (images or (LENGTHS.match(name) and not OTHER.match(name))) and abs(value) > most:
-        raise TooLarge(f"{path}: {shown(name)} is a length of at most {most}, got {value}; fetch it again")
+        raise UnusableNumber(
+            f"{path}: {shown(name)} is a length of at most {most}, got {value}; fetch it again"
+        )
     if in_list and abs(value) > LARGEST_IN_LIST:
-        raise TooLarge(
+        raise UnusableNumber(
             f"{path}: {shown(name)} has {value} in a list; integers in lists are at most {LARGEST_IN_LIST} (layers of a stage, "
             "tokens); fetch it again"
         )
@@ -213,7 +235,7 @@ def _constructed(
             result: nn.Module = causal.from_config(config, dtype=wanted, trust_remote_code=False)
         else:
             result = known._from_config(known.config_class(**config.to_dict()), dtype=wanted)
-    except TooLarge:
+    except UnusableNumber:
         raise
     except Exception as error:
         # transformers, its validators and torch raise what they like for numbers that make no model.
@@ -250,7 +272,7 @@ def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
         nonlocal modules
         modules += 1
         if modules > MODULES_EACH * most:
-            raise TooLarge(
+            raise UnusableNumber(
                 f"{path} describes a model of more than {MODULES_EACH * most} modules; the files hold parameters of fewer; "
                 "fetch it again"
             )
@@ -259,7 +281,7 @@ def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
         nonlocal count
         count += 1
         if count > most:
-            raise TooLarge(
+            raise UnusableNumber(
                 f"{path} describes a model of more than {most} parameters; the files hold fewer; fetch it again"
             )
         if parameter is None or parameter.is_meta:
@@ -378,8 +400,8 @@ __all__ = [
     "QUANTIZATION",
     "built",
     "check_kinds",
-    "check_numbers",
     "check_state",
+    "checked_numbers",
     "configuration",
     "fill",
     "forget_code",

@@ -17,7 +17,7 @@ from torch import nn
 
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import check_numbers, forget_code, model_class
+from ao_lab.checkpoint.model_builder import checked_numbers, forget_code, model_class
 from ao_lab.cli.formats import known
 from ao_lab.cli.terminal.output import WrongInput, print_json, print_table, strict
 from ao_lab.cli.terminal.progress import track_progress
@@ -283,8 +283,7 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     fields = read_object(folder / "config.json", nonfinite=True)
     load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
     hide_progress()
-    check_numbers(folder)
-    with warnings.catch_warnings():
+    with checked_numbers(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result: nn.Module = load(folder, dtype="auto", local_files_only=True, trust_remote_code=False, **more)
     forget_code(result)

@@ -50,11 +50,12 @@ class SelectedLayout:
         """The layout for the layers of a folder's model that a filter accepts, before a weight is read.
 
         WrongInput where the named layout cannot hold one of them, and for names of --skip that there are not; ValueError as
-        `quantize_` raises for the configuration.
+        `quantize_` raises for the configuration, and for layers of the files that config.json leaves out.
         """
         model = without_weights(source)
         if model is None:
             return self
+        check_layers(source, model)
         from ao_lab.checkpoint.api import obstacles
         from ao_lab.quantization.api import quantize_
 
@@ -121,6 +122,20 @@ def without_weights(source: Path) -> nn.Module | None:
         return planned_model(source, len(specs) or LARGEST_COUNT, None, next(floats, None))
     except ValueError:
         return None
+
+
+def check_layers(source: Path, model: nn.Module) -> None:
+    """WrongInput where the files have whole layers that the model of their configuration lacks: it is another model."""
+    from ao_lab.checkpoint.experts.conversion import left_out_layers
+    from ao_lab.checkpoint.io.shards import has_weights, look_at
+
+    found = left_out_layers(look_at(source), model) if has_weights(source) else []
+    if found:
+        more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
+        raise WrongInput(
+            f"{source} has weights of {', '.join(found[:MOST])}{more}, which its config.json leaves out; correct the number of "
+            "layers there, or, where fewer are wanted, load the folder with transformers and save it again"
+        )
 
 
 def plain(reason: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.cli.layout import COMPRESSED, OWN, SelectedLayout
+from ao_lab.cli.layout import COMPRESSED, OWN, SelectedLayout, check_layers
 from ao_lab.cli.terminal.output import WrongInput
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def sparse_model(
 
     linear.leaves_routers = True  # type: ignore[attr-defined]
     model = by_transformers(source, None)
+    check_layers(source, model)
     tied = tied_layers(model)
     sparsify_(model, SparsityConfig(config.sparsity or "2:4"), linear)
     quantize_(model, config, linear, progress=progress)

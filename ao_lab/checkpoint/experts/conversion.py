@@ -8,6 +8,7 @@ operations row by row (`ao_lab.checkpoint.experts.rows`), dense tensors go throu
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 
 Tensors = dict[str, torch.Tensor]
 IGNORED = "transformers' model of this kind has no such parameter and ignores it"
+#: The list that a layer is in, and its number.
+LAYER = re.compile(r"(.*?)\.(\d+)\.")
 
 
 @dataclass
@@ -108,14 +111,32 @@ def grouped_names(
 def unused_names(folder: Folder, model: nn.Module) -> tuple[list[str], list[str]]:
     """Tensors of a folder that a model of transformers has no place for: those that its class says files may have beside it
     (layers that predict later tokens, for instance), and others. Neither for models that are not transformers'."""
-    mapping = mapping_of(model)
-    if mapping is None:
-        return [], []
-    state = model.state_dict(keep_vars=True)
-    renamed, _ = grouped_names(folder.specs, state, mapping, str(model.base_model_prefix))
-    unused = {old: new for old, new in renamed.items() if new not in state}
+    unused = _unused(folder, model)
     beside = _beside(unused, model)
     return [old for old in unused if old in beside], [old for old in unused if old not in beside]
+
+
+def left_out_layers(folder: Folder, model: nn.Module) -> list[str]:
+    """Whole layers of a folder that a model has fewer of, as `model.layers.2`: its configuration counts too few.
+
+    Not those that its class says files may have beside it, nor layers that predict later tokens, which follow the last.
+    """
+    unused = _unused(folder, model)
+    counts = {name: len(one) for name, one in model.named_modules() if isinstance(one, nn.ModuleList)}
+    later = getattr(getattr(model, "config", None), "num_nextn_predict_layers", None) or 0
+    places = (LAYER.match(unused[old]) for old in unused.keys() - _beside(unused, model))
+    found = {(m[1], int(m[2])) for m in places if m and int(m[2]) >= counts.get(m[1], math.inf) + later}
+    return [f"{name}.{number}" for name, number in sorted(found)]
+
+
+def _unused(folder: Folder, model: nn.Module) -> dict[str, str]:
+    """A folder's tensors that a model of transformers has no place for, and what they would be called in it."""
+    mapping = mapping_of(model)
+    if mapping is None:
+        return {}
+    state = model.state_dict(keep_vars=True)
+    renamed, _ = grouped_names(folder.specs, state, mapping, str(model.base_model_prefix))
+    return {old: new for old, new in renamed.items() if new not in state}
 
 
 def _beside(names: Mapping[str, str], model: Any) -> set[str]:
@@ -244,4 +265,4 @@ def _itself(tensors: Tensors) -> torch.Tensor:
     return tensors[""]
 
 
-__all__ = ["converted", "grouped_names", "mapping_of", "unused_names"]
+__all__ = ["converted", "grouped_names", "left_out_layers", "mapping_of", "unused_names"]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.experts.conversion import left_out_layers
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import CONFIG, check_numbers, forget_code, model_class
+from ao_lab.checkpoint.model_builder import CONFIG, checked_numbers, forget_code, model_class
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
 from ao_lab.config.base import Config
@@ -55,7 +56,8 @@ def read_by_transformers(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            model, told = load(folder, output_loading_info=True, **given)
+            with checked_numbers(folder):
+                model, told = load(folder, output_loading_info=True, **given)
         finally:
             if job.error is not None:
                 raise job.error
@@ -63,6 +65,13 @@ def read_by_transformers(
     if told["missing_keys"]:
         raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
     forget(model)
+    if has_weights(folder) and (left := left_out_layers(look_at(folder), model)):
+        warnings.warn(
+            f"{folder} has weights of {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which its {CONFIG} leaves out: "
+            "the model has fewer layers; correct their number there",
+            UserWarning,
+            stacklevel=3,
+        )
     forget_code(model)
     job.finish(model)
     return model  # type: ignore[no-any-return]
@@ -81,8 +90,7 @@ def forget(model: Any) -> None:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; ValueError where there is none, and for files that cannot be read
-    or describe more than they hold."""
+    """The folder's config.json; ValueError where there is none, and for files that cannot be read."""
     if not (folder / CONFIG).is_file():
         raise ValueError(
             f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
@@ -90,7 +98,6 @@ def described(folder: Path) -> dict[str, Any]:
     fields = read_object(folder / CONFIG, nonfinite=True)
     if has_weights(folder):
         look_at(folder)
-    check_numbers(folder)
     return fields
 
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from ao_lab import QuantizedTensor, load_pretrained
+from ao_lab import Int8WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_pretrained
 from ao_lab.cli.app import main
 from ao_lab.cli.quantize import config_of
 from ao_lab.cli.skipped_layers import SkippedLayers
@@ -469,3 +469,37 @@ def test_values_that_the_layout_lacks_are_not_lost(capsys, folder, tmp_path):
     given = ["--config", "int8_rowwise_cast", "--layout", "compressed-tensors"]
     code, err = complaint(capsys, tmp_path / "in", tmp_path / "b", *given)
     assert (code, err.count("--layout ao_lab"), "for_layout" in err) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": "128"}, "describes no model that transformers can build"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 5}},
+            "describes no model that transformers can build",
+        ),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, no number"),
+        ({"num_hidden_layers": 0}, "has weights of model.layers.0, which its config.json leaves out"),
+    ],
+    ids=["a string", "factors", "NaN", "fewer layers"],
+)
+def test_configurations_that_are_not_the_models(capsys, folder, tmp_path, fields, message):
+    """transformers raises what it likes for the first, computes with NaN, and drops layers that are not counted."""
+    source = tmp_path / "model"
+    shutil.copytree(folder, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **fields}))
+    code, line = complaint(capsys, source, tmp_path / "out", "--config", "Int8WeightOnlyConfig")
+    assert code == 2
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_layers_that_are_not_counted_are_told(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
+    with pytest.warns(UserWarning, match="has weights of model.layers.0, which its config.json leaves out"):
+        quantize_pretrained(tmp_path / "model", Int8WeightOnlyConfig())
