@@ -175,10 +175,13 @@ class InputScales:
             self.dtype = x.dtype
 
     def unsupported_reason(self) -> str | None:
-        """No input, or NaN or infinity among them."""
+        """No input, NaN or infinity among them, or a range of zero, from which no scale follows."""
         if not self.seen:
             return "no input was seen"
-        return None if bool(self.statistic.sample().isfinite().all()) else "NaN or infinity was seen"
+        sample = self.statistic.sample()
+        if not bool(sample.isfinite().all()):
+            return "NaN or infinity was seen"
+        return None if bool(sample.any()) else "no range but that of zeros was seen (their amax is 0)"
 
     def scales(self) -> Scales:
         """The scale, and zero point, of what was seen."""

@@ -36,13 +36,19 @@ def calibrate(
     """Run `forward_loop(model)` and return what watched each layer that needs it, by the weight's full name.
 
     The model is as before, also after an exception. `quantize_(model, config, filter_fn, observers=...)` takes the result.
-    Gradients, train or eval mode and the number of samples are the loop's affair. ValueError where nothing needs to be watched.
+    Gradients, train or eval mode and the number of samples are the loop's affair. ValueError where nothing needs to be watched,
+    TypeError for a forward_loop that is no function (batches, for instance).
     """
     return calibrated(planned(model, config, filter_fn, watching=True), model, forward_loop)
 
 
 def calibrated(plan: Plan, model: nn.Module, forward_loop: ForwardLoop) -> dict[str, Observer]:
-    """`calibrate` of a plan."""
+    """`calibrate` of a plan; TypeError, before data runs, for batches where their function belongs."""
+    if not callable(forward_loop):
+        raise TypeError(
+            f"forward_loop is a function that is given the model and runs data through it, got {type(forward_loop).__name__}; "
+            "write lambda model: [model(batch) for batch in batches]"
+        )
     observers = fresh_observers(plan.changes.values())
     if not observers:
         raise ValueError("forward_loop: this configuration needs no calibration; leave it out")
@@ -118,7 +124,7 @@ def _check_seen(observers: Mapping[str, Observer]) -> None:
         told = "; ".join(f"{reason} by {shorten(names)}" for reason, names in reasons.items())
         raise ValueError(
             f"calibration: {told}. Nothing was changed. Run data that reaches these layers (by calling the modules, and "
-            f"outside of compiled programs), or leave them out by filter_fn"
+            f"outside of compiled programs) with the values that they will have, or leave them out by filter_fn"
         )
 
 

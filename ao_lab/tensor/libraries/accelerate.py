@@ -32,7 +32,7 @@ def _replace(module: str, name: str, made_from: Callable[[Any], Any]) -> None:
     plain: Any = getattr(sys.modules.get(module), name, None)
     if plain is None or getattr(plain, "of_ao_lab", False):
         return
-    ours = functools.wraps(plain)(made_from(plain))
+    ours: Any = functools.wraps(plain)(made_from(plain))
     ours.of_ao_lab = True
     for place in (sys.modules[module], sys.modules.get("accelerate.utils")):
         if hasattr(place, name):

@@ -203,6 +203,31 @@ def test_layers_that_nothing_reached_are_named():
     assert isinstance(model["a"].weight, QuantizedTensor)
 
 
+@pytest.mark.parametrize("statistic", ["minmax", "absmax", "moving_average", "percentile"])
+def test_zeros_have_no_range(statistic):
+    """A scale of amax 0 says nothing of the inputs to come."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    nn.init.constant_(model[0].bias, -100.0)
+    config = Int8StaticActivationInt8WeightConfig(statistic=statistic)
+    with pytest.raises(
+        ValueError, match=r"no range but that of zeros was seen .* by 2\.weight\. Nothing was"
+    ):
+        quantize_(model, config, forward_loop=lambda m: m(torch.ones(2, 64)))
+    assert not any(isinstance(p, QuantizedTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "data", [[torch.ones(1, 64)], torch.ones(1, 64), "text"], ids=["list", "tensor", "str"]
+)
+def test_batches_are_no_loop(data):
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(TypeError, match=r"forward_loop is a function .*got .*; write lambda model: \[model"):
+        calibrate(model, INT8, data)
+    with pytest.raises(TypeError, match=r"forward_loop is a function"):
+        quantize_(model, INT8, forward_loop=data)
+    assert not model[0]._forward_pre_hooks
+
+
 def test_modules_called_several_times_and_shared_weights_see_everything():
     """One module at two places, and two modules with one weight: one scale, of all inputs."""
 
