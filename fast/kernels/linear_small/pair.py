@@ -2,8 +2,8 @@
 
 For few rows a launch loses 2 to 4 us at its beginning and end, where few bytes are under way, and a sum of parts of K as much
 again: weights of a layer that multiply the same inputs, a gate and what it gates, lose that once, and have tiles enough for all
-multiprocessors without parts. Large weights that `linear_skinny` takes alone are faster so: on an H200 two of (14336, 4096),
-int4 in groups of 64, take 25.0, 25.4, 26.2 and 27.2 us of 1, 2, 4 and 8 rows one after the other, 31.8 to 32.3 in one launch.
+multiprocessors without parts. Large weights are faster apart where `linear_skinny` takes one alone, `is_faster_apart`;
+`reports/data/linear_small_pair_times.json` has the times of an H200 that it is held to.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from fast.kernels.linear_skinny.host import launch_for as skinny_launch
 from fast.kernels.linear_small.host import INPUTS, PART, PART_WARPS, Launches, check_operands
 from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, filled
 from fast.kernels.linear_small.pair_product import linear_small_pair_kernel, sum_pair_splits_kernel
-from fast.kernels.linear_small.tilings import Tiling, tiling_of
+from fast.kernels.linear_small.tilings import BITS, Tiling, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 
 #: The most rows of X: what a tile of 16 rows holds.
 MOST_ROWS = 16
-#: Elements of a weight from which two launches of `linear_skinny` are faster than one of both.
-APART = 1 << 25
+#: Elements of a weight from which two launches of `linear_skinny` are faster than one of both; elements from which those of
+#: 4 bits are again faster in one but for one or two rows, and those of 8 bits are faster apart by two of `linear_small` too.
+APART, LARGE, FEW = 1 << 25, 1 << 27, 2
 GIVEN = ("x", "codes", "scale", "zero", "codes2", "scale2", "zero2")
 
 
@@ -124,8 +125,13 @@ def _recorded(
 
 def is_faster_apart(w: ArrangedWeight, x: torch.Tensor) -> bool:
     """Whether two weights like this are multiplied faster by a launch each."""
-    large = w.shape[0] * w.shape[1] >= APART
-    return large and skinny_launch(w, x.numel() // w.shape[1], x.dtype, x.dtype) is not None
+    size, count = w.shape[0] * w.shape[1], x.numel() // w.shape[1]
+    if size < APART:
+        return False
+    if size >= LARGE and BITS[w.element] == 4 and count > FEW:
+        return False
+    alone = skinny_launch(w, count, x.dtype, x.dtype) is not None
+    return alone or (size >= LARGE and BITS[w.element] == 8)
 
 
 def _parts(w: ArrangedWeight, end: str) -> dict[str, torch.Tensor | None]:
