@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fast.quantize.statistics import tree_sum
+
 #: Tokens of one piece, a power of two: a subtree of the sum of all, so that pieces change no bit.
 PIECE = 4096
 
@@ -68,19 +70,8 @@ class Hessian:
 def square_sums(x: torch.Tensor) -> torch.Tensor:
     """`reference.square_sums(x)` by torch's float32 operations, which round as it does."""
     rows = x.reshape(-1, x.shape[-1])
-    sums = [_tree_sum(piece.to(torch.float32).square()) for piece in torch.split(rows, PIECE)]
-    return _tree_sum(torch.stack(sums))
-
-
-def _tree_sum(terms: torch.Tensor) -> torch.Tensor:
-    """The sum of rows: adjacent pairs, in a tree filled up with zeros. An odd row out meets the zero that would stand there."""
-    if not len(terms):
-        return terms.new_zeros(terms.shape[1:])
-    while len(terms) > 1:
-        pairs = terms[: len(terms) // 2 * 2]
-        sums = pairs[0::2] + pairs[1::2]
-        terms = torch.cat([sums, terms[-1:]]) if len(terms) % 2 else sums
-    return terms[0]
+    sums = [tree_sum(piece.to(torch.float32).square(), 0) for piece in torch.split(rows, PIECE)]
+    return tree_sum(torch.stack(sums), 0)
 
 
 class Seen:
