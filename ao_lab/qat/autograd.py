@@ -19,6 +19,7 @@ from ao_lab.qat import transforms
 from ao_lab.qat.backward import gradients
 from ao_lab.qat.forward import Given, Rule, needs_input, rule_of, values
 from fast.device import functional_transform, is_traced
+from fast.second_derivatives import once_differentiable
 
 
 class QATLinearFunction(torch.autograd.Function):
@@ -41,7 +42,7 @@ class QATLinearFunction(torch.autograd.Function):
         return values(x, weight, bias, given, rule)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """`gradients`, at the places of forward's arguments."""
         x, weight, *tensors = ctx.saved_tensors

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ao_lab.training import shared
 from ao_lab.training.casts import (
@@ -32,6 +31,7 @@ from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
 from fast.device import PLAIN
 from fast.layers.column_sums import column_sums
+from fast.second_derivatives import once_differentiable
 from reference.training.recipe import Operand, Recipe
 
 Grad = torch.Tensor | None

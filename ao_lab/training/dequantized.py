@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from ao_lab.training.casts import STREAMS, reads_once
@@ -26,6 +25,7 @@ from fast.layers.mixed import mixed_codes, mixed_values
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
 from fast.quantize.ops import DEQUANTIZE, QUANTIZE
 from fast.quantize.quantize import dequantize
+from fast.second_derivatives import once_differentiable
 from reference import Quantized, Scheme
 from reference.training.recipe import Operand, Recipe
 

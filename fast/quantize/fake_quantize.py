@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fast.device import is_traced, is_transformed
 from fast.dispatch import execute, require_tensor, run, wants_gradient
 from fast.ops import given_of
 from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE, FAKE_QUANTIZE_VJP
 from fast.quantize.ops import operands_of
+from fast.second_derivatives import once_differentiable
 from reference import Scales, Scheme
 
 
@@ -27,7 +27,7 @@ class _FakeQuantize(torch.autograd.Function):
         return forward(x, scheme, axis, given_of(scale, outer, zero), words)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, scale, outer, zero, words = ctx.saved_tensors
         dx, dscale, dzero = fake_quantize_vjp(

@@ -25,6 +25,7 @@ from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import functional_transform, is_traced
+from fast.second_derivatives import once_differentiable
 
 
 def needs_input(weight: QuantizedTensor) -> bool:
@@ -58,7 +59,7 @@ class FrozenLinear(torch.autograd.Function):
         return product(x, weight.transposed(), bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         """`input_gradient`, and a bias's."""
         (g,), (x,), need = grads, ctx.saved_tensors, ctx.needs_input_grad

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from fast.device import functional_transform
+from fast.second_derivatives import once_differentiable
 from reference.sparsity.activation import squared_relu_24
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ao_lab.sparsity.training.products import PRODUCTS, masked
 from fast.device import functional_transform
 from fast.kernels.sparse_mm.bits import unpack_bits
+from fast.second_derivatives import once_differentiable
 
 Grad = torch.Tensor | None
 

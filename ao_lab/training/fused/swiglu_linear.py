@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook as global_hooks
 
 import fast
@@ -27,6 +26,7 @@ from ao_lab.training.transforms.support import is_transformed
 from fast.device import PLAIN
 from fast.layers.column_sums import column_sums
 from fast.layers.gradients import swiglu_vjp
+from fast.second_derivatives import once_differentiable
 from reference.training.recipe import Recipe
 
 Grad = torch.Tensor | None

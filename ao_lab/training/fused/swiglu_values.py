@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 import fast
@@ -18,6 +17,7 @@ from ao_lab.training import shared
 from ao_lab.training.dequantized import gradient_values, operand_values, weight_columns_values
 from fast.layers.column_sums import column_sums
 from fast.layers.gradients import swiglu_vjp
+from fast.second_derivatives import once_differentiable
 from reference.training.recipe import Recipe
 
 Grad = torch.Tensor | None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ao_lab.training.autograd import is_drawn, new_seed
 from ao_lab.training.casts import joined, parts
@@ -21,6 +20,7 @@ from ao_lab.training.grouped.casts import (
 from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.grouped.products import columns_product, rows_product
 from ao_lab.training.restricted import tuned_recipe
+from fast.second_derivatives import once_differentiable
 from reference.training.grouped import group_step
 from reference.training.recipe import Recipe
 

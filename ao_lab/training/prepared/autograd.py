@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ao_lab.training import shared
 from ao_lab.training.prepared.step import Step
 from ao_lab.training.products import is_captured
 from fast.layers.column_sums import column_sums
+from fast.second_derivatives import once_differentiable
 
 Grad = torch.Tensor | None
 
