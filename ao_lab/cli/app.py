@@ -181,7 +181,24 @@ def evaluate(
     ] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     text: Annotated[
-        Path | None, typer.Option(help="A text file. Default: part of the source of sympy.")
+        str | None,
+        typer.Option(help="A text file, or wikitext2 with --corpus-path. Default: Python source, of sympy."),
+    ] = None,
+    corpus_path: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Harness: examples before each question. Default: the task's own.")
+    ] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Harness: requests at once, a number, auto or auto:N. Default: 1.")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Harness: ask by the tokenizer's chat template.")
+    ] = False,
+    include_path: Annotated[
+        Path | None, typer.Option(help="Harness: a folder with further tasks (YAML).")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="The folder of the model that it was made of.")] = None,
     device: OnDevice = None,
@@ -195,6 +212,7 @@ def evaluate(
 
     with work("eval", "no result was saved", as_json):
         from ao_lab.cli.evaluate import run_eval
+        from ao_lab.eval.harness import HarnessOptions
 
         run_eval(
             model_dir,
@@ -202,6 +220,8 @@ def evaluate(
             limit=limit,
             length=length,
             text=text,
+            corpus=corpus_path,
+            harness=HarnessOptions(num_fewshot, batch_size, apply_chat_template, include_path),
             against=against,
             device=device.value if device else None,
             save=save,

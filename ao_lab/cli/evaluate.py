@@ -19,11 +19,12 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import checked_numbers, forget_code, model_class
 from ao_lab.cli.formats import known
-from ao_lab.cli.terminal.output import WrongInput, print_json, print_table, strict
+from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table, strict
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable, without_model
+from ao_lab.eval.harness import Harness, HarnessOptions, harness_note, harness_results, prepared
 from ao_lab.eval.perplexity import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
-from ao_lab.eval.texts import text_of
+from ao_lab.eval.texts import Text, check_text, text_of
 from ao_lab.install.extras import needed, pip_install
 from ao_lab.install.version import __version__
 
@@ -39,7 +40,9 @@ def run_eval(
     *,
     limit: int,
     length: int,
-    text: Path | None,
+    text: str | None,
+    corpus: Path | None,
+    harness: HarnessOptions,
     against: Path | None,
     device: str | None,
     save: bool,
@@ -48,13 +51,19 @@ def run_eval(
     """Measure, show, and with `save` keep the results beside the model."""
     check_folder(folder)
     local, foreign = split_tasks(tasks, against)
-    check_before(folder, against, text, device, save)
-    check_harness_tasks(foreign)
+    check_before(folder, against, device, save)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        results = local_results(folder, local, limit, length, text, against, where, as_json) if local else {}
-        if foreign:
-            results = with_harness(results, folder, foreign, limit, where)
+        check_text(text, corpus)
+        run = prepared(foreign, harness, folder)
+        if run is not None:
+            check_known(run)
+        source = text_of(text, corpus) if local else None
+        results = (
+            local_results(folder, local, limit, length, source, against, where, as_json) if source else {}
+        )
+        if run is not None:
+            results = with_harness(results, folder, run, limit, where)
     except (ValueError, TypeError) as error:
         raise WrongInput(str(error)) from error
     if save:
@@ -78,27 +87,18 @@ def split_tasks(tasks: list[str], against: Path | None) -> tuple[tuple[str, ...]
     return local, foreign
 
 
-def check_harness_tasks(tasks: list[str]) -> None:
-    """WrongInput, with the nearest names, for tasks that the harness lacks; a YAML file of a task is one."""
-    names = [task for task in tasks if not Path(task).exists()]
-    if not names:
-        return
-    there: Any = needed("lm_eval.tasks").TaskManager().all_tasks
-    for name in names:
-        if name not in there:
-            known(name, {**dict.fromkeys(TASKS), **dict.fromkeys(there)}, "task")
+def check_known(run: Harness) -> None:
+    """WrongInput, with the nearest names, for tasks that the harness lacks; a YAML file is a task."""
+    for name in run.tasks:
+        if name not in run.manager.all_tasks and not Path(name).exists():
+            known(name, {**dict.fromkeys(TASKS), **dict.fromkeys(run.manager.all_tasks)}, "task")
 
 
-def check_before(
-    folder: Path, against: Path | None, text: Path | None, device: str | None, save: bool
-) -> None:
-    """WrongInput for what would only be found after the work: a device, a base, a text that is not there, a folder that cannot
-    be written."""
+def check_before(folder: Path, against: Path | None, device: str | None, save: bool) -> None:
+    """WrongInput for what would only be found after the work: a device, a base, a folder that cannot be written."""
     check_device(device)
     if against is not None:
         check_folder(against)
-    if text is not None and not text.is_file():
-        raise WrongInput(f"--text {text} is no file; give one with some thousand words")
     if save:
         check_writable(folder, "--save into MODEL_DIR")
 
@@ -125,7 +125,7 @@ def local_results(
     tasks: tuple[str, ...],
     limit: int,
     length: int,
-    text: Path | None,
+    source: Text,
     against: Path | None,
     device: str,
     as_json: bool,
@@ -135,7 +135,6 @@ def local_results(
         raise WrongInput(
             f"--limit is at least 1 window and --length at least 2 tokens, got {limit} and {length}"
         )
-    source = text_of(text)
     encode, tokenizer, beginning = encoder(folder)
     length = min(length, longest(folder))
     windows = windows_of(source.text, encode, length, limit, list(beginning.values()))
@@ -147,7 +146,7 @@ def local_results(
         check_language_model(model, folder)
         with track_progress("eval", plain=as_json, transient=True) as work:
             sums = measured(model, windows, base, lambda done, total: work.at(done, "windows", total))
-        numbers = dict(results_of(sums, windows, tasks))
+        numbers = dict(results_of(sums, windows, tasks, words=not source.code))
     if "weights" in tasks and base is not None:
         numbers["weights"] = weight_errors(model, base)
     return {
@@ -155,6 +154,7 @@ def local_results(
         "against": None if against is None else against.resolve().name,
         "tasks": numbers,
         "text": source.name,
+        "comparable": source.compares,
         "tokenizer": tokenizer,
         "windows_begin_with": "".join(beginning) or None,
         "windows": len(windows.ids),
@@ -291,24 +291,12 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
 
 
 def with_harness(
-    results: dict[str, Any], folder: Path, tasks: list[str], limit: int, device: str
+    results: dict[str, Any], folder: Path, run: Harness, limit: int, device: str
 ) -> dict[str, Any]:
     """The results of lm-evaluation-harness beside ours."""
-    harness, models = needed("lm_eval"), needed("lm_eval.models.huggingface")
-    load: Any = needed("transformers").AutoTokenizer.from_pretrained
-    tokenizer = load(folder, local_files_only=True, trust_remote_code=False)
-    model = models.HFLM(pretrained=loaded(folder, device), tokenizer=tokenizer)
-    result = harness.simple_evaluate(model=model, tasks=tasks, limit=limit)["results"]
-    numbers = {
-        task: {
-            key.removesuffix(",none"): value
-            for key, value in found.items()
-            if isinstance(value, (int, float))
-        }
-        for task, found in result.items()
-    }
+    found = harness_results(loaded(folder, device), run, limit)
     base = results or {"model": folder.resolve().name, "device": device, "tasks": {}}
-    return {**base, "tasks": {**base["tasks"], **numbers}, "harness_limit": limit}
+    return {**base, **found, "tasks": {**base["tasks"], **found["tasks"]}}
 
 
 def keep(folder: Path, results: dict[str, Any]) -> None:
@@ -340,6 +328,10 @@ def show(results: dict[str, Any], as_json: bool) -> None:
         rows,
         ["value"],
     )
+    if "comparable" in results:
+        console().print(f"comparable with {results['comparable']}", markup=False, highlight=False)
+    if note := harness_note(results):
+        console().print(note, markup=False, highlight=False)
 
 
 __all__ = ["run_eval"]

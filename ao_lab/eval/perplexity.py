@@ -142,8 +142,10 @@ def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> to
     return torch.log_softmax(logits[0, first - 1 : -1].float(), dim=-1)
 
 
-def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """The numbers of each task."""
+def results_of(
+    sums: Sums, windows: Windows, tasks: tuple[str, ...], *, words: bool = True
+) -> dict[str, dict[str, float]]:
+    """The numbers of each task. words: whether the text has words, which white space separates; source code has none."""
     count, n = windows.predicted, len(windows.ids)
     loss = sum(sums.losses) / n
     result: dict[str, dict[str, float]] = {}
@@ -151,7 +153,11 @@ def results_of(sums: Sums, windows: Windows, tasks: tuple[str, ...]) -> dict[str
         share = windows.share  # text counts in proportion
         result["perplexity"] = {
             "token_perplexity": exponential(loss),
-            "word_perplexity": exponential(loss * count / max(windows.words * share, 1.0)),
+            **(
+                {"word_perplexity": exponential(loss * count / max(windows.words * share, 1.0))}
+                if words
+                else {}
+            ),
             "bits_per_byte": loss * count / (windows.bytes * share * math.log(2)),
             "loss": loss,
             "loss_stderr": standard_error(sums.losses),

@@ -1,16 +1,20 @@
 """`ao-lab eval`: every kind of folder, offline."""
 
+import hashlib
 import importlib.util
 import json
+import lzma
 import shutil
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ao_lab import SchemeConfig, quantize_, save_pretrained
 from ao_lab.cli.app import main
+from ao_lab.eval.texts import NAMED
 from tests.support.models import small_llama
 from tests.support.models.small_llama import WORDS, save_llama
 
@@ -19,6 +23,20 @@ pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:You passed `quantization_config`"
 )
+
+#: A task of lm-evaluation-harness whose rows are a file.
+HARNESS_TASK = """
+task: made_here
+dataset_path: json
+dataset_kwargs: {{data_files: {rows}}}
+test_split: train
+fewshot_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: ["one", "two"]
+doc_to_target: "{{{{gold}}}}"
+metric_list: [{{metric: acc}}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +74,8 @@ def test_a_dense_folder_on_the_built_in_text(capsys, folders):
     made = evaluated(capsys, folders / "base")
     assert set(made["tasks"]) == {"perplexity", "accuracy"}
     assert made["text"].startswith("sympy-")
+    assert "word_perplexity" not in made["tasks"]["perplexity"]
+    assert "no published perplexity compares" in made["comparable"]
     assert (made["windows"], made["length"], made["tokens"]) == (4, 32, 4 * 31)
     # Of random weights: about as many choices as tokens.
     assert 200 < made["tasks"]["perplexity"]["token_perplexity"] < 600
@@ -223,13 +243,21 @@ def test_only_causal_language_models_have_perplexities(capsys, tmp_path, kind):
 def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     """With a stand-in for it: what it is given, and what is shown of its results."""
     calls = {}
+    with_bos(folders / "compressed", folders / "asked")
+    asked = folders / "asked"
 
-    def evaluate(model, tasks, limit):
-        calls.update(model=model, tasks=tasks, limit=limit)
-        return {"results": {"made_up": {"alias": "made_up", "acc,none": 0.5}}}
+    def evaluate(**given):
+        calls.update(given)
+        print("Determined largest batch size: 64")
+        return {"results": {"made_up": {"alias": "made_up", "acc,none": 0.5}}, "n-shot": {"made_up": 2}}
 
-    def wrapped(pretrained, tokenizer):
+    def wrapped(pretrained, tokenizer, batch_size):
+        calls.update(batch_size=batch_size)
         return pretrained, tokenizer
+
+    def manager(include_path):
+        calls.update(include_path=include_path)
+        return types.SimpleNamespace(all_tasks=["made_up", "mmlu"])
 
     harness = types.ModuleType("lm_eval")
     harness.__spec__ = importlib.util.spec_from_loader("lm_eval", None)
@@ -237,25 +265,112 @@ def test_tasks_of_the_harness(capsys, folders, monkeypatch):
     models = types.ModuleType("lm_eval.models.huggingface")
     models.HFLM = wrapped
     found = types.ModuleType("lm_eval.tasks")
-    found.TaskManager = lambda: types.SimpleNamespace(all_tasks=["made_up", "mmlu"])
+    found.TaskManager = manager
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", models)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", found)
-    made = evaluated(capsys, folders / "compressed", "--tasks", "accuracy", "--tasks", "made_up")
+    made = evaluated(capsys, asked, "--tasks", "accuracy", "--tasks", "made_up")
     assert made["tasks"]["made_up"] == {"acc": 0.5}
     assert "accuracy" in made["tasks"]
     assert (calls["tasks"], calls["limit"]) == (["made_up"], 4)
+    defaults = ("num_fewshot", "batch_size", "apply_chat_template", "include_path")
+    assert [calls[name] for name in defaults] == [None, 1, False, None]
     own = folders / "mine.yaml"
     own.write_text("task: mine")
-    evaluated(capsys, folders / "compressed", "--tasks", str(own))
+    (asked / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    given = [
+        "--num-fewshot",
+        "2",
+        "--batch-size",
+        "auto:4",
+        "--apply-chat-template",
+        "--include-path",
+        str(folders),
+    ]
+    made = evaluated(capsys, asked, "--tasks", str(own), *given)
     assert calls["tasks"] == [str(own)]
+    assert [calls[name] for name in defaults] == [2, "auto:4", True, str(folders)]
+    assert (made["harness_num_fewshot"], made["harness_chat_template"]) == ({"made_up": 2}, True)
+    assert main(["eval", str(asked), "--tasks", str(own), *given]) == 0
+    assert "at most 32 examples of each (--limit); made_up 2-shot, by the chat template" in " ".join(
+        capsys.readouterr().out.split()
+    )
     monkeypatch.setattr("ao_lab.cli.evaluate.loaded", lambda *_: pytest.fail("the model was read"))
+    assert "neither bos_token nor eos_token" in complaint(capsys, folders / "ours", "--tasks", "made_up")[1]
     for wrong, near in (("nosuchtask", "known are"), ("mmul", "mmlu"), ("acuracy", "accuracy")):
-        assert main(["eval", str(folders / "compressed"), "--tasks", wrong]) == 2
+        assert main(["eval", str(asked), "--tasks", wrong]) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert f"unknown task '{wrong}'" in err
         assert near in err
+
+
+def test_text_of_a_name(capsys, folders, tmp_path, monkeypatch):
+    """WikiText-2 from its corpus's folder; one line where it is not there, or is another text."""
+    base, named = folders / "base", ["--text", "wikitext2"]
+    assert "give its folder by --corpus-path" in complaint(capsys, base, *named)[1]
+    assert "has no wikitext2-test.txt.xz" in complaint(capsys, base, *named, "--corpus-path", tmp_path)[1]
+    file = tmp_path / "wikitext2-test.txt.xz"
+    data = (folders / "text.txt").read_bytes()
+    file.write_bytes(lzma.compress(data))
+    assert "is not wikitext-2-v1-test" in complaint(capsys, base, *named, "--corpus-path", tmp_path)[1]
+    digest = hashlib.sha256(data).hexdigest()
+    monkeypatch.setitem(NAMED, "wikitext2", replace(NAMED["wikitext2"], sha256=digest))
+    made = evaluated(capsys, base, *named, "--corpus-path", str(tmp_path))
+    assert made["text"] == f"wikitext-2-v1-test-{digest[:8]}"
+    assert "wikitext-2-raw-v1" in made["comparable"]
+    same = evaluated(capsys, base, "--text", str(folders / "text.txt"))
+    assert made["tasks"] == same["tasks"]
+    assert "word_perplexity" in same["tasks"]["perplexity"]
+    assert (
+        "--corpus-path is the folder of named texts" in complaint(capsys, base, "--corpus-path", tmp_path)[1]
+    )
+    assert "or a name: wikitext2" in complaint(capsys, base, "--text", tmp_path / "none.txt")[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--num-fewshot", "-1"], "0 or more, got -1"),
+        (["--batch-size", "0"], "1 or more, auto or auto:N (looked for N times), got '0'"),
+        (["--batch-size", "many"], "got 'many'"),
+        (["--include-path", "nowhere"], "--include-path nowhere is no folder"),
+        (["--apply-chat-template"], "has no chat template"),
+    ],
+)
+def test_options_of_the_harness_that_it_does_not_take(capsys, folders, monkeypatch, given, said):
+    """One line before the harness is imported; also without any of its tasks."""
+    assert "--tasks names none" in complaint(capsys, folders / "base", *given)[1]
+    spec = importlib.util.spec_from_loader("lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", types.SimpleNamespace(__spec__=spec))
+    code, err = complaint(capsys, folders / "base", "--tasks", "made_up", *given)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+
+
+@pytest.mark.nightly
+def test_the_harness_itself(capsys, folders, tmp_path):
+    """Where it is installed: a task of a folder, with examples before each question, in the chat template, two at once."""
+    pytest.importorskip("lm_eval")
+    with_bos(folders / "compressed", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    )
+    rows = [json.dumps({"q": f"{WORDS[:20]} {index}", "gold": index % 2}) for index in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "task.yaml").write_text(HARNESS_TASK.format(rows=tmp_path / "rows.jsonl"))
+    given = [
+        "--num-fewshot",
+        "2",
+        "--batch-size",
+        "2",
+        "--apply-chat-template",
+        "--include-path",
+        str(tmp_path),
+    ]
+    made = evaluated(capsys, tmp_path / "model", "--tasks", "made_here", *given)
+    assert 0 <= made["tasks"]["made_here"]["acc"] <= 1
+    assert made["harness_num_fewshot"] == {"made_here": 2}
 
 
 def test_torchaos_folders(capsys, tmp_path):

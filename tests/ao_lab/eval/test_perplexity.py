@@ -152,11 +152,11 @@ def test_texts(tmp_path):
     assert len(text.text) > 10**5
     assert built_in() == text
     (tmp_path / "a.txt").write_text("one two")
-    assert text_of(tmp_path / "a.txt").text == "one two"
-    assert text_of(tmp_path / "a.txt").name.startswith("a.txt-")
+    assert text_of(str(tmp_path / "a.txt")).text == "one two"
+    assert text_of(str(tmp_path / "a.txt")).name.startswith("a.txt-")
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="no UTF-8"):
-        text_of(tmp_path / "a.txt")
+        text_of(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").write_text(" ")
     with pytest.raises(ValueError, match="is empty"):
-        text_of(tmp_path / "a.txt")
+        text_of(str(tmp_path / "a.txt"))

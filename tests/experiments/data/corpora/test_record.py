@@ -5,6 +5,7 @@ import lzma
 
 import pytest
 
+from ao_lab.eval.texts import NAMED
 from experiments.data.corpora import prose, record
 from experiments.data.corpora.split_corpus import STRETCH, evaluation_texts
 from tests.experiments.harness import tiny
@@ -85,3 +86,13 @@ def test_wrong_names_and_folders_say_what_to_do(tmp_path):
         record.load("prose", tmp_path / "gone")
     with pytest.raises(ValueError, match="leave --corpus-path out"):
         record.load("sympy", tmp_path)
+
+
+def test_texts_that_ao_lab_eval_names_are_those_of_the_corpus():
+    """`ao_lab` imports nothing of here, so it has the name and hash of the file again."""
+    held = {
+        (corpus, file.name, file.sha256)
+        for corpus in record.corpora()
+        for file in record.corpora()[corpus].files
+    }
+    assert {(one.corpus, one.file, one.sha256) for one in NAMED.values()} <= held
