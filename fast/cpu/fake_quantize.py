@@ -1,4 +1,5 @@
-"""`fake_quantize` of CPU tensors, some rows at a time: quantized by the reference, dequantized by what is quicker.
+"""`fake_quantize` of CPU tensors: by a compiled loop (`activations`), or some rows at a time: quantized by the reference,
+dequantized by what is quicker.
 
 The bits are those of `reference.fake_quantize`, which is `dequantize(quantize(x))`. Where no scale is of more than a row, rows
 do not depend on each other, and what lies between stays in cache; else all rows go at once.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 
 import reference
+from fast.cpu.activations import values
 from fast.cpu.dequantize import dequantize
 from fast.cpu.scales import DTYPES, covered
 from reference.schemes.schemes import Scheme
@@ -21,6 +23,13 @@ def fake_quantize(x: torch.Tensor, scheme: Scheme, axis: int) -> torch.Tensor | 
     """x as its scheme represents it, in its dtype, contiguous; None where the reference has to say. Errors as there."""
     if not _takes(x, scheme, axis):
         return None
+    by_loop = values(x, scheme)
+    if by_loop is not None:
+        return by_loop
+    return _by_parts(x, scheme)
+
+
+def _by_parts(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     length = x.shape[-1]
     rows = x.detach().reshape(-1, length)
     made = torch.empty(rows.shape, dtype=x.dtype, device="cpu")

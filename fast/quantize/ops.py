@@ -179,8 +179,15 @@ def _quantize_kernel(record: Any, values: Values, operands: Operands, key: Any) 
 
 
 def _quantize_reference(record: Any, values: Values, operands: Operands) -> Quantized:
+    from fast.cpu.activations import quantized
+
     scales, words = given(operands)
     axis, packed, tiled = values
+    made = None
+    if scales is None and words is None and isinstance(record, Scheme) and not packed and not tiled:
+        made = quantized(operands[0], record, axis)
+    if made is not None:
+        return made
     return reference.quantize(
         operands[0], record, axis=axis, scales=scales, random_bits=words, packed=packed, tiled=tiled
     )

@@ -1,0 +1,126 @@
+"""What the compiled loop makes of activations has the reference's bits: codes, scales, zero points and numbers."""
+
+import numpy as np
+import pytest
+import torch
+
+import fast
+import reference
+from fast.cpu import activations
+from reference import SCHEMES
+from reference.formats.formats import FORMATS
+from tests.fast.cpu.test_decoder import same_bits
+
+#: One of each rule: ratios by row, block and tensor, zero points, powers of two, two levels.
+SOME = (
+    "int8_rowwise",
+    "int8_rowwise_asymmetric",
+    "fp8_rowwise",
+    "fp8_1x128",
+    "fp8_tensorwise",
+    "mxfp8_e4m3_rceil",
+    "mxfp4_rceil",
+    "nvfp4",
+)
+TAKEN = tuple(name for name in SCHEMES if activations._rule(SCHEMES[name], True, False) is not None)
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+def every_number(scheme, dtype):
+    """Blocks that hold their largest number and, of all of them, each bfloat16 up to the scale's target (every
+    midpoint too), in float32 also what lies next to it."""
+    record = SCHEMES[scheme]
+    size = record.scale.block if isinstance(record.scale.block, int) and record.scale.block > 0 else 256
+    patterns = torch.arange(1 << 15, dtype=torch.int16).view(BFLOAT16).float()
+    finite = patterns[patterns <= record.scale.target]
+    if dtype == FLOAT32:
+        finite = torch.cat((finite, finite.nextafter(finite + 1).clamp(max=record.scale.target)))
+    finite = torch.cat((finite, -finite))
+    finite = torch.nn.functional.pad(finite, (0, -len(finite) % (size - 1)))
+    x = finite.view(-1, size - 1)
+    return torch.cat((torch.full((len(x), 1), record.scale.target), x), 1).to(dtype)
+
+
+def spread_out(dtype, rows=96, length=256):
+    """Rows of all sizes that the loop takes, of numbers that differ by 2**40; zeros of both signs; a row of zeros."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(rows, length, generator=generator)
+    x = torch.ldexp(x, torch.randint(-40, 1, x.shape, generator=generator))
+    x = torch.ldexp(x, torch.randint(-60, 110, (rows, 1), generator=generator))
+    x[3], x[5, ::3], x[6, ::2] = 0.0, -0.0, 0.0
+    x[7], x[8] = x[7].abs(), -x[8].abs()
+    return x.to(dtype)
+
+
+def check(scheme, dtype):
+    for x in (every_number(scheme, dtype), spread_out(dtype)):
+        got = activations.values(x, SCHEMES[scheme])
+        assert got is not None
+        assert same_bits(got, reference.fake_quantize(x, scheme))
+
+
+@pytest.mark.parametrize("scheme", SOME)
+def test_numbers_are_the_reference_s(scheme):
+    check(scheme, BFLOAT16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", TAKEN)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_numbers_of_every_record_are_the_reference_s(scheme, dtype):
+    check(scheme, dtype)
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int8_rowwise_asymmetric"])
+def test_codes_scales_and_zero_points_are_the_reference_s(scheme):
+    for x in (every_number(scheme, BFLOAT16), spread_out(BFLOAT16).view(4, 24, 256)):
+        got, want = activations.quantized(x, SCHEMES[scheme], -1), reference.quantize(x, scheme)
+        assert (got.shape, got.axis, got.scheme, got.packed) == (want.shape, want.axis, want.scheme, False)
+        for part in ("codes", "scale", "zero"):
+            one, other = getattr(got, part), getattr(want, part)
+            assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2.0**125, 2.0**-133])
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "mxfp8_e4m3_rceil", "nvfp4"])
+def test_what_a_row_with_such_a_number_is_the_reference_says(scheme, number):
+    """NaN and infinities; scales near the ends of float32."""
+    x = torch.zeros(16, 256, dtype=BFLOAT16)
+    x[4, 7] = number
+    found = activations.values(x, SCHEMES[scheme])
+    want, got = reference.fake_quantize(x, scheme), fast.fake_quantize(x, SCHEMES[scheme])
+    assert found is None or same_bits(found, want)
+    assert found is None or abs(number) < 1
+    assert torch.equal(got.isnan(), want.isnan())
+    assert same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_views_are_read_as_what_they_are():
+    x = spread_out(BFLOAT16)
+    for view in (x.t().contiguous().t(), x[::2], x[:, 1:]):
+        got = activations.values(view, SCHEMES["fp8_rowwise"])
+        assert got.is_contiguous()
+        assert same_bits(got, reference.fake_quantize(view, "fp8_rowwise"))
+
+
+def test_what_the_loop_is_not_for_is_left_to_the_reference():
+    x = spread_out(BFLOAT16)
+    assert activations.values(x[:15], SCHEMES["int8_rowwise"]) is None  # too small to compile for
+    assert activations.values(x[:, :-1], SCHEMES["fp8_1x128"]) is None  # a short last block
+    assert activations.values(x.half(), SCHEMES["int8_rowwise"]) is None
+    assert activations.quantized(x, SCHEMES["int8_rowwise"], 0) is None
+    assert activations.quantized(x, SCHEMES["fp8_rowwise"], 1) is None
+    other = [name for name in SCHEMES if name not in TAKEN and FORMATS[SCHEMES[name].element].bits <= 8]
+    assert {"nf4", "fp8_128x128", "int4_g128_asymmetric"} & set(other)
+
+
+def test_threads_change_no_bit(monkeypatch):
+    x = torch.from_numpy(np.random.default_rng(3).standard_normal((300, 512), dtype=np.float32)).to(BFLOAT16)
+    one = activations.values(x, SCHEMES["nvfp4"])
+    monkeypatch.setattr("fast.cpu.threads.WORTH", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert same_bits(activations.values(x, SCHEMES["nvfp4"]), one)
+    finally:
+        torch.set_num_threads(before)
