@@ -2,13 +2,17 @@
 
 Inside the quantizer scales are float32 bit patterns in int32. `store` rounds them to the storage format, to nearest even,
 as IEEE 754 says where the format has infinities and saturating where it has none; `load` reads back what was stored.
+`times_power_of_two` changes stored scales without rounding.
 """
 
 from __future__ import annotations
 
-from reference.arrays.namespace import Array, Namespace, codes_of, int32_of
-from reference.arrays.softfloat import is_nan
-from reference.arrays.widen import NAN
+from typing import Any
+
+from reference.arrays.namespace import Array, Namespace, as_array, codes_of, int32_of, namespace_of
+from reference.arrays.softfloat import is_nan, normalized
+from reference.arrays.torch_bridge import bridged
+from reference.arrays.widen import INFINITY, MAGNITUDE, NAN, SIGN
 from reference.formats.encode_bits import encode_bits
 from reference.formats.formats import FORMATS
 
@@ -50,3 +54,32 @@ def load(ns: Namespace, stored: Array, storage: str) -> Array:
     fmt = FORMATS[storage]
     table = ns.constant(fmt.values.view("int32"), stored)
     return ns.take(table, load_codes(ns, stored, storage) & ((1 << fmt.bits) - 1))
+
+
+#: Storages whose values times a power of two are values of theirs.
+SCALED = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+
+
+@bridged
+def times_power_of_two(stored: Any, storage: str, exponent: int) -> tuple[Array, Array]:
+    """Stored scales times 2**exponent, of the same shape and dtype, and where that is exact: bool of this shape.
+
+    stored: of `storage_dtype(storage)`, any shape, NumPy, JAX or torch; storage: one of `SCALED`. Nothing is rounded: zeros,
+    infinities and NaN stay, and where a product is no normal number of the storage the second array is False and the first says
+    nothing. Code 0 of float8_e8m0fnu, 2**-127, counts as no normal number. Raises ValueError for another storage.
+    """
+    if storage not in SCALED:
+        raise ValueError(
+            f"scales stored as {storage} times a power of two are not exact; {', '.join(SCALED)} are"
+        )
+    stored = as_array(stored)
+    ns, fmt = namespace_of(stored), FORMATS.get(storage)
+    bits = load(ns, stored, storage)
+    old, significand = normalized(ns, bits & MAGNITUDE)
+    # Beyond 2**12 nothing is exact either way.
+    new = old + max(min(exponent, 1 << 12), -(1 << 12))
+    lowest, highest = (-126, 127) if fmt is None else (max(fmt.emin, -126), fmt.emax)
+    special = ((bits & MAGNITUDE) >= INFINITY) | ((bits & MAGNITUDE) == 0)
+    exact = special | ((new >= lowest) & (new <= highest))
+    pattern = ((ns.minimum(ns.maximum(new, lowest), highest) + 127) << 23) | (significand & 0x007FFFFF)
+    return store(ns, ns.where(special, bits, pattern | (bits & SIGN)), storage), exact

@@ -49,7 +49,6 @@ TESTED_BY = {
     "arrays.log2": "schemes/torchao/test_mx.py",
     "formats.arithmetic": "schemes/torchao/test_fp8.py",
     "formats.encode_bits": "formats/test_encode.py",
-    "formats.storage": "quantize/test_libraries.py",
     "formats.tables": "formats/test_encode.py",
     "matmul.linear": "matmul/test_linear_bound.py",
     "quantize.mx_tables": "quantize/test_quantize.py",

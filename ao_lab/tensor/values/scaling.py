@@ -14,6 +14,8 @@ import torch
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.values.in_place import requantized
+from fast.formats.storage import times_power_of_two
+from reference.formats.storage import SCALED
 from reference.schemes.schemes import Scheme
 
 aten = torch.ops.aten
@@ -73,29 +75,16 @@ def _moved(t: QuantizedTensor, name: str, exponent: int) -> torch.Tensor:
     storage = scheme.scale.storage if name == "scale" else "float32"
     if name == "zero" and scheme.zero is not None:
         storage = scheme.zero.storage
-    if storage == "float8_e8m0fnu":
-        codes = part.to(torch.int32)
-        moved = torch.where(codes == 255, codes, codes + exponent)
-        _check(t, bool(((moved >= 1) & (moved <= 255) & ((moved < 255) | (codes == 255))).all()), exponent)
-        return moved.to(part.dtype)
-    if storage not in ("float32", "bfloat16", "float16"):
+    if storage not in SCALED:
         raise ValueError(
             f"scales of {scheme.name} are stored as {storage}, which powers of two do not leave exact; dequantize() it"
         )
-    numbers = part if storage == "float32" else part.view(getattr(torch, storage))
-    moved = torch.ldexp(numbers.double(), torch.tensor(exponent, device=part.device)).to(numbers.dtype)
-    back = torch.ldexp(moved.double(), torch.tensor(-exponent, device=part.device)).to(numbers.dtype)
-    ordinary = (moved.abs() >= torch.finfo(numbers.dtype).smallest_normal) | (moved == 0) | moved.isnan()
-    same = (back == numbers) | numbers.isnan()
-    _check(t, bool((ordinary & same).all()), exponent)
-    return moved.view(part.dtype)
-
-
-def _check(t: QuantizedTensor, good: bool, exponent: int) -> None:
-    if not good:
+    moved, exact = times_power_of_two(part, storage, exponent)
+    if not bool(exact.all()):
         raise ValueError(
             f"scales of {t!r} times 2**{exponent} leave the range of their storage; dequantize() it"
         )
+    return moved
 
 
 __all__: list[str] = []
