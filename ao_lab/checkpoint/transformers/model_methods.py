@@ -2,7 +2,8 @@
 
 `get_memory_footprint()` counts bytes as they are stored. `resize_token_embeddings` draws new rows from the dequantized ones and
 leaves the table and the head quantized by their own schemes: rows that stay keep their codes and scales where a scale belongs
-to rows of its own, else the whole is quantized again.
+to rows of its own, else the whole is quantized again. A table or a head in training (QAT, low precision) stays the layer that
+it is; one with tensors of its rows beside its weight (learned scales, adapters, masks) is refused before anything changes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.transformers.sharded import holds_quantized
+from ao_lab.quantization.modules import training_state
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
 
@@ -28,6 +30,7 @@ def put_in() -> None:
     changed = {"get_memory_footprint": _footprint(kind.get_memory_footprint)}
     for name in ("_get_resized_embeddings", "_get_resized_lm_head"):
         changed[name] = _resizing(getattr(kind, name))
+    changed["_resize_token_embeddings"] = _checking(kind._resize_token_embeddings)
     for name, method in changed.items():
         method.of_ao_lab = True
         setattr(kind, name, method)
@@ -50,12 +53,45 @@ def _stored(weight: Any) -> int:
     return int(shard.nbytes * weight.nelement() // max(shard.nelement(), 1))
 
 
+def _checking(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def _resize_token_embeddings(
+        self: Any,
+        new_num_tokens: int | None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        rows = len(self.get_input_embeddings().weight)
+        wanted, step = new_num_tokens or rows, pad_to_multiple_of or 1
+        if -(-wanted // step) * step != rows:
+            _check_rows_alone(self)
+        return plain(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    return _resize_token_embeddings
+
+
+def _check_rows_alone(model: Any) -> None:
+    """ValueError where a table or a head in training has more tensors than its weight and bias, which would keep their rows."""
+    resized = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, module in model.named_modules():
+        if not any(module is one for one in resized) or training_state(module) is None:
+            continue
+        held = [*module._parameters.items(), *module._buffers.items()]
+        beside = [each for each, tensor in held if tensor is not None and each not in ("weight", "bias")]
+        if beside:
+            raise ValueError(
+                f"resize_token_embeddings: {name} is in training with {', '.join(beside)} beside its weight, of as many rows "
+                "as it has; resize before the model is prepared (quantize_, sparsify_), or leave this layer out"
+            )
+
+
 def _resizing(plain: Any) -> Any:
     @functools.wraps(plain)
     def resized(self: Any, old: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight: Any = getattr(old, "weight", None)
         if not isinstance(weight, QuantizedTensor):
-            return plain(self, old, *args, **kwargs)
+            return _in_place(old, plain(self, old, *args, **kwargs))
         old.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
         try:
             new = plain(self, old, *args, **kwargs)
@@ -68,6 +104,16 @@ def _resizing(plain: Any) -> Any:
         return new
 
     return resized
+
+
+def _in_place(old: nn.Module, new: Any) -> Any:
+    """A head in training takes the rows of the plain one that transformers has made; as it does itself with tables."""
+    if new is old or training_state(old) is None:
+        return new
+    for name, parameter in old.named_parameters(recurse=False):
+        parameter.data, parameter.grad = getattr(new, name).data, None
+    old.out_features = new.out_features
+    return old
 
 
 def joined(kept: QuantizedTensor, dense: torch.Tensor) -> QuantizedTensor:

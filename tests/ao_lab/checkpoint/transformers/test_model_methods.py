@@ -93,6 +93,43 @@ def test_tables_that_quantizing_parts_are_not_tied_again(layer, tmp_path):
     assert torch.equal(logits(ao_lab.load_pretrained(tmp_path)), logits(made))
 
 
+INT4 = ao_lab.Int4WeightOnlyConfig(group_size=32)
+#: The first of each pair leaves a head that has nothing of its rows beside its weight.
+PREPARED = {
+    "QAT": lambda made, layers: ao_lab.quantize_(made, ao_lab.QATConfig(INT4), layers),
+    "low precision": lambda made, layers: ao_lab.convert_for_training_(made, "rowwise", layers),
+    "learned scales": lambda made, layers: ao_lab.quantize_(
+        made, ao_lab.QATConfig(INT4, learn_scales=True), layers
+    ),
+    "adapters": lambda made, layers: ao_lab.quantize_(
+        made, ao_lab.QATConfig(INT4, lora=ao_lab.LoRA(rank=2)), layers
+    ),
+    "masks": lambda made, layers: ao_lab.sparsify_(made, ao_lab.SparseTrainingConfig(), layers),
+}
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+def test_heads_in_training_stay_what_they_are(kind):
+    """transformers makes a plain layer; tensors beside the weight would keep their rows, so that nothing runs any more."""
+    made = tied_llama()
+    made.config.tie_word_embeddings = False
+    made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
+    PREPARED[kind](made, lambda module, name: name == "lm_head")
+    head, before = made.lm_head, logits(made)
+    if kind in ("QAT", "low precision"):
+        made.resize_token_embeddings(80)
+        assert made.lm_head is head
+        assert (head.out_features, len(head.weight), made.config.vocab_size) == (80, 80, 80)
+        assert torch.equal(logits(made)[..., :64], before)
+        logits(made)
+    else:
+        with pytest.raises(ValueError, match=r"lm_head is in training with \w+.* beside its weight"):
+            made.resize_token_embeddings(80)
+        assert made.model.embed_tokens.weight.shape == head.weight.shape == (64, 64)
+        assert torch.equal(logits(made), before)
+    made.resize_token_embeddings(len(head.weight))
+
+
 def test_sizes_of_models_that_were_read_quantized(tmp_path):
     made = with_tables("int8 weight-only")
     made.save_pretrained(tmp_path)
