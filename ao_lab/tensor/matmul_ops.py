@@ -32,12 +32,21 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """A weight on the left whose inputs are quantized is turned to the right: (W x) is (x' W')'."""
     left, right = args
+    if isinstance(right, QuantizedTensor) and _is_repeated(right):
+        rows = _dense(left).reshape(left.shape[0] * left.shape[1], left.shape[2])
+        return product(rows, right.select(0, 0)).reshape((*left.shape[:2], right.shape[2]))
     if isinstance(right, QuantizedTensor):
         return product(_dense(left), right)
     if left.recipe.activation is not None and left.block_axis == -1:
         return product(right.transpose(-2, -1).contiguous(), left.transposed()).transpose(-2, -1)
     result: torch.Tensor = func(left.dequantize(), right)
     return result
+
+
+def _is_repeated(t: QuantizedTensor) -> bool:
+    """Whether a batch is one matrix over and over, as torch makes of a weight for inputs that are no matrix in memory."""
+    parts = [part for part in t.parts.values() if part is not None and part.dim() == 3]
+    return len(t.shape) == 3 and bool(parts) and all(part.stride(0) == 0 for part in parts)
 
 
 @operation(aten.mv.default)

@@ -196,6 +196,8 @@ def view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     if len(wanted) == 1:
         return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
     t, block = t.plain, t.scheme.scale.block
+    if _changes_batch_alone(t, wanted):
+        return _batch_view(t, wanted)
     along_last = t.meta.axis == -1 and isinstance(block, int)
     same_end = bool(wanted) and wanted[-1] == t.shape[-1]
     if t.meta.transposed or t.meta.layout != "plain" or not same_end or not (along_last or block == "tensor"):
@@ -208,6 +210,24 @@ def view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
         part = parts[name]
         if part is not None and part.dim():
             parts[name] = part.reshape((*wanted[:-1], part.shape[-1]))
+    return t.remade(parts, wanted)
+
+
+def _changes_batch_alone(t: QuantizedTensor, wanted: tuple[int, ...]) -> bool:
+    """Whether a view keeps the matrices of a batch, as products with inputs of several batch axes ask for."""
+    matrices = len(t.shape) > 2 and len(wanted) > 2 and wanted[-2:] == tuple(t.shape[-2:])
+    parts = [t.parts[name] for name in ("codes", "scale", "zero", "outer")]
+    ranks = {0, len(t.shape)}  # of a scale over the whole tensor, and of parts that have the batch's axes
+    return matrices and t.meta.layout == "plain" and all(p is None or p.dim() in ranks for p in parts)
+
+
+def _batch_view(t: QuantizedTensor, wanted: tuple[int, ...]) -> QuantizedTensor:
+    """The same matrices along other batch axes."""
+    parts = dict(t.parts)
+    for name in ("codes", "scale", "zero", "outer"):
+        part = parts[name]
+        if part is not None and part.dim():
+            parts[name] = part.reshape((*wanted[:-2], *part.shape[-2:]))
     return t.remade(parts, wanted)
 
 

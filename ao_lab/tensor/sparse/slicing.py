@@ -124,6 +124,9 @@ def view(t: SparseQuantizedTensor, shape: Sequence[int]) -> SparseQuantizedTenso
         return t.remade(t.parts, wanted, flat=None)
     if len(wanted) == 1:
         return t.remade(t.parts, wanted, flat=tuple(t.shape) if t.meta.flat is None else t.meta.flat)
+    if t.meta.flat is None and len(t.shape) > 2 and len(wanted) > 2 and wanted[-2:] == tuple(t.shape[-2:]):
+        # The same matrices along other batch axes, as products with inputs of several ask for.
+        return with_parts(t, lambda part: part.reshape(*wanted[:-2], *part.shape[-2:]), wanted)
     if (
         t.turned
         or t.meta.flat is not None

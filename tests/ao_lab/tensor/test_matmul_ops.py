@@ -113,6 +113,39 @@ def test_gradient_of_the_input(scheme):
     assert same(*gradients)
 
 
+#: Inputs of a layer that are no matrix in memory: windows of images, channels first, one input repeated.
+NO_MATRICES = {
+    "permuted": lambda: weight(2, 3, 4, 256, seed=1).permute(0, 2, 1, 3),
+    "channels first": lambda: weight(2, 256, 3, seed=1).transpose(1, 2),
+    "repeated": lambda: weight(1, 3, 1, 256, seed=1).expand(2, 3, 4, 256),
+}
+
+
+@pytest.mark.parametrize("inputs", NO_MATRICES.values(), ids=NO_MATRICES)
+@pytest.mark.parametrize("scheme", KINDS)
+def test_inputs_that_are_no_matrix_in_memory(scheme, inputs):
+    """With gradients torch repeats the weight for them. It is one matrix still: the bits are those of contiguous inputs, or
+    torch's own where blocks are of the flattened tensor, which is made dense."""
+    t = quantized(weight(128, 256), scheme)
+    flat = bool(SCHEMES[scheme].scale.flat_size)
+    made = []
+    for w, x in ((t, inputs()), (t.dequantize(), inputs()) if flat else (t, inputs().contiguous())):
+        x = x.detach().requires_grad_()
+        y = functional.linear(x, w)
+        y.square().sum().backward()
+        made.append((y, x.grad, x @ w.t()))
+    assert all(same(*pair) for pair in zip(*made, strict=True))
+
+
+def test_a_repeated_weight_is_made_dense_once(monkeypatch):
+    t, shapes, original = quantized(weight(128, 256), "int8_rowwise"), [], QuantizedTensor.dequantize
+    monkeypatch.setattr(
+        QuantizedTensor, "dequantize", lambda x, *given: shapes.append(x.shape) or original(x, *given)
+    )
+    functional.linear(weight(4, 300, 256).transpose(0, 1).requires_grad_(), t)
+    assert shapes == [(256, 128)]
+
+
 @pytest.mark.parametrize("scheme", KINDS)
 def test_embedding(scheme):
     t = quantized(weight(128, 256), scheme)

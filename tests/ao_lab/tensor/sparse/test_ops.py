@@ -203,6 +203,8 @@ def test_products(scheme):
     assert same(x @ t.t(), x @ dense.t())
     assert same(t @ x.t(), dense @ x.t())
     assert same(torch.mv(t, x[0]), torch.mv(dense, x[0]))
+    windows = torch.randn(2, 3, 4, 256, dtype=torch.bfloat16).permute(0, 2, 1, 3)
+    assert same(linear(windows.requires_grad_(), t), linear(windows.contiguous(), dense))
 
 
 def test_quantized_inputs_are_those_of_the_dense_layer():
