@@ -24,8 +24,15 @@ from torch.nn.modules.module import (
 
 import ao_lab.quantization.prepared_products
 import ao_lab.quantization.shown  # noqa: F401  F.linear of eager inference, print(model)
+from ao_lab.checkpoint.io.generation_settings import check_settings
 from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import has_weights, look_at
+from ao_lab.checkpoint.io.shards import (
+    check_named_weights,
+    check_pickled,
+    has_weights,
+    look_at,
+    pickled_refusal,
+)
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.io.time_limit import limited_time
 from ao_lab.install.extras import needed
@@ -122,14 +129,19 @@ def checked_numbers(folder: Path) -> Iterator[None]:
     except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if unbuilt is None:
+        told = unbuilt or pickled_refusal(folder, error)
+        if told is None:
             raise
-        raise unbuilt from error
+        raise told from error
 
 
 def _unbuilt(folder: Path) -> ValueError | None:
     """Why no model can be built of a configuration without its weights, if so; ValueError as `checked_numbers` has before."""
-    _refuse_kernels(read_object(folder / CONFIG, nonfinite=True), folder / CONFIG)
+    fields = read_object(folder / CONFIG, nonfinite=True)
+    _refuse_kernels(fields, folder / CONFIG)
+    check_named_weights(folder / CONFIG, fields.get(NAMED_WEIGHTS))
+    check_pickled(folder)
+    check_settings(folder)
     count, size = LARGEST_COUNT, sum(file.stat().st_size for file in folder.glob("*.bin"))
     if has_weights(folder):
         found = look_at(folder)

@@ -249,7 +249,8 @@ def _records(
         for name in records.dense
         if name in computed and computed[name].build is _itself and renamed.get(name) == name
     )
-    rest = {name: one for name, one in computed.items() if name not in dense}
+    kept = set(dense)
+    rest = {name: one for name, one in computed.items() if name not in kept}
     shared = {renamed.get(name, name): renamed.get(other, other) for name, other in records.shared.items()}
     return replace(
         records,

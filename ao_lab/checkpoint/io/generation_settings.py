@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.install.extras import needed
 
 SETTINGS = "generation_config.json"
 #: What transformers leaves out of files.
@@ -66,8 +67,19 @@ def read_settings(folder: Path, model: Any) -> Any:
     """
     path = folder / SETTINGS
     kind: Any = type(getattr(model, "generation_config", None))
-    if not path.exists() or not hasattr(kind, "from_dict"):
-        return None
+    return _settings(path, kind) if path.exists() and hasattr(kind, "from_dict") else None
+
+
+def check_settings(folder: Path) -> None:
+    """ValueError as `read_settings` for a dense folder, whose settings transformers reads itself: it would go on without those
+    that are no JSON."""
+    path = folder / SETTINGS
+    if path.exists():
+        _settings(path, needed("transformers").GenerationConfig)
+
+
+def _settings(path: Path, kind: Any) -> Any:
+    """Settings of a class; ValueError as `read_settings` says."""
     fields = read_object(path, nonfinite=True)
     fields.pop(COMPILED, None)
     if hidden := [name for name in fields if hasattr(kind, name)]:
@@ -85,4 +97,4 @@ def read_settings(folder: Path, model: Any) -> Any:
     return config
 
 
-__all__ = ["SETTINGS", "read_settings", "settings_text"]
+__all__ = ["SETTINGS", "check_settings", "read_settings", "settings_text"]

@@ -21,6 +21,8 @@ LENGTH_BYTES = 8
 LARGEST_HEADER = 100 * 10**6
 METADATA = "__metadata__"
 MOST_AXES = 64
+#: Bytes of a tensor, without axes of length 0: the library that maps tensors multiplies in 64 bits.
+LARGEST_TENSOR = 2**63
 #: Dtypes of whole bytes, as files name them; those that this torch lacks are left out.
 NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
@@ -70,6 +72,8 @@ def read_header(path: Path) -> Header:
             )
         fields = parsed_object(file.read(length), f"the header of {path}")
     metadata = _metadata(fields.pop(METADATA, {}), path)
+    if broken := next((name for name in fields if not _is_text(name)), None):
+        raise ValueError(f"{path} names a tensor {shown(broken)}, which is no Unicode text; fetch it again")
     spans = {name: _span(name, entry, path) for name, entry in fields.items()}
     _check_spans(spans, size - LENGTH_BYTES - length, path)
     return Header({name: spec for name, (spec, _, _) in spans.items()}, metadata)
@@ -83,28 +87,40 @@ def _metadata(given: Any, path: Path) -> dict[str, str]:
 
 def _span(name: str, entry: Any, path: Path) -> tuple[Spec, int, int]:
     """dtype and shape of a tensor, and where its bytes begin and end."""
-    where = f"tensor {shown(name)} of {path}"
+    try:
+        return _checked_span(entry)
+    except ValueError as error:
+        raise ValueError(f"tensor {shown(name)} of {path} {error}") from error
+
+
+def _checked_span(entry: Any) -> tuple[Spec, int, int]:
+    """`_span`; the ValueError goes on behind the tensor's name."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(
-            f"{where} is described by dtype, shape and data_offsets, got {shown(entry)}; fetch it again"
-        )
+        raise ValueError(f"is described by dtype, shape and data_offsets, got {shown(entry)}; fetch it again")
     shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise ValueError(
-            f"{where} has shape {shown(shape)} and offsets {shown(offsets)}; both are lists of counts; fetch it again"
+            f"has shape {shown(shape)} and offsets {shown(offsets)}; both are lists of counts; fetch it again"
         )
     if dtype == PAIRS and shape and shape[-1] % 2 == 0:
         spec = Spec(torch.float4_e2m1fn_x2, (*shape[:-1], shape[-1] // 2))
     elif isinstance(dtype, str) and dtype in DTYPES:
         spec = Spec(DTYPES[dtype], tuple(shape))
     else:
-        raise ValueError(f"{where} has dtype {shown(dtype)}; known are {', '.join((*DTYPES, PAIRS))}")
+        raise ValueError(f"has dtype {shown(dtype)}; known are {', '.join((*DTYPES, PAIRS))}")
+    if math.prod(n for n in shape if n) * spec.dtype.itemsize >= LARGEST_TENSOR:
+        raise ValueError(f"is {shown(str(spec))}, beyond 64 bits; fetch it again")
     if spec.bytes != offsets[1] - offsets[0]:
         raise ValueError(
-            f"{where} is {shown(str(spec))}, which takes {shown(spec.bytes)} bytes, but has {offsets[1] - offsets[0]}; "
+            f"is {shown(str(spec))}, which takes {shown(spec.bytes)} bytes, but has {offsets[1] - offsets[0]}; "
             "fetch it again"
         )
     return spec, offsets[0], offsets[1]
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name holds no half of a surrogate pair, which JSON can escape and no other library reads."""
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _counts(value: Any) -> bool:

@@ -16,11 +16,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ao_lab.checkpoint.io.safetensors_header import Header, Spec, read_header
-from ao_lab.checkpoint.io.strict_json import read_object, shown
+from ao_lab.checkpoint.io.strict_json import read_object, regular_size, shown
 
 LOG = logging.getLogger(__name__)
 #: How files are called that other programs read, and those of our own layout.
@@ -29,6 +30,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OWN_SINGLE, OWN_INDEX = "ao_lab.safetensors", "ao_lab.safetensors.index.json"
 #: Names of shards: plain ones, so that none leads out of the folder.
 SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors", re.ASCII)
+#: Weights as pickles, which transformers reads with `weights_only` where there is no safetensors file.
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLED_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.bin", re.ASCII)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -124,6 +128,10 @@ def look_at(folder: Path) -> Folder:
             f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote"
         )
     names = [single] if index is None else sorted(set(index.values()))
+    if index is not None and single not in names and (folder / single).exists():
+        raise ValueError(
+            f"{folder} has {single}, and {index_name} for other files: programs read one or the other; remove what is stale"
+        )
     headers = {folder / name: read_header(folder / name) for name in names}
     specs: dict[str, Spec] = {}
     places: dict[str, Path] = {}
@@ -140,7 +148,40 @@ def look_at(folder: Path) -> Folder:
     return Folder(folder, specs, places, _joined(headers))
 
 
-def _index(path: Path) -> dict[str, str]:
+def check_named_weights(path: Path, named: Any) -> None:
+    """ValueError where a dense model's config.json names its file of weights: transformers would read that one, and none of
+    those that `look_at` has checked."""
+    if named is not None:
+        raise ValueError(
+            f"{path}: transformers_weights names {shown(named)}, weights are read from {SINGLE} or {INDEX}; rename the file, "
+            "and remove the entry"
+        )
+
+
+def check_pickled(folder: Path) -> None:
+    """ValueError where a folder without safetensors has an index of pickles with files that are not its own, or that block."""
+    if any((folder / name).is_file() for name in (SINGLE, INDEX, PICKLED)):
+        return
+    path = folder / PICKLED_INDEX
+    if path.is_file():
+        fields = read_object(path)
+        if not isinstance(fields.get("metadata"), dict):
+            raise ValueError(f"{path} has no metadata, which transformers wants; fetch it again")
+        for name in set(_index(path, PICKLED_SHARD).values()):
+            regular_size(folder / name)
+
+
+def pickled_refusal(folder: Path, error: Exception) -> ValueError | None:
+    """What is to be said of an error while transformers reads a folder's pickles; None where it reads safetensors."""
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return None
+    return ValueError(
+        f"{folder}: {PICKLED} cannot be read as tensors alone ({type(error).__name__}: {shown(str(error))}), and nothing else "
+        "of a pickle is run; fetch it again, or a safetensors file"
+    )
+
+
+def _index(path: Path, shard: re.Pattern[str] = SHARD) -> dict[str, str]:
     """The file's name of each tensor."""
     found = read_object(path).get("weight_map")
     if not isinstance(found, dict) or not found:
@@ -148,9 +189,10 @@ def _index(path: Path) -> dict[str, str]:
             f"{path} has no weight_map from tensors to files, got {shown(found)}; fetch it again"
         )
     for name, file in found.items():
-        if not isinstance(file, str) or not SHARD.fullmatch(file):
+        if not isinstance(file, str) or not shard.fullmatch(file):
+            ending = "bin" if shard is PICKLED_SHARD else "safetensors"
             raise ValueError(
-                f"{path}: weight_map of {shown(name)} is the plain name of a .safetensors file in the same folder, got "
+                f"{path}: weight_map of {shown(name)} is the plain name of a .{ending} file in the same folder, got "
                 f"{shown(file)}; fetch the index again"
             )
     return found
@@ -215,8 +257,11 @@ __all__ = [
     "OWN_INDEX",
     "OWN_SINGLE",
     "Folder",
+    "check_named_weights",
+    "check_pickled",
     "has_weights",
     "look_at",
+    "pickled_refusal",
     "remove_others",
     "write_files",
 ]

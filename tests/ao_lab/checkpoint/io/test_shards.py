@@ -1,13 +1,14 @@
 """A folder's files: what each may say, alone and together; each message names the file."""
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ao_lab.checkpoint.io.safetensors_header import read_header
-from ao_lab.checkpoint.io.shards import INDEX, look_at
+from ao_lab.checkpoint.io.shards import INDEX, check_pickled, look_at
 
 X = torch.arange(4, dtype=torch.float32)
 
@@ -88,3 +89,42 @@ def test_metadata_of_shards_that_differ(tmp_path):
     )
     with pytest.raises(ValueError, match="metadata v is another than in the other files"):
         look_at(folder)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path):
+    """transformers reads the single file, and others the shards: one of them is stale."""
+    folder = folder_of(tmp_path, {"a.safetensors": {"x": X}})
+    save_file({"x": X + 1}, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"has model\.safetensors, and model\.safetensors\.index\.json for other"
+    ):
+        look_at(folder)
+    (folder / "a.safetensors").unlink()
+    assert set(look_at(folder_of(folder, {"model.safetensors": {"x": X}})).specs) == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [("x", (2**62, 2**62, 0), "beyond 64 bits"), ("\ud800", (0,), r"\\ud800, which is no Unicode text")],
+)
+def test_what_safetensors_itself_cannot_read(tmp_path, name, shape, message):
+    file = file_of(tmp_path / "x.safetensors", {name: entry(0, 0, shape)}, b"")
+    with pytest.raises(ValueError, match=message):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"metadata": {}, "weight_map": {"x": "../outside.bin"}}, r"plain name of a \.bin file"),
+        ({"metadata": {}, "weight_map": {"x": 5}}, r"plain name of a \.bin file"),
+        ({"metadata": {}, "weight_map": {"x": "pipe.bin"}}, r"pipe\.bin is no regular file"),
+        ({"weight_map": {"x": "a.bin"}}, "has no metadata"),
+        ([], "holds a JSON object"),
+    ],
+)
+def test_an_index_of_pickles_names_files_of_its_folder_alone(tmp_path, index, message):
+    os.mkfifo(tmp_path / "pipe.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        check_pickled(tmp_path)
