@@ -31,9 +31,9 @@ from ao_lab.checkpoint.export.input_rank import flat_inputs
 from ao_lab.checkpoint.export.loadable import unsupported_reasons
 from ao_lab.checkpoint.export.plain_reader import Reading, made_in_bfloat16, reading, refusal
 from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
-from ao_lab.checkpoint.io.shards import look_at, remove_others, write_files
+from ao_lab.checkpoint.io.shards import look_at, places_of_weights, remove_others, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
-from ao_lab.checkpoint.io.writing import staged
+from ao_lab.checkpoint.io.writing import refuse_folders, staged
 from ao_lab.checkpoint.model_builder import (
     CONFIG,
     QUANTIZATION,
@@ -44,7 +44,7 @@ from ao_lab.checkpoint.model_builder import (
     heads,
     planned_model,
 )
-from ao_lab.checkpoint.model_card import card_beside
+from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.native_layout import (
     OURS,
     configuration_of,
@@ -165,6 +165,7 @@ def write_model(
     _keep_beside(stored, beside or {})
     used = stored.config["quant_method"]
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_folders([*places_of_weights(folder), *(folder / name for name in (CONFIG, SETTINGS, CARD))])
     recipes = [json.loads(text) for text in stored.recipes]
     records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
     metadata = {"format": "pt", KEY: json.dumps(records)}
@@ -260,7 +261,9 @@ def load_pretrained(
 
     `ao_lab.checkpoint.formats` has the readers (torchao, compressed-tensors, ModelOpt, ...), by config.json's quant_method.
     Each weight stands for the bits that its library dequantizes; `explain(model)` says who stored it. What is left out, as the
-    scales of a key-value cache are, is told in a UserWarning.
+    scales of a key-value cache are, is told in a UserWarning. Outputs have the bits of the model that was saved. Where plain
+    transformers reads the folder, compressed-tensors' layers dequantize, and torch multiplies: the same products, added in
+    another order where a kernel of ours takes few rows (one, on a CPU); weights `with_recipe(kernel="dequantize")` have its bits.
 
     `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
     describes: of the class that it names, or else a language model, with the folder's generation_config.json; a given model

@@ -103,6 +103,24 @@ def test_the_class_that_was_saved_is_built(tmp_path, kind, more):
         assert torch.equal(loaded(TOKENS)[0], model(TOKENS)[0])
 
 
+def test_one_row_has_the_sums_of_plain_transformers_by_its_kernel(tmp_path):
+    """A pooler sees one row of a single text, for which a CPU has a kernel of ours; transformers dequantizes."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=3
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(config).eval()
+    quantize_(model, Int8WeightOnlyConfig(), lambda module, name: name == "bert.pooler.dense")
+    save_pretrained(model, tmp_path, layout="compressed-tensors")
+    loaded, plain = load_pretrained(tmp_path), type(model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        for rows in (TOKENS, TOKENS[:1]):
+            assert torch.equal(loaded(rows).logits, model(rows).logits)
+        weight = loaded.bert.pooler.dense.weight.with_recipe(kernel="dequantize")
+        loaded.bert.pooler.dense.weight = nn.Parameter(weight, requires_grad=False)
+        assert torch.equal(loaded(TOKENS[:1]).logits, plain(TOKENS[:1]).logits)
+
+
 @pytest.mark.parametrize(
     "architectures", [None, [], [3], ["pipeline"], ["AutoConfig"], ["NoSuchModel"], "LlamaModel", {"a": 1}]
 )
