@@ -263,7 +263,7 @@ def load_pretrained(
     Each weight stands for the bits that its library dequantizes; `explain(model)` says who stored it. What is left out, as the
     scales of a key-value cache are, is told in a UserWarning. Outputs have the bits of the model that was saved. Where plain
     transformers reads the folder, compressed-tensors' layers dequantize, and torch multiplies: the same products, added in
-    another order where a kernel of ours takes few rows (one, on a CPU); weights `with_recipe(kernel="dequantize")` have its bits.
+    another order where a kernel of ours takes few rows (one, on a CPU); `weight.with_recipe(kernel="dequantize")` has its bits.
 
     `model`: where the weights go, a model of the same structure; without it transformers builds the one that config.json
     describes: of the class that it names, or else a language model, with the folder's generation_config.json; a given model
