@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ao_lab.checkpoint.io.links import links_out, page
 from ao_lab.checkpoint.io.markdown import LONGEST_NOTE, note, one_line, prose, span, yaml_line
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
@@ -76,17 +77,20 @@ def model_card(
     notes: Sequence[str] = (),
     beside: Sequence[str] = (),
     base_folder: Path | None = None,
+    measured: bool = True,
 ) -> str:
     """The text of a card for a folder of quantized weights; ValueError as `load_pretrained` for one that is none.
 
     base_model: what it was made of (a name on the Hub, or a folder, of which only the last part is shown); by default what
     config.json remembers. command: how it was made. notes: why it is not in compressed-tensors' layout, or what its readers
     have to know. beside: sentences on tensors that are none of the model's. base_folder: the folder that it was made of, whose
-    card says the licence where this folder's does not.
+    card says the licence where this folder's does not. measured: whether eval.json is of these weights. Links out of a folder
+    are not followed.
     """
     path = Path(folder)
     found = look_at(path)
-    results = read_object(path / RESULTS, nonfinite=True) if (path / RESULTS).is_file() else {}
+    has_results = measured and (path / RESULTS).is_file() and not links_out(path, [RESULTS])
+    results = read_object(path / RESULTS, nonfinite=True) if has_results else {}
     contents = Contents(found, records_of(found), configuration(path), results)
     kept = licence(path / CARD) or ([] if base_folder is None else licence(base_folder / CARD))
     base = base_name(base_model or str(contents.config.get("_name_or_path") or ""))
@@ -130,11 +134,13 @@ def write_card(
 
 
 def card_beside(folder: str | Path, notes: Sequence[str] = ()) -> Path | None:
-    """`write_card` for a folder that was just saved. None, and nothing is written, where somebody else's README.md is there."""
+    """The card of a folder that was just saved. None, and nothing is written, where somebody else's README.md is there."""
     path = Path(folder) / CARD
-    if path.is_file() and not is_ours(path.read_text(errors="replace")):
+    if path.is_file() and not is_ours(page(path) or ""):
         return None
-    return write_card(folder, notes=notes)
+    # Results that lie there are of other weights: these were just written.
+    write_text(path, model_card(folder, notes=notes, measured=False))
+    return path
 
 
 def is_ours(card: str) -> bool:
@@ -167,7 +173,7 @@ def base_name(text: str) -> str:
 
 def licence(path: Path) -> list[str]:
     """The lines of an earlier card's front matter that say under which terms, and in which language, a model is."""
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    lines = (page(path) or "").splitlines()
     inside = lines[1 : lines[1:].index("---") + 1] if lines[:1] == ["---"] and "---" in lines[1:] else []
     return [yaml_line(line) for line in inside if line.startswith(KEPT) and not line.endswith(":")]
 

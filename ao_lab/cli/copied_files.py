@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ao_lab.checkpoint.io.links import leads_out, resolved, roots
 from ao_lab.checkpoint.io.strict_json import LARGEST_FILE, parsed, regular_size, shown
 
 #: Files of the model's own folder that are made anew: its weights in any program's format, and results of evaluations.
@@ -31,13 +32,14 @@ MODULES = "modules.json"
 MODEL_CONFIG = "config.json"
 
 
-#: Settings that transformers reads, unknown entries too, and that are written with the result.
+#: Settings that transformers reads, unknown entries too, and that are written with the result: the text of a link out of the
+#: folder would go along.
 SETTINGS = (MODEL_CONFIG, "generation_config.json")
 
 
 def copy_the_rest(source: Path, target: Path) -> list[str]:
     """Copy what lies beside the weights, with sub-folders, where the result has no such file; what is left out, a line each."""
-    roots, parts = _roots(source), _parts(source)
+    places, parts = roots(source), _parts(source)
     code = _named_code(source)
     left: list[str] = []
     for name in _names(source, left, target, parts):
@@ -45,7 +47,7 @@ def copy_the_rest(source: Path, target: Path) -> list[str]:
         whole = name.parts[0] in parts and len(name.parts) > 1
         if (target / name).exists() or (len(name.parts) == 1 and REMADE.fullmatch(name.name)):
             continue
-        reason = _reason(file, name, roots, code, whole)
+        reason = _reason(file, name, places, code, whole)
         if reason:
             left.append(f"left out: {shown(str(name))}, {reason}")
             continue
@@ -53,23 +55,15 @@ def copy_the_rest(source: Path, target: Path) -> list[str]:
         shutil.copyfile(file, target / name)
         if name.suffix == ".py":
             left.append(
-                f"copied: {name}, code that a tokenizer or a processor names; transformers runs it where "
+                f"copied: {shown(str(name))}, code that a tokenizer or a processor names; transformers runs it where "
                 "trust_remote_code=True is given, ao_lab never does"
             )
     return left
 
 
-def links_out(source: Path) -> list[str]:
-    """Settings that are read and written anew, and are links out of the model's folder: their text would go along as well."""
-    roots = _roots(source)
-    files = [source / name for name in SETTINGS if (source / name).is_symlink()]
-    return [file.name for file in files if not any(file.resolve().is_relative_to(root) for root in roots)]
-
-
-def _reason(file: Path, name: Path, roots: tuple[Path, ...], code: set[str], whole: bool) -> str:
+def _reason(file: Path, name: Path, places: tuple[Path, ...], code: set[str], whole: bool) -> str:
     """Why a file is left out; "" where it is not."""
-    place = file.resolve()
-    if not any(place.is_relative_to(root) for root in roots):
+    if leads_out(file, places):
         return "a link out of the model's folder; copy the file there if it belongs to the model"
     if not file.is_file():
         return "no regular file"
@@ -93,7 +87,7 @@ def _names(source: Path, left: list[str], target: Path, parts: set[str]) -> Iter
             for name in links
         ]
         names = [name for name in folders if name not in links and not name.startswith(".")]
-        names = [name for name in names if (place / name).resolve() != target.resolve()]
+        names = [name for name in names if resolved(place / name) != resolved(target)]
         models = [
             name
             for name in names
@@ -107,13 +101,6 @@ def _names(source: Path, left: list[str], target: Path, parts: set[str]) -> Iter
         ]
         folders[:] = sorted(set(names) - set(models))
         yield from ((place / name).relative_to(source) for name in sorted(files))
-
-
-def _roots(source: Path) -> tuple[Path, ...]:
-    """Where the files of a folder may lie: in it, and for a snapshot of the Hub's cache in the blobs of its repository."""
-    folder = source.resolve()
-    blobs = folder.parent.parent / "blobs"
-    return (folder, blobs) if folder.parent.name == "snapshots" and blobs.is_dir() else (folder,)
 
 
 def _read(file: Path) -> Any:
@@ -147,4 +134,4 @@ def _named_code(source: Path) -> set[str]:
     return names
 
 
-__all__ = ["copy_the_rest", "links_out"]
+__all__ = ["SETTINGS", "copy_the_rest"]

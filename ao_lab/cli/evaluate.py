@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.checkpoint.io.links import links_out, page
 from ao_lab.checkpoint.io.shards import has_weights, look_at
-from ao_lab.checkpoint.io.strict_json import read_object
+from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import checked_numbers, forget_code, model_class
 from ao_lab.cli.formats import known
 from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table, strict
@@ -100,7 +101,18 @@ def check_before(folder: Path, against: Path | None, device: str | None, save: b
     if against is not None:
         check_folder(against)
     if save:
-        check_writable(folder, "--save into MODEL_DIR")
+        check_places(folder)
+
+
+def check_places(folder: Path) -> None:
+    """WrongInput, or OSError, where `keep` could not write: results are put into a card, which is written anew."""
+    from ao_lab.checkpoint.io.writing import refuse_folders
+    from ao_lab.checkpoint.model_card import CARD, RESULTS
+
+    check_writable(folder, "--save into MODEL_DIR")
+    refuse_folders(folder / name for name in (CARD, RESULTS))
+    if links_out(folder, [CARD]):
+        raise WrongInput(f"{folder / CARD} is a link out of the model's folder; copy the file there")
 
 
 def check_folder(folder: Path) -> None:
@@ -254,6 +266,10 @@ def loaded(folder: Path, device: str) -> nn.Module:
 
     check_folder(folder)
     quantization = config_of(folder).get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        raise WrongInput(
+            f"quantization_config of {folder / 'config.json'} is an object, got {shown(quantization)}; fetch it again"
+        )
     if quantization is not None:
         metadata = look_at(folder).metadata
         if KEY in metadata or TORCHAO_KEY in metadata:
@@ -275,7 +291,7 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
     if quantization is not None:
         if quantization.get("quant_method") != "compressed-tensors":
             raise WrongInput(
-                f"{folder} is quantized by {quantization.get('quant_method')}, which ao_lab does not read"
+                f"{folder} is quantized by {shown(quantization.get('quant_method'))}, which ao_lab does not read"
             )
         needed("compressed_tensors")
         more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
@@ -305,8 +321,7 @@ def keep(folder: Path, results: dict[str, Any]) -> None:
     from ao_lab.checkpoint.model_card import CARD, RESULTS, with_results
 
     write_text(folder / RESULTS, json.dumps(strict(results), indent=2, allow_nan=False) + "\n")
-    if (folder / CARD).is_file():
-        text = (folder / CARD).read_text(errors="replace")
+    if (text := page(folder / CARD)) is not None:
         write_text(folder / CARD, with_results(text, results))
 
 

@@ -10,8 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ao_lab.checkpoint.io.links import links_out
 from ao_lab.cli.configs import check_name, config_classes, options_of
-from ao_lab.cli.copied_files import copy_the_rest, links_out
+from ao_lab.cli.copied_files import SETTINGS, copy_the_rest
 from ao_lab.cli.layout import say, select_layout
 from ao_lab.cli.skipped_layers import SkippedLayers
 from ao_lab.cli.sparsity import HEAD, select_sparse_layout, sparse_model
@@ -146,7 +147,7 @@ def check_folders(source: Path, target: Path) -> None:
     """WrongInput where there is no model, or where the result would fall among other files."""
     if not (source / "config.json").is_file():
         raise WrongInput(without_model(source, "transformers' save_pretrained"))
-    if outside := links_out(source):
+    if outside := links_out(source, SETTINGS):
         raise WrongInput(f"{source / outside[0]} is a link out of the model's folder; copy the file there")
     if not any(path for pattern in WEIGHTS for path in source.glob(pattern)):
         raise WrongInput(f"{source} has a config.json and no weights: no file named model.safetensors")

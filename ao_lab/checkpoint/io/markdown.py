@@ -11,7 +11,8 @@ LONGEST, LONGEST_NOTE = 200, 2000
 ACTIVE = re.compile(r"([\\`<>\[\]|])")
 #: Values that YAML reads as text, a list or an address, on one line.
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9](?:[\w./@+~=?&%-]|:(?=[^\s:]))*", re.ASCII)
-PLAIN_LIST = re.compile(r"\[[\w\s,.\"'-]*\]", re.ASCII)
+ITEM = r"""(?:\w[\w.-]*|"[\w .-]*"|'[\w .-]*')"""
+PLAIN_LIST = re.compile(rf"\[ ?(?:{ITEM}(?: ?, ?{ITEM})*)? ?\]", re.ASCII)
 
 
 def one_line(text: object, longest: int = LONGEST) -> str:
@@ -40,7 +41,7 @@ def yaml_line(line: str) -> str:
     """A `name: value` line of a front matter: simple values as they are, others as JSON strings, which are YAML."""
     name, _, value = line.partition(":")
     value = value.strip()
-    if PLAIN_VALUE.fullmatch(value) or PLAIN_LIST.fullmatch(value):
+    if len(value) <= LONGEST and (PLAIN_VALUE.fullmatch(value) or PLAIN_LIST.fullmatch(value)):
         return f"{name}: {value}"
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     return f"{name}: {json.dumps(one_line(value[1:-1] if quoted else value))}"

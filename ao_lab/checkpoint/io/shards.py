@@ -93,9 +93,14 @@ def write_files(
 
 def remove_others(folder: Path, kept: Collection[str]) -> None:
     """Remove files of weights, whatever they are called, but those of these names."""
-    for old in (old for name in (COMMON, OWN) for old in _files_called(folder, name)):
+    for old in places_of_weights(folder):
         if old.name not in kept:
             old.unlink(missing_ok=True)
+
+
+def places_of_weights(folder: Path) -> list[Path]:
+    """Where files of weights lie, or may be written."""
+    return [path for stem in (COMMON, OWN) for path in _files_called(folder, stem)]
 
 
 def has_weights(folder: Path) -> bool:
@@ -262,6 +267,7 @@ __all__ = [
     "has_weights",
     "look_at",
     "pickled_refusal",
+    "places_of_weights",
     "remove_others",
     "write_files",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,7 +41,8 @@ def staged(folder: Path) -> Iterator[Path]:
     place = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
     try:
         yield place
-        files = (path.relative_to(place) for path in place.rglob("*") if path.is_file())
+        files = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
+        refuse_folders(folder / name for name in files)
         for name in sorted(files, key=lambda name: (name.suffix == ".json", str(name))):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).replace(folder / name)
@@ -49,10 +50,17 @@ def staged(folder: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+def refuse_folders(paths: Iterable[Path]) -> None:
+    """IsADirectoryError where a folder lies in the place of a file that is to be written or replaced."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError(f"{path} is a folder, and a file is to be written there; move it away")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file of text in one step: readers find the earlier one or all of the new one."""
     with staged(path.parent) as place:
-        (place / path.name).write_text(text)
+        (place / path.name).write_text(text, encoding="utf-8")
 
 
-__all__ = ["save_file", "staged", "write_text"]
+__all__ = ["refuse_folders", "save_file", "staged", "write_text"]

@@ -15,6 +15,7 @@ from ao_lab import (
     save_pretrained,
     write_card,
 )
+from ao_lab.checkpoint.io.markdown import yaml_line
 from ao_lab.checkpoint.model_card import base_name, model_card, with_results
 from ao_lab.checkpoint.model_classes import architecture_of
 from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
@@ -215,3 +216,14 @@ def test_a_class_that_a_file_names_is_a_name_or_none():
         for given in (["LlamaModel"], [EVIL], "L", {"a": 1}, [], [3], None)
     ]
     assert named == ["LlamaModel", *[None] * 6]
+
+
+@pytest.mark.parametrize(
+    "value", ['["x]', "['a', \"b]", "[a']", "[a,", "[en, 'de', \"fr\"]", "[]", "x" * 10**5]
+)
+def test_what_is_taken_over_is_yaml_of_one_value(value):
+    """A quote that does not end would make a list of the rest of the front matter."""
+    yaml = pytest.importorskip("yaml")
+    line = yaml_line(f"license: {value}")
+    assert len(line) < 300
+    assert set(yaml.safe_load(f"{line}\ntags: [a]")) == {"license", "tags"}

@@ -82,3 +82,33 @@ def test_settings_of_generation_that_are_none(capsys, folder, text):
     (folder / "generation_config.json").write_text(text)
     for line in complaints(capsys, folder):
         assert "generation_config.json" in line
+
+
+@pytest.mark.parametrize("name", ["notes.json", "modules.json", "generation_config.json", "part/config.json"])
+def test_links_in_a_circle_are_left_out(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to((folder / name).name)
+    target = folder.parent / "out"
+    assert main(["quantize", str(folder), str(target), "--config", "mxfp4"]) == 0
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+
+
+def test_no_text_of_a_link_out_goes_into_a_card(capsys, folder):
+    """A card may be published: of the folder's README.md its licence is taken over, and results are put into it."""
+    (folder.parent / "secret").write_text("---\nlicense: key\n---\n")
+    (folder / "README.md").symlink_to("../secret")
+    assert main(["eval", str(folder), "--save"]) == 2
+    assert "README.md is a link out of the model's folder" in capsys.readouterr().err
+    assert (folder / "README.md").is_symlink()
+    target = folder.parent / "out"
+    assert main(["quantize", str(folder), str(target), "--config", "mxfp4"]) == 0
+    assert "key" not in (target / "README.md").read_text()
+
+
+@pytest.mark.parametrize("value", ["gptq", [], 5, {"quant_method": "\x1b[31mred"}])
+def test_a_quantization_that_is_none(capsys, folder, value):
+    edit(folder, quantization_config=value)
+    for line in complaints(capsys, folder):
+        assert "quant" in line
+        assert line.removesuffix("\n").isprintable()

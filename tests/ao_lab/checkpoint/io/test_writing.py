@@ -97,3 +97,24 @@ def test_links_are_replaced_and_not_followed(tmp_path):
     write_card(folder)
     assert [(tmp_path / name).read_text() for name in names] == ["a blob"] * 3
     assert not any((folder / name).is_symlink() for name in names)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "config.json", "README.md", "ao_lab-1-of-2.safetensors"]
+)
+def test_folders_in_the_place_of_files_are_found_first(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError, match="is a folder, and a file is to be written there"):
+        save_pretrained(quantized(0), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_card_has_no_results_of_earlier_weights(tmp_path):
+    """Nor is what lies there a reason to fail behind the weights."""
+    (tmp_path / "eval.json").write_text('{"tasks": {"perplexity": {"token_perplexity": 1.5}}}')
+    save_pretrained(quantized(0), tmp_path)
+    assert "Accuracy was not measured" in (tmp_path / "README.md").read_text()
+    (tmp_path / "eval.json").write_text("[")
+    save_pretrained(quantized(0), tmp_path)
