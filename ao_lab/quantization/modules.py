@@ -357,8 +357,9 @@ def never_called(model: nn.Module) -> dict[int, str]:
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
-    """Names in a row, and how many more there are than `most`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Names in a row, and how many more there are than `most`; a model that is one layer has no name."""
+    shown = ", ".join(name or "the model itself" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 #: `quantize_` leaves routers, and layers that are tied to an embedding, dense under a filter that has these attributes, and

@@ -34,7 +34,8 @@ def _mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     left, right = args
     if isinstance(right, QuantizedTensor) and _is_repeated(right):
         rows = _dense(left).reshape(left.shape[0] * left.shape[1], left.shape[2])
-        return product(rows, right.select(0, 0)).reshape((*left.shape[:2], right.shape[2]))
+        one: Any = right.select(0, 0)
+        return product(rows, one).reshape((*left.shape[:2], right.shape[2]))
     if isinstance(right, QuantizedTensor):
         return product(_dense(left), right)
     if left.recipe.activation is not None and left.block_axis == -1:

@@ -97,7 +97,7 @@ def low_precision_linear(
             "LowPrecisionLinear: the weight is a DTensor; split layers by ao_lab.LowPrecisionColwiseParallel or "
             "LowPrecisionRowwiseParallel, shard them by fully_shard, and call the module that was sharded"
         )
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x) is not None:
         x, w, bias = autocast(x, w, bias)
     if x.dtype != w.dtype and x.dtype != autocast_dtype(w):
         raise TypeError(
@@ -174,9 +174,11 @@ def is_cast(t: torch.Tensor) -> bool:
 
 
 def autocast_dtype(t: torch.Tensor) -> torch.dtype | None:
-    """The dtype of the autocast context for a tensor's device; None outside of one."""
+    """The dtype of the autocast context for a tensor's device; None outside of one, and where a device has none (meta)."""
     kind = t.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def padded(w: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

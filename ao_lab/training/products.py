@@ -238,9 +238,13 @@ def _emulated(
     a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor:
     wide = None if bias is None else bias.to(torch.float32)
-    # Under autocast torch's product would round its operands to 16 bits.
-    with torch.autocast(codes_of(a).device.type, enabled=False):
+    with without_autocast(codes_of(a).device):
         return torch.nn.functional.linear(values(a, torch.float32), values(b, torch.float32), wide).to(dtype)
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Under autocast torch's product would round its operands to 16 bits; tensors of no memory have no autocast."""
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
 def values(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -278,4 +282,5 @@ __all__ = [
     "select_product",
     "stand_in",
     "values",
+    "without_autocast",
 ]

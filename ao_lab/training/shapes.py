@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ao_lab.tensor.metadata import DTYPES
 from reference.training.recipe import Operand, Recipe
 from reference.training.shapes import multiple_of
 
@@ -30,7 +31,9 @@ def _length(operand: Operand) -> int:
 
 
 def unsupported_reason(recipe: Recipe, module: nn.Linear, pad: bool = False) -> str | None:
-    """Why a linear layer of these lengths cannot train by a recipe; None where it can."""
+    """Why a linear layer of these lengths and this dtype cannot train by a recipe; None where it can."""
+    if (dtype := getattr(module.weight, "dtype", None)) is not None and dtype not in DTYPES:
+        return f"its weight is {dtype}, and recipes take float32, bfloat16, float16 and float64"
     _, n, k = steps(recipe)
     for name, length, step in (
         ("in_features", module.in_features, k),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ao_lab.quantization.modules import is_experts, is_linear, never_called, routers, shorten
 from ao_lab.training.grouped.experts import experts_reason
@@ -31,7 +32,7 @@ class Selection:
 
 
 def selected(model: nn.Module, settings: Settings, filter_fn: Filter | None, experts: bool) -> Selection:
-    """What is to be converted; ValueError where nothing is, or where torch would compute past what is."""
+    """What is to be converted; ValueError where nothing is, for lazy layers, or where torch would compute past what is."""
     found, unsupported = Selection(), list[str]()
     routing = routers(model) if filter_fn is None else frozenset()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -46,6 +47,11 @@ def selected(model: nn.Module, settings: Settings, filter_fn: Filter | None, exp
             continue
         if not candidate and filter_fn is None and not isinstance(module, nn.Linear):
             continue
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise ValueError(
+                f"{name or 'the model itself'}: a {type(module).__name__} has no shape yet; run one forward of "
+                f"the model first, which gives it one"
+            )
         reason = _reason(settings, module) if candidate else other_reason(module)
         if reason is None:
             found.chosen[name] = module
@@ -65,8 +71,9 @@ def _check_any(found: Selection, unsupported: list[str], settings: Settings) -> 
             "no layer is to be converted: filter_fn refused all, or the model has none beside routers"
         )
     first = unsupported[0]
+    where = f"{first}: " if first else ""
     raise ValueError(
-        f"recipe {settings.recipe.name!r} takes none of {shorten(unsupported)}: {first}: {found.left[first]}"
+        f"recipe {settings.recipe.name!r} takes none of {shorten(unsupported)}: {where}{found.left[first]}"
     )
 
 

@@ -19,7 +19,7 @@ from ao_lab.training import dequantized, shared
 from ao_lab.training.autograd import as_matrix, gradient_operands, weight_columns_of
 from ao_lab.training.casts import of_record, quantize_one, weight_rows
 from ao_lab.training.fused.swiglu_values import SwiGLUValuesLinear
-from ao_lab.training.layers import LowPrecisionLinear, mark_run
+from ao_lab.training.layers import LowPrecisionLinear, autocast_dtype, mark_run
 from ao_lab.training.products import product
 from ao_lab.training.restricted import tuned_recipe
 from ao_lab.training.transforms.support import is_transformed
@@ -111,7 +111,7 @@ def served_recipe(gate: torch.Tensor, up: torch.Tensor, down: torch.nn.Module) -
     settings, w = down.low_precision, down.weight
     trained = torch.is_grad_enabled() and gate.requires_grad and up.requires_grad
     plain = type(w) in PLAIN and up.shape == gate.shape and {t.dtype for t in (up, w)} == {gate.dtype}
-    if settings.kernel != "auto" or not trained or not plain or torch.is_autocast_enabled(gate.device.type):
+    if settings.kernel != "auto" or not trained or not plain or autocast_dtype(gate) is not None:
         return None
     of_m, of_n, of_k = settings.steps
     n, k = w.shape

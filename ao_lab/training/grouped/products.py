@@ -20,7 +20,7 @@ import torch
 from ao_lab.gemm.choices import tuned
 from ao_lab.training.casts import Matrix
 from ao_lab.training.grouped.casts import Columns
-from ao_lab.training.products import STEP, is_one_scale, values
+from ao_lab.training.products import STEP, is_one_scale, values, without_autocast
 from ao_lab.training.scaled_mm import capability
 from fast.device import has_kernels, is_traced, is_transformed
 from reference import Quantized
@@ -236,8 +236,7 @@ def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Ten
 
 
 def _emulated(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
-    # Under autocast torch's product would round its operands to 16 bits.
-    with torch.autocast(ends.device.type, enabled=False):
+    with without_autocast(ends.device):
         return _emulated_groups(given, ends)
 
 

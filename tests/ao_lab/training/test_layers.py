@@ -44,3 +44,15 @@ def test_one_program_for_any_number_of_rows(name):
         assert torch.equal(made[0][1], made[1][1])
     torch.compiler.reset()
     assert len(programs) == (2 if name in TWO else 1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_of_no_memory(name):
+    """Shapes and dtypes of a training step on the meta device, as estimates of memory ask for; it has no autocast."""
+    net = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    ao_lab.convert_for_training_(net, name)
+    x = torch.ones(16, 128, device="meta", requires_grad=True)
+    y = net.to("meta")(x)
+    y.sum().backward()
+    assert (y.shape, y.device.type, y.dtype) == (x.shape, "meta", x.dtype)
+    assert (x.grad.shape, net[0].weight.grad.shape) == (x.shape, (128, 128))

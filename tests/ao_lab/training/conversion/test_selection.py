@@ -132,3 +132,21 @@ def test_nothing_is_said_where_it_is_not_known(nothing_traced):
     net["body"](torch.randn(4, 64))
     torch.compile(net["head"], backend="aot_eager", fullgraph=True)(torch.randn(4, 64))
     ao_lab.convert_from_training_(net)
+
+
+def test_dtypes_that_no_recipe_takes_are_left():
+    net = nn.Sequential(nn.Linear(64, 64, dtype=torch.complex64), nn.Linear(64, 64))
+    assert (
+        "torch.complex64, and recipes take float32" in ao_lab.convert_for_training_(net, "rowwise").left["0"]
+    )
+    with pytest.raises(ValueError, match=r"takes none of the model itself: its weight is torch\.complex64"):
+        ao_lab.convert_for_training_(nn.Linear(64, 64, dtype=torch.complex64), "rowwise")
+
+
+def test_lazy_layers_are_refused_before_any_changes():
+    net = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    with pytest.raises(ValueError, match="1: a LazyLinear has no shape yet; run one forward"):
+        ao_lab.convert_for_training_(net, "rowwise")
+    assert type(net[0]) is nn.Linear
+    ao_lab.convert_for_training_(net, "rowwise", lambda module, name: name == "0")
+    assert type(net[0]) is LowPrecisionLinear
