@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ pytest.importorskip("compressed_tensors")
 ROOT = Path(__file__).parents[2]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "GUIDE.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOTTED = re.compile(r"\b(?:ao_lab|reference|fast)(?:\.(?!py\b)[A-Za-z_]\w*)+")
 COMMANDS = ("ao-lab quantize", "ao-lab eval")
 QUIET = "import warnings; warnings.simplefilter('ignore')\n"
 #: Before blocks of the guide that speak of a model: a dense one, and inputs.
@@ -98,6 +100,24 @@ def test_guide_blocks(folder):
         script += DENSE if re.search(r"\bmodel\b", text) and "from_pretrained" not in text else ""
         script += "import ao_lab\n" + text
     assert "compressed-tensors" in run(folder, "-c", QUIET + script)
+
+
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["readme", "guide"])
+def test_dotted_names_exist(page):
+    """Of text and of blocks that no test runs, too."""
+    names = set(DOTTED.findall(page.read_text()))
+    assert names
+    assert [name for name in sorted(names) if not exists(name)] == []
+    assert not exists("ao_lab.no_such_name")
+
+
+def exists(name):
+    """Whether a dotted name is that of a module, also one whose extra is not installed, or in one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ModuleNotFoundError):
+        return importlib.util.find_spec(name) is not None
+    return True
 
 
 def test_commands(folder):
