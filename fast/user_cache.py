@@ -24,32 +24,47 @@ class UntrustedFile(PermissionError):
 def cache_folder() -> Path:
     """`AO_LAB_CACHE`, else `ao_lab` in `XDG_CACHE_HOME`, else in `.cache` of the home folder; it need not exist.
 
-    NoCacheFolder (an OSError, as for a file that is not there) where neither is set and the user has no home.
+    An XDG_CACHE_HOME that is no absolute path is ignored, as its specification wants. NoCacheFolder (an OSError, as for a file
+    that is not there) where neither is set and the user has no home, or one that is no absolute path: kernels that lie in
+    whatever folder one works in are not to be run.
     """
     if own := os.environ.get("AO_LAB_CACHE"):
         return Path(own)
-    if caches := os.environ.get("XDG_CACHE_HOME"):
-        return Path(caches) / "ao_lab"
+    if (caches := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
+        return caches / "ao_lab"
     try:
-        return Path.home() / ".cache" / "ao_lab"
-    except RuntimeError as error:
+        home = Path.home()
+    except RuntimeError:
+        home = Path()
+    if not home.is_absolute():
         raise NoCacheFolder(
             "there is no home folder to keep a cache in; set AO_LAB_CACHE to a folder that you alone can write to"
-        ) from error
+        )
+    return home / ".cache" / "ao_lab"
 
 
 def read_own(path: Path) -> bytes:
     """The bytes of a file that nobody else can have written; UntrustedFile otherwise, other OSErrors as `open` raises them."""
     refuse_foreign(path.parent)
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_without_waiting) as file:
         # Of the open file, which cannot be exchanged any more.
-        _refuse(os.fstat(file.fileno()), path)
+        status = os.fstat(file.fileno())
+        _refuse(status, path)
+        if not stat.S_ISREG(status.st_mode):
+            raise UntrustedFile(f"{path} is no regular file")
         return file.read()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody writes to would hold up the process."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_own(path: Path, content: bytes) -> None:
     """Write a file that is the user's alone, all or nothing, its folder made where it is missing; OSError where that fails."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (*reversed(path.parent.parents), path.parent):
+        # Whatever the umask is, also those above: mkdir(parents=True) gives them its default mode.
+        folder.mkdir(mode=0o700, exist_ok=True)
     refuse_foreign(path.parent)
     # Made with mode 0600.
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

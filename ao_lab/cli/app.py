@@ -22,7 +22,7 @@ import typer
 
 from ao_lab.cli.plugins import Commands
 from ao_lab.cli.terminal.interrupt import INTERRUPTED, TERMINATED, Stopped, Terminated, heeding_sigterm, leave
-from ao_lab.cli.terminal.output import WrongInput
+from ao_lab.cli.terminal.output import WrongInput, printable
 from ao_lab.install.extras import MissingExtra, explained
 
 app = typer.Typer(
@@ -352,7 +352,7 @@ def unread() -> int:
 
 def complain(message: str, code: int) -> int:
     """One line on stderr; the exit code is passed through."""
-    sys.stderr.write("ao-lab: " + " ".join(message.split()) + "\n")
+    sys.stderr.write("ao-lab: " + printable(" ".join(message.split())) + "\n")
     return code
 
 

@@ -236,7 +236,7 @@ def _read(path: Path) -> dict[str, Algorithm | None]:
             key: None if value is None else Algorithm(*map(int, value))
             for key, value in content["found"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

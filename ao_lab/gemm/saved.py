@@ -58,7 +58,7 @@ def read(path: Path, device: str) -> list[Choice]:
         return choices_of(json.loads(read_own(path)), device)
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} holds no choices of ao_lab.tune for this device ({error}); remove it, or call ao_lab.tune with a "
             f"model whose layers are quantized, or train in low precision: that replaces it"

@@ -43,6 +43,32 @@ def test_folders_and_files_are_the_users_alone(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("XDG_CACHE_HOME", "caches"), ("HOME", "."), ("XDG_CACHE_HOME", "")]
+)
+def test_the_folder_one_works_in_is_no_cache(no_home, monkeypatch, variable, value):
+    """Compiled kernels may lie there that came with a model."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(NoCacheFolder, match="set AO_LAB_CACHE"):
+        cache_folder()
+
+
+def test_folders_above_are_the_users_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        write_own(tmp_path / "cache" / "made" / "kernel", b"1")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("cache", "cache/made")] == [0o700, 0o700]
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    tmp_path.chmod(0o700)
+    os.mkfifo(tmp_path / "kernel", 0o600)
+    with pytest.raises(UntrustedFile, match="is no regular file"):
+        read_own(tmp_path / "kernel")
+
+
 @pytest.mark.parametrize("where", ["file", "folder"])
 def test_what_others_can_write_is_not_read(tmp_path, where):
     path = tmp_path / "made" / "kernel"

@@ -23,13 +23,27 @@ class WrongInput(Exception):
     """The user asked for something that does not exist: one line, exit code 2."""
 
 
+def printable(text: str) -> str:
+    """A text without what terminals take for commands: control characters and half surrogates become their escapes.
+
+    Names of layers, tensors and files may be anybody's.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def console() -> Console:
-    """The terminal, at least as wide as tables need; of a fixed width where there is none."""
+    """The terminal, at least as wide as tables need; of a fixed width where there is none. Text on it is `printable`."""
     from rich.console import Console
+
+    class PlainConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
 
     width = max(shutil.get_terminal_size().columns, NARROWEST) if sys.stdout.isatty() else PIPE_WIDTH
     # What is shown holds brackets and colons of its own, which are no markup.
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
 
 
 def log_to_stderr(verbose: int) -> None:
@@ -69,14 +83,18 @@ def print_table(
 
     right = set(numbers)
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=printable(title),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"
         # Names stay whole, however narrow the terminal.
         table.add_column(column, justify=justify, overflow="fold", no_wrap=column == columns[0])
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console().print(table)
 
 

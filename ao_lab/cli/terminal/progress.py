@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ao_lab.cli.terminal.output import printable
+
 #: Seconds between two lines.
 INTERVAL = 10.0
 #: Values of TERM of terminals that cannot move the cursor.
@@ -83,7 +85,7 @@ LINES = Lines()
 def say(line: str) -> None:
     """A line on stderr now. A stderr that is closed does not end the work that it was to tell of."""
     try:
-        sys.stderr.write(f"ao-lab: {line}\n")
+        sys.stderr.write(f"ao-lab: {printable(line)}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         return
@@ -148,7 +150,7 @@ def track_progress(
         class Shown(Work):
             def at(self, done: int, word: str = "", total: int | None = None) -> None:
                 super().at(done, word, total)
-                shown.update(task, completed=self.done, total=self.total, word=self.word)
+                shown.update(task, completed=self.done, total=self.total, word=printable(self.word))
 
         yield Shown(name, total)
 

@@ -31,6 +31,8 @@ def check_writable(folder: Path, what: str) -> None:
 
     what: how the message calls the folder, for instance "OUT_DIR".
     """
+    if folder.is_symlink() and not folder.exists():
+        raise WrongInput(f"{what} {folder} is a link that leads nowhere; remove it, or choose another folder")
     place = nearest(folder)
     if not place.is_dir():
         raise WrongInput(f"{what} {folder}: {place} is a file, and a folder is needed there; choose another")

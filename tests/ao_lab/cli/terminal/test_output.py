@@ -9,7 +9,7 @@ import pytest
 
 from ao_lab.cli import app
 from ao_lab.cli.doctor import checks as checks
-from ao_lab.cli.terminal.output import WrongInput, print_table
+from ao_lab.cli.terminal.output import WrongInput, console, print_table
 from ao_lab.install.extras import is_clone
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -70,3 +70,20 @@ def test_a_reader_that_leaves_is_no_error():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_nothing_on_a_terminal_is_a_command_to_it(monkeypatch, capsys):
+    """Names of layers and files are anybody's: no colours, titles, links or half surrogates."""
+    name = "a\x1b]8;;http://evil\x07\x9b31m\u202e\udcff"
+    told = "a\\x1b]8;;http://evil\\x07\\x9b31m\\u202e\\udcff"
+    print_table(name, ["name"], [[name]])
+    console().print(f"layout: {name}\nnext")
+
+    def refuse(*_):
+        raise WrongInput(name)
+
+    monkeypatch.setattr(checks, "report", refuse)
+    assert app.main(["doctor"]) == 2
+    out, err = capsys.readouterr()
+    assert (out.count(told), err) == (3, f"ao-lab: {told}\n")
+    assert (out + err).replace("\n", "").isprintable()

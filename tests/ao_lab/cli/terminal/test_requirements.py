@@ -96,3 +96,9 @@ def test_what_eval_is_given_is_there(base, capsys, monkeypatch, tmp_path):
     err = refused(capsys, monkeypatch, "eval", base, "--against", tmp_path / "nothing")
     assert "nothing has no config.json" in err
     assert "is no file" in refused(capsys, monkeypatch, "eval", base, "--text", tmp_path / "nothing")
+
+
+def test_an_output_folder_that_is_a_link_to_nowhere(base, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").symlink_to("nowhere")
+    line = refused(capsys, monkeypatch, "quantize", base, tmp_path / "out", "--config", "mxfp4")
+    assert "is a link that leads nowhere" in line
