@@ -26,6 +26,8 @@ from reference.schemes.schemes import Scheme
 
 #: Dtypes whose values come out; float32 carries them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: The first code of e4m3 that is no number from 0 up.
+E4M3_NAN = 0x7F
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,11 @@ def _loaded(kept: torch.Tensor, storage: str) -> torch.Tensor:
     if storage in ("bfloat16", "float16"):
         return kept.view(getattr(torch, storage)).to(torch.float32)
     codes = kept.view(torch.uint8) if name == "int8" else kept
+    if storage == "float8_e8m0fnu":
+        return codes.view(torch.float8_e8m0fnu).to(torch.float32)
+    if storage == "float8_e4m3fn" and codes.numel() and int(codes.max()) < E4M3_NAN:
+        # As numbers of float16, whose exponents are 8 less: half the time of a table, a quarter of that of torch's cast.
+        return (codes.to(torch.int16) << 7).view(torch.float16).to(torch.float32).mul_(256)
     index = codes.reshape(-1).to(torch.int32)
     return torch.index_select(_storage_table(storage), 0, index).view(kept.shape)
 

@@ -10,7 +10,9 @@ import reference
 from ao_lab.config.recipe import named
 from fast.cpu import dequantize as tiled
 from fast.cpu.elements import Element, numbers, pair_table
+from fast.cpu.scales import _loaded as loaded
 from reference import SCHEMES
+from reference.formats.formats import FORMATS
 from tests.support.record_samples import STRUCTURES, sampled
 
 DTYPES = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
@@ -121,6 +123,15 @@ def test_nothing_beyond_the_tensor_is_written():
     out = room[: 3 * 251].view(3, 251)
     numbers(q.codes, Element.of(q.scheme), True, out)
     assert (room[3 * 251 :] == 7).all()
+
+
+@pytest.mark.parametrize("storage", ["float8_e4m3fn", "float8_e8m0fnu", "float8_e5m2"])
+@pytest.mark.parametrize("codes", [slice(0, 127), slice(0, 256), slice(120, 130)])
+def test_codes_of_scales_are_the_numbers_of_the_format(storage, codes):
+    """Those that need no table too; a NaN is one, whatever its bits."""
+    kept = torch.arange(256, dtype=torch.uint8)[codes]
+    got, want = loaded(kept, storage), torch.from_numpy(FORMATS[storage].values[kept.numpy()].copy())
+    assert torch.equal(got.nan_to_num(-7.0).view(torch.int32), want.nan_to_num(-7.0).view(torch.int32))
 
 
 def test_tables_are_small():
