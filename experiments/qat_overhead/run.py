@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.libraries import TORCHAO, seed_and_libraries
 from experiments.harness.outcome import Values, attempt, free, keep, status
 from experiments.harness.progress import bar
@@ -233,6 +234,8 @@ def _prepare(bench: Bench, group: Group, variant: Variant, trainers: dict[Varian
             output, trainer.result, COMPILED_LIMIT, "by compiling"
         )
     del output
+    with compiled_runs(group.setting == COMPILED):
+        trainer.step()
     values |= trainer.memory()
     if variant.rounds:
         moved = rounding_bytes(RECIPES[variant.recipe], linear_shapes(trainer.model), group.tokens)

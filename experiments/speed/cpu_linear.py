@@ -15,6 +15,7 @@ import torch
 import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized
+from experiments.harness.compiled import compiled_runs
 from experiments.speed.baselines import Comparison, Pair
 
 SIZE = 2048
@@ -51,6 +52,10 @@ def layer_pair(x: np.ndarray, scheme: str, dtype: torch.dtype, compiled: bool) -
     ours, theirs = (torch.compile(layer) if compiled else layer for layer in (quantized_layer, dense))
 
     def check() -> None:
+        for layer in (ours, theirs):
+            layer(row)
+            with compiled_runs(compiled):
+                layer(row)
         q = weight.quantized
         exact = row.double() @ reference.dequantize(q).double().t()
         error = (ours(row).double() - exact).abs()

@@ -20,7 +20,7 @@ from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_
 from experiments.fp8_training.speed import checkpointing
 from experiments.fp8_training.speed.checkpointing import FULL, NONE, PER_OP, SECOND
 from experiments.fp8_training.speed.watch import watch_of
-from experiments.harness.compiled import check_compiled, programs
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.outcome import Values, attempt, free, status
 from experiments.harness.timing import AGAIN, Plan, Stopwatch, rounds_of, summary
 from experiments.models.llama import LlamaConfig
@@ -171,14 +171,15 @@ def prepared(bench: Bench, group: Group, method: Method, trainers: dict[Method, 
     checkpointing.apply(layers.layers, group.checkpointing)
     if group.compiled:
         trainer.compile(group.backend)
-    started, before = bench.deadline.clock(), programs()
+    started = bench.deadline.clock()
     output = trainer.first_step()
     bench.watch.sync()
     values["first step"] = (bench.deadline.clock() - started, "s")
     if group.compiled:
-        check_compiled(before)
         relative_change(output, trainer.result, COMPILED_LIMIT, "by compiling")
     del output
+    with compiled_runs(group.compiled):
+        trainer.step()
     values |= trainer.memory()
     trainers[method] = trainer
     return values

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.fp8_training.methods import BASELINE, OURS, is_linear
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.outcome import Values, Wrong, attempt
 from experiments.harness.timing import summary
 from experiments.models.llama import LlamaConfig
@@ -170,6 +171,8 @@ def values_of(steps: dict[Side, Step], case: Case) -> dict[str, dict[str, Any]]:
     """Times in turn, bytes and memory of a step."""
     for step in steps.values():
         for _ in range(WARMUP):
+            step.run()
+        with compiled_runs(case.compiled):
             step.run()
     times: dict[Side, list[float]] = {side: [] for side in steps}
     for _ in range(case.rounds):

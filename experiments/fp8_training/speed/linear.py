@@ -18,6 +18,7 @@ from experiments.fp8_training.methods import FLOAT8, PLAIN, SUMMED_FAST, Method,
 from experiments.fp8_training.speed.floor import Rates, floor_seconds, measure_rates
 from experiments.fp8_training.speed.steady import IDLE, SETTLE, after_pause, steady
 from experiments.fp8_training.speed.watch import watch_of
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.outcome import Values, Wrong, attempt, free, status
 from experiments.harness.timing import AGAIN, Plan, Span, Watch, host_times, prepare, summary
 
@@ -144,6 +145,8 @@ def checked(bench: Bench, shape: Shape, method: Method, layers: dict[str, tuple[
         if not error < LIMIT:
             raise Wrong(f"the {name} differs by {error:.3f} of its size")
         values[f"error of the {name}"] = (error, "ratio")
+    with compiled_runs(method.compiled):
+        layer.step()
     layers[label(method)] = method, layer
     return values
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.data.corpus import Corpus
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.progress import share
 from experiments.models.language_model import ModelSettings
 from experiments.models.pretraining.clock import Clock, TimedRun
@@ -102,7 +103,8 @@ def take_steps(
         if len(losses) == begin:
             clock.start()
         set_rate(run.optimizers[0], settings.rate_at(done))
-        losses.append(take_step(run, loss_of, sample(text, settings, run.generator), settings.clip))
+        with compiled_runs(loss_of is not mean_loss and len(losses) == begin - 1):
+            losses.append(take_step(run, loss_of, sample(text, settings, run.generator), settings.clip))
         clock.trained(settings.step_bytes)
         if len(losses) % LOOK == 0:
             report(done, f"{losses[-1].item() / math.log(2):.3f} bits per byte")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.timing import Call, Plan
 from experiments.models.output_check import SCHEME_LIMIT, relative_change
 from experiments.models.sam_encoder import VIT_H, VIT_L, SamConfig, SamEncoder, is_mlp, random_encoder
@@ -87,6 +88,9 @@ def trained(
         if products:
             ao_lab.step_sparsity_(model)
 
+    step()
+    with compiled_runs():
+        step()
     return step
 
 
@@ -133,6 +137,9 @@ def encoded(
     def forward() -> Tensor:
         return model(images)
 
+    forward()
+    with compiled_runs():
+        forward()
     return forward
 
 
