@@ -2,9 +2,9 @@
 
 transformers looks quantizers up in a table, and has no entry points by which a package could name its own. So the table is
 filled when it comes into being: a finder waits for the module that reads models, lets it be imported as ever, then registers.
-The same for `Trainer`, accelerate and peft, where they handle weights in their own way. Where a module has been imported
-before, registering is done at once. Either order of the imports works, no library imports the other, and `import ao_lab` stays
-as quick as it is.
+The same for `Trainer`, accelerate, peft and torch's asynchronous checkpoints, where they handle weights in their own way. Where
+a module has been imported before, registering is done at once. Either order of the imports works, no library imports the other,
+and `import ao_lab` stays as quick as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ AWAITED = {
     "accelerate.utils.modeling": "ao_lab.tensor.libraries.accelerate",
     "accelerate.utils.fsdp_utils": "ao_lab.tensor.libraries.accelerate",
     "peft.peft_model": "ao_lab.tensor.libraries.peft",
+    "torch.distributed.checkpoint._state_dict_stager": "ao_lab.tensor.libraries.async_checkpoints",
 }
 
 

@@ -88,8 +88,10 @@ def _reason(settings: Settings, module: nn.Module) -> str | None:
 
 
 def holds_matrices(module: nn.Module) -> bool:
-    """Whether a module has parameters of two axes or more of its own, which a filter may have meant."""
-    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    """Whether a module has parameters of two axes or more of its own that a filter may have meant; lazy ones have none yet."""
+    return any(
+        not is_lazy(parameter) and parameter.dim() > 1 for parameter in module.parameters(recurse=False)
+    )
 
 
 def other_reason(module: nn.Module) -> str:

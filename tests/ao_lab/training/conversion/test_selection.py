@@ -144,7 +144,7 @@ def test_dtypes_that_no_recipe_takes_are_left():
 
 
 def test_lazy_layers_are_refused_before_any_changes():
-    net = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))
+    net = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64), nn.LazyConv2d(4, 3))
     with pytest.raises(ValueError, match="1: a LazyLinear has no shape yet; run one forward"):
         ao_lab.convert_for_training_(net, "rowwise")
     assert type(net[0]) is nn.Linear
