@@ -12,6 +12,7 @@ from ao_lab import QuantizedTensor, Recipe, SparseQuantizedTensor, quantized, qu
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.op_registry import OPERATIONS
 from ao_lab.tensor.sparse.registry import SPARSE_OPERATIONS
+from ao_lab.tensor.values.averages import AVERAGES, LISTS
 from ao_lab.tensor.values.in_place import CHANGES
 from ao_lab.tensor.values.reads import READS
 from reference import SCHEMES, Scales
@@ -27,7 +28,7 @@ COMMON = {
     torch.ops._c10d_functional.wait_tensor.default, torch.ops._c10d_functional._wrap_tensor_autograd.default,
 }  # fmt: skip
 #: Of the values: computed of the dequantized weight, for which tests/ao_lab/tensor/values has 2:4 weights too.
-VALUES = {*READS, *CHANGES, aten.view.dtype}
+VALUES = {*READS, *CHANGES, *AVERAGES, *LISTS, aten.view.dtype}
 
 
 def test_every_operation_is_decided():
