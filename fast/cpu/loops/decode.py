@@ -115,7 +115,7 @@ class _Step:
         if self.is_scaled:
             self.entries = self._scaled(self.entries, *self.one)
         if self.has_nibbles:
-            halves = builder.trunc(self._rounded(self.entries), ir.VectorType(INT16, LANES))
+            halves = builder.bitcast(self._as_bfloat16(self.entries), ir.VectorType(INT16, LANES))
             self.entries = shuffled(builder, halves, halves, list(range(LANES)) * 2)
 
     def write(self, codes: Any, out: Any, number: Any) -> None:
