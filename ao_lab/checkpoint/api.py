@@ -169,14 +169,12 @@ def write_model(
     recipes = [json.loads(text) for text in stored.recipes]
     records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
     metadata = {"format": "pt", KEY: json.dumps(records)}
-    with staged(folder) as place:
+    with staged(folder, lambda names: remove_others(folder, names)) as place:
         written = write_files(place, stored.tensors, metadata, max_shard_bytes, stem_of(stored.config))
         whole = whole_configuration(given, stored.config, len(written))
         (place / CONFIG).write_text(json.dumps(whole, indent=2, default=str) + "\n")
         if settings is not None:
             (place / SETTINGS).write_text(settings)
-        names = {path.name for path in place.iterdir()}
-    remove_others(folder, names)
     files = [folder / path.name for path in written]
     more = _beside(folder, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)

@@ -43,6 +43,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
 #: The field by which a configuration of transformers names its file of weights.
 NAMED_WEIGHTS = "transformers_weights"
+#: The file by which transformers puts adapters into a model that it reads, where peft is installed.
+ADAPTERS = "adapter_config.json"
 #: How fields end that choose one of several functions.
 IMPLEMENTATION = "_implementation"
 #: Ends and names of fields that choose code.
@@ -141,6 +143,11 @@ def _unbuilt(folder: Path) -> ValueError | None:
     _refuse_kernels(fields, folder / CONFIG)
     check_named_weights(folder / CONFIG, fields.get(NAMED_WEIGHTS))
     check_pickled(folder)
+    if (folder / ADAPTERS).exists():
+        raise ValueError(
+            f"{folder / ADAPTERS} describes adapters of peft, which are read only where peft is installed; save the model that "
+            "merge_and_unload() gives, or move the file away"
+        )
     check_settings(folder)
     count, size = LARGEST_COUNT, sum(file.stat().st_size for file in folder.glob("*.bin"))
     if has_weights(folder):

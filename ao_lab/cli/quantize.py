@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ao_lab.checkpoint.io.links import links_out
+from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.cli.configs import check_name, config_classes, options_of
 from ao_lab.cli.copied_files import SETTINGS, copy_the_rest
 from ao_lab.cli.layout import say, select_layout
@@ -129,17 +130,17 @@ def parsed(option: str) -> tuple[str, Any]:
     if not equals or not key.isidentifier():
         raise WrongInput(f"--option {option}: write key=value, for instance group_size=32")
     if (found := GRANULARITY.fullmatch(value)) and found[1] in granularity.NAMES:
-        numbers = tuple(map(int, re.findall(r"-?\d+", found[2] or "")))
-        arguments = (numbers,) if found[1] == "PerBlock" else numbers
         try:
+            numbers = tuple(map(int, re.findall(r"-?\d+", found[2] or "")))
+            arguments = (numbers,) if found[1] == "PerBlock" else numbers
             return key, getattr(granularity, found[1])(*arguments)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise WrongInput(
-                f"--option {option}: write it with its numbers, PerGroup(64) or PerBlock(128, 128)"
+                f"--option {shown(option)}: write it with its numbers, PerGroup(64) or PerBlock(128, 128)"
             ) from error
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value
 
 

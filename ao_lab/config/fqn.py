@@ -45,7 +45,7 @@ def compiled_pattern(name: str) -> re.Pattern[str]:
     """The regular expression of a name that begins with "re:"; ValueError where it is none."""
     try:
         return re.compile(name.removeprefix(PATTERN))
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"FqnToConfig: {name!r} is no regular expression: {error}") from error
 
 

@@ -21,7 +21,7 @@ LENGTH_BYTES = 8
 LARGEST_HEADER = 100 * 10**6
 METADATA = "__metadata__"
 MOST_AXES = 64
-#: Bytes of a tensor, without axes of length 0: the library that maps tensors multiplies in 64 bits.
+#: Bytes of an empty tensor without its axes of length 0: the library that maps tensors multiplies in 64 bits.
 LARGEST_TENSOR = 2**63
 #: Dtypes of whole bytes, as files name them; those that this torch lacks are left out.
 NAMES = {
@@ -108,7 +108,7 @@ def _checked_span(entry: Any) -> tuple[Spec, int, int]:
         spec = Spec(DTYPES[dtype], tuple(shape))
     else:
         raise ValueError(f"has dtype {shown(dtype)}; known are {', '.join((*DTYPES, PAIRS))}")
-    if math.prod(n for n in shape if n) * spec.dtype.itemsize >= LARGEST_TENSOR:
+    if 0 in shape and math.prod(n for n in shape if n) * spec.dtype.itemsize >= LARGEST_TENSOR:
         raise ValueError(f"is {shown(str(spec))}, beyond 64 bits; fetch it again")
     if spec.bytes != offsets[1] - offsets[0]:
         raise ValueError(

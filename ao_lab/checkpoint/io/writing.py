@@ -6,10 +6,11 @@ system, and renamed at the end; a write that fails, or that is interrupted, leav
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -32,20 +33,43 @@ def save_file(
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def locked(folder: Path) -> Iterator[None]:
+    """No other process or thread replaces files of a folder meanwhile; they wait. Where the system, or its file system, has no
+    such locks, nobody waits."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def staged(folder: Path, then: Callable[[set[str]], None] | None = None) -> Iterator[Path]:
     """An empty folder for new files of `folder`; when the block ends they replace those of the same names, weights first.
 
     A block that raises changes nothing. Sub-folders are merged. Each file is replaced at once, the index and the configuration
-    after the weights that they describe.
+    after the weights that they describe. `then` is called with their names before another process replaces files: two that
+    removed what the other has just written would leave nothing.
     """
     place = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
     try:
         yield place
         files = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
         refuse_folders(folder / name for name in files)
-        for name in sorted(files, key=lambda name: (name.suffix == ".json", str(name))):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).replace(folder / name)
+        with locked(folder):
+            for name in sorted(files, key=lambda name: (name.suffix == ".json", str(name))):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).replace(folder / name)
+            if then is not None:
+                then({str(name) for name in files})
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

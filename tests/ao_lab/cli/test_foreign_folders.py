@@ -112,3 +112,16 @@ def test_a_quantization_that_is_none(capsys, folder, value):
     for line in complaints(capsys, folder):
         assert "quant" in line
         assert line.removesuffix("\n").isprintable()
+
+
+def test_adapters_beside_a_model_are_not_merged_silently(capsys, folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    for line in complaints(capsys, folder):
+        assert "adapter_config.json describes adapters of peft" in line
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 10**5, f"PerGroup({'9' * 5000})"])
+def test_values_of_options_that_no_number_is(capsys, folder, value):
+    command = ["quantize", str(folder), str(folder.parent / "out"), "--config", "Int8WeightOnlyConfig"]
+    assert main([*command, "--option", f"granularity={value}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,5 +1,7 @@
 """A save that fails leaves the earlier checkpoint as it was."""
 
+import contextlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ao_lab import SchemeConfig, load_pretrained, quantize_, save_pretrained, write_card
+from ao_lab.checkpoint import api
 from ao_lab.checkpoint.io.writing import staged, write_text
 
 
@@ -118,3 +121,27 @@ def test_a_card_has_no_results_of_earlier_weights(tmp_path):
     assert "Accuracy was not measured" in (tmp_path / "README.md").read_text()
     (tmp_path / "eval.json").write_text("[")
     save_pretrained(quantized(0), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_that_save_into_one_folder_leave_a_whole_checkpoint(tmp_path, monkeypatch):
+    """Each removes files of the other's layout; one waits until the other has done so."""
+    remove, others = api.remove_others, []
+
+    def slowly(folder, names):
+        if not others:
+            others.append(
+                threading.Thread(target=lambda: save_pretrained(quantized(1), tmp_path, layout="ao_lab"))
+            )
+            others[0].start()
+            others[0].join(0.3)
+        remove(folder, names)
+
+    monkeypatch.setattr(api, "remove_others", slowly)
+    monkeypatch.setattr(api, "card_beside", lambda *_: None)
+    model = quantized(0)
+    with contextlib.suppress(FileNotFoundError):  # of the first, whose files the second has replaced
+        save_pretrained(model, tmp_path, layout="compressed-tensors")
+    others[0].join()
+    load_pretrained(tmp_path, quantized(2))
+    assert {path.name for path in tmp_path.iterdir()} >= {"ao_lab.safetensors"}
