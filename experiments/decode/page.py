@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from experiments.decode.configs import BASELINE, BFLOAT16, OURS, WITH_SPEED_TARGET
 from experiments.decode.run import KIND, TITLE
@@ -18,14 +19,27 @@ from experiments.decode.targets import (
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_1_8B
-from experiments.report.content import Comparison, Drawing, Section, Table
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table
+from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.published import HARDWARE, METRICS, MODEL, Published, decoding, published
 from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import known, rest
+from experiments.report.targets import Target, known, rest
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "comparisons",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]
 
+QUESTION = "How many tokens a second does a quantized Llama-3.1-8B generate at batch 1, in a lean loop?"
 ABOUT = (
     "Exact shapes of Llama-3.1-8B with random weights at batch 1: 200 new tokens after a prompt of 32, in the generation loop "
     "of this experiment (compiled layer by layer, one CUDA graph a step, its own attention kernel for single tokens).",
@@ -110,6 +124,52 @@ def speedup_sentence(where: Where, results: Results, method: str, base: float) -
         f"{method} generates {rate:.0f} tokens/s on an {where.device} where bfloat16 generates {base:.0f}: "
         f"{times:.2f} times as many{beside}."
     )
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Speeds over the fastest bfloat16 beside the published ones."""
+    found = exact_run(rows)
+    if found is None:
+        return []
+    results = found[1]
+    speeds = {one: over_fastest(results, OURS, one) for one in WITH_SPEED_TARGET}
+    shown = {one: speed for one, speed in speeds.items() if speed is not None}
+    if not shown:
+        return []
+    words = ", ".join(f"{name} {speed:.2f}" for name, speed in shown.items())
+    theirs = ", ".join(number(published_speedup(one), 2) for one in shown)
+    text = (
+        f"Llama-3.1-8B's shapes at batch 1, tokens a second over those of the fastest bfloat16: {words}; published for an "
+        f"{HARDWARE}: {theirs}"
+    )
+    return [Headline(text, [row for one in shown if (row := results.row(OURS, one, RATE)) is not None])]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """What torchao's configurations generate in the same run, beside ours."""
+    found = exact_run(rows)
+    rates = [
+        (one, *(found[1].value(by, one, RATE) for by in (OURS, TORCHAO)))
+        for one in WITH_SPEED_TARGET
+        if found
+    ]
+    words = [f"{one} {mine:.0f} and {theirs:.0f}" for one, mine, theirs in rates if mine and theirs]
+    return f"tokens a second of ours and of torchao's: {', '.join(words)}" if words else ""
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of our configurations in the run with the real shapes."""
+    found = exact_run(rows)
+    if found is None:
+        return []
+    where, results = found
+    ours = [method for setting, method in lines_of(results) if setting == OURS]
+    return [RunTargets(where, [named(one, target) for target in targets_of(results, one)]) for one in ours]
+
+
+def named(method: str, target: Target) -> Target:
+    """A target with its configuration in its name."""
+    return replace(target, name=f"{method}: {target.name}")
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:

@@ -6,6 +6,8 @@ run, less what two timings of the same thing differ by; sizes with the published
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from experiments.decode.configs import BASELINE, BFLOAT16, DEPENDENT, LIBRARY, OURS, WITH_SPEED_TARGET
 from experiments.harness.libraries import TORCHAO
 from experiments.report import targets
@@ -45,7 +47,7 @@ def over_fastest(results: Results, setting: str, method: str) -> float | None:
 
 def targets_of(results: Results, method: str) -> list[Target]:
     """The targets of one of our configurations."""
-    found = []
+    found = list[Target]()
     if method in WITH_SPEED_TARGET and (speedup := published_speedup(method)) is not None:
         found.append(Target("published speedup", over_fastest(results, OURS, method), speedup))
     if (rate := results.value(TORCHAO, method, RATE)) is not None:
@@ -57,7 +59,7 @@ def targets_of(results: Results, method: str) -> list[Target]:
     seconds, peak = (results.value(OURS, method, f"quantize {what}") for what in ("time", "peak memory"))
     found.append(Target("seconds to quantize", seconds, QUANTIZE_SECONDS, at_least=False))
     found.append(Target("peak of quantization", peak, QUANTIZE_PEAK, at_least=False))
-    return found
+    return [replace(target, day=results.day(OURS, method)) for target in found]
 
 
 def missed(results: Results, method: str) -> list[str]:

@@ -10,8 +10,9 @@ from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, dots, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "main_finding", "sections"]
 
+QUESTION = "How large is the error of each scheme on the same tensors?"
 ABOUT = (
     "Every scheme quantizes the same float32 tensors along the last axis: synthetic data, and weights and activations of a "
     "small model trained here. No model is run on the quantized values: that is the page of `ptq`.",
@@ -32,6 +33,8 @@ LABELLED = (
     "nf4",
     "int4_g32",
 )
+#: Schemes of the first page.
+QUOTED = ("mxint8", "fp8_rowwise", "nvfp4", "nf4", "mxfp4")
 TEXT = (
     "Each scheme quantizes float32 tensors along the last axis. Signal to noise is 10 log10 of the sum of squares over "
     "the sum of squared errors; 6 dB are one bit. Cosine distance is 1 - cosine. The largest error is given as a part of the "
@@ -52,6 +55,16 @@ def findings(rows: Sequence[Row]) -> list[str]:
     default = [method for method in results.methods if is_default(method)]
     count = f"{len(default)} default schemes and {len(results.methods) - len(default)} conventions of other projects"
     return [f"{count} were measured ({where.scale} scale, {where.device}).", *filter(None, sentences)]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """Signal to noise of some schemes on normal data."""
+    found = best_run(by_run(rows, "synthetic"))
+    if found is None:
+        return ""
+    values = {one: found[1].value("normal", one, SNR) for one in QUOTED}
+    words = [f"{name} {value:.1f} dB" for name, value in values.items() if value is not None]
+    return f"on normal data {', '.join(words)}" if words else ""
 
 
 def order_sentence(results: Results, setting: str) -> str:

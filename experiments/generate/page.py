@@ -8,7 +8,17 @@ from experiments.fp8_training.report.lines import failures
 from experiments.generate.methods import BASE, METHODS
 from experiments.generate.run import PARTS, TITLE
 from experiments.generate.stage import Stage
-from experiments.generate.tables import COMPILED, EAGER, KIND, LEAST, PREFILL, stand_ins, tables_of
+from experiments.generate.tables import (
+    COMPILED,
+    DEPTH,
+    EAGER,
+    KIND,
+    LEAST,
+    PREFILL,
+    WHOLE,
+    stand_ins,
+    tables_of,
+)
 from experiments.generate.tables import Table as Measured
 from experiments.generate.targets import targets_of
 from experiments.generate.times import (
@@ -23,13 +33,25 @@ from experiments.generate.times import (
     WARM,
 )
 from experiments.harness.rows import Row
-from experiments.report.content import Drawing, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
+from experiments.report.limits import RunTargets
 from experiments.report.ratio_map import ratio_map
-from experiments.report.results import Results, Where, by_run, number
+from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import Target, counts, missed
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]
 
+QUESTION = "What does a user of transformers' generate() gain by quantized weights?"
 ABOUT = (
     "What a user of transformers gets: `ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, "
     "compiled as transformers does by itself, and not compiled; random weights in the shapes of Llama-3.1-8B.",
@@ -84,6 +106,40 @@ def findings(rows: Sequence[Row]) -> list[str]:
             said = "; ".join([counts(targets, " targets are met"), *lost])
             words.append(f"{where.data}, {where.device}: {said}.")
     return words
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Speeds of the whole model as transformers compiles it, on the last device."""
+    run = best_run({where: one for where, one in timed(rows) if where.data == Stage(WHOLE, "").data})
+    if run is None:
+        return []
+    text = (
+        "transformers' own generate(), 32 layers of Llama-3.1-8B's shapes, compiled: int4 {int4:.2f} and {int4_16:.2f} times "
+        "as fast as bfloat16 at batch 1 and 16, int8 {int8:.2f} and {int8_16:.2f}"
+    )
+    one, sixteen = (f"batch {batch}, {COMPILED}" for batch in (1, 16))
+    places = {
+        "int4": (one, "int4 g128"), "int4_16": (sixteen, "int4 g128"), "int8": (one, "int8"), "int8_16": (sixteen, "int8"),
+    }  # fmt: skip
+    return headlines_of(text, **{name: run[1].row(*place, SPEED) for name, place in places.items()})
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """Ours beside torchao's, compiled, in one process."""
+    runs = {where: one for where, one in timed(rows) if where.data == Stage(DEPTH, "").data}
+    run, setting = best_run(runs), f"batch 1, {COMPILED}, beside torchao"
+    names = ("int4 g128", "torchao int4wo", "int8", "torchao int8wo")
+    found = {name: run[1].value(setting, name, SPEED) for name in names} if run else {}
+    words = [f"{name} {speed:.2f}" for name, speed in found.items() if speed is not None]
+    return f"eight layers at batch 1, compiled, over bfloat16: {', '.join(words)}" if words else ""
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of all runs of real shapes."""
+    return [
+        RunTargets(where, targets_of(where.data, results), unit="times bfloat16")
+        for where, results in timed(rows)
+    ]
 
 
 def timed(rows: Sequence[Row]) -> list[tuple[Where, Results]]:

@@ -1,4 +1,4 @@
-"""Targets of `generate()`, those of the issue "Fast where people are", as data: speeds over bfloat16 in the same table.
+"""Targets of `generate()`, as data: speeds over bfloat16 in the same table.
 
 Compiled decoding has targets for the whole model alone, and for what is measured of it; a prefill and steps that are not
 compiled for eight layers.
@@ -40,6 +40,7 @@ def targets_of(data: str, results: Results) -> list[Target]:
             results.value(setting, method, SPEED),
             limit,
             value_format=".2f",
+            day=results.day(setting, method),
         )
         for methods, settings, limit in asked
         for setting in settings

@@ -1,17 +1,19 @@
-"""Targets of quantized layers over rows of inputs: those of the issue "Fast where people are", as data.
+"""Targets of quantized layers over rows of inputs, as data.
 
 They are of one shape. Times are what other projects' kernels take on an H200 and hold there; ratios hold on any GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from experiments.linear.methods import BASE, EXPERTS, PEERS, TORCHAO
+from experiments.harness.rows import Row
+from experiments.linear.methods import BASE, EXPERTS, PARTS, PEERS, TORCHAO
 from experiments.linear.tables import COMPILED_ROWS, EXPERT_ROWS, ROWS, SHAPES, data_of, setting_of
 from experiments.linear.times import SPEED, TIME
-from experiments.report.results import Results, Where
+from experiments.report.limits import RunTargets
+from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import Target
 
 SHAPE = data_of(SHAPES[0])
@@ -83,6 +85,15 @@ def targets_of(part: str, where: Where, results: Results) -> list[Target]:
     ]
 
 
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of all parts on all GPUs."""
+    return [
+        RunTargets(where, targets_of(part, where, results), part, "times bfloat16")
+        for part in PARTS
+        for where, results in by_run(rows, part).items()
+    ]
+
+
 def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
     """One of them."""
     setting, is_time = setting_of(rows), limit.metric == TIME
@@ -93,7 +104,8 @@ def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
     )
     unit = "us" if is_time else "" if limit.metric == SPEED else "times torchao"
     name = f"{method}, {rows} row{'s' * (rows > 1)}"
-    return Target(name, value, limit.limit, not is_time, unit, ".1f" if is_time else ".2f")
+    digits, day = ".1f" if is_time else ".2f", results.day(setting, method)
+    return Target(name, value, limit.limit, not is_time, unit, digits, day=day)
 
 
 def peer_of(method: str) -> list[str]:
@@ -118,4 +130,4 @@ def slow_rows(results: Results) -> Iterator[tuple[str, list[int]]]:
             yield method, slow
 
 
-__all__ = ["LIMITS", "Limit", "over_torchao", "slow_rows", "targets_of"]
+__all__ = ["LIMITS", "Limit", "over_torchao", "slow_rows", "targets_by_run", "targets_of"]

@@ -10,8 +10,9 @@ from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "sections"]
 
+QUESTION = "How well do the models that are the baseline of low-precision training train?"
 ABOUT = (
     "Stand-ins: byte-level Llamas trained here from random weights, in bfloat16 on a GPU. They are the baseline of "
     "low-precision training; learning rates beside each other show how well each is trained.",

@@ -13,8 +13,9 @@ from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "main_finding", "sections"]
 
+QUESTION = "How much loss does each scheme cost a trained model?"
 ABOUT = (
     "A stand-in: a small byte-level Llama, trained here from scratch on the source of sympy. It compares formats with each "
     "other and stands beside no published value.",
@@ -68,6 +69,12 @@ def findings(rows: Sequence[Row]) -> list[str]:
     for activations, name in ((False, "weights"), (True, "weights and activations")):
         sentences += [noise_sentence(results, activations, name), width_sentence(results, activations, name)]
     return [sentence for sentence in sentences if sentence]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """How many schemes cost no loss that is told from noise, and the smallest of them."""
+    found = best_run(by_run(rows, QUALITY))
+    return noise_sentence(found[1], False, "weights").removesuffix(".") if found else ""
 
 
 def changes(results: Results, activations: bool) -> list[tuple[float, float, float, str]]:

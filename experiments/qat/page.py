@@ -9,14 +9,26 @@ from experiments.models.activation_schemes import activations_of
 from experiments.models.quantized_model import PLAIN
 from experiments.qat.run import BASELINE, NO_PERCENTAGE, PTQ, QAT, RECOVERY, RUNS, TITLE
 from experiments.qat.summary import DEVIATIONS
-from experiments.qat.targets import targets_of
-from experiments.report.content import Drawing, Section, Table
+from experiments.qat.targets import RECOVERED, TARGETS, targets_of
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import Target
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]
 
+QUESTION = "How much of the loss of post-training quantization does training with fake quantization recover?"
 ABOUT = (
     "A stand-in: a small byte-level Llama, trained here on the source of sympy. From one trained model, some go on training "
     "as they are and are quantized afterwards (PTQ), others train with fake quantization and are converted (QAT): equally "
@@ -60,6 +72,47 @@ def findings(rows: Sequence[Row]) -> list[str]:
         f"QAT recovers of the PTQ loss ({where.scale} scale, {where.device}, {seeds} seeds): {'; '.join(words)}."
     ]
     return [*(sentence if words else []), verdict(results).strip("*")]
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """What is recovered, by the bits of the weights that have a target."""
+    found = best_run(by_run(rows, RECOVERY))
+    if found is None or found[0].scale == "quick":
+        return []
+    words, used = [], list[Row]()
+    for bits in TARGETS:
+        mine = [
+            row for row in found[1].rows if row.metric == RECOVERED and row.method.startswith(f"int{bits}_")
+        ]
+        if mine:
+            values = [row.value for row in mine]
+            words.append(f"{min(values):.1f} to {max(values):.1f}% with int{bits} weights")
+            used += mine
+    text = f"Of the loss that quantization costs a small language model, QAT recovers {', '.join(words)}"
+    return [Headline(text, used)] if words else []
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """Of which schemes the least and the most is recovered."""
+    found = best_run(by_run(rows, RECOVERY))
+    recovered = [row for row in found[1].rows if row.metric == RECOVERED] if found else []
+    if not recovered:
+        return ""
+    low, high = (chosen(recovered, key=lambda row: row.value) for chosen in (min, max))
+    return (
+        f"recovered of the loss: from {low.value:.1f}% ({label(low.setting, low.method)}) to {high.value:.1f}% "
+        f"({label(high.setting, high.method)})"
+    )
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of the largest run."""
+    found = best_run(by_run(rows, RECOVERY))
+    return (
+        []
+        if found is None
+        else [RunTargets(found[0], targets_of(found[1]), "percent of the PTQ loss recovered")]
+    )
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

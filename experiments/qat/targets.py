@@ -22,6 +22,7 @@ def targets_of(results: Results) -> list[Target]:
             unit="%",
             value_format=".1f",
             limit_format=".0f",
+            day=results.day(setting, method),
         )
         for setting, method in found
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import (
     LLAMA_3_2_3B,
@@ -21,15 +22,28 @@ from experiments.qat_overhead.targets import (
     published,
     targets_of,
 )
-from experiments.qat_overhead.variants import INT8_INT4, OURS
-from experiments.report.content import Comparison, Drawing, Section, Table
+from experiments.qat_overhead.variants import INT8_INT4, LORA, OURS
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
+from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.published import Published
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import known, rest
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "comparisons", "findings", "sections"]
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "comparisons",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]
 
+QUESTION = "What does quantization-aware training cost in time and memory over plain training?"
 ABOUT = (
     "Time and peak memory of one training step (forward and backward in bfloat16, no optimizer) with fake quantization, over "
     "plain training of the same model in the same process: two blocks of Llama-3-8B, and the whole of Llama-3.2-3B, random "
@@ -128,6 +142,50 @@ def findings(rows: Sequence[Row]) -> list[str]:
             sentences += [cost_sentence(where, results, setting) for setting in results.settings]
             sentences += verdict(results) if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
     return [sentence for sentence in sentences if sentence]
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """The compiled step of the two blocks, beside torchao's."""
+    runs = by_run(rows, KIND)
+    run = best_run({where: one for where, one in runs.items() if where.data == LLAMA_3_8B_TWO_LAYERS.name})
+    if run is None:
+        return []
+    text = (
+        "A compiled training step of two Llama-3-8B blocks with fake quantization (int8 inputs, int4 weights in groups of 32) "
+        "takes {ours:.1f}% more time and {ours_memory:.1f}% more memory than without; torchao's {theirs:.1f}% and "
+        "{theirs_memory:.1f}%"
+    )
+    found = {
+        f"{name}{ending}": run[1].row("compiled", f"{library}, {INT8_INT4}", metric)
+        for name, library in (("ours", OURS), ("theirs", TORCHAO))
+        for ending, metric in (("", TIME), ("_memory", MEMORY))
+    }
+    return headlines_of(text, **found)
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """What adapters beside frozen quantized weights save."""
+    runs = by_run(rows, KIND)
+    run = best_run({where: one for where, one in runs.items() if where.data == LLAMA_3_8B_TWO_LAYERS.name})
+    time, memory = (
+        run[1].value("compiled", f"{OURS}, {INT8_INT4}, {LORA}", one) if run else None
+        for one in (TIME, MEMORY)
+    )
+    if time is None or memory is None:
+        return ""
+    return (
+        f"with LoRA beside frozen int4 weights a compiled step takes {time:+.1f}% time, {memory:+.1f}% memory"
+    )
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of the two blocks, which are what has targets."""
+    runs = by_run(rows, KIND)
+    return [
+        RunTargets(where, targets_of(results))
+        for where, results in runs.items()
+        if where.data == LLAMA_3_8B_TWO_LAYERS.name
+    ]
 
 
 def cost_sentence(where: Where, results: Results, setting: str) -> str:

@@ -36,6 +36,7 @@ def targets_of(results: Results) -> list[Target]:
             unit="%",
             value_format=".1f",
             limit_format=".0f",
+            day=results.day(setting, method),
         )
         for setting, method in found
         for metric, limit in (LORA_TARGETS if method.endswith(LORA) else TARGETS).items()

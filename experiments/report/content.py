@@ -59,6 +59,41 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """A sentence of the first page, without its full stop, and the rows that its numbers are of."""
+
+    text: str
+    rows: Sequence[Row]
+
+    def __str__(self) -> str:
+        return f"{self.text} ({', '.join(filter(None, (*self.devices, self.days)))})."
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of its rows."""
+        return list(dict.fromkeys(row.device for row in self.rows))
+
+    @property
+    def days(self) -> str:
+        """The first and the last day of its rows."""
+        return days_of(self.rows)
+
+
+def headlines_of(text: str, **rows: Row | None) -> list[Headline]:
+    """A headline whose text has a field for the value of each row, as in ``{int4:.2f} times``; none where a row is missing."""
+    found = {name: row for name, row in rows.items() if row is not None}
+    if len(found) < len(rows):
+        return []
+    return [Headline(text.format(**{name: row.value for name, row in found.items()}), list(found.values()))]
+
+
+def days_of(rows: Sequence[Row]) -> str:
+    """The first and the last day at which rows were measured."""
+    days = sorted({row.date[:10] for row in rows if row.date})
+    return " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A published value beside the measured one of the same model, method and metric; `measured` is None without such a row.
 

@@ -1,9 +1,11 @@
-"""Pages: ``reports/index.html``, a page of all figures and tables for each experiment, and Markdown beside them. They read
-rows, and of git what has changed since.
+"""Pages: ``reports/index.html``, a page of all figures and tables for each experiment, Markdown beside them, and
+``limits.md``. They read rows, and of git what has changed since.
 
-The page module of an experiment has TITLE, ABOUT (what is measured), FEATURED (names of figures, the first of which heads the
-page), `findings(rows)` (sentences), `sections(rows)` (everything, as plain data of `experiments.report.content`) and perhaps
-`comparisons(rows)` (published values beside measured ones). This module turns them into HTML and Markdown.
+The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names
+of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
+`experiments.report.content`). It may have `comparisons(rows)` (published values beside measured ones), `headlines(rows)` (for
+the first page), `main_finding(rows)` (a few words for its line there; else how many targets are reached) and
+`targets_by_run(rows)` (`experiments.report.limits`). This module turns them into HTML and Markdown.
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
-from experiments.report.content import Comparison, Drawing, Section, Table
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of
 from experiments.report.datatables import script
+from experiments.report.limits import RunTargets, counted, missed_tables
 from experiments.report.measured import note
 from experiments.report.plots import svg
-from experiments.report.scoreboard import scoreboard
+from experiments.report.scoreboard import Scoreboard, scoreboard
 
 __all__ = ["Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]
 
@@ -38,7 +43,8 @@ MOST_LINES, MOST_OF_PAGE = 40, 400
 
 @dataclass(frozen=True)
 class Page:
-    """One experiment: what its page says, the file of its rows, how many there are, when and with what they were measured."""
+    """One experiment: what its page says, the file of its rows, how many there are, when and with what they were measured; for
+    the first page its question, headlines and main finding; the targets of its runs."""
 
     name: str
     title: str
@@ -53,6 +59,25 @@ class Page:
     days: str
     versions: Sequence[str]
     pictures: dict[str, str] = field(default_factory=dict)
+    question: str = ""
+    headlines: Sequence[Headline] = ()
+    main_finding: str = ""
+    targets: Sequence[RunTargets] = ()
+
+    @property
+    def board(self) -> Scoreboard:
+        """Its published values beside measured ones."""
+        return scoreboard(self.comparisons)
+
+    @property
+    def missed(self) -> list[Table]:
+        """The targets that are missed, a table for each device."""
+        return missed_tables(self.targets)
+
+    @property
+    def counted(self) -> str:
+        """How many targets are reached."""
+        return counted(self.targets)
 
 
 def write_pages(places: Paths) -> Written:
@@ -68,7 +93,7 @@ def write_pages(places: Paths) -> Written:
             tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
             written.append((f"{page.name}: page", shown(path)))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
-    for name in ("index.html", "README.md"):
+    for name in ("index.html", "README.md", "limits.md"):
         path = places.reports / name
         tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit()))
         written.append(("report", shown(path)))
@@ -82,38 +107,43 @@ def make_page(places: Paths, name: str) -> Page | None:
         return None
     module = EXPERIMENTS[name].page_module()
     sections = module.sections(rows)
+    targets = list(optional(module, "targets_by_run", rows))
     drawings = named(name, [drawing for section in sections for drawing in section.drawings])
     return Page(
         name=name,
         title=module.TITLE,
         about=getattr(module, "ABOUT", ()),
-        findings=module.findings(rows) if hasattr(module, "findings") else (),
+        findings=optional(module, "findings", rows),
         featured=next((drawings[one] for one in getattr(module, "FEATURED", ()) if one in drawings), None),
         sections=sections,
-        comparisons=module.comparisons(rows) if hasattr(module, "comparisons") else (),
+        comparisons=optional(module, "comparisons", rows),
         file=places.rows(name).name,
         rows=len(rows),
         measured=note(rows),
         days=days_of(rows),
         versions=ran_on(rows),
         pictures={name: svg(drawing.figure) for name, drawing in drawings.items()},
+        question=getattr(module, "QUESTION", ""),
+        headlines=optional(module, "headlines", rows),
+        main_finding=optional(module, "main_finding", rows) or counted(targets),
+        targets=targets,
     )
+
+
+def optional(module: ModuleType, name: str, rows: Sequence[Row]) -> Any:
+    """What a function of a page module returns; nothing where the module has no such function."""
+    return getattr(module, name)(rows) if hasattr(module, name) else ()
 
 
 def brief_tables(page: Page) -> list[Table]:
     """The tables that the page in Markdown shows."""
     found, lines = list[Table](), 0
-    for table in (table for section in page.sections for table in section.tables):
+    tables = [table for section in page.sections for table in section.tables]
+    for table in [*page.board.measured, *tables]:
         if len(table.lines) <= min(MOST_LINES, MOST_OF_PAGE - lines):
             found.append(table)
             lines += len(table.lines)
     return found
-
-
-def days_of(rows: Sequence[Row]) -> str:
-    """The first and the last day at which rows were measured."""
-    days = sorted({row.date[:10] for row in rows if row.date})
-    return " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
 
 
 def ran_on(rows: Sequence[Row]) -> list[str]:

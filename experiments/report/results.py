@@ -57,11 +57,24 @@ class Results:
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = list(rows)
-        self._values = {(row.setting, row.method, row.metric): row.value for row in self.rows}
+        self._rows = {(row.setting, row.method, row.metric): row for row in self.rows}
+        self._days: dict[tuple[str, str], str] = {}
+        for row in self.rows:
+            line = row.setting, row.method
+            self._days[line] = max(self._days.get(line, ""), row.date[:10])
 
     def value(self, setting: str, method: str, metric: str) -> float | None:
         """One value, or None."""
-        return self._values.get((setting, method, metric))
+        row = self.row(setting, method, metric)
+        return None if row is None else row.value
+
+    def row(self, setting: str, method: str, metric: str) -> Row | None:
+        """The row of a value, or None."""
+        return self._rows.get((setting, method, metric))
+
+    def day(self, setting: str, method: str) -> str:
+        """The last day at which a method was measured at a setting; empty where that is not known."""
+        return self._days.get((setting, method), "")
 
     @property
     def methods(self) -> list[str]:

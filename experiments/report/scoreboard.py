@@ -36,6 +36,11 @@ class Scoreboard:
     tables: Sequence[Table]
     sources: Sequence[str]
 
+    @property
+    def measured(self) -> Sequence[Table]:
+        """The table of values that have a measured one beside them; none where there is none."""
+        return [table for table in self.tables if tuple(table.columns) == COLUMNS]
+
 
 def scoreboard(found: Sequence[Comparison]) -> Scoreboard:
     """Published values that were measured here (ratios first, as they compare across devices), and those that were not."""

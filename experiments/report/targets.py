@@ -1,6 +1,7 @@
 """Targets: what a measured value is to reach, whether it does, and the words of a page for it.
 
-A target comes from an issue or from a published table. What was not measured misses no target: its row says why it is absent.
+A target was set before its measurement, is a published value, or another library's value of the same run. What was not measured
+misses no target: its row says why it is absent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ MORE_DIGITS = 6
 
 @dataclass(frozen=True)
 class Target:
-    """A measured value (None: not measured), and the limit that it is to reach or not to exceed; how text shows both."""
+    """A measured value (None: not measured), and the limit that it is to reach or not to exceed; how text shows both.
+
+    `day`: the last at which the value was measured; empty where that is not known.
+    """
 
     name: str
     value: float | None
@@ -26,6 +30,7 @@ class Target:
     unit: str = ""
     value_format: str = ".3g"
     limit_format: str = ".3g"
+    day: str = ""
 
     @property
     def reached(self) -> bool | None:
@@ -59,6 +64,13 @@ class Target:
             if self.holds(float(value), float(shown)) == self.reached:
                 return value, shown
         return format(self.value, self.value_format), limit
+
+    @property
+    def excess(self) -> float | None:
+        """By how many percent of the limit a value misses it; None where it is reached, not measured, or the limit is 0."""
+        if self.value is None or self.reached or not self.limit:
+            return None
+        return abs(percent_over(self.value, self.limit))
 
     def __str__(self) -> str:
         value, limit = self.texts

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
+from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import Target
 from experiments.speed.run import TITLE
 from experiments.speed.targets import MISSING, TARGET_METRIC, target_of
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "main_finding", "sections", "targets_by_run"]
 
+QUESTION = "How fast are the functions of the reference on a CPU beside ml_dtypes, XLA and torchao?"
 ABOUT = (
     "The functions of `reference` on a CPU beside ml_dtypes, XLA and torchao, called in turn on the same inputs after a check "
     "of the results; and the time of imports.",
@@ -52,6 +55,22 @@ def findings(rows: Sequence[Row]) -> list[str]:
             f"The smallest ratio is {ratios[low]:.2f} ({low}), the largest {ratios[high]:.2f} ({high})."
         )
     return sentences
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """The smallest and the largest ratio."""
+    words = findings(rows)[1:]
+    return words[0].removesuffix(".") if words else ""
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of all comparisons and imports that have one."""
+    return [
+        RunTargets(where, [replace(one, name=f"{one.name} against {setting}")], unit="times its speed")
+        for where, results in by_run(rows, "speed").items()
+        for setting, method in pairs_of(results)
+        if (one := target_of(results, setting, method)) is not None
+    ]
 
 
 def plot(where: Where, results: Results) -> Drawing:

@@ -16,6 +16,9 @@ def target_of(results: Results, setting: str, method: str) -> Target | None:
     limit = results.value(setting, method, TARGET_METRIC)
     if limit is None:
         return None
+    day = results.day(setting, method)
     if method.startswith("import "):
-        return Target(method, results.value(setting, method, "time"), limit, at_least=False, unit="ms")
-    return Target(method, results.value(setting, method, "ratio"), limit)
+        return Target(
+            method, results.value(setting, method, "time"), limit, at_least=False, unit="ms", day=day
+        )
+    return Target(method, results.value(setting, method, "ratio"), limit, day=day)

@@ -12,7 +12,11 @@ from experiments.fp8_training.training.gaps import BEYOND, Gap
 from experiments.fp8_training.training.plans import BASE_NAMES, LONG, MARGIN, PLANS, SWEEP
 from experiments.harness.rows import Row
 from experiments.pretraining.run import BITS
+from experiments.report.content import Headline
 from experiments.report.results import Results, Where, best_run, by_run
+
+#: Recipes of the first page.
+QUOTED = ("rowwise", "mxfp8", "mxfp4", "nvfp4")
 
 
 def of_trainings(rows: Sequence[Row]) -> list[str]:
@@ -26,6 +30,27 @@ def of_trainings(rows: Sequence[Row]) -> list[str]:
             if kind == GAPS:
                 found += base_found(rows, *best)
     return found
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Gaps of some recipes on held-out text, of the largest run."""
+    run = best_run(by_run(rows, GAPS))
+    metric = held_out(convergence.totals(run[1])) if run else None
+    if run is None or metric is None or run[0].scale == "quick":
+        return []
+    gaps, words, used = run[1], [], list[Row]()
+    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
+        one, row = (
+            convergence.gap_of(gaps, setting, method, metric),
+            gaps.row(setting, method, f"gap, {metric}"),
+        )
+        if method in QUOTED and one is not None and row is not None:
+            words.append(f"{method} {one.mean:+.2f} ± {one.half:.2f}% ({one.verdict(MARGIN)})")
+            used.append(row)
+    text = (
+        f"Loss on held-out books over bfloat16's, over paired trainings of a small Llama: {', '.join(words)}"
+    )
+    return [Headline(text, used)] if words else []
 
 
 def base_found(rows: Sequence[Row], where: Where, gaps: Results) -> list[str]:
@@ -151,4 +176,4 @@ def name_of(metric: str) -> str:
     return metric.removeprefix(f"{BITS}, ")
 
 
-__all__ = ["of_trainings"]
+__all__ = ["headlines", "of_trainings"]

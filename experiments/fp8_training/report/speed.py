@@ -7,15 +7,24 @@ from typing import TYPE_CHECKING
 
 from experiments.fp8_training.report.lines import Columns, failures, table
 from experiments.fp8_training.report.published_tables import SPEED, model_table, of_grid
-from experiments.fp8_training.report.targets import of_blocks, of_fsdp, of_linear, target_table, verdict
+from experiments.fp8_training.report.targets import (
+    SPEED_RATIO,
+    of_blocks,
+    of_fsdp,
+    of_linear,
+    ours,
+    target_table,
+    verdict,
+)
 from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
 from experiments.fp8_training.speed.blocks import LLAMA_3_2_3B_FOUR_LAYERS
 from experiments.fp8_training.speed.steady import IDLE, SETTLE, SINGLE
+from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
-from experiments.report.content import Drawing, Section
+from experiments.report.content import Drawing, Headline, Section, headlines_of
 from experiments.report.plots import heatmap
-from experiments.report.results import Results, Where, by_run
+from experiments.report.results import Results, Where, best_run, by_run
 from experiments.report.targets import Target
 
 if TYPE_CHECKING:
@@ -96,6 +105,25 @@ EAGER = (
 )
 #: Of cells: what a step takes in eager mode over bfloat16's, and the least of it, and of kernels, that counts as no loss.
 WALL, AS_FAST = "speed over bfloat16", 0.98
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Two compiled blocks by `rowwise`, beside torchao's."""
+    runs = {
+        where: one
+        for where, one in by_run(rows, blocks.KIND).items()
+        if where.data == LLAMA_3_8B_TWO_LAYERS.name
+    }
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    if run is None:
+        return []
+    setting, theirs = blocks.blocks(2, compiled=True).setting, f"{TORCHAO}, rowwise"
+    text = (
+        "Two compiled layers of Llama-3-8B train {ours:.2f} times as fast as in bfloat16 by the recipe rowwise, {fast:.2f} "
+        "with fast sums; torchao's rowwise {theirs:.2f}"
+    )
+    names = {"ours": ours("rowwise"), "fast": ours("rowwise", fast_sums=True), "theirs": theirs}
+    return headlines_of(text, **{name: run[1].row(setting, one, SPEED_RATIO) for name, one in names.items()})
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

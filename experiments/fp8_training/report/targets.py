@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_FAST, Method
+from experiments.fp8_training.report.convergence import gap_of, totals
 from experiments.fp8_training.speed import blocks, fsdp, linear
 from experiments.fp8_training.speed.blocks import COMPILED
+from experiments.fp8_training.training.convergence import GAPS
+from experiments.fp8_training.training.gaps import UNDECIDED
+from experiments.fp8_training.training.plans import MARGIN
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
+from experiments.pretraining.run import BITS
 from experiments.report.content import Table
-from experiments.report.results import Results, Where, by_run
+from experiments.report.limits import RunTargets, by_device
+from experiments.report.results import Results, Where, best_run, by_run
 from experiments.report.targets import Target, counts, known, missed, rest
 
 TIME, TIME_RATIO, SPEED_RATIO = "time", "time over bfloat16", "speed over bfloat16"
@@ -55,6 +61,7 @@ def of_linear(where: Where, results: Results) -> list[Target]:
     found = [
         at_most(
             f"{method}, {setting}: {TIME_RATIO}", results.value(setting, method, TIME_RATIO), limit,
+            results.day(setting, method),
         )
         for method, limit in limits
         for setting in (linear.EAGER, linear.GRAPH)
@@ -63,6 +70,7 @@ def of_linear(where: Where, results: Results) -> list[Target]:
     return found + [
         at_most(
             f"{ours(one)}, {linear.EAGER}: time over torchao's best", over_torchao(results, one), OF_TORCHAO,
+            results.day(linear.EAGER, ours(one)),
         )
         for one in recipes
     ]  # fmt: skip
@@ -95,9 +103,10 @@ def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
     eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
     speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
     fastest = max((one for one in speeds if one is not None), default=None)
-    yield at_least(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit)
+    day = results.day(compiled, name)
+    yield at_least(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit, day)
     times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
-    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED)
+    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED, day)
     yield from of_memory(results, name)
 
 
@@ -106,6 +115,7 @@ def of_memory(results: Results, name: str) -> Iterator[Target]:
     for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
         yield at_most(
             f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY,
+            results.day(setting, name),
         )  # fmt: skip
 
 
@@ -118,9 +128,10 @@ def of_fsdp(where: Where, results: Results) -> list[Target]:
     for side in fsdp.SIDES:
         if side.codes:
             speed = results.value(setting, side.name, OF_WIDE)
-            found.append(at_least(f"{side.name}: {OF_WIDE}", speed, OF_GATHER))
+            day = results.day(setting, side.name)
+            found.append(at_least(f"{side.name}: {OF_WIDE}", speed, OF_GATHER, day))
             bytes_ratio = ratio(results.value(setting, side.name, GATHERED), base)
-            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES))
+            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES, day))
     return found
 
 
@@ -140,14 +151,14 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value / base
 
 
-def at_most(name: str, value: float | None, limit: float) -> Target:
+def at_most(name: str, value: float | None, limit: float, day: str = "") -> Target:
     """A target that is an upper limit."""
-    return Target(name, value, limit, at_least=False, value_format=".3f")
+    return Target(name, value, limit, at_least=False, value_format=".3f", day=day)
 
 
-def at_least(name: str, value: float | None, limit: float) -> Target:
+def at_least(name: str, value: float | None, limit: float, day: str = "") -> Target:
     """One that is a lower limit."""
-    return Target(name, value, limit, value_format=".3f")
+    return Target(name, value, limit, value_format=".3f", day=day)
 
 
 #: What has targets, by kind of table, and how its tables are called.
@@ -159,22 +170,54 @@ TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ..
 
 
 def finding(rows: Sequence[Row]) -> list[str]:
-    """How many targets of single layers and of blocks are reached, and how many were not measured, by device; nothing of one
-    on which none was."""
-    found: dict[tuple[str, str], list[Target]] = {}
-    tables = {kind: by_run(rows, kind) for kind in TARGETS}
-    for scale, device in dict.fromkeys((one.scale, one.device) for runs in tables.values() for one in runs):
-        found[scale, device] = [
-            target
-            for kind, (of_one, names) in TARGETS.items()
-            for where in (Where(scale, device, name) for name in names)
-            for target in of_one(where, tables[kind].get(where, Results([])))
-        ]
+    """How many targets of speed and memory are reached, and how many were not measured, by device; nothing of one on which
+    none was."""
     return [
-        f"Targets of speed and memory reached, {scale} scale on {device}: {counts(targets)}."
-        for (scale, device), targets in found.items()
-        if known(targets)
+        f"Targets of speed and memory reached, full scale on {device}: {counts(targets)}."
+        for device, targets in by_device(speed_targets(rows)).items()
     ]
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Those of speed and memory, then gaps of paired trainings to bfloat16."""
+    return [*speed_targets(rows), *gap_targets(rows)]
+
+
+def speed_targets(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of single layers, of blocks and of two GPUs, on every device that measured one of these; those of a table that is
+    missing have no value."""
+    tables = {kind: by_run(rows, kind) for kind in TARGETS}
+    devices = dict.fromkeys(
+        one.device for runs in tables.values() for one in runs if (one.scale, one.device) != ("quick", "cpu")
+    )
+    return [
+        RunTargets(where, of_one(where, tables[kind].get(where, Results([]))), kind)
+        for device in devices
+        for kind, (of_one, names) in TARGETS.items()
+        for where in (Where("full", device, name) for name in names)
+    ]
+
+
+def gap_targets(rows: Sequence[Row]) -> list[RunTargets]:
+    """The mean gap of each recipe to bfloat16 on each text, of the largest run: at most the margin. A gap whose interval
+    holds the margin is decided neither way and has no target."""
+    run = best_run(by_run(rows, GAPS))
+    if run is None or run[0].scale != "full":
+        return []
+    where, gaps = run
+    metrics = [one for one in totals(gaps) if one.startswith(BITS) and "/" not in one]
+    lines = dict.fromkeys((row.setting, row.method) for row in gaps.rows)
+    found = [gap_target(gaps, *line, metric) for line in lines for metric in metrics]
+    return [RunTargets(where, [one for one in found if one is not None], "loss over bfloat16's")]
+
+
+def gap_target(gaps: Results, setting: str, method: str, metric: str) -> Target | None:
+    """The mean gap of a recipe on a text, with its interval in the name; None where it was not measured or is undecided."""
+    gap = gap_of(gaps, setting, method, metric)
+    if gap is None or gap.verdict(MARGIN) == UNDECIDED:
+        return None
+    name = f"{method}, {metric} (95% interval ± {gap.half:.2f})"
+    return Target(name, gap.mean, MARGIN, False, "%", ".2f", day=gaps.day(setting, method))
 
 
 def verdict(targets: Sequence[Target]) -> list[str]:
@@ -198,4 +241,4 @@ def target_table(targets: Sequence[Target], rows: Sequence[Row] = ()) -> list[Ta
     return [Table("Targets", ["target", "measured", "limit", "reached"], lines, rows)] if lines else []
 
 
-__all__ = ["finding", "of_blocks", "of_fsdp", "of_linear", "target_table", "verdict"]
+__all__ = ["finding", "of_blocks", "of_fsdp", "of_linear", "target_table", "targets_by_run", "verdict"]

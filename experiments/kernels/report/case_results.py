@@ -9,13 +9,16 @@ from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, at_least, at_most
+from experiments.kernels.jax_calls import KIND as JAX
+from experiments.kernels.jax_calls import TORCH, WAYS
 from experiments.kernels.outcome import BASELINE_TABLE, KERNELS
+from experiments.report.limits import RunTargets
 from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import BASELINE_TOLERANCE, Target
 
 STATUS, TARGET = "status: ", "target: "
 #: Metrics for which less is better.
-LESS = ("time over elementwise", "host time", "host time, added")
+LESS = ("time over elementwise", "host time", "host time, added", *(f"{way} over {TORCH}" for way in WAYS))
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def target_of(row: Row, values: Mapping[str, float]) -> Target:
     """The target that a row states, with the value that was measured."""
     metric = row.metric.removeprefix(TARGET)
     target = at_most(metric, row.value) if metric in LESS else at_least(metric, row.value)
-    return replace(target, value=values.get(metric))
+    return replace(target, value=values.get(metric), day=row.date[:10])
 
 
 def status_of(rows: Sequence[Row]) -> str:
@@ -153,6 +156,28 @@ def ordered(lines: Sequence[CaseResult]) -> list[CaseResult]:
         return shape, cases.index(one.case) if one.case in cases else len(cases)
 
     return sorted(lines, key=key)
+
+
+def targets_by_run(rows: Iterable[Row]) -> list[RunTargets]:
+    """Of all cases and of calls from JAX."""
+    return [
+        RunTargets(where, targets_in(results.rows), kind)
+        for kind in (KERNELS, JAX)
+        for where, results in by_run(rows, kind).items()
+    ]
+
+
+def targets_in(rows: Iterable[Row]) -> list[Target]:
+    """The targets that rows state, named by case, shape and metric, with the values that were measured."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row.method, row.setting), []).append(row)
+    found = []
+    for (case, shape), mine in lines.items():
+        values = {row.metric: row.value for row in mine}
+        stated = [target_of(row, values) for row in mine if row.metric.startswith(TARGET)]
+        found += [replace(one, name=f"{case} at {shape}: {one.name}") for one in stated]
+    return found
 
 
 def summary(lines: Sequence[CaseResult]) -> str:

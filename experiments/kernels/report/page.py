@@ -9,16 +9,33 @@ from statistics import median
 from experiments.harness.rows import Row
 from experiments.kernels.baselines.baseline import BASELINES
 from experiments.kernels.cases.case import LARGE, SMALL
-from experiments.kernels.report.case_results import BaselineResult, CaseResult, results_of, summary
+from experiments.kernels.report.case_results import (
+    BaselineResult,
+    CaseResult,
+    results_of,
+    summary,
+    targets_by_run,
+)
 from experiments.kernels.report.jax_page import jax_sections
 from experiments.kernels.report.roofline import by_operation, operation, roofline
 from experiments.kernels.run import TITLE
-from experiments.report.content import Drawing, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.results import Where, number
 from experiments.report.targets import BASELINE_TOLERANCE
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]
 
+QUESTION = "How near does each kernel come to the rate at which the GPU copies?"
 ABOUT = (
     "Each kernel of `fast` on a GPU, as a fraction of the rate at which the same GPU copies as many bytes as the kernel must "
     "read, timed in turn with it. A result is compared with the reference bit for bit before it is timed.",
@@ -26,6 +43,8 @@ ABOUT = (
 )
 #: Figures that the top of the page shows: the first that there is.
 FEATURED = ("kernels-operations",)
+#: The fraction of the copy rate that counts as high.
+HIGH = 0.9
 
 TEXT = (
     "The floor of a kernel is every input read once and every output written once (inputs twice where a scale of the whole "
@@ -65,12 +84,41 @@ def findings(rows: Sequence[Row]) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def fraction_sentence(lines: Sequence[CaseResult]) -> str:
-    """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """The median of all fractions of the copy rate on large tensors, and how many are high."""
+    runs = [lines for where, lines in results_of(rows).items() if where.device != "cpu"]
+    values = [value for found in fractions(runs[-1]).values() for value in found] if runs else []
+    if not values:
+        return []
+    text = (
+        f"Kernels on tensors of {' and '.join(LARGE)} run at {median(values):.2f} of the rate of a copy (median of "
+        f"{len(values)}), {sum(value >= HIGH for value in values)} of them at {HIGH:g} or above"
+    )
+    return [Headline(text, [row for row in rows_of(runs[-1]) if row.metric == "fraction"])]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """How many cases are slower than a baseline."""
+    runs = list(results_of(rows).values())
+    if not runs:
+        return ""
+    compared = [line for line in runs[-1] if line.best_baseline is not None]
+    slower = [line for line in compared if line.faster_baselines]
+    return f"{len(slower)} of {len(compared)} cases that have a baseline (torch, torch.compile, torchao) are slower than it"
+
+
+def fractions(lines: Sequence[CaseResult]) -> dict[str, list[float]]:
+    """Fractions of the copy rate on large tensors, by operation."""
     found: dict[str, list[float]] = {}
     for line in lines:
         if line.shape in LARGE and "fraction" in line.values:
             found.setdefault(operation(line), []).append(line.values["fraction"])
+    return found
+
+
+def fraction_sentence(lines: Sequence[CaseResult]) -> str:
+    """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
+    found = fractions(lines)
     words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
     return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
 

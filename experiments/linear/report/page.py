@@ -9,11 +9,14 @@ from experiments.linear.methods import PARTS
 from experiments.linear.outputs import ERROR
 from experiments.linear.report import outputs, times
 from experiments.linear.run import TITLE
-from experiments.linear.targets import slow_rows, targets_of
-from experiments.report.content import Section
-from experiments.report.results import Results, Where, by_run
+from experiments.linear.tables import setting_of
+from experiments.linear.targets import SHAPE, slow_rows, targets_by_run, targets_of
+from experiments.linear.times import SPEED, TIME
+from experiments.report.content import Headline, Section, headlines_of
+from experiments.report.results import Results, Where, best_run, by_run
 from experiments.report.targets import Target, counts, missed
 
+QUESTION = "How fast is one quantized layer beside bfloat16 and torchao, at 1 to 8192 rows of inputs?"
 ABOUT = (
     "One linear layer of a user's model, `nn.Linear` in bfloat16 through `ao_lab.quantize_`, over 1 to 8192 rows of inputs: "
     "what its rules choose without tuning, beside bfloat16 and torchao; and experts of a mixture, whose rows are sorted.",
@@ -21,6 +24,8 @@ ABOUT = (
     "scale; at quick scale errors and the kernels that were chosen are of small shapes on a CPU.",
 )
 FEATURED = ("linear-weights-14336x4096-full", "linear-weights-14336x4096-full-nvidia-h100-80gb-hbm3")
+#: Weights of the first page.
+QUOTED = ("int4 g128", "int8", "mxfp4")
 NOTHING = "Nothing is timed yet: times are of a GPU at full scale."
 
 
@@ -32,6 +37,33 @@ def findings(rows: Sequence[Row]) -> list[str]:
             said = times_words(part, where, results) if where.device != "cpu" else []
             timed, words = timed or bool(said), [*words, *said]
     return [*words, *([] if timed else [NOTHING]), *outputs_words(rows)]
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Times of one row and of 16 by the weight that has targets, on the last device."""
+    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    if run is None:
+        return []
+    text = (
+        "A layer of 14336 x 4096 with int4 weights in groups of 128 takes {one:.1f} us for one row of inputs, {speed:.2f} "
+        "times as fast as bfloat16, and {few:.1f} us for 16; with int8 weights {int8:.1f} us for one"
+    )
+    places = {
+        "one": (1, "int4 g128", TIME), "speed": (1, "int4 g128", SPEED), "few": (16, "int4 g128", TIME),
+        "int8": (1, "int8", TIME),
+    }  # fmt: skip
+    found = {name: run[1].row(setting_of(count), *place) for name, (count, *place) in places.items()}
+    return headlines_of(text, **found)
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """Where layers of the shape that has targets are slower than bfloat16, on the last device."""
+    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    slow = dict(slow_rows(run[1])) if run else {}
+    words = [f"{name} at {', '.join(map(str, slow[name]))}" for name in QUOTED if name in slow]
+    return f"slower than bfloat16, {SHAPE}: {'; '.join(words)} rows" if words else ""
 
 
 def times_words(part: str, where: Where, results: Results) -> list[str]:
@@ -80,4 +112,14 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     ]
 
 
-__all__ = ["ABOUT", "FEATURED", "TITLE", "findings", "sections"]
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]

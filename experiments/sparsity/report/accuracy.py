@@ -9,7 +9,7 @@ from experiments.fp8_training.training.gaps import Gap
 from experiments.harness.rows import Row
 from experiments.models.pretraining.sizes import SMALL
 from experiments.pretraining.run import BITS
-from experiments.report.content import Drawing, Section, Table
+from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.sparsity.accuracy import language, pairs, vision
@@ -44,6 +44,13 @@ TASKS = {
     ),
 }
 
+#: Methods of the first page, and their names there.
+QUOTED = {
+    "one-shot, magnitude": "pruned by magnitude",
+    "one-shot, sparsegpt": "pruned by SparseGPT",
+    "fine-tuned, fixed masks": "fine-tuned",
+}
+
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """What the largest run of each subject says of one-shot pruning and of fine-tuning."""
@@ -59,6 +66,21 @@ def findings(rows: Sequence[Row]) -> list[str]:
             ]
             found.append(f"{title}, gap to dense, margin {margin:g} {unit}, {where}: {'; '.join(words)}.")
     return found
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Gaps of pruning at once and of training on, of both subjects."""
+    found, used = [], list[Row]()
+    for kind, (title, _, _, unit, _) in TASKS.items():
+        run = best_run(by_run(rows, pairs.gaps_kind(kind)))
+        if run is not None and run[0].scale == "full":
+            gaps = {words: gap_of(run[1], method) for method, words in QUOTED.items()}
+            said = [
+                f"{name} {one.mean:.2f} ± {one.half:.2f}" for name, one in gaps.items() if one is not None
+            ]
+            found.append(f"{title.lower()}, {unit}: {', '.join(said)}")
+            used += [row for row in run[1].rows if row.method in QUOTED and row.metric == "gap"]
+    return [Headline(f"2:4 models lie behind dense ones: {'; '.join(found)}", used)] if found else []
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -189,4 +211,4 @@ def mean(values: dict[int, float]) -> float | None:
     return fmean(values.values()) if values else None
 
 
-__all__ = ["TASKS", "findings", "gap_of", "sections"]
+__all__ = ["TASKS", "findings", "gap_of", "headlines", "sections"]

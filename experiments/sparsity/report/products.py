@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from experiments.fp8_training.report.lines import failures
 from experiments.harness.rows import Row
-from experiments.report.content import Section, Table
-from experiments.report.results import Results, Where, by_run, number
+from experiments.report.content import Headline, Section, Table, headlines_of
+from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.sparsity.speed import blocks, products
 from experiments.sparsity.speed.sides import DENSE
 
@@ -30,6 +30,8 @@ RATIOS = {
         ("fp8 + 2:4 over fp8", blocks.SPARSE_FP8, (blocks.FP8,)),
     ),
 }
+#: The shape of the first page: rows x inputs x outputs.
+LARGEST = "16384x4096x14336"
 Found = Mapping[Where, Results]
 
 
@@ -46,6 +48,33 @@ def findings(rows: Sequence[Row]) -> list[str]:
             if said:
                 words.append(f"{title} ({device}; {setting}), speed: {'; '.join(said)}.")
     return words
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """A large FP8 product over dense bfloat16, beside dense FP8 and cuSPARSELt."""
+    runs = {where: one for where, one in by_run(rows, products.KIND).items() if where.data == LARGEST}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    if run is None:
+        return []
+    text = (
+        f"A 2:4 weight in FP8 multiplies {{own:.2f}} times as fast as dense bfloat16 at {LARGEST.replace('x', ' x ')}; dense "
+        "FP8 {dense:.2f} times, cuSPARSELt's best algorithm {library:.2f}"
+    )
+    setting = products.SETTINGS[products.FP8]
+    names = {"own": products.OWN, "dense": products.DENSE_FP8, "library": products.CUSPARSELT}
+    found = {name: run[1].row(setting, one, "speed over dense") for name, one in names.items()}
+    return headlines_of(text, **found)
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """What 2:4 gains of a block's layers at the rows of decoding, on the last device."""
+    runs = [(key[1], one) for key, one in groups(rows, blocks.KIND).items() if "cpu" not in key[0]]
+    setting, found = runs[-1] if runs else ("", {})
+    ratios, words = [ratios_of(blocks.KIND, setting, results) for results in found.values()], []
+    for name, *_ in RATIOS[blocks.KIND]:
+        values = [one[name] for one in ratios if name in one]
+        words += [f"{name} {min(values):.2f} to {max(values):.2f}"] if values else []
+    return f"layers of a block at 1 to 16 rows, speed of {', '.join(words)}" if words else ""
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
@@ -111,4 +140,4 @@ def ratios_of(kind: str, setting: str, results: Results) -> dict[str, float]:
     return found
 
 
-__all__ = ["findings", "sections"]
+__all__ = ["findings", "headlines", "main_finding", "sections"]

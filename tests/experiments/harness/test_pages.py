@@ -49,7 +49,7 @@ def test_pages_need_no_network_and_no_file_that_is_not_there(places):
     assert "Every scheme on" not in found["index"]
     assert "Every scheme on" in found["formats"]
     assert not places.cache.exists()
-    for name in ("README.md", "formats.md", "ptq.md"):
+    for name in ("README.md", "formats.md", "limits.md", "ptq.md"):
         assert (places.reports / name).stat().st_size > 100
 
 
@@ -74,7 +74,7 @@ def test_a_missing_result_stays_missing(places, rows):
 
 def test_nothing_measured_makes_an_empty_report(tmp_path):
     made = pages.write_pages(Paths(tmp_path, tmp_path / "reports"))
-    assert [what for what, _ in made] == ["report", "report"]
+    assert [what for what, _ in made] == ["report", "report", "report"]
 
 
 def test_bits_stand_beside_the_tensors_that_they_are_of(places):
