@@ -18,7 +18,7 @@ import torch
 from ao_lab.qat import transforms
 from ao_lab.qat.backward import gradients
 from ao_lab.qat.forward import Given, Rule, needs_input, rule_of, values
-from fast.device import functional_transform, is_traced
+from fast.device import PLAIN, functional_transform, is_traced
 from fast.second_derivatives import once_differentiable
 
 
@@ -139,16 +139,27 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 qat_linear_op.register_autograd(_backward, setup_context=_keep)
 
 
+def refuse_dtensor(weight: torch.Tensor) -> None:
+    """TypeError for a weight that is split among ranks where a layer in QAT runs: its operators have no rules for that."""
+    if hasattr(weight, "device_mesh"):
+        raise TypeError(
+            "QAT: the weight is a DTensor; shard layers by fully_shard after step='prepare', and call the module that was "
+            "sharded. Tensor parallelism has no layers in QAT: split the converted model"
+        )
+
+
 def qat_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, given: Given, rule: Rule
 ) -> torch.Tensor:
     """The layer's output for inputs (..., K); differentiable. Under autocast inputs and bias are cast, as in F.linear.
 
     Outside it a bias keeps its dtype: what the converted layer would not add to these inputs is not trained with.
-    Raises torch's RuntimeError for inputs of no axis.
+    Raises torch's RuntimeError for inputs of no axis, TypeError for a DTensor as the weight.
     """
     if not x.dim():
         return torch.nn.functional.linear(x, weight, bias)
+    if type(weight) not in PLAIN:
+        refuse_dtensor(weight)
     kind = x.device.type
     casts = kind != "meta" and torch.is_autocast_enabled(kind)
     if casts and x.dtype != torch.float64:
@@ -169,4 +180,4 @@ def qat_linear(
     return y if x.dim() == 2 else y.reshape((*x.shape[:-1], weight.shape[0]))
 
 
-__all__ = ["QATLinearFunction", "qat_linear"]
+__all__ = ["QATLinearFunction", "qat_linear", "refuse_dtensor"]

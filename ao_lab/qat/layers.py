@@ -17,11 +17,11 @@ from torch import nn
 import fast
 from ao_lab.config.recipe import Recipe
 from ao_lab.qat import transforms
-from ao_lab.qat.autograd import qat_linear
+from ao_lab.qat.autograd import qat_linear, refuse_dtensor
 from ao_lab.qat.forward import Given, Rule, with_nan
 from ao_lab.qat.scale_init import SMALLEST
 from ao_lab.training.layers import RAN, mark_run
-from fast.device import functional_transform
+from fast.device import PLAIN, functional_transform
 from fast.ops import record_name
 from reference import Scales, Scheme
 from reference.schemes.record_text import record_of
@@ -91,6 +91,8 @@ scaled_gradient.register_autograd(_scaled_backward, setup_context=_keep_elements
 
 def with_scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.Tensor:
     """`scaled_gradient`, under transforms of torch.func too."""
+    if type(x) not in PLAIN:
+        refuse_dtensor(x)
     if torch.compiler.is_compiling() or functional_transform() is None:
         op: torch.Tensor = scaled_gradient(x, elements, scheme)
         return op

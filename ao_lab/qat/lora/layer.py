@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ao_lab.config.recipe import Recipe
-from ao_lab.qat.autograd import qat_linear
+from ao_lab.qat.autograd import qat_linear, refuse_dtensor
 from ao_lab.qat.config import LoRA
 from ao_lab.qat.layers import ADAPTERS, WRITES, QATLinear, count_writes
 from ao_lab.qat.lora.autograd import frozen_linear
@@ -59,6 +59,7 @@ class LoRALinear(nn.Linear):
         mark_run(self)
         if not input.dim():
             return nn.functional.linear(input, self.lora_a)  # raises
+        refuse_dtensor(self.weight)
         kind = input.device.type
         if kind == "meta" or not torch.is_autocast_enabled(kind):
             return self._product(input)

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import ao_lab
@@ -51,13 +53,15 @@ TABLE = {
     "FSDP1": {}, "FSDP1, joined": {"adapters": JOINS, "rounded sum": JOINS},
     "fake": {"sparse": VALUES, "recomputed masks": VALUES}, "fake inputs": {},
     "torch.func": {}, "torch.jit.trace": {}, "torch.export": {}, "torch.export, not strict": {},
+    "tensor parallelism": dict.fromkeys(KINDS, "the weight is a DTensor; shard layers by fully_shard.*Tensor parallelism has"),
 }  # fmt: skip
 #: What runs by day: each structure once; strict export is by night.
 DAY = {
     ("Trainer", "adapters"), ("Trainer, tied", "learned scales"), ("save_state", "adapters"), ("save_state", "late start"),
     ("dcp", "learned scales"), ("copies", "recomputed masks"), ("FSDP1", "adapters"), ("FSDP1, joined", "plain"),
     ("fake", "rounded sum"), ("fake", "sparse"), ("fake inputs", "sparse"), ("torch.func", "adapters"),
-    ("torch.jit.trace", "learned scales"), ("torch.export, not strict", "plain"),
+    ("torch.jit.trace", "learned scales"), ("torch.export, not strict", "plain"), ("tensor parallelism", "learned scales"),
+    ("tensor parallelism", "adapters"),
 }  # fmt: skip
 CASES = [
     pytest.param(loop, kind, marks=[] if (loop, kind) in DAY else pytest.mark.nightly)
@@ -175,6 +179,16 @@ def run_fsdp1(kind, folder, orig=True):
         dist.destroy_process_group()
 
 
+def run_tensor_parallel(kind, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        net = parallelize_module(prepared(kind), mesh, {"0": ColwiseParallel()})
+        net(X)
+    finally:
+        dist.destroy_process_group()
+
+
 def run_fake(kind, folder, inside=True):
     net = None if inside else prepared(kind)
     with FakeTensorMode(allow_non_fake_inputs=not inside):
@@ -216,6 +230,7 @@ LOOPS = {
     "copies": run_copies,
     "FSDP1": run_fsdp1,
     "FSDP1, joined": lambda kind, folder: run_fsdp1(kind, folder, False),
+    "tensor parallelism": run_tensor_parallel,
     "fake": run_fake,
     "fake inputs": lambda kind, folder: run_fake(kind, folder, False),
     "torch.func": run_func,
@@ -233,5 +248,5 @@ def test_every_loop(loop, kind, tmp_path):
     if refusal is None:
         LOOPS[loop](kind, tmp_path)
         return
-    with pytest.raises(ValueError, match=refusal):
+    with pytest.raises((TypeError, ValueError), match=refusal):
         LOOPS[loop](kind, tmp_path)
