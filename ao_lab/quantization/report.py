@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse_int4
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
+from ao_lab.gemm.families import families_by_rows
 from ao_lab.gemm.products.fused import most_fused_rows
 from ao_lab.gemm.products.grouped import groups_reason
 from ao_lab.gemm.select import inference_keys, select_kernel
@@ -29,6 +30,7 @@ from ao_lab.quantization.modules import (
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 from fast.matmul.preshuffled.linear import ALL_ROWS
 from reference import Scheme, decode, encode
@@ -69,6 +71,8 @@ class Layer:
     storage: str = "dense"
     #: "for QAT" or "with adapters" where step "prepare" has been there; "" where the layer is in no such state.
     prepared: str = ""
+    #: On a GPU, what multiplies by it, by ranges of rows of inputs (`fast.gemm.families`).
+    families: tuple[Range, ...] = ()
 
     @property
     def changed(self) -> bool:
@@ -115,6 +119,7 @@ class Report:
             what += f", {layer.sparsity}" if layer.sparsity else ""
             what += f", {layer.storage}, {layer.bytes} bytes" if layer.storage != "dense" else ""
             lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
+            lines += [f"    {', '.join(map(str, layer.families))}"] if layer.families else []
             lines += [f"    tuned: {choice}" for choice in layer.tuned]
         return "\n".join(lines)
 
@@ -212,7 +217,15 @@ def described_layer(
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared)
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
     kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
-    return Layer(full, kind, shape, str(parameter.recipe), kernel, size, reason, chosen, prepared=prepared)
+    scheme, by_rows = str(parameter.recipe), families_of(module, parameter)
+    return Layer(full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows)
+
+
+def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[Range, ...]:
+    """What multiplies by the weight of a linear layer on a GPU, by ranges of rows."""
+    if isinstance(module, nn.Embedding) or not on_gpu(weight):
+        return ()
+    return families_by_rows(weight if weight.block_axis == -2 else weight.transposed(), weight.dtype)
 
 
 def training_choices(module: nn.Module, weight: torch.Tensor) -> tuple[Choice, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import reference
 from fast.dispatch import Function, execute
+from fast.gemm import choose, families
+from fast.gemm.families import Family
 from fast.layers.column_sums import column_sums
 from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients
 from fast.matmul.weights import check_codes, check_weight, weight_of
@@ -84,20 +86,41 @@ def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.T
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
-    from fast.kernels.linear import w8a8_host
-    from fast.kernels.scaled_mm import host as scaled_mm_host
+    from fast.kernels.dense_mm.host import device_of
 
     x, w, bias, _ = _codes_of(record, values, operands)
     check_quantized(x)
     check_quantized(w)
     if not has_float_inputs(bias):
         return None
-    if x.shape[0] == 1:
-        return w8a8_host.linear_of_codes(x, w, bias, values[0], key)
-    if x.scheme.element == "int8":
-        return int_scaled_mm_host.linear_of_codes(x, w, bias, values[0], key)
-    return scaled_mm_host.linear_of_codes(x, w, bias, values[0], values[3], key)
+    dtype, shape = values[0], (w.shape[0], w.shape[1])
+    for family in choose.codes(x.scheme, w.scheme, shape, x.shape[0], dtype, device_of(x.codes)):
+        y = _product_of(family)(x, w, bias, dtype, key, **_options(family, values))
+        if y is not None:
+            return y
+    return None
+
+
+def _product_of(family: Family) -> Callable[..., Any]:
+    """What multiplies codes."""
+    from fast.kernels.dense_mm import host as s8_gemm
+    from fast.kernels.int_scaled_mm import host as int_scaled_mm
+    from fast.kernels.linear import w8a8_host
+    from fast.kernels.scaled_mm import host as scaled_mm
+
+    hosts: dict[Family, Any] = {
+        families.TRITON_GEMV_W8A8: w8a8_host,
+        families.SM90_S8_GEMM: s8_gemm,
+        families.TRITON_INT_SCALED_MM: int_scaled_mm,
+        families.TRITON_SCALED_MM: scaled_mm,
+    }
+    multiply: Callable[..., Any] = hosts[family].linear_of_codes
+    return multiply
+
+
+def _options(family: Family, values: Values) -> dict[str, Any]:
+    """Whether the tensor core's sums are fast, of whom that is asked."""
+    return {"fast_sums": values[3]} if family == families.TRITON_SCALED_MM else {}
 
 
 def _linear_of_codes_reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -60,23 +60,35 @@ def linear_of_codes(
 
 def refused(x: Quantized, w: Quantized, dtype: torch.dtype) -> str | None:
     """Why the kernel does not take a product of checked codes; None where it does."""
-    (rows, length), features = x.shape, w.shape[0]
     if FAILED:
         return FAILED[0]
     if (x.scheme.element, w.scheme.element) != (INTEGER, INTEGER):
         return f"elements are {INTEGER}, got {x.scheme.element} and {w.scheme.element}"
-    if dtype not in FLOAT_NAMES:
-        return f"results are {', '.join(FLOAT_NAMES.values())}, got {dtype}"
     if x.zero is not None:
         return "there are no zero points"
+    return refused_sizes(x.shape[0], tuple(w.shape), dtype, device_of(x.codes))
+
+
+def refused_sizes(rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same of so many rows and a weight (N, K) of codes that it takes, on a device."""
+    features, length = shape
+    if dtype not in FLOAT_NAMES:
+        return f"results are {', '.join(FLOAT_NAMES.values())}, got {dtype}"
     if not rows or not features or not length or max(rows, features, length) > MOST_ROWS:
         return f"sizes are 1 to {MOST_ROWS}, got {(rows, features, length)}"
     if length % STEP or features % FEATURES_STEP:
         return f"K is a multiple of {STEP} and N of {FEATURES_STEP}, got {(rows, features, length)}"
-    device = device_of(x.codes)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return f"it is for GPUs of capability {HOPPER}, got {device}"
     return missing_compiler()
+
+
+def is_faster(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether so many rows by a weight (N, K) are taken, and faster than by Triton's kernel."""
+    if FAILED or refused_sizes(rows, shape, dtype, device) is not None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return choose(rows, shape[0], is_stored(dtype), processors_of(index)) is not None
 
 
 def device_of(codes: torch.Tensor) -> torch.device:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from fast.kernels.exact_inputs.kernel import block_values_kernel, row_codes_kernel
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
+from fast.kernels.linear_skinny import host as linear_skinny
 from fast.kernels.linear_small import host as product
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host as mixed_mm
@@ -35,6 +37,7 @@ def linear_small_dynamic(
     kind: str,
     w: ArrangedWeight,
     bias: torch.Tensor | None,
+    families: Iterable[str],
     *,
     key: Any = None,
     record: Any = None,
@@ -42,7 +45,8 @@ def linear_small_dynamic(
     """x (..., K), quantized in a scheme, times the transpose of an arranged weight (N, K), plus bias (N), in x's dtype.
 
     kind: what of the inputs is exact in x's dtype, as `exact_inputs.kind_of` says: "codes" under a scale for each row, or
-    "values". Codes of more rows than `linear_small` takes, and of those that it is slower for, are multiplied by `mixed_mm`.
+    "values". families: names of those that may multiply, the quickest first (`fast.gemm.choose`); values are multiplied by
+    those of few rows alone.
     None where no kernel takes it: inputs that are not bfloat16 or float16, no rows, values of more rows than `MOST_ROWS`,
     rows of codes longer than LONGEST. key, record: see `launch.cache`. ValueError as `linear_small` raises it.
     """
@@ -51,19 +55,19 @@ def linear_small_dynamic(
     if x.dtype not in product.INPUTS or not count or (bias is not None and bias.dtype not in FLOAT_NAMES):
         return None
     first = _launch(scheme.key, kind, count, length, FLOAT_NAMES[x.dtype])
-    many = count > product.MOST_ROWS
-    if first is None or (many and (kind != "codes" or mixed_mm.refused(x, w, bias) is not None)):
+    named = {**OF_FEW_ROWS, **OF_CODES} if kind == "codes" else OF_FEW_ROWS
+    products = [named[name] for name in families if name in named]
+    if first is None or not products:
         return None
     call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, "bias": bias})
     _add_inputs(call, first, kind, (count, length), x.dtype)
-    mixed = kind == "codes" and (many or mixed_mm.is_faster(x, w, bias))
-    if not ((mixed and _add_mixed(call, w)) or (not many and _add_small(call, w))):
+    if not any(add(call, w) for add in products):
         return None
     y: torch.Tensor = call.result("y", key, record)
     return y
 
 
-def _add_small(call: Call, w: ArrangedWeight) -> bool:
+def _add_small_m(call: Call, w: ArrangedWeight) -> bool:
     """The product of a call's "values" by `linear_small`; whether it takes it."""
     x, values = call.tensors["x"], call.tensors["values"]
     launches = product.launches_for(w, len(values), x.dtype, x.dtype)
@@ -72,7 +76,18 @@ def _add_small(call: Call, w: ArrangedWeight) -> bool:
     return launches is not None
 
 
-def _add_mixed(call: Call, w: ArrangedWeight) -> bool:
+def _add_gemv(call: Call, w: ArrangedWeight) -> bool:
+    """The same by `linear_skinny`."""
+    x, values = call.tensors["x"], call.tensors["values"]
+    launch = linear_skinny.launch_for(w, len(values), x.dtype, x.dtype)
+    if launch is None:
+        return False
+    call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
+    call.launch(launch, ("values", "codes", "scale", "zero", "x_scale", "bias", "y"))  # type: ignore[arg-type]
+    return True
+
+
+def _add_gemm(call: Call, w: ArrangedWeight) -> bool:
     """The same by `mixed_mm`, its sums times "x_scale"."""
     x, bias = call.tensors["x"], call.tensors.get("bias")
     made = mixed_mm.product_of(call.tensors["values"], w, bias, call.tensors["x_scale"])
@@ -82,6 +97,14 @@ def _add_mixed(call: Call, w: ArrangedWeight) -> bool:
     names = ("values", "codes", "scale", "zero", "bias", "x_scale", "y")
     call.launch(mixed_mm.ProductLaunch(made), names)  # type: ignore[arg-type]
     return True
+
+
+#: By the names of families: those of few rows, and of any number of rows of codes.
+OF_FEW_ROWS: dict[str, Callable[[Call, ArrangedWeight], bool]] = {
+    "sm90_w4a16_gemv": _add_gemv,
+    "triton_small_m": _add_small_m,
+}
+OF_CODES = {"sm90_w4a16_gemm": _add_gemm}
 
 
 def exact_inputs(

@@ -1,7 +1,4 @@
-"""`linear_of_codes` of several rows of int8 codes on a GPU: the launches of a shape, by its tiles (`tiles`).
-
-Many rows without zero points are `dense_mm`'s on Hopper, with the same bits.
-"""
+"""`linear_of_codes` of several rows of int8 codes on a GPU: the launches of a shape, by its tiles (`tiles`)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.dense_mm import host as dense_mm
 from fast.kernels.int_scaled_mm.kernel import add_int_parts_kernel, int_scaled_mm_kernel
 from fast.kernels.int_scaled_mm.tiles import TOGETHER, Tile, tile_of
 from fast.kernels.launch.call import FLOAT_NAMES, Call
@@ -34,14 +30,12 @@ def linear_of_codes(
 ) -> torch.Tensor | None:
     """The product of rows of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`.
 
-    tile: another one than the rule's, to be measured beside it; then this module's kernel it is.
+    tile: another one than the rule's, to be measured beside it.
     """
     (m, _), n = x.shape, w.shape[0]
     given: Mapping[str, torch.Tensor | None] = {
         "x": x.codes, "x_scale": x.scale, "x_zero": x.zero, "codes": w.codes, "scale": w.scale, "bias": bias
     }  # fmt: skip
-    if tile is None and (y := dense_mm.linear_of_codes(x, w, bias, dtype, key)) is not None:
-        return y
     launches = launches_for(x.scheme, w.scheme, (m, *w.shape), dtype, tile)
     if launches is None or not same_device(*given.values()):
         return None

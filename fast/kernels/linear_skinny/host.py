@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,13 +44,12 @@ def launch_for(
     """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
 
     None where another kernel has to: devices that are not Hopper's, weights whose rows or columns are filled, other dtypes and
-    elements, float16 where scales are factors, more than MOST_ROWS rows. variant: by default that of `choose`, and None where
-    it would gain nothing.
+    elements, float16 where scales are factors, more than MOST_ROWS rows. variant: by default that of `choose`.
     """
     if not is_taken(w, count, inputs, dtype):
         return None
-    form = Form(w.element, w.group, w.zero is not None, inputs == torch.float16, FLOAT_NAMES[dtype])
-    given = variant or (choose(form, count, *w.shape) if gains(form, count, *w.shape) else None)
+    form = form_of(w, inputs, dtype)
+    given = variant or choose(form, count, *w.shape)
     if given is None or not is_loadable(given, form, w.words.get_device()):
         return None
     return launch_of(given, form, count, w.shape)
@@ -64,8 +63,13 @@ def linear_skinny(
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     variant: Variant | Direct | None = None,
+    key: Any = None,
+    record: Any = None,
 ) -> torch.Tensor | None:
-    """`linear_small` by this kernel alone, of operands that it would have checked; None as `launch_for`."""
+    """`linear_small` by this kernel, of operands that it would have checked; None as `launch_for`.
+
+    key, record: see `launch.cache`, of a call without x_scale.
+    """
     dtype = x.dtype if dtype is None else dtype
     launch = launch_for(w, x.numel() // w.shape[1], x.dtype, dtype, variant)
     if launch is None:
@@ -74,8 +78,20 @@ def linear_skinny(
     call = Call({"x": x, "codes": w.words, "scale": w.scale, "zero": w.zero, **scales, "bias": bias})
     call.allocate("y", (*x.shape[:-1], w.shape[0]), dtype)
     call.launch(launch, POINTERS)  # type: ignore[arg-type]
-    y: torch.Tensor = call.result("y")
+    y: torch.Tensor = call.result("y", key, record)
     return y
+
+
+def is_faster(w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes so many rows and was measured to be faster than `linear_small`."""
+    if not is_taken(w, count, inputs, dtype):
+        return False
+    return gains(form_of(w, inputs, dtype), count, *w.shape)
+
+
+def form_of(w: Weight, inputs: torch.dtype, dtype: torch.dtype) -> Form:
+    """What is multiplied."""
+    return Form(w.element, w.group, w.zero is not None, inputs == torch.float16, FLOAT_NAMES[dtype])
 
 
 def is_taken(w: Weight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
@@ -115,4 +131,4 @@ def launch_of(variant: Variant | Direct, form: Form, count: int, shape: tuple[in
     return SkinnyLaunch(variant, form, count, shape)
 
 
-__all__ = ["MOST_ROWS", "launch_for", "linear_skinny"]
+__all__ = ["MOST_ROWS", "is_faster", "launch_for", "linear_skinny"]

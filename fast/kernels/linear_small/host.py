@@ -9,8 +9,6 @@ import torch
 
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.linear_skinny.host import launch_for
-from fast.kernels.linear_skinny.launch import SkinnyLaunch
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange, filled
 from fast.kernels.linear_small.product import linear_small_kernel, sum_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, candidates, tiling_of
@@ -22,7 +20,7 @@ INPUTS = (torch.bfloat16, torch.float16)
 #: Columns of a row of parts that a program adds, and its warps.
 PART, PART_WARPS = 512, 4
 
-Launches = tuple[CompiledLaunch | SkinnyLaunch, CompiledLaunch | None]
+Launches = tuple[CompiledLaunch, CompiledLaunch | None]
 
 
 def linear_small(
@@ -71,8 +69,6 @@ def launches_for(
 ) -> Launches | None:
     """The launches that multiply `count` rows of inputs by a weight, by the rule's tiles or others; None for more parts of a
     result than 2**31. ValueError for a tiling that is not for the weight."""
-    if tiling is None and (skinny := launch_for(w, count, inputs, dtype)) is not None:
-        return skinny, None
     given = tiling or tiling_of(w.rows, w.columns, w.element, w.group, count)
     if not given.fits(w.rows, w.columns, w.element, w.group):
         raise ValueError(
@@ -96,7 +92,7 @@ def add_product(call: Call, launches: Launches, shape: tuple[int, ...], dtype: t
         call.allocate("y", shape, dtype)
         call.launch(first, (*given, "x_scale", "bias", "y"))
         return
-    call.allocate("parts", (first.grid[1], *first.tail[:2]), torch.float32)  # type: ignore[union-attr]
+    call.allocate("parts", (first.grid[1], *first.tail[:2]), torch.float32)
     call.launch(first, (*given, None, None, "parts"))
     call.allocate("y", shape, dtype)
     call.launch(second, ("parts", "x_scale", "bias", "y"))

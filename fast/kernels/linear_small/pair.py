@@ -2,8 +2,7 @@
 
 For few rows a launch loses 2 to 4 us at its beginning and end, where few bytes are under way, and a sum of parts of K as much
 again: weights of a layer that multiply the same inputs, a gate and what it gates, lose that once, and have tiles enough for all
-multiprocessors without parts. Large weights are faster apart where `linear_skinny` takes one alone, `is_faster_apart`;
-`reports/data/linear_small_pair_times.json` has the times of an H200 that it is held to.
+multiprocessors without parts. Large weights are faster apart (`fast.gemm.choose.pair_is_faster`).
 """
 
 from __future__ import annotations
@@ -16,18 +15,14 @@ import torch
 
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
-from fast.kernels.linear_skinny.host import launch_for as skinny_launch
 from fast.kernels.linear_small.host import INPUTS, PART, PART_WARPS, Launches, check_operands
 from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, filled
 from fast.kernels.linear_small.pair_product import linear_small_pair_kernel, sum_pair_splits_kernel
-from fast.kernels.linear_small.tilings import BITS, Tiling, tiling_of
+from fast.kernels.linear_small.tilings import Tiling, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 
 #: The most rows of X: what a tile of 16 rows holds.
 MOST_ROWS = 16
-#: Elements of a weight from which two launches of `linear_skinny` are faster than one of both; elements from which those of
-#: 4 bits are again faster in one but for one or two rows, and those of 8 bits are faster apart by two of `linear_small` too.
-APART, LARGE, FEW = 1 << 25, 1 << 27, 2
 GIVEN = ("x", "codes", "scale", "zero", "codes2", "scale2", "zero2")
 
 
@@ -45,7 +40,7 @@ def linear_small_pair(
     Each is within `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. None where
     the kernel does not take them: inputs that are not bfloat16 or float16, no rows or more than MOST_ROWS, weights of two
     shapes or forms, NF4 or with scales that are factors, or of rows or columns that are no multiple of 128, more than 2**31
-    elements, weights that are faster apart.
+    elements.
     tiling: other tiles than those of `pair_tiling`; key, record: see `launch.cache`. ValueError for shapes and devices that do
     not go together and for a tiling that is not for the weights.
     """
@@ -97,8 +92,6 @@ def _recorded(
         check_operands(x, w, None)
     if not same_device(first.words, second.words) or not _is_taken(x, first, second):
         return None
-    if tiling is None and is_faster_apart(first, x):
-        return None
     (n, length), element, group = first.shape, first.element, first.group
     count = x.numel() // length
     given = tiling or pair_tiling(n, length, element, group, count)
@@ -121,17 +114,6 @@ def _recorded(
     else:
         call.launch(total, ("parts", "y", "y2"))
     return call
-
-
-def is_faster_apart(w: ArrangedWeight, x: torch.Tensor) -> bool:
-    """Whether two weights like this are multiplied faster by a launch each."""
-    size, count = w.shape[0] * w.shape[1], x.numel() // w.shape[1]
-    if size < APART:
-        return False
-    if size >= LARGE and BITS[w.element] == 4 and count > FEW:
-        return False
-    alone = skinny_launch(w, count, x.dtype, x.dtype) is not None
-    return alone or (size >= LARGE and BITS[w.element] == 8)
 
 
 def _parts(w: ArrangedWeight, end: str) -> dict[str, torch.Tensor | None]:
@@ -171,4 +153,4 @@ def _launch(
     )
 
 
-__all__ = ["MOST_ROWS", "is_faster_apart", "linear_small_pair", "linear_small_swiglu", "pair_tiling"]
+__all__ = ["MOST_ROWS", "linear_small_pair", "linear_small_swiglu", "pair_tiling"]

@@ -18,7 +18,6 @@ from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.linear_small.host import check_row_scales
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.mixed_mm import few
 from fast.kernels.mixed_mm.schedule import Grid, Schedule, grid_of, scheduled
 from fast.kernels.mixed_mm.select import choose, ratio_of
 from fast.kernels.mixed_mm.variants import (
@@ -99,24 +98,21 @@ def leave_out(x: torch.Tensor, w: ArrangedWeight, error: Exception) -> None:
     warnings.warn(f"mixed_mm is left out, dense weights are multiplied: {error}", stacklevel=4)
 
 
-def is_faster(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> bool:
-    """Whether a call of few rows is for this kernel and not for `linear_small`, which takes up to 128."""
-    (n, length), rows = w.shape, x.numel() // w.shape[1]
-    if not few.LEAST <= rows <= few.MOST or refused(x, w, bias) is not None:
-        return False
-    return few.gains(rows, n, length, weight_of(w), processors_of(x.get_device()))
-
-
 def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
     """Why the kernel does not take a call; None where it does."""
-    reason, rows, most = refused_operands(x, w, bias), x.numel() // w.shape[1], most_rows(w)
-    if reason is None and rows > most:
+    return refused_operands(x, w, bias) or refused_rows(x.numel() // w.shape[1], w)
+
+
+def refused_rows(rows: int, w: ArrangedWeight) -> str | None:
+    """Why so many rows are not multiplied by a weight as it is stored: the dense one is quicker. None where they are."""
+    most = most_rows(w)
+    if rows > most:
         return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
-    return reason
+    return None
 
 
 def refused_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
-    """The same, whatever is quicker."""
+    """Why operands are not taken, whatever is quicker; None where they are."""
     if bias is not None and bias.dtype not in FLOAT_NAMES:
         return f"a bias is a float, got {bias.dtype}"
     if not x.numel() or x.numel() // w.shape[1] > MOST_ROWS:
@@ -316,7 +312,6 @@ __all__ = [
     "ProductLaunch",
     "arguments_of",
     "described",
-    "is_faster",
     "launch_of",
     "leave_out",
     "mixed_mm",
@@ -324,6 +319,7 @@ __all__ = [
     "programs_of",
     "refused",
     "refused_operands",
+    "refused_rows",
     "refused_weight",
     "rows_taken",
     "takes",

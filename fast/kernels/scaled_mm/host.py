@@ -27,7 +27,12 @@ Launches = tuple[DescriptorLaunch, CompiledLaunch | None]
 
 
 def linear_of_codes(
-    x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, fast_sums: bool, key: Any
+    x: Quantized,
+    w: Quantized,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    key: Any,
+    fast_sums: bool = False,
 ) -> torch.Tensor | None:
     """The product of rows of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`."""
     (m, _), n = x.shape, w.shape[0]

@@ -11,6 +11,8 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
+from fast.gemm import choose
+from fast.gemm.families import SM90_W4A16_GEMM
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.exact_inputs import VALUES, inputs_reason, inputs_record, kind_of
@@ -72,19 +74,20 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """Of few 16-bit rows by a kernel in front of `linear_small`'s; of others `linear_small` of what the inputs' scheme makes of
-    them in their dtype, and so of few rows that another kernel multiplies faster and 16-bit floats hold exactly."""
+    """Of 16-bit rows by a kernel in front of the product's; of others `linear_small` of what the inputs' scheme makes of them
+    in their dtype, and so of values, which 16-bit floats hold exactly, that the kernel of many rows multiplies faster."""
     from fast.kernels.exact_inputs import host
     from fast.kernels.linear_small.layout import ArrangedWeight
-    from fast.kernels.mixed_mm.host import is_faster
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
     scheme, kind = _scheme(values)
     arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
-    if x.numel() and not (kind == VALUES and is_faster(x, arranged, bias)):
-        y = host.linear_small_dynamic(x, scheme, kind, arranged, bias, key=key, record=record)
+    if x.numel():
+        families = [family.name for family in choose.preshuffled(arranged, x.numel() // w.shape[1], x.dtype)]
+    if x.numel() and not (kind == VALUES and families[0] == SM90_W4A16_GEMM.name):
+        y = host.linear_small_dynamic(x, scheme, kind, arranged, bias, families, key=key, record=record)
         if y is not None:
             return y
     rounded = execute(FAKE_QUANTIZE, scheme, (-1,), (x,))

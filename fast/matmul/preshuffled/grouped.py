@@ -11,8 +11,10 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
+from fast.gemm.choose import INPUTS, MOST_AVERAGE, experts
+from fast.gemm.families import SM90_W4A16_GEMM, TRITON_SMALL_M
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS
+from fast.matmul.preshuffled.linear import ALL_ROWS
 from fast.matmul.preshuffled.ops import STORED, restored, weight_of
 from fast.matmul.stored_weight_ops import Operands, Values, dense, refuse_scale_gradients
 from fast.matmul.weights import parts
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
     from fast.kernels.linear_small.layout import ArrangedWeight
 
 SCHEMA = "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor offsets, SymInt[] shape, str scheme) -> Tensor"
-#: The most rows an expert, on average, that `linear_small` multiplies, and how many where `mixed_mm` takes the weights: 8
-#: experts of 14336 x 4096 take 165 and 202 us of 32 rows each, 246 and 225 of 64, of 4096 x 14336 171 and 197, 320 and 239
-#: (int4, H200).
-MOST_AVERAGE, FEW_AVERAGE = 64, 40
 
 
 def grouped_linear_small(x: torch.Tensor, w: Quantized, offsets: torch.Tensor) -> torch.Tensor:
@@ -88,12 +86,14 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     x, w, offsets = _checked(record, values, operands)
     if x.dtype not in INPUTS:
         return None
-    experts, y, average = _arranged(w), None, x.shape[0] / max(w.shape[0], 1)
-    if average > FEW_AVERAGE:
-        y = mixed_mm_of_experts(x, experts, offsets, key=key, record=record)
-    if y is None and average <= MOST_AVERAGE:
-        y = grouped.grouped_linear_small(x, experts, offsets, key=key, record=record)
-    return torch._grouped_mm(x, dense(restored(w), x.dtype).transpose(1, 2), offsets) if y is None else y
+    weights, average = _arranged(w), x.shape[0] / max(w.shape[0], 1)
+    products = {SM90_W4A16_GEMM: mixed_mm_of_experts, TRITON_SMALL_M: grouped.grouped_linear_small}
+    for family in experts(weights, average, x.dtype):
+        multiply = products.get(family)
+        y = None if multiply is None else multiply(x, weights, offsets, key=key, record=record)
+        if y is not None:
+            return y
+    return torch._grouped_mm(x, dense(restored(w), x.dtype).transpose(1, 2), offsets)
 
 
 def _arranged(w: Quantized) -> ArrangedWeight:

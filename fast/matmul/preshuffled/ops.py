@@ -5,13 +5,15 @@ Operands of the product are x, the parts of the weight (`layout`) and the bias; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import reference
 from fast.dispatch import Function, execute, run
+from fast.gemm import choose, families
+from fast.gemm.families import Family
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.stored_weight_ops import (
@@ -85,27 +87,42 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """Of few 16-bit rows, or of many on Hopper, by a kernel, the faster one where two take them; of others torch's product with
-    what `dequantize` gives."""
+    """By the quickest family that takes the product, or the next one where that does not compile or load."""
     from fast.kernels.linear_small import host
-    from fast.kernels.linear_small.dense import arranged_dense
-    from fast.kernels.mixed_mm.host import is_faster, mixed_mm
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
     arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
     host.check_operands(x, arranged, bias)
-    y = mixed_mm(x, arranged, bias, key=key, record=record) if is_faster(x, arranged, bias) else None
-    if y is None and x.numel():
-        y = host.linear_small(x, arranged, bias, key=key, record=record)
-    if y is None:
-        y = mixed_mm(x, arranged, bias, key=key, record=record)
-    if y is not None:
-        return y
+    for family in choose.preshuffled(arranged, x.numel() // w.shape[1], x.dtype):
+        multiply = _product_of(family)
+        y = None if multiply is None else multiply(x, arranged, bias, key=key, record=record)
+        if y is not None:
+            return y
+    return _by_dense_weight(x, w, arranged, bias)
+
+
+def _product_of(family: Family) -> Callable[..., Any] | None:
+    """What multiplies by a preshuffled weight; None for torch."""
+    from fast.kernels.linear_skinny.host import linear_skinny
+    from fast.kernels.linear_small.host import linear_small
+    from fast.kernels.mixed_mm.host import mixed_mm
+
+    return {
+        families.SM90_W4A16_GEMV: linear_skinny,
+        families.TRITON_SMALL_M: linear_small,
+        families.SM90_W4A16_GEMM: mixed_mm,
+    }.get(family)
+
+
+def _by_dense_weight(x: torch.Tensor, w: Quantized, arranged: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch's product with what `dequantize` gives."""
+    from fast.kernels.linear_small.dense import arranged_dense
+
     made = arranged_dense(arranged, x.dtype)
-    values_of = dense(restored(w), x.dtype) if made is None else made
-    return torch.nn.functional.linear(x, values_of, None if bias is None else bias.to(x.dtype))
+    values = dense(restored(w), x.dtype) if made is None else made
+    return torch.nn.functional.linear(x, values, None if bias is None else bias.to(x.dtype))
 
 
 def _reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -6,11 +6,12 @@ Operands are x and the parts of both weights, the value is their shape (N, K).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fast.dispatch import Function, execute
+from fast.gemm.choose import pair_is_faster
 from fast.layers.gradients import swiglu_vjp
 from fast.layers.ops import SWIGLU, strides
 from fast.matmul.preshuffled import layout
@@ -21,6 +22,9 @@ from fast.ops import record_name, register
 from reference.layers.swiglu import DTYPES
 from reference.matmul.linear import check_linear
 from reference.schemes.record_text import record_of
+
+if TYPE_CHECKING:
+    from fast.kernels.linear_small.layout import ArrangedWeight
 
 TENSORS = "Tensor codes, Tensor scale, Tensor? zero, Tensor codes2, Tensor scale2, Tensor? zero2"
 SCHEMA = f"(Tensor x, {TENSORS}, SymInt[] shape, str scheme) -> "
@@ -69,7 +73,7 @@ def _separate(record: Any, values: Values, operands: Operands) -> tuple[Any, Any
     return first, second
 
 
-def _arranged(record: Any, values: Values, operands: Operands) -> list[Any]:
+def _arranged(record: Any, values: Values, operands: Operands) -> list[ArrangedWeight]:
     """Both weights as the kernels take them."""
     from fast.kernels.linear_small.layout import ArrangedWeight
 
@@ -77,9 +81,9 @@ def _arranged(record: Any, values: Values, operands: Operands) -> list[Any]:
     return [ArrangedWeight(*one, values[0], *form) for one in (stored[:3], stored[3:])]
 
 
-def _has_kernel(x: torch.Tensor) -> bool:
-    """Whether there is something to multiply."""
-    return bool(x.shape[-1] and x.numel())
+def _in_one_launch(x: torch.Tensor, w: ArrangedWeight) -> bool:
+    """Whether there is something to multiply, and two weights like this are multiplied faster together."""
+    return bool(x.shape[-1] and x.numel()) and pair_is_faster(w, x.numel() // x.shape[-1], x.dtype)
 
 
 # Two products
@@ -101,9 +105,10 @@ def _pair_kernel(record: Any, values: Values, operands: Operands, key: Any) -> A
     from fast.kernels.linear_small import pair
 
     x = _checked(record, values, operands)
-    if not _has_kernel(x):
-        return None
-    return pair.linear_small_pair(x, *_arranged(record, values, operands), key=key, record=record)
+    weights = _arranged(record, values, operands)
+    return (
+        pair.linear_small_pair(x, *weights, key=key, record=record) if _in_one_launch(x, weights[0]) else None
+    )
 
 
 def _pair_reference(record: Any, values: Values, operands: Operands) -> Any:
@@ -156,9 +161,12 @@ def _swiglu_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
     from fast.kernels.linear_small import pair
 
     x = _checked_swiglu(record, values, operands)
-    if not _has_kernel(x):
-        return None
-    return pair.linear_small_swiglu(x, *_arranged(record, values, operands), key=key, record=record)
+    weights = _arranged(record, values, operands)
+    return (
+        pair.linear_small_swiglu(x, *weights, key=key, record=record)
+        if _in_one_launch(x, weights[0])
+        else None
+    )
 
 
 def _swiglu_reference(record: Any, values: Values, operands: Operands) -> Any:

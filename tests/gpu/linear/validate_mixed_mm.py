@@ -27,8 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from fast.gemm.small_m_or_gemm import MOST
 from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.mixed_mm.few import MOST
 from fast.kernels.mixed_mm.host import NAME
 from fast.kernels.mixed_mm.select import candidates, choose
 from fast.kernels.mixed_mm.variants import sources, with_scales

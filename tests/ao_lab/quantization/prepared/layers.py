@@ -89,6 +89,8 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
             "current_stream": lambda index: 7,
         }.items():  # fmt: skip
             monkeypatch.setattr(host, name, value)
+    for name in ("refused_rows", "refused_weight"):
+        monkeypatch.setattr(mixed_mm, name, lambda *given: None)
     monkeypatch.setattr(
         dense_mm, "choose", lambda tokens, features, stored, processors: fitted(128, 2, stored)
     )

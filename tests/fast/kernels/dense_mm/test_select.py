@@ -10,7 +10,6 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.dense_mm import host
 from fast.kernels.dense_mm.select import LEAST, PAIR, choose, programs_of
 from fast.kernels.dense_mm.variants import Variant, fitted
-from fast.kernels.int_scaled_mm import host as int_scaled_mm
 from fast.kernels.launch import cache
 from tests.fast.kernels.dense_mm.emulated import DenseStandIn
 from tests.fast.kernels.dense_mm.examples import expected, operands, quantized
@@ -128,7 +127,7 @@ def test_many_rows_are_reached_and_remembered(hopper, monkeypatch):
         if one is not None:
             stand_in.add(one)
     with stand_in.installed():
-        first = int_scaled_mm.linear_of_codes(x, w, given[5], BF16, key)
+        first = host.linear_of_codes(x, w, given[5], BF16, key)
         second = cache.find(key)(*given)
     for made in (first, second):
         assert_same_bits(made, expected(given, BF16))

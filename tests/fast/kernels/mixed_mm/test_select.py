@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fast.gemm.small_m_or_gemm import own_step
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.few import own_step
 from fast.kernels.mixed_mm.schedule import grid_of, scheduled
 from fast.kernels.mixed_mm.select import STAGES, candidates, choose, nanoseconds, ratio_of, stage
 from fast.kernels.mixed_mm.variants import ELEMENTS, FEATURES, Variant, Weight, fitted

@@ -9,6 +9,7 @@ import torch
 import fast
 import reference
 from ao_lab.config.recipe import named
+from fast.gemm.families import TRITON_SMALL_M
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.dynamic import linear_small_dynamic
 from fast.matmul.preshuffled.exact_inputs import CODES, DIGITS, VALUES, kind_of
@@ -149,7 +150,9 @@ def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructi
     scheme = named(name)
     for dtype in (BF16, HALF):
         x = torch.empty((16, length), dtype=dtype)
-        call = lambda x=x: host.linear_small_dynamic(x, scheme, kind_of(scheme), w, None)  # noqa: E731
+        call = lambda x=x: host.linear_small_dynamic(  # noqa: E731
+            x, scheme, kind_of(scheme), w, None, [TRITON_SMALL_M.name]
+        )
         first, product, *others = launched(call)
         assert first.kernel == ("row_codes_kernel" if kind_of(scheme) == CODES else "block_values_kernel")
         assert product.kernel == "linear_small_kernel"

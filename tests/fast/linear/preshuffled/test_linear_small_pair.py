@@ -4,11 +4,9 @@ GPU, operators, and how a compiled graph comes to them.
 Bits are compared in Triton's interpreter (`programs/products/linear_small.py`, through `test_linear_small.test_bits`).
 """
 
-import json
 import platform
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -131,59 +129,6 @@ def test_what_other_kernels_take():
             assert function(x[:1], factored, factored) is None
         for other in others:
             assert function(x[:1], w, other) is None
-
-
-def apart_of(monkeypatch, shape, element: str, rows: int, alone: bool) -> bool:
-    """Whether two weights are multiplied apart, where `linear_skinny` takes one alone or does not."""
-    from fast.kernels.linear_small import pair as kernels
-    from tests.fast.linear.preshuffled.test_linear_small import empty_weight
-
-    monkeypatch.setattr(kernels, "skinny_launch", lambda *asked: object() if alone else None)
-    w = empty_weight(*shape, element, 128 if element == "int4" else 0)
-    x = torch.empty((1, rows, shape[1]), dtype=BF16)
-    apart = kernels.is_faster_apart(w, x)
-    if apart:
-        # Two launches are what `_separate` makes of None.
-        assert kernels.linear_small_swiglu(x, w, w) is None
-    return apart
-
-
-@linux
-@pytest.mark.parametrize(
-    ("shape", "element", "rows", "alone", "apart"),
-    [
-        ((14336, 4096), "int4", 3, True, True),
-        ((14336, 4096), "int4", 3, False, False),
-        ((4096, 4096), "int4", 3, True, False),
-        ((28672, 8192), "int4", 2, True, True),
-        ((28672, 8192), "int4", 3, True, False),
-        ((28672, 8192), "int8", 16, False, True),
-        ((14336, 4096), "int8", 16, False, False),
-    ],
-)
-def test_large_weights_that_another_kernel_takes_are_multiplied_apart(
-    monkeypatch, shape, element, rows, alone, apart
-):
-    assert apart_of(monkeypatch, shape, element, rows, alone) == apart
-
-
-@linux
-def test_no_choice_loses_much_of_the_times_that_were_measured(monkeypatch):
-    """Of an H200; a product and a gated one go one way, so that they are looked at together. A tenth, but for zero points at
-    one length of K, whose tiles of 4 and 8 rows are the slow ones."""
-    from fast.kernels.linear_skinny.select import gains
-    from fast.kernels.linear_skinny.variants import Form
-
-    path = Path(__file__).resolve().parents[4] / "reports/data/linear_small_pair_times.json"
-    for row in json.loads(path.read_text())["times"]:
-        scheme, shape, rows = row["scheme"], row["shape"], row["rows"]
-        element = {"int4": "int4", "int8": "int8", "fp8_": "e4m3"}[scheme[:4]]
-        group = int(re.search(r"_g(\d+)", scheme)[1]) if element == "int4" else 0
-        form = Form(element, group, "asymmetric" in scheme, False, "bfloat16")
-        apart = apart_of(monkeypatch, shape, element, rows, rows <= 16 and gains(form, rows, *shape))
-        together, alone = row["pair"] + row["swiglu"], row["apart"] + row["swiglu apart"]
-        most = 1.17 if shape == [8192, 3072] and "asymmetric" in scheme else 1.1
-        assert (alone if apart else together) <= most * min(together, alone), row
 
 
 @linux

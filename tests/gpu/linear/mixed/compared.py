@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fast.gemm.small_m_or_gemm import LEAST, MOST, gains
 from fast.kernels.linear_small import host as small
-from fast.kernels.mixed_mm.few import LEAST, MOST, gains
 from fast.kernels.mixed_mm.select import candidates, nanoseconds
 from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
 from tests.gpu.harness.graph_times import captured, in_turn

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from fast.gemm.small_m_or_gemm import MOST
 from fast.kernels.linear_small import host as small
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange
-from fast.kernels.mixed_mm.few import MOST
 from fast.kernels.mixed_mm.host import Product
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.mixed.bits import product, randomly_scaled

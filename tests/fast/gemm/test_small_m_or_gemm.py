@@ -1,18 +1,10 @@
-"""Who multiplies 33 to 128 rows: the rule against times of an H200 and an H100, and that the product asks it."""
-
-from types import SimpleNamespace
+"""Who multiplies 33 to 128 rows: the rule against times of an H200 and an H100."""
 
 import pytest
-import torch
 
-import fast
-from ao_lab.config.recipe import named
-from fast.kernels.mixed_mm import few, host
-from fast.kernels.mixed_mm.few import gains, other_time, own_time
+from fast.gemm.small_m_or_gemm import STEPS, gains, other_time, own_time, steps_of
 from fast.kernels.mixed_mm.select import MULTIPROCESSORS
 from fast.kernels.mixed_mm.variants import Weight
-from fast.matmul.preshuffled import ops
-from tests.fast.kernels.mixed_mm.test_select import arranged, on_hopper
 
 UP, DOWN, QKV, SMALL = (14336, 4096), (4096, 14336), (6144, 4096), (1024, 4096)
 #: Microseconds on an H200 of the tile that `choose` takes, and of `linear_small`, by shape and rows.
@@ -82,67 +74,13 @@ def test_small_weights_stay():
 
 def test_what_was_not_timed():
     """The element without zero points, then without groups."""
-    assert set(few.STEPS) == {*H100, NF4}
-    assert few.steps_of(Weight("int4", True, 2)) is few.STEPS[Weight("int4", False, 2)]
-    assert few.steps_of(Weight("int8", True, 2)) is few.STEPS[Weight("int8")]
-    assert few.steps_of(Weight("e4m3", False, 2)) is few.STEPS[Weight("e4m3")]
+    assert set(STEPS) == {*H100, NF4}
+    assert steps_of(Weight("int4", True, 2)) is STEPS[Weight("int4", False, 2)]
+    assert steps_of(Weight("int8", True, 2)) is STEPS[Weight("int8")]
+    assert steps_of(Weight("e4m3", False, 2)) is STEPS[Weight("e4m3")]
 
 
 def test_a_smaller_gpu():
     """More tiles follow one another there, of either kernel."""
     assert own_time(128, *UP, Weight("int4"), 100) > 1.7 * own_time(128, *UP, Weight("int4"), 132)
     assert other_time(128, *UP, Weight("int4"), 100) > 1.4 * other_time(128, *UP, Weight("int4"), 132)
-
-
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
-    monkeypatch.setattr(host, "missing_compiler", lambda: None)
-    monkeypatch.setattr(host, "processors_of", lambda index: MULTIPROCESSORS)
-
-
-@pytest.mark.parametrize(
-    ("rows", "capability", "wanted"),
-    [(32, (9, 0), False), (33, (9, 0), True), (128, (9, 0), True), (129, (9, 0), False), (64, (8, 0), False)],
-)
-def test_what_is_asked(hopper, monkeypatch, rows, capability, wanted):
-    """33 to 128 rows of what the kernel takes."""
-    monkeypatch.setattr(few, "gains", lambda *arguments: arguments[:3] == (rows, 256, 256))
-    x = on_hopper(torch.bfloat16, (rows, 256), capability)
-    x.get_device = lambda: 0
-    assert host.is_faster(x, arranged(), None) == wanted
-
-
-@pytest.mark.parametrize("faster", [False, True])
-def test_the_product_asks(monkeypatch, faster):
-    """The one that is faster first, and where it declines the other."""
-    from fast.kernels.linear_small import host as small
-
-    q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w, called = ops.preshuffled(q), []
-    monkeypatch.setattr(host, "is_faster", lambda *operands: faster)
-    monkeypatch.setattr(host, "mixed_mm", lambda *operands, **more: called.append("mixed_mm"))
-    monkeypatch.setattr(
-        small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x
-    )
-    x = torch.randn(64, 256, dtype=torch.bfloat16)
-    ops._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
-    assert called == (["mixed_mm", "linear_small"] if faster else ["linear_small"])
-
-
-def test_operands_are_checked_before(monkeypatch):
-    """By whichever kernel: devices that do not go together."""
-    from fast.kernels.linear_small import host as small
-
-    def refuse(*operands):
-        raise ValueError("checked")
-
-    q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w = ops.preshuffled(q)
-    monkeypatch.setattr(small, "check_operands", refuse)
-    monkeypatch.setattr(host, "is_faster", lambda *operands: True)
-    monkeypatch.setattr(host, "mixed_mm", lambda *operands, **more: SimpleNamespace())
-    with pytest.raises(ValueError, match="checked"):
-        ops._kernel(
-            w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None
-        )

@@ -1,0 +1,77 @@
+"""What `explain` says of ranges of rows: families of kernels for weights of each kind, on a GPU that CPU tensors pass for."""
+
+import platform
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab import explain, quantize_
+from ao_lab.gemm import select
+from ao_lab.gemm.products import scaled_mm
+from ao_lab.gemm.products.device import is_host
+from tests.ao_lab.gemm.capability import set_capability
+
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper GPU without NVRTC: kernels in CUDA C++ are not taken."""
+    set_capability(monkeypatch, (9, 0))
+    monkeypatch.setattr(ao_lab.QuantizedTensor, "is_cuda", True)
+    for module in (select, scaled_mm):
+        monkeypatch.setattr(module, "is_host", lambda device: False)
+
+
+def families(config, layout=""):
+    """The ranges of a layer, as a report has them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 384)).to(BF16).requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ao_lab.QuantizedTensor, "is_cuda", False)
+        quantize_(net, config)
+        if layout:
+            net[0].weight = nn.Parameter(net[0].weight.to_layout(layout), requires_grad=False)
+    report = explain(net)
+    (layer,) = report.changed
+    told = ", ".join(map(str, layer.families))
+    assert f"\n    {told}" in str(report)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "told"),
+    [
+        (
+            ao_lab.Int4WeightOnlyConfig(), "preshuffled",
+            "1-128 rows triton_small_m, 129 rows and more torch_dequantize",
+        ),
+        (
+            ao_lab.Int4WeightOnlyConfig(), "",
+            "1 row triton_gemv_w4a16, 2-32 rows triton_gemm_small_m, 33 rows and more torch_dequantize",
+        ),
+        (
+            ao_lab.Int8DynamicActivationInt8WeightConfig(), "",
+            "1 row triton_gemv_w8a8, 2 rows and more triton_int_scaled_mm",
+        ),
+        (
+            ao_lab.Float8DynamicActivationFloat8WeightConfig(), "",
+            "1 row triton_gemv_w8a8, 2 rows and more torch_scaled_mm",
+        ),
+        (ao_lab.Int4WeightOnlyConfig(kernel="dequantize"), "", "torch_dequantize"),
+        (ao_lab.Int4WeightOnlyConfig(kernel="reference"), "", "reference"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranges(gpu, config, layout, told):
+    assert families(config, layout) == told
+
+
+def test_none_on_a_cpu():
+    net = nn.Sequential(nn.Linear(256, 384)).to(BF16).requires_grad_(False)
+    quantize_(net, ao_lab.Int4WeightOnlyConfig())
+    assert is_host(net[0].weight.device)
+    assert explain(net).changed[0].families == ()

@@ -1,0 +1,230 @@
+"""Which family multiplies: order, ranges of rows, and that products ask."""
+
+import json
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+from ao_lab.config.recipe import named
+from fast.gemm import choose, families
+from fast.gemm.choose import Range, by_rows
+from fast.matmul.preshuffled import ops
+
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+ROOT = Path(__file__).resolve().parents[3]
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+def weight(shape=(14336, 4096), element="int4", group=128, zero=False, capability=(9, 0)):
+    """A preshuffled weight whose words seem to lie on a GPU."""
+    from fast.kernels.linear_small.layout import ArrangedWeight
+
+    device = SimpleNamespace(type="cuda", index=0, capability=capability)
+    words = SimpleNamespace(is_cuda=True, device=device, get_device=lambda: 0)
+    return ArrangedWeight(words, None, object() if zero else None, shape, element, group)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """GPUs have the capability of a weight's device, and NVRTC."""
+    from fast.kernels.linear_skinny import host as gemv
+    from fast.kernels.mixed_mm import host as gemm
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
+    monkeypatch.setattr(gemm, "missing_compiler", lambda: None)
+    monkeypatch.setattr(gemm, "processors_of", lambda index: 132)
+    monkeypatch.setattr(gemv, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gemv, "has_compiler", lambda: True)
+
+
+def names(w, rows, inputs=BF16):
+    """The order."""
+    return [family.name for family in choose.preshuffled(w, rows, inputs)]
+
+
+GEMV, SMALL_M, GEMM, TORCH = "sm90_w4a16_gemv", "triton_small_m", "sm90_w4a16_gemm", "torch_dequantize"
+
+
+@pytest.mark.parametrize(
+    ("rows", "order"),
+    [
+        (0, [TORCH]),
+        (1, [GEMV, SMALL_M, GEMM, TORCH]),
+        (8, [GEMV, SMALL_M, GEMM, TORCH]),
+        (9, [SMALL_M, GEMM, TORCH]),
+        (64, [SMALL_M, GEMM, TORCH]),
+        (128, [GEMM, SMALL_M, TORCH]),
+        (129, [GEMM, TORCH]),
+    ],
+)
+def test_order(gpu, rows, order):
+    assert names(weight(), rows) == order
+
+
+def test_what_is_not_taken(gpu):
+    """Other GPUs, dtypes, and lengths that are filled; many rows of NF4."""
+    from fast.kernels.mixed_mm.host import MOST_OF_LEVELS
+
+    assert names(weight(), 4, torch.float32) == [TORCH]
+    assert names(weight(capability=(8, 0)), 128) == [SMALL_M, TORCH]
+    assert names(weight((14300, 4096)), 4) == [SMALL_M, TORCH]
+    levels = weight(element="nf4", group=64)
+    assert names(levels, MOST_OF_LEVELS) == [GEMM, TORCH]
+    assert names(levels, MOST_OF_LEVELS + 1) == [TORCH]
+
+
+def test_without_a_compiler(gpu, monkeypatch):
+    from fast.kernels.linear_skinny import host as gemv
+    from fast.kernels.mixed_mm import host as gemm
+
+    monkeypatch.setattr(gemv, "has_compiler", lambda: False)
+    monkeypatch.setattr(gemm, "missing_compiler", lambda: "no NVRTC")
+    assert [names(weight(), rows) for rows in (1, 128, 129)] == [[SMALL_M, TORCH], [SMALL_M, TORCH], [TORCH]]
+
+
+@pytest.mark.parametrize(
+    ("average", "capability", "order"),
+    [
+        (1, (9, 0), [SMALL_M, TORCH]),
+        (41, (9, 0), [GEMM, SMALL_M, TORCH]),
+        (65, (9, 0), [GEMM, TORCH]),
+        (41, (8, 0), [SMALL_M, TORCH]),
+        (65, (8, 0), [TORCH]),
+    ],
+)
+def test_experts(gpu, average, capability, order):
+    found = choose.experts(weight(capability=capability), average, BF16)
+    assert [family.name for family in found] == order
+
+
+def test_plain_weights(monkeypatch):
+    """One row, several, and more than kernels take; packed integers of other widths have one kernel for all."""
+    from fast.kernels.linear_bits import host as bits
+
+    def of(scheme, rows, dtype=BF16):
+        w = fast.quantize(torch.zeros(64, 512), scheme, packed=True)
+        return next(choose.stored(w, rows, dtype)).name
+
+    assert [of("int4_g64", rows) for rows in (1, 2, 32, 33)] == [
+        "triton_gemv_w4a16", "triton_gemm_small_m", "triton_gemm_small_m", TORCH,
+    ]  # fmt: skip
+    assert [of("int8_rowwise", rows) for rows in (1, 128)] == ["triton_gemv_w8a16", "triton_gemm_small_m"]
+    assert of("mxfp4", 1) == "triton_gemv_any"
+    monkeypatch.setattr(bits, "is_served", lambda codes: True)
+    monkeypatch.setattr(bits, "is_loadable", lambda *given: True)
+    assert [of("int3_g64", rows) for rows in (1, 32, 33)] == ["sm90_intn_small_m"] * 2 + [TORCH]
+
+
+def test_every_family_is_a_folder_of_kernels():
+    assert all((ROOT / family.source).is_dir() for family in families.FAMILIES.values())
+    assert all(name == family.name for name, family in families.FAMILIES.items())
+
+
+def test_ranges():
+    """Each bound is found, the last one stands for all that follow."""
+    bounds = [(1, "a"), (9, "b"), (33, "c"), (2049, "d")]
+
+    def name(rows):
+        return [what for first, what in bounds if first <= rows][-1]
+
+    found = by_rows(name, 1 << 16)
+    assert found == (Range(1, 8, "a"), Range(9, 32, "b"), Range(33, 2048, "c"), Range(2049, None, "d"))
+    assert ", ".join(map(str, found)) == "1-8 rows a, 9-32 rows b, 33-2048 rows c, 2049 rows and more d"
+    assert [str(one) for one in by_rows(lambda rows: "a", 1 << 16)] == ["a"]
+    assert str(by_rows(lambda rows: "a" if rows == 1 else "b", 4)[0]) == "1 row a"
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_product_asks(monkeypatch, faster):
+    """The one that is faster first, and where it declines the other."""
+    from fast.kernels.linear_small import host as small
+    from fast.kernels.mixed_mm import host
+
+    q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
+    w, called = ops.preshuffled(q), []
+    monkeypatch.setattr(choose, "_gemm_takes", lambda *operands: True)
+    monkeypatch.setattr(choose, "gemm_is_faster", lambda *operands: faster)
+    monkeypatch.setattr(host, "mixed_mm", lambda *operands, **more: called.append("mixed_mm"))
+    monkeypatch.setattr(
+        small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x
+    )
+    x = torch.randn(64, 256, dtype=torch.bfloat16)
+    ops._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
+    assert called == (["mixed_mm", "linear_small"] if faster else ["linear_small"])
+
+
+def test_operands_are_checked_before(monkeypatch):
+    """By whichever kernel: devices that do not go together."""
+    from fast.kernels.linear_small import host as small
+
+    def refuse(*operands):
+        raise ValueError("checked")
+
+    q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
+    w = ops.preshuffled(q)
+    monkeypatch.setattr(small, "check_operands", refuse)
+    monkeypatch.setattr(choose, "preshuffled", lambda *operands: pytest.fail("chosen"))
+    with pytest.raises(ValueError, match="checked"):
+        ops._kernel(
+            w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "element", "rows", "together"),
+    [
+        ((14336, 4096), "int4", 3, False),
+        ((14336, 4096), "int4", 16, True),
+        ((4096, 4096), "int4", 3, True),
+        ((28672, 8192), "int4", 2, False),
+        ((28672, 8192), "int4", 3, True),
+        ((28672, 8192), "int8", 16, False),
+        ((14336, 4096), "int8", 16, True),
+    ],
+)
+def test_pairs(gpu, shape, element, rows, together):
+    group = 128 if element == "int4" else 0
+    assert choose.pair_is_faster(weight(shape, element, group), rows, BF16) == together
+
+
+def test_no_pair_loses_much_of_the_times_that_were_measured(gpu):
+    """Of an H200; a product and a gated one go one way, so that they are looked at together. A tenth, but for zero points at
+    one length of K, whose tiles of 4 and 8 rows are the slow ones."""
+    for row in json.loads((ROOT / "reports/data/linear_small_pair_times.json").read_text())["times"]:
+        scheme, shape, rows = row["scheme"], tuple(row["shape"]), row["rows"]
+        element = {"int4": "int4", "int8": "int8", "fp8_": "e4m3"}[scheme[:4]]
+        group = int(re.search(r"_g(\d+)", scheme)[1]) if element == "int4" else 0
+        w = weight(shape, element, group, "asymmetric" in scheme)
+        together, apart = row["pair"] + row["swiglu"], row["apart"] + row["swiglu apart"]
+        most = 1.17 if shape == (8192, 3072) and w.zero is not None else 1.1
+        chosen = together if choose.pair_is_faster(w, rows, BF16) else apart
+        assert chosen <= most * min(together, apart), row
+
+
+def test_a_pair_asks(monkeypatch):
+    """Two launches are made of None."""
+    from fast.kernels.linear_small import pair
+    from fast.matmul.preshuffled import pair_ops
+
+    q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
+    w = ops.preshuffled(q)
+    operands = (torch.randn(2, 256).bfloat16(), *(w.codes, w.scale, w.zero) * 2)
+    for function, name in ((pair_ops._pair_kernel, "pair"), (pair_ops._swiglu_kernel, "swiglu")):
+        monkeypatch.setattr(pair, f"linear_small_{name}", lambda *given, **more: "one launch")
+        for faster, found in ((True, "one launch"), (False, None)):
+            monkeypatch.setattr(pair_ops, "pair_is_faster", lambda *given, faster=faster: faster)
+            assert function(w.scheme, ((128, 256),), operands, None) == found
+
+
+def test_float16(gpu):
+    """Factors are of bfloat16 alone in the kernel of few rows."""
+    small = weight((1024, 4096), "e2m1", 32)
+    assert names(small, 1)[0] == GEMV
+    assert names(small, 1, HALF)[0] == SMALL_M
+    assert names(replace(small, element="int4", group=128), 1, HALF)[0] == GEMV
