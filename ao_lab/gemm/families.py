@@ -22,7 +22,7 @@ OF_TORCH = {"int8": families.TORCH_INT_MM, "scaled_mm": families.TORCH_SCALED_MM
 def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[Range, ...]:
     """The ranges of rows of inputs in a dtype by a weight (K, N) on a GPU, each with the name of what multiplies them: a family
     of `fast.gemm.families`, or the kernel of `ao_lab.gemm.select` where that is one for all rows. () elsewhere."""
-    if not w.is_cuda or len(w.shape) != 2 or w.is_meta:
+    if not w.is_cuda or len(w.shape) != 2:
         return ()
     return by_rows(lambda rows: _name(w, dtype, rows), MOST)
 

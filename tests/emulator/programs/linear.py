@@ -168,7 +168,7 @@ def compare_codes() -> None:
     for number, ((m, n, k), left, right, dtype, fast_sums) in enumerate(CODES):
         x, w = exact_weight(SCHEMES[left], m, k, number), exact_weight(SCHEMES[right], n, k, number + 9)
         for bias in (None, torch.arange(n) / 3):
-            made = codes.linear_of_codes(x, w, bias, dtype, fast_sums, None)
+            made = codes.linear_of_codes(x, w, bias, dtype, None, fast_sums)
             options = {"accumulation": "blocked", "block": k, "out_dtype": str(dtype).removeprefix("torch.")}
             assert made is not None
             assert_same_bits(made, reference.linear(x, w, bias, **options))

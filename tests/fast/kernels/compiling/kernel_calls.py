@@ -240,7 +240,7 @@ def codes(inputs, weight, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=Fal
     if rows > 1 and inputs.startswith("int8"):
         return int_rows.linear_of_codes(x, w, added, getattr(torch, dtype), None)
     if rows > 1:
-        return code_rows.linear_of_codes(x, w, added, getattr(torch, dtype), fast_sums, None)
+        return code_rows.linear_of_codes(x, w, added, getattr(torch, dtype), None, fast_sums)
     return code_linear.linear_of_codes(x, w, added, getattr(torch, dtype), None)
 
 
