@@ -31,6 +31,7 @@ from ao_lab.checkpoint.export.input_rank import flat_inputs
 from ao_lab.checkpoint.export.loadable import unsupported_reasons
 from ao_lab.checkpoint.export.plain_reader import Reading, made_in_bfloat16, reading, refusal
 from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
+from ao_lab.checkpoint.io.plain_values import check_scheme_fields
 from ao_lab.checkpoint.io.shards import look_at, places_of_weights, remove_others, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.io.writing import refuse_folders, staged
@@ -164,9 +165,12 @@ def write_model(
     stored, reasons = _chosen(model, layout, _dtype_of(given))
     _keep_beside(stored, beside or {})
     used = stored.config["quant_method"]
+    recipes = [json.loads(text) for text in stored.recipes]
+    for recipe in recipes:
+        # What could not be read again is not written: a name that is no printable text, for instance.
+        check_scheme_fields(recipe["weight"], "the scheme of a weight")
     folder.mkdir(parents=True, exist_ok=True)
     refuse_folders([*places_of_weights(folder), *(folder / name for name in (CONFIG, SETTINGS, CARD))])
-    recipes = [json.loads(text) for text in stored.recipes]
     records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
     metadata = {"format": "pt", KEY: json.dumps(records)}
     with staged(folder, lambda names: remove_others(folder, names)) as place:

@@ -25,6 +25,8 @@ def check_scheme_fields(given: Any, where: str) -> None:
     if isinstance(given, dict) and "formats" in given:
         given = _checked_formats(given, where)
     _check_record(given, Scheme, where)
+    if not given["name"].isprintable():
+        raise ValueError(f"{where}: name is printable text on one line, got {shown(given['name'])}")
     for name, record in NESTED.items():
         if given.get(name) is not None or name == "scale":
             _check_record(given[name], record, f"{where}: {name}")
