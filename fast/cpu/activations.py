@@ -42,24 +42,25 @@ def values(x: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
 
 
 def quantized(x: torch.Tensor, scheme: Scheme, axis: int) -> Quantized | None:
-    """x (..., K) quantized to signed integers of 8 bits, blocks along the last axis; None as of `values`."""
+    """x (..., K) quantized to signed integers of 8 bits, blocks along the last axis; None as of `values`,
+    and for one scale of all."""
     plain = type(x) is torch.Tensor and x.device.type == "cpu" and x.dim() > 1
     if not plain or type(axis) is not int or axis not in (-1, x.dim() - 1):
         return None
     x = x.detach().resolve_neg()
     rule = _rule_of(x, scheme, codes=True)
-    if rule is None:
+    if rule is None or rule.is_tensor:
         return None
     shape, axis = tuple(x.shape), x.dim() - 1
     kept = Blocks.of(shape, scheme.scale, axis).scale_shape
+    rows, blocks = prod(shape[:-1]), shape[-1] // _block_size(scheme.scale, shape[-1])
     codes = torch.empty(shape, dtype=torch.int8, device="cpu")
-    scale = torch.empty(kept, dtype=torch.float32, device="cpu")
+    found = torch.empty((rows, blocks), dtype=torch.float32, device="cpu")
     zero = torch.empty(kept, dtype=torch.int8, device="cpu") if rule.has_zero else None
-    rows = prod(shape[:-1])
-    zeros = _nothing(np.int8) if zero is None else zero.numpy().reshape(rows, -1)
-    if not _run(x, scheme, rule, codes, scale.numpy().reshape(rows, -1), zeros):
+    zeros = _nothing(np.int8) if zero is None else zero.numpy().reshape(rows, blocks)
+    if not _run(x, scheme, rule, codes, found.numpy(), zeros):
         return None
-    return Quantized(codes.view(torch.uint8), scale, None, zero, shape, axis, scheme)
+    return Quantized(codes.view(torch.uint8), found.view(kept), None, zero, shape, axis, scheme)
 
 
 def _run(x: torch.Tensor, scheme: Scheme, rule: Any, made: torch.Tensor, scale: Any, zero: Any) -> bool:

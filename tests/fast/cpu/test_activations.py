@@ -71,7 +71,7 @@ def test_numbers_of_every_record_are_the_reference_s(scheme, dtype):
     check(scheme, dtype)
 
 
-@pytest.mark.parametrize("scheme", ["int8_rowwise", "int8_rowwise_asymmetric"])
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int8_rowwise_asymmetric", "int8_g32"])
 def test_codes_scales_and_zero_points_are_the_reference_s(scheme):
     for x in (every_number(scheme, BFLOAT16), spread_out(BFLOAT16).view(4, 24, 256)):
         got, want = activations.quantized(x, SCHEMES[scheme], -1), reference.quantize(x, scheme)
