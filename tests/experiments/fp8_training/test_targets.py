@@ -93,3 +93,20 @@ def test_blocks():
     assert memory.verdict == "no"
     assert str(memory).endswith("1.001 of 1")
     assert targets.of_blocks(Where("full", GPU, "another"), results(*values)) == []
+
+
+def test_gaps_that_are_decided_have_a_target():
+    """A gap whose interval holds the margin of 0.5 percent neither reaches nor misses it."""
+    gaps = {"rowwise": (0.04, 0.2), "mxfp4": (2.4, 0.4), "nvfp4": (1.0, 0.6)}
+    facts = {"experiment": "fp8_training", "table": "gaps/full/books", "unit": "%", "device": GPU, "seed": 0}
+    rows = [
+        Row(setting="30m", method=method, metric=f"gap, bits per byte, heldout{end}", value=value, date="2026-11-26T", **facts)
+        for method, (mean, half) in gaps.items()
+        for end, value in (("", mean), (", 95% interval", half), (", seeds", 5.0))
+    ]  # fmt: skip
+    (run,) = targets.targets_by_run(rows)
+    assert {one.name: (one.verdict, one.day) for one in run.targets} == {
+        "rowwise, bits per byte, heldout (95% interval ± 0.20)": ("yes", "2026-11-26"),
+        "mxfp4, bits per byte, heldout (95% interval ± 0.40)": ("no", "2026-11-26"),
+    }
+    assert targets.targets_by_run([replace(row, table="gaps/quick/books") for row in rows]) == []
