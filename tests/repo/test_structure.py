@@ -1,4 +1,4 @@
-"""The shape of the repository: small folders, names that mirror each other, and nothing that only works on one machine."""
+"""The shape of the repository: names that mirror each other, and nothing that only works on one machine."""
 
 import inspect
 import re
@@ -14,9 +14,6 @@ import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ao_lab", "reference", "fast", "experiments")
-MOST_MODULES = 12
-#: Folders that may have more, with their number.
-LARGER: dict[str, int] = {}
 
 #: Public functions of fast without a reference of that name, each with its reason.
 FAST_ALONE = {
@@ -104,11 +101,6 @@ def modules_by_folder():
                 folder = path.parent.relative_to(ROOT).as_posix()
                 folders.setdefault(folder, []).append(path.stem.removeprefix("test_"))
     return folders
-
-
-def test_folders_are_small():
-    crowded = {name: len(modules) for name, modules in modules_by_folder().items()}
-    assert {name: count for name, count in crowded.items() if count > LARGER.get(name, MOST_MODULES)} == {}
 
 
 def test_prefixes_are_folders():
