@@ -7,8 +7,9 @@ headless one, another head) they differ by the trunk's name, which transformers 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,21 @@ from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.native_layout import saved_dtype
 from ao_lab.checkpoint.records import KEY, Weight, check_quantized_tensor, read_records
+
+
+def _check_places(model: Any, files: Iterable[str]) -> None:
+    """ValueError for files of weights outside of the folder that a model is read from, which an index may name.
+
+    Paths are compared as they are written: what links lead to is another check's.
+    """
+    named = os.path.abspath(getattr(model.config, "_name_or_path", "") or ".")
+    if not os.path.isdir(named):
+        return  # a name of a hub, whose cache transformers fills itself
+    outside = [file for file in map(os.path.abspath, files) if os.path.commonpath((named, file)) != named]
+    if outside:
+        raise ValueError(
+            f"{named}: its weights are said to be in {shown(outside[0])}, outside of the folder; fetch the folder again"
+        )
 
 
 @dataclass
@@ -43,6 +59,7 @@ class Stored:
             raise ValueError(
                 "a state_dict holds no records of quantized weights; give from_pretrained the folder"
             )
+        _check_places(model, files)
         found = look_at(Path(files[0]).parent)
         if KEY not in found.metadata:
             raise ValueError(

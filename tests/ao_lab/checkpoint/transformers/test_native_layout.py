@@ -212,6 +212,20 @@ def test_damaged_folders(tmp_path, monkeypatch):
         load(tmp_path)
 
 
+def test_weights_of_another_folder_are_refused(tmp_path):
+    """An index may name any path, and transformers follows it."""
+    model, _ = quantized_model("LlamaForCausalLM", "nf4")
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        save_pretrained(model, folder, layout="ao_lab", max_shard_bytes=50_000)
+    index = folders[0] / "ao_lab.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] = {name: f"../other/{file}" for name, file in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="outside of the folder; fetch the folder again"):
+        read("LlamaForCausalLM", folders[0])
+
+
 def test_both_kinds_of_files(tmp_path):
     """Where a dense model has been saved over a quantized one, nobody guesses which weights are meant."""
     model, _ = quantized_model("LlamaForCausalLM", "nf4")
