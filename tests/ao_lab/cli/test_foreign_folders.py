@@ -41,7 +41,12 @@ def complaints(capsys, folder):
     assert not target.exists()
 
 
-@pytest.mark.parametrize("name", ["other.safetensors.index.json", "other.safetensors", 5])
+def by_night(*cases):
+    """Further cases of a rule."""
+    return [pytest.param(case, marks=pytest.mark.nightly, id=f"night{at}") for at, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("name", ["other.safetensors.index.json", *by_night("other.safetensors", 5)])
 def test_a_configuration_does_not_choose_the_file_of_weights(capsys, folder, name):
     """transformers would read it, and no index of another name is looked at."""
     tensors = load_file(folder / "model.safetensors")
@@ -58,7 +63,7 @@ class Runs:
         return os.mkdir, ("ran",)
 
 
-@pytest.mark.parametrize("content", [b"no archive", pickle.dumps({"x": Runs()}), b""])
+@pytest.mark.parametrize("content", [pickle.dumps({"x": Runs()}), *by_night(b"no archive", b"")])
 def test_pickles_that_are_not_tensors_alone(capsys, folder, monkeypatch, content):
     monkeypatch.chdir(folder.parent)
     (folder / "model.safetensors").unlink()
@@ -77,14 +82,18 @@ def test_pickles_outside_of_the_folder_are_not_read(capsys, folder):
         assert "plain name of a .bin file in the same folder, got ../outside.bin" in line
 
 
-@pytest.mark.parametrize("text", ['{"a":', "[]", '{"to_dict": 1}', '{"watermarking_config": 5}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "text", ['{"to_dict": 1}', *by_night('{"a":', "[]", '{"watermarking_config": 5}', "[" * 10**5)]
+)
 def test_settings_of_generation_that_are_none(capsys, folder, text):
     (folder / "generation_config.json").write_text(text)
     for line in complaints(capsys, folder):
         assert "generation_config.json" in line
 
 
-@pytest.mark.parametrize("name", ["notes.json", "modules.json", "generation_config.json", "part/config.json"])
+@pytest.mark.parametrize(
+    "name", ["part/config.json", *by_night("notes.json", "modules.json", "generation_config.json")]
+)
 def test_links_in_a_circle_are_left_out(folder, name):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
@@ -106,7 +115,7 @@ def test_no_text_of_a_link_out_goes_into_a_card(capsys, folder):
     assert "key" not in (target / "README.md").read_text()
 
 
-@pytest.mark.parametrize("value", ["gptq", [], 5, {"quant_method": "\x1b[31mred"}])
+@pytest.mark.parametrize("value", [{"quant_method": "\x1b[31mred"}, *by_night("gptq", [], 5)])
 def test_a_quantization_that_is_none(capsys, folder, value):
     edit(folder, quantization_config=value)
     for line in complaints(capsys, folder):
@@ -120,7 +129,7 @@ def test_adapters_beside_a_model_are_not_merged_silently(capsys, folder):
         assert "adapter_config.json describes adapters of peft" in line
 
 
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 10**5, f"PerGroup({'9' * 5000})"])
+@pytest.mark.parametrize("value", ["9" * 5000, *by_night("[" * 10**5, f"PerGroup({'9' * 5000})")])
 def test_values_of_options_that_no_number_is(capsys, folder, value):
     command = ["quantize", str(folder), str(folder.parent / "out"), "--config", "Int8WeightOnlyConfig"]
     assert main([*command, "--option", f"granularity={value}"]) == 2
