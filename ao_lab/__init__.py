@@ -27,7 +27,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ao_lab.install import packages, renamed, shadowing, transformers_hook, versions
+from ao_lab.install import packages, shadowing, transformers_hook, versions
 from ao_lab.install.version import __version__ as __version__
 
 # Said here, once and at once: a user's file in the place of one of our packages would fail strangely later.
@@ -67,6 +67,5 @@ def __dir__() -> list[str]:
     return sorted([*__getattr__("__all__"), *SUBMODULES])
 
 
-renamed.install()
 # Last: where transformers has been imported before, this imports modules that ask for the names above.
 transformers_hook.install()

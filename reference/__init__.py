@@ -4,7 +4,6 @@ Public names are listed in `__all__`. Nothing here imports torch or, before a JA
 `Quantized` and `Scales` are JAX pytrees: see `register_jax` for the one case in which that takes a call.
 """
 
-from reference import renamed
 from reference.arrays.pytrees import register_if_imported, register_jax
 from reference.formats.encode import decode, encode
 from reference.formats.formats import FORMATS, Format
@@ -43,7 +42,6 @@ from reference.training.recipes import load_recipes
 
 load_schemes()
 load_recipes()
-renamed.install()
 register_if_imported()
 
 __all__ = [

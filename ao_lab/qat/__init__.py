@@ -4,7 +4,3 @@
 from ao_lab.qat import api as api
 from ao_lab.qat import low_precision as low_precision
 from ao_lab.qat import sparse as sparse
-from ao_lab.qat.config import QATConfig
-
-# Files written before this was a package ask for `QATConfig` here.
-__all__ = ["QATConfig"]

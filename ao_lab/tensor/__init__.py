@@ -9,11 +9,7 @@ from ao_lab.tensor import fsdp as fsdp
 from ao_lab.tensor import matmul_ops as matmul_ops
 from ao_lab.tensor import values as values
 from ao_lab.tensor import view_ops as view_ops
-from ao_lab.tensor.quantized_tensor import QuantizedTensor, rebuilt
 from ao_lab.tensor.transforms import by_example as by_example
 
 if torch.distributed.is_available():
     from ao_lab.tensor import collectives as collectives
-
-# Files written before this was a package ask for these two names here.
-__all__ = ["QuantizedTensor", "rebuilt"]

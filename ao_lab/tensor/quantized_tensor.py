@@ -441,7 +441,6 @@ def _instead(func: Any) -> str:
 
 
 refuse_files(QuantizedTensor)
-# Under its name of today, and under the one that files hold from when `ao_lab.tensor` was a module.
-torch.serialization.add_safe_globals([rebuilt, (rebuilt, "ao_lab.tensor.rebuilt")])
+torch.serialization.add_safe_globals([rebuilt])
 
 __all__ = ["QuantizedTensor", "from_quantized", "quantized", "wrapper"]

@@ -6,10 +6,10 @@ import io
 import pytest
 import torch
 
-from ao_lab.tensor import QuantizedTensor, slicing
+from ao_lab.tensor import slicing
 from ao_lab.tensor.experts import gathered
 from ao_lab.tensor.experts.gathered import Gathered
-from ao_lab.tensor.quantized_tensor import quantized
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
 
 NUMBERS = torch.tensor([3, 0, 3, -1, 1])
 ENDS = torch.tensor([1, 2, 2, 4, 6], dtype=torch.int32)
