@@ -20,6 +20,8 @@ from pathlib import Path
 # One thread a test process: the processes share the cores. Read by torch and NumPy when they are first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# What a developer has tuned changes which kernel multiplies. Compiled kernels are kept there from run to run.
+os.environ.setdefault("AO_LAB_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "ao_lab"))
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -9,6 +9,7 @@ import torch
 import reference
 from ao_lab import QuantizedTensor, quantized
 from ao_lab.tensor.op_registry import OPERATIONS
+from ao_lab.tensor.values.averages import AVERAGES, LISTS
 from ao_lab.tensor.values.in_place import CHANGES
 from ao_lab.tensor.values.reads import READS
 from reference import Scales
@@ -441,7 +442,9 @@ def test_every_operation_was_tested():
     ours = {op for op in OPERATIONS if op.namespace == "ao_lab"}  # test_qat_lora compiles them
     values = {
         *READS,
+        *AVERAGES,
         *CHANGES,
+        *LISTS,
         aten.view.dtype,
         aten.mul_.Tensor,
         aten.mul_.Scalar,
