@@ -29,7 +29,8 @@ TESTS = (
     "tests/ao_lab/calibration",
     "tests/ao_lab/checkpoint/formats/test_compressed_tensors.py",
     "tests/ao_lab/checkpoint/formats/test_compressed_tensors_config.py",
-    "tests/ao_lab/checkpoint/streaming",
+    "tests/ao_lab/checkpoint/test_streaming.py",
+    "tests/ao_lab/checkpoint/test_streaming_folders.py",
     "tests/ao_lab/checkpoint/test_generation_settings.py",
     "tests/ao_lab/checkpoint/transformers",
     "tests/ao_lab/compile",
@@ -41,7 +42,8 @@ TESTS = (
     "tests/ao_lab/sparsity/test_api.py",
     "tests/ao_lab/tensor/libraries",
     "tests/ao_lab/tensor/test_view_ops.py",
-    "tests/ao_lab/training/fused",
+    "tests/ao_lab/training/test_fused_modules.py",
+    "tests/ao_lab/training/test_fused_swiglu.py",
     "tests/ao_lab/training/test_loops.py",
 )
 SAID = """

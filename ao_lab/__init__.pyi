@@ -21,7 +21,7 @@ from ao_lab.checkpoint.size import ModelSize as ModelSize
 from ao_lab.checkpoint.size import Size as Size
 from ao_lab.checkpoint.size import model_size as model_size
 from ao_lab.checkpoint.size import weight_size as weight_size
-from ao_lab.checkpoint.streaming.api import quantize_pretrained as quantize_pretrained
+from ao_lab.checkpoint.streaming import quantize_pretrained as quantize_pretrained
 from ao_lab.checkpoint.transformers.config import HfConfig as HfConfig
 from ao_lab.compile.fused_linears import compile_options as compile_options
 from ao_lab.compile.generation import GenerationSettings as GenerationSettings
@@ -62,10 +62,10 @@ from ao_lab.config.mx import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
 from ao_lab.config.recipe import Recipe as Recipe
 from ao_lab.config.recipe import SparseRecipe as SparseRecipe
 from ao_lab.config.torchao import as_torchao as as_torchao
-from ao_lab.interop.torch_dtypes import NativeParts as NativeParts
-from ao_lab.interop.torch_dtypes import from_native as from_native
-from ao_lab.interop.torch_dtypes import native_dtype as native_dtype
-from ao_lab.interop.torch_dtypes import to_native as to_native
+from ao_lab.interop import NativeParts as NativeParts
+from ao_lab.interop import from_native as from_native
+from ao_lab.interop import native_dtype as native_dtype
+from ao_lab.interop import to_native as to_native
 from ao_lab.qat.config import FakeQuantizeConfig as FakeQuantizeConfig
 from ao_lab.qat.config import Float8FakeQuantizeConfig as Float8FakeQuantizeConfig
 from ao_lab.qat.config import (
@@ -76,7 +76,7 @@ from ao_lab.qat.config import IntXQuantizationAwareTrainingConfig as IntXQuantiz
 from ao_lab.qat.config import LoRA as LoRA
 from ao_lab.qat.config import QATConfig as QATConfig
 from ao_lab.qat.config import advance_qat as advance_qat
-from ao_lab.qat.lora.layer import lora_state_dict as lora_state_dict
+from ao_lab.qat.lora import lora_state_dict as lora_state_dict
 from ao_lab.qat.presets import llama32_configs as llama32_configs
 from ao_lab.qat.presets import llama32_qat as llama32_qat
 from ao_lab.quantization.api import quantize_ as quantize_

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
-from experiments.report.measured import measured_at  # noqa: E402
+from experiments.report.content import measured_at  # noqa: E402
 
 BEGIN, END = "<!-- generation: python docs/generation.py -->\n", "<!-- end of generation -->\n"
 #: bfloat16's time at the end of a table over that at its beginning; by how much it may be away from 1.

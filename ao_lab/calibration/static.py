@@ -15,7 +15,7 @@ import torch
 
 from ao_lab.calibration.observers import InputScales, statistic_of
 from ao_lab.config.base import Config, operands, static_scales
-from ao_lab.config.compressed_tensors.layouts import OWN
+from ao_lab.config.compressed_tensors import OWN
 from ao_lab.config.float8 import NO_LAYOUT, float8_scheme
 from ao_lab.config.granularity import PER_ROW, PerTensor, block_of, is_asymmetric
 from ao_lab.config.observer import Observer

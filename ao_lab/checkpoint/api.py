@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from ao_lab.checkpoint.export.loadable import unsupported_reasons
 from ao_lab.checkpoint.export.plain_reader import Reading, made_in_bfloat16, reading, refusal
 from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
 from ao_lab.checkpoint.io.plain_values import check_scheme_fields
-from ao_lab.checkpoint.io.shards import look_at, places_of_weights, remove_others, write_files
+from ao_lab.checkpoint.io.shards import Folder, look_at, places_of_weights, remove_others, write_files
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.io.writing import refuse_folders, staged
 from ao_lab.checkpoint.model_builder import (
@@ -56,13 +56,38 @@ from ao_lab.checkpoint.native_layout import (
 from ao_lab.checkpoint.records import KEY, Records, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.checkpoint.third_party import records_of, tell
-from ao_lab.checkpoint.zero_biases import without_spare_biases
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.joined_scales import group_of
 from ao_lab.quantization.modules import check_model, is_untied
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference.arrays.errors import choice
+
+# Biases of layers that have none: AutoGPTQ wrote zeros for every layer that it packed, whether it had a bias or not.
+
+REASON = "zeros in place of a bias that the layer does not have"
+
+
+def without_spare_biases(records: Records, folder: Folder, model: nn.Module) -> Records:
+    """The records without the biases of quantized layers that the model lacks, where all of their elements are 0.
+
+    Other tensors that the model lacks stay: who fills it compares names. Of the files only such biases are read.
+    """
+    state = model.state_dict(keep_vars=True)
+    stored = {name: name for name in records.dense}
+    stored |= {name: one.names[""] for name, one in records.computed.items() if set(one.names) == {""}}
+    unknown = {name: full for name, full in stored.items() if name not in state and name.endswith(".bias")}
+    beside = {n: full for n, full in unknown.items() if n.removesuffix("bias") + "weight" in records.weights}
+    spare = {name: full for name, full in beside.items() if not folder.read([full])[full].any()}
+    if not spare:
+        return records
+    return replace(
+        records,
+        dense=tuple(name for name in records.dense if name not in spare),
+        computed={name: one for name, one in records.computed.items() if name not in spare},
+        left_out={**records.left_out, **dict.fromkeys(spare.values(), REASON)},
+    )
+
 
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
 Tensors = dict[str, torch.Tensor]

@@ -3,6 +3,11 @@
 Front matter in YAML, then what was quantized and how, what stayed, sizes, results of `ao-lab eval` where eval.json is there,
 and the commands that load and serve it. `save_pretrained` writes it where no other card is, `ao-lab quantize` one that knows
 the command, and `ao-lab eval --save` puts its results into it.
+
+How a model is loaded and served by others: the class that transformers loads it by, the Hub's name of its task, vLLM.
+
+`AutoModelForX.from_pretrained` takes the class that X's table has for the configuration's model_type. It is right for a folder
+where that is the class that config.json names under "architectures"; where no table has it, the class itself is.
 """
 
 from __future__ import annotations
@@ -10,25 +15,157 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ao_lab.checkpoint.io.links import links_out, page
-from ao_lab.checkpoint.io.markdown import LONGEST_NOTE, note, one_line, prose, span, yaml_line
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.io.writing import write_text
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
-from ao_lab.checkpoint.model_classes import architecture_of, is_served, loader_of
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.checkpoint.third_party import quantization_of, records_of
-from ao_lab.config.compressed_tensors.common_names import common_name, element_name, short_name
-from ao_lab.config.compressed_tensors.formats import FORMATS
+from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.version import __version__
+
+# Text of others in Markdown and in YAML: names in files say what they are, and add nothing to the page around them.
+
+LONGEST, LONGEST_NOTE = 200, 2000
+#: What begins a link, an image, HTML, code, emphasis or a cell in running text.
+ACTIVE = re.compile(r"([\\`<>\[\]|])")
+#: Values that YAML reads as text, a list or an address, on one line.
+PLAIN_VALUE = re.compile(r"[A-Za-z0-9](?:[\w./@+~=?&%-]|:(?=[^\s:]))*", re.ASCII)
+ITEM = r"""(?:\w[\w.-]*|"[\w .-]*"|'[\w .-]*')"""
+PLAIN_LIST = re.compile(rf"\[ ?(?:{ITEM}(?: ?, ?{ITEM})*)? ?\]", re.ASCII)
+
+
+def one_line(text: object, longest: int = LONGEST) -> str:
+    """A text on one line, without control and formatting characters, cut where it is long."""
+    letters = (c if unicodedata.category(c)[0] != "C" else " " for c in str(text)[: longest + 1])
+    plain = " ".join("".join(letters).split())
+    return plain if len(str(text)) <= longest else plain[:longest] + "..."
+
+
+def span(text: object) -> str:
+    """A code span; backticks are left out, so that it ends where the text does."""
+    return f"`{one_line(text).replace('`', '')}`"
+
+
+def prose(text: object) -> str:
+    """Running text, on one line: links, HTML, code and cells in it are letters."""
+    return ACTIVE.sub(r"\\\1", one_line(text))
+
+
+def note(text: object) -> str:
+    """A sentence of ours that names things of others: its code spans stay, HTML and links are letters."""
+    return re.sub(r"([<\[\]])", r"\\\1", one_line(text, LONGEST_NOTE))
+
+
+def yaml_line(line: str) -> str:
+    """A `name: value` line of a front matter: simple values as they are, others as JSON strings, which are YAML."""
+    name, _, value = line.partition(":")
+    value = value.strip()
+    if len(value) <= LONGEST and (PLAIN_VALUE.fullmatch(value) or PLAIN_LIST.fullmatch(value)):
+        return f"{name}: {value}"
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return f"{name}: {json.dumps(one_line(value[1:-1] if quoted else value))}"
+
+
+#: Auto classes of transformers and the tasks of the Hub, those first that say most. None: the Hub has no name for all of them.
+TASKS: dict[str, str | None] = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSeq2SeqLM": None,
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForCTC": "automatic-speech-recognition",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": None,
+    "AutoModelForNextSentencePrediction": None,
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
+    "AutoModelForObjectDetection": "object-detection",
+    "AutoModelForZeroShotObjectDetection": "zero-shot-object-detection",
+    "AutoModelForSemanticSegmentation": "image-segmentation",
+    "AutoModelForUniversalSegmentation": "image-segmentation",
+    "AutoModelForDepthEstimation": "depth-estimation",
+    "AutoModelForMaskGeneration": "mask-generation",
+    "AutoModelForVideoClassification": "video-classification",
+    "AutoModelForAudioClassification": "audio-classification",
+    "AutoModelForTextToWaveform": "text-to-audio",
+    "AutoModelForTextToSpectrogram": "text-to-speech",
+    "AutoModelForVisualQuestionAnswering": "visual-question-answering",
+    "AutoModelForDocumentQuestionAnswering": "document-question-answering",
+    "AutoModelForMaskedImageModeling": None,
+    "AutoModelForPreTraining": None,
+    "AutoModel": "feature-extraction",
+}
+#: Classes of transformers that vLLM's registry has for text generation with layers that its quantization covers
+#: (_TEXT_GENERATION_MODELS of vllm/model_executor/models/registry.py, commit 0002bff0). It may serve others too.
+SERVED_ARCHITECTURES = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Apertus", "Arcee", "Bamba", "Bloom", "Cohere", "Cohere2", "Dbrx", "DeepseekV2", "DeepseekV3", "Dots1", "Ernie4_5",
+        "Ernie4_5_Moe", "Exaone4", "Falcon", "FalconH1", "FlexOlmo", "GPTBigCode", "GPTJ", "GPTNeoX", "Gemma", "Gemma2",
+        "Gemma3", "Gemma3n", "Glm", "Glm4", "Glm4Moe", "Granite", "GraniteMoe", "GraniteMoeHybrid", "GraniteMoeShared",
+        "HunYuanDenseV1", "HunYuanMoEV1", "Jamba", "Lfm2", "Lfm2Moe", "Llama", "Llama4", "LongcatFlash", "MiniMax",
+        "Mistral", "Mixtral", "Mpt", "Nemotron", "OPT", "Olmo", "Olmo2", "Olmo3", "Olmoe", "Persimmon", "Phi", "Phi3",
+        "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Qwen3Next", "SeedOss", "StableLm", "Starcoder2", "Zamba2",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A class of transformers, and the Hub's name of what its models do."""
+
+    name: str
+    task: str | None
+
+
+def loader_of(config: Mapping[str, Any]) -> Loader | None:
+    """What loads the model of a configuration; None for one that describes no model of transformers.
+
+    Where transformers is not installed nobody can say which of its tables has a class: then it is the class itself.
+    """
+    name = architecture_of(config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return None
+    if find_spec("transformers") is None:
+        return Loader(name, None) if name is not None else None
+    import transformers
+
+    for auto, task in TASKS.items():
+        tables: Any = getattr(transformers, auto, None)
+        found = None if tables is None else tables._model_mapping._model_mapping.get(kind)
+        first = found[0] if isinstance(found, (tuple, list)) else found
+        if found is not None and first == name:
+            return Loader(auto, task)
+    known = name is not None and name in dir(transformers)
+    # A class of somebody's own: what a plain language model is loaded by, as `ao_lab.load_pretrained` does.
+    return Loader(str(name), None) if known else Loader("AutoModelForCausalLM", "text-generation")
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The class that a configuration names first; None where it names none, or what can be none."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM lists the architecture that a configuration names."""
+    return architecture_of(config) in SERVED_ARCHITECTURES
+
 
 CARD, RESULTS = "README.md", "eval.json"
 #: What the last line of a card of ours begins with.
@@ -365,4 +502,18 @@ def number(value: int) -> str:
     return f"{value:,}"
 
 
-__all__ = ["CARD", "CONFIG", "RESULTS", "card_beside", "is_ours", "model_card", "with_results", "write_card"]
+__all__ = [
+    "CARD",
+    "CONFIG",
+    "RESULTS",
+    "SERVED_ARCHITECTURES",
+    "TASKS",
+    "architecture_of",
+    "card_beside",
+    "is_ours",
+    "loader_of",
+    "model_card",
+    "with_results",
+    "write_card",
+    "yaml_line",
+]

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ao_lab.calibration.hooks import watches
 from ao_lab.qat.layers import QATModule
-from ao_lab.qat.lora.layer import LoRALinear
+from ao_lab.qat.lora import LoRALinear
 from ao_lab.quantization.modules import shorten
 from ao_lab.quantization.report import ATTRIBUTE, Report
 from ao_lab.sparsity.training.layers import SparseLinear

@@ -278,7 +278,7 @@ def tune(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What this machine can run, and why not; exit code 1 where something is broken."""
-    from ao_lab.cli.doctor.checks import report
+    from ao_lab.cli.doctor import report
 
     if not report(as_json):
         raise typer.Exit(1)

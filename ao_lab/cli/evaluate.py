@@ -24,8 +24,18 @@ from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_ta
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable, without_model
 from ao_lab.eval.harness import Harness, HarnessOptions, harness_note, harness_results, prepared
-from ao_lab.eval.perplexity import PAIRED, TASKS, Tokens, measured, results_of, weight_errors, windows_of
-from ao_lab.eval.texts import Text, check_text, text_of
+from ao_lab.eval.perplexity import (
+    PAIRED,
+    TASKS,
+    Text,
+    Tokens,
+    check_text,
+    measured,
+    results_of,
+    text_of,
+    weight_errors,
+    windows_of,
+)
 from ao_lab.install.extras import needed, pip_install
 from ao_lab.install.version import __version__
 
@@ -261,7 +271,7 @@ def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path) -> None:
 def loaded(folder: Path, device: str) -> nn.Module:
     """The model of a folder, quantized as it is where ao_lab can read it."""
     from ao_lab.checkpoint.api import load_pretrained
-    from ao_lab.checkpoint.formats.torchao.files import TORCHAO_KEY
+    from ao_lab.checkpoint.formats.torchao import TORCHAO_KEY
     from ao_lab.checkpoint.records import KEY
 
     check_folder(folder)

@@ -110,7 +110,7 @@ def without_weights(source: Path) -> nn.Module | None:
     """The model of a folder on the meta device; None for one that is quantized already, or that its loader is to refuse."""
     from ao_lab.checkpoint.io.shards import has_weights, look_at
     from ao_lab.checkpoint.model_builder import LARGEST_COUNT, planned_model
-    from ao_lab.checkpoint.streaming.quantized_folder import is_quantized
+    from ao_lab.checkpoint.streaming import is_quantized
     from ao_lab.install.extras import needed
 
     needed("transformers")
@@ -172,7 +172,7 @@ def ways_out(model: nn.Module, reasons: Sequence[str], skip: Sequence[str]) -> s
 def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
     """The layout of what --layout and --config say; WrongInput where a named one cannot hold the configuration."""
     from ao_lab.checkpoint.export.plain_reader import check_recipe
-    from ao_lab.config.compressed_tensors.layouts import changes
+    from ao_lab.config.compressed_tensors import changes
 
     if layout == OWN:
         return SelectedLayout(OWN, config)

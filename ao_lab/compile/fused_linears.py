@@ -7,25 +7,103 @@ row of inputs each launch loses time at its beginning and end, and the compiler,
 itself, cannot look into an operator. This pass over the compiled graph fuses them: silu of one times the other as one launch
 (`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`). Preshuffled
 weights have operators of their own (`fast.matmul.preshuffled.pair`), and so have 4-bit integers in 2:4 storage
-(`fast.sparsity.int4.pair`), both for up to 16 rows.
+(`fast.sparsity.linear_sparse_int4_pair`), both for up to 16 rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from ao_lab.compile import swiglu_pattern
-from ao_lab.compile.swiglu_pattern import HALVES, gated
 from fast.matmul.preshuffled import pair
-from fast.sparsity.int4 import pair as sparse_pair
+from fast.sparsity import linear_sparse_int4_pair as sparse_pair
+
+# That is: silu(gate) * up in a compiled graph, found by what the compiler makes of silu in the version of torch at hand.
+
+aten = torch.ops.aten
+#: Operators that give the same elements in the same order another shape.
+SHAPES = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims,
+)  # fmt: skip
+#: Numbers that a product and silu are fused for.
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def behind_shapes(value: Any, seen: set[Node]) -> Any:
+    """What a value is in another shape; the nodes that give it one are noted in `seen`."""
+    while isinstance(value, Node) and value.op == "call_function" and value.target in SHAPES:
+        seen.add(value)
+        value = value.args[0]
+    return value
+
+
+@lru_cache(maxsize=8)
+def silu_graph(dtype: torch.dtype) -> Graph:
+    """The graph of silu of one tensor, decomposed as the compiler does."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    # A function of one argument: silu itself has another, whether it writes in place.
+    result = make_fx(lambda v: torch.nn.functional.silu(v), select_decomp_table())(
+        torch.zeros(1, dtype=dtype)
+    )
+    graph: Graph = result.graph
+    return graph
+
+
+def silu_of(value: Any, seen: set[Node]) -> Any:
+    """What a node is the silu of, None if it is none; the nodes on the way are noted in `seen`."""
+    found = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(found, torch.Tensor) or found.dtype not in HALVES:
+        return None
+    graph = silu_graph(found.dtype)
+    start, *_, end = graph.nodes
+    bound: dict[Node, Any] = {}
+    if not _alike(value, end.args[0], bound):
+        return None
+    seen.update(node for pattern, node in bound.items() if pattern is not start)
+    return bound.get(start)
+
+
+def _alike(node: Any, pattern: Any, bound: dict[Node, Any]) -> bool:
+    """Whether a value is computed as the pattern says; what each of its nodes stands for goes into `bound`."""
+    if not isinstance(pattern, Node):
+        return bool(node == pattern)
+    if pattern in bound:
+        return bound[pattern] is node
+    if pattern.op != "placeholder":
+        same = isinstance(node, Node) and node.target == pattern.target and node.kwargs == pattern.kwargs
+        if not same or len(node.args) != len(pattern.args):
+            return False
+        if not all(_alike(one, other, bound) for one, other in zip(node.args, pattern.args, strict=True)):
+            return False
+    bound[pattern] = node
+    return True
+
+
+def gated(node: Node) -> tuple[Node, Node, set[Node]] | None:
+    """(gate, up, nodes between) of a node that is silu(gate) * up and the only one that wants them; None for others."""
+    if node.op != "call_function" or node.target is not aten.mul.Tensor:
+        return None
+    for first, second in (node.args, node.args[::-1]):
+        seen: set[Node] = set()
+        gate = behind_shapes(silu_of(behind_shapes(first, seen), seen), seen)
+        up = behind_shapes(second, seen)
+        if not (isinstance(gate, Node) and isinstance(up, Node)):
+            continue
+        within = {*seen, gate, up}
+        if gate is not up and all(user in within or user is node for one in within for user in one.users):
+            return gate, up, seen
+    return None
+
 
 #: The most rows of inputs whose programs have dependent launches: eight layers of Llama-3.1-8B take 3.93 ms a token of 64 rows
 #: in int4 without them and 4.18 with, bfloat16 4 percent more with them too; of 16 and 32 rows 1 to 3 percent less (H200).
@@ -109,7 +187,7 @@ class FuseLinears:
 
     def uuid(self) -> str:
         """What the compiler's caches know this pass by: its text."""
-        modules = (__file__, swiglu_pattern.__file__, pair.__file__, sparse_pair.__file__)
+        modules = (__file__, __file__, pair.__file__, sparse_pair.__file__)
         return hashlib.sha256(b"".join(Path(module).read_bytes() for module in modules)).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -252,4 +330,4 @@ def compile_options() -> dict[str, Any]:
     return {"post_grad_custom_pre_pass": inductor_pass(), **late}
 
 
-__all__ = ["FuseLinears", "compile_options"]
+__all__ = ["FuseLinears", "compile_options", "gated"]

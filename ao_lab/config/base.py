@@ -106,11 +106,11 @@ class Config:
         """This configuration for a layout of `save_pretrained`, so that plain readers of it compute what the model here does.
 
         "compressed-tensors": integers without zero points, scales of weights in the weight's dtype, inputs by the readers' own
-        records (`compressed_tensors.*`); `ao_lab.config.compressed_tensors.layouts` has the rules. "ao_lab": unchanged.
+        records (`compressed_tensors.*`); `ao_lab.config.compressed_tensors` has the rules. "ao_lab": unchanged.
         ValueError, with the reason, where the layout has nothing like this configuration (nf4, float8_e5m2, inputs in
         nvfp4 and others).
         """
-        from ao_lab.config.compressed_tensors.layouts import recipe_for_layout
+        from ao_lab.config.compressed_tensors import recipe_for_layout
 
         return self.with_recipe(recipe_for_layout(self.recipe(), layout))
 

@@ -31,7 +31,7 @@ from ao_lab.gemm.select import Kernel
 from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
 from fast.kernels.hopper.nvrtc import missing_compiler
 from fast.matmul.weights import one_scale
-from fast.sparsity.linear_sparse_ops import HOPPER, MULTIPLES
+from fast.sparsity.linear_sparse import HOPPER, MULTIPLES
 
 NAME = "sparse_wgmma"
 #: torch's dtypes of elements that are multiplied as they are, and of quantized ones.

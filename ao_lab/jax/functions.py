@@ -2,26 +2,38 @@
 
 Arguments are checked by the code of `reference`, in its order, so that errors agree. Calls with concrete arrays are compiled
 once for each combination of record, axis and shapes, checks included; later calls only look the program up (`programs`).
+
+Compiled programs of eager calls, looked up by what they depend on, and their results made without JAX's pytrees.
+
+The keys are those of `fast.kernels.launch.cache` with JAX arrays in them: class (a tracer's is another), shape and dtype,
+and where the first array lies. What is found is a program that takes and gives arrays alone; flattening a `Quantized` and
+making one again takes JAX longer than a small program runs. Programs check their arguments when they are traced, so a
+remembered call is a right one.
+
+What `ao_lab.jax` computes, once by kernels and once by the specification, as functions of named arrays.
+
+An `Operation` says what is wanted; arrays come and leave as dictionaries: x, g, words, codes, scale, outer, zero, y.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import jax
 
 import reference
-from ao_lab.jax import programs
 from ao_lab.jax.device import is_traced, place_of, require_array
-from ao_lab.jax.operations import PARTS, Arrays, Operation, dispatch, quantized, scales_of
+from fast.kernels.launch import cache
 from fast.kernels.launch.cache import scale_parts, settings
 from reference import Quantized, Scales, Scheme
 from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.jax_mesh import over_mesh
 from reference.arrays.namespace import FLOAT_DTYPES, float_input
-from reference.arrays.pytrees import register_jax
+from reference.arrays.pytrees import register_flax_if_imported, register_jax
 from reference.formats.encode import check_random_bits
 from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode
@@ -29,13 +41,291 @@ from reference.quantize.blocks import Blocks
 from reference.quantize.fake_quantize import no_cotangent, scale_cotangents
 from reference.quantize.provided_scales import check_scales
 from reference.quantize.quantize import check_quantized, with_tiled_scales
-from reference.quantize.tiled_scales import check_tiled
+from reference.quantize.tiled_scales import check_tiled, tiled_size
 from reference.schemes.schemes import scheme_of
+
+Arrays = dict[str, Any]
+PARTS = ("scale", "outer", "zero")
+RESULTS = ("codes", *PARTS, "y")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """kind: "quantize", "choose", "fake", "mask" (g where nothing saturated) or "dequantize".
+
+    shape, axis: of the tensor, axis not negative. dtype: of x, or of the values of "dequantize". packed: packed codes.
+    tiled: scales that "quantize" makes come as `reference.tile_scales` stores them.
+    """
+
+    kind: str
+    scheme: Scheme
+    shape: tuple[int, ...]
+    axis: int
+    dtype: str
+    packed: bool = False
+    tiled: bool = False
+
+    @property
+    def blocks(self) -> Blocks:
+        """The tensor's blocks."""
+        return Blocks.of(self.shape, self.scheme.scale, self.axis)
+
+    @property
+    def folds(self) -> bool:
+        """Whether a batch of such tensors has the same blocks as one tensor with a further axis."""
+        plain = not self.tiled and not isinstance(self.scheme.scale.block, str)
+        return bool(self.shape) and plain and self.scheme.outer is None
+
+
+def dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
+    """The operation where `place` (see `device.place_of`) says; concrete arrays run as one compiled program.
+
+    Explicit axes of a mesh are automatic inside (`reference.arrays.jax_mesh`).
+    """
+    return over_mesh(_dispatch, (operation, arrays, place), {})  # type: ignore[no-any-return]
+
+
+def _dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
+    if not place or not covered(operation):
+        return by_reference(operation, arrays)
+    if not any(map(is_traced, arrays.values())):
+        return _operation_program(operation)(arrays)  # type: ignore[no-any-return]
+    if place == "cuda":
+        return mapped(operation, arrays)
+    made: Arrays = jax.lax.platform_dependent(
+        arrays,
+        cuda=lambda arrays: mapped(operation, arrays),
+        default=lambda arrays: by_reference(operation, arrays),
+    )
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _operation_program(operation: Operation) -> Any:
+    return jax.jit(lambda arrays: mapped(operation, arrays))
+
+
+def covered(operation: Operation) -> bool:
+    """Whether kernels cover the tensor; otherwise (no elements, blocks of unusual sizes) the specification runs."""
+    from fast.kernels.quantize import plan as passes
+
+    return passes.problem_of(operation.dtype, operation.scheme, operation.blocks) is not None
+
+
+def mapped(operation: Operation, arrays: Arrays) -> Arrays:
+    """`by_kernels`, with its rule for vmap: a further axis where that changes no block, one after the other elsewhere."""
+
+    @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
+    def run(arrays: Arrays) -> Arrays:
+        return by_kernels(operation, arrays)
+
+    @run.def_vmap  # type: ignore[untyped-decorator]
+    def batch(size: int, batched: tuple[dict[str, bool]], arrays: Arrays) -> tuple[Arrays, dict[str, bool]]:
+        (which,) = batched
+        if operation.folds:
+            long = {name: _lengthened(value, size, which[name]) for name, value in arrays.items()}
+            made = mapped(_folded(operation, size), long)
+        else:
+            fixed = {name: v for name, v in arrays.items() if not which[name]}
+            along = {name: v for name, v in arrays.items() if which[name]}
+            made = jax.lax.map(lambda part: mapped(operation, {**fixed, **part}), along)
+        return made, dict.fromkeys(made, True)
+
+    made: Arrays = run(arrays)
+    return made
+
+
+def _folded(operation: Operation, size: int) -> Operation:
+    return replace(operation, shape=(size, *operation.shape), axis=operation.axis + 1)
+
+
+def _lengthened(array: Any, size: int, batched: bool) -> Any:
+    return array if batched else jax.numpy.broadcast_to(array, (size, *array.shape))
+
+
+def by_reference(operation: Operation, arrays: Arrays) -> Arrays:
+    """The specification."""
+    scheme, axis, scales = operation.scheme, operation.axis, scales_of(arrays)
+    words = arrays.get("words")
+    if operation.kind == "dequantize":
+        q = quantized(operation, arrays["codes"], scales or Scales())
+        return {"y": reference.dequantize(q, operation.dtype)}
+    if operation.kind == "fake":
+        q = reference.quantize(arrays["x"], scheme, axis=axis, scales=scales, random_bits=words)
+        return {"y": reference.dequantize(q, operation.dtype)}
+    if operation.kind == "mask":
+        gradients = reference.fake_quantize_vjp(
+            arrays["g"], arrays["x"], scheme, axis=axis, random_bits=words
+        )
+        return {"y": gradients[0]}
+    if operation.kind == "choose":
+        return _without(reference.choose_scales(arrays["x"], scheme, axis=axis), arrays)
+    q = reference.quantize(
+        arrays["x"],
+        scheme,
+        axis=axis,
+        scales=scales,
+        random_bits=words,
+        packed=operation.packed,
+        tiled=operation.tiled,
+    )
+    return {"codes": q.codes, **_without(q, arrays)}
+
+
+def scales_of(arrays: Arrays) -> Scales | None:
+    """The given scales among arrays, or None."""
+    given = {part: arrays.get(part) for part in PARTS}
+    return None if all(value is None for value in given.values()) else Scales(**given)
+
+
+def quantized(operation: Operation, codes: Any, scales: Scales) -> Quantized:
+    """Codes and scales together."""
+    kept = scales.scale, scales.outer, scales.zero
+    return Quantized(codes, *kept, operation.shape, operation.axis, operation.scheme, operation.packed)
+
+
+def _without(made: Any, arrays: Arrays) -> Arrays:
+    """The scales that were made, less those that were given."""
+    parts = {part: getattr(made, part) for part in PARTS if part not in arrays}
+    return {part: value for part, value in parts.items() if value is not None}
+
+
+def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
+    """Launches of the block kernel, and for odd packings XLA operations."""
+    from fast.kernels.quantize import plan as passes
+
+    of = passes.problem_of(operation.dtype, operation.scheme, operation.blocks)
+    if of is None:
+        return by_reference(operation, arrays)
+    if operation.kind == "dequantize":
+        return _operation_dequantize(operation, of, arrays)
+    given = "all" if "scale" in arrays else "outer" if "outer" in arrays else ""
+    if operation.kind == "quantize":
+        fused = operation.packed and passes.packs(of)
+        tiles = operation.tiled and passes.tiles(of, given) and _whole_tiles(of)
+        made = run_plan(passes.quantizing(of, given, fused, tiles), arrays)
+        made = _packed(operation, made) if operation.packed and not fused else made
+        return _tiled(made) if operation.tiled and not tiles else made
+    if operation.kind == "choose":
+        return run_plan(passes.choosing(of, given), arrays)
+    plan = passes.masking(of) if operation.kind == "mask" else passes.fake_quantizing(of, given)
+    return {"y": run_plan(plan, arrays)["y"]}
+
+
+def _packed(operation: Operation, made: Arrays) -> Arrays:
+    return {**made, "codes": reference.pack(made["codes"], operation.scheme.element)}
+
+
+def _whole_tiles(of: Any) -> bool:
+    """Whether tiles of scales have no padding. That would have to be 0 before the launch, and what comes in lies before what
+    goes out: no order of the kernel's arrays has an outer scale on one side of the scales in every job."""
+    shape = of.blocks.scale_shape
+    return bool(tiled_size(shape) == prod(shape))
+
+
+def _tiled(made: Arrays) -> Arrays:
+    """The scales tiled, where they were made here."""
+    return {name: reference.tile_scales(value) if name == "scale" else value for name, value in made.items()}
+
+
+def run_plan(plan: Any, arrays: Arrays) -> Arrays:
+    """Run a `passes.Plan`; its results by name: the buffers that are no statistics."""
+    from ao_lab.jax import launches
+
+    have = dict(arrays)
+    for one in plan.passes:
+        inputs = {argument: have[one.array(argument)] for argument in one.reads}
+        outputs = {argument: plan.buffers[one.array(argument)] for argument in one.writes}
+        updated = {argument: _started(plan.buffers[one.array(argument)]) for argument in one.updates}
+        made = launches.launch(one, inputs, outputs, updated)
+        have |= {one.array(argument): value for argument, value in made.items()}
+    return {name: have[name] for name in RESULTS if name in plan.buffers}
+
+
+def _started(buffer: Any) -> Any:
+    """A buffer with its initial values."""
+    jnp = jax.numpy
+    column = jnp.array(buffer.fill, buffer.dtype).reshape((-1,) + (1,) * (len(buffer.shape) - 1))
+    return jnp.broadcast_to(column, buffer.shape)
+
+
+def _operation_dequantize(operation: Operation, of: Any, arrays: Arrays) -> Arrays:
+    """Values of codes, unpacked by XLA first where the kernel does not."""
+    from fast.kernels.quantize import plan as passes
+
+    scheme = operation.scheme
+    fused = operation.packed and (passes.packs(of) or scheme.format.bits >= 8)
+    if operation.packed and not fused:
+        arrays = {**arrays, "codes": reference.unpack(arrays["codes"], scheme.element, operation.shape)}
+    return run_plan(passes.dequantizing(of, fused and scheme.format.bits < 8), arrays)
+
+
+def call(name: str, record: Any, values: tuple[Any, ...], *arrays: Any) -> tuple[Any, Any]:
+    """The key of a call, and what it gives; None for a key that cannot be, and for a result that no program is known for."""
+    register_flax_if_imported()
+    if is_traced(arrays[0]):
+        return None, None
+    where = getattr(arrays[0], "sharding", None)
+    named = record if record.__class__ is str else id(record)
+    key = (name, named, values, *map(type, values), where, *map(_part, arrays))
+    found = cache.find(key)
+    return key, None if found is None else found(*arrays)
+
+
+def _part(array: Any) -> Any:
+    return None if array is None else (array.__class__, getattr(array, "aval", None))
+
+
+def run(
+    function: Callable[..., Any], constants: tuple[Any, ...], arrays: tuple[Any, ...], key: Any, record: Any
+) -> Any:
+    """function(*constants, *arrays) for concrete arrays and None, as one program that answers the next call with this key."""
+    try:
+        hash(constants)
+    except TypeError:
+        return function(*constants, *arrays)  # says what is wrong
+    leaves, tree = jax.tree.flatten(arrays)
+    program = _program(function, constants, tree)
+    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    finish = _finishing(_result(function, constants, tree, shapes))
+
+    def call(*arrays: Any) -> Any:
+        return finish(program(*(array for array in arrays if array is not None)))
+
+    cache.remember(key, call, record)
+    return finish(program(*leaves))
+
+
+@lru_cache(maxsize=1024)
+def _program(function: Callable[..., Any], constants: tuple[Any, ...], tree: Any) -> Any:
+    """From the arrays among the arguments to those of the result."""
+    return jax.jit(lambda *leaves: jax.tree.leaves(function(*constants, *jax.tree.unflatten(tree, leaves))))
+
+
+@lru_cache(maxsize=1024)
+def _result(
+    function: Callable[..., Any], constants: tuple[Any, ...], tree: Any, shapes: tuple[tuple[Any, Any], ...]
+) -> Any:
+    """The result, with shapes for arrays; the errors of the function."""
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return jax.eval_shape(partial(function, *constants), *jax.tree.unflatten(tree, leaves))
+
+
+def _finishing(like: Any) -> Callable[[Sequence[Any]], Any]:
+    """What makes a result like this one of its arrays."""
+    if not isinstance(like, (Quantized, Scales)):
+        return lambda made: made[0]
+    parts = [part for part in cache.TENSORS if getattr(like, part, None) is not None]
+    names: Any = dict(zip(parts, parts, strict=True))
+    return cache.maker(replace(like, **names), {part: at for at, part in enumerate(parts)})
+
+
+register_jax()
 
 
 def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
     """Scales of x, as in `reference.choose_scales`."""
-    key, known = programs.call("jax choose_scales", scheme, (axis,), x)
+    key, known = call("jax choose_scales", scheme, (axis,), x)
     if known is not None:
         return known  # type: ignore[no-any-return]
     place = _place(require_array(x, "choose_scales"), axis)
@@ -56,9 +346,7 @@ def quantize(
     tiled: bool = False,
 ) -> Quantized:
     """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
-    key, known = programs.call(
-        "jax quantize", scheme, (axis, packed, tiled), x, *scale_parts(scales), random_bits
-    )
+    key, known = call("jax quantize", scheme, (axis, packed, tiled), x, *scale_parts(scales), random_bits)
     if known is not None:
         return known  # type: ignore[no-any-return]
     place = _place(require_array(x, "quantize"), axis, scales, random_bits)
@@ -77,7 +365,7 @@ def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> jax.Array:
     if not isinstance(q, Quantized) or dtype == "float64":
         return reference.dequantize(q, dtype)
     parts = (q.codes, q.scale, q.outer, q.zero)
-    key, known = programs.call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)
+    key, known = call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)
     if known is not None:
         return known
     place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(*parts[1:]))
@@ -102,7 +390,7 @@ def fake_quantize(
 
     Arguments and errors as in `reference.fake_quantize`.
     """
-    key, known = programs.call("jax fake_quantize", scheme, (axis,), x, *scale_parts(scales), random_bits)
+    key, known = call("jax fake_quantize", scheme, (axis,), x, *scale_parts(scales), random_bits)
     if known is not None:
         return known
     place = _place(require_array(x, "fake_quantize"), axis, scales, random_bits)
@@ -132,7 +420,7 @@ def _call(function: Callable[..., Any], arrays: tuple[Any, ...], constants: tupl
     """function(*constants, *arrays), as a program where all arrays are concrete. The key has the id of the first constant."""
     if any(map(is_traced, jax.tree.leaves(arrays))):
         return function(*constants, *arrays)
-    return programs.run(function, constants, arrays, key, constants[0])
+    return run(function, constants, arrays, key, constants[0])
 
 
 def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scales:

@@ -23,8 +23,17 @@ from ao_lab.config.observer import Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
 from ao_lab.qat.layers import ADDED, QATLinear, QATModule, Training, plain_again, train_as, was_written
-from ao_lab.qat.lora.layer import LoRALinear, LoRASumLinear, add_adapters, fold, freeze, freeze_rest
-from ao_lab.qat.lora.model import check_mergeable, merge, prepare_lora
+from ao_lab.qat.lora import (
+    LoRALinear,
+    LoRASumLinear,
+    add_adapters,
+    check_mergeable,
+    fold,
+    freeze,
+    freeze_rest,
+    merge,
+    prepare_lora,
+)
 from ao_lab.qat.scale_init import first_scales
 from ao_lab.quantization.api import Call, keep_report, report_of, transform
 from ao_lab.quantization.calibrate import calibrated, required_observers
@@ -39,8 +48,8 @@ from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
 from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.quantization.saved_state import warn_of_saved_state
 from ao_lab.quantization.selection import Filter, Filtered, Patterns, selection
-from ao_lab.training.conversion.selection import check_called
 from ao_lab.training.layers import never_ran
+from ao_lab.training.selection import check_called
 from reference import Scales
 
 

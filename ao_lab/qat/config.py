@@ -15,7 +15,7 @@ counts as the smallest there is, 2**-126, and still gets its gradient, so that i
 rule puts them or, with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits
 down. With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n
 times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train
-(`ao_lab.qat.lora.layer`).
+(`ao_lab.qat.lora`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PREPARED = (
 )
 #: What a prepared module may have beside its own state.
 ADDED = ("qat_scale", "qat_zero", "qat_input_scale", "qat_input_zero", "qat_step")
-#: Names of adapters (`ao_lab.qat.lora.layer`).
+#: Names of adapters (`ao_lab.qat.lora`).
 ADAPTERS = ("lora_a", "lora_b")
 #: In a module's __dict__: torch's count of writes to what trains, when it was prepared.
 WRITES = "qat_writes"

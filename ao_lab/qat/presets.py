@@ -17,7 +17,7 @@ from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.granularity import ROWS, PerGroup
 from ao_lab.config.integer import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
 from ao_lab.qat.config import QATConfig
-from ao_lab.qat.lora.layer import LoRA
+from ao_lab.qat.lora import LoRA
 
 #: Modules by the names that transformers and the authors' own code give them.
 BLOCKS = r"re:(?:.*\.)?layers\.\d+\..+"

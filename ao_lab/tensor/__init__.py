@@ -7,9 +7,9 @@ import torch.distributed
 
 from ao_lab.tensor import fsdp as fsdp
 from ao_lab.tensor import matmul_ops as matmul_ops
+from ao_lab.tensor import transforms as transforms
 from ao_lab.tensor import values as values
 from ao_lab.tensor import view_ops as view_ops
-from ao_lab.tensor.transforms import by_example as by_example
 
 if torch.distributed.is_available():
     from ao_lab.tensor import collectives as collectives

@@ -9,7 +9,7 @@ import torch
 
 import fast
 from ao_lab.tensor import slicing
-from ao_lab.tensor.experts.gathered import chosen, gathered, waits
+from ao_lab.tensor.experts import chosen, gathered, waits
 from ao_lab.tensor.flat_concat import Bundle, joins
 from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation, view
@@ -210,7 +210,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten.index.Tensor)
 def _index(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.experts.gathered`).
+    """Experts by number: t[numbers], of which products copy none (`ao_lab.tensor.experts`).
 
     Of a matrix other places, and rows that blocks span, are dense numbers, as they are for lookups.
     """

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ao_lab.quantization.modules import check_model, shorten
-from ao_lab.training.conversion.selection import Filter, selected
-from ao_lab.training.fused.modules import fuse_layers_, fusions, unfuse_layers_
+from ao_lab.training.fused_modules import fuse_layers_, fusions, unfuse_layers_
 from ao_lab.training.grouped.experts import LowPrecisionExperts, plain_experts_again, train_experts_by
 from ao_lab.training.layers import LowPrecisionLinear, Settings, never_ran, plain_again, train_by
 from ao_lab.training.products import PRODUCTS
+from ao_lab.training.selection import Filter, selected
 from reference.arrays.errors import choice
 from reference.training.recipe import Recipe, recipe_of
 
@@ -71,7 +71,7 @@ def convert_for_training_(
     fsdp_float8_all_gather: FSDP2 gathers weights as codes, half the bytes of bfloat16, where `fully_shard` follows; the weight
     of the inputs' gradient is then made of these codes (see `ao_lab.training.distributed.fsdp_gather`). Saved models are plain.
     fuse: True makes RMSNorm and SwiGLU between the linear layers one kernel forward and one backward, whichever class computes
-    them; names among "norm", "swiglu" and "rotary" choose (see `ao_lab.training.fused.modules`). What computes otherwise stays
+    them; names among "norm", "swiglu" and "rotary" choose (see `ao_lab.training.fused_modules`). What computes otherwise stays
     and is listed.
     Raises ValueError for an unknown recipe, where the filter accepts nothing, where no layer can be converted, and where the
     fast path of nn.TransformerEncoderLayer would compute past converted layers in eval mode; TypeError for anything but a

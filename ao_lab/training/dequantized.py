@@ -22,7 +22,7 @@ from fast.kernels.launch.cache import settings
 from fast.layers.both_axes import both_values, values_and_codes
 from fast.layers.column_sums import column_sums
 from fast.layers.mixed import mixed_codes, mixed_values
-from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
+from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.ops import DEQUANTIZE, QUANTIZE
 from fast.quantize.quantize import dequantize
 from fast.second_derivatives import once_differentiable

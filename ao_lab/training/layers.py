@@ -13,8 +13,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import Split, training_linear
 from ao_lab.training.restricted import prepare
 from ao_lab.training.shapes import divides, steps
-from ao_lab.training.transforms.linear import functional_linear
-from ao_lab.training.transforms.support import check_traced, is_transformed
+from ao_lab.training.transforms import check_traced, functional_linear, is_transformed
 from fast.device import PLAIN
 from reference.training.recipe import Recipe
 

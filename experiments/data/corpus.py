@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from ao_lab.eval.texts import SKIPPED, held_out
+from ao_lab.eval.perplexity import SKIPPED, held_out
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,80 @@
-"""The page of experiment `decode`: tokens a second, size and memory of a quantized model, beside what others published."""
+"""The page of experiment `decode`: tokens a second, size and memory of a quantized model, beside what others published.
+
+Targets of our configurations in experiment `decode`, and which of them are missed.
+
+Speedups over the fastest form of bfloat16 are compared with the published speedup; tokens a second with torchao's of the same
+run, less what two timings of the same thing differ by; sizes with the published; quantization with a time and a peak of memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from experiments.decode.configs import BASELINE, BFLOAT16, OURS, WITH_SPEED_TARGET
+from experiments.decode.configs import BASELINE, BFLOAT16, DEPENDENT, LIBRARY, OURS, WITH_SPEED_TARGET
 from experiments.decode.run import KIND, TITLE
-from experiments.decode.targets import (
-    FORMS,
-    RATE,
-    fastest_bfloat16,
-    missed,
-    over_fastest,
-    published_speedup,
-    targets_of,
-)
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama_shapes import LLAMA_3_1_8B
+from experiments.report import targets
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table
 from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.published import HARDWARE, METRICS, MODEL, Published, decoding, published
 from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import Target, known, rest
+from experiments.report.targets import BASELINE_TOLERANCE, Target, known, rest
 
-__all__ = [
-    "ABOUT",
-    "FEATURED",
-    "QUESTION",
-    "TITLE",
-    "comparisons",
-    "findings",
-    "headlines",
-    "main_finding",
-    "sections",
-    "targets_by_run",
-]
+RATE, SIZE = "tokens/s", "model size"
+#: Forms of bfloat16, and metrics of other rows that hold a rate of the first.
+FORMS, BFLOAT16_RATES = (BFLOAT16, LIBRARY, DEPENDENT), ("bfloat16 before", "bfloat16 after")
+#: A size may exceed the published by this part; quantization may take so many seconds, and so many times the model's memory.
+SIZE_TOLERANCE, QUANTIZE_SECONDS, QUANTIZE_PEAK = 0.01, 30.0, 1.1
+
+
+def published_speedup(method: str) -> float | None:
+    """The published speed over that of bfloat16 in the same table."""
+    base, rate = published(BFLOAT16).get(RATE), published(method).get(RATE)
+    return None if base is None or rate is None else rate / base
+
+
+def fastest_bfloat16(results: Results) -> tuple[str, float | None]:
+    """The form of bfloat16 with the most tokens a second in a run, and how many; (bfloat16, None) where none was measured."""
+    rates = {form: results.value(BASELINE, form, RATE) or 0.0 for form in FORMS}
+    # The baseline was timed beside every configuration, by each process that measured some.
+    rates[BFLOAT16] = max(
+        [rates[BFLOAT16], *(row.value for row in results.rows if row.metric in BFLOAT16_RATES)]
+    )
+    best = max(rates, key=lambda form: rates[form])
+    return best, rates[best] or None
+
+
+def over_fastest(results: Results, setting: str, method: str) -> float | None:
+    """A configuration's tokens a second over those of the fastest bfloat16."""
+    rate, base = results.value(setting, method, RATE), fastest_bfloat16(results)[1]
+    return None if rate is None or base is None else rate / base
+
+
+def targets_of(results: Results, method: str) -> list[Target]:
+    """The targets of one of our configurations."""
+    found = list[Target]()
+    if method in WITH_SPEED_TARGET and (speedup := published_speedup(method)) is not None:
+        found.append(Target("published speedup", over_fastest(results, OURS, method), speedup))
+    if (rate := results.value(TORCHAO, method, RATE)) is not None:
+        limit = rate * (1 - BASELINE_TOLERANCE)
+        found.append(Target("torchao's tokens/s", results.value(OURS, method, RATE), limit))
+    if (size := published(method).get(SIZE)) is not None:
+        limit = size * (1 + SIZE_TOLERANCE)
+        found.append(Target("published size", results.value(OURS, method, SIZE), limit, at_least=False))
+    seconds, peak = (results.value(OURS, method, f"quantize {what}") for what in ("time", "peak memory"))
+    found.append(Target("seconds to quantize", seconds, QUANTIZE_SECONDS, at_least=False))
+    found.append(Target("peak of quantization", peak, QUANTIZE_PEAK, at_least=False))
+    return [replace(target, day=results.day(OURS, method)) for target in found]
+
+
+def missed(results: Results, method: str) -> list[str]:
+    """The targets that a configuration misses, each with value and limit."""
+    return [str(target) for target in targets.missed(targets_of(results, method))]
+
 
 QUESTION = "How many tokens a second does a quantized Llama-3.1-8B generate at batch 1, in a lean loop?"
 ABOUT = (
@@ -402,3 +439,17 @@ def plot(where: Where, results: Results) -> Drawing:
         "compare, their rates do not."
     )
     return Drawing(f"decode-speed-{where.ending}", caption, figure)
+
+
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "QUESTION",
+    "TITLE",
+    "comparisons",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+]

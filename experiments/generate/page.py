@@ -1,4 +1,10 @@
-"""The page of experiment `generate`: a table for each model, speeds over bfloat16 beside the times, and targets."""
+"""The page of experiment `generate`: a table for each model, speeds over bfloat16 beside the times, and targets.
+
+Targets of `generate()`, as data: speeds over bfloat16 in the same table.
+
+Compiled decoding has targets for the whole model alone, and for what is measured of it; a prefill and steps that are not
+compiled for eight layers.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +20,13 @@ from experiments.generate.tables import (
     EAGER,
     KIND,
     LEAST,
+    LONG,
     PREFILL,
     WHOLE,
     stand_ins,
     tables_of,
 )
 from experiments.generate.tables import Table as Measured
-from experiments.generate.targets import targets_of
 from experiments.generate.times import (
     CHANGE,
     COMPILED_CHANGE,
@@ -39,17 +45,41 @@ from experiments.report.ratio_map import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import Target, counts, missed
 
-__all__ = [
-    "ABOUT",
-    "FEATURED",
-    "QUESTION",
-    "TITLE",
-    "findings",
-    "headlines",
-    "main_finding",
-    "sections",
-    "targets_by_run",
-]
+WEIGHTS = ("int4 g128", "int4 g128, zero points", "int8", "mxfp4")
+PREFILL_PART = f"prefill of {LONG} tokens"
+#: By layers: methods, settings, the least speed.
+LIMITS = {
+    WHOLE: (
+        (("int4 g128",), (f"batch 1, {COMPILED}",), 1.45),
+        (("int8",), (f"batch 1, {COMPILED}",), 1.35),
+        (("int4 g128",), (f"batch 16, {COMPILED}",), 1.3),
+        (("int8",), (f"batch 16, {COMPILED}",), 1.2),
+        (("int4 g128, prepared",), (f"batch 1, {COMPILED}",), 1.7),
+    ),
+    DEPTH: (
+        (("fp8 dynamic, rows",), (PREFILL_PART,), 1.3),
+        (WEIGHTS, (PREFILL_PART,), 0.97),
+        (WEIGHTS, tuple(f"batch {batch}, {EAGER}" for batch in (1, 16, 64)), 1.0),
+    ),
+}
+
+
+def targets_of(data: str, results: Results) -> list[Target]:
+    """All of a model, by its name in rows; what was not measured has no value, and is open."""
+    asked = next((limits for layers, limits in LIMITS.items() if Stage(layers, "").data == data), ())
+    return [
+        Target(
+            f"{method}, {setting}",
+            results.value(setting, method, SPEED),
+            limit,
+            value_format=".2f",
+            day=results.day(setting, method),
+        )
+        for methods, settings, limit in asked
+        for setting in settings
+        for method in methods
+    ]
+
 
 QUESTION = "What does a user of transformers' generate() gain by quantized weights?"
 ABOUT = (
@@ -272,3 +302,18 @@ def caption(where: Where, results: Results, setting: str) -> str:
     if again is not None:
         notes.append(changed or f"bfloat16 at the end: {again:.3f} of its time at the beginning")
     return f"{setting} ({'; '.join(notes)})" if notes else setting
+
+
+__all__ = [
+    "ABOUT",
+    "FEATURED",
+    "LIMITS",
+    "QUESTION",
+    "TITLE",
+    "findings",
+    "headlines",
+    "main_finding",
+    "sections",
+    "targets_by_run",
+    "targets_of",
+]

@@ -13,7 +13,7 @@ import torch
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, table_parts
 from experiments.harness.timing import CudaWatch
-from experiments.kernels.baselines.baseline import BASELINES, Baseline
+from experiments.kernels.baselines import BASELINES, Baseline
 from experiments.kernels.cases.all_cases import CASES, chosen
 from experiments.kernels.cases.case import SHAPES
 from experiments.kernels.cases.floors import Shape

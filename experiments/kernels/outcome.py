@@ -11,7 +11,7 @@ from typing import Any
 from experiments.harness.outcome import Values
 from experiments.harness.rows import Row
 from experiments.harness.timing import Plan, Watch
-from experiments.kernels.baselines.baseline import BASELINES, Baseline
+from experiments.kernels.baselines import BASELINES, Baseline
 from experiments.runs.settings import Settings
 
 EXPERIMENT = "kernels"

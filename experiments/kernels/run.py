@@ -34,7 +34,7 @@ from experiments.harness.timing import (
     summary,
 )
 from experiments.kernels import jax_calls
-from experiments.kernels.baselines.baseline import BASELINES, Baseline, calls_of, offers
+from experiments.kernels.baselines import BASELINES, Baseline, calls_of, offers
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, Case, Inputs
 from experiments.kernels.cases.floors import Shape, fraction

@@ -4,6 +4,18 @@ Hidden matrices are trained by Muon, everything else by AdamW, with a short warm
 initialization and the order of the text; on one CPU with one number of threads the weights are the same bit for bit.
 The cache's key covers the settings, the corpus, this code and the versions of torch and numpy, so a changed recipe never finds
 an old model.
+
+Training steps, one after the other: on a GPU the launches of a step are captured in a CUDA graph once and replayed.
+
+Quantization-aware training of a small model is limited by its host: 25 ms a step, of which the GPU works a few. A CUDA graph
+removes the host and changes no kernel, order or input. Learning rates are in tensors, which the host fills between steps. Steps
+that read values on the host cannot be captured.
+
+Muon with the dtype of its products as a setting.
+
+`torch.optim.Muon` orthogonalizes every update by five Newton-Schulz iterations, and always multiplies in bfloat16. A GPU has
+matrix units for that. A CPU without bfloat16 instructions runs such products 13 to 50 times slower than float32, and the
+iterations then take longer than the model's forward and backward passes together.
 """
 
 from __future__ import annotations
@@ -16,7 +28,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +39,113 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.data.corpus import Corpus
+from experiments.harness.cuda_graph import recorded
 from experiments.harness.progress import bar
 from experiments.harness.revision import state
 from experiments.harness.rows import PARTIAL, library_versions
 from experiments.models.language_model import LanguageModel, ModelSettings
-from experiments.models.muon import Muon
-from experiments.models.train_steps import Steps
 from experiments.models.training_checkpoint import Checkpoint, Run
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` that multiplies in `dtype`: with torch.bfloat16 it takes the same steps, bit for bit.
+
+    Arguments beside `dtype` are torch's; `state_dict` is as well. Parameters are matrices, real and dense; a parameter
+    without a gradient stays as it is. `adjust_lr_fn` other than None or "original" raises ValueError.
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, dtype: torch.dtype, **options: Any) -> None:
+        if options.get("adjust_lr_fn") not in (None, "original"):
+            raise ValueError(f"adjust_lr_fn is None or 'original'; got {options['adjust_lr_fn']!r}")
+        super().__init__(params, **options)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; returns the loss of `closure`, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        buffer, momentum, rate = state["momentum_buffer"], group["momentum"], float(group["lr"])
+        gradient: Tensor = parameter.grad  # type: ignore[assignment]
+        buffer.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        update = orthogonal(
+            update, group["ns_coefficients"], group["ns_steps"], eps=group["eps"], dtype=self.dtype
+        )
+        rows, columns = parameter.shape
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(update, alpha=-rate * math.sqrt(max(1, rows / columns)))
+
+
+def orthogonal(
+    x: Tensor, coefficients: tuple[float, float, float], steps: int, *, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """The matrix x with singular values near 1, in `dtype`: `steps` times a x + (b g + c g g) x with g = x x^T.
+
+    x is divided by its Frobenius norm first, at least `eps`. The iterations run along the shorter side. x is not modified.
+    """
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    y = x.to(dtype, copy=True)
+    y = y.T if tall else y
+    y.div_(y.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.T if tall else y
+
+
+#: Steps before the capture, in which libraries, kernels and optimizers allocate their state.
+WARMUP = 3
+
+
+class Steps:
+    """Calls `step(batch) -> loss`; batches are of one shape and dtype. captured: whether by a CUDA graph."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor], *, captured: bool) -> None:
+        self.step, self.captured = step, captured
+        self.taken = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batch = self.loss = torch.empty(0)
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """The loss of one more step, in new memory."""
+        if not self.captured:
+            return self.step(batch)
+        self.taken += 1
+        if self.taken <= WARMUP:
+            return self._warm_up(batch)
+        self.graph = self.graph or self._capture(batch)
+        self.batch.copy_(batch)
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _warm_up(self, batch: Tensor) -> Tensor:
+        """A step on a side stream, as capture requires of the steps before it."""
+        stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            loss = self.step(batch)
+        main.wait_stream(stream)
+        return loss
+
+    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
+        self.batch, graph = batch.clone(), torch.cuda.CUDAGraph()
+        with recorded(graph):
+            self.loss = self.step(self.batch)
+        return graph
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,30 @@ of figures, the first of which heads the page), `findings(rows)` (sentences) and
 `experiments.report.content`). It may have `comparisons(rows)` (published values beside measured ones), `headlines(rows)` (for
 the first page), `main_finding(rows)` (a few words for its line there; else how many targets are reached) and
 `targets_by_run(rows)` (`experiments.report.limits`). This module turns them into HTML and Markdown.
+
+DataTables for the HTML pages: sorting and filtering of tables without a network.
+
+The script and its style come from the package itables, which ships them for notebooks without a network (MIT). They are stored
+compressed beside the pages (about 0.25 MB) and unpacked by the browser when the first table is opened; without scripts the
+tables are plain HTML.
+
+The scoreboard: every published value beside ours, with ratio and devices.
+
+An experiment whose page module has `comparisons(rows)` contributes to it. A published value without a measured row of the same
+model, method and metric stands in a second table, with nothing beside it.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
+import importlib.resources
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +39,98 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
-from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of
-from experiments.report.datatables import script
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
 from experiments.report.limits import RunTargets, counted, missed_tables
-from experiments.report.measured import note
 from experiments.report.plots import svg
-from experiments.report.scoreboard import Scoreboard, scoreboard
+from experiments.report.results import number
 
-__all__ = ["Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]
+COLUMNS = (
+    "model",
+    "method",
+    "metric",
+    "unit",
+    "published",
+    "on",
+    "ours",
+    "on",
+    "ours / published",
+    "better",
+    "source",
+)
+#: Metrics of which less is better.
+LESS = ("memory", "size", "perplexity")
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """The tables, and the sources that their last column counts from 1."""
+
+    tables: Sequence[Table]
+    sources: Sequence[str]
+
+    @property
+    def measured(self) -> Sequence[Table]:
+        """The table of values that have a measured one beside them; none where there is none."""
+        return [table for table in self.tables if tuple(table.columns) == COLUMNS]
+
+
+def scoreboard(found: Sequence[Comparison]) -> Scoreboard:
+    """Published values that were measured here (ratios first, as they compare across devices), and those that were not."""
+    sources = list(dict.fromkeys(one.source for one in found))
+    measured = sorted((one for one in found if one.measured is not None), key=lambda one: one.unit != "ratio")
+    missing = [one for one in found if one.measured is None]
+    tables = [
+        Table(
+            "Published values and ours, of the same model, method and metric",
+            COLUMNS,
+            [line(one, sources) for one in measured],
+        ),
+        Table(
+            "Published values without a measured one",
+            (*COLUMNS[:6], "source"),
+            [[*line(one, sources)[:6], line(one, sources)[-1]] for one in missing],
+        ),
+    ]
+    return Scoreboard([table for table in tables if table.lines], sources)
+
+
+def line(one: Comparison, sources: Sequence[str]) -> list[str]:
+    """The cells of one published value."""
+    return [
+        one.model,
+        one.method,
+        one.metric,
+        one.unit,
+        short(one.published),
+        one.published_on,
+        short(one.measured),
+        one.measured_on,
+        number(one.ratio, 2),
+        "less" if any(word in one.metric for word in LESS) else "more",
+        f"[{sources.index(one.source) + 1}]",
+    ]
+
+
+def short(value: float | None) -> str:
+    """A value with about four digits, as many as are published."""
+    if value is None:
+        return ""
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
+    return number(value, digits)
+
+
+@lru_cache(maxsize=1)
+def script() -> str:
+    """A script that names the library's script (`js`) and style (`css`), base64 of gzip."""
+    folder = importlib.resources.files("itables") / "html"
+    found = {kind: packed((folder / f"dt_bundle.{kind}").read_bytes()) for kind in ("js", "css")}
+    return f"window.DATATABLES = {json.dumps(found)};\n"
+
+
+def packed(data: bytes) -> str:
+    """Base64 of gzip, the same for the same bytes."""
+    return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode()
+
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 #: The first value in a cell, by which a column is sorted.
@@ -198,3 +298,6 @@ def render(template: str, **values: object) -> str:
     environment.filters["order"] = order
     environment.filters["inline"] = lambda escaped: inline(str(escaped))
     return environment.get_template(template).render(**values)
+
+
+__all__ = ["Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]

@@ -5,32 +5,308 @@ in turn, after a check that ours is right; a ratio is the baseline's median time
 percent) are those of the ratios of neighbouring calls. A library that is not installed is a row that says so. Threads are left
 as the runtimes set them, and recorded: how many each side may use, and how many cores it kept busy. Import times are medians
 over fresh processes, beyond the time of what is imported first.
+
+Experiment `speed`: a quantized linear layer on a CPU with several rows of inputs over the same layer dense.
+
+A 2048 x 2048 layer, eager, as `ao_lab.quantize_` makes it of each configuration of experiment `linear`. The target is the
+fraction of the dense layer's speed that it is to reach: 1/1.5 for weights alone in 8 or 4-bit integers, 1/3 for all others.
+
+Experiment `speed`: a linear layer on a CPU with one row of inputs, weights quantized by a scheme, over the same layer dense.
+
+A 2048 x 2048 layer in float32 and in bfloat16, eager and compiled. The target of a scheme is the fraction of the dense layer's
+speed that it is to reach: 1/1.5 for 8-bit integers with one scale a row, 1/2.5 for 4-bit integers, 1/6 for all others.
+
+Comparisons of experiment `speed`: ours and another library's function, on the same input.
+
+Each pair is built by a function that returns two calls and a check. The check runs first: a call whose result is wrong is not
+timed.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import importlib.util
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
+import ml_dtypes
 import numpy as np
+import torch
 
+import fast
+import reference
+from ao_lab.config.recipe import Recipe, named
+from ao_lab.tensor.quantized_tensor import quantized
+from experiments.harness.compiled import compiled_runs
 from experiments.harness.progress import bar
 from experiments.harness.rows import ROOT, Journal, Row
+from experiments.harness.workers import cores
+from experiments.linear.layers import checked
+from experiments.linear.methods import ACTIVATIONS, WEIGHTS, Method
 from experiments.runs.settings import Settings
-from experiments.speed import cpu_linear, cpu_rows
-from experiments.speed.baselines import COMPARISONS, THREADS, Comparison, Pair
 from experiments.speed.targets import IMPORT_TARGET, MISSING, TARGET_METRIC
+
+#: Threads that a runtime computes on: one in NumPy's loops, a pool over all cores in XLA, as set in torch.
+THREADS: dict[str, Callable[[], int]] = {"numpy": lambda: 1, "jax": cores, "torch": torch.get_num_threads}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two calls to time, each complete when it returns, and a check that raises ValueError where ours is wrong."""
+
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A pair by name.
+
+    baseline: what ours is compared with. target: the least ratio, their time over ours. library: what has to be installed.
+    build: the pair on an input. runtime: of both sides, a key of THREADS.
+    """
+
+    name: str
+    baseline: str
+    target: float
+    library: str
+    build: Callable[[np.ndarray], Pair]
+    runtime: str
+
+    @property
+    def missing(self) -> bool:
+        """Whether the library is not installed."""
+        return importlib.util.find_spec(self.library) is None
+
+
+def numpy_encode(x: np.ndarray) -> Pair:
+    """NumPy: float32 to float8_e4m3fn codes. ml_dtypes overflows to NaN, so both do."""
+
+    def ours() -> np.ndarray:
+        return reference.encode(x, "float8_e4m3fn", overflow="nan")
+
+    def theirs() -> np.ndarray:
+        return x.astype(ml_dtypes.float8_e4m3fn)
+
+    return Pair(ours, theirs, lambda: _equal(ours(), theirs().view(np.uint8)))
+
+
+def jax_encode(x: np.ndarray) -> Pair:
+    """JAX under jit: the same, against XLA's own cast."""
+    import jax
+    import jax.numpy as jnp
+
+    on_device = jax.device_put(x)
+    encode = jax.jit(lambda y: reference.encode(y, "float8_e4m3fn", overflow="nan"))
+    cast = jax.jit(lambda y: y.astype(jnp.float8_e4m3fn))
+
+    def check() -> None:
+        _equal(np.asarray(encode(on_device)), np.asarray(cast(on_device)).view(np.uint8))
+
+    return Pair(
+        lambda: encode(on_device).block_until_ready(), lambda: cast(on_device).block_until_ready(), check
+    )
+
+
+def jax_mxfp8(x: np.ndarray) -> Pair:
+    """JAX under jit: the MXFP8 quantizer, codes and scales, against XLA's plain cast."""
+    import jax
+    import jax.numpy as jnp
+
+    on_device = jax.device_put(x)
+
+    @jax.jit
+    def quantize(y: object) -> tuple[object, object]:
+        q = reference.quantize(y, "mxfp8_e4m3")
+        return q.codes, q.scale
+
+    cast = jax.jit(lambda y: y.astype(jnp.float8_e4m3fn))
+
+    def check() -> None:
+        q = reference.quantize(x, "mxfp8_e4m3")
+        codes, scale = quantize(on_device)
+        _equal(np.asarray(codes), q.codes)
+        _equal(np.asarray(scale), q.scale)
+
+    return Pair(
+        lambda: jax.block_until_ready(quantize(on_device)), lambda: cast(on_device).block_until_ready(), check
+    )
+
+
+def torch_mxfp8(x: np.ndarray) -> Pair:
+    """torch on the CPU: MXFP8 against torchao's eager to_mx."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    tensor = torch.from_numpy(x)
+
+    def ours() -> reference.Quantized:
+        return fast.quantize(tensor, "mxfp8_e4m3")
+
+    def theirs() -> tuple[torch.Tensor, torch.Tensor]:
+        return to_mx(tensor, torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR)
+
+    def check() -> None:
+        q, (scale, codes) = ours(), theirs()
+        _equal(q.codes.numpy(), codes.view(torch.uint8).numpy())
+        _equal(q.scale.numpy(), scale.view(torch.uint8).numpy())
+
+    return Pair(ours, theirs, check)
+
+
+COMPARISONS = (
+    Comparison("NumPy encode to e4m3", "ml_dtypes astype", 1.0, "ml_dtypes", numpy_encode, "numpy"),
+    Comparison("JAX jit encode to e4m3", "XLA's own cast", 1.0, "jax", jax_encode, "jax"),
+    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", 0.5, "jax", jax_mxfp8, "jax"),
+    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", 1.0, "torchao", torch_mxfp8, "torch"),
+)
+
+
+def _equal(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """ValueError that shows the first difference."""
+    if ours.shape != theirs.shape:
+        raise ValueError(
+            f"shapes differ: ours {ours.shape}, theirs {theirs.shape}; a wrong result is not timed"
+        )
+    wrong = np.flatnonzero(ours != theirs)
+    if wrong.size:
+        first = int(wrong[0])
+        raise ValueError(
+            f"{wrong.size} of {ours.size} codes differ, first at {first}: ours {ours.flat[first]:#x}, theirs "
+            f"{theirs.flat[first]:#x}; a wrong result is not timed"
+        )
+
+
+#: Longest time by scheme, in times of the dense layer.
+LIMITS = {
+    "int8_rowwise": 1.5,
+    "int4_g32": 2.5,
+    "int4_g128_asymmetric": 2.5,
+    "int8_g32_asymmetric": 6.0,
+    "ternary_rowwise": 6.0,
+    "int2_g32": 6.0,
+    "int3_g32": 6.0,
+    "int5_g32": 6.0,
+    "int6_g32": 6.0,
+    "fp8_rowwise": 6.0,
+    "mxfp8_e4m3": 6.0,
+    "mxfp6_e2m3": 6.0,
+    "mxfp4": 6.0,
+    "nvfp4": 6.0,
+    "nf4": 6.0,
+}
+COMPILED = ("int8_rowwise", "int4_g32", "int6_g32", "fp8_rowwise", "mxfp4", "nvfp4", "nf4")
+
+
+def cpu_linear_pair(x: np.ndarray, scheme: str, dtype: torch.dtype, compiled: bool) -> Pair:
+    """A layer with quantized weights, and the dense one; the check compares ours with `reference.linear_error_bound`."""
+    elements = torch.from_numpy(x.reshape(-1)[: SIZE * (SIZE + 1)].copy()).to(dtype)
+    dense = torch.nn.Linear(SIZE, SIZE, bias=False).to(dtype).requires_grad_(False)
+    dense.weight.copy_(elements[: SIZE * SIZE].view(SIZE, SIZE))
+    row = elements[SIZE * SIZE :].view(1, SIZE)
+    quantized_layer = copy.deepcopy(dense)
+    weight = quantized(dense.weight, Recipe(weight=named(scheme) or reference.SCHEMES[scheme]))
+    quantized_layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    ours, theirs = (torch.compile(layer) if compiled else layer for layer in (quantized_layer, dense))
+
+    def check() -> None:
+        for layer in (ours, theirs):
+            layer(row)
+            with compiled_runs(compiled):
+                layer(row)
+        q = weight.quantized
+        exact = row.double() @ reference.dequantize(q).double().t()
+        error = (ours(row).double() - exact).abs()
+        if not bool((error <= reference.linear_error_bound(row, q)).all()):
+            raise ValueError(
+                f"the output of a layer in {scheme} exceeds its error bound; a wrong result is not timed"
+            )
+
+    return Pair(lambda: ours(row), lambda: theirs(row), check)
+
+
+def _comparison(scheme: str, dtype: torch.dtype, compiled: bool) -> Comparison:
+    name = f"one row, {scheme}, {str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}"
+    build = partial(cpu_linear_pair, scheme=scheme, dtype=dtype, compiled=compiled)
+    return Comparison(name, "the dense layer", 1 / LIMITS[scheme], "torch", build, "torch")
+
+
+CPU_LINEAR_LAYERS = tuple(
+    _comparison(scheme, dtype, compiled)
+    for compiled in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+    for scheme in (COMPILED if compiled else LIMITS)
+)
+
+
+SIZE = 2048
+#: Configurations that people run on CPUs, which are measured in both dtypes; longest times in times of the dense layer.
+COMMON = ("int4 g128", "int4 g32", "int4 g128, zero points", "int8", "int8 g128")
+LIMIT, LIMIT_OF_OTHERS = 1.5, 3.0
+ROWS, ROWS_OF_OTHERS = (2, 4, 16, 64, 512), (2, 16, 512)
+
+
+@lru_cache(maxsize=1)
+def layers(method: Method, dtype: torch.dtype, size: int) -> tuple[Any, Any]:
+    """The quantized layer and the dense one."""
+    generator = torch.Generator().manual_seed(size)
+    dense = torch.nn.Linear(size, size, bias=False).to(dtype).requires_grad_(False)
+    dense.weight.copy_(torch.randn(size, size, generator=generator) * size**-0.5)
+    return method.quantize(copy.deepcopy(dense)), dense
+
+
+def cpu_row_pair(x: np.ndarray, method: Method, rows: int, dtype: torch.dtype) -> Pair:
+    """Both with some rows of x; the check is experiment `linear`'s."""
+    ours, dense = layers(method, dtype, SIZE)
+    inputs = torch.from_numpy(x.reshape(-1)[: rows * SIZE].reshape(rows, SIZE).copy()).to(dtype)
+
+    def check() -> None:
+        checked(method, ours, ours(inputs), inputs, dense.weight)
+
+    return Pair(partial(ours, inputs), partial(dense, inputs), check)
+
+
+def comparisons(method: Method, dtype: torch.dtype) -> list[Comparison]:
+    """Those of a configuration, fewest rows first."""
+    common = method.name in COMMON
+    target = 1 / (LIMIT if common else LIMIT_OF_OTHERS)
+    word = str(dtype).removeprefix("torch.")
+    return [
+        Comparison(
+            f"{rows} rows, {method.name}, {word}",
+            "the dense layer",
+            target,
+            "torch",
+            partial(cpu_row_pair, method=method, rows=rows, dtype=dtype),
+            "torch",
+        )
+        for rows in (ROWS if common else ROWS_OF_OTHERS)
+    ]
+
+
+CPU_ROW_LAYERS = tuple(
+    comparison
+    for dtype in (torch.bfloat16, torch.float32)
+    for method in (*WEIGHTS, *ACTIVATIONS)
+    if dtype == torch.bfloat16 or method.name in COMMON
+    for comparison in comparisons(method, dtype)
+)
+
 
 EXPERIMENT = "speed"
 TITLE = "Speed of the reference on the CPU"
 COUNTS = {"quick": 2**24, "full": 2**24}
 REPEATS = 15
 #: Quantized layers beside dense ones: with one row of inputs, with several.
-LAYERS = (*cpu_linear.LAYERS, *cpu_rows.LAYERS)
+LAYERS = (*CPU_LINEAR_LAYERS, *CPU_ROW_LAYERS)
 IMPORT_REPEATS = 9
 #: Name: (what is imported first, what is timed).
 IMPORTS = {"reference": ("numpy", "reference"), "ao_lab": ("numpy, torch", "ao_lab")}

@@ -13,7 +13,7 @@ import torch
 import reference
 from fast.dispatch import Function, execute, run
 from fast.ops import constant_record, record_name, register
-from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
+from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.ops import QUANTIZE, Operands, Values, fresh_codes, fresh_scales, quantized_of
 from reference import Quantized, Scheme
 from reference.schemes.record_text import record_of

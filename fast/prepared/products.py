@@ -15,7 +15,7 @@ from fast.matmul.preshuffled.exact_inputs import CODES, inputs_record, kind_of
 from fast.matmul.preshuffled.linear import MOST_ROWS
 from fast.matmul.preshuffled.ops import LINEAR_SMALL
 from fast.prepared.program import ABSENT, BIAS, Program, Steps, X
-from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE
+from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.given_rows import QUANTIZE_ROWS, quantize_rows
 from fast.quantize.ops import QUANTIZE, operands_of
 from fast.quantize.quantize import quantize

@@ -1,13 +1,176 @@
-"""`linear_sparse`: inputs times a compressed 2:4 weight, for torch tensors; and metadata as its kernel reads it."""
+"""`linear_sparse`: inputs times a compressed 2:4 weight, for torch tensors; and metadata as its kernel reads it.
+
+`linear_sparse` and `arrange_sparse_metadata` below their signatures: kernel, reference and operator; see `fast.dispatch`.
+
+Operands are x, values, metadata (canonical or arranged), bias, x_scale and scale; values the output's dtype and fast_sums.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from fast.dispatch import run
-from fast.sparsity.linear_sparse_ops import ARRANGE_SPARSE_METADATA, LINEAR_SPARSE
+import reference
+from fast.dispatch import Function, execute, run
+from fast.kernels.sparse_mm.arrange import arrange, count_undefined, restore, shape_of
+from fast.ops import no_gradient, register
 from reference.arrays.dtypes import DTypeLike, dtype_name
 from reference.matmul.exact import RESULTS
+from reference.sparsity.linear_sparse import check
+
+Values = tuple[Any, ...]
+Operands = Sequence[Any]
+
+#: Bits of an element, by the dtypes of values.
+BITS = {
+    torch.bfloat16: 16, torch.float16: 16, torch.int8: 8, torch.float8_e4m3fn: 8, torch.float8_e5m2: 8,
+}  # fmt: skip
+#: The kernels are of this compute capability alone.
+HOPPER = (9, 0)
+#: Elements that K is a multiple of on a GPU, by the bits of an element: 16 bytes of a row of values.
+MULTIPLES = {8: 32, 16: 16}
+
+
+def checked(values: Values, operands: Operands) -> str:
+    """The name of the output's dtype; errors are those of the reference."""
+    x, stored, metadata, bias, x_scale, scale = operands
+    dtype, fast_sums = values
+    for one, what in ((stored, "values"), (metadata, "metadata")):
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"linear_sparse takes torch tensors, got {what} as {type(one).__name__}")
+    if not isinstance(fast_sums, bool):
+        raise TypeError(f"linear_sparse takes fast_sums as a bool, got {fast_sums!r}")
+    name = check(
+        x,
+        stored,
+        metadata,
+        bias,
+        x_scale,
+        scale,
+        None if dtype is None else str(dtype).removeprefix("torch."),
+    )
+    _check_metadata(stored, metadata)
+    return name
+
+
+def _check_metadata(values: torch.Tensor, metadata: torch.Tensor) -> None:
+    if metadata.dtype != torch.uint8:
+        raise TypeError(
+            f"2:4 metadata is uint8, got {str(metadata.dtype).removeprefix('torch.')}; pass what compress returned"
+        )
+    rows, stored = canonical_shape(values)
+    wanted = {2: (rows, stored), 3: shape_of(rows, stored, BITS[values.dtype])}.get(metadata.dim())
+    if wanted is None or tuple(metadata.shape) != wanted:
+        raise ValueError(
+            f"values of shape {tuple(values.shape)} in {values.dtype} go with metadata of shape {(rows, stored)}, or "
+            f"{shape_of(rows, stored, BITS[values.dtype])} where it is arranged, got {tuple(metadata.shape)}"
+        )
+
+
+def canonical_shape(values: torch.Tensor) -> tuple[int, int]:
+    """The shape of the metadata that `compress` makes beside values (N, K/2)."""
+    return values.shape[0], (values.shape[1] // 2 + 1) // 2
+
+
+def linear_sparse_op(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype | None,
+    fast_sums: bool,
+) -> torch.Tensor:
+    """x times the transpose of a compressed weight, with scales and a bias."""
+    operands = (x, values, metadata, bias, x_scale, scale)
+    made: torch.Tensor = execute(LINEAR_SPARSE, None, (dtype, fast_sums), operands)
+    return made
+
+
+def _fake(
+    x: torch.Tensor, values: torch.Tensor, metadata: torch.Tensor, bias: Any, x_scale: Any, scale: Any, dtype: Any,
+    fast_sums: bool,
+) -> torch.Tensor:  # fmt: skip
+    name = checked((dtype, fast_sums), (x, values, metadata, bias, x_scale, scale))
+    return x.new_empty((*x.shape[:-1], values.shape[0]), dtype=getattr(torch, name))
+
+
+def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    name = checked(values, operands)
+    x, stored = operands[0], operands[1]
+    if torch.cuda.get_device_capability(x.device) != HOPPER or not x.numel() or not stored.numel():
+        return None
+    step = MULTIPLES[BITS[stored.dtype]]
+    if x.shape[-1] % step:
+        raise ValueError(
+            f"linear_sparse on a GPU takes K in multiples of {step} for {stored.dtype}, got {x.shape[-1]}; use "
+            f"decompress(values, metadata) and a dense product, or pad x and the weight with zeros"
+        )
+    from fast.kernels.sparse_mm.host import linear_sparse
+
+    return linear_sparse(name, values[1], operands, key)
+
+
+def _reference(record: Any, values: Values, operands: Operands) -> Any:
+    name = checked(values, operands)
+    x, stored, metadata, bias, x_scale, scale = operands
+    if metadata.dim() == 3:
+        metadata = restore(metadata, BITS[stored.dtype], canonical_shape(stored))
+    return reference.linear_sparse(x, stored, metadata, bias, x_scale=x_scale, scale=scale, out_dtype=name)
+
+
+LINEAR_SPARSE = Function(
+    "linear_sparse", ("x", "values", "metadata", "bias", "x_scale", "scale"), _reference,
+    lambda r, v, o: LINEAR_SPARSE_OP(*o, *v), _kernel, differentiable=True,
+)  # fmt: skip
+LINEAR_SPARSE_OP = register(
+    "linear_sparse", linear_sparse_op, _fake,
+    no_gradient("linear_sparse", "multiply by the decompressed weight where x or the weight is trained"),
+)  # fmt: skip
+
+
+def arrange_op(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Metadata in the kernel's order."""
+    made: torch.Tensor = execute(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
+    return made
+
+
+def _arrange_fake(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check_arrangeable(metadata, dtype)
+    return metadata.new_empty(shape_of(*metadata.shape, BITS[dtype]))
+
+
+def _check_arrangeable(metadata: torch.Tensor, dtype: Any) -> None:
+    if metadata.dtype != torch.uint8 or dtype not in BITS:
+        raise TypeError(
+            f"arrange_sparse_metadata takes uint8 metadata of values in {', '.join(map(str, BITS))}; got {metadata.dtype} and "
+            f"{dtype}"
+        )
+    if metadata.dim() != 2:
+        raise ValueError(
+            f"arrange_sparse_metadata takes metadata (N, ceil(K/8)) of compress, got shape {tuple(metadata.shape)}"
+        )
+
+
+def _arrange(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _check_arrangeable(metadata, dtype)
+    bad = count_undefined(metadata)
+    if bad:
+        raise ValueError(
+            f"{bad} bytes of metadata name no two elements in order; pass what compress returned (uint8, two groups a byte)"
+        )
+    return arrange(metadata, BITS[dtype])
+
+
+# The same torch operations on every device.
+ARRANGE_SPARSE_METADATA = Function(
+    "arrange_sparse_metadata", ("metadata",), lambda r, v, o: _arrange(*o, *v),
+    lambda r, v, o: torch.ops.ao_lab.arrange_sparse_metadata(*o, *v),
+)  # fmt: skip
+register("arrange_sparse_metadata", arrange_op, _arrange_fake)
 
 
 def linear_sparse(
@@ -55,4 +218,4 @@ def arrange_sparse_metadata(metadata: torch.Tensor, dtype: torch.dtype) -> torch
     return made
 
 
-__all__ = ["arrange_sparse_metadata", "linear_sparse"]
+__all__ = ["LINEAR_SPARSE", "arrange_sparse_metadata", "linear_sparse"]

@@ -28,7 +28,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import ao_lab
-from ao_lab.compile.guards import guard_options
+from ao_lab.compile.generation import guard_options
 from ao_lab.quantization import prepared_products
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor

@@ -180,7 +180,7 @@ REFERENCE = [
     Mutation("24 aligned bits of 16-bit operands", "reference/training/linear.py",
              '"frac_bits": 25', '"frac_bits": 24', "tests/reference/training/test_linear.py -k aligned"),
     Mutation("wide codes through the table of bytes", "reference/formats/tables.py",
-             "bits <= 6 and fmt.bits <= 8", "bits <= 6", "tests/reference/formats/test_format_checks.py -k floats"),
+             "bits <= 6 and fmt.bits <= 8", "bits <= 6", "tests/reference/formats/test_formats.py -k floats"),
     Mutation("masked arrays are read as others", "reference/arrays/plain.py",
              "isinstance(x, np.ma.MaskedArray)", "False", "tests/reference/arrays/test_plain.py -k 'masked and quantize'"),
 ]  # fmt: skip

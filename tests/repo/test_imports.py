@@ -19,7 +19,7 @@ INSTALLED_EXTRAS = ("experiments", "test", "jax", "ao", "hf", "lint", "docs")
 # Installed together with another requirement, which chooses the version.
 COMES_WITH = {"jaxlib": "jax"}
 #: Files that import upwards by a string.
-UPWARDS = {"ao_lab/cli/doctor/checks.py"}
+UPWARDS = {"ao_lab/cli/doctor.py"}
 
 
 def trees(package):

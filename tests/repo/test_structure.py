@@ -154,6 +154,12 @@ def test_reference_is_tested():
     assert [path for path in TESTED_BY.values() if not (tests / path).is_file()] == []
 
 
+def mirrored(folder):
+    """The tests of a folder of a package, or of the module of that name."""
+    path = ROOT / "tests" / folder
+    return [*path.rglob("*.py"), *path.parent.glob(f"test_{path.name}.py")]
+
+
 def public_names():
     """(package, name, folder that defines it) of every public function of reference, fast and ao_lab."""
     for package in (reference, fast):
@@ -171,7 +177,7 @@ def test_public_functions_are_tested():
     for package, name, folder in public_names():
         tests = TEST_FOLDERS.get(f"{package}/{folder}", f"{package}/{folder}")
         if tests not in texts:
-            texts[tests] = "\n".join(path.read_text() for path in (ROOT / "tests" / tests).rglob("*.py"))
+            texts[tests] = "\n".join(path.read_text() for path in mirrored(tests))
         if not re.search(rf"\b{TESTED_THROUGH.get(name, name)}\b", texts[tests]):
             missing.append(f"{package}.{name}: tests/{tests}")
     assert missing == []

@@ -2,7 +2,7 @@
 
 Programs that read compressed-tensors know experts as matrices of their own (`mlp.experts.0.gate_proj.weight_packed`), while
 modules of transformers 5 hold all in one parameter. The names, and how the parameter is sliced, are transformers' own
-conversion for saving, which is given the numbers of rows (`ao_lab.checkpoint.experts.rows`) instead of weights;
+conversion for saving, which is given the numbers of rows (`ao_lab.checkpoint.experts.conversion`) instead of weights;
 `load_pretrained` goes the same way back.
 
 transformers 5.23 dequantizes experts while it loads them, with `dequantize=True` or without: symmetric integers, MXFP4, and
@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.experts.conversion import grouped_names, mapping_of
-from ao_lab.checkpoint.experts.rows import STEP, gathered, row_numbers
+from ao_lab.checkpoint.experts.conversion import STEP, gathered, grouped_names, mapping_of, row_numbers
 from ao_lab.checkpoint.export.plain_reader import Reading
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.modules import is_batch, is_experts

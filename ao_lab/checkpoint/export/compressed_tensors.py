@@ -1,7 +1,7 @@
 """Quantized weights as compressed-tensors stores them, so that transformers and vLLM read them without this library.
 
 An `Export` is one format of compressed-tensors 0.20: the tensors that stand for a weight (by what follows the module's name),
-the way back, and what its reader makes of them (`ao_lab.config.compressed_tensors.formats` says which recipes it stores).
+the way back, and what its reader makes of them (`ao_lab.config.compressed_tensors` says which recipes it stores).
 `ao_lab.checkpoint.export.plain_reader` compares that with the model and raises where a bit differs: a file either means what
 the model means, or is not written.
 
@@ -19,9 +19,9 @@ import torch
 
 import fast
 from ao_lab.checkpoint.io.weight_specs import WORD_BYTES, Specs, byte_specs, packed_specs, word_specs
-from ao_lab.config.compressed_tensors.formats import format_of, plain_scales
+from ao_lab.config.compressed_tensors import format_of, plain_scales
 from ao_lab.config.recipe import Recipe
-from ao_lab.interop.torch_dtypes import native_dtype
+from ao_lab.interop import native_dtype
 from reference import Quantized, Scheme
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import unpacked

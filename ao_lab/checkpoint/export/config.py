@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.config.compressed_tensors.arguments import input_arguments, weight_arguments
+from ao_lab.config.compressed_tensors import input_arguments, weight_arguments
 from ao_lab.config.recipe import Recipe
 
 

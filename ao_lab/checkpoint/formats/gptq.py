@@ -33,14 +33,15 @@ from ao_lab.checkpoint.formats.group_integers import (
     Models,
     layers,
     records_of,
+    regrouped,
     row_bytes,
+    run_length,
     scale_dtype,
     spec_of,
     unpacked_rows,
     width_and_group,
     words_of,
 )
-from ao_lab.checkpoint.formats.grouping import regrouped, run_length
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import shown

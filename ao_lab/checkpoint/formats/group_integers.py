@@ -5,6 +5,13 @@ s in float16. Both dequantize by (u - z) * s: the difference is an exact integer
 dtype of s. Here u and z are signed, both less by 2**(bits - 1), so the difference is the same; a weight whose zero points all
 are in the middle has none. The record multiplies in float32, which holds these products exactly, and rounds to the output's
 dtype: in the dtype of the scales (which is the weight's) that gives the bits of both libraries.
+
+Scales whose groups are not runs of columns: activation order, as GPTQ's `g_idx` says it.
+
+A quantizer that went through the columns in another order than they are stored has groups of columns that lie apart, and
+`g_idx` names the group of each. Schemes have blocks of neighbours alone, so the scales are stored again for the longest aligned
+runs of columns that lie in one group: the same length as before where the groups are runs, 1 (a scale for each column) where
+they are scattered. The values are the same to the bit; scattered groups take more memory for their scales.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -27,6 +35,29 @@ from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scheme
 from reference.schemes.schemes import Block
+
+
+def run_length(g_idx: torch.Tensor, groups: int) -> int:
+    """The longest length that divides the columns (g_idx: integers, one for each) and whose aligned runs lie in one group.
+
+    ValueError where g_idx is no list of columns or names groups that are not 0..groups - 1.
+    """
+    if g_idx.dim() != 1 or not g_idx.numel() or g_idx.is_floating_point():
+        raise ValueError(
+            f"g_idx has an integer for each column, got {g_idx.dtype} of shape {tuple(g_idx.shape)}"
+        )
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= groups:
+        raise ValueError(f"g_idx names groups 0 to {groups - 1}, got {low} to {high}")
+    changes = torch.nonzero(g_idx[1:] != g_idx[:-1]).flatten() + 1
+    return gcd(g_idx.numel(), *changes.tolist())
+
+
+def regrouped(g_idx: torch.Tensor, length: int, *stored: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Scales and zero points (..., groups), stored again for runs of `length` columns: (..., columns / length)."""
+    groups = g_idx[::length].to(torch.int64)
+    return tuple(part.index_select(-1, groups).contiguous() for part in stored)
+
 
 WORD_BITS = 32
 QWEIGHT = "qweight"
@@ -205,7 +236,9 @@ __all__ = [
     "integer",
     "layers",
     "records_of",
+    "regrouped",
     "row_bytes",
+    "run_length",
     "scale_dtype",
     "spec_of",
     "unpacked_rows",

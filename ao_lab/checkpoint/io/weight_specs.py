@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.interop.torch_dtypes import native_dtype
+from ao_lab.interop import native_dtype
 from ao_lab.tensor.metadata import Meta, stored_shape, swapped
 from ao_lab.tensor.sparse.metadata import COLUMNS, LAYOUT
 from reference import Scheme

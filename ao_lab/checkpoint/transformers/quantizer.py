@@ -3,12 +3,29 @@
 `HfQuantizer` is transformers' seam for both. It is asked about each parameter while a model is read, and stays with the model
 (`model.hf_quantizer`, `model.is_quantized`). This module imports transformers, and is imported when transformers is
 (`ao_lab.install.transformers_hook`): the classes stand at its top, so that models that carry them can be copied and pickled.
+
+Methods of transformers' models that look at a weight's memory or change its number of rows, for quantized weights.
+
+`get_memory_footprint()` counts bytes as they are stored. `resize_token_embeddings` draws new rows from the dequantized ones and
+leaves the table and the head quantized by their own schemes: rows that stay keep their codes and scales where a scale belongs
+to rows of its own, else the whole is quantized again. A table or a head in training (QAT, low precision) stays the layer that
+it is; one with tensors of its rows beside its weight (learned scales, adapters, masks) is refused before anything changes.
+
+A folder in our layout, as transformers reads it: checked before a tensor is read, put together weight by weight.
+
+transformers renames and casts what it reads and puts it where it belongs; `Stored` says which tensors are one weight, and makes
+it of them. Names in the folder are those of the model that was saved; of a model with more or less around the same trunk (a
+headless one, another head) they differ by the trunk's name, which transformers adds or takes off, and so does this.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +36,253 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
+from ao_lab.checkpoint.api import check_configuration
+from ao_lab.checkpoint.io.shards import look_at
+from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS
-from ao_lab.checkpoint.native_layout import METHOD
-from ao_lab.checkpoint.transformers import model_methods, saving
+from ao_lab.checkpoint.native_layout import METHOD, saved_dtype
+from ao_lab.checkpoint.records import KEY, Weight, check_quantized_tensor, read_records
+from ao_lab.checkpoint.transformers import saving
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
 from ao_lab.checkpoint.transformers.sharded import ShardedReading, dense, holds_quantized
-from ao_lab.checkpoint.transformers.stored import Stored
 from ao_lab.config.fqn import FqnToConfig
-from ao_lab.quantization.modules import is_linear, linear_and_experts
+from ao_lab.quantization.modules import is_linear, linear_and_experts, training_state
 from ao_lab.quantization.preshuffle import preshuffle
 from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
+
+
+def _check_places(model: Any, files: Iterable[str]) -> None:
+    """ValueError for files of weights outside of the folder that a model is read from, which an index may name.
+
+    Paths are compared as they are written: what links lead to is another check's.
+    """
+    named = os.path.abspath(getattr(model.config, "_name_or_path", "") or ".")
+    if not os.path.isdir(named):
+        return  # a name of a hub, whose cache transformers fills itself
+    outside = [file for file in map(os.path.abspath, files) if os.path.commonpath((named, file)) != named]
+    if outside:
+        raise ValueError(
+            f"{named}: its weights are said to be in {shown(outside[0])}, outside of the folder; fetch the folder again"
+        )
+
+
+@dataclass
+class Stored:
+    """The quantized weights of a folder, by their names in the model, and names of one tensor."""
+
+    folder: Path
+    weights: Mapping[str, Weight]
+    shared: Mapping[str, str]
+    #: Of all that it stores, dense tensors too.
+    names: Collection[str]
+    #: What weights compute in; None: as they were saved.
+    dtype: torch.dtype | None
+    errors: list[Exception] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any, files: list[str] | None) -> Stored:
+        """What a model's files hold; ValueError for a folder that is damaged, or made for another model."""
+        if not files:
+            raise ValueError(
+                "a state_dict holds no records of quantized weights; give from_pretrained the folder"
+            )
+        _check_places(model, files)
+        found = look_at(Path(files[0]).parent)
+        if KEY not in found.metadata:
+            raise ValueError(
+                f"{found.path} holds no records of ao_lab, which config.json announces; fetch it again"
+            )
+        records = read_records(found)
+        check_configuration(found.path, records)
+        expected = model.state_dict(keep_vars=True)
+        names = Names(expected, model.base_model_prefix)
+        weights = {names.of(name): weight for name, weight in records.weights.items()}
+        check_shapes({name: weight.shape for name, weight in weights.items()}, expected, found.path)
+        shared = {names.of(name): names.of(other) for name, other in records.shared.items()}
+        # The model is one of meta tensors in the dtype that was asked for.
+        dtype: torch.dtype = model.dtype
+        same = str(dtype).removeprefix("torch.") == saved_dtype(found.path)
+        stored = {*weights, *(names.of(name) for name in records.dense)}
+        return cls(found.path, weights, shared, stored, None if same else dtype)
+
+    def ties(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Which names have the weight of another: those that the folder stores once, and of the model's those that it lacks."""
+        own = {
+            name: other for name, other in given.items() if name not in self.names or other not in self.names
+        }
+        return {**own, **self.shared}
+
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """The last words of the weights' names, and what the names of their parts add."""
+        result: dict[str, dict[str, None]] = {}
+        for name, weight in self.weights.items():
+            result.setdefault(name.rpartition(".")[2], {}).update(dict.fromkeys(weight.specs))
+        return {leaf: list(parts) for leaf, parts in result.items()}
+
+    def build(self, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter | None:
+        """A weight of its tensors. None where these are wrong: transformers goes on after an error, `finish` does not."""
+        weight = self.weights[name]
+        try:
+            result = weight.build(dict(parts))
+            check_quantized_tensor(result)
+        except (ValueError, TypeError) as error:
+            told = ValueError(
+                f"weight {shown(name)} of {self.folder}: {error}; fetch or write the folder again"
+            )
+            told.__cause__ = error
+            self.errors.append(told)
+            return None
+        return nn.Parameter(result if self.dtype is None else result.to(self.dtype), requires_grad=False)
+
+    def finish(self) -> None:
+        """Raise the first error that there was."""
+        if self.errors:
+            raise self.errors[0]
+
+
+class Names:
+    """What transformers makes of a name: the model's own, or that without or with the name of its trunk."""
+
+    def __init__(self, expected: Mapping[str, Any], prefix: str) -> None:
+        self.expected, self.prefix = expected, prefix
+
+    def of(self, name: str) -> str:
+        """The name in the model; the folder's where the model has none."""
+        without = re.sub(f"^{re.escape(self.prefix)}\\.", "", name)
+        tried = [name] if not self.prefix else [name, without, f"{self.prefix}.{name}"]
+        return next((one for one in tried if one in self.expected), name)
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, Any], folder: Path) -> None:
+    """ValueError where a quantized weight has another shape than the model's."""
+    for name, shape in shapes.items():
+        wanted = expected.get(name)
+        if wanted is not None and tuple(wanted.shape) != shape:
+            raise ValueError(
+                f"{shown(name)} of {folder} has shape {shape}, the model's {tuple(wanted.shape)}; give the configuration of "
+                "the model that was saved"
+            )
+
+
+def put_in() -> None:
+    """Put these in place of transformers'; a second call does nothing."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    if getattr(kind.get_memory_footprint, "of_ao_lab", False):
+        return
+    changed = {"get_memory_footprint": _footprint(kind.get_memory_footprint)}
+    for name in ("_get_resized_embeddings", "_get_resized_lm_head"):
+        changed[name] = _resizing(getattr(kind, name))
+    changed["_resize_token_embeddings"] = _checking(kind._resize_token_embeddings)
+    for name, method in changed.items():
+        method.of_ao_lab = True
+        setattr(kind, name, method)
+
+
+def _footprint(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def get_memory_footprint(self: Any, return_buffers: bool = True) -> Any:
+        weights = [p for p in self.parameters() if holds_quantized(p)]
+        return plain(self, return_buffers) + sum(
+            _stored(p) - p.nelement() * p.element_size() for p in weights
+        )
+
+    return get_memory_footprint
+
+
+def _stored(weight: Any) -> int:
+    """Bytes of a weight as it is stored; of a sharded one those of all ranks, as transformers counts dense ones."""
+    shard = getattr(weight, "_local_tensor", weight)
+    return int(shard.nbytes * weight.nelement() // max(shard.nelement(), 1))
+
+
+def _checking(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def _resize_token_embeddings(
+        self: Any,
+        new_num_tokens: int | None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        rows = len(self.get_input_embeddings().weight)
+        wanted, step = new_num_tokens or rows, pad_to_multiple_of or 1
+        if -(-wanted // step) * step != rows:
+            _check_rows_alone(self)
+        return plain(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    return _resize_token_embeddings
+
+
+def _check_rows_alone(model: Any) -> None:
+    """ValueError where a table or a head in training has more tensors than its weight and bias, which would keep their rows."""
+    resized = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, module in model.named_modules():
+        if not any(module is one for one in resized) or training_state(module) is None:
+            continue
+        held = [*module._parameters.items(), *module._buffers.items()]
+        beside = [each for each, tensor in held if tensor is not None and each not in ("weight", "bias")]
+        if beside:
+            raise ValueError(
+                f"resize_token_embeddings: {name} is in training with {', '.join(beside)} beside its weight, of as many rows "
+                "as it has; resize before the model is prepared (quantize_, sparsify_), or leave this layer out"
+            )
+
+
+def _resizing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def resized(self: Any, old: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weight: Any = getattr(old, "weight", None)
+        if not isinstance(weight, QuantizedTensor):
+            return _in_place(old, plain(self, old, *args, **kwargs))
+        old.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+        try:
+            new = plain(self, old, *args, **kwargs)
+            made = new.weight.detach()
+        finally:
+            old.weight = weight
+        if made.shape != weight.shape:
+            kept: Any = weight.detach()
+            new.weight = nn.Parameter(joined(kept, made), requires_grad=False)
+        return new
+
+    return resized
+
+
+def _in_place(old: nn.Module, new: Any) -> Any:
+    """A head in training takes the rows of the plain one that transformers has made; as it does itself with tables."""
+    if new is old or training_state(old) is None:
+        return new
+    for name, parameter in old.named_parameters(recurse=False):
+        parameter.data, parameter.grad = getattr(new, name).data, None
+    old.out_features = new.out_features
+    return old
+
+
+def joined(kept: QuantizedTensor, dense: torch.Tensor) -> QuantizedTensor:
+    """`dense` in the scheme of `kept`, whose first rows (as many as both have) it has."""
+    rows = min(len(kept), len(dense))
+    if not _has_rows(kept) or kept.shape[1] != dense.shape[1]:
+        return kept.like(dense)
+    parts = [kept[:rows]]
+    if rows < len(dense):
+        parts.append(kept.like(dense[rows:]))
+    result: QuantizedTensor = torch.cat(parts) if len(parts) > 1 else parts[0].clone()  # type: ignore[assignment]
+    return result
+
+
+def _has_rows(weight: QuantizedTensor) -> bool:
+    """Whether each row has scales and zero points of its own."""
+    held = [name for name in ("scale", "outer", "zero") if weight.parts[name] is not None]
+    turned = weight.meta.transposed or weight.meta.axis != -1
+    if turned or is_flat(weight):
+        return False
+    return block_sizes(weight)[0] == 1 and all(has_pieces(weight, name, 0) for name in held)
 
 
 class Operation(ConversionOps):
@@ -206,7 +458,7 @@ def register() -> None:
     # Not by `register_quantization_config`, which asks for a base class of transformers; the table asks for from_dict alone.
     tables.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, HfConfig)
     saving.put_in()
-    model_methods.put_in()
+    put_in()
 
 
-__all__ = ["Quantizer", "register"]
+__all__ = ["Quantizer", "joined", "register"]

@@ -33,6 +33,31 @@ from ao_lab.sparsity.transforms import Registered
 from reference.arrays.errors import choice
 from reference.sparsity.sr_ste import LARGEST_DECAY
 
+# Which phase of a sparse training a number of steps is in, and when masks are found.
+
+WARMUP_PHASE, SPARSE_PHASE, COOLDOWN_PHASE = "warm-up", "sparse", "cool-down"
+
+
+def phase(config: SparseTrainingConfig, done: int) -> str:
+    """The phase of the step that comes after `done` steps: "warm-up", "sparse" or "cool-down".
+
+    After the last of `steps` it stays the last one's: "cool-down" where there is one.
+    """
+    if done < config.warmup:
+        return WARMUP_PHASE
+    if config.cooldown and config.steps is not None and done >= config.steps - config.cooldown:
+        return COOLDOWN_PHASE
+    return SPARSE_PHASE
+
+
+def finds_masks(config: SparseTrainingConfig, done: int) -> bool:
+    """Whether masks are found before the step that comes after `done` steps."""
+    since = done - config.warmup
+    if phase(config, done) != SPARSE_PHASE:
+        return False
+    return since == 0 or (config.masks == "recomputed" and since % config.every == 0)
+
+
 MASKS = ("fixed", "recomputed")
 GRADIENTS = ("masked", "straight-through", "sr-ste")
 PRODUCTS = ("dense", "cusparselt", "sparse_wgmma")
@@ -125,4 +150,13 @@ class SparseTrainingConfig(Registered):
         return f"{self.pattern}, masks {self.masks}{renewed}{turned}, gradient {self.gradient}"
 
 
-__all__ = ["GRADIENTS", "MASKS", "PRODUCTS", "SparseTrainingConfig"]
+__all__ = [
+    "GRADIENTS",
+    "MASKS",
+    "PRODUCTS",
+    "SPARSE_PHASE",
+    "WARMUP_PHASE",
+    "SparseTrainingConfig",
+    "finds_masks",
+    "phase",
+]

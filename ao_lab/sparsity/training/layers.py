@@ -12,19 +12,27 @@ The buffer of a mask, which is what a state_dict has, is bool of the weight's sh
 state_dict with either one loads into both. The attribute `layer.sparse_mask` is bool always: the buffer where that is, else a
 copy, and so gives `get_buffer`: only the buffer (`layer.stored_mask`) can be written to. Nobody may average bits: leave buffers
 out of averaged models (`AveragedModel(use_buffers=False)`, torch's default).
+
+Steps of optimizers that `step_sparsity_` has not been told of.
+
+A hook of torch's that runs before the step of every optimizer, of eager and compiled models and under FSDP2 alike: a weight
+whose last step was not counted is not stepped again. That is an error before the optimizer changes anything. What writes to
+weights without a `torch.optim.Optimizer`, or in a compiled `optimizer.step`, is not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ao_lab.sparsity.training import pending
 from ao_lab.sparsity.training.autograd import Rule, masked_linear
-from ao_lab.sparsity.training.config import SparseTrainingConfig
+from ao_lab.sparsity.training.config import SPARSE_PHASE, SparseTrainingConfig, phase
+from ao_lab.sparsity.training.counts import counted_in_graph
 from ao_lab.sparsity.training.masks import (
     bool_mask,
     find_mask,
@@ -33,7 +41,56 @@ from ao_lab.sparsity.training.masks import (
     stored_as,
     zero_pruned_,
 )
-from ao_lab.sparsity.training.schedule import SPARSE, phase
+
+#: Of a layer: whether an optimizer has stepped its weight since its steps were last counted.
+PENDING = "sparse_pending"
+_watched: WeakSet[nn.Module] = WeakSet()
+_hooks: list[Any] = []
+
+
+def watch(layer: nn.Module) -> None:
+    """Look at a layer's weight from now on; the hook is set with the first one."""
+    settle(layer)
+    _watched.add(layer)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def settle(layer: nn.Module) -> None:
+    """The layer's steps have been counted."""
+    setattr(layer, PENDING, False)
+
+
+def forget(layer: nn.Module) -> None:
+    """Look at the layer no more."""
+    _watched.discard(layer)
+    layer.__dict__.pop(PENDING, None)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """RuntimeError where a weight that is about to be stepped has a step that was not counted."""
+    if torch.compiler.is_compiling() or not _watched:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # Of layers whose steps a CUDA graph counts, replays say nothing here.
+    layers = [
+        layer
+        for layer in _watched
+        if id(layer.weight) in held and _has_gradient(layer) and not counted_in_graph(layer.sparse_step)  # type: ignore[arg-type]
+    ]
+    if any(getattr(layer, PENDING) for layer in layers):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called twice without ao_lab.step_sparsity_(model), so that masks of sparse "
+            f"layers would be old and pruned weights move; call it after each optimizer.step()"
+        )
+    for layer in layers:
+        setattr(layer, PENDING, True)
+
+
+def _has_gradient(layer: nn.Module) -> bool:
+    weight: Any = layer.weight
+    return weight.grad is not None
+
 
 MASK, STEP = "sparse_mask", "sparse_step"
 ADDED = (MASK, STEP)
@@ -57,7 +114,7 @@ class SparseLinear(nn.Linear):
     @property
     def stored_mask(self) -> torch.Tensor:
         """The buffer of the mask: bool, or uint8 of its bits."""
-        return cast(torch.Tensor, self._buffers[MASK])
+        return cast("torch.Tensor", self._buffers[MASK])
 
     @property
     def sparse_mask(self) -> torch.Tensor:
@@ -83,12 +140,12 @@ class SparseLinear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of copies: their steps are counted for themselves."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        pending.watch(self)
+        watch(self)
 
     def renew_mask(self, done: int) -> torch.Tensor:
         """`stored_mask`, written: that of the weight as it is, after `done` steps; all True in dense phases."""
         mask = self.stored_mask
-        if phase(self.sparse, done) == SPARSE:
+        if phase(self.sparse, done) == SPARSE_PHASE:
             return find_mask(self.weight, self.sparse, mask)
         # Lengths of rows that are stored as bits are multiples of 16: no bit is left over.
         return mask.fill_(True if mask.dtype == torch.bool else 0xFF)
@@ -96,9 +153,9 @@ class SparseLinear(nn.Linear):
     def settle(self, done: int) -> None:
         """After `done` steps or loaded values: products of the phase, zeros where masks are fixed."""
         self.sparse_rule = rule(self.sparse, done)
-        if self.sparse.masks == "fixed" and phase(self.sparse, done) == SPARSE:
+        if self.sparse.masks == "fixed" and phase(self.sparse, done) == SPARSE_PHASE:
             zero_pruned_(self.weight, self.stored_mask)
-        pending.settle(self)
+        settle(self)
 
     def _load_from_state_dict(
         self,
@@ -144,7 +201,7 @@ class SparseLinear(nn.Linear):
             or steps.is_meta
         ):
             return None
-        if given.shape != self.weight.shape or phase(self.sparse, int(steps)) != SPARSE:
+        if given.shape != self.weight.shape or phase(self.sparse, int(steps)) != SPARSE_PHASE:
             return None
         return other_pattern_reason(given, self.sparse)
 
@@ -170,7 +227,7 @@ CLASSES: dict[type[nn.Module], type[SparseLinear]] = {nn.Linear: SparseLinear}
 
 def rule(config: SparseTrainingConfig, done: int) -> Rule:
     """What backward needs after `done` steps: dense phases have dense products."""
-    product = config.products if phase(config, done) == SPARSE else "dense"
+    product = config.products if phase(config, done) == SPARSE_PHASE else "dense"
     return Rule(config.gradient, config.decay, product, config.transposable)
 
 
@@ -181,9 +238,9 @@ def train_sparse(
     module.register_buffer(MASK, mask)
     module.register_buffer(STEP, step)
     module.__class__ = CLASSES[type(module)]
-    layer = cast(SparseLinear, module)
+    layer = cast("SparseLinear", module)
     layer.sparse, layer.sparse_rule = config, rule(config, 0)
-    pending.watch(layer)
+    watch(layer)
     return layer
 
 
@@ -192,10 +249,10 @@ def plain_again(module: SparseLinear) -> None:
     for name in ADDED:
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
-    pending.forget(module)
+    forget(module)
     for name in ("sparse", "sparse_rule"):
         module.__dict__.pop(name, None)
     module.__class__ = module.plain  # type: ignore[assignment]
 
 
-__all__ = ["ADDED", "CLASSES", "SparseLinear", "plain_again", "rule", "train_sparse"]
+__all__ = ["ADDED", "CLASSES", "SparseLinear", "plain_again", "rule", "settle", "train_sparse"]

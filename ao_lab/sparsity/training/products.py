@@ -28,7 +28,7 @@ from fast.dispatch import execute
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
 from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
-from fast.sparsity.linear_sparse_ops import HOPPER, LINEAR_SPARSE
+from fast.sparsity.linear_sparse import HOPPER, LINEAR_SPARSE
 
 #: What lengths of a 2:4 matrix are multiples of, and rows of cuSPARSELt's other operand.
 STEP, ROWS = 16, 8

@@ -1,7 +1,7 @@
 """The quantized weight of a dense one, whose scales need not be those of the scheme's rule for this tensor alone.
 
 Two rules for weights that other programs read. An outer scale may be given: layers that a program joins have one. And scales
-that are kept in float16 (`compute="input"`) are refined where they are tiny (`reference.quantize.least_error.float16_scales`).
+that are kept in float16 (`compute="input"`) are refined where they are tiny (`reference.quantize.least_error`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import is_traced
-from fast.quantize.least_error.float16_scales import refine_float16_scales
+from fast.quantize.least_error import refine_float16_scales
 from reference import Scales
-from reference.quantize.least_error.float16_scales import rounds_scales_to_float16
+from reference.quantize.least_error import rounds_scales_to_float16
 
 
 def quantized_weight(

@@ -11,8 +11,7 @@ import lzma
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.data.books.assemble import SEPARATOR, build
-from experiments.data.books.manifest import by_hash, sources
+from experiments.data.books.assemble import SEPARATOR, build, by_hash, sources
 from experiments.data.corpora.record import CorpusRecord, TextFile
 from experiments.data.corpora.split_corpus import SplitCorpus, SplitDocument
 

@@ -5,20 +5,30 @@ models on many GPUs with their optimizer, so their ratios are near ours, and the
 are timed in turn, each after itself, bfloat16 first and once more last. Ours is the one call that a user makes, with its fused
 norms, SwiGLU and rotary embedding (`fuse=True`); compiled bfloat16 and torchao's have the compiler's, and eager bfloat16 stands
 there with our fused layers too ("ours, bf16").
+
+Activation checkpointing of decoder layers: none, every second layer, all of each layer, or per operation.
+
+Per operation, as torchtitan does it: the outputs of attention and of every second matrix product are kept, all else is computed
+again in backward. Products are counted in forward and in recomputation on their own, so that both keep the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import FLOAT8, MXFP8, OURS, PLAIN, SUMMED_FAST, Method, methods
-from experiments.fp8_training.speed import checkpointing
-from experiments.fp8_training.speed.checkpointing import FULL, NONE, PER_OP, SECOND
 from experiments.fp8_training.speed.watch import watch_of
 from experiments.harness.compiled import compiled_runs
 from experiments.harness.outcome import Values, attempt, free, status
@@ -33,6 +43,55 @@ from experiments.models.llama_shapes import (
 from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 from experiments.qat_overhead.model import layers_of
 from experiments.qat_overhead.step import Trainer
+
+NONE, SECOND, FULL, PER_OP = "none", "every 2nd layer", "full", "per operation"
+#: Names of operators: matrix products, of any library, and what is always kept.
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten._scaled_mm")
+KEPT = ("scaled_dot_product", "_scaled_dot", "aten.max.")
+
+
+def apply(layers: Iterable[nn.Module], kind: str) -> None:
+    """Let layers compute again in backward what `kind` does not keep; ValueError for another kind."""
+    if kind not in (NONE, SECOND, FULL, PER_OP):
+        raise ValueError(f"checkpointing is {NONE}, {SECOND}, {FULL} or {PER_OP}; got {kind!r}")
+    for number, layer in enumerate(layers):
+        if kind in (FULL, PER_OP) or (kind == SECOND and number % 2 == 0):
+            layer.forward = _recomputed(layer.forward, kind == PER_OP)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], per_op: bool) -> Callable[..., Any]:
+    """forward, computed again in backward. Functions: of a module whose forward is a `functools.partial` torch.compile compiles
+    nothing, and does not say so."""
+
+    def all_again(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    def some_again(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+
+    return some_again if per_op else all_again
+
+
+def contexts() -> Any:
+    """The contexts of forward and recomputation, with counts of their own."""
+    return create_selective_checkpoint_contexts(policy())
+
+
+def policy() -> Callable[..., CheckpointPolicy]:
+    """What is kept: see the module's text."""
+    counts = {False: 0, True: 0}
+
+    def decide(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        name = str(operator)
+        if name.startswith(PRODUCTS):
+            counts[context.is_recompute] += 1
+            kept = counts[context.is_recompute] % 2 == 1
+        else:
+            kept = any(word in name for word in KEPT)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
 
 KIND = "blocks"
 EAGER, COMPILED = "eager", "compiled"
@@ -168,7 +227,7 @@ def prepared(bench: Bench, group: Group, method: Method, trainers: dict[Method, 
     values: Values = {
         "change of the result": relative_change(trainer.result, plain, SCHEME_LIMIT, "from bfloat16's")
     }
-    checkpointing.apply(layers.layers, group.checkpointing)
+    apply(layers.layers, group.checkpointing)
     if group.compiled:
         trainer.compile(group.backend)
     started = bench.deadline.clock()
@@ -217,4 +276,19 @@ def in_turn(bench: Bench, trainers: dict[Method, Trainer], plan: Plan) -> dict[s
     return {name: list(seconds) for name, seconds in zip(names, zip(*rounds, strict=True), strict=True)}
 
 
-__all__ = ["COMPILED", "EAGER", "GPU_GROUPS", "KIND", "PLAIN", "TINY_GROUPS", "Bench", "Group", "measure"]
+__all__ = [
+    "COMPILED",
+    "EAGER",
+    "FULL",
+    "GPU_GROUPS",
+    "KIND",
+    "PER_OP",
+    "PLAIN",
+    "SECOND",
+    "TINY_GROUPS",
+    "Bench",
+    "Group",
+    "apply",
+    "measure",
+    "policy",
+]

@@ -1,18 +1,28 @@
-"""Trainings with a planted fault beside one without: what the loss shows, and what the counters of the layer show."""
+"""Trainings with a planted fault beside one without: what the loss shows, and what the counters of the layer show.
+
+Faults planted into one operand of one layer, and what they change; the library has no hook for this and needs none.
+
+`plant` replaces the forward of one converted layer by the same three products on operands that are quantized here, one by one,
+where they can be watched and spoiled. Without a fault outputs and gradients are those of the layer, bit for bit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+import fast
+from ao_lab.training.layers import LowPrecisionLinear, autocast
+from ao_lab.training.products import product
 from experiments.data.corpora.split_corpus import evaluation_texts
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.training.convergence import EXPERIMENT, converter
-from experiments.fp8_training.training.counters import UNITS, mean
-from experiments.fp8_training.training.faults import Fault, Watcher, plant
+from experiments.fp8_training.training.counters import UNITS, Counters, mean
 from experiments.fp8_training.training.plans import PAIRED, Plan, Trial
 from experiments.fp8_training.training.workers import measure_each
 from experiments.harness.rows import Journal, Row, table_name
@@ -21,6 +31,136 @@ from experiments.models.pretraining.settings import Budget
 from experiments.models.pretraining.training import pretrain
 from experiments.pretraining.run import BITS, Values, loss_curve, quality
 from experiments.runs.settings import Settings
+from reference import Quantized, Scales
+from reference.training.recipe import PLACES, Operand, Recipe
+
+Matrix = Tensor | Quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong in the operand at a place of `reference.training.recipe.PLACES`.
+
+    scale_power: scales, for coding and decoding, are those of the values times two to this. decode_power: codes are right and
+    are decoded with scales times two to this. stale: scales are those of so many steps before. dropped: rows and columns at the
+    matrix's start whose codes are zero, as where a program's store is missing.
+    """
+
+    name: str
+    place: str
+    scale_power: int = 0
+    decode_power: int = 0
+    stale: int = 0
+    dropped: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Watcher:
+    """Quantizes the operands of one layer, counts what comes out, and spoils those at the fault's place."""
+
+    fault: Fault | None = None
+    counters: Counters = field(default_factory=Counters)
+    history: list[Scales] = field(default_factory=list)
+
+    def __call__(self, place: str, x: Tensor, operand: Operand) -> Matrix:
+        """The operand as its product gets it. ValueError for operands that are mixed, drawn or made of other codes."""
+        if operand.scheme is None:
+            return x
+        if operand.hadamard or operand.is_stochastic or operand.source != "tensor":
+            raise ValueError(
+                f"{place}: operands that are mixed, drawn or made of other codes are not watched"
+            )
+        fault = self.fault if self.fault is not None and self.fault.place == place else None
+        scales = fast.choose_scales(x, operand.scheme)
+        q = fast.quantize(x, operand.scheme, scales=self.spoiled(fault, scales, operand))
+        if fault is not None:
+            q = spoiled_codes(fault, q)
+        self.counters.see(place, x, q)
+        return q
+
+    def spoiled(self, fault: Fault | None, scales: Scales, operand: Operand) -> Scales:
+        """The scales that are used; scales of earlier steps are kept where the fault wants them."""
+        if fault is None:
+            return scales
+        if fault.stale:
+            self.history.append(scales)
+            scales = self.history[max(0, len(self.history) - 1 - fault.stale)]
+        return replace(scales, scale=times_power(scales.scale, fault.scale_power, operand))
+
+
+def times_power(scale: Tensor, power: int, operand: Operand) -> Tensor:
+    """Scales times two to a power: float32, or e8m0 codes, whose ends stay."""
+    if not power:
+        return scale
+    if scale.dtype == torch.float32:
+        return scale * 2.0**power
+    if operand.scheme is None or operand.scheme.scale.storage != "float8_e8m0fnu":
+        raise ValueError(f"scales are float32 or e8m0, got {scale.dtype}; choose another recipe")
+    return (scale.to(torch.int32) + power).clamp(0, 254).to(scale.dtype)
+
+
+def spoiled_codes(fault: Fault, q: Quantized) -> Quantized:
+    """Codes without the dropped block, scales as they are decoded."""
+    rows, columns = fault.dropped
+    if rows and columns:
+        codes = q.codes.clone()
+        codes[:rows, :columns] = 0
+        q = replace(q, codes=codes)
+    if fault.decode_power:
+        q = replace(q, scale=times_power(q.scale, fault.decode_power, Operand(scheme=q.scheme)))
+    return q
+
+
+class WatchedLinear(torch.autograd.Function):
+    """y = x @ w.T for x (M, K) by a recipe, each operand quantized by a watcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, recipe: Recipe, watcher: Watcher) -> Tensor:
+        """The output."""
+        ctx.save_for_backward(x, w)
+        ctx.recipe, ctx.watcher = recipe, watcher
+        return watched_product("output", x, w, recipe, watcher)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Gradients of x and w."""
+        x, w = ctx.saved_tensors
+        dx = watched_product("input_grad", g, w.t().contiguous(), ctx.recipe, ctx.watcher)
+        dw = watched_product("weight_grad", g.t().contiguous(), x.t().contiguous(), ctx.recipe, ctx.watcher)
+        return dx, dw, None, None
+
+
+def watched_product(which: str, a: Tensor, b: Tensor, recipe: Recipe, watcher: Watcher) -> Tensor:
+    """a @ b.T of the operands that the watcher makes."""
+    record = getattr(recipe, which)
+    left, right = watcher(f"{which}.a", a, record.a), watcher(f"{which}.b", b, record.b)
+    return product(which, left, right, record, a.dtype)
+
+
+def plant(module: nn.Module, watcher: Watcher) -> Callable[[], None]:
+    """Let a converted layer without bias compute through a watcher; returns what undoes it.
+
+    ValueError for other modules and for a fault whose place is none.
+    """
+    if not isinstance(module, LowPrecisionLinear) or module.bias is not None:
+        raise ValueError(f"faults are planted into converted layers without bias, got {module}")
+    if watcher.fault is not None and watcher.fault.place not in PLACES:
+        raise ValueError(f"place is one of {', '.join(PLACES)}; got {watcher.fault.place!r}")
+    module.forward = partial(watched_forward, module, watcher)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del module.forward
+
+    return undo
+
+
+def watched_forward(module: LowPrecisionLinear, watcher: Watcher, x: Tensor) -> Tensor:
+    """x @ weight.T as the module computes it."""
+    x, w, _ = autocast(x, module.weight, None)
+    rows = x.reshape(-1, x.shape[-1])
+    y = WatchedLinear.apply(rows, w, module.low_precision.recipe, watcher)
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
 
 KIND = "faults"
 HEALTHY, CONTROL = "no fault", "no fault, nothing quantized"
@@ -115,4 +255,17 @@ def counter_values(watcher: Watcher) -> Values:
     }
 
 
-__all__ = ["CASES", "CONTROL", "FAULTS", "HEALTHY", "KIND", "Planting", "measure", "name_of", "run"]
+__all__ = [
+    "CASES",
+    "CONTROL",
+    "FAULTS",
+    "HEALTHY",
+    "KIND",
+    "Fault",
+    "Planting",
+    "Watcher",
+    "measure",
+    "name_of",
+    "plant",
+    "run",
+]

@@ -2,22 +2,35 @@
 
 A target is a fraction of the copy rate of the same run on a tensor of the input's size. Cases without a target are measured
 and shown.
+
+Records of other projects that checkpoints and configurations of ao_lab mean, and a case for each.
+
+The records come from ao_lab: those of each class of configuration that torchao has as well, with its default parameters, for
+weights and inputs; and every record of the projects whose checkpoints are read (compressed-tensors, Transformer Engine).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
 
+import torch
+
+import ao_lab
+import reference
 from ao_lab.config.recipe import integer_scheme
-from experiments.kernels.cases import sparsity
-from experiments.kernels.cases.case import HUGE, LARGE, Case, at_least, at_most
-from experiments.kernels.cases.conventions import convention_cases
-from experiments.kernels.cases.fused import FUSED_SPEEDUP, dequantize, rms_norm, swiglu
+from ao_lab.config.torchao import RECORDS_OF, as_torchao
+from experiments.kernels.cases import floors
+from experiments.kernels.cases.case import HUGE, LARGE, Case, Compared, Inputs, Sample, at_least, at_most
+from experiments.kernels.cases.floors import Shape
+from experiments.kernels.cases.inputs import EPS, compare_quantized, normal, quantized_piece
 from experiments.kernels.cases.linear import linear, linear_of_codes, linear_pair
 from experiments.kernels.cases.operations import (
     both,
     fake_quantize,
+    fraction_target,
     quantize,
     saturation_mask,
     small,
@@ -25,7 +38,303 @@ from experiments.kernels.cases.operations import (
     storage,
     whole,
 )
-from reference import SCHEMES
+from experiments.report.targets import Target
+from reference import SCHEMES, Compressed, Scheme
+from reference.schemes.conventions import conventions
+from reference.schemes.schemes import scheme_of
+from reference.schemes.torchao import torchao_conventions
+
+# Cases of 2:4: masks, compressed storage and back, codes, and both orientations; each row or tile is compared by itself.
+
+#: Bytes of metadata of an element: two bits for each of two in four.
+METADATA = 0.125
+Compare = Callable[[Any, Inputs, Any, Sample], list[Compared]]
+
+
+def stored(element_bytes: float) -> float:
+    """Bytes of an element of a compressed tensor, counted over the dense one."""
+    return element_bytes / 2 + METADATA
+
+
+def case(
+    operation: str, element: str, read: float, written: float, *, call: Any, compare: Compare, target: float | None = None,
+    variant: str = "", make: Any = None, of_row: float = 0,
+) -> Case:  # fmt: skip
+    """A case by the bytes of an element that it reads and writes, and of what it reads for each row."""
+    return Case(
+        name=".".join([operation, element] + [variant] * bool(variant)),
+        operation=operation,
+        scheme=element,
+        needs=(operation,),
+        read=lambda shape: read * prod(shape),
+        moved=lambda shape: (read + written) * prod(shape) + of_row * shape[0],
+        make=make or (lambda fast, shape, device, seed: {"x": normal(shape, device, seed)}),
+        call=call,
+        compare=compare,
+        targets=fraction_target(target),
+    )
+
+
+def prune(pattern: str = "2:4", target: float | None = None) -> Case:
+    """`fast.prune` of a bfloat16 matrix."""
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        return [("mask", sample.rows(got), reference.prune(sample.rows(inputs["x"]), pattern=pattern))]
+
+    variant = "" if pattern == "2:4" else pattern.replace(":", "of")
+    return case(
+        "prune", "bfloat16", floors.WIDE, 1, target=target, variant=variant, compare=compare,
+        call=lambda fast, inputs: fast.prune(inputs["x"], pattern=pattern),
+    )  # fmt: skip
+
+
+def compress(element: str, target: float | None = None) -> Case:
+    """`fast.compress`: of bfloat16 by magnitude, of 8-bit floats, which are not ranked, what is 2:4 already."""
+    dtype = getattr(torch, element)
+    pattern = "2:4" if dtype == torch.bfloat16 else None
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        x = normal(shape, device, seed)
+        return {"x": x if pattern else (x * fast.prune(x)).to(dtype)}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        return compare_stored(got, reference.compress(sample.rows(inputs["x"]), pattern), sample)
+
+    return case(
+        "compress", element, dtype.itemsize, stored(dtype.itemsize), target=target, make=make, compare=compare,
+        call=lambda fast, inputs: fast.compress(inputs["x"], pattern),
+    )  # fmt: skip
+
+
+def decompress(element: str, target: float | None = None) -> Case:
+    """`fast.decompress` of what `compress` makes."""
+    dtype = getattr(torch, element)
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        x = normal(shape, device, seed)
+        return {"x": fast.compress((x * fast.prune(x)).to(dtype))}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        values, metadata = (sample.rows(part) for part in inputs["x"])
+        return [("values", sample.rows(got), reference.decompress(values, metadata))]
+
+    return case(
+        "decompress", element, stored(dtype.itemsize), dtype.itemsize, target=target, make=make, compare=compare,
+        call=lambda fast, inputs: fast.decompress(*inputs["x"]),
+    )  # fmt: skip
+
+
+def quantize_compressed(name: str, target: float | None = None) -> Case:
+    """`fast.quantize_compressed` of a bfloat16 matrix with a scale for each row at hand."""
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        x = normal(shape, device, seed)
+        return {"x": x, "scale": fast.choose_scales(x, name).scale}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        x, scale = sample.rows(inputs["x"]), sample.rows(inputs["scale"])
+        return compare_stored(got, reference.quantize_compressed(x, name, scale), sample)
+
+    return case(
+        "quantize_compressed", name, floors.WIDE, stored(floors.code_bytes(SCHEMES[name], packed=False)), target=target,
+        of_row=4, make=make, compare=compare,
+        call=lambda fast, inputs: fast.quantize_compressed(inputs["x"], name, inputs["scale"]),
+    )  # fmt: skip
+
+
+def prune_transposable(target: float | None = None) -> Case:
+    """`fast.prune_transposable` of a bfloat16 matrix."""
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        return [("mask", sample.rows(got), reference.prune_transposable(sample.rows(inputs["x"])))]
+
+    return case(
+        "prune_transposable", "bfloat16", floors.WIDE, 1, target=target, compare=compare,
+        call=lambda fast, inputs: fast.prune_transposable(inputs["x"]),
+    )  # fmt: skip
+
+
+def compress_transposable(target: float | None = None) -> Case:
+    """`fast.compress_transposable` of a bfloat16 matrix: masks, and both orientations, from one reading."""
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        rows, columns = reference.compress_transposable(sample.rows(inputs["x"]))
+        # Of the transpose these are columns: two values of four rows, a byte of eight.
+        values, metadata = (
+            Sample(sample.start // step, sample.stop // step).columns(part)
+            for part, step in zip(got[1], (2, 8), strict=True)
+        )
+        return [
+            *compare_stored(got[0], rows, sample),
+            ("transposed values", values, columns.values),
+            ("transposed metadata", metadata, columns.metadata),
+        ]
+
+    return case(
+        "compress_transposable", "bfloat16", floors.WIDE, 2 * stored(floors.WIDE), target=target, compare=compare,
+        call=lambda fast, inputs: fast.compress_transposable(inputs["x"]),
+    )  # fmt: skip
+
+
+def compare_stored(got: Compressed, expected: Compressed, sample: Sample) -> list[Compared]:
+    """Values and metadata of a result's rows."""
+    return [
+        ("values", sample.rows(got.values), expected.values),
+        ("metadata", sample.rows(got.metadata), expected.metadata),
+    ]
+
+
+# Builders of cases around a quantizer: dequantization, and activations fused with quantization.
+
+#: Fused into one kernel against its two halves, one after the other.
+FUSED_SPEEDUP = at_least("speedup over unfused", 1.8)
+
+
+def dequantize(name: str, *, packed: bool = False, target: float | None = None, huge: bool = False) -> Case:
+    """Stored tensor to bfloat16. It is quantized by `fast`, and whatever it holds is dequantized by the reference as well."""
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        options = {"packed": True} if packed else {}
+        return {"q": fast.quantize(normal(shape, device, seed), name, **options)}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        if isinstance(SCHEMES[name].scale.block, str):
+            # Blocks of the flattened tensor: rows are no tensors of their own, so a small tensor is compared as a whole.
+            part = fast.quantize(normal((32, got.shape[1]), str(got.device), 1), name)
+            got, sample = fast.dequantize(part, "bfloat16"), Sample(0, 32)
+        else:
+            part = inputs["q"]
+        expected = reference.dequantize(quantized_piece(part, sample), "bfloat16")
+        return [("values", sample.rows(got), expected)]
+
+    return Case(
+        name=".".join(["dequantize", name] + ["packed"] * packed),
+        operation="dequantize",
+        scheme=name,
+        needs=("dequantize", "quantize:packed" if packed else "quantize"),
+        read=lambda shape: floors.stored_bytes(name, shape, packed=packed),
+        moved=lambda shape: floors.stored_bytes(name, shape, packed=packed) + floors.wide_bytes(shape),
+        make=make,
+        call=lambda fast, inputs: fast.dequantize(inputs["q"], "bfloat16"),
+        compare=compare,
+        targets=(at_least("fraction", target),) if target is not None else (),
+        shapes=(*LARGE, HUGE) if huge else LARGE,
+        options={"packed": packed},
+    )
+
+
+def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] = ()) -> Case:
+    """RMS norm and quantization in one kernel; with a residual, which is added first and written back."""
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        inputs = {"x": normal(shape, device, seed), "weight": normal((shape[1],), device, seed + 1)}
+        return {**inputs, "residual": normal(shape, device, seed + 2) if residual else None}
+
+    def rest(inputs: Inputs) -> Mapping[str, Any]:
+        return {"eps": EPS, **({"residual": inputs["residual"]} if residual else {})}
+
+    def call(fast: Any, inputs: Inputs) -> Any:
+        return fast.rms_norm_quantize(inputs["x"], inputs["weight"], name, **rest(inputs))
+
+    def unfused(fast: Any, inputs: Inputs) -> Any:
+        normed, sums = fast.rms_norm(inputs["x"], inputs["weight"], **rest(inputs))
+        return fast.quantize(normed, name), sums
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        options = {"residual": sample.rows(inputs["residual"])} if residual else {}
+        expected, sums = reference.rms_norm_quantize(
+            sample.rows(inputs["x"]), inputs["weight"].cpu(), name, eps=EPS, **options
+        )
+        pairs = compare_quantized(got[0], expected, sample)
+        return [*pairs, ("new residual", sample.rows(got[1]), sums)] if residual else pairs
+
+    def moved(shape: Shape) -> float:
+        wide = floors.wide_bytes(shape)
+        return wide * (3 if residual else 1) + 2.0 * shape[1] + floors.stored_bytes(name, shape)
+
+    return Case(
+        name=".".join(["rms_norm", name] + ["residual"] * residual),
+        operation="rms_norm",
+        scheme=name,
+        needs=("rms_norm_quantize", "rms_norm", "quantize"),
+        read=lambda shape: floors.wide_bytes(shape) * (2 if residual else 1),
+        moved=moved,
+        make=make,
+        call=call,
+        compare=compare,
+        targets=targets,
+        beside={"unfused": unfused},
+        options={"residual": residual},
+    )
+
+
+def swiglu(name: str, *, targets: tuple[Target, ...] = ()) -> Case:
+    """silu(gate) * up and quantization in one kernel."""
+
+    def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
+        return {"gate": normal(shape, device, seed), "up": normal(shape, device, seed + 1)}
+
+    def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
+        parts = [sample.rows(inputs[key]) for key in ("gate", "up")]
+        return compare_quantized(got, reference.swiglu_quantize(*parts, name), sample)
+
+    def unfused(fast: Any, inputs: Inputs) -> Any:
+        return fast.quantize(fast.swiglu(inputs["gate"], inputs["up"]), name)
+
+    return Case(
+        name=f"swiglu.{name}",
+        operation="swiglu",
+        scheme=name,
+        needs=("swiglu_quantize", "swiglu", "quantize"),
+        read=lambda shape: 2 * floors.wide_bytes(shape),
+        moved=lambda shape: 2 * floors.wide_bytes(shape) + floors.stored_bytes(SCHEMES[name], shape),
+        make=make,
+        call=lambda fast, inputs: fast.swiglu_quantize(inputs["gate"], inputs["up"], name),
+        compare=compare,
+        targets=targets,
+        beside={"unfused": unfused},
+    )
+
+
+#: What every convention has to reach of the copy rate.
+FRACTION = 0.85
+
+
+def of_configurations() -> Iterator[Scheme]:
+    """The records of weights and inputs of each configuration's defaults in torchao's bits."""
+    for name in RECORDS_OF:
+        config = as_torchao(getattr(ao_lab, name)())
+        for record in (config.scheme, config.activation_scheme):
+            if record is not None:
+                yield scheme_of(record)
+
+
+def of_checkpoints() -> Iterator[Scheme]:
+    """The records of other projects than torchao."""
+    torchao = {scheme.name for scheme in torchao_conventions()}
+    for scheme in conventions():
+        if scheme.name not in torchao:
+            yield scheme
+
+
+def convention_records() -> list[Scheme]:
+    """Each record once, in order of name."""
+    found = {scheme.name: scheme for scheme in (*of_configurations(), *of_checkpoints())}
+    return [found[name] for name in sorted(found)]
+
+
+def convention_cases() -> list[Case]:
+    """A case for each record; small floats packed, as checkpoints store them."""
+    return [convention_case(scheme) for scheme in convention_records()]
+
+
+def convention_case(scheme: Scheme) -> Case:
+    """The case of a record. Where scales are quantized themselves, codes are compared on a tensor of its own."""
+    if scheme.outer is not None and scheme.outer.statistic != "absmax_elements":
+        return whole(scheme.name, target=FRACTION)
+    packed = scheme.format.kind == "float" and scheme.format.bits < 8
+    return quantize(scheme, packed=packed, target=FRACTION)
+
 
 WITH_HUGE = (*LARGE, HUGE)
 FUSED = (at_least("fraction", 0.85), FUSED_SPEEDUP)
@@ -71,13 +380,13 @@ def with_target() -> list[Case]:
 def of_sparsity() -> list[Case]:
     """Cases of 2:4, all with one target."""
     return [
-        sparsity.prune(target=0.90),
-        sparsity.prune("4:8", target=0.90),
-        sparsity.compress("bfloat16", target=0.90),
-        sparsity.compress("float8_e4m3fn", target=0.90),
-        sparsity.decompress("bfloat16", target=0.90),
-        sparsity.quantize_compressed("fp8_rowwise", target=0.90),
-        sparsity.compress_transposable(target=0.90),
+        prune(target=0.90),
+        prune("4:8", target=0.90),
+        compress("bfloat16", target=0.90),
+        compress("float8_e4m3fn", target=0.90),
+        decompress("bfloat16", target=0.90),
+        quantize_compressed("fp8_rowwise", target=0.90),
+        compress_transposable(target=0.90),
     ]
 
 
@@ -117,8 +426,8 @@ def without_target() -> list[Case]:
         storage("pack", "float6_e2m3fn"),
         storage("unpack", "float4_e2m1fn"),
         storage("unpack", "float6_e2m3fn"),
-        sparsity.prune("1:4"),
-        sparsity.prune_transposable(),
+        prune("1:4"),
+        prune_transposable(),
         small("mxfp8_e4m3"),
         small("int4_g32"),
         *(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from experiments.harness.rows import Row
-from experiments.kernels.baselines.baseline import BASELINES
+from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import HUGE, SHAPES, SMALL, at_least, at_most
 from experiments.kernels.jax_calls import KIND as JAX

@@ -3,24 +3,175 @@
 Operands are there before: casts and compression are not timed. FP8 products have their scales of rows and columns applied,
 which is timed. "speed over dense" is over bfloat16; "fp8" is the dense product of the same codes. As a CUDA graph over sets of
 operands that exceed the L2 cache.
+
+cuSPARSELt at its best: every algorithm that it has for a product, timed on the device, scales applied in one compiled pass.
+
+A vector alpha, the weight's scales, is refused for float8 on Hopper, and there is none for rows of x: sums are written as
+bfloat16, then one kernel multiplies them by both scales in float32 (a second rounding). Algorithms that compute something else
+than the exact product are not taken.
+
+Operands of a product: random normal, the weight pruned to 2:4 by magnitude or whole, in bfloat16 or scaled float8.
+
+Several sets, which together exceed the L2 cache: their products are timed in rotation. Those of the last table are kept, so
+that its methods multiply the same ones. Dense products take whole weights, as a dense layer has: zeros among them need less
+power, and a GPU near its limit multiplies them faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fast
+from experiments.fp8_training.speed.watch import watch_of
 from experiments.harness.libraries import TORCHAO
 from experiments.harness.libraries import missing as library_missing
-from experiments.harness.timing import Call, Plan
-from experiments.sparsity.speed import cusparselt_search
-from experiments.sparsity.speed.operands import BF16, FP8, Operands, Shape, operands
+from experiments.harness.outcome import Wrong
+from experiments.harness.timing import Call, Plan, cache_bytes, input_sets
 from experiments.sparsity.speed.sides import DENSE, Side, Table
+
+#: Rows, inputs, outputs.
+Shape = tuple[int, int, int]
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+LARGEST = 448.0
+#: Largest difference of a product to that in float32, relative to its norm: one or two roundings to bfloat16 (0.17% each), and
+#: sums of float8 that a tensor core cuts.
+LIMIT = 1e-2
+#: Rows of a product that are compared.
+COMPARED = 256
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x (M, K) and the weight (N, K) with its zeros, of one element; float32 scales (M, 1) and (N, 1), None for bfloat16."""
+
+    x: Tensor
+    weight: Tensor
+    x_scale: Tensor | None = None
+    scale: Tensor | None = None
+
+    @cached_property
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        """Kept values and metadata."""
+        found = fast.compress(self.weight)
+        return found[0], found[1]
+
+    @cached_property
+    def arranged(self) -> Tensor:
+        """Metadata in the order of our kernel."""
+        return fast.arrange_sparse_metadata(self.compressed[1], self.weight.dtype)
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The first rows of the product in float32."""
+        y = self.x[:COMPARED].float() @ self.weight.float().t()
+        return (
+            y if self.x_scale is None or self.scale is None else y * self.x_scale[:COMPARED] * self.scale.t()
+        )
+
+    def check(self, y: Tensor) -> None:
+        """`Wrong` where a product differs by more than `LIMIT`, or does not have its shape or dtype."""
+        if y.dtype != BF16 or y.shape != (self.x.shape[0], self.weight.shape[0]):
+            raise Wrong(f"a product of shape {tuple(y.shape)} in {y.dtype}")
+        error = float((y[:COMPARED].float() - self.exact).norm() / self.exact.norm())
+        if not error <= LIMIT:
+            raise Wrong(f"the product differs by {error:.1e} of its size")
+
+
+@lru_cache(maxsize=3)
+def operands(
+    shape: Shape, element: torch.dtype, device: str, seed: int, *, sparse: bool
+) -> tuple[Operands, ...]:
+    """Sets of a shape, the same for the same seed."""
+    m, k, n = shape
+    least = element.itemsize * (m * k + n * k // (2 if sparse else 1)) + 2 * m * n
+    generator = torch.Generator(device).manual_seed(seed)
+    count = input_sets(least, cache_bytes()) if device == "cuda" else 1
+    return tuple(drawn(shape, element, generator, sparse=sparse) for _ in range(count))
+
+
+def drawn(shape: Shape, element: torch.dtype, generator: torch.Generator, *, sparse: bool) -> Operands:
+    """One set."""
+    m, k, n = shape
+    draw: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": BF16}
+    x, weight = torch.randn(m, k, **draw), torch.randn(n, k, **draw) * k**-0.5
+    if sparse:
+        weight = weight.masked_fill(~fast.prune(weight), 0)
+    if element == BF16:
+        return Operands(x, weight)
+    (x, x_scale), (weight, scale) = quantized(x), quantized(weight)
+    return Operands(x, weight, x_scale, scale)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn with a float32 scale for each row; zeros stay zeros."""
+    scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
+
+
+#: Identifier, split of the sum, and how its parts are added.
+Algorithm = tuple[int, int, int]
+TIMED = 5
+
+
+def product(sets: tuple[Operands, ...]) -> list[Call]:
+    """A call for each set of operands by the quickest algorithm."""
+    stored = [torch._cslt_compress(one.weight) for one in sets]
+    found = [(time_of(sets[0], stored[0], one), one) for one in algorithms(sets[0], stored[0])]
+    right = [(seconds, one) for seconds, one in found if seconds is not None]
+    if not right:
+        raise Wrong(f"none of {len(found)} algorithms of cuSPARSELt computes the product")
+    best = min(right)[1]
+    return [partial(multiplied, one, packed, best) for one, packed in zip(sets, stored, strict=True)]
+
+
+def multiplied(one: Operands, stored: Tensor, algorithm: Algorithm) -> Tensor:
+    """The product with its scales."""
+    alg_id, split_k, mode = algorithm
+    settings: dict[str, Any] = {"alg_id": alg_id, "split_k": split_k, "split_k_mode": mode}
+    if one.weight.dtype == FP8:
+        settings["out_dtype"] = BF16
+    sums = torch._cslt_sparse_mm(stored, one.x.t(), transpose_result=True, **settings)
+    return sums if one.x_scale is None else scaling()(sums, one.x_scale, one.scale)
+
+
+@lru_cache(maxsize=1)
+def scaling() -> Any:
+    """sums times both scales, one kernel."""
+    return torch.compile(_scaled, dynamic=True)
+
+
+def _scaled(sums: Tensor, x_scale: Tensor, scale: Tensor) -> Tensor:
+    return (sums.float() * x_scale * scale.t()).to(BF16)
+
+
+def algorithms(one: Operands, stored: Tensor) -> Iterator[Algorithm]:
+    """What the library's own search finds, which looks at splits of the sum too, then every identifier without one."""
+    library: Any = torch._C._cusparselt
+    out = BF16 if one.weight.dtype == FP8 else None
+    alg_id, split_k, mode, most = map(int, library.mm_search(stored, one.x.t(), None, None, out, True))
+    first = (alg_id, split_k, mode if split_k != 1 else -1)
+    yield first
+    yield from (one for number in range(most) if (one := (number, 1, -1)) != first)
+
+
+def time_of(one: Operands, stored: Tensor, algorithm: Algorithm) -> float | None:
+    """Seconds of a product; None where the library refuses the algorithm or its result is wrong."""
+    try:
+        one.check(multiplied(one, stored, algorithm))
+        # As a graph: by single calls the host's planning is timed, and any algorithm is as good as another at few rows.
+        watch = watch_of(one.x.device.type)
+        graph = watch.capture([partial(multiplied, one, stored, algorithm)] * TIMED)
+        return min(watch.seconds([graph] * TIMED)) / TIMED
+    except (RuntimeError, Wrong):
+        return None
+
 
 KIND = "products"
 DENSE_FP8, OWN = "fp8", "2:4"
@@ -58,7 +209,7 @@ def table_of(device: str, seed: int, shape: Shape, element: torch.dtype) -> Tabl
         sides.append(Side(DENSE_FP8, partial(made, FP8, dense_fp8, sparse=False)))
     sides += [
         Side(OWN, partial(made, element, own)),
-        Side(CUSPARSELT, partial(made, element, cusparselt_search.product), foreign=True),
+        Side(CUSPARSELT, partial(made, element, product), foreign=True),
     ]
     if element == FP8:
         sides.append(Side(CUTLASS, partial(made, FP8, cutlass), missing_cutlass(), foreign=True))
@@ -133,4 +284,4 @@ def cutlass(sets: tuple[Operands, ...]) -> list[Call]:
     return found
 
 
-__all__ = ["KIND", "tables"]
+__all__ = ["BF16", "FP8", "KIND", "Operands", "operands", "product", "tables"]

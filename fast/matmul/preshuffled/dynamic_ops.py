@@ -26,7 +26,7 @@ from fast.matmul.stored_weight_ops import (
 )
 from fast.matmul.weights import parts
 from fast.ops import record_name, register
-from fast.quantize.fake_quantize_ops import FAKE_QUANTIZE, VJP_OP
+from fast.quantize.fake_quantize import FAKE_QUANTIZE, VJP_OP
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear, result_dtype
 from reference.schemes.record_text import record_of

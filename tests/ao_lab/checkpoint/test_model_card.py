@@ -15,9 +15,7 @@ from ao_lab import (
     save_pretrained,
     write_card,
 )
-from ao_lab.checkpoint.io.markdown import yaml_line
-from ao_lab.checkpoint.model_card import base_name, model_card, with_results
-from ao_lab.checkpoint.model_classes import architecture_of
+from ao_lab.checkpoint.model_card import architecture_of, base_name, model_card, with_results, yaml_line
 from tests.ao_lab.checkpoint.test_api import LLAMA, small_model
 
 RESULTS = {

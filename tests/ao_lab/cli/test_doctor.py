@@ -9,24 +9,24 @@ import pytest
 import torch
 
 import reference
+from ao_lab.cli import doctor
 from ao_lab.cli.app import main
-from ao_lab.cli.doctor import checks
 from fast.cpu import capability
 
 
 @pytest.fixture(scope="module")
 def findings():
-    return {finding.name: finding for finding in checks.examine()}
+    return {finding.name: finding for finding in doctor.examine()}
 
 
 def test_probe_codes_are_those_of_ml_dtypes():
     """The codes that probes compare with, by an encoder that we did not write (which has NaN where we saturate)."""
-    inputs = np.clip(np.asarray(checks.PROBE_INPUT, np.float32), -448, 448)
+    inputs = np.clip(np.asarray(doctor.PROBE_INPUT, np.float32), -448, 448)
     codes = inputs.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    assert codes.tolist() == list(checks.PROBE_CODES)
-    block = np.asarray(checks.BLOCK_CODES, np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    scale = np.asarray(checks.BLOCK_SCALE, np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    assert (block * scale).tolist() == list(checks.BLOCK_INPUT)
+    assert codes.tolist() == list(doctor.PROBE_CODES)
+    block = np.asarray(doctor.BLOCK_CODES, np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = np.asarray(doctor.BLOCK_SCALE, np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert (block * scale).tolist() == list(doctor.BLOCK_INPUT)
 
 
 def test_this_machine_is_healthy(findings):
@@ -59,29 +59,29 @@ def test_wrong_codes_are_found(monkeypatch, capsys):
 def test_missing_library_is_no_fault(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax" else find_spec(name))
-    findings = {finding.name: finding for finding in checks.examine()}
+    findings = {finding.name: finding for finding in doctor.examine()}
     assert findings["jax"].status == findings["reference, jax"].status == "missing"
     assert findings["reference, jax"].reason == "jax is not installed"
-    assert checks.healthy(list(findings.values()))
+    assert doctor.healthy(list(findings.values()))
 
 
 def test_broken_part_is_a_fault():
     def broken():
         raise RuntimeError("first line\nsecond line")
 
-    finding = checks.part("x", broken)
+    finding = doctor.part("x", broken)
     assert (finding.status, finding.reason) == ("failed", "RuntimeError: first line")
-    assert not checks.healthy([finding])
+    assert not doctor.healthy([finding])
 
 
 def test_required_part_that_is_missing_is_a_fault():
-    assert not checks.healthy([checks.Finding(name="x", status="missing", required=True)])
-    assert checks.healthy([checks.Finding(name="x", status="missing")])
+    assert not doctor.healthy([doctor.Finding(name="x", status="missing", required=True)])
+    assert doctor.healthy([doctor.Finding(name="x", status="missing")])
 
 
 @pytest.mark.parametrize(("capability", "word"), [((8, 0), "FP8"), ((9, 0), "block-scaled"), ((10, 0), "")])
 def test_limits_of_generations(capability, word):
-    assert word in checks.limits(capability)
+    assert word in doctor.limits(capability)
 
 
 def test_table_is_printed(capsys):
@@ -97,7 +97,7 @@ def test_it_says_what_the_cpu_has(monkeypatch, bfloat16):
         instructions="AVX2", bfloat16=bfloat16, float16=False, int8=False, amx=False
     )
     monkeypatch.setattr(capability, "cpu_capability", lambda: found)
-    finding = checks.cpu()
+    finding = doctor.cpu()
     assert finding.status == "ok"
     assert str(found) in finding.detail
     assert f"{torch.get_num_threads()} threads" in finding.detail

@@ -10,13 +10,14 @@ from ao_lab import SchemeConfig, quantize_
 from ao_lab.eval.perplexity import (
     Tokens,
     Windows,
+    built_in,
     measured,
     results_of,
     standard_error,
+    text_of,
     weight_errors,
     windows_of,
 )
-from ao_lab.eval.texts import built_in, text_of
 
 #: Logarithms are float32, below 16 here and within 2**-20; perplexity per word takes the exponential of some nine.
 CLOSE = 16 * 2.0**-20

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import ao_lab
-from ao_lab.cli.doctor.checks import library
+from ao_lab.cli.doctor import library
 from ao_lab.install import versions
 from ao_lab.install.extras import needed
 

@@ -19,7 +19,9 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from ao_lab import jax as functions  # noqa: E402  JAX is optional
-from ao_lab.jax import device, operations, programs  # noqa: E402
+from ao_lab.jax import device  # noqa: E402
+from ao_lab.jax import functions as operations  # noqa: E402
+from ao_lab.jax import functions as programs  # noqa: E402
 
 X = np.random.default_rng(0).standard_normal((4, 64, 256)).astype(np.float32)
 KINDS = ("mxfp4", "nvfp4", "nf4", "int4_g32_asymmetric", "fp8_tensorwise", "fp8_128x128")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ao_lab import LoRA, explain, llama32_qat, lora_state_dict, quantize_
-from ao_lab.qat.lora.layer import LoRALinear
+from ao_lab.qat.lora import LoRALinear
 from reference import SCHEMES, fake_quantize
 from tests.support.models.qat_models import same
 

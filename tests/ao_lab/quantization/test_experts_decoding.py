@@ -10,8 +10,8 @@ import torch
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
 from ao_lab.gemm.products import grouped
+from ao_lab.tensor import experts as gathered
 from ao_lab.tensor import slicing
-from ao_lab.tensor.experts import gathered
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

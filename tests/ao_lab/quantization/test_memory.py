@@ -21,7 +21,7 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
-from ao_lab.checkpoint.streaming.api import parameters_on_meta
+from ao_lab.checkpoint.streaming import parameters_on_meta
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.quantization import api
 from experiments.models.language_model import LanguageModel, ModelSettings

@@ -14,7 +14,7 @@ import torch
 import triton
 
 import reference
-from ao_lab.training.grouped import casts, products, weights
+from ao_lab.training.grouped import casts, products
 from ao_lab.training.grouped import layout as layouts
 from ao_lab.training.grouped.layout import _layout, layout_of
 from fast.kernels.encode.random_words import random_words
@@ -90,11 +90,11 @@ def compare_operands() -> None:
         recipe = RECIPES[name]
         wanted, found = [], []
         for made, kernels in ((wanted, False), (found, True)):
-            for module in (casts, weights, layouts):
+            for module in (casts, casts, layouts):
                 module.has_kernels = lambda x, kernels=kernels: kernels
             where = layouts.layout_of(offsets.to(torch.int32), 70, group_step(recipe))
             columns = casts.columns_operand(x, recipe.weight_grad.a, where)
-            turned = weights.weight_columns(w, recipe.input_grad.b, recipe.output.b)
+            turned = casts.weight_columns(w, recipe.input_grad.b, recipe.output.b)
             made += [where.ends, where.source, where.owners, columns.matrix.codes, columns.matrix.scale]
             made += [turned.codes, turned.scale, columns.matrix.scheme.key, turned.scheme.key]
         assert all(

@@ -6,7 +6,7 @@ import pytest
 
 from ao_lab.cli.app import main
 from experiments.__main__ import main as module_main
-from experiments.data.books import download
+from experiments.data.books import assemble
 from tests.experiments.harness import tiny
 
 
@@ -43,7 +43,7 @@ def test_what_cannot_be_built_says_why(capsys, monkeypatch, tmp_path):
     assert "takes the name of a corpus" in complaint(capsys, "corpus", "--build", str(tmp_path))
     assert "not built" in complaint(capsys, "corpus", "sympy", "--build", str(tmp_path))
     assert "the corpora are sympy, prose" in complaint(capsys, "corpus", "prosa")
-    assert download.TIMEOUT > 0
+    assert assemble.TIMEOUT > 0
 
 
 def test_reproduce_takes_a_corpus(capsys, monkeypatch, tmp_path):

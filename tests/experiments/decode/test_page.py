@@ -6,7 +6,7 @@ import pytest
 
 from experiments.decode import page as decode_page
 from experiments.decode.configs import CONFIGS, OUR_CONFIGS
-from experiments.decode.targets import missed, published_speedup
+from experiments.decode.page import missed, published_speedup
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Row, publish, read
 from experiments.report import pages

@@ -10,8 +10,7 @@ from torch import nn
 import fast
 from ao_lab import convert_for_training_
 from experiments.fp8_training.training.counters import BAD, LOST, SATURATED, SCALE_STEP, SQNR, counted
-from experiments.fp8_training.training.faults import Fault, Watcher, plant
-from experiments.fp8_training.training.planted import FAULTS
+from experiments.fp8_training.training.planted import FAULTS, Fault, Watcher, plant
 from reference.training import RECIPES
 
 

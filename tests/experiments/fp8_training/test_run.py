@@ -8,7 +8,7 @@ from ao_lab.cli.app import main
 from experiments.fp8_training import run as experiment
 from experiments.fp8_training.methods import OURS, PLAIN, Method
 from experiments.fp8_training.report import page
-from experiments.fp8_training.report.published_tables import of_grid, of_models
+from experiments.fp8_training.report.page import of_grid, of_models
 from experiments.fp8_training.speed import blocks, grid, linear
 from experiments.fp8_training.training import convergence, planted
 from experiments.fp8_training.training.plans import KNOWN_SIZES, LONG, PAIRED, PLANS, SWEEP, Plan
@@ -128,8 +128,8 @@ def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
     cell = (grid.MODULE, "M=1024 K=1024 N=1024")
     rows = [
         full.row("fp8_training", "blocks", blocks.GPU_GROUPS[0].shape.name, "eager", "bfloat16", "time", 1.0, "ms"),
-        full.row("fp8_training", "grid", *cell, grid.FORCED.name, page.speed.SPEED, 1.2, "ratio"),
-        full.row("fp8_training", "grid_eager", *cell, grid.TUNED.name, page.speed.WALL, 0.9, "ratio"),
+        full.row("fp8_training", "grid", *cell, grid.FORCED.name, page.SPEED, 1.2, "ratio"),
+        full.row("fp8_training", "grid_eager", *cell, grid.TUNED.name, page.WALL, 0.9, "ratio"),
     ]  # fmt: skip
     rows = [replace(row, device="a GPU") for row in rows]
     sections = {section.title.partition(" (")[0]: section for section in page.sections(rows)}

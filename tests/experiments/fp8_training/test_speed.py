@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import ao_lab
 from experiments.fp8_training.deadline import Deadline
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
-from experiments.fp8_training.speed import blocks, checkpointing, grid, grid_eager, linear
+from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
 from experiments.fp8_training.speed.floor import Rates, floor_seconds
 from experiments.fp8_training.speed.steady import SETTLE, SINGLE, after_pause, steady, steady_eager
 from experiments.harness.timing import AGAIN, Plan, Span
@@ -54,7 +54,7 @@ def test_a_wrong_product_gets_no_time(monkeypatch):
 
 
 def test_every_second_product_is_kept_in_both_passes():
-    decide = checkpointing.policy()
+    decide = blocks.policy()
 
     class Pass:
         def __init__(self, again):
@@ -66,16 +66,16 @@ def test_every_second_product_is_kept_in_both_passes():
     save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     assert kept == [save, again, again, save, save] * 2
     with pytest.raises(ValueError, match="checkpointing is none"):
-        checkpointing.apply([], "some")
+        blocks.apply([], "some")
 
 
-@pytest.mark.parametrize("kind", [checkpointing.SECOND, checkpointing.PER_OP])
+@pytest.mark.parametrize("kind", [blocks.SECOND, blocks.PER_OP])
 def test_checkpointed_layers_give_the_same_gradients(kind):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(2)))
     x = torch.randn(4, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x).sum(), x)
-    checkpointing.apply(model, kind)
+    blocks.apply(model, kind)
     assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
 
 

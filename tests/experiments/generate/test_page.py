@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.generate import page, targets
+from experiments.generate import page
 from experiments.generate.methods import METHODS
 from experiments.generate.run import PARTS
 from experiments.generate.stage import Stage
@@ -69,11 +69,11 @@ def test_every_target_is_of_what_is_measured():
     }  # fmt: skip
     for layers, of_compiled in ((WHOLE, True), (DEPTH, False)):
         data = Stage(layers, "").data
-        names = [one.name for one in targets.targets_of(data, Results([]))]
+        names = [one.name for one in page.targets_of(data, Results([]))]
         assert names
         assert {(data, name) for name in names} <= measured
         assert all(name.endswith(f", {COMPILED}") == of_compiled for name in names)
-    assert targets.targets_of(Stage(LEAST, "").data, Results([])) == []
+    assert page.targets_of(Stage(LEAST, "").data, Results([])) == []
 
 
 def test_calls_and_tokens_are_those_of_the_tables():
@@ -129,5 +129,5 @@ def test_a_host_whose_speed_changed_is_told(layers, setting, again, said):
 
 
 def test_targets_are_of_known_methods():
-    limits = [one for of_layers in targets.LIMITS.values() for one in of_layers]
+    limits = [one for of_layers in page.LIMITS.values() for one in of_layers]
     assert {name for methods, _, _ in limits for name in methods} <= {one.name for one in METHODS}

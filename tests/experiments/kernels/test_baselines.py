@@ -5,12 +5,11 @@ import torch
 
 import reference
 from experiments.kernels import run
-from experiments.kernels.baselines.baseline import BASELINES, Baseline, calls_of, is_kernel, offers
-from experiments.kernels.baselines.torch_expressions import expression
-from experiments.kernels.cases.all_cases import CASES
+from experiments.kernels.baselines import BASELINES, Baseline, calls_of, is_kernel, offers
+from experiments.kernels.cases.all_cases import CASES, convention_cases
 from experiments.kernels.cases.case import LARGE
-from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.report import case_results
+from experiments.kernels.torch_expressions import expression
 from experiments.runs.merge import merged
 from tests.experiments.harness.fake_watch import SHAPE, measured, values_of
 
@@ -75,7 +74,7 @@ def test_torch_baselines_stand_against_every_case_with_a_target():
 )
 def test_torchao_runs_where_it_has_something(name):
     pytest.importorskip("torchao")
-    from experiments.kernels.baselines.torchao import torchao_call
+    from experiments.kernels.baselines import torchao_call
 
     case = CASES[name]
     found = torchao_call(case)
@@ -98,7 +97,7 @@ def test_torchao_is_no_baseline_where_it_cannot_unpack(name):
 
 def test_torchao_decodes_to_our_values():
     pytest.importorskip("torchao")
-    from experiments.kernels.baselines.torchao import torchao_call
+    from experiments.kernels.baselines import torchao_call
 
     for name in ("dequantize.fp8_rowwise", "dequantize.mxfp4.packed", "dequantize.int4_g128"):
         inputs = CASES[name].make(reference, SHAPE, "cpu", 0)

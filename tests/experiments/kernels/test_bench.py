@@ -9,9 +9,8 @@ import reference
 from experiments.harness.rows import Journal
 from experiments.kernels import run
 from experiments.kernels.cases import floors
-from experiments.kernels.cases.all_cases import CASES, chosen, of_sparsity
+from experiments.kernels.cases.all_cases import CASES, chosen, convention_cases, of_sparsity
 from experiments.kernels.cases.case import LARGE, SHAPES, at_least, at_most
-from experiments.kernels.cases.conventions import convention_cases
 from experiments.kernels.report import case_results
 from experiments.report.results import FAMILIES, family
 from reference import SCHEMES

@@ -10,7 +10,7 @@ import fast
 from experiments.harness.outcome import Wrong
 from experiments.harness.rows import Journal
 from experiments.kernels import jax_calls
-from experiments.kernels.report import jax_page, page
+from experiments.kernels.report import page
 from tests.experiments.harness.fake_watch import bench
 
 SIZES = {"a little": 32}
@@ -122,7 +122,7 @@ def test_queued_calls_are_timed_per_quantization():
 def test_the_page_names_what_takes_longer(journal):
     fixed = {"eager over torch": 1.5, "jit over torch": 1.05, "program over torch": 1.0}
     rows = [replace(row, value=fixed.get(row.metric, row.value)) for row in journal.rows]
-    (section,) = jax_page.jax_sections(rows)
+    (section,) = page.jax_sections(rows)
     assert (
         "**More than 1.1 times torch's time: 1.** int8_rowwise of a little (eager 1.50)."
         in section.paragraphs
@@ -131,4 +131,4 @@ def test_the_page_names_what_takes_longer(journal):
     assert line[:2] == ["int8_rowwise", "a little"]
     assert line[-4:] == ["1.50", "1.05", "1.00", ""]
     assert page.sections(rows)[-1].title == section.title
-    assert jax_page.jax_sections([]) == []
+    assert page.jax_sections([]) == []

@@ -12,11 +12,11 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import publish, read
 from experiments.kernels import bench as command
 from experiments.kernels import run
-from experiments.kernels.baselines.baseline import BASELINES
+from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases.all_cases import CASES
 from experiments.kernels.cases.case import LARGE, SHAPES, at_least
 from experiments.kernels.report import case_results, page
-from experiments.kernels.report.roofline import roof_of, roofline
+from experiments.kernels.report.page import roof_of, roofline
 from experiments.report import plots
 from tests.experiments.harness.fake_watch import FakeWatch, bench, broken, flipped
 

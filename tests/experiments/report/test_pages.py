@@ -14,8 +14,8 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import publish
 from experiments.ptq import run as ptq
 from experiments.report import pages, plots
+from experiments.report.pages import scoreboard
 from experiments.report.results import by_run, family, number
-from experiments.report.scoreboard import scoreboard
 from tests.experiments.harness import tiny
 
 

@@ -5,8 +5,7 @@ import pytest
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row
 from experiments.report import pages
-from experiments.report.content import Drawing, Section, Table
-from experiments.report.measured import note
+from experiments.report.content import Drawing, Section, Table, note
 from experiments.report.results import Where
 
 NEW, OLD = "0832d6b6", "36c4f92b"
@@ -23,9 +22,7 @@ def row(method, commit=NEW, date="2026-11-26T10:00:00Z", experiment="linear"):
 def changed(monkeypatch):
     """How many files changed since a commit."""
     found = {NEW: 2, OLD: 14}
-    monkeypatch.setattr(
-        "experiments.report.measured.changed_files", lambda commit, folders: found.get(commit)
-    )
+    monkeypatch.setattr("experiments.report.content.changed_files", lambda commit, folders: found.get(commit))
 
 
 def test_a_note_names_day_commit_and_what_changed_since(changed):

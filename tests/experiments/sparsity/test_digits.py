@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experiments.sparsity.accuracy import digits
-from experiments.sparsity.accuracy.digits import Collages, load
+from experiments.sparsity.accuracy import vision
+from experiments.sparsity.accuracy.vision import Collages, load
 
 
 def test_the_file_holds_the_digits_that_scikit_learn_has():
@@ -47,6 +47,6 @@ def test_a_seed_draws_the_same_collages():
 def test_another_file_is_refused(monkeypatch, tmp_path):
     other = tmp_path / "digits.csv.gz"
     other.write_bytes(b"x")
-    monkeypatch.setattr(digits, "FILE", other)
+    monkeypatch.setattr(vision, "FILE", other)
     with pytest.raises(ValueError, match="is not the file of 1797 digits"):
         load.__wrapped__()

@@ -13,10 +13,10 @@ from experiments.harness.outcome import Wrong
 from experiments.harness.rows import Journal, Row
 from experiments.harness.timing import Plan
 from experiments.models.sam_encoder import TINY, VIT_H, VIT_L
-from experiments.sparsity.report import products as products_page
-from experiments.sparsity.report import published_tables, speed
-from experiments.sparsity.speed import blocks, cusparselt_search, decode, encoders, linear, products, sides
-from experiments.sparsity.speed.operands import BF16, FP8, Operands, operands
+from experiments.sparsity.report import page
+from experiments.sparsity.report import page as products_page
+from experiments.sparsity.speed import blocks, decode, encoders, linear, products, sides
+from experiments.sparsity.speed.products import BF16, FP8, Operands, operands
 from experiments.sparsity.speed.sides import DENSE, Side, Table
 from tests.experiments.harness import tiny
 
@@ -158,12 +158,12 @@ def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypat
     place, data = (linear.OWN, "speed over dense"), "13008x1024x4096"
     rows = [row("linear", data, *place, 1.1, linear.EAGER), row("linear", data, *place, 1.2, linear.GRAPH)]
     rows.append(row("linear", data, linear.SPARSE, "speed over dense", 0.1, linear.EAGER))
-    (found,) = [one for one in published_tables.comparisons(rows) if one.measured is not None]
+    (found,) = [one for one in page.comparisons(rows) if one.measured is not None]
     assert (found.measured, found.published) == (1.2, 1.24)
     assert found.measured_on == "a GPU, CUDA graph, own kernels"
-    (found,) = [one for one in published_tables.comparisons(rows[:1]) if one.measured is not None]
+    (found,) = [one for one in page.comparisons(rows[:1]) if one.measured is not None]
     assert (found.measured, found.measured_on) == (1.1, "a GPU, eager, own kernels")
-    assert speed.findings(rows) == [
+    assert page.speed_findings(rows) == [
         f"Linear layers in training (full scale, a GPU, {data}), speed over dense: "
         f"{linear.EAGER}: 2:4, own kernels 1.10, 2:4 0.10; {linear.GRAPH}: 2:4, own kernels 1.20."
     ]
@@ -246,14 +246,14 @@ def test_all_algorithms_are_looked_at_and_right_ones_taken(element, monkeypatch)
     monkeypatch.setattr(torch, "_cslt_compress", lambda w: w)
     monkeypatch.setattr(torch, "_cslt_sparse_mm", library.mm)
     monkeypatch.setattr(torch._C, "_cusparselt", library, raising=False)
-    monkeypatch.setattr(cusparselt_search, "scaling", lambda: cusparselt_search._scaled)
+    monkeypatch.setattr(products, "scaling", lambda: products._scaled)
     sets = operands(SMALL, element, "cpu", 0, sparse=True)
-    (call,) = cusparselt_search.product(sets)
+    (call,) = products.product(sets)
     sets[0].check(call())
     assert library.asked == {(0, 1, -1), (1, 1, -1), (2, 1, -1)}
     monkeypatch.setattr(Operands, "check", lambda self, y: (_ for _ in ()).throw(Wrong("no")))
     with pytest.raises(Wrong, match="none of 3 algorithms"):
-        cusparselt_search.product(sets)
+        products.product(sets)
 
 
 def test_blocks_multiply_by_their_weights(monkeypatch):
@@ -292,12 +292,12 @@ def test_the_page_of_products(monkeypatch):
         row("blocks", "block, 1 rows", name, "time", value)
         for name, value in (("int4", 2.0), ("int4 + 2:4", 1.0))
     ]
-    assert products_page.findings(rows) == [
+    assert products_page.product_findings(rows) == [
         "Products with a 2:4 weight (full scale, a GPU; s), speed: 1x2x3 4.00 over dense, 2.00 over dense fp8, 1.20 over "
         "libraries' 2:4.",
         "A block's layers in decoding (full scale, a GPU; s), speed: block, 1 rows 2.00 int4 + 2:4 over int4.",
     ]
-    first, second = products_page.sections(rows)
+    first, second = products_page.product_sections(rows)
     assert first.tables[0].lines == [
         ["1x2x3", "4000.0", "2000.0", "1000.0", "1500.0", "1200.0", "4.000", "2.000", "1.200"]
     ]
@@ -317,25 +317,25 @@ def test_published_values_stand_beside_the_same_shape(monkeypatch):
         row("vit", VIT_L.name, encoders.OWN, "time", 100.0, encoders.training_setting()),
         row("sam", VIT_H.name, DENSE, "images/s", 70.0),
     ]
-    found = published_tables.comparisons(rows)
-    assert len(found) == len(published_tables.values()) == 55
+    found = page.comparisons(rows)
+    assert len(found) == len(page.values()) == 55
     beside = {(one.measured, one.published) for one in found if one.measured is not None}
     assert beside == {(1.3, 1.24), (100.0, 675.275311), (70.0, 22.75)}
-    assert speed.findings(rows) == [
+    assert page.speed_findings(rows) == [
         "Linear layers in training (full scale, a GPU, 13008x1024x4096), speed over dense: 2:4, own kernels 1.30."
     ]
-    assert {one.measured for one in published_tables.comparisons([])} == {None}
-    titles = [section.title.partition(" (")[0] for section in speed.sections(rows)]
-    assert titles == [speed.TITLES[kind] for kind in ("linear", "vit", "sam")]
+    assert {one.measured for one in page.comparisons([])} == {None}
+    titles = [section.title.partition(" (")[0] for section in page.speed_sections(rows)]
+    assert titles == [page.TITLES[kind] for kind in ("linear", "vit", "sam")]
 
 
 def test_a_figure_is_of_what_its_gpu_measured_and_stands_once(monkeypatch):
     shown = []
-    monkeypatch.setattr(speed, "dots", lambda labels, series, *_, **__: shown.append(series))
+    monkeypatch.setattr(page, "dots", lambda labels, series, *_, **__: shown.append(series))
     shapes = ("13008x1024x4096", "13008x4096x1024")
     rows = [row("linear", shape, linear.OWN, "speed over dense", 1.3, linear.EAGER) for shape in shapes]
     rows += [replace(one, device="NVIDIA H200", value=1.5) for one in rows]
-    names = [one.name for section in speed.sections(rows) for one in section.drawings]
+    names = [one.name for section in page.speed_sections(rows) for one in section.drawings]
     assert sorted(names) == ["sparsity-linear-ratios-full", "sparsity-linear-ratios-full-a-gpu"]
     for device, value in (("a GPU", 1.3), ("NVIDIA H200", 1.5)):
         values = [series[name] for series in shown for name in series if device in name]

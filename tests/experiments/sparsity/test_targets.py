@@ -4,7 +4,7 @@ import pytest
 
 from experiments.harness.rows import Row
 from experiments.models.sam_encoder import VIT_L
-from experiments.sparsity.report.targets import targets_by_run
+from experiments.sparsity.report.page import targets_by_run
 from experiments.sparsity.speed import encoders, linear
 
 FACTS = {"unit": "", "device": "GPU", "seed": 0, "experiment": "sparsity", "date": "2026-11-27T"}

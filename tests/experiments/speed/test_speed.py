@@ -14,8 +14,8 @@ from experiments.harness.rows import read
 from experiments.linear.methods import OF_OURS
 from experiments.report.results import Results
 from experiments.runs import run as harness
-from experiments.speed import cpu_linear, cpu_rows, page, run
-from experiments.speed.baselines import COMPARISONS, Comparison, Pair
+from experiments.speed import page, run
+from experiments.speed.run import COMPARISONS, Comparison, Pair
 from experiments.speed.targets import target_of
 from tests.experiments.harness import tiny
 
@@ -101,23 +101,23 @@ def test_import_times_come_from_fresh_processes(monkeypatch):
         run.import_times("sys", "no_such_module")
 
 
-@pytest.mark.parametrize("scheme", cpu_linear.LIMITS)
+@pytest.mark.parametrize("scheme", run.LIMITS)
 def test_layers_are_checked_before_they_are_timed(scheme, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "SIZE", 256)
+    monkeypatch.setattr(run, "SIZE", 256)
     x = np.random.default_rng(0).standard_normal(256 * 257, dtype=np.float32)
-    pair = cpu_linear.layer_pair(x, scheme, torch.float32, False)
+    pair = run.cpu_linear_pair(x, scheme, torch.float32, False)
     pair.check()
     assert pair.ours().shape == pair.theirs().shape == (1, 256)
-    monkeypatch.setattr(cpu_linear.reference, "linear_error_bound", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(run.reference, "linear_error_bound", lambda *_: torch.zeros(1))
     with pytest.raises(ValueError, match=scheme):
         pair.check()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8 dynamic, rows"])
 def test_layers_with_several_rows_are_checked_too(name, monkeypatch):
-    monkeypatch.setattr(cpu_rows, "SIZE", 384)
+    monkeypatch.setattr(run, "SIZE", 384)
     x = np.random.default_rng(0).standard_normal(2 * 384, dtype=np.float32)
-    (comparison, *_) = cpu_rows.comparisons(OF_OURS[name], torch.bfloat16)
+    (comparison, *_) = run.comparisons(OF_OURS[name], torch.bfloat16)
     pair = comparison.build(x)
     pair.check()
     assert comparison.name == f"2 rows, {name}, bfloat16"

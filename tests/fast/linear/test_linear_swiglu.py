@@ -286,7 +286,7 @@ def test_the_operator_in_a_traced_program():
 
 
 def test_the_pass_is_known_by_both_its_files(tmp_path, monkeypatch):
-    from ao_lab.compile import swiglu_pattern as compiled_swiglu
+    from ao_lab.compile import fused_linears as compiled_swiglu
 
     before = FuseLinears().uuid()
     (tmp_path / "other.py").write_text("")

@@ -10,8 +10,8 @@ import fast
 import reference
 from ao_lab.compile.fused_linears import FuseLinears
 from ao_lab.testing.strategies import assert_same_bits
-from fast.sparsity.int4 import pair, pair_ops
-from fast.sparsity.int4.pair import linear_sparse_int4_pair, linear_sparse_int4_swiglu
+from fast.sparsity import linear_sparse_int4_pair as pair
+from fast.sparsity.linear_sparse_int4_pair import linear_sparse_int4_pair, linear_sparse_int4_swiglu
 from tests.fast.linear.test_linear_pair import targets
 from tests.fast.linear.test_linear_swiglu import compiled
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
@@ -85,7 +85,7 @@ def test_gradients():
 def test_groups_of_two_sizes_are_two_products():
     """The kernel is not even asked."""
     x, first, second = operands(groups=(64, 32))
-    for kernel in (pair_ops._pair_kernel, pair_ops._swiglu_kernel):
+    for kernel in (pair._pair_kernel, pair._swiglu_kernel):
         assert kernel(None, (), (x, *first, *second), None) is None
 
 
@@ -96,7 +96,7 @@ def test_on_a_gpu_the_kernel_is_given_both_weights(monkeypatch, gated):
     name = "sparse_skinny_swiglu" if gated else "sparse_skinny_pair"
     monkeypatch.setattr(kernels, name, lambda *given, key: (given, key))
     x, first, second = operands()
-    kernel = pair_ops._swiglu_kernel if gated else pair_ops._pair_kernel
+    kernel = pair._swiglu_kernel if gated else pair._pair_kernel
     (got_x, one, other, group), key = kernel(None, (), (x, *first, *second), "key")
     assert (got_x is x, group, key) == (True, 64, "key")
     assert all(a is b for a, b in zip((*one, *other), (*first, *second), strict=True))

@@ -5,7 +5,7 @@ import torch
 
 import fast
 from ao_lab.testing.strategies import assert_same_bits
-from fast.sparsity import linear_sparse_ops
+from fast.sparsity import linear_sparse
 from tests.fast.kernels.sparse_mm.examples import expected, operands
 
 KINDS = [("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "bfloat16"), ("int8", "int8")]
@@ -118,6 +118,6 @@ def test_lengths_that_the_copy_engine_does_not_take(monkeypatch):
     for kinds, length in ((("int8", "int8"), 32), (("float16", "float16"), 16)):
         given = operands(3, 5, length + 8, kinds, scaled=False, bias=None)
         with pytest.raises(ValueError, match=f"multiples of {length} .*decompress"):
-            linear_sparse_ops._kernel(None, (None, True), given, None)
+            linear_sparse._kernel(None, (None, True), given, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert linear_sparse_ops._kernel(None, (None, True), given, None) is None
+    assert linear_sparse._kernel(None, (None, True), given, None) is None

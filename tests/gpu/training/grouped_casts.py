@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from ao_lab.training.grouped import casts, layout, weights
+from ao_lab.training.grouped import casts, layout
 from fast.kernels.grouped.host import kind_of
 from fast.kernels.rowwise_colwise.host import batch_columns
 from reference.training import RECIPES
@@ -63,10 +63,10 @@ def weights_of(recipe: Recipe, w: torch.Tensor) -> Iterator[str]:
     if operand.scheme is None or batch_columns(w, operand.scheme) is None:
         yield "no kernel"
         return
-    wanted = weights._of_rows(turned, operand, None, 0)
+    wanted = casts._of_rows(turned, operand, None, 0)
     for _ in range(TURNS):
         poison_free_memory("cuda")
-        if not same(weights.weight_operand(turned, operand), wanted):
+        if not same(casts.weight_operand(turned, operand), wanted):
             yield "w.T differs"
             return
 

@@ -16,7 +16,7 @@ import torch
 
 import fast
 from ao_lab.checkpoint.formats.compressed_tensors.groups import Arguments
-from ao_lab.checkpoint.formats.grouping import regrouped, run_length
+from ao_lab.checkpoint.formats.group_integers import regrouped, run_length
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.weight_specs import WORD_BYTES, Specs, words
 from ao_lab.config.recipe import block_name

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from ao_lab import QuantizedTensor, SchemeConfig, load_pretrained, quantized, save_pretrained
-from ao_lab.checkpoint.experts.conversion import mapping_of
-from ao_lab.checkpoint.experts.rows import STEP, gathered, row_numbers
+from ao_lab.checkpoint.experts.conversion import STEP, gathered, mapping_of, row_numbers
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.cli.app import main
 from tests.ao_lab.checkpoint.formats.folders.published_experts import FP8, deepseek, write

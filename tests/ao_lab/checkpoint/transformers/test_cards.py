@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ao_lab import SchemeConfig, quantize_, save_pretrained
-from ao_lab.checkpoint.model_card import CARD, is_ours, model_card
-from ao_lab.checkpoint.model_classes import SERVED_ARCHITECTURES, TASKS, loader_of
+from ao_lab.checkpoint.model_card import CARD, SERVED_ARCHITECTURES, TASKS, is_ours, loader_of, model_card
 
 transformers = pytest.importorskip("transformers")
 yaml = pytest.importorskip("yaml")

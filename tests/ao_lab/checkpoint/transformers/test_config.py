@@ -27,7 +27,7 @@ from ao_lab import (
     quantize_pretrained,
     save_pretrained,
 )
-from ao_lab.checkpoint.transformers.config_values import config_from, config_values
+from ao_lab.checkpoint.transformers.config import config_from, config_values
 from ao_lab.cli.skipped_layers import SkippedLayers
 from ao_lab.config import base
 from ao_lab.quantization.modules import linear_and_experts

@@ -17,7 +17,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.checkpoint.native_layout import REFUSAL
-from ao_lab.checkpoint.transformers import stored
+from ao_lab.checkpoint.transformers import quantizer
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import (  # noqa: E402
@@ -207,7 +207,7 @@ def test_damaged_folders(tmp_path, monkeypatch):
     def refuses(tensor):
         raise ValueError("numbers that do not fit")
 
-    monkeypatch.setattr(stored, "check_quantized_tensor", refuses)
+    monkeypatch.setattr(quantizer, "check_quantized_tensor", refuses)
     with pytest.raises(ValueError, match=r"weight .* of .*: numbers that do not fit; fetch or write"):
         load(tmp_path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ao_lab.cli import app
-from ao_lab.cli.doctor import checks as checks
+from ao_lab.cli import doctor as checks
 from ao_lab.cli.terminal.output import WrongInput, console, print_table
 from ao_lab.install.extras import is_clone
 
@@ -39,7 +39,7 @@ def test_the_doctor_gives_commands_that_work(monkeypatch, capsys, clone):
     """From a wheel there is no clone to install, and no make."""
     assert is_clone()
     monkeypatch.setattr("ao_lab.install.extras.is_clone", lambda root=None: clone)
-    monkeypatch.setattr("ao_lab.cli.doctor.checks.is_clone", lambda: clone)
+    monkeypatch.setattr("ao_lab.cli.doctor.is_clone", lambda: clone)
     find_spec = checks.importlib.util.find_spec
     absent = ("jax", "torchao", "transformers", "compressed_tensors", "lm_eval", "triton")
     monkeypatch.setattr(

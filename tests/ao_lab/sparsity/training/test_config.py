@@ -3,7 +3,7 @@
 import pytest
 
 from ao_lab import SparseTrainingConfig, SparsityConfig
-from ao_lab.sparsity.training.schedule import finds_masks, phase
+from ao_lab.sparsity.training.config import finds_masks, phase
 
 
 @pytest.mark.parametrize(

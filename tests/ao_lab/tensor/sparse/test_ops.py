@@ -233,7 +233,7 @@ def test_kernels_of_dense_codes_do_not_take_it(kernel):
 
 def test_adapters_multiply_it_outside_of_compiled_programs():
     """Their operator of traced programs has places for the parts of a dense weight alone."""
-    from ao_lab.qat.lora import autograd
+    from ao_lab.qat import lora as autograd
 
     t, dense = pair("int8_rowwise", 16, 64)
     x = torch.randn(3, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -6,9 +6,90 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.data.books import assemble, download
-from experiments.data.books.manifest import HELD_OUT, by_hash, held_out, sources
+from experiments.data.books import assemble
+from experiments.data.books.assemble import (
+    HELD_OUT,
+    body_files,
+    by_hash,
+    held_out,
+    normalized,
+    paragraphs,
+    sources,
+)
 from tests.experiments.data.books.small_book import CHAPTER, LONG, TEXT, archive, book, page, source
+
+# Which pages of a book are its body, and in which order.
+
+
+def test_body_matter_in_the_order_of_the_spine():
+    text = "<p>x</p>"
+    files = book(
+        titlepage=page(text, "frontmatter", "titlepage"),
+        z=page(text),
+        a=page(text, section="part"),
+        introduction=page(text, section="introduction"),
+        appendix=page(text, section="appendix"),
+        endnotes=page(text, "backmatter", "endnotes"),
+        frontispiece=page(text, "frontmatter", "chapter"),
+    )
+    assert body_files(files) == ["src/epub/text/z.xhtml", "src/epub/text/a.xhtml"]
+
+
+def test_a_book_without_its_parts_is_refused():
+    with pytest.raises(ValueError, match=r"content\.opf, got \['README'\]"):
+        body_files({"README": b""})
+    files = book(one=page("<p>x</p>"))
+    files.pop("src/epub/text/one.xhtml")
+    with pytest.raises(ValueError, match=r"lists src/epub/text/one\.xhtml"):
+        body_files(files)
+
+
+# Pages of books: one of every rule, and the choices that the corpus itself shows.
+
+
+def test_every_rule_on_one_page():
+    assert paragraphs(page(CHAPTER)) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("heading", "kept"),
+    [
+        ("IV", False),
+        ("12", False),
+        ("Chapter <span>IV</span>", False),
+        ("Letter I", False),
+        ("Lecture I", True),
+        ("Article II", True),
+        ("Book the First", True),
+        ("1805", True),
+        ("Chapter the Last", True),
+    ],
+)
+def test_headings_that_are_only_a_number_are_dropped(heading, kept):
+    assert bool(paragraphs(page(f"<h2>{heading}</h2>"))) == kept
+    assert paragraphs(page(f"<p>{heading}</p>")) != []
+
+
+def test_a_citation_under_a_quotation_is_a_paragraph_and_one_in_a_sentence_is_not():
+    quotation = "<blockquote>Some words. <cite>Anon</cite></blockquote>"
+    assert paragraphs(page(quotation)) == ["Some words.", "Anon"]
+    assert paragraphs(page("<p>As <cite>Anon</cite> says.</p>")) == ["As Anon says."]
+
+
+def test_white_space_and_breaks():
+    assert normalized("  a\t\n b \x00 \x00c ") == "a b\nc"
+    assert normalized("e\u0301\u200b\ufeff \u2011") == "\u00e9 -"
+    quoted = "\u201cYes\u2014no\u2026\u201d"
+    assert normalized(quoted) == quoted
+
+
+def test_text_around_blocks_is_a_paragraph():
+    assert paragraphs(page("<blockquote>One <i>two</i><p>three</p> four</blockquote>")) == [
+        "One two",
+        "three",
+        "four",
+    ]
+
 
 FIRST = ("\n\n".join(TEXT) + "\n").encode()
 SECOND = b"Only this.\n"
@@ -62,9 +143,9 @@ def test_without_a_network_it_says_so(monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", unreachable)
     with pytest.raises(ValueError, match=r"cannot be fetched .*no route.*--corpus-path"):
-        download.fetch("https://example.org/x")
+        assemble.fetch("https://example.org/x")
     with pytest.raises(ValueError, match="archive of standardebooks/a_first cannot be read"):
-        download.book_files(LISTED[0], lambda address: b"no archive")
+        assemble.book_files(LISTED[0], lambda address: b"no archive")
 
 
 def test_books_of_the_right_size_are_held_out_until_there_are_enough():

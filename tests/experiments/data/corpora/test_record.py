@@ -5,7 +5,7 @@ import lzma
 
 import pytest
 
-from ao_lab.eval.texts import NAMED
+from ao_lab.eval.perplexity import NAMED
 from experiments.data.corpora import prose, record
 from experiments.data.corpora.split_corpus import STRETCH, evaluation_texts
 from tests.experiments.harness import tiny

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from experiments.models.pretraining.flops import linear_parameters, share_of_peak, training_flops
 from experiments.models.pretraining.model import ByteLevelModel
 from experiments.models.pretraining.settings import Budget
 from experiments.models.pretraining.sizes import LARGE, SIZES, SMALL
+from experiments.pretraining.run import linear_parameters, share_of_peak, training_flops
 from tests.experiments.models.pretraining.small import MODEL, SETTINGS, replace
 
 

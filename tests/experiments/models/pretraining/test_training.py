@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.models.pretraining import clock as clock_module
-from experiments.models.pretraining.clock import Clock, TimedRun
+from experiments.models.pretraining import training as clock_module
 from experiments.models.pretraining.model import ByteLevelModel
 from experiments.models.pretraining.settings import Budget
-from experiments.models.pretraining.training import WARMUP_STEPS, pretrain, store
+from experiments.models.pretraining.training import WARMUP_STEPS, Clock, TimedRun, pretrain, store
 from experiments.models.training_checkpoint import Checkpoint
 from tests.experiments.harness import tiny
 from tests.experiments.models.pretraining.small import MODEL, SETTINGS, replace

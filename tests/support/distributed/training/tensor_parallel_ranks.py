@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from ao_lab import convert_for_training_
 from ao_lab.training import autograd
-from ao_lab.training.distributed.split_scales import AXES
 from ao_lab.training.distributed.tensor_parallel import (
+    AXES,
     LowPrecisionColwiseParallel,
     LowPrecisionRowwiseParallel,
 )

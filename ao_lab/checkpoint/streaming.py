@@ -1,0 +1,286 @@
+"""`quantize_pretrained`: quantize a folder's weights while they are read, one tensor after the other.
+
+The dense model never exists: it is built on the meta device, where tensors have shapes alone, `ao_lab.quantization.plan`
+says what becomes of each parameter, and each tensor is read, quantized and let go. Memory is the quantized model and one
+layer. The result is that of loading the folder and calling `quantize_`, bit for bit.
+
+Models of transformers are read by transformers itself, with a quantizer of ours
+(`ao_lab.checkpoint.streaming`): what it renames, merges into batched experts, ties or casts, and buffers that
+no file has, are its affair. Any other model is built by the caller's function; its folder holds safetensors under the
+names of its state_dict.
+
+Reading a folder of transformers tensor by tensor, by transformers: its loader asks a quantizer about each parameter.
+
+The quantizer is that of `ao_lab.HfConfig` (`ao_lab.checkpoint.transformers.quantizer`), with more to carry: any filter, a
+device, observers, progress. Here it leaves nothing behind: the model is one that was loaded and then given to `quantize_`.
+With a quantizer transformers reads in one thread and keeps no tensor that it has handed over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ao_lab.checkpoint.api import load_pretrained
+from ao_lab.checkpoint.experts.conversion import left_out_layers
+from ao_lab.checkpoint.io.shards import Folder, has_weights, look_at
+from ao_lab.checkpoint.io.strict_json import read_object
+from ao_lab.checkpoint.model_builder import CONFIG, checked_numbers, forget_code, model_class
+from ao_lab.checkpoint.records import KEY
+from ao_lab.checkpoint.third_party import TORCHAO_KEY, quantization_of
+from ao_lab.checkpoint.transformers.config import HfConfig
+from ao_lab.checkpoint.transformers.job import Job
+from ao_lab.config.base import Config
+from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.observer import Observer
+from ao_lab.install.extras import needed
+from ao_lab.quantization.api import Progress, keep_report, quantize_
+from ao_lab.quantization.calibrate import required_observers
+from ao_lab.quantization.plan import Device, planned
+from ao_lab.quantization.report import explain
+from ao_lab.quantization.selection import Filter
+from ao_lab.quantization.streamed import StreamedWeights
+
+
+def read_by_transformers(
+    folder: Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    dtype: torch.dtype | None,
+    observers: Mapping[str, Observer] | None,
+    progress: Progress | None,
+) -> nn.Module:
+    """The quantized model of a folder; see `ao_lab.checkpoint.streaming`."""
+    transformers = needed("transformers")
+    fields = described(folder)
+    job = Job(config, filter_fn, device, observers, progress)
+    load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
+    carrier = HfConfig()
+    carrier.job = job
+    # Left open, transformers asks at the terminal whether to run a folder's code.
+    given: dict[str, Any] = {
+        "local_files_only": True,
+        "trust_remote_code": False,
+        "quantization_config": carrier,
+    }
+    given["dtype"] = dtype or "auto"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            with checked_numbers(folder):
+                model, told = load(folder, output_loading_info=True, **given)
+        finally:
+            if job.error is not None:
+                raise job.error
+    # Transformers would go on with random values.
+    if told["missing_keys"]:
+        raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
+    forget(model)
+    if has_weights(folder) and (left := left_out_layers(look_at(folder), model)):
+        warnings.warn(
+            f"{folder} has weights of {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which its {CONFIG} leaves out: "
+            "the model has fewer layers; correct their number there",
+            UserWarning,
+            stacklevel=3,
+        )
+    forget_code(model)
+    job.finish(model)
+    return model  # type: ignore[no-any-return]
+
+
+def forget(model: Any) -> None:
+    """Take what transformers notes of a quantizer off the model: to it, the model is an ordinary one. How the weights were
+    renamed stays, which transformers 5.24 takes off too: saving undoes it, as with a model that was read dense."""
+    conversions = getattr(model, "_weight_conversions", None)
+    model.hf_quantizer.remove_quantization_config(model)
+    model._weight_conversions = conversions
+    del model.is_quantized
+    for module in model.modules():
+        # Some modules have a plain dictionary called config.
+        getattr(getattr(module, "config", module), "__dict__", {}).pop("_is_quantized", None)
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; ValueError where there is none, and for files that cannot be read."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
+        )
+    fields = read_object(folder / CONFIG, nonfinite=True)
+    if has_weights(folder):
+        look_at(folder)
+    return fields
+
+
+# `quantize_pretrained` of a folder that holds quantized weights: they stay as they are, what is dense is quantized.
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a folder says that it holds quantized weights, in config.json or in its files' metadata."""
+    if quantization_of(folder) is not None:
+        return True
+    return has_weights(folder) and not {KEY, TORCHAO_KEY}.isdisjoint(look_at(folder).metadata)
+
+
+def quantized_further(
+    folder: Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    build: Callable[[], nn.Module] | None,
+    dtype: torch.dtype | None,
+    observers: Mapping[str, Observer] | None,
+    progress: Progress | None,
+) -> nn.Module:
+    """The model that `load_pretrained` makes of the folder, its dense weights quantized as `quantize_` does.
+
+    ValueError that says what the folder holds where nothing is left to be quantized, or `config` cannot be applied to it.
+    """
+    model = load_pretrained(folder, None if build is None else build(), dtype=dtype)
+    loaded = explain(model).changed
+    try:
+        quantize_(model, config, filter_fn, device, observers=observers, progress=progress)
+    except ValueError as error:
+        kinds = sorted({layer.scheme for layer in loaded})
+        raise ValueError(
+            f"{folder} is quantized already: {len(loaded)} weights in {', '.join(kinds[:4])} "
+            f"({loaded[0].name if loaded else 'none'}, for instance), which stay as they are. Of the rest: {error}"
+        ) from error
+    return model
+
+
+def quantize_pretrained(
+    directory: str | Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None = None,
+    device: Device = None,
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    dtype: torch.dtype | None = None,
+    observers: Mapping[str, Observer] | None = None,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The model of a folder, quantized as `quantize_` would: same arguments, same bits, `explain(model)` tells of it.
+
+    `directory`: what transformers' save_pretrained wrote, or, with `build`, safetensors files (one, or shards with an index)
+    under the names of the state_dict of the model that `build()` makes. `device`: where weights are quantized and the model
+    is afterwards; None: the CPU. `dtype`: of the dense model; None: the one in which a model of transformers was saved, or that
+    of the parameters that `build()` makes. `observers`: of an earlier `calibrate` of the same model.
+
+    A folder that holds quantized weights, ours or another library's, is read as `load_pretrained` reads it: these weights stay
+    as they are, `config` is for those that are dense.
+
+    Raises as `quantize_` does, ValueError where names or shapes do not fit, both before the first tensor is read, and for a
+    folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
+    """
+    folder = Path(directory)
+    if is_quantized(folder):
+        result = None if build is None else partial(_on_meta, build, dtype)
+        return quantized_further(folder, config, filter_fn, device, result, dtype, observers, progress)
+    if build is None:
+        return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
+    model = _on_meta(build, dtype)
+    plan = planned(model, config, filter_fn, device, streamed=True)
+    loading = StreamedWeights(plan, required_observers(plan, observers), device, progress)
+    fill(model, folder, loading)
+    keep_report(model, plan)
+    return model
+
+
+def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    """The caller's model, its parameters without memory."""
+    with parameters_on_meta():
+        model = build()
+    if dtype is not None:
+        model.to(dtype=dtype)
+    return model
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built inside get their parameters on the meta device; buffers, which no file may have, are real.
+
+    Memory that a parameter asks for is let go before anything is written to it.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook: Any = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def fill(model: nn.Module, folder: Path, loading: StreamedWeights) -> None:
+    """Give every parameter and buffer of a model its tensor, quantized where the plan says so."""
+    found = look_at(folder)
+    owners = owners_of(model)
+    check_names(found, owners, model)
+    for name, tensor in found.each(found.specs):
+        place(owners, name, tensor, loading)
+
+
+def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """For each name of the state_dict every place that has its tensor."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    result: dict[str, list[tuple[nn.Module, str]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        path, _, leaf = name.rpartition(".")
+        result[name] = places.setdefault(id(value), [])
+        result[name].append((model.get_submodule(path), leaf))
+    return result
+
+
+def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], model: nn.Module) -> None:
+    """ValueError where the files' names or shapes are not the model's, or where something stays without values."""
+    for name, spec in folder.specs.items():
+        if name in owners:
+            owner, leaf = owners[name][0]
+            wanted = tuple(getattr(owner, leaf).shape)
+            if wanted != spec.shape:
+                file = folder.places[name].name
+                raise ValueError(f"{name} has shape {spec.shape} in {file}, the model's is {wanted}")
+    given = {id(places) for name, places in owners.items() if name in folder.specs}
+    missing = [name for name, places in owners.items() if id(places) not in given]
+    unknown = sorted(set(folder.specs) - set(owners))
+    if missing or unknown:
+        raise ValueError(f"the folder lacks {missing[:5]} and has {unknown[:5]}, which the model lacks")
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in folder.specs]
+    if empty:
+        raise ValueError(f"{empty[:5]} are on the meta device and no file has them; build them with values")
+
+
+def place(
+    owners: dict[str, list[tuple[nn.Module, str]]], name: str, found: torch.Tensor, loading: StreamedWeights
+) -> None:
+    """Put a tensor of a file where it belongs, cast as load_state_dict casts, and what it completes."""
+    owner, leaf = owners[name][0]
+    wanted: torch.Tensor = getattr(owner, leaf)
+    cast = found.to(wanted.dtype)
+    if name in loading.changes:
+        values: dict[str, Any] = dict(loading.arrived(name, cast))
+    else:
+        # A tensor of a file is a view of it; the model outlives the file.
+        value = cast.clone() if loading.device is None else cast.to(loading.device, copy=True)
+        if isinstance(wanted, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=wanted.requires_grad)
+        values = {name: value}
+    for made, value in values.items():
+        for module, key in owners[made]:
+            (module._buffers if key in module._buffers else module._parameters)[key] = value
+
+
+__all__ = ["is_quantized", "parameters_on_meta", "quantize_pretrained"]

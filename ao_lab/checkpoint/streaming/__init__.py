@@ -1,1 +1,0 @@
-"""Checkpoints quantized tensor by tensor while they are read."""

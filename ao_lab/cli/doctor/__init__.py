@@ -1,1 +1,0 @@
-"""`ao-lab doctor`."""

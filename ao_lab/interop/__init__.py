@@ -1,1 +1,0 @@
-"""Quantized arrays as other libraries hold them."""

@@ -1,1 +1,0 @@
-"""Low-rank adapters beside frozen quantized weights."""

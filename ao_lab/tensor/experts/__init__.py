@@ -1,1 +1,0 @@
-"""Operations of weights of experts (E, N, K)."""

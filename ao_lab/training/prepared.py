@@ -1,0 +1,294 @@
+"""A training step of a linear layer like one before it: what it launches, with every choice behind it.
+
+A step of 8-bit floats with one scale for each row or tensor is four casts and three products, which a GPU is done with sooner
+than the host has chosen them again. So what the first steps of a shape found (`launch.cache`, `select_product`) is kept as one
+object, under one key that has all that choices depend on; casts write each operand as its product reads it (`views`).
+
+How each product reads the codes and scales of its operands, so that casts write them so.
+
+An operand a (M, K) or b (N, K) of a @ b.T is stored row after row, K innermost, with one float32 scale for each row or in all.
+`torch._scaled_mm` reads 8-bit floats, b as (K, N) and its scales as (1, N); `fast.linear_of_codes` bytes as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ao_lab.gemm import choices
+from ao_lab.training.products import is_captured, select_product, stand_in
+from ao_lab.training.scaled_mm import FLOAT8, is_one_scale
+from fast.device import PLAIN, has_kernels, is_transformed
+from fast.dispatch import Function
+from fast.kernels.launch import cache
+from fast.matmul.codes_ops import LINEAR_OF_CODES
+from fast.quantize.ops import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
+from reference import Scheme
+from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
+
+if TYPE_CHECKING:
+    from fast.kernels.launch.call import Size
+
+    #: Of codes and of scales.
+    View = tuple[Size, Size]
+
+#: Names of `ao_lab.training.products.PRODUCTS`.
+SCALED_MM, CODES = "scaled_mm", "codes"
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand of a product: its scheme, its rows and the sum's length."""
+
+    scheme: Scheme
+    rows: int
+    length: int
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each row has a scale."""
+        return self.scheme.scale.block == -1
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of its scales as they are stored."""
+        return (self.rows, 1) if self.has_row_scales else ()
+
+
+def side_of(operand: Operand, rows: int, length: int) -> Side | None:
+    """The operand where prepared steps serve it: 8-bit floats with one scale for each row or tensor, made of the tensor itself,
+    nothing mixed or drawn."""
+    scheme = operand.scheme
+    if scheme is None or operand.hadamard or operand.is_stochastic or operand.source != "tensor":
+        return None
+    plain = scheme.element in FLOAT8 and is_one_scale(scheme)
+    return Side(scheme, rows, length) if plain else None
+
+
+def views_of(product: str, a: Side, b: Side) -> tuple[View, View] | None:
+    """Views of codes and of scales of both operands; None for other products, and for `torch._scaled_mm` where one has a scale
+    for each row and the other one in all, which would have to be repeated."""
+    if product == CODES:
+        return _stored(a), _stored(b)
+    if product != SCALED_MM or a.has_row_scales != b.has_row_scales:
+        return None
+    first = (a.rows, a.length), (a.length, 1), FLOAT8[a.scheme.element]
+    second = (b.length, b.rows), (1, b.length), FLOAT8[b.scheme.element]
+    return (first, _stored(a)[1]), (second, _scales(b, (1, b.rows), (b.rows, 1)))
+
+
+def _stored(side: Side) -> View:
+    return ((side.rows, side.length), (side.length, 1), torch.uint8), _scales(side, (side.rows, 1), (1, 1))
+
+
+def _scales(side: Side, shape: tuple[int, int], strides: tuple[int, int]) -> Size:
+    return (shape, strides, torch.float32) if side.has_row_scales else ((), (), torch.float32)
+
+
+#: A matrix to the codes and scales of its copies.
+Cast = Callable[..., Any]
+#: Codes and scale of a, codes and scale of b, bias: the product.
+Multiply = Callable[[Any, Any, Any, Any, Any], torch.Tensor]
+HALVES = (torch.bfloat16, torch.float16)
+#: What is kept for backward lies as `TrainingLinear` keeps it: a layer that is computed again (activation checkpointing) may be
+#: prepared by then, and has to keep the same.
+STORED = None, None
+#: Names of the buffers of casts: of a matrix, of its transpose.
+ROWS, COLUMNS = ("codes", "scale"), ("transposed", "transposed_scale")
+#: Steps that are kept; the oldest goes first.
+MOST = 1024
+#: Of shapes and recipes that have no prepared step.
+NEVER = -1
+#: Backward passes of general steps until now: only after another one is there something new to prepare a step of.
+_completed = [0]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Casts of x and the output's gradient along both axes, of w and of w.T; the three products.
+
+    shared: what the cast of an input depends on beside the input (`shared.copies`).
+    """
+
+    inputs: Cast
+    weight_rows: Cast
+    gradients: Cast
+    weight_columns: Cast
+    output: Multiply
+    input_grad: Multiply
+    weight_grad: Multiply
+    shared: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The three products of a layer (M, K) by (N, K): records, chosen functions, operands and how these are read."""
+
+    records: tuple[Product, ...]
+    names: tuple[str, ...]
+    sides: tuple[tuple[Side, Side], ...]
+    views: tuple[tuple[View, View], ...]
+
+
+#: Steps by all that they depend on; NEVER, or `_completed` when one was looked for last.
+_steps: dict[tuple[Any, ...], Step | int] = {}
+
+
+def find(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, kernel: str
+) -> Step | None:
+    """The step of a layer in training, both gradients wanted; None where it is not prepared (yet), and under tracers, modes and
+    transforms, which see operators."""
+    if torch.compiler.is_compiling() or kernel != "auto" or not has_kernels(x) or not _is_trained(x, w):
+        return None
+    if is_transformed():
+        return None
+    # First what `ao_lab.tune` changes: a step of older choices is never under the key of newer ones.
+    chosen = choices.VERSION[0], choices.pinned(), is_captured(x)
+    added = None if bias is None else (bias.shape, bias.dtype, bias.device)
+    key = (chosen, recipe.key, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, added)
+    step = _steps.get(key)
+    if isinstance(step, Step):
+        return step
+    if step in (NEVER, _completed[0]):
+        return None
+    problem, completed = _problem(x, w, bias, recipe), _completed[0]
+    made = NEVER if problem is None else _prepared(problem, x, w, bias) or completed
+    _keep(key, made)
+    return made if isinstance(made, Step) else None
+
+
+def complete() -> None:
+    """A general step has run whole: what it called is in the cache of calls."""
+    _completed[0] += 1
+
+
+def _is_trained(x: torch.Tensor, w: torch.Tensor) -> bool:
+    if type(w) not in PLAIN or x.is_inference():
+        return False
+    return x.requires_grad and w.requires_grad and torch.is_grad_enabled() and x.numel() > 0
+
+
+def _keep(key: tuple[Any, ...], step: Step | int) -> None:
+    while len(_steps) >= MOST and key not in _steps:
+        try:
+            _steps.pop(next(iter(_steps)), None)
+        except (RuntimeError, StopIteration):  # another thread changes them
+            break
+    _steps[key] = step
+
+
+def forget() -> None:
+    """Forget all steps."""
+    _steps.clear()
+
+
+def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> Problem | None:
+    """What a step consists of; None where steps serve no such layer."""
+    n, k = w.shape
+    m = x.numel() // k
+    records = tuple(getattr(recipe, name) for name in PRODUCTS)
+    lengths = ((m, k), (n, k)), ((m, n), (k, n)), ((n, m), (k, m))
+    found = [(side_of(r.a, *a), side_of(r.b, *b)) for r, (a, b) in zip(records, lengths, strict=True)]
+    sides = tuple((a, b) for a, b in found if a is not None and b is not None)
+    others = any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (w, bias))
+    others = others or x.shape[-1] != k or (bias is not None and bias.shape != (n,))
+    if len(sides) < len(PRODUCTS) or others or x.dtype not in HALVES:
+        return None
+    (own, _), (gradient, _), (gradient_t, own_t) = sides
+    if own.scheme != own_t.scheme or gradient.scheme != gradient_t.scheme:
+        return None
+    names = tuple(
+        _chosen(name, record, *pair, x) for name, record, pair in zip(PRODUCTS, records, sides, strict=True)
+    )
+    views = [views_of(name, *pair) for name, pair in zip(names, sides, strict=True)]
+    known = tuple(view for view in views if view is not None)
+    return Problem(records, names, sides, known) if len(known) == len(PRODUCTS) else None
+
+
+def _prepared(problem: Problem, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Step | None:
+    """The step of what calls like it have left in the cache; None where not all of these calls were made yet."""
+    (own, weight), (gradient, weight_t), _ = problem.sides
+    (view_x, view_w), (view_g, view_w_t), (view_g_t, _) = problem.views
+    rows, alone, both = weight.rows, (-1, False, False), (False, False, False)
+    of_x, of_g, of_w = (own.rows, own.length), (own.rows, rows), (rows, own.length)
+    casts = (
+        _cast(QUANTIZE_BOTH, both, own, of_x, x, view_x, STORED),
+        _cast(QUANTIZE, alone, weight, of_w, w, view_w, None),
+        _cast(QUANTIZE_BOTH, both, gradient, of_g, x, view_g, view_g_t),
+        _cast(QUANTIZE_TURNED, alone, weight_t, of_w, w, None, view_w_t),
+    )
+    products = [_multiply(problem, at, x, None if at else bias) for at in range(len(PRODUCTS))]
+    if None in casts or None in products:
+        return None
+    return Step(*casts, *products, shared=(own.scheme.key, view_x))  # type: ignore[arg-type, misc]
+
+
+def _chosen(direction: str, record: Product, a: Side, b: Side, x: torch.Tensor) -> str:
+    """The product that the general way takes."""
+    left, right = (stand_in(s.scheme.key, (s.rows, s.length), str(x.dtype), str(x.device)) for s in (a, b))
+    return select_product(direction, left, right, x.dtype, record)
+
+
+def _cast(
+    function: Function,
+    values: tuple[Any, ...],
+    side: Side,
+    shape: tuple[int, int],
+    like: torch.Tensor,
+    rows: View | None,
+    columns: View | tuple[None, None] | None,
+) -> Cast | None:
+    """The cast of a matrix of a shape, as its products read it; None where there was none yet.
+
+    rows, columns: how the copy along rows and the transposed one are read; None for one that is not made.
+    """
+    key = cache.key_of(function.name, side.scheme, values, (_empty(shape, like.dtype, like.device),))
+    call = cache.find(key)
+    wanted: dict[str, Size | None] = {} if rows is None else dict(zip(ROWS, rows, strict=True))
+    wanted |= {} if columns is None else dict(zip(COLUMNS, columns, strict=True))
+    if call is None or not wanted.keys() <= getattr(call, "buffers", {}).keys():
+        return None
+    viewed: Cast = call.viewed(**wanted)  # type: ignore[attr-defined]
+    return viewed
+
+
+def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:
+    """One of the products; None where there was none yet."""
+    record, name, (first, second), dtype = problem.records[at], problem.names[at], problem.sides[at], x.dtype
+    fast = record.accumulation == "fast"
+    if name == SCALED_MM:
+        scaled: Any = torch._scaled_mm
+        if at == PRODUCTS.index("weight_grad"):
+            element, each = FLOAT8[second.scheme.element], second.has_row_scales
+            return lambda a, scale_a, b, scale_b, bias: scaled(
+                a,
+                b.view(element).t(),
+                scale_a,
+                scale_b.view(1, -1) if each else scale_b,
+                bias,
+                None,
+                dtype,
+                fast,
+            )
+        return lambda a, scale_a, b, scale_b, bias: scaled(a, b, scale_a, scale_b, bias, None, dtype, fast)
+    shapes = [(side.rows, side.length) for side in (first, second)]
+    values = (dtype, second.scheme.key, False, fast, shapes[0], 1, False, False, shapes[1], 1, False, False)
+    codes = [_empty(shape, torch.uint8, x.device) for shape in shapes]
+    scales = [_empty(side.scale_shape, torch.float32, x.device) for side in (first, second)]
+    given = (codes[0], scales[0], None, codes[1], scales[1], bias)
+    call = cache.find(cache.key_of(LINEAR_OF_CODES.name, first.scheme, values, given))
+    if call is None:
+        return None
+    return lambda a, scale_a, b, scale_b, bias: call(a, scale_a, None, b, scale_b, bias)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of a shape without its memory."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+__all__ = ["Step", "complete", "find", "forget"]

@@ -1,1 +1,0 @@
-"""Training steps of linear layers that repeat, with every choice behind them."""

@@ -1,1 +1,0 @@
-"""What others offer for the cases."""

@@ -1,0 +1,229 @@
+"""Steps that repeat launch what the general way launches, read in the same shapes, and are kept as long as choices stand."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ao_lab.gemm import choices
+from ao_lab.training import autograd, shared
+from ao_lab.training import autograd as functions
+from ao_lab.training import prepared as steps
+from ao_lab.training.autograd import PreparedLinear
+from reference.training import RECIPES
+from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
+
+M, K, N = 256, 128, 384
+SERVED = ("tensorwise", "rowwise")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """CPU tensors pass for a GPU's, and products of codes are those of `torch._scaled_mm`, whose arguments are noted."""
+    found = Recorded(monkeypatch, Flat)
+    found.products = []
+
+    def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False):
+        operands = [(t.shape, t.stride(), t.dtype) for t in (a, b, scale_a, scale_b)]
+        found.products.append((operands, bias is not None, out_dtype, use_fast_accum))
+        return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(steps, "has_kernels", lambda x: True)
+    monkeypatch.setattr(steps, "select_product", lambda *_: "scaled_mm")
+    monkeypatch.setattr("ao_lab.training.products.select_product", lambda *_: "scaled_mm")
+    steps.forget()
+    shared.forget()
+    yield found
+    steps.forget()
+    shared.forget()
+
+
+def tensors(leading=(M,), bias=False, dtype=torch.bfloat16):
+    x = torch.randn(*leading, K, dtype=dtype).requires_grad_()
+    w = torch.randn(N, K, dtype=dtype).requires_grad_()
+    return x, w, torch.randn(N, dtype=dtype).requires_grad_() if bias else None
+
+
+def run(recorded, name, x, w, bias):
+    """What one step launches, without addresses, and its products; and the class that computed it."""
+    launched, multiplied = len(recorded.straight), len(recorded.products)
+    y = autograd.training_linear(x, w, bias, RECIPES[name])
+    torch.autograd.grad(y, [t for t in (x, w, bias) if t is not None], torch.ones_like(y))
+    tails = [[one for one in given if not is_address(one)] for given in recorded.straight[launched:]]
+    return tails, recorded.products[multiplied:], type(y.grad_fn).__name__
+
+
+def is_address(one):
+    return isinstance(one, int) and one > 2**24
+
+
+@pytest.mark.parametrize("leading", [(M,), (2, M // 2)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", SERVED)
+def test_a_repeated_step_is_the_general_one(name, bias, leading, recorded, monkeypatch):
+    x, w, b = tensors(leading, bias)
+    with monkeypatch.context() as patched:
+        patched.setattr(autograd, "prepared_step", lambda *_: None)
+        run(recorded, name, x, w, b)  # compiles
+        general = run(recorded, name, x, w, b)
+    prepared = run(recorded, name, x, w, b)
+    assert general[2] in ("TrainingLinearBackward", "UnsafeViewBackward0")
+    assert prepared[2] == "PreparedLinearBackward"
+    assert prepared[:2] == general[:2]
+    assert len(prepared[0]) == {"rowwise": 7, "tensorwise": 8}[name]
+    assert len(prepared[1]) == 3
+
+
+@pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4"])
+def test_other_recipes_are_asked_once(name, recorded, monkeypatch):
+    x, w, _ = tensors()
+    assert steps.find(x, w, None, RECIPES[name], "auto") is None
+    monkeypatch.setattr(steps, "_problem", lambda *_: pytest.fail("asked again"))
+    assert steps.find(x, w, None, RECIPES[name], "auto") is None
+
+
+def test_many_layers_before_the_first_backward(recorded):
+    x, w, _ = tensors()
+    recipe = RECIPES["rowwise"]
+    outputs = [autograd.training_linear(x, w, None, recipe) for _ in range(3)]
+    assert all(isinstance(found, int) for found in steps._steps.values())
+    torch.autograd.grad(outputs[0], (x, w), torch.ones(M, N, dtype=x.dtype))
+    assert steps.find(x, w, None, recipe, "auto") is not None
+
+
+@pytest.mark.parametrize(
+    "why", ["x", "w", "no_grad", "kernel", "float32", "a mode", "a kind of weight", "K", "bias"]
+)
+def test_what_has_no_prepared_step(why, recorded, monkeypatch):
+    x, w, bias = tensors(dtype=torch.float32 if why == "float32" else torch.bfloat16, bias=why == "bias")
+    recipe, kernel = RECIPES["rowwise"], "scaled_mm" if why == "kernel" else "auto"
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, bias)
+    assert (steps.find(x, w, bias, recipe, "auto") is None) == (why == "float32")
+    if why in "xw":
+        x, w = (t.detach() if name == why else t for name, t in (("x", x), ("w", w)))
+    if why == "a kind of weight":
+        w = w.as_subclass(type("Other", (torch.Tensor,), {}))
+    if why == "K":
+        x = x.detach().reshape(M // 2, 2 * K).requires_grad_()
+    if why == "bias":
+        bias = bias[:1].detach().requires_grad_()
+    mode = TorchDispatchMode() if why == "a mode" else nullcontext()
+    with torch.set_grad_enabled(why != "no_grad"), mode:
+        assert steps.find(x, w, bias, recipe, kernel) is None
+
+
+def test_choices_and_determinism_have_steps_of_their_own(recorded):
+    x, w, _ = tensors()
+    recipe = RECIPES["rowwise"]
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, None)
+    first = steps.find(x, w, None, recipe, "auto")
+    choices.changed()
+    assert steps.find(x, w, None, recipe, "auto") not in (None, first)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert steps.find(x, w, None, recipe, "auto") not in (None, first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(steps._steps) == 3
+
+
+def test_keys_know_devices_and_the_bias(recorded):
+    """Stand-ins: what a key reads of tensors."""
+    x, w, bias = tensors(bias=True)
+    kinds = [None, bias, bias.double(), bias[:2]]
+    for one in kinds:
+        steps.find(x, w, one, RECIPES["rowwise"], "auto")
+    assert len(steps._steps) == len(kinds)
+    key = next(iter(steps._steps))
+    assert key.count(torch.device("cpu")) == 2
+
+
+def test_schemes_of_x_and_its_transpose_have_to_be_one(recorded):
+    x, w, _ = tensors()
+    recipe = RECIPES["rowwise"]
+    mixed = replace(recipe, weight_grad=replace(recipe.weight_grad, b=RECIPES["tensorwise"].weight_grad.b))
+    assert steps._problem(x, w, None, recipe) is not None
+    assert steps._problem(x, w, None, mixed) is None
+    turned = replace(recipe, weight_grad=replace(recipe.weight_grad, a=RECIPES["tensorwise"].weight_grad.a))
+    assert steps._problem(x, w, None, turned) is None
+
+
+def test_a_capture_makes_its_own_copies(recorded, monkeypatch):
+    """What was made before a capture is no part of its graph."""
+    x, w, _ = tensors()
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, None)
+    before = autograd.training_linear(x, w, None, RECIPES["rowwise"])
+    for module in (steps, functions):
+        monkeypatch.setattr(module, "is_captured", lambda x: True)
+    launched = len(recorded.straight)
+    captured = autograd.training_linear(x, w, None, RECIPES["rowwise"])
+    assert len(recorded.straight) == launched + 3  # maxima, tiles, rows of the weight
+    assert captured.grad_fn.saved_tensors[1].data_ptr() != before.grad_fn.saved_tensors[1].data_ptr()
+
+
+def test_backward_lets_go_of_shared_copies(recorded):
+    x, w, _ = tensors()
+    for _ in range(2):
+        run(recorded, "rowwise", x, w, None)
+    x = x + 0  # computed by a graph
+    y = autograd.training_linear(x, w, None, RECIPES["rowwise"])
+    assert shared._last
+    y.backward(torch.ones_like(y))
+    assert not shared._last
+
+
+def test_looked_for_again_after_another_backward_alone(recorded, monkeypatch):
+    """However many layers a model has before the first backward."""
+    x, w, _ = tensors()
+    asked, prepared = [], steps._prepared
+    monkeypatch.setattr(steps, "_prepared", lambda *given: asked.append(1) or prepared(*given))
+    outputs = [autograd.training_linear(x, w, None, RECIPES["rowwise"]) for _ in range(300)]
+    assert len(asked) == 1
+    outputs[0].backward(torch.ones_like(outputs[0]))
+    assert steps.find(x, w, None, RECIPES["rowwise"], "auto") is not None
+
+
+def test_layers_with_one_input_share_its_cast(recorded):
+    x, w, _ = tensors()
+    run(recorded, "rowwise", x, w, None)
+    run(recorded, "rowwise", x, w, None)
+    launched, x = len(recorded.straight), x + 0  # computed by a graph
+    first, second = (autograd.training_linear(x, w, None, RECIPES["rowwise"]) for _ in range(2))
+    kept = [y.grad_fn.saved_tensors[1].data_ptr() for y in (first, second)]
+    assert kept[0] == kept[1]
+    assert isinstance(first.grad_fn, PreparedLinear._backward_cls)
+    assert len(recorded.straight) == launched + 2 + 2 * 1
+
+
+def test_forgotten_where_there_are_too_many(recorded, monkeypatch):
+    monkeypatch.setattr(steps, "MOST", 2)
+    for m in (32, 64, 96):
+        x, w, _ = tensors((m,))
+        steps.find(x, w, None, RECIPES["rowwise"], "auto")
+        assert len(steps._steps) <= 2
+
+
+def test_a_layer_that_is_prepared_when_it_is_computed_again(recorded):
+    """Activation checkpointing compares what both computations keep: shapes, dtypes and devices."""
+    x, w, _ = tensors()
+    second = torch.randn(K, N, dtype=x.dtype).requires_grad_()
+
+    def block(x):
+        for _ in range(2):
+            x = autograd.training_linear(
+                autograd.training_linear(x, w, None, RECIPES["rowwise"]), second, None, RECIPES["rowwise"]
+            )
+        return x
+
+    y = checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+    torch.autograd.grad(y, (x, w, second), torch.ones_like(y))
+    assert any(isinstance(found, steps.Step) for found in steps._steps.values())
+    y = checkpoint(block, x, use_reentrant=False)
+    torch.autograd.grad(y, (x, w, second), torch.ones_like(y))
