@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,32 +16,49 @@ import torch
 WORTH = 1 << 19
 #: Ranges for each thread.
 EACH = 4
+#: Filled in a process that was forked.
+FORKED: list[bool] = []
 
 
 def in_parts(work: Callable[[int, int], None], rows: int, elements: int) -> None:
     """Call work(first, last) for ranges that cover all rows of a matrix of so many elements, on torch's number of threads.
 
-    work must let Python's lock go. Threads take the next range when they are through with one, so one that gets no core
-    (torch's own threads wait for work at full speed) keeps nobody waiting; where there is no thread (the interpreter is ending,
-    or the system has none left) all run here. The first error of any range is raised, once those that began have ended.
+    work must let Python's lock go. Threads take the next range when they are through with one, so one that gets no core keeps
+    nobody waiting. They are torch's own where its OpenMP runtime is found: those wait for work at full speed for a while after
+    each of torch's products, so that others would get no core. The first error of any range is raised, once those that began
+    have ended.
     """
     count = max(1, min(torch.get_num_threads(), rows, elements // WORTH))
     parts = 1 if count == 1 else min(rows, count * EACH)
     ends = [rows * part // parts for part in range(parts + 1)]
     ranges = iter(list(pairwise(ends)))
+    errors: list[BaseException] = []
 
     def take() -> None:
-        for first, last in ranges:
-            work(first, last)
+        try:
+            for first, last in ranges:
+                work(first, last)
+        except BaseException as error:  # noqa: BLE001  raised below, in the thread that asked
+            errors.append(error)
 
-    others = _begun(take, count - 1)
-    try:
+    if count == 1:
         take()
-    finally:
-        errors = [other.exception() for other in others if not other.cancel()]
-    for error in errors:
-        if error is not None:
-            raise error
+    elif (parallel := _openmp()) is not None:
+        parallel(take, count)
+    else:
+        _by_pool(take, count)
+    if errors:
+        raise errors[0]
+
+
+def _by_pool(take: Callable[[], None], count: int) -> None:
+    """Call take here and on other threads; where there is none (the interpreter is ending, or the system has none left) all is
+    done here."""
+    others = _begun(take, count - 1)
+    take()
+    for other in others:
+        if not other.cancel():
+            other.result()
 
 
 def _begun(take: Callable[[], None], count: int) -> list[Future[None]]:
@@ -52,13 +71,36 @@ def _begun(take: Callable[[], None], count: int) -> list[Future[None]]:
     return begun
 
 
+@lru_cache(maxsize=1)
+def _openmp() -> Callable[[Callable[[], None], int], None] | None:
+    """Calls a function on as many threads as it is told, this one among them, by GNU's OpenMP runtime in torch's wheel; None
+    where that is not what torch has, and in a process that was forked, where its threads are not."""
+    libraries = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*"))
+    if len(libraries) != 1 or FORKED:
+        return None
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    try:
+        parallel = ctypes.CDLL(libraries[0]).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return lambda take, count: parallel(region(lambda _: take()), None, count, 0)
+
+
 @lru_cache(maxsize=4)
 def _pool(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="ao_lab")
 
 
+def _forget_threads() -> None:
+    """A forked process has none of these threads."""
+    FORKED.append(True)
+    _pool.cache_clear()
+    _openmp.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    # A forked process has none of these threads.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=_forget_threads)
 
 __all__ = ["in_parts"]

@@ -267,6 +267,7 @@ def test_ranges_without_a_thread_run_here(monkeypatch):
             raise RuntimeError("cannot schedule new futures after shutdown")
 
     monkeypatch.setattr(threads, "WORTH", 1)
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
     monkeypatch.setattr(threads, "_pool", lambda count: Closed())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     seen = []

@@ -1,0 +1,77 @@
+"""Ranges of rows on torch's threads: all of them once, errors, and other threads where torch has no OpenMP runtime of GNU's."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from fast.cpu import threads
+
+ELEMENTS = 8 * threads.WORTH
+
+
+@pytest.fixture(params=["OpenMP", "pool"])
+def two(request, monkeypatch):
+    """Two threads, of either kind."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    if request.param == "pool":
+        monkeypatch.setattr(threads, "_openmp", lambda: None)
+    elif threads._openmp() is None:
+        pytest.skip("torch has no libgomp here")
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 1001])
+def test_every_row_once(two, rows):
+    seen, lock = [0] * rows, threading.Lock()
+
+    def work(first, last):
+        with lock:
+            seen[first:last] = [count + 1 for count in seen[first:last]]
+
+    threads.in_parts(work, rows, ELEMENTS)
+    assert seen == [1] * rows
+
+
+def test_more_than_one_thread_works(two):
+    """Each waits for the other."""
+    barrier, names = threading.Barrier(2, timeout=60), set()
+
+    def work(first, last):
+        names.add(threading.get_ident())
+        if first < 2:
+            barrier.wait()
+
+    threads.in_parts(work, 2, ELEMENTS)
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("row"), KeyboardInterrupt()])
+def test_an_error_of_a_range_is_raised(two, error):
+    def work(first, last):
+        if first >= 4:
+            raise error
+
+    with pytest.raises(type(error)):
+        threads.in_parts(work, 8, ELEMENTS)
+
+
+def test_small_matrices_stay_here(two):
+    names = set()
+    threads.in_parts(lambda first, last: names.add(threading.get_ident()), 100, threads.WORTH)
+    assert names == {threading.get_ident()}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_has_threads_of_its_own(two):
+    """GNU's runtime would wait for the parent's."""
+    threads.in_parts(lambda first, last: None, 8, ELEMENTS)
+    child = os.fork()
+    if child == 0:
+        seen = []
+        threads.in_parts(lambda first, last: seen.extend(range(first, last)), 8, ELEMENTS)
+        os._exit(0 if sorted(seen) == list(range(8)) and threads._openmp() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
