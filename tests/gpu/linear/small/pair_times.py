@@ -1,7 +1,7 @@
 """Times of two products by preshuffled weights in one launch and in two, gated and not: PYTHONPATH=. python FILE OUT.json
 
 CUDA graphs of an H200, each call other weights (more than the second-level cache holds), all four in turn. What it writes is
-`reports/data/linear_small_pair_times.json`, which tests hold `fast.kernels.linear_small.pair.is_faster_apart` to.
+`reports/data/linear_small_pair_times.json`, which tests hold `fast.gemm.choose.pair_is_faster` to.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 import fast
+from fast.gemm import choose, families
+from fast.kernels.linear_skinny.host import linear_skinny
 from fast.kernels.linear_small.host import linear_small
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange
 from fast.kernels.linear_small.pair import linear_small_pair, linear_small_swiglu, pair_tiling
@@ -43,13 +45,22 @@ def weights(scheme: str, n: int, k: int) -> list[Pair]:
     return [(one(), one()) for _ in range(pairs)]
 
 
+def alone(x: torch.Tensor, w: ArrangedWeight) -> torch.Tensor:
+    """A product by the family that is chosen for it."""
+    family = next(choose.preshuffled(w, len(x), x.dtype))
+    y: torch.Tensor = {families.SM90_W4A16_GEMV: linear_skinny, families.TRITON_SMALL_M: linear_small}[
+        family
+    ](x, w)
+    return y
+
+
 def calls(x: torch.Tensor, pairs: list[Pair]) -> dict[str, list[Callable[[], Any]]]:
     """What is timed, by name."""
     first = pairs[0][0]
     tiling = pair_tiling(*first.shape, first.element, first.group, len(x))
 
     def apart(a: ArrangedWeight, b: ArrangedWeight) -> Any:
-        return linear_small(x, a), linear_small(x, b)
+        return alone(x, a), alone(x, b)
 
     def gated(a: ArrangedWeight, b: ArrangedWeight) -> Any:
         return fast.swiglu(*apart(a, b))

@@ -19,6 +19,7 @@ from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import Quantized
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.small import times, weights
+from tests.gpu.linear.small.pair_times import alone
 from tests.support.linear_cases import outside
 
 DEVICE, BF16 = weights.DEVICE, torch.bfloat16
@@ -166,10 +167,10 @@ def timed(name: str, count: int, both: list[Any], plain: list[Any]) -> dict[str,
     x = torch.randn(count, WHOLE[1], device=DEVICE, dtype=BF16)
 
     def separate(pair: list[Any]) -> Any:
-        return fast.swiglu(*(host.linear_small(x, w) for w in pair))  # type: ignore[arg-type]
+        return fast.swiglu(*(alone(x, w) for w in pair))  # type: ignore[arg-type]
 
     calls: dict[str, list[Any]] = {
-        "two": [lambda w=w: [host.linear_small(x, one) for one in w] for w in both],
+        "two": [lambda w=w: [alone(x, one) for one in w] for w in both],
         "pair": [lambda w=w: pair.linear_small_pair(x, *w) for w in both],
         "two and swiglu": [lambda w=w: separate(w) for w in both],
         "swiglu": [lambda w=w: pair.linear_small_swiglu(x, *w) for w in both],
