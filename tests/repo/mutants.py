@@ -399,7 +399,7 @@ LIBRARY = [
     Mutation("negative counts in a header", "ao_lab/checkpoint/io/safetensors_header.py",
              "type(n) is int and n >= 0", "type(n) is int", SHARDS + "headers"),
     Mutation("shards in other folders", "ao_lab/checkpoint/io/shards.py",
-             "[A-Za-z0-9_.-]{0,200}", "[A-Za-z0-9_./-]{0,200}", SHARDS + "folder_alone"),
+             "[A-Za-z0-9_.-]{0,200}\\.safetensors", "[A-Za-z0-9_./-]{0,200}\\.safetensors", SHARDS + "folder_alone"),
     Mutation("two files with one tensor", "ao_lab/checkpoint/io/shards.py",
              "            if name in places:", "            if False:", SHARDS + "two_files"),
     Mutation("shards with other metadata", "ao_lab/checkpoint/io/shards.py",

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fast.cpu import threads
+from tests.support.runs import forks
 
 ELEMENTS = 8 * threads.WORTH
 
@@ -65,13 +66,24 @@ def test_small_matrices_stay_here(two):
     assert names == {threading.get_ident()}
 
 
+FORK = """
+import os, torch
+from fast.cpu import threads
+
+torch.set_num_threads(2)
+found = threads._openmp()
+threads.in_parts(lambda first, last: None, 8, 8 * threads.WORTH)
+child = os.fork()
+if child == 0:
+    seen = []
+    threads.in_parts(lambda first, last: seen.extend(range(first, last)), 8, 8 * threads.WORTH)
+    os._exit(0 if sorted(seen) == list(range(8)) and threads._openmp() is None else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_process_has_threads_of_its_own(two):
+def test_a_forked_process_has_threads_of_its_own():
     """GNU's runtime would wait for the parent's."""
-    threads.in_parts(lambda first, last: None, 8, ELEMENTS)
-    child = os.fork()
-    if child == 0:
-        seen = []
-        threads.in_parts(lambda first, last: seen.extend(range(first, last)), 8, ELEMENTS)
-        os._exit(0 if sorted(seen) == list(range(8)) and threads._openmp() is None else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    done = forks.python("-c", FORK, server="interpreter")
+    assert done.returncode == 0, done.stderr

@@ -109,3 +109,42 @@ def test_a_part_selects_and_an_empty_one_is_no_failure():
     session = SimpleNamespace(config=config, exitstatus=pytest.ExitCode.NO_TESTS_COLLECTED)
     parts.pytest_sessionfinish(session)
     assert session.exitstatus == pytest.ExitCode.OK
+
+
+def test_cases_by_day_are_tests():
+    for key, count in time_budget.cases_by_day().items():
+        path, _, name = key.partition("::")
+        assert count >= 0
+        assert f"def {name}(" in (TESTS / path).read_text(), key
+
+
+def test_cases_are_taken_evenly():
+    items = list(range(10))
+    assert [time_budget.evenly(items, count) for count in (0, 1, 2, 4)] == [[], [0], [0, 9], [0, 3, 6, 9]]
+    assert time_budget.evenly(items, 12) == items
+
+
+def test_a_night_has_what_a_day_leaves(monkeypatch):
+    """Items of other tests, and what is nightly itself, stay as they are."""
+
+    class Item:
+        def __init__(self, nodeid, nightly=False):
+            self.nodeid, self.nightly, self.marked = nodeid, nightly, nightly
+
+        def get_closest_marker(self, name):
+            return name if self.nightly else None
+
+        def add_marker(self, name):
+            self.marked = name == "nightly"
+
+    monkeypatch.setattr(
+        time_budget, "cases_by_day", lambda: {"a/test_b.py::test_c": 2, "a/test_b.py::test_d": 0}
+    )
+    names = [*(f"test_c[{at}]" for at in range(5)), "test_d", "test_e[0]", "test_c[night]"]
+    items = [Item(f"tests/a/test_b.py::{name}", "night" in name) for name in names]
+    time_budget.leave_to_the_night(items)
+    assert [item.nodeid.partition("::")[2] for item in items if not item.marked] == [
+        "test_c[0]",
+        "test_c[4]",
+        "test_e[0]",
+    ]

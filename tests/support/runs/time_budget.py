@@ -32,6 +32,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def leave_to_the_night(items: list[pytest.Item]) -> None:
+    """Mark all cases of a test `nightly` but those that `cases_by_day` takes, evenly, of those that are not so already."""
+    most, cases = cases_by_day(), dict[str, list[pytest.Item]]()
+    for item in items:
+        path, _, name = item.nodeid.partition("[")[0].partition("::")
+        key = f"{path.removeprefix('tests/')}::{name}"
+        if key in most and item.get_closest_marker("nightly") is None:
+            cases.setdefault(key, []).append(item)
+    for key, found in cases.items():
+        for item in set(found) - set(evenly(found, most[key])):
+            item.add_marker("nightly")
+
+
+def cases_by_day() -> dict[str, int]:
+    """The table, by path below tests/ and name."""
+    table: dict[str, int] = tomllib.loads(BUDGET.read_text())["cases_by_day"]
+    return table
+
+
+def evenly(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of a list, the first among them, as far apart as they can be; all where they are no more."""
+    if count >= len(items):
+        return items
+    return [items[at * (len(items) - 1) // max(count - 1, 1)] for at in range(count)]
+
+
 @pytest.hookimpl(tryfirst=True)  # the loop has the machine to itself: xdist has no workers yet
 def pytest_configure(config: pytest.Config) -> None:
     """Watch the run, in the process that hears of every test."""

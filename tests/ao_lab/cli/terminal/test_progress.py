@@ -31,7 +31,7 @@ def wait_for(capsys, words):
 
 def test_lines_come_every_ten_seconds():
     """As it is where nobody sets another interval."""
-    code = "from ao_lab import progress; print(progress.INTERVAL)"
+    code = "from ao_lab.cli.terminal import progress; print(progress.INTERVAL)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) <= 10.0
 
