@@ -1,43 +1,15 @@
-"""Which variant a product gets, where it is faster than `linear_small`: by times of an H100, 1 to 16 rows, of weights of
-(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096) and (28672, 4096); CUDA graphs, each call another weight.
+"""Which variant of `linear_skinny` multiplies 1 to 16 rows by a preshuffled weight, and where it is faster than `linear_small`.
 
-Launches are programmatic, and what counts besides bytes is how the next kernel begins. Two programs to a multiprocessor where
-there is work for one leave room for it: its barriers are there and its programs wait when the last sum is written (two
-blocks, two phases; 0.5 to 1 us of 22). Asking for its weight then, into the L2 cache, costs 1.5 to 4 us, since memory is
-busy; where programs have a multiprocessor of their own it gains 0.3 to 1 (`ahead`). x by a warp of its own is faster from one
-row on.
+Rules of measured times (reports/LOG.md, "Times that docstrings of `linear_skinny` held"):
 
-By an H200: int4 of one or two rows straight from memory, two loads under way, and (28672, 4096) by one block in three
-phases, whose ends leave room: in groups of 64 6.5 us of (6144, 4096) at one row for 7.2 by a stream, 4.9 of (4096, 4096)
-for 5.5, 11.8 of (4096, 14336) for 12.8, 21.3 of (28672, 4096) for 24.5 in two blocks; a block of four such layers 46.4
-for 51.5. Of 8 bits without factors such kernels are let in late and ask ahead, which gains 2 to 4 percent: 16.4 us of
-(14336, 4096) at one row for 16.9, 8.0 of (6144, 4096) for 8.8; int8 17.7 for 18.1 at eight.
-
-int4 up to 8 rows: 13.0 to 13.9 us of (14336, 4096) where `linear_small` takes 15.0, 25 to 26 of (28672, 4096) for 30.6, 7.4
-to 8.0 of (6144, 4096) for 9.0 to 9.4.
-
-int8, e4m3 and MXFP8, beside `linear_small`: straight from memory (`direct.cu`) (28672, 4096) 42 to 46 us for 46 to 51 up to 16
-rows, (4096, 4096) 7.9 and 8.0 for 9.0 and 9.4 of one row, MXFP8 of (14336, 4096) 22.5 to 23.7 for 23.8 to 24.3 up to 8 rows;
-through shared memory int8 of (14336, 4096) 22.6 to 23.3 for 23.0 to 23.4 up to 4, (6144, 4096) 10.5 to 11.1 for 12.1 to 12.9,
-(4096, 14336) 22.5 to 23.9 for 23.3 to 24.6. 16 rows of x, read by every program, cost both more than `linear_small`.
-
-(1024, 4096) straight from memory, a program for each 16 rows: int4 3.5, 3.8, 4.4 us and 8 bits 3.6, 4.1, 4.6 to 4.9 of 1, 2, 8
-rows, where four parts of K take 4.2 to 4.7, 4.3 to 4.9, 4.9 to 5.5 and `linear_small` 4.7 to 5.5 in two launches.
-int4 in groups of 64, (14336, 4096): 14.5 us of 8 rows by one program a multiprocessor, 19.0 by two, whose scales leave them two
-stages each, 16.7 by `linear_small`.
-
-NF4 up to 16 rows of the first three, all by its table: 21.0, 22.0, 22.7, 25, 25.3 us of (14336, 4096) at 1, 2, 4, 8, 16 rows,
-where `linear_small` takes 32.5 to 40.2; half by the table and half by permutations 22.5 to 27.4, by permutations alone 28 to
-32. e2m1 gains of small weights alone ((1024, 4096): 4.4 us for 5.0), and loses 2 to 40 percent of others. Clocks of a quarter
-of a multiprocessor for a warp's word, 16 rows by 16 columns, as the instructions say; memory at 4.2 TB/s is 32:
-
-    clocks                     integers   instructions   shared memory, 8 and 16 rows of x
-    NF4, half by a table       36         29, 34         34, 42
-    NF4, all by a table        8          18, 23         50, 58
-    NF4, none by a table       64         39, 44         18, 26
-
-Their x comes in stages where it has more than UPFRONT rows, and programs are as tall as leaves every multiprocessor one, so
-that x is read by few.
+* Launches are programmatic: two programs a multiprocessor leave the next kernel a place where there is work for both. To ask for
+  its weight then, into the L2 cache (`ahead`), gains only where programs have a multiprocessor of their own.
+* int4 up to 8 rows: one or two rows straight from memory (`direct.cu`), the largest weights by one block in three phases.
+* 8 bits: straight from memory where programs are one wave, else through shared memory up to 4 rows, as every program reads x.
+* Small weights: straight from memory, a program for each 16 rows. int4 in groups of 64: one program a multiprocessor, as the
+  scales of two leave them too few stages.
+* NF4 up to 16 rows, decoded by the table alone; e2m1 of small weights. x of more than UPFRONT rows comes in stages, and
+  programs are as tall as leaves every multiprocessor one, so that x is read by few.
 """
 
 from __future__ import annotations
@@ -46,30 +18,64 @@ from functools import lru_cache
 
 from fast.kernels.linear_skinny.variants import DIRECT, FACTORED, STEP, Direct, Form, Variant, fitted
 
-#: The most rows of x that gain, by the element: of any weight; of at most as many elements as stand beside.
+#: The most rows of x that gain, by the element, of any weight.
 GAINING = {"int4": 8, "nf4": 16}
+#: The most rows of x that gain, and the most elements of a weight of which they do.
 GAINING_SMALL = {"e2m1": (8, 1 << 23), "e4m3_mx": (8, 1 << 23)}
-#: Elements of a weight that is small where words come straight from memory; warps, loads, and the most rows of x.
-SMALL, WARPS_OF_SMALL, LOADS_OF_SMALL, MOST_OF_SMALL = 1 << 22, 24, 4, 8
-#: Those of int4 in groups of fewer columns than a step, and of weights that fill less than a device; of 8 bits through shared
-#: memory, of one wave and of long rows.
-SHORT_GROUPS, FEW_PROGRAMS, ONE_WAVE, LONG_ROWS = 2, 4, 4, 4
-#: Those of 8 bits by the slabs of one wave of programs, without factors and with them.
+#: Elements of a weight up to which it is small: words come straight from memory, a program for each 16 rows.
+SMALL = 1 << 22
+#: Warps of a program of a small weight: its columns are divided among them.
+WARPS_OF_SMALL = 24
+#: Loads under way in a lane, of a small weight.
+LOADS_OF_SMALL = 4
+#: Rows of x up to which a small weight goes straight from memory: one tile.
+MOST_OF_SMALL = 8
+#: Rows of x up to which int4 in groups of fewer columns than a step gains: scales take the room of stages.
+SHORT_GROUPS = 2
+#: Rows of x up to which int4 gains whose programs fill less than a device.
+FEW_PROGRAMS = 4
+#: Rows of x up to which 8 bits gain through shared memory, where blocks of 64 rows are one wave.
+ONE_WAVE = 4
+#: Rows of x up to which 8 bits gain through shared memory, of rows longer than LONG.
+LONG_ROWS = 4
+#: Rows of x up to which 8 bits gain by the slabs of one wave of programs, without factors and with them.
 GAINING_SLABS = {14: (16, 16), 7: (8, 8), 2: (2, 4)}
-#: The most rows that a variant takes, and rows of its tiles.
-MOST_ROWS, TILES = 16, (8, 16)
-#: Multiprocessors; programs that nearly fill them; the most parts of K, and the fewest steps of one; columns of a long row.
-FULL, ENOUGH, MOST_SPLITS, FEWEST_STEPS, LONG = 132, 90, 8, 8, 8192
-#: Where words come straight from memory: programs that leave no multiprocessor out; warps of one, and of few slabs; loads
-#: under way.
-WHOLE, WARPS, WARPS_OF_FEW, LOADS = 120, 28, 24, 4
-#: Of int4 loads, and the most slabs; of 8 bits and one row of x warps and loads, by the slabs.
-LOADS_OF_INT4, MOST_SLABS = 2, 7
+#: Rows of x that a variant takes at most: two tiles of the tensor core's 8.
+MOST_ROWS = 16
+#: Rows of x of a tile.
+TILES = (8, 16)
+#: Multiprocessors of a device: programs that fill it at one to a multiprocessor.
+FULL = 132
+#: Programs that nearly fill a device.
+ENOUGH = 90
+#: Parts of K at most: programs of the largest portable cluster.
+MOST_SPLITS = 8
+#: Steps along K that a part has at least, so that its ring is filled.
+FEWEST_STEPS = 8
+#: Columns beyond which a row is long: its x takes the room of stages.
+LONG = 8192
+#: Straight from memory: programs that leave no multiprocessor out, nearly.
+WHOLE = 120
+#: Straight from memory: warps of a program of more than four slabs, which share them.
+WARPS = 28
+#: The same, of 8 bits and up to four slabs.
+WARPS_OF_FEW = 24
+#: Straight from memory, 8 bits: loads under way in a lane.
+LOADS = 4
+#: Straight from memory, int4: loads under way in a lane.
+LOADS_OF_INT4 = 2
+#: Straight from memory, int4: slabs of a program at most.
+MOST_SLABS = 7
+#: Straight from memory, 8 bits and one row of x: warps and loads, by the slabs.
 ALONE = {14: (28, 4), 7: (21, 4), 3: (15, 6), 2: (24, 4)}
-#: Elements whose programs are tall, and clusters of so many programs that run at once, one a multiprocessor.
-TALL, CLUSTERS = ("nf4", "e2m1"), {2: 66, 4: 30, 8: 14}
-#: Rows of x that such programs read before they begin; bytes of a word of NF4 that a table decodes.
-UPFRONT, TABLED = 2, 4
+#: Elements whose programs are tall, one a multiprocessor.
+TALL = ("nf4", "e2m1")
+#: Clusters of so many programs that run at once, one program a multiprocessor.
+CLUSTERS = {2: 66, 4: 30, 8: 14}
+#: Rows of x that programs read before they begin; more come in stages.
+UPFRONT = 2
+#: Bytes of a word of NF4 that the table decodes: all four, which is the fastest at every number of rows.
+TABLED = 4
 
 
 def gains(form: Form, count: int, n: int, k: int) -> bool:
