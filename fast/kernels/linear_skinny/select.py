@@ -2,8 +2,8 @@
 
 Rules of measured times (reports/LOG.md, "Times that docstrings of `linear_skinny` held"):
 
-* Launches are programmatic: two programs a multiprocessor leave the next kernel a place where there is work for both. To ask for
-  its weight then, into the L2 cache (`ahead`), gains only where programs have a multiprocessor of their own.
+* Launches are programmatic: two programs a multiprocessor leave the next kernel a place where there is work for both. To ask
+  for its weight then, into the L2 cache (`ahead`), gains only where programs have a multiprocessor of their own.
 * int4 up to 8 rows: one or two rows straight from memory (`direct.cu`), the largest weights by one block in three phases.
 * 8 bits: straight from memory where programs are one wave, else through shared memory up to 4 rows, as every program reads x.
 * Small weights: straight from memory, a program for each 16 rows. int4 in groups of 64: one program a multiprocessor, as the

@@ -29,12 +29,8 @@ selector 1.
 Codes in the fraction of a power of two are exact 16-bit floats, more by a number that one addition takes off: the low half of a
 byte becomes 128 + 8 + c (bfloat16) or 1024 + 8 + c (float16), the high half, where its bits lie, 16 + 8 + c or 64 + 8 + c.
 
-Instructions of a loop for one row of inputs, 32 rows of the weight and two turns, as compiled: 376 for 256 elements of the
-weight that a lane has, 1.47 each, of which 0.75 on the half-rate pipe of integers (88 prmt, 72 lop3, 24 shifts, few for
-addresses), 64 additions, 16 products, 56 reads. gemv_w4a16 has 1.73, 1.08 of them integers. At the copy rate of an H200 (4.2
-TB/s, 0.41 bytes an element with a float32 scale for 128 columns) there is room for 2.8 in all and for 1.4 integers. Selecting
-an input for each kept code costs 3 a code (shift, mask, select) before its multiplication; two words of a dense group by prmt
-at least 2.5 an element.
+The loop for one row of inputs takes about half of the instructions that there is time for at the copy rate, fewer an element
+than `gemv_w4a16`; to select an input for each kept code, or to make words of dense groups, takes more (counts: reports/LOG.md).
 """
 
 #: Selectors of `prmt` that put byte q of the first word in the low half and that of the second one in the high half.

@@ -1,11 +1,11 @@
-"""Which tiles `mma_sparse_kernel` has for a product: a small model of an H100, held to its times in tests.
+"""Which tiles `mma_sparse_kernel` has for a product: a small model, held in tests to the times of a GPU.
 
 Times are a reading of the weight and, of several rows of X in place, of X: a read of a lane's pairs of eight rows is one of
 eight lines of the cache, and a multiprocessor does one line a cycle,
 
     lines of a multiprocessor = programs on it * turns * column tiles of a program * 16 * min(rows, 8)
 
-which is 16 us of the 33 of 16 rows by a weight (14336, 4096), and of the 31 by (4096, 14336). So
+which is half of the time of 16 rows by a large weight (times: reports/LOG.md). So
 
 * one to FEW_ROWS rows: reading the weight is all. Starting and ending a warp takes so long that there are as few as keep the
   memory busy, two a scheduler, but none has more than MOST_WORK turns of 128 columns by 16 rows. It reads up to AT_ONCE of
@@ -14,12 +14,12 @@ which is 16 us of the 33 of 16 rows by a weight (14336, 4096), and of the 31 by 
   multiprocessors; else columns, then rows are programs of their own. Four warps, as more bring no line fewer.
   Codes, metadata and scales are 48 lines of a turn and row tile, of which reads of two turns (`weight_reads`) leave 32.
 * several rows, arranged (`arrange`): X costs an eighth as much, and the first rule holds, but for columns of sums, which become
-  programs of their own as in the second. To arrange is a launch, 1.2 us on an H200: it pays where rows and weight together are
+  programs of their own as in the second. To arrange is a launch: it pays where rows and weight together are
   as large as four rows of a weight (1024, 4096), and never for one row.
 * one row and two row tiles in a program, and two rows where arranging does not pay: a read of the weight is of two turns
   (`weight_reads`), which was slower with other tiles and with more rows.
 
-`reports/data/linear_sparse_int4_rows.json` has the times of an H200 for the last two, of up to MOST_ARRANGED rows and groups of
+`reports/data/linear_sparse_int4_rows.json` has the times for the last two, of up to MOST_ARRANGED rows and groups of
 128; what has none is read in place, one turn at a time.
 """
 

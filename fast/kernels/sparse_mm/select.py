@@ -2,8 +2,8 @@
 
 What a stage takes is the longest of three: the tensor core (an instruction of n tokens reads 64 n bytes of tokens and 2048 of
 values from shared memory, 128 a cycle, and multiplies in n / 2 cycles), what the L2 cache delivers to a multiprocessor, and,
-for the weight, what the memory does. The model only has to order variants. `RATES` are fitted to times of an H200
-(`reports/data/linear_sparse_times.json`) by `tests/gpu/sparsity/wgmma/fit_linear_sparse.py`; the same times say how many
+for the weight, what the memory does. The model only has to order variants. `RATES` are fitted to measured
+times (`reports/data/linear_sparse_times.json`) by `tests/gpu/sparsity/wgmma/fit_linear_sparse.py`; the same times say how many
 clusters run at once.
 """
 
@@ -56,10 +56,11 @@ WIDE = ((192, 2, 1), (208, 2, 1), (224, 2, 1), (240, 2, 1))
 #: Programs along the features and along K of clusters, which have at most eight.
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
 
-#: Clusters that run at once, by their programs, on as many multiprocessors. A cluster lies in one of the GPU's groups of at
-#: most 18, and not all have 16: 64 clusters of four took three waves, 1.45 times as long as 128 of two in two, and 896 took
-#: thirty. Sixteen of eight took two; two groups short of 16 leave room for fourteen.
-AT_ONCE, MULTIPROCESSORS = {1: 132, 2: 66, 4: 30, 8: 14}, 132
+#: Clusters that run at once, by their programs. A cluster lies in one of the GPU's groups of at most 18 multiprocessors, and
+#: two of these have fewer than 16 (waves that say so: reports/LOG.md).
+AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14}
+#: Multiprocessors of the GPU of AT_ONCE.
+MULTIPROCESSORS = 132
 
 
 @lru_cache(maxsize=4096)

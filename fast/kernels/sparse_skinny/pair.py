@@ -1,6 +1,6 @@
 """The host side of two products of one x in one launch of `sparse_skinny`, and of silu of the first times the second.
 
-A launch costs 2 to 3 us at its beginning and end, where few bytes are under way. Weights of one x lose that once, and have the
+At its beginning and end a launch has few bytes under way (times: reports/LOG.md). Weights of one x lose that once, and have the
 variant of one weight with the rows of both: each product has the bits that this variant gives it alone.
 """
 

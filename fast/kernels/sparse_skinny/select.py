@@ -1,18 +1,14 @@
-"""Which variant a product gets: as measured on an H200 (int4 in groups of 64; 1, 8 and 16 rows; the layers of a block of a
-model of 8 billion parameters, up to 35 variants each), and of small weights on an H100.
+"""Which variant of `sparse_skinny` a product gets: layers of a block of a model of 8 billion parameters, and small weights.
 
-Stages of 512 columns before those of 256; parts of K of at most eight stages. Two parts whose programs share a multiprocessor
-are before all of K by one: 16.9 us of (28672, 4096) at one row for 18.5, 18.2 for 20.0 at eight, 6.3 of (6144, 4096) at eight
-for 6.9, as one multiplies while the other begins or ends; of fewer than three tiles each, one wave of twice as many (5.0 of
-(4096, 4096) at eight rows, 5.7 without parts). One wave else, where sums of its tiles fit: 24.1 of (28672, 4096) at 16 rows for
-27.8 in two waves of half as many, and clusters of four, of which 30 run at once, 15.8 of (4096, 14336) for 20.7. At 16 rows,
-whose x a warp reads long, few tiles are divided along K: 4.2 us of (1024, 4096), else 5.1. Two products of one x have the
-variant of one weight with the rows of both.
+Rules of measured times (reports/LOG.md, "Times that docstrings of the 2:4 kernels held"):
 
-17 to 24 rows at once, in stages of 256 columns, before chunks of 16: 19.4 us of (14336, 4096) for 21.5, 23.7 of (4096, 14336)
-for 29.2, bfloat16 33.0 and 34.8 (int4 with zero points in groups of 128). More rows are chunks of 16, not of 24 or 32 or in
-stages of 256: 32 rows 21.4 us of (14336, 4096), bfloat16 33.5; 48 rows 34.5 and 33.8; 64 rows 42.5 and 37.2, where the dense
-weight takes 77 and `mma_sparse_kernel` 109.
+* Stages of 512 columns before those of 256; parts of K of at most eight stages.
+* Two parts of K whose programs share a multiprocessor before all of K by one, as one multiplies while the other begins or ends;
+  of fewer than three tiles each, one wave of twice as many. Else one wave, where the sums of its tiles fit.
+* At 16 rows, whose x a warp reads long, few tiles are divided along K.
+* 17 to 24 rows at once, in stages of 256 columns, before chunks of 16. More rows are chunks of 16, not of 24 or 32.
+
+Two products of one x have the variant of one weight with the rows of both.
 """
 
 from __future__ import annotations
@@ -24,15 +20,30 @@ from itertools import product
 from fast.kernels.sparse_mm.select import AT_ONCE
 from fast.kernels.sparse_skinny.variants import GATED, ONE, STAGES, TILE, Form, Variant, fitted, rows_of_tiles
 
-#: The most rows of x of a program, and those of a tile; the most that are chunks of those.
-MOST_ROWS, TOKENS = 16, (8, 16)
+#: Rows of x of a program at most: two tiles of the tensor core's 8.
+MOST_ROWS = 16
+#: Rows of x of a tile.
+TOKENS = (8, 16)
+#: Rows of x in chunks of MOST_ROWS at most: of more the dense weight is quicker.
 MOST_CHUNKED = 64
-#: Rows and columns of stages of programs that take three tiles of x at once, the most of their tiles and parts of K, and the
-#: fewest of their warps.
-THREE, THREE_COLUMNS, THREE_TILES, THREE_SPLITS, THREE_WARPS = 24, 256, 16, (1, 2, 4, 8), 7
-#: Programs along K; tiles of programs that share a multiprocessor in many waves, and of two parts that do in one, at least; the
-#: most tiles.
-SPLITS, SHORT, SEVERAL, MOST_TILES = (1, 2, 4), 2, 3, 16
+#: Rows of x of programs that take three tiles of x at once.
+THREE = 24
+#: Columns of a stage of such programs.
+THREE_COLUMNS = 256
+#: Tiles of the weight that such a program has at most.
+THREE_TILES = 16
+#: Parts of K that such programs are tried with.
+THREE_SPLITS = (1, 2, 4, 8)
+#: Warps that such a program has at least.
+THREE_WARPS = 7
+#: Programs along K.
+SPLITS = (1, 2, 4)
+#: Tiles of programs that share a multiprocessor in many waves.
+SHORT = 2
+#: Tiles of each of two parts of K that share a multiprocessor in one wave, at least.
+SEVERAL = 3
+#: Tiles of the weight that a program has at most.
+MOST_TILES = 16
 #: Warps that programs have where they can, and the most of those that share a multiprocessor.
 FEW_WARPS = 8
 

@@ -5,9 +5,8 @@ and 16 bits the low half of that word is the even group's, the high half the odd
 one word for each group (one lane). Whether an element is kept is the top bit of its lane, a mark. Other bits of marks mean
 nothing.
 
-Why: a multiprocessor of an H200 moves 18 bytes a cycle at the copy rate, and does 64 integer operations. Of 8-bit elements an
-octet is 13 bytes in all, so there is time for 45 operations; of bfloat16 for 86. Six subtractions and four majorities rank two
-groups, where comparisons and selections would take some sixty.
+Why: at the copy rate the bytes of an octet leave time for 45 (8-bit elements) or 86 (bfloat16) integer operations. Six
+subtractions and four majorities rank two groups, where comparisons and selections would take some sixty (reports/LOG.md).
 """
 
 import triton

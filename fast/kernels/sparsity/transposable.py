@@ -4,8 +4,8 @@ A thread has 8 x 8 elements, four tiles: eight rows of 16 bytes, or of 32. So it
 directions, and nothing moves between threads. A program is one warp, four blocks down and eight across: rows of 128 bytes are
 read, and the transposed values of 32 rows fill a sector.
 
-Floor of 16-bit elements: 2 bytes read and 2.25 written, or one of a mask. At the copy rate of an H100 a tile of 68 bytes leaves
-time for 242 integer and 484 instructions in all; the search takes some 350 of these, half of them additions.
+Floor of 16-bit elements: 2 bytes read and 2.25 written, or one of a mask. The search takes fewer instructions than a tile's
+bytes leave time for at the copy rate (counts: reports/LOG.md).
 
 NaN and infinities are rare, and only they need `careful_key`: where one of a warp has any, its threads read their tiles again,
 one after the other. Keys take two registers, so nothing is kept meanwhile: what is written is read once more, from the
