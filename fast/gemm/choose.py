@@ -37,14 +37,18 @@ if TYPE_CHECKING:
 
 #: Dtypes of inputs that kernels of preshuffled weights take.
 INPUTS = (torch.bfloat16, torch.float16)
-#: The most rows an expert, on average, that `triton_small_m` multiplies, and how many where `sm90_w4a16_gemm` takes the
-#: weights: 8 experts of 14336 x 4096 take 165 and 202 us of 32 rows each, 246 and 225 of 64, of 4096 x 14336 171 and 197, 320
-#: and 239 (int4, H200).
-MOST_AVERAGE, FEW_AVERAGE = 64, 40
-#: Elements of a weight from which two launches of `sm90_w4a16_gemv` are faster than one of both; elements from which those of
-#: 4 bits are again faster in one but for one or two rows, and those of 8 bits are faster apart by `triton_small_m` too
+#: The most rows an expert, on average, that `triton_small_m` multiplies.
+MOST_AVERAGE = 64
+#: The same where `sm90_w4a16_gemm` takes the weights: of more it is faster (times: reports/LOG.md).
+FEW_AVERAGE = 40
+#: Elements of a weight from which two launches of `sm90_w4a16_gemv` are faster than one of both
 #: (`reports/data/linear_small_pair_times.json`).
-APART, LARGE, ALWAYS_APART = 1 << 25, 1 << 27, 2
+APART = 1 << 25
+#: Elements of a weight from which those of 4 bits are again faster in one launch, but for ALWAYS_APART rows or fewer, and those
+#: of 8 bits are faster apart by `triton_small_m` too.
+LARGE = 1 << 27
+#: Rows up to which weights of 4 bits from APART elements on are always faster apart.
+ALWAYS_APART = 2
 
 
 def preshuffled(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> Iterator[Family]:

@@ -1,8 +1,7 @@
-"""33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to times of an H100 and,
-of its own tiles for few rows, an H200.
+"""33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to measured times.
 
-Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Steps were timed
-of weights of (14336, 4096), (6144, 4096) and (4096, 14336), 64 to 128 rows. Of 32 rows `linear_small` was always faster.
+Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Up to 32 rows
+`linear_small` was always faster (devices and shapes: reports/LOG.md, "Times that docstrings of `mixed_mm` held").
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from fast.kernels.linear_small.tilings import CACHE, LAUNCH, SECOND, tiling_of
 from fast.kernels.mixed_mm.select import MULTIPROCESSORS, TURNED, choose, rounds, stage
 from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
 
-#: The fewest rows that are asked for, and the most of `linear_small`.
-LEAST, MOST = 33, 128
+#: The fewest rows that are asked for: of fewer `linear_small` is faster.
+LEAST = 33
+#: The most rows of `linear_small`.
+MOST = 128
 
 
 class Steps(NamedTuple):
@@ -30,7 +31,6 @@ class Steps(NamedTuple):
 
 
 #: By what is decoded. Where zero points or groups were not timed they are those of the element without, see `steps_of`.
-#: `own` of NF4 is of an H200.
 STEPS = {
     Weight("int4"): Steps(0.485, 0.60, 0.52, 1.16), Weight("int4", True): Steps(0.49, 0.62, 0.81, 1.27),
     Weight("int4", False, 2): Steps(0.49, 1.19, 1.03, 1.5), Weight("int8"): Steps(0.522, 0.95, 0.0, 1.31),
@@ -38,8 +38,12 @@ STEPS = {
     Weight("e2m1", False, 4): Steps(0.58, 0.71, 0.635, 1.19), Weight("e4m3_mx", False, 2): Steps(0.48, 0.93, 0.0, 1.35),
     Weight("nf4"): Steps(0.503, 1.45, 1.41, 0.0),
 }  # fmt: skip
-#: Microseconds of a call of `mixed_mm`, and of parts of K; how much faster it has to be.
-ONCE, PARTS, MARGIN = 3.0, 3.9, 0.97
+#: Microseconds of a call of `mixed_mm` besides its stages.
+ONCE = 3.0
+#: Microseconds of adding its parts of K.
+PARTS = 3.9
+#: Its time over that of `linear_small` has to be less: what is nearer is within the model's error.
+MARGIN = 0.97
 
 
 @lru_cache(maxsize=4096)

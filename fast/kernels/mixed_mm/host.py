@@ -38,20 +38,24 @@ NAME = "mixed_mm"
 NIBBLE = 15
 #: The kernel's arguments: the tensor maps of x (two boxes) and y; then words, scales, zeros, bias, y as addresses, and tokens,
 #: features, steps, each, bias_kind, group, cut, whole (two), shares, nibble, and x_scale (`Problem` in the source).
-ARGUMENTS, MAPS = struct.Struct("=384s5Q11i4xQ"), 384
+ARGUMENTS = struct.Struct("=384s5Q11i4xQ")
+#: Bytes of the three tensor maps.
+MAPS = 384
 #: The same of experts, and behind it ends as an address, words_each, scales_each, zeros_each and experts.
 GROUPED_ARGUMENTS = struct.Struct("=384s5Q11i4xQQ3qi4x")
 #: By device and what is decoded, what the compiler or the driver said of a variant: no other is tried in this process then.
 FAILED: dict[tuple[int, Weight], str] = {}
-#: Elements in groups of 16 have a product more each, which more rows than these do not hide (H100, 14336 x 4096: 1024 rows 181
-#: us and 3000 rows 541, by the dense weight 205 and 508).
-SIXTEEN, MOST_OF_SIXTEEN = 16, 1024
-#: NF4 reads a word of shared memory for each element, beside those that products read: from here on the dense weight is quicker
-#: (H200, 14336 x 4096: 2048 rows 337 us and 4096 rows 766, by the dense weight 368 and 727).
+#: Columns of a group whose elements have a product more each.
+SIXTEEN = 16
+#: Rows up to which that product is hidden; of more the dense weight is quicker (times: reports/LOG.md).
+MOST_OF_SIXTEEN = 1024
+#: Rows of NF4 up to which it is quicker than the dense weight: each element reads a word of shared memory, beside those that
+#: products read (times: reports/LOG.md).
 MOST_OF_LEVELS = 2048
-#: Of weights of either with fewer elements the dense one is quicker behind fewer rows (H100, 1024 x 4096 in groups of 16: 530
-#: to 1024 rows 22 to 25 us for 19 to 23).
-SMALL, MOST_OF_SMALL = 1 << 23, 512
+#: Elements of a weight of either, of fewer than which the dense one is quicker behind fewer rows.
+SMALL = 1 << 23
+#: Rows up to which such a weight is quicker than the dense one (times: reports/LOG.md).
+MOST_OF_SMALL = 512
 
 
 def mixed_mm(

@@ -1,8 +1,8 @@
-"""Which variant a shape gets: the shortest time by a model of the fullest multiprocessor, fitted to times of an H100.
+"""Which variant a shape gets: the shortest time by a model of the fullest multiprocessor, fitted to measured times.
 
 A tile takes its stages, and with parts of K what it takes to add them. Persistent programs have tiles of one or two sizes
 (`schedule.py`); with parts of K, programs that do not fit the GPU at once make another round. The model only has to order
-variants.
+variants (devices and times: reports/LOG.md, "Times that docstrings of `mixed_mm` held").
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from fast.kernels.mixed_mm.schedule import grid_of, least_of, longest, scheduled
 from fast.kernels.mixed_mm.variants import ATOM, FEATURES, Variant, Weight, fitted
 from fast.kernels.sparse_mm.select import AT_ONCE, MULTIPROCESSORS
 
-#: Tokens of tiles, for up to 128 rows and for more; of small ones, for more.
-FEW, TILES, SMALL, MOST_FEW = (64, 96, 128), (128, 160, 192, 224, 256), (64, 128, 192), 128
+#: Rows up to which tiles are those of FEW: what one of its tiles holds.
+MOST_FEW = 128
+#: Tokens of tiles, for up to MOST_FEW rows.
+FEW = (64, 96, 128)
+#: Tokens of tiles, for more rows.
+TILES = (128, 160, 192, 224, 256)
+#: Tokens of small tiles beside those of TILES.
+SMALL = (64, 128, 192)
 #: Nanoseconds of a stage of 64 columns in a tile of 64, 128, 192 and 256 tokens, by what is decoded. Where zero points or
-#: groups were not timed they are those of the element without, see `stage`. NF4's are of an H200, the others of an H100.
+#: groups were not timed they are those of the element without, see `stage`.
 STAGES = {
     Weight("int4"): (403.0, 494.0, 606.0, 701.0), Weight("int4", True): (426.0, 512.0, 631.0, 729.0),
     Weight("int4", False, 2): (370.0, 460.0, 566.0, 676.0), Weight("int4", True, 2): (447.0, 544.0, 659.0, 755.0),
@@ -27,10 +33,17 @@ STAGES = {
 }  # fmt: skip
 #: Programs along the features and along K of a cluster.
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (2, 4))
-#: Nanoseconds: of a tile without stages; of adding parts of K, and for each of its tokens; what pairs cost once. What two sizes
-#: of tiles in one kernel take over one.
-TILE, PARTS, PART_TOKEN, PAIR, MIXED = 70.0, 2000.0, 20.0, 3000.0, 1.02
-#: Nanoseconds of a stage that warpgroups which take turns save: fitted to an H200.
+#: Nanoseconds of a tile without stages.
+TILE = 70.0
+#: Nanoseconds of adding parts of K.
+PARTS = 2000.0
+#: Nanoseconds of adding parts of K, for each token of the tile.
+PART_TOKEN = 20.0
+#: Nanoseconds that pairs of programs cost once.
+PAIR = 3000.0
+#: Time of two sizes of tiles in one kernel over that of one size.
+MIXED = 1.02
+#: Nanoseconds of a stage that warpgroups which take turns save.
 TURNED = 27.0
 
 
@@ -76,8 +89,8 @@ def candidates(tokens: int, length: int, weight: Weight) -> Iterator[Variant]:
 
 
 def turns_of(tokens: int, tile: int, cluster: int, weight: Weight) -> int:
-    """Few rows by programs without neighbours are for warpgroups in turn: an H200 takes 4 to 7 percent less for it, but nothing
-    less for int4 in tiles of 128."""
+    """Warpgroups that take turns: 2 where few rows meet programs without neighbours, but for int4 in tiles of 128, which gain
+    nothing by it (times: reports/LOG.md)."""
     return 2 if tokens <= MOST_FEW and cluster == 1 and (tile < 128 or weight.element != "int4") else 1
 
 
