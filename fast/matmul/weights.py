@@ -153,7 +153,7 @@ def takes_codes(x: str, w: str, shape: tuple[int, ...], dtype: torch.dtype, rows
 
 @lru_cache(maxsize=4096)
 def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sums: bool = False) -> bool:
-    """Whether `linear_of_codes` of several rows of 8-bit floats was measured to be faster than `torch._scaled_mm`, on an H200.
+    """Whether `linear_of_codes` of several rows of 8-bit floats was measured to be faster than `torch._scaled_mm`, on Hopper.
 
     Arguments as in `takes_codes`; fast_sums: of both. Nothing is known of other GPUs.
     """

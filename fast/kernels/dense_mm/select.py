@@ -1,7 +1,7 @@
 """Which variant a shape gets, and which shapes are left to other kernels: rounds of tiles on the multiprocessors there are.
 
-As measured on an H100 at 256 to 8192 rows of four shapes of an 8-billion-parameter model: 1220 to 1550 TOPS from 512 rows of
-the large ones on, where Triton's tiles reach 950 to 1050; tiles that leave three of ten multiprocessors without one lose.
+It is faster than Triton's tiles from 512 rows of large weights on; tiles that leave three of ten multiprocessors without one
+lose (times: reports/LOG.md).
 
 A tile of 256 tokens keeps the tensor core busy for 1024 cycles a stage, and by two programs that share tokens 32 KiB are read
 in them; one of 128 for 512, with 24 KiB, which is more than the second-level cache was seen to deliver to the 2:4 kernel
@@ -15,11 +15,14 @@ from functools import lru_cache
 from fast.kernels.dense_mm.variants import FEATURES, Variant, fitted
 from fast.kernels.sparse_mm.select import MULTIPROCESSORS
 
-#: Time of a tile by its tokens, that of 256 being 1; measured 0.53 to 0.62.
+#: Time of a tile by its tokens, that of 256 being 1.
 TILES = {256: 1.0, 128: 0.6}
+#: Programs of a cluster, which share tokens.
 PAIR = 2
-#: Rows from which on the kernel is asked for, and the part of the multiprocessors that has to have a tile.
-LEAST, BUSY = 256, 0.7
+#: Rows from which on the kernel is asked for.
+LEAST = 256
+#: The part of the multiprocessors that has to have a tile.
+BUSY = 0.7
 
 
 @lru_cache(maxsize=4096)

@@ -2,8 +2,7 @@
 
 Few rows are those of 8-bit floats (`scaled_mm.tiles`): reading the weight is all. From as many rows on as give most
 multiprocessors a tile of 256 x 128, that is the tile: a byte that is read into shared memory serves 171 products there, 128 in
-squares of 128. Measured on an H200, (14336, 4096), 256, 1024 and 8192 rows: 31.8, 117 and 840 us, of 128 x 256 32.1, 117 and
-865, of 128 x 128 37.2, 123 and 993; with zero points 35.4, 132 and 899 where 128 x 256 takes 38.0, 145 and 994.
+squares of 128 (times: reports/LOG.md).
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scaled_mm import tiles
 from fast.kernels.scaled_mm.tiles import FEW_ROWS, PROCESSORS, Tile
 
-#: The tile of many rows; tiles along M that programs at work at a time have (`_tile_of`).
-MANY, TOGETHER = Tile(256, 128, 128, 1, 4, 8, False), 8
+#: The tile of many rows.
+MANY = Tile(256, 128, 128, 1, 4, 8, False)
+#: Tiles along M that programs at work at a time have (`_tile_of` of the kernel).
+TOGETHER = 8
 
 
 def tile_of(m: int, n: int, k: int) -> Tile:

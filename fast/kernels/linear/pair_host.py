@@ -1,6 +1,6 @@
 """`linear_pair` and `linear_swiglu` for CUDA tensors: two products of one row in one launch, by the kernels of `linear`.
 
-A launch loses 2 to 3 us at its beginning and end, where few bytes are under way. Two weights of a layer that multiply the same
+A launch has few bytes under way at its beginning and end (times: reports/LOG.md). Two weights of a layer that multiply the same
 inputs, a gate and what it gates, lose that once.
 """
 

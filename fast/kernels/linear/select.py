@@ -32,26 +32,45 @@ from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme
 
-# Beyond as many rows a weight is dequantized for the call; scales that change along K make products of tiles slower sooner.
-MOST_ROWS, MOST_BLOCK_ROWS = 128, 32
+#: Rows beyond which a weight is dequantized for the call.
+MOST_ROWS = 128
+#: The same where scales change along K, which makes products of tiles slower.
+MOST_BLOCK_ROWS = 32
 #: Widths of codes that `linear_bits` has; of its others, four bits have a kernel for one row and an order for several.
 OWN_BITS = (2, 3, 5, 6)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-# Warps that keep an H200 busy with codes of 8 bits, and the most of them that share a row.
-BUSY, MOST_WARPS_K = 3500, 8
-# Registers a lane for 8-bit codes where rows are long or many: more warps at work; shorter ones lose by it.
-W8A16_REGISTERS, LONG = 64, 8192
-# Rows of a 4-bit weight that a program takes, elements along K that a warp takes at once, and the programs that fill an H200.
-W4A16_ROWS, W4A16_UNIT, MANY_TILES = 16, UNIT.value, 600
-# Registers a lane, so that 28 warps are at work on a multiprocessor.
+#: Warps in all that keep the GPU busy with codes of 8 bits.
+BUSY = 3500
+#: Warps that share a row of 8-bit codes at most.
+MOST_WARPS_K = 8
+#: Registers a lane for 8-bit codes where rows are many or LONG: more warps are at work; shorter rows lose by it.
+W8A16_REGISTERS = 64
+#: Columns beyond which a row is long.
+LONG = 8192
+#: Rows of a 4-bit weight that a program takes.
+W4A16_ROWS = 16
+#: Elements along K that a warp takes at once, of a 4-bit weight.
+W4A16_UNIT = UNIT.value
+#: Programs that fill the GPU with four warps each; fewer have eight.
+MANY_TILES = 600
+#: Registers a lane, so that 28 warps are at work on a multiprocessor.
 W4A16_REGISTERS = 72
-# What 32 lanes of 16 bytes read of a row, and of `gemv_any` a program.
-WARP_BYTES, THREAD_BYTES, GEMV_ANY_ROWS, GEMV_ANY_WARPS = 512, 16, 8, 2
+#: Bytes of a row that 32 lanes read at once.
+WARP_BYTES = 512
+#: Bytes that a lane reads at once.
+THREAD_BYTES = 16
+#: Rows of a program of `gemv_any`.
+GEMV_ANY_ROWS = 8
+#: Warps of a program of `gemv_any`.
+GEMV_ANY_WARPS = 2
+#: Elements along K of a step of tiles, at least.
 SMALLEST_STEP = 32
-# Rows of the weight that a tile has, half as many where there would be fewer tiles than an H200 has multiprocessors.
-TILE_ROWS, FULL = 64, 132
-# The fewest elements of K that a product of tiles takes.
+#: Rows of the weight that a tile has, half as many where there would be fewer tiles than multiprocessors.
+TILE_ROWS = 64
+#: Multiprocessors.
+FULL = 132
+#: The fewest elements of K that a product of tiles takes.
 SMALLEST_DOT = 16
 
 

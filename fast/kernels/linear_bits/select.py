@@ -1,4 +1,4 @@
-"""Which tiles of `linear_bits` a product gets: the shortest time by what a multiprocessor takes, fitted to times of an H200.
+"""Which tiles of `linear_bits` a product gets: the shortest time by what a multiprocessor takes, fitted to measured times.
 
 `reports/data/linear_bits_tiles.json` has the times, `tests/fast/kernels/linear_bits/test_select.py` holds the rule to them.
 """
@@ -16,18 +16,25 @@ from fast.kernels.sparse_mm.select import MULTIPROCESSORS as PROCESSORS
 Rates = tuple[int, int, int, int]
 #: Rows of x at most.
 MOST_ROWS = 128
-#: The most rows that are multiplied by a weight as it is stored, where that has LARGE rows or more, and where fewer: of
-#: more the dense weight, made for the call, is no slower. An H200 takes 79 to 94 us of 128 rows and (14336, 4096), some
-#: 70 to 78 by the dense weight, and some 61 to 74 of 96 rows, 69 to 76; of 64 rows and (4096, 4096) 24 to 29, some 20 to
-#: 23, of 32 rows 13 to 17.
-LARGE, MOST_OF_LARGE, MOST_OF_SMALL = 8192, 96, 32
-#: Parts of K at most, and stages that each has at least: the ring has to be filled first.
-MOST_SPLITS, STAGES_EACH = 8, 4
-#: Nanoseconds of a product without stages, and of a wave of programs for each row of x and part of K: sums are left and added,
-#: between barriers of a cluster.
-START, PART = 3000.0, 10.0
-#: The tile that has several numbers of rows, and its rates.
-T64, R64 = Variant(64, 8, 1, 2, 1, 1, 4, 1), (1360, 1510, 1610, 1780)
+#: Rows of a weight from which it is large.
+LARGE = 8192
+#: The most rows of x that are multiplied by a large weight as it is stored: of more the dense weight, made for the call, is no
+#: slower (times: reports/LOG.md).
+MOST_OF_LARGE = 96
+#: The same of a weight that is not large.
+MOST_OF_SMALL = 32
+#: Parts of K at most.
+MOST_SPLITS = 8
+#: Stages that a part has at least: the ring has to be filled first.
+STAGES_EACH = 4
+#: Nanoseconds of a product without stages.
+START = 3000.0
+#: Nanoseconds of a wave of programs for each row of x and part of K: sums are left and added, between barriers of a cluster.
+PART = 10.0
+#: The tile that is tried for several numbers of rows.
+T64 = Variant(64, 8, 1, 2, 1, 1, 4, 1)
+#: Its rates.
+R64 = (1360, 1510, 1610, 1780)
 #: By rows of x at most: tiles and their rates, of which `choose` takes the one of least `cost`. Programs of seven slabs, 112
 #: rows, are one for each multiprocessor where a weight has 14336 rows; small ones, several to a multiprocessor, fill it where a
 #: weight has few rows. T64 reads the weight twice for more rows of x than 64, which pays where a tile for all of them would be

@@ -61,7 +61,7 @@ def rows_at_once(count: int, experts: int) -> int:
 
 
 def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> Tile:
-    """The tile of a program, a rule of what was fastest on an H200, to which the tests hold it.
+    """The tile of a program, a rule of what was fastest (`reports/data/grouped_linear_small_tiles.json`).
 
     rows, columns: of an expert's arranged weight; count: rows of X. Experts that have rows are few where rows are fewer than
     experts: then a program has 64 rows of the weight, so that there are more programs, and where there are still fewer than

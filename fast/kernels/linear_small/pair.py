@@ -1,8 +1,8 @@
 """The host side of two products of few rows by arranged weights in one launch.
 
-For few rows a launch loses 2 to 4 us at its beginning and end, where few bytes are under way, and a sum of parts of K as much
-again: weights of a layer that multiply the same inputs, a gate and what it gates, lose that once, and have tiles enough for all
-multiprocessors without parts. Large weights are faster apart (`fast.gemm.choose.pair_is_faster`).
+For few rows a launch has few bytes under way at its beginning and end, and a sum of parts of K costs as much again: weights of
+a layer that multiply the same inputs, a gate and what it gates, lose that once, and have tiles enough for all multiprocessors
+without parts (times: reports/LOG.md). Large weights are faster apart (`fast.gemm.choose.pair_is_faster`).
 """
 
 from __future__ import annotations

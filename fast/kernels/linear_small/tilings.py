@@ -8,12 +8,11 @@ What limits a product of few rows:
   parts of K are written and read as float32, and a second kernel adds them.
 * instructions: decoding, once for each tile of X's rows.
 
-`tiling_of` is a rule of what was fastest on an H200 (4-bit codes in groups of 128, 8-bit codes by rows, 14336 x 4096 and
-4096 x 14336, 1 to 128 rows): 128 rows of the weight by 128 columns a step, K in parts until each multiprocessor has two
-programs, or one where 8-bit codes meet more than 8 rows. Tiles of 8 rows of X were up to twice as slow and are never taken.
-The tests hold the rule to those times. `estimate` is the sum above in microseconds; it puts the other candidates, which
-`validate_linear_small.py` of the tests times, in an order. NF4, whose tiles were not timed, has sums of two terms and registers
-for 64 rows of X at most.
+`tiling_of` is a rule of what was fastest (`reports/data/linear_small_tiles.json`, to which the tests hold it; 4-bit codes in
+groups of 128, 8-bit codes by rows): 128 rows of the weight by 128 columns a step, K in parts until each multiprocessor has two
+programs, or one where 8-bit codes meet more than 8 rows. Tiles of 8 rows of X are never taken. `estimate` is
+the sum above in microseconds; it puts the other candidates, which `validate_linear_small.py` of the tests times, in an order.
+NF4, whose tiles were not timed, has sums of two terms and registers for 64 rows of X at most.
 """
 
 from __future__ import annotations
@@ -24,19 +23,37 @@ from itertools import product
 
 from fast.kernels.quantize.geometry import ceil_div
 
-#: Multiprocessors; bytes of shared memory of one, of a program; registers of one.
-FULL, SHARED, MOST_SHARED, REGISTERS = 132, 228 * 1024, 227 * 1024, 65536
+#: Multiprocessors.
+FULL = 132
+#: Bytes of shared memory of a multiprocessor.
+SHARED = 228 * 1024
+#: Bytes of shared memory that a program may have.
+MOST_SHARED = 227 * 1024
+#: Registers of a multiprocessor.
+REGISTERS = 65536
 #: Registers of a lane by the count of `Tiling.registers` with which none is spilled.
 MOST_REGISTERS = 208
 #: The most parts of K: their sums are written and read.
 MOST_SPLITS = 16
-#: Bytes a microsecond of the memory and of the second-level cache; bytes under way that keep the memory busy.
-MEMORY, CACHE, UNDER_WAY = 4.2e6, 5.8e6, 6e6
-#: Microseconds of a launch, of the second one, and of a step's barriers and waits.
-LAUNCH, SECOND, STEP = 2.5, 1.5, 0.25
-#: Instructions of a warp for a column of 64 rows, by the element: decoding, and all else of a step; those of a microsecond.
+#: Bytes a microsecond of the memory.
+MEMORY = 4.2e6
+#: Bytes a microsecond of the second-level cache.
+CACHE = 5.8e6
+#: Bytes under way that keep the memory busy.
+UNDER_WAY = 6e6
+#: Microseconds of a launch.
+LAUNCH = 2.5
+#: Microseconds of a second launch, which adds parts of K.
+SECOND = 1.5
+#: Microseconds of a step's barriers and waits.
+STEP = 0.25
+#: Instructions of a warp that decode a column of 64 rows, by the element.
 DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5, "nf4": 4.0}
-OTHERS, ISSUED = 80.0, 4 * 1700.0
+#: Other instructions of a warp, of a step.
+OTHERS = 80.0
+#: Instructions that a multiprocessor issues in a microsecond: four schedulers, 1.7 GHz.
+ISSUED = 4 * 1700.0
+#: Bits of a stored code.
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8, "nf4": 4}
 
 

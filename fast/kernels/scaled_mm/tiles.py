@@ -1,4 +1,4 @@
-"""Which tiles `scaled_mm` takes for a shape, and for which shapes it was measured to beat `torch._scaled_mm`, on an H200.
+"""Which tiles `scaled_mm` takes for a shape, and for which shapes it was measured to beat `torch._scaled_mm`.
 
 A weight that few rows are multiplied by is read once, at the speed of the memory if enough of it is under way on every
 multiprocessor: tiles have 64 of its rows where these are many, and parts of K besides (split K) where they are few. torch's
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-#: Multiprocessors of an H200.
+#: Multiprocessors.
 PROCESSORS = 132
-#: Rows that are few.
+#: Rows that are few: one tile of them.
 FEW_ROWS = 128
-#: Elements along K from which on parts are worth their sum, which is a launch of its own, and the most parts.
-LONG, MOST_SPLITS = 12288, 4
+#: Elements along K from which on parts are worth their sum, which is a launch of its own.
+LONG = 12288
+#: Parts of K at most.
+MOST_SPLITS = 4
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ def is_faster(m: int, n: int, k: int, *, rowwise: bool, fast_sums: bool) -> bool
     """Whether products of this shape were measured to beat torch's, with a graph of launches and launched one by one.
 
     rowwise: each row has a scale, of one of the operands at least. With one scale for each matrix torch takes cuBLAS, which
-    makes smaller tiles and parts of K of its own, and no shape is known that gains by 1.1 for all rows. Rows that fill less of
-    their tile than three quarters of 32, or not all of 64 or 128, cost up to 1.6 times as much; between 8192 and 14336 columns
-    nothing was measured.
+    makes smaller tiles and parts of K of its own, and no shape is known that gains for all rows. Rows that fill less of their
+    tile than three quarters of 32, or not all of 64 or 128, cost more; between 8192 and 14336 columns nothing was measured
+    (times: reports/LOG.md).
     """
     measured = k >= 1024 and k % 256 == 0 and n >= 1024 and n % 64 == 0 and not 8192 < n < 14336
     if not rowwise or not measured:
