@@ -105,8 +105,7 @@ def gated(node: Node) -> tuple[Node, Node, set[Node]] | None:
     return None
 
 
-#: The most rows of inputs whose programs have dependent launches: eight layers of Llama-3.1-8B take 3.93 ms a token of 64 rows
-#: in int4 without them and 4.18 with, bfloat16 4 percent more with them too; of 16 and 32 rows 1 to 3 percent less (H200).
+#: The most rows of inputs whose programs have dependent launches: more rows take longer with them (times: reports/LOG.md).
 MOST_LATE = 32
 #: How operators begin that multiply inputs, their first argument, by a weight.
 TIMES_WEIGHTS = ("ao_lab.linear", "ao_lab.scaled_mm", "aten.mm.", "aten._int_mm.", "aten._scaled_mm.")

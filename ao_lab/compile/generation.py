@@ -10,9 +10,9 @@ beside which torch takes no options. So the mode becomes the options that it sta
 Guards of a compiled program that quantized weights need not have, as option "guard_filter_fn" of `torch.compile`.
 
 Before each call of a program torch compares what it was compiled for: of a quantized weight its class, shape, description, and
-every tensor inside, in all 1.7 us of the host where a dense weight takes 0.4. Codes and scales follow from the description, so
-that their guards are left out. Of parameters of modules there are none to begin with, since `torch_changes.weight_guards`
-compares their parts in one step; what is left here are weights that come to a program another way.
+every tensor inside, several times a dense weight's time of the host (times: reports/LOG.md). Codes and scales follow from the
+description, so that their guards are left out. Of parameters of modules there are none to begin with, since
+`torch_changes.weight_guards` compares their parts in one step; what is left here are weights that come to a program another way.
 """
 
 from __future__ import annotations
@@ -126,10 +126,9 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     `model.generation_config.cache_implementation` first. Pickle and `torch.save` keep the options too.
 
     Before each token torch compares all modules and weights with what was compiled; parts of quantized weights are left out of
-    that (`ao_lab.compile.generation`). frozen: all modules are, which saves 1.4 us of the host a quantized
-    weight and token. From
-    the first call of `generate` on no weight is exchanged then, no mode or layer changed, nothing quantized, no module sets an
-    attribute of its own in forward that a later call reads; what is would go unseen and the results be wrong. Hooks that are
+    that (`ao_lab.compile.generation`). frozen: all modules are, which saves host time at every token. From the first call of
+    `generate` on no weight is exchanged then, no mode or layer changed, nothing quantized, no module sets an attribute of its
+    own in forward that a later call reads; what is would go unseen and the results be wrong. Hooks that are
     added after that call go unseen with frozen and without, as torch.compile does not look for them. Each frozen model has
     programs of its own, one that was unpickled too; a deep copy of one shares them, and is as little to be changed.
     `torch.compiler.reset()` lets the next call see it.

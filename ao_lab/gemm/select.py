@@ -90,9 +90,9 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
 
 
 def _by_default(w: QuantizedWeight) -> Iterator[str]:
-    """The kernels that "auto" may be, the preferred first. On a CPU torch's product of 8-bit floats takes 50 times as long as
+    """The kernels that "auto" may be, the preferred first. On a CPU torch's product of 8-bit floats takes much longer than
     one of bfloat16: `scaled_mm` comes after `fused`, and is none where torch takes one scale alone, since it multiplies element
-    by element then, a thousand times as long as `dequantize`."""
+    by element then (times: reports/LOG.md)."""
     if not is_host(w.device):
         return iter(PRODUCTS)
     late = ["scaled_mm"] if cpu_scales_rows() else []

@@ -1,9 +1,7 @@
 """The product of a 2:4 weight by Hopper's sparse tensor cores (`fast.linear_sparse`): the default there, of any number of rows.
 
-At 4096x4096 and 128 rows an H200 took 27.5 us for int8, 27.1 for float8 and 27.7 for bfloat16, where dequantizing took 42.6,
-41.9 and 32.0 and cuSPARSELt 47.6, 27.7 and 25.8: of 16-bit elements `ao_lab.tune` may find cuSPARSELt quicker. Of 16 to 8192
-rows by a weight (8192, 8192) it took 13.3 to 576 us (float8) and 22.3 to 1040 (bfloat16): less than to write that weight dense
-in bfloat16 (28 us at 4.8 TB/s), and of 8192 rows to multiply it (1112 us at 989 TFLOP/s).
+It is quicker than dequantizing at the 16 to 8192 rows that were measured; of 16-bit elements `ao_lab.tune` may find cuSPARSELt
+quicker (times: reports/LOG.md).
 
 Scales of rows and columns and the bias are applied on the way out, in float32, before the one rounding to the output's dtype:
 

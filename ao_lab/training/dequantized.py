@@ -129,8 +129,8 @@ def serves(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: 
 
 
 def _multiplies(scheme: Scheme) -> bool:
-    """Whether there are products of codes, which float32 scales multiply: then these are quicker (blocks of 128 on an H200:
-    6.5 ms a step, by values 9.1)."""
+    """Whether there are products of codes, which float32 scales multiply: then these are quicker (times:
+    reports/LOG.md)."""
     return scheme.scale.storage == "float32" and scheme.outer is None
 
 

@@ -34,8 +34,8 @@ from reference.training.recipe import Product
 #: GPUs that `codes` was measured on.
 HOPPER = (9, 0)
 #: Products of at most so many operations take a GPU less time than the host takes to start them by `torch._scaled_mm`, which
-#: looks for a kernel at every call (37 to 90 us, H200): launched one by one they go by `codes`. Its kernel is slower (20 to 30
-#: us where torch's takes 15 to 21), so a CUDA graph, which has no launches, records torch's.
+#: looks for a kernel at every call: launched one by one they go by `codes`. Its kernel is slower, so a CUDA graph, which has no
+#: launches, records torch's (times: reports/LOG.md).
 BRIEF = 2**34
 #: Rows of a training batch, by which a function is chosen where a tracer leaves them open: layers fill rows up to whole blocks,
 #: so what takes these takes all others.

@@ -22,7 +22,7 @@ class CpuCapability:
     """instructions: the widest vectors that torch uses, in its own words ("AVX2", "AVX512", "DEFAULT", ...).
 
     bfloat16, float16: whether oneDNN multiplies matrices of that dtype; where it does not, torch's own loops do, of large
-    matrices 10 to 50 times slower than float32. int8: whether dot products of bytes have an instruction (VNNI); where oneDNN
+    matrices many times slower than float32. int8: whether dot products of bytes have an instruction (VNNI); where oneDNN
     does without it, it adds pairs of products in 16 bits, which saturate. amx: whether there are matrix tiles.
     """
 

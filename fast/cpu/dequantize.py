@@ -50,7 +50,7 @@ def dequantize(q: Quantized, name: str) -> torch.Tensor | None:
 
 
 def _has_nan(made: torch.Tensor) -> bool:
-    """Whether a number is NaN. A sum is found 50 times as fast, and is NaN if one is (or if infinities cancel)."""
+    """Whether a number is NaN. A sum is found much faster, and is NaN if one is (or if infinities cancel)."""
     return bool(made.sum().isnan()) and bool(made.isnan().any())
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-#: Elements below which another thread costs more than it saves (some 20 us to wake it; 1 us decodes about 10,000).
+#: Elements below which to wake another thread costs more than it saves (times: reports/LOG.md).
 WORTH = 1 << 19
 #: Ranges for each thread.
 EACH = 4

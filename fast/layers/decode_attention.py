@@ -2,10 +2,9 @@
 
 No name of `fast` itself: it has no scheme, no reference and no gradient, and runs on CUDA alone. `experiments.decode` calls it.
 
-Between two products of a layer there is little to compute (232 keys of eight heads, 1 MB), so what counts is how many kernels
-follow each other. Compiled from plain torch, rotary embedding, cache writes and attention are six, 17 us with the gaps between
-them, where all products by 4-bit weights of a layer take 49; cuDNN's attention alone takes 14, torch's flex_attention 18. A
-serving engine has such a kernel. Bfloat16, our configurations and torchao's all run it.
+Between two products of a layer there is little to compute, so what counts is how many kernels follow each other: compiled from
+plain torch, rotary embedding, cache writes and attention are six (times: reports/LOG.md). A serving engine has such a kernel.
+Bfloat16, our configurations and torchao's all run it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: Keys that a program loads at once, and its warps.
-STEP, WARPS = 256, 8
+#: Keys that a program loads at once.
+STEP = 256
+#: Warps of a program.
+WARPS = 8
 #: Evaluated at import, since tracers do not follow find_spec.
 HAS_TRITON = find_spec("triton") is not None
 

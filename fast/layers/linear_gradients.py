@@ -3,8 +3,8 @@
 No name of `fast` itself: backward passes call it. On Hopper there are three ways, and `way_of` says which a shape gets:
 
 * "apart": torch's product, then `column_sums`;
-* "beside": the same two, the product on a stream of its own. Of one tile a multiprocessor it leaves four of an H100 idle, which
-  add up some 90 GB/s each meanwhile; where the product takes long enough, sums cost no time;
+* "beside": the same two, the product on a stream of its own. Of one tile a multiprocessor it leaves four idle, which add up
+  meanwhile; where the product takes long enough, sums cost no time (times: reports/LOG.md);
 * "epilogue": cuBLASLt adds up what its product reads (`fast.kernels.cublaslt`).
 
 The weight's gradient has the same bits by the first two, which are those of torch's product. By the last two a caller may have
@@ -29,12 +29,17 @@ T = TypeVar("T")
 APART, BESIDE, EPILOGUE = "apart", "beside", "epilogue"
 #: The compute capability whose times `way_of` is made of; others get "apart".
 HOPPER = (9, 0)
-#: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums; elements of dY
-#: from which two streams cost less than is hidden; elements of dW that are one tile of 128 x 256 a multiprocessor.
-HIDDEN, WORTH, ONE_WAVE = 2048, 12_000_000, 1 << 22
-#: "epilogue": outputs of a layer over its inputs, and rows up to which it was quicker (of 32768 the library's choice is not).
-#: Of more rows further work, too, hides beside torch's product.
-WIDE, MOST_ROWS = 4, 1 << 14
+#: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums.
+HIDDEN = 2048
+#: "beside": elements of dY from which two streams cost less than is hidden.
+WORTH = 12_000_000
+#: Elements of dW that are one tile of 128 x 256 a multiprocessor.
+ONE_WAVE = 1 << 22
+#: "epilogue": outputs of a layer over its inputs from which it is quicker.
+WIDE = 4
+#: "epilogue": rows up to which it is quicker; of twice as many the library chooses another kernel, and further work, too, hides
+#: beside torch's product.
+MOST_ROWS = 1 << 14
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
 

@@ -2,8 +2,8 @@
 
 A compiled program has plain tensors as inputs; before each call torch takes every subclass apart. torch 2.13 writes code for
 that while it compiles. Before, a function walks over the inputs, and asks each subclass for its sizes and strides through
-`__torch_function__`, whether or not the program has sizes that are left open: 4.5 us a weight and call, a millisecond a
-token of a model of 225 weights. In its place weights whose sizes are known give their parts by name; all else goes torch's way.
+`__torch_function__`, whether or not the program has sizes that are left open (times: reports/LOG.md). In its place
+weights whose sizes are known give their parts by name; all else goes torch's way.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def known_parts(tensor: Any, meta: Any) -> list[torch.Tensor] | None:
     held = tensor.__dict__
     names, _ = held.get("_flattened") or tensor.__tensor_flatten__()
     parts = [held[name] for name in names]
-    for part in parts:  # a loop: twice as fast as all(...) of two or three
+    for part in parts:  # a loop: faster than all(...) of two or three
         if type(part) is not TENSOR:
             return None
     return parts

@@ -24,12 +24,16 @@ from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.layers.rms_norm_gradient import PARTS, add_pieces
 from fast.kernels.quantize.geometry import INT32, ceil_div
 
-#: Rows of a step, and columns of a warp: 16 bytes of a row of 16-bit elements are a thread's.
-STEP, WARP = 8, 256
+#: Rows of a step.
+STEP = 8
+#: Columns of a warp: 16 bytes of a row of 16-bit elements are a thread's.
+WARP = 256
 #: Columns of a program, the widest that divides the rows.
 WIDTHS = (1024, 512, 256)
-# Multiprocessors of an H100 and an H200, the same for all so that bits are, and warps on each.
-PROCESSORS, WARPS = 132, 16
+#: Multiprocessors of Hopper, the same for all GPUs so that bits are.
+PROCESSORS = 132
+#: Warps on each.
+WARPS = 16
 
 
 class Plan(NamedTuple):

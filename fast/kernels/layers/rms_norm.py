@@ -35,8 +35,12 @@ ELEMENTS = 4096
 PART = 8192
 # The steps between threads and warps, the root and the divisions cost the same for any number of elements.
 PER_THREAD = 64
-# Beyond LONG columns fewer, larger programs pay off where a row has one scale, and more warps where it has many (measured).
-LONG, WHOLE_PER_THREAD, GROUPS_PER_THREAD = 8192, 128, 32
+#: Columns of a long row: fewer, larger programs pay off where it has one scale, and more warps where it has many.
+LONG = 8192
+#: Elements a thread of a long row with one scale.
+WHOLE_PER_THREAD = 128
+#: Elements a thread of a long row with many scales.
+GROUPS_PER_THREAD = 32
 
 
 @triton.jit

@@ -11,11 +11,11 @@ from fast.kernels.quantize.plan import Pass, Plan
 # In every pass what is read comes before what is written, as XLA hands arrays over.
 POINTERS = tuple(blocks_kernel.arg_names[:10])
 # Registers a lane where rows of 14336 are rounded, or quantized by a sequence or the general rules: three programs on a
-# multiprocessor, where the compiler's 128 leave room for two; 0.97 of the copy rate instead of 0.91 for a spill of two words.
+# multiprocessor, where the compiler's 128 leave room for two: faster in spite of a spill of two words (rates: reports/LOG.md).
 ROUNDING_REGISTERS = 80
-# The same of pairs under corrected quotients or the general rules, which spill where the compiler gives all 96: 0.88 for 0.85.
+# The same of pairs under corrected quotients or the general rules, which spill where the compiler gives all 96.
 QUOTIENT_REGISTERS = 72
-# And of codebooks, whose general rules take 121 (packed or of float16 they would spill): five warps for four, 0.85 for 0.81.
+# And of codebooks, whose general rules take 121 (packed or of float16 they would spill): five warps for four.
 CODEBOOK_REGISTERS = 96
 
 

@@ -63,7 +63,7 @@ def _serves(x: torch.Tensor, scheme: Scheme, packed: bool) -> bool:
 
 def _shares_codes(x: torch.Tensor, scheme: Scheme) -> bool:
     """Whether one tile of float32 codes would leave in both layouts: compiled so, some transposed bytes were other elements'
-    (triton 3.6.0 on an H200, tiles of 64 x 64 and 128 x 128, every run). Each copy by itself is right."""
+    (triton 3.6.0 on Hopper, every run: reports/LOG.md). Each copy by itself is right."""
     return x.dtype == torch.float32 and (
         scheme.scale.block == "tensor" or isinstance(scheme.scale.block, tuple)
     )

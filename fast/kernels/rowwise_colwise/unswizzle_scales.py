@@ -1,7 +1,7 @@
 """Tiled scales of two matrices to plain ones: the second half of `both.mx_both` for plain scales.
 
 A tile of codes has 4 scales in each row, and as many in each column. Written row by row they fill an eighth of a 32-byte sector
-of memory; that took a tenth of the time of the whole (measured on an H200, reports/LOG.md). In the tiled layout they lie side
+of memory (times: reports/LOG.md). In the tiled layout they lie side
 by side, and putting them in rows afterwards moves a thirty-second of the bytes, in whole sectors.
 """
 
