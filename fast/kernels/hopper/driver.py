@@ -102,7 +102,7 @@ def clusters_at_once(function: ctypes.c_void_p, cluster: int, threads: int, shar
 
 class _Ready(threading.local):
     """A kernel's arguments of these sizes and the configuration of its launch, which each thread has for itself: others may
-    launch meanwhile. Made once: making them takes a thread five times as long as filling in what differs."""
+    launch meanwhile. Made once, as making them takes a thread longer than filling in what differs (times: reports/LOG.md)."""
 
     def __init__(self, sizes: tuple[int, ...], threads: int, shared: int) -> None:
         memory = ctypes.create_string_buffer(sum(sizes))

@@ -102,7 +102,7 @@ def is_loadable(variant: Variant | Direct, form: Form, device: int) -> bool:
 class _Ready(threading.local):
     """The arguments and the configuration of a launch, which each thread has for itself: others may launch meanwhile.
 
-    Made once: making them takes a thread five times as long as filling in what differs.
+    Made once, as making them takes a thread longer than filling in what differs (times: reports/LOG.md).
     """
 
     def __init__(self, programs: int, threads: int, shared: int, size: int) -> None:
