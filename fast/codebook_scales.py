@@ -21,8 +21,10 @@ import torch
 from reference import SCHEMES, Quantized, Scheme
 from reference.schemes.record_text import record_of
 
-#: Columns of a block, blocks of an outer scale.
-BLOCK, GROUP = 64, 256
+#: Columns of a block.
+BLOCK = 64
+#: Blocks of an outer scale.
+GROUP = 256
 LEVELS = 16
 #: The fewest columns of a weight.
 LEAST = 384

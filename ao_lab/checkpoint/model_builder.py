@@ -63,12 +63,16 @@ OTHER = re.compile(
 LARGEST_LENGTH, LARGEST_IMAGE = 2**20, 2**14
 #: Integers in lists count layers as well (`depths`), or name tokens.
 LARGEST_IN_LIST = 2**20
-#: Seconds of the processor for a model without memory, and more for each tensor of its files.
-SECONDS, SECONDS_EACH = 10.0, 2e-3
+#: Seconds of the processor for a model without memory.
+SECONDS = 10.0
+#: Seconds more for each tensor of its files.
+SECONDS_EACH = 2e-3
 #: Modules for each parameter that may be there: containers, activations and dropouts have none.
 MODULES_EACH = 10
-#: Weights for each byte of a dense or packed file, and those that no file has: heads that are new, tables that are computed.
-ELEMENTS_EACH, SPARE_ELEMENTS = 16, 2**27
+#: Weights for each byte of a dense or packed file.
+ELEMENTS_EACH = 16
+#: Weights that no file has: heads that are new, tables that are computed.
+SPARE_ELEMENTS = 2**27
 #: Buffers, which no file bounds: tables of positions and masks are below.
 LARGEST_BUFFERS = 2**30
 #: The last word of what a module's get_extra_state returns.

@@ -27,8 +27,10 @@ NAME = "sparse_int4"
 #: The most rows of inputs that read the weight as it is stored.
 MOST_ROWS = 64
 SCALES = ("float32", "bfloat16")
-#: Columns of a stage of the kernel of zero points, the least of it, and bytes of its copies.
-STAGE, COPY = 256, 4
+#: Columns of a stage of the kernel of zero points, the least of it.
+STAGE = 256
+#: Bytes of its copies.
+COPY = 4
 #: The block of schemes whose rows have one scale.
 ROWS = -1
 

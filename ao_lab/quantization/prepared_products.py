@@ -23,8 +23,10 @@ from fast.device import PLAIN, is_transformed
 from fast.prepared.program import ALIGNMENT
 
 #: The most rows that are prepared when they come first; more, which may be a prompt of a length that never comes again, when
-#: they come twice. The most shapes of inputs that a weight keeps, of either.
-FIRST_ROWS, MOST_SHAPES = 128, 64
+#: they come twice.
+FIRST_ROWS = 128
+#: The most shapes of inputs that a weight keeps, of either.
+MOST_SHAPES = 64
 #: Where programs are in `_settled`, beside dtypes.
 PROGRAMS = "programs"
 

@@ -17,20 +17,31 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
-#: Seconds of measuring a candidate, the fewest and most calls.
-SECONDS, FEWEST, MOST = 0.02, 5, 50
-#: How often a call's host time is taken, unless it takes longer than `LONG` seconds: launches are then hidden.
-HOST_CALLS, LONG = 5, 0.02
-#: A candidate drops out when its first call, and later the quickest one, takes longer than the best candidate by this factor.
-#: First calls shorter than `SHORT` seconds vary by more.
-FIRST_DROP, DROP, SHORT = 1.5, 1.15, 1e-3
+#: Seconds of measuring a candidate.
+SECONDS = 0.02
+#: Calls of a candidate at least.
+FEWEST = 5
+#: Calls of a candidate at most.
+MOST = 50
+#: How often a call's host time is taken.
+HOST_CALLS = 5
+#: Seconds of a call beyond which its host time is not taken: launches are then hidden.
+LONG = 0.02
+#: A candidate drops out when its first call takes longer than the best candidate by this factor.
+FIRST_DROP = 1.5
+#: The same of its quickest call, later.
+DROP = 1.15
+#: Seconds: first calls shorter than this vary by more than FIRST_DROP.
+SHORT = 1e-3
 #: Read before each call on a GPU, so that operands come from memory as they do in a model: more than an L2 cache.
 FLUSH_BYTES = 256 << 20
 #: In eager mode the host's time counts so many times: it is that of an idle machine, and a loader of data beside a training, or
 #: another process, doubles it. A choice that is as good as another one only while nothing else runs is none.
 HOST_MARGIN = 1.5
-#: Cycles a second of the waiting kernel, no fewer than any GPU has, and what it waits beyond the host's time.
-CYCLES, AHEAD = 2.0e9, 50e-6
+#: Cycles a second of the waiting kernel, no fewer than any GPU has.
+CYCLES = 2.0e9
+#: Seconds that it waits beyond the host's time.
+AHEAD = 50e-6
 #: Rows of a product that errors are measured on.
 ERROR_ROWS = 256
 #: How a model is run.

@@ -22,9 +22,12 @@ from reference.schemes.schemes import Scheme
 
 #: Elements of the smallest weight that is decoded on the way by several rows: one that is smaller is soon dequantized.
 SMALLEST = 1 << 17
-#: The most rows that the loop multiplies; where the processor has matrix tiles (AMX), which the loop does not use; and in
-#: float32 where torch multiplies bfloat16, and the loop does not.
-FEW, FEW_BESIDE_TILES, FEW_BESIDE_BFLOAT16 = 64, 8, 4
+#: Rows that the loop multiplies at most.
+FEW = 64
+#: The same where the processor has matrix tiles (AMX), which the loop does not use.
+FEW_BESIDE_TILES = 8
+#: The same in float32 where torch multiplies bfloat16, and the loop does not.
+FEW_BESIDE_BFLOAT16 = 4
 
 
 def takes_rows(scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -14,9 +14,14 @@ from fast.device import is_traced
 from fast.dispatch import Function, execute, run
 from fast.ops import register
 
-# What torch sums: matrices of fewer elements than this or fewer rows, where two launches take longer than one; rows that begin
-# where no thread can read 16 bytes, or that fill no program.
-LEAST, FEWEST, SHORTEST, ALIGNED = 1 << 21, 64, 256, 16
+#: Elements of the smallest matrix that kernels sum, others torch: of fewer two launches take longer than one.
+LEAST = 1 << 21
+#: Rows of such a matrix at least, for the same reason.
+FEWEST = 64
+#: Columns of such a matrix at least, which fill a program.
+SHORTEST = 256
+#: Bytes that each of its rows begins at a multiple of: what a thread reads at once.
+ALIGNED = 16
 
 
 def column_sums(g: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -11,8 +11,10 @@ from fast.cpu.int8 import integer_sums
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.weights import LONGEST_INT8, one_scale
 
-#: cuBLAS's integer product takes more than 16 rows, and lengths that are multiples of 8.
-FEWEST_ROWS, STEP = 17, 8
+#: Rows that cuBLAS's integer product takes at least.
+FEWEST_ROWS = 17
+#: What lengths of cuBLAS's integer product are multiples of.
+STEP = 8
 
 
 def int8(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -15,8 +15,10 @@ from torch import nn
 
 from reference import Scheme
 
-#: Elements under a scale, and what their number is a multiple of along the sum under scales of squares.
-BLOCK, PADDED = 128, 4
+#: Elements under a scale.
+BLOCK = 128
+#: What the number of scales is a multiple of along the sum, under scales of squares.
+PADDED = 4
 #: What rows of the first operand, and columns under scales of 1x128, are multiples of.
 STEP = 16
 #: The compute capability that it is for.

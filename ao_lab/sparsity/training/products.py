@@ -30,8 +30,10 @@ from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
 from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
 from fast.sparsity.linear_sparse import HOPPER, LINEAR_SPARSE
 
-#: What lengths of a 2:4 matrix are multiples of, and rows of cuSPARSELt's other operand.
-STEP, ROWS = 16, 8
+#: What lengths of a 2:4 matrix are multiples of.
+STEP = 16
+#: What rows of cuSPARSELt's other operand are multiples of.
+ROWS = 8
 #: Compute capability from which there are instructions for 2:4.
 OLDEST = (8, 0)
 

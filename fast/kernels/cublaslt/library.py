@@ -18,9 +18,13 @@ COMPUTE_32F, TRANSPOSED, NOT_SUPPORTED = 68, 1, 15
 #: Attributes of a product's descriptor, and an epilogue: the sums of the second operand over K are written to the bias.
 TRANSB, EPILOGUE, BIAS_POINTER = 4, 7, 8
 BGRADB = 512
-#: Attribute of what heuristics are asked for, the most bytes of workspace, and what is offered: with none they put algorithms
-#: first that take twice as long, though the best one needs none either. The alignment of addresses that they take as given.
-MOST_WORKSPACE, OFFERED, ALIGNMENT = 1, 32 << 20, 256
+#: Attribute of what heuristics are asked for: the most bytes of workspace.
+MOST_WORKSPACE = 1
+#: Bytes of workspace that are offered: with none heuristics put slower algorithms first, though the best one needs none either
+#: (times: reports/LOG.md).
+OFFERED = 32 << 20
+#: Bytes of alignment of addresses that heuristics take as given.
+ALIGNMENT = 256
 
 Pointer = ctypes.c_void_p
 

@@ -25,7 +25,9 @@ from reference import Quantized
 NAME = "dense_mm"
 #: The kernel's arguments: the tensor maps of weight, x and, where it is stored, y; then x_scale, scale, bias, y as addresses,
 #: and tokens, features, steps, x_scale_step, scale_step, bias_kind, group (`Problem` in the source), filled up to 8 bytes.
-ARGUMENTS, MAPS = struct.Struct("=384s4Q7i4x"), 384
+ARGUMENTS = struct.Struct("=384s4Q7i4x")
+#: Bytes of the three tensor maps.
+MAPS = 384
 #: What the compiler or the driver said of a variant: nothing more is tried in this process then.
 FAILED: list[str] = []
 #: What rows of y, in elements, are multiples of.

@@ -11,10 +11,20 @@ from fast.kernels.hopper.headers import common
 from fast.kernels.sparse_mm.variants import KINDS, MOST_SHARED, OPTIONS, PITCH
 
 SOURCE = Path(__file__).with_name("dense_mm.cu")
-#: Features of a tile, warpgroups that multiply them, threads with those that load, bytes of a row in a stage.
-FEATURES, GROUPS, THREADS, ROW = 128, 2, 384, 128
-#: Bytes of an outgoing row of 64 outputs of 16 bits; stages that one warpgroup is behind the other; the most stages.
-OUTGOING, SKEW, MOST_STAGES = 128, 2, 8
+#: Features of a tile.
+FEATURES = 128
+#: Warpgroups that multiply them.
+GROUPS = 2
+#: Threads of a program, with those that load.
+THREADS = 384
+#: Bytes of a row in a stage.
+ROW = 128
+#: Bytes of an outgoing row of 64 outputs of 16 bits.
+OUTGOING = 128
+#: Stages that one warpgroup is behind the other.
+SKEW = 2
+#: Stages of the ring at most.
+MOST_STAGES = 8
 
 
 class Variant(NamedTuple):

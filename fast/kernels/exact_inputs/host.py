@@ -25,8 +25,12 @@ from reference.quantize.blocks import Blocks
 from reference.schemes.record_text import record_of
 from reference.schemes.schemes import Scheme
 
-#: The longest row that a program takes; elements of a warp, 16 a thread, of which longer rows have more.
-LONGEST, WARP, MOST_WARPS = 32768, 512, 32
+#: Columns of the longest row that a program takes.
+LONGEST = 32768
+#: Elements of a warp, 16 a thread; longer rows have more warps, and then more elements in each.
+WARP = 512
+#: Warps of a program at most.
+MOST_WARPS = 32
 #: A launch, with the names of its pointers.
 InputsLaunch = tuple[CompiledLaunch, list[str | None]]
 

@@ -11,18 +11,26 @@ from typing import Any
 
 import torch
 
-#: Of `cuda.h`: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_TENSOR_MAP_DATA_TYPE_UINT8, SWIZZLE_64B and _128B by their
-#: bytes, L2_PROMOTION_L2_256B.
-MAX_SHARED, UINT8, L2_256 = 8, 0, 3
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of `cuda.h`, from which all these numbers are.
+MAX_SHARED = 8
+#: CU_TENSOR_MAP_DATA_TYPE_UINT8.
+UINT8 = 0
+#: CU_TENSOR_MAP_L2_PROMOTION_L2_256B.
+L2_256 = 3
 #: CUDA_ERROR_INVALID_CONTEXT: the first launch of a thread that has not called the runtime.
 NO_CONTEXT = 201
 #: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.
 CLUSTER_DIMENSION = 4
+#: CU_TENSOR_MAP_SWIZZLE_64B and _128B by their bytes.
 SWIZZLES = {64: 2, 128: 3}
-#: INTERLEAVE_NONE and FLOAT_OOB_FILL_NONE, which fills with zeros.
-PLAIN, ZEROS = 0, 0
-#: Bytes of a `CUtensorMap`, and their alignment.
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
+#: CU_TENSOR_MAP_INTERLEAVE_NONE.
+PLAIN = 0
+#: CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, which fills with zeros.
+ZEROS = 0
+#: Bytes of a `CUtensorMap`.
+MAP_BYTES = 128
+#: Bytes that its address is a multiple of.
+MAP_ALIGNMENT = 64
 #: What addresses of tensor maps, and bytes of their rows, are multiples of.
 STEP = 16
 

@@ -12,8 +12,12 @@ HEADERS = FOLDER.parent / "hopper"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 #: Names of dtypes by the numbers that the source gives them.
 KINDS = ("float32", "bfloat16", "float16")
-#: Bytes of shared memory of a multiprocessor, what each program takes of it besides its own, and the most of a program.
-SHARED, SYSTEM, MOST_SHARED = 233472, 1024, 232448
+#: Bytes of shared memory of a multiprocessor.
+SHARED = 233472
+#: Bytes of it that each program takes besides its own.
+SYSTEM = 1024
+#: Bytes of it that a program has at most.
+MOST_SHARED = 232448
 #: Columns that a stage is a multiple of: a row of codes of any width is whole pieces of 16 bytes.
 STEP = 128
 #: Widths of codes that the kernel reads.

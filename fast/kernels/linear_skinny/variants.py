@@ -14,16 +14,25 @@ FOLDER = Path(__file__).parent
 OWN = ("problem.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "sums.cuh", "load.cuh")
 HEADERS = FOLDER.parent / "hopper"
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
-#: Names of dtypes and elements by the numbers that the source gives them.
-KINDS, ELEMENTS = ("float32", "bfloat16", "float16"), ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
+#: Names of dtypes by the numbers that the source gives them.
+KINDS = ("float32", "bfloat16", "float16")
+#: Names of elements by the numbers that the source gives them.
+ELEMENTS = ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
 #: Elements whose scales are factors of theirs, of bfloat16 alone.
 FACTORED = ("e2m1", "e4m3_mx")
 #: Elements of `direct.cu` with scales of rows or factors; it takes int4 in groups, too.
 DIRECT = ("int8", "e4m3", "e4m3_mx")
-#: Bytes of shared memory of a multiprocessor, what each program takes of it besides its own, and the most of a program.
-SHARED, SYSTEM, MOST_SHARED = 233472, 1024, 232448
-#: Columns of a step; bytes of 64 rows by 64 columns; bytes of a stage of one block: smaller ones are asked for too slowly.
-STEP, STAGE = 128, 8192
+#: Bytes of shared memory of a multiprocessor.
+SHARED = 233472
+#: Bytes of it that each program takes besides its own.
+SYSTEM = 1024
+#: Bytes of it that a program has at most.
+MOST_SHARED = 232448
+#: Columns of a step.
+STEP = 128
+#: Bytes of a stage of one block: smaller ones are asked for too slowly.
+STAGE = 8192
+#: Bytes of 64 rows by 64 columns.
 ATOMS = {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096, "nf4": 2048}
 MOST_STAGES = 16
 #: Bytes of the table of levels: 8 for each byte of codes, sixteen times (`levels.cuh`).

@@ -17,8 +17,10 @@ from fast.kernels.quantize.geometry import INT32, ceil_div
 #: The most rows of X; beyond, a product with the dense weight is no slower.
 MOST_ROWS = 128
 INPUTS = (torch.bfloat16, torch.float16)
-#: Columns of a row of parts that a program adds, and its warps.
-PART, PART_WARPS = 512, 4
+#: Columns of a row of parts that a program adds.
+PART = 512
+#: Warps of such a program.
+PART_WARPS = 4
 
 Launches = tuple[CompiledLaunch, CompiledLaunch | None]
 

@@ -28,8 +28,10 @@ from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.quantize import check_quantized
 
-#: Rows and columns of an atom, and what both are filled to.
-ATOM, FILLED = 64, 128
+#: Rows and columns of an atom.
+ATOM = 64
+#: What both are filled to multiples of.
+FILLED = 128
 #: Words of an atom, by the element.
 WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024, "e2m1": 512, "e4m3_mx": 1024, "nf4": 512}
 #: Elements whose scales are factors.

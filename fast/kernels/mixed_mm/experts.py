@@ -21,9 +21,12 @@ from fast.kernels.quantize.geometry import ceil_div
 
 #: Rows of tiles, and of the last one of an expert where that holds what is left; 0 where all are of one size.
 TILES = ((64, 0), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))
-#: Experts that the rule looks at, and divisions of rows among them: the largest and the smallest are as far apart, over the
-#: average, and the first expert is at such a place between them.
-LOOKED_AT, SPREADS, PLACES = 16, (0.2, 1.0), (0.125, 0.375, 0.625, 0.875)
+#: Experts that the rule looks at.
+LOOKED_AT = 16
+#: Divisions of rows among them: the rows of the largest less those of the smallest, over the average.
+SPREADS = (0.2, 1.0)
+#: Divisions of rows among them: where between the smallest and the largest the first expert is.
+PLACES = (0.125, 0.375, 0.625, 0.875)
 
 
 def mixed_mm_of_experts(

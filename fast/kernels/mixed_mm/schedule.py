@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from fast.kernels.mixed_mm.variants import FEATURES, Variant
 
-#: Fewer whole tiles of a column than would hold all tokens, and fewer of the fullest cluster, that are tried.
-FEWER, WAVES = 4, 3
+#: Whole tiles of a column that are tried, fewer than would hold all tokens by up to this number.
+FEWER = 4
+#: Waves of whole tiles that are tried, fewer than all whole tiles fill by up to this number.
+WAVES = 3
 
 
 class Schedule(NamedTuple):

@@ -16,13 +16,18 @@ FOLDER = Path(__file__).parent
 SKEW = 2
 #: Headers beside the source.
 OWN = ("schedule.cuh", "experts.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh")
-#: Warpgroups that multiply, 64 features each, and rows and columns of an atom of the weight.
-GROUPS, ATOM = 2, 64
+#: Warpgroups that multiply, 64 features each.
+GROUPS = 2
+#: Rows and columns of an atom of the weight.
+ATOM = 64
+#: Features of a tile.
 FEATURES = GROUPS * ATOM
 #: Tokens whose sums one warpgroup leaves for another at once.
 GATHERED = 64
-#: Bytes of a row of x in a stage, and of an atom by the numbers that the source gives elements.
-PANEL, ELEMENTS = 128, {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096, "nf4": 2048}
+#: Bytes of a row of x in a stage.
+PANEL = 128
+#: Bytes of an atom, by elements in the order of the numbers that the source gives them.
+ELEMENTS = {"int4": 2048, "int8": 4096, "e4m3": 4096, "e2m1": 2048, "e4m3_mx": 4096, "nf4": 2048}
 MOST_STAGES = 12
 #: Bytes of the table of 16 levels, each once for every bank.
 TABLE = 2048

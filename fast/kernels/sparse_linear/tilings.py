@@ -31,10 +31,18 @@ from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
 
-#: The most column tiles and row tiles of a program, so that three programs of four warps have a multiprocessor's registers.
-MOST_SUMS, MOST_TILES = 4, 2
-#: Warps that keep the memory busy, the most and the usual of a program, and the most that one of them does.
-BUSY, MOST_WARPS_K, WARPS_K, MOST_WORK = 1000, 16, 4, 16
+#: Column tiles of a program at most, so that three programs of four warps have a multiprocessor's registers.
+MOST_SUMS = 4
+#: Row tiles of a program at most, for the same reason.
+MOST_TILES = 2
+#: Warps in all that keep the memory busy.
+BUSY = 1000
+#: Warps of a program at most.
+MOST_WARPS_K = 16
+#: Warps of a program that reads X in place: more bring no line of the cache fewer.
+WARPS_K = 4
+#: Turns by row tiles that one warp does at most.
+MOST_WORK = 16
 #: Turns, of as many row tiles, that a warp reads at once.
 AT_ONCE = 4
 #: Twice the multiprocessors: with fewer programs of two row tiles, one row tile; with more, those on one overlap their steps.
@@ -43,8 +51,12 @@ FULL = 2 * 132
 SPREAD = 96
 #: The most rows of X whose reading is not counted.
 FEW_ROWS = 4
-#: From how many rows to how many X is arranged, and the least elements of the weight, of each row, for which it is.
-ARRANGED_FROM, MOST_ARRANGED, ARRANGED_WORK = 2, 16, 1 << 24
+#: Rows from which X is arranged.
+ARRANGED_FROM = 2
+#: Rows up to which X is arranged.
+MOST_ARRANGED = 16
+#: Rows times elements of the weight from which X is arranged: less is not worth a launch.
+ARRANGED_WORK = 1 << 24
 #: Up to how many rows a read of the weight is of two turns.
 WIDE_UP_TO = 2
 

@@ -26,7 +26,9 @@ Operands = Sequence[Any]
 #: The kernel's arguments: the tensor maps of values, x and, where it is stored, y; then metadata, x_scale, scale, bias, y as
 #: addresses, and tokens, features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source),
 #: filled up to 8 bytes.
-ARGUMENTS, MAPS = struct.Struct("=384s5Q9i4x"), 384
+ARGUMENTS = struct.Struct("=384s5Q9i4x")
+#: Bytes of the three tensor maps.
+MAPS = 384
 
 
 def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor | None:

@@ -13,11 +13,18 @@ SOURCE = Path(__file__).with_name("sparse_mm.cu")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 #: Names of dtypes by the numbers that the source gives them.
 KINDS = ("float32", "bfloat16", "float16", "int32")
-#: Bytes of shared memory that a program may have, bytes of a row of x in a panel, and words of a token in an outgoing tile.
-MOST_SHARED, PANEL, PITCH = 232448, 128, 68
+#: Bytes of shared memory that a program may have.
+MOST_SHARED = 232448
+#: Bytes of a row of x in a panel.
+PANEL = 128
+#: Words of a token in an outgoing tile.
+PITCH = 68
+#: Stages of the ring at most.
 MOST_STAGES = 12
-#: Bytes of 64 outputs of 16 bits, and stages that one warpgroup is behind the other.
-ROW, SKEW = 128, 2
+#: Bytes of 64 outputs of 16 bits.
+ROW = 128
+#: Stages that one warpgroup is behind the other.
+SKEW = 2
 
 #: Elements of the weight and of x, by the names of their dtypes.
 ELEMENTS = {

@@ -10,14 +10,23 @@ from fast.kernels.hopper.headers import common
 from fast.kernels.linear_skinny.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
 
 SOURCE = Path(__file__).with_name("sparse_skinny.cu")
-#: The headers beside it, and those of all kernels.
-OWN, COMMON = ("gated.cuh", "output.cuh"), ("words.cuh", "copies.cuh")
-#: Columns that a stage may have, and rows of a tile.
-STAGES, TILE = (256, 512), 16
-#: Warps of a program at most; registers of a multiprocessor; the least bytes of a copy.
-MOST_WARPS, REGISTERS, LEAST_BYTES = 16, 1 << 16, 4
-#: Words of a row of a warp's sums of a tile; tiles that it has asked for and not multiplied.
+#: The headers beside it.
+OWN = ("gated.cuh", "output.cuh")
+#: The headers of all kernels that it includes.
+COMMON = ("words.cuh", "copies.cuh")
+#: Columns that a stage may have.
+STAGES = (256, 512)
+#: Rows of a tile of the weight.
+TILE = 16
+#: Warps of a program at most.
+MOST_WARPS = 16
+#: Registers of a multiprocessor.
+REGISTERS = 1 << 16
+#: Bytes of a copy at least.
+LEAST_BYTES = 4
+#: Words of a row of a warp's sums of a tile.
 LINE = 20
+#: Tiles that a warp has asked for and not multiplied.
 AHEAD = 2
 #: One weight, two of one x, or silu of the first product times the second, by the numbers of the source.
 ONE, TWO, GATED = 0, 1, 2

@@ -13,11 +13,15 @@ from fast.kernels.sparsity.transposable import ACROSS, DOWN, TILE, transposable_
 from reference import Compressed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-#: Length of a block of the kernel, and elements / 8 that are too many: below, seven rows of octets are numbered in 32 bits.
-BLOCK, MOST = 8, 2**31
-#: Of a thread: without a limit the compiler takes so many that eight warps fill a multiprocessor, with it there are twelve.
-#: Programs with edges need a few more, so they have none.
-REGISTERS, UNLIMITED = 168, 255
+#: Rows and columns of a block of the kernel.
+BLOCK = 8
+#: Elements / 8 that are too many: below, seven rows of octets are numbered in 32 bits.
+MOST = 2**31
+#: Registers of a thread: without a limit the compiler takes so many that eight warps fill a multiprocessor, with it there are
+#: twelve.
+REGISTERS = 168
+#: The same of programs with edges, which need a few more.
+UNLIMITED = 255
 POINTERS = ("mask", "values", "metadata", "values_t", "metadata_t")
 
 
