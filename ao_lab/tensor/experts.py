@@ -25,8 +25,10 @@ from fast.device import PLAIN
 aten = torch.ops.aten
 #: What `torch._grouped_mm` multiplies.
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)
-#: Its strides are multiples of this many bytes; on GPUs bfloat16 alone, from this compute capability on.
-ALIGNED, OLDEST = 16, (8, 0)
+#: Its strides are multiples of this many bytes.
+ALIGNED = 16
+#: On GPUs it takes bfloat16 alone, from this compute capability on.
+OLDEST = (8, 0)
 #: Recipes' kernels that do not insist on products of another kind.
 KERNELS = ("auto", "dequantize")
 #: Where the transposed weight is in `_settled`, beside dtypes.

@@ -20,9 +20,16 @@ from fast.kernels.scheme.fast_path_rules import HARDWARE
 from reference.formats.storage import storage_dtype
 from reference.schemes.schemes import Scheme
 
-# Grains of a strip of `maxima`, its columns and warps; patches of a tile of `columns` down and across, and tiles of a band.
-TURNS, COLUMNS, MAXIMA_WARPS = 16, 256, 4
-DOWN, ACROSS, BAND = 4, 2, 2
+#: Grains of a strip of `maxima`.
+TURNS = 16
+#: Columns of such a strip.
+COLUMNS = 256
+#: Warps of a program of `maxima`.
+MAXIMA_WARPS = 4
+#: Patches of a tile of `columns`, down and across.
+DOWN, ACROSS = 4, 2
+#: Tiles of a band.
+BAND = 2
 #: Registers of a thread, at most.
 REGISTERS = {"vectors": 80, "tensor": 80, "blocks": 80, "mx": 80}
 #: More would overflow numbers of programs.

@@ -9,8 +9,10 @@ import torch
 
 from fast.kernels.hopper.driver import STEP
 
-#: Compute capability of the GPUs that the sources are for; sizes are 32-bit numbers there.
-HOPPER, MOST_ROWS = (9, 0), 2**31 - 1
+#: Compute capability of the GPUs that the sources are for.
+HOPPER = (9, 0)
+#: Rows at most: sizes are 32-bit numbers in the sources.
+MOST_ROWS = 2**31 - 1
 #: Addresses of operands whose tensor maps a call keeps.
 MOST = 1024
 #: Tiles of rows that share their weights' values in the L2 cache.

@@ -22,9 +22,14 @@ from fast.kernels.rules.trees import tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, set_aside
 from reference.layers.gradients import PIECE
 
-# Elements of a row in a thread; sums of pieces that one program adds, and its columns.
-PER_THREAD, MOST_WARPS = 16, 16
-PARTS, COLUMNS = 512, 16
+#: Elements of a row in a thread.
+PER_THREAD = 16
+#: Warps of a program at most.
+MOST_WARPS = 16
+#: Sums of pieces that one program adds.
+PARTS = 512
+#: Columns of such a program.
+COLUMNS = 16
 # Rows of which the next one fits registers too.
 LARGEST_EARLY = 8192
 # Instructions that take elements in pairs want two in each lane.

@@ -37,10 +37,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 RANGE = (0, 0x7FFFFFFF, -0x80000000)
 # Elements of a tile of short blocks where gradients are masked in place.
 MASK_TILE = 1024
-# Elements of a warp where one block is all there is: it has the multiprocessor to itself, whose time is what it waits for.
-ALONE, MOST_WARPS = 512, 32
-# Scales of which one program makes an average, and how many numbers every program that quantizes scales may average.
-AVERAGED, MOST_AVERAGES = 4096, 1024
+#: Elements of a warp where one block is all there is: it has the multiprocessor to itself, whose time is what it waits for.
+ALONE = 512
+#: Warps of such a program at most.
+MOST_WARPS = 32
+#: Scales of which one program makes an average.
+AVERAGED = 4096
+#: Numbers that every program that quantizes scales averages at most.
+MOST_AVERAGES = 1024
 
 
 class Buffer(NamedTuple):
