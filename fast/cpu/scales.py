@@ -190,7 +190,7 @@ def _loaded(kept: torch.Tensor, storage: str) -> torch.Tensor:
     if storage == "float8_e8m0fnu":
         return codes.view(torch.float8_e8m0fnu).to(torch.float32)
     if storage == "float8_e4m3fn" and codes.numel() and int(codes.max()) < E4M3_NAN:
-        # As numbers of float16, whose exponents are 8 less: half the time of a table, a quarter of that of torch's cast.
+        # As numbers of float16, whose exponents are 8 less: quicker than a table and than torch's cast.
         return (codes.to(torch.int16) << 7).view(torch.float16).to(torch.float32).mul_(256)
     index = codes.reshape(-1).to(torch.int32)
     return torch.index_select(_storage_table(storage), 0, index).view(kept.shape)

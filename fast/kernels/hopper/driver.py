@@ -125,7 +125,7 @@ def launcher(
 ) -> Launch:
     """What launches a kernel: (programs, stream, values of its arguments as `layout` packs them).
 
-    Two arguments: `first` bytes, and the rest. By `cuLaunchKernelEx`, whose four arguments take ctypes half the time of eleven.
+    Two arguments: `first` bytes, and the rest. By `cuLaunchKernelEx`, whose four arguments take ctypes less time than eleven.
     """
     launch, pack = driver().cuLaunchKernelEx, layout.pack_into
     ready = _Ready((first, layout.size - first), threads, shared)
