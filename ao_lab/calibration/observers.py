@@ -93,8 +93,12 @@ class MovingAverage:
         return _both(self.low, self.high)
 
 
-#: Values of bfloat16 in order: magnitude with sign, so that both zeros share the middle one.
-BINS, MIDDLE, INFINITE = 65536, 32768, 0x7F80
+#: Values of bfloat16 in order: magnitude with sign.
+BINS = 65536
+#: The place that both zeros share.
+MIDDLE = 32768
+#: The magnitude of infinity.
+INFINITE = 0x7F80
 
 
 @dataclass

@@ -60,7 +60,10 @@ IMAGES = re.compile(r".*(?:image|crop|patch|grid|resolution)(?!.*(?:token|_id|se
 OTHER = re.compile(
     r".*(?:vocab|position|token|window|chunk|block|max|batch|sample|step|total|data|file|param)"
 )
-LARGEST_LENGTH, LARGEST_IMAGE = 2**20, 2**14
+#: The largest length of a part.
+LARGEST_LENGTH = 2**20
+#: The largest length of an image.
+LARGEST_IMAGE = 2**14
 #: Integers in lists count layers as well (`depths`), or name tokens.
 LARGEST_IN_LIST = 2**20
 #: Seconds of the processor for a model without memory.

@@ -36,7 +36,10 @@ from ao_lab.install.version import __version__
 
 # Text of others in Markdown and in YAML: names in files say what they are, and add nothing to the page around them.
 
-LONGEST, LONGEST_NOTE = 200, 2000
+#: Characters of a name or value on the page at most.
+LONGEST = 200
+#: Characters of a line of a note at most.
+LONGEST_NOTE = 2000
 #: What begins a link, an image, HTML, code, emphasis or a cell in running text.
 ACTIVE = re.compile(r"([\\`<>\[\]|])")
 #: Values that YAML reads as text, a list or an address, on one line.

@@ -34,8 +34,10 @@ from ao_lab.tuning.api import Tuned, scheme_name, tune
 from ao_lab.tuning.decide import Limits
 from reference.training.recipe import recipe_of
 
-#: Rows (tokens) where none are given: of a training step; of generated tokens and of a prompt.
-TRAINED, SERVED = (2048,), (1, 512)
+#: Rows (tokens) of a training step where none are given.
+TRAINED = (2048,)
+#: Rows (tokens) of a generated token and of a prompt where none are given.
+SERVED = (1, 512)
 #: The most tokens that run through the model: of more rows, a layer's are repeated.
 MOST = 2048
 #: What is said of a recipe on a device without FP8 units.

@@ -80,8 +80,10 @@ def guard_options(frozen: bool) -> dict[str, Any]:
 
 
 CACHE, BACKEND, PASS = "static", "inductor", "post_grad_custom_pre_pass"
-#: Caches of a fixed size, with which transformers compiles. None stands for one that grows, as the other names do.
-FIXED, GROWING = ("static", "offloaded_static", "sliding_window", "hybrid"), (None, "dynamic", "dynamic_full")
+#: Caches of a fixed size, with which transformers compiles.
+FIXED = ("static", "offloaded_static", "sliding_window", "hybrid")
+#: Caches that grow; None stands for one, too.
+GROWING = (None, "dynamic", "dynamic_full")
 
 
 #: What the pass is called in options, and what separates that from a number.

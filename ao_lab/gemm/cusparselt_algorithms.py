@@ -26,7 +26,10 @@ from ao_lab.gemm.problem import rows_range
 from ao_lab.gemm.saved import path_of
 from fast.user_cache import NoCacheFolder, read_own, write_own
 
-REPEATS, TIMED = 10, 5
+#: Products that have to be the same bit for bit.
+REPEATS = 10
+#: Products of a reading of time.
+TIMED = 5
 FORMAT = 1
 #: The results' dtypes of 8-bit elements; others have their own.
 OUT = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}

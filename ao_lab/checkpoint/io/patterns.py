@@ -16,7 +16,12 @@ from typing import Any
 
 from ao_lab.checkpoint.io.strict_json import shown
 
-LONGEST, LARGEST_COUNT, DEEPEST = 512, 256, 2
+#: Characters of an expression at most.
+LONGEST = 512
+#: What a repetition counts to at most.
+LARGEST_COUNT = 256
+#: Repetitions and looks ahead inside each other at most.
+DEEPEST = 2
 #: Names of modules and tensors.
 LONGEST_NAME = 1024
 # re's own parser, and its constants: what it understands is what `re` means.

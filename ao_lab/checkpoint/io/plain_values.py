@@ -14,8 +14,12 @@ from reference.schemes.schemes import Scale, Scheme, Zero
 
 #: Records within records.
 NESTED: dict[str, type] = {"scale": Scale, "outer": Scale, "zero": Zero}
-#: Bounds of numbers and text in records: block sizes and exponents are far below; scales are float32.
-LARGEST, LONGEST, LARGEST_FLOAT = 2**48, 1000, (2 - 2**-23) * 2.0**127
+#: The largest integer of a record: block sizes and exponents are far below.
+LARGEST = 2**48
+#: Characters of text, and values of a list, in a record at most.
+LONGEST = 1000
+#: The largest number of a record: scales are float32.
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
 #: Formats that a scheme names: of the element, the scales and the outer scales.
 MOST_FORMATS = 3
 

@@ -17,7 +17,9 @@ from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
 #: Elements of a warp, 16 a thread; twice as many where there are rows for all multiprocessors.
-WARP, MOST_WARPS = 512, 16
+WARP = 512
+#: Warps of a program at most.
+MOST_WARPS = 16
 POINTERS = ("x", "scale", "zero", "codes", "row_scale", "row_zero")
 
 

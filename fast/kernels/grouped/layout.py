@@ -16,8 +16,12 @@ from fast.kernels.quantize.geometry import ceil_div, power_above
 
 #: Places that have one owner: every step is a multiple of it.
 GRAIN = 16
-#: Comparisons of a program, and its places, at least and at most.
-COMPARED, FEWEST, MOST_PLACES = 4096, 16, 1024
+#: Comparisons of a program.
+COMPARED = 4096
+#: Places of a program at least.
+FEWEST = 16
+#: Places of a program at most.
+MOST_PLACES = 1024
 #: Groups that a program can see.
 MOST_EXPERTS = 4096
 WARPS = 4

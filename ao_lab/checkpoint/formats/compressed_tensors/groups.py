@@ -22,7 +22,12 @@ STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 ARGUMENTS: dict[str, Any] = {
     "num_bits": int, "type": str, "symmetric": bool, "group_size": int | None, "strategy": str | None,
 }  # fmt: skip
-MOST_GROUPS, MOST_TARGETS, LONGEST_AXIS = 1000, 200_000, 2**31
+#: Groups of a file at most.
+MOST_GROUPS = 1000
+#: Names of modules of a group at most.
+MOST_TARGETS = 200_000
+#: Rows or columns of a block at most.
+LONGEST_AXIS = 2**31
 
 
 @dataclass(frozen=True)
