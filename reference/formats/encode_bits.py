@@ -80,10 +80,14 @@ def nearest_even_codes(ns: Namespace, bits: Array, magnitude: Array, fmt: Format
     carried = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop
     code = carried - ((fmt.emin + 126) << fmt.mantissa_bits)
     if fmt.emin > -126:
-        constant = (fmt.emin - fmt.mantissa_bits + 23 + 127) << 23
+        # Where float32 has no such constant, both are smaller by a power of two, which rounds what comes to 0 alone.
+        exponent = fmt.emin - fmt.mantissa_bits + 23
+        less = max(exponent - 127, 0)
+        constant = (exponent - less + 127) << 23
         unit = ns.bitcast(ns.full((1,) * magnitude.ndim, constant, "int32", magnitude), "float32")
         with np.errstate(all="ignore"):
-            small = ns.bitcast(ns.bitcast(magnitude, "float32") + unit, "int32") - constant
+            value = ns.bitcast(magnitude, "float32")
+            small = ns.bitcast((value * 2.0**-less if less else value) + unit, "int32") - constant
         code = ns.where(magnitude < (fmt.emin + 127) << 23, small, code)
     return _finish(ns, code, bits, fmt, "nearest_even", overflow)
 

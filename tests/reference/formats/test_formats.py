@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reference.formats.encode import decode, encode
@@ -71,7 +71,14 @@ def floats(draw):
         return None
 
 
+#: Whose smallest value is so large that float32 has no constant to round it by.
+LARGE = Format(
+    name="x", kind="float", bits=2, exponent_bits=1, mantissa_bits=0, bias=-105, specials="nan_negative_zero"
+)
+
+
 @given(floats())
+@example(LARGE)
 def test_accepted_floats_encode_their_values(fmt):
     """Every finite value has its own code again, -0 and the largest included, and what lies beyond saturates there."""
     if fmt is None:
