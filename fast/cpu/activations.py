@@ -9,7 +9,7 @@ reference's bits; None stands for what is left to the reference, NaN and infinit
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from math import prod
+from math import frexp, prod
 from typing import Any
 
 import numpy as np
@@ -124,9 +124,14 @@ def _rule(scheme: Scheme, half: bool, codes: bool) -> Any:
         if not fits or not writes:
             return None
         return Rounding(**common, low=low, high=high, has_zero=scheme.zero is not None)
-    if codes or not _has_both_signs(element):
+    if codes or not _has_both_signs(element) or not _has_constants(element):
         return None
     return Rounding(**common, floats=Floats(element.mantissa_bits, element.emin, element.max))
+
+
+def _has_constants(element: Format) -> bool:
+    """Whether float32 has the numbers by whose sum the loop rounds: 2**(23 - mantissa bits) times the format's largest."""
+    return frexp(element.max)[1] - 1 + 23 - element.mantissa_bits <= 127
 
 
 def _is_plain(scheme: Scheme) -> bool:
@@ -163,7 +168,7 @@ def _scales(scheme: Scheme) -> dict[str, Any] | None:
     good = good and scheme.outer_order == "decode" and outer.storage == "float32" and scheme.zero is None
     if not good or scale.block == "tensor" or outer_floor is None or not _has_both_signs(storage):
         return None
-    if storage is None or storage.specials == "ieee":
+    if storage is None or storage.specials == "ieee" or not _has_constants(storage):
         return None
     stored = Floats(storage.mantissa_bits, storage.emin, storage.max)
     outers = {"outer_target": outer.target, "outer_floor": outer_floor}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -41,10 +43,12 @@ def in_parts(work: Callable[[int, int], None], rows: int, elements: int) -> None
         except BaseException as error:  # noqa: BLE001  raised below, in the thread that asked
             errors.append(error)
 
-    if count == 1:
+    if count == 1 or sys.is_finalizing():  # other threads would wait for Python's lock for ever
         take()
     elif (parallel := _openmp()) is not None:
-        parallel(take, count)
+        # As many as torch's own regions have: fewer would end some of its threads, which it would have to begin again.
+        parallel(take, torch.get_num_threads())
+        take()
     else:
         _by_pool(take, count)
     if errors:
@@ -74,9 +78,9 @@ def _begun(take: Callable[[], None], count: int) -> list[Future[None]]:
 @lru_cache(maxsize=1)
 def _openmp() -> Callable[[Callable[[], None], int], None] | None:
     """Calls a function on as many threads as it is told, this one among them, by GNU's OpenMP runtime in torch's wheel; None
-    where that is not what torch has, and in a process that was forked, where its threads are not."""
+    where that is not what torch has, and in processes that may have been forked, where its threads are not."""
     libraries = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*"))
-    if len(libraries) != 1 or FORKED:
+    if len(libraries) != 1 or FORKED or multiprocessing.parent_process() is not None:
         return None
     region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:

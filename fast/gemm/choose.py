@@ -97,7 +97,7 @@ def pair_is_faster(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
     if size < APART or (size >= LARGE and bits == 4 and rows > ALWAYS_APART):
         return True
     if size >= LARGE and bits == 8:
-        return False
+        return not gemv.is_taken(w, 1, inputs, inputs)
     return not gemv.is_faster(w, rows, inputs, inputs)
 
 

@@ -56,7 +56,9 @@ def encode(v, random_bits, E: tl.constexpr):
 @triton.jit
 def _encode_float(v, random_bits, E: tl.constexpr):
     b = bits_of(v)
-    if E.rounding == "nearest_even" and E.overflow == "saturate" and E.emin > -126:
+    # The largest values of some formats are so large that float32 has no constant to round them by.
+    has_constants: tl.constexpr = E.emin > -126 and (E.max_bits >> 23) + 23 - E.mantissa < 255
+    if E.rounding == "nearest_even" and E.overflow == "saturate" and has_constants:
         return _finish(nonnegative_code(tl.abs(v), E), b, E)
     else:
         magnitude = b & MAGNITUDE

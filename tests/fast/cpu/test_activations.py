@@ -1,5 +1,7 @@
 """What the compiled loop makes of activations has the reference's bits: codes, scales, zero points and numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ import fast
 import reference
 from fast.cpu import activations
 from reference import SCHEMES
-from reference.formats.formats import FORMATS
+from reference.formats.formats import FORMATS, Format
 from tests.fast.cpu.test_decoder import same_bits
 
 #: One of each rule: ratios by row, block and tensor, zero points, powers of two, two levels.
@@ -124,3 +126,14 @@ def test_threads_change_no_bit(monkeypatch):
         assert same_bits(activations.values(x, SCHEMES["nvfp4"]), one)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_format_of_large_values_is_left_to_the_reference(monkeypatch):
+    """float32 has no constants to round them by."""
+    fmt = Format(
+        name="k0", kind="float", bits=3, exponent_bits=2, mantissa_bits=0, bias=-105, specials="nan_ones"
+    )
+    monkeypatch.setitem(FORMATS, "k0", fmt)
+    scheme = replace(SCHEMES["mxfp8_e4m3_rceil"], name="large", element="k0")
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * 2.0**30
+    assert torch.equal(fast.fake_quantize(x, scheme), reference.fake_quantize(x, scheme))
