@@ -168,8 +168,8 @@ def fast_path(m):
             wanted = encoder(x)
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
-    # Attention's last bits differ, and with them a code of an input now and then, which of 2 bits is a third of a row's range; a
-    # weight that is read as plain memory is as far away as another weight.
+    # Attention's last bits differ, and with them a code of an input now and then, which of 2 bits is a third of a row's range;
+    # a weight that is read as plain memory is as far away as another weight.
     assert (made - wanted).norm() < 0.1 * wanted.norm()
 
 
