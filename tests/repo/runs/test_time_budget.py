@@ -148,3 +148,7 @@ def test_a_night_has_what_a_day_leaves(monkeypatch):
         "test_c[4]",
         "test_e[0]",
     ]
+    monkeypatch.setenv(time_budget.ALL_CASES, "1")
+    others = [Item(item.nodeid) for item in items]
+    time_budget.leave_to_the_night(others)
+    assert not any(item.marked for item in others)

@@ -5,6 +5,7 @@ and the time by the clock; xdist's controller adds up what its workers report. N
 for `.ci/run`, fails a run that took longer: on a slower machine, which the time of a fixed loop tells, more in proportion.
 """
 
+import os
 import time
 import tomllib
 from collections import Counter
@@ -19,6 +20,8 @@ BUDGET = Path(__file__).parents[2] / "time_budget.toml"
 #: 2026-11-28.
 REFERENCE_SECONDS = 0.85
 SLOWEST = 20
+#: The variable under which all cases of a test run.
+ALL_CASES = "AO_LAB_ALL_CASES"
 ELSEWHERE = "(no budget)"
 
 
@@ -33,7 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def leave_to_the_night(items: list[pytest.Item]) -> None:
-    """Mark all cases of a test `nightly` but those that `cases_by_day` takes, evenly, of those that are not so already."""
+    """Mark all cases of a test `nightly` but those that `cases_by_day` takes, evenly, of those that are not so already.
+
+    All run where `ALL_CASES` is set, as by `make mutation`.
+    """
+    if ALL_CASES in os.environ:
+        return
     most, cases = cases_by_day(), dict[str, list[pytest.Item]]()
     for item in items:
         path, _, name = item.nodeid.partition("[")[0].partition("::")
