@@ -15,8 +15,9 @@ Each folder is one capability, and imports those below it alone (a contract in p
     checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming
     qat            quantization-aware training, adapters
     sparsity       `sparsify_`: N:M pruning of linear layers, by scores that calibration feeds
-    quantization   `quantize_`: plan, selection of layers, report; a configuration registers its transform
-    calibration    observers of inputs, the configurations that need them, and the walk over a model block by block
+    quantization   `quantize_`: which weights, by which configuration; a configuration registers its transform
+    calibration    what is kept of the inputs of layers, and the configurations that need it
+    transforms     what every change of a model goes through: selection of layers, plan, report, undoing, data block by block
     tensor         `QuantizedTensor`: its operations register themselves
     gemm           which kernel computes a product
     config         configurations, recipes

@@ -2,16 +2,16 @@
 
 from ao_lab import jax as jax
 from ao_lab import testing as testing
-from ao_lab.calibration.observers import AbsMax as AbsMax
-from ao_lab.calibration.observers import MinMax as MinMax
-from ao_lab.calibration.observers import MovingAverage as MovingAverage
-from ao_lab.calibration.observers import Percentile as Percentile
+from ao_lab.calibration.static import AbsMax as AbsMax
 from ao_lab.calibration.static import (
     Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
 )
 from ao_lab.calibration.static import (
     Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
 )
+from ao_lab.calibration.static import MinMax as MinMax
+from ao_lab.calibration.static import MovingAverage as MovingAverage
+from ao_lab.calibration.static import Percentile as Percentile
 from ao_lab.checkpoint.api import Saved as Saved
 from ao_lab.checkpoint.api import load_pretrained as load_pretrained
 from ao_lab.checkpoint.api import save_pretrained as save_pretrained
@@ -76,12 +76,11 @@ from ao_lab.qat.config import IntXQuantizationAwareTrainingConfig as IntXQuantiz
 from ao_lab.qat.config import LoRA as LoRA
 from ao_lab.qat.config import QATConfig as QATConfig
 from ao_lab.qat.config import advance_qat as advance_qat
+from ao_lab.qat.config import llama32_configs as llama32_configs
+from ao_lab.qat.config import llama32_qat as llama32_qat
 from ao_lab.qat.lora import lora_state_dict as lora_state_dict
-from ao_lab.qat.presets import llama32_configs as llama32_configs
-from ao_lab.qat.presets import llama32_qat as llama32_qat
 from ao_lab.quantization.api import quantize_ as quantize_
 from ao_lab.quantization.calibrate import calibrate as calibrate
-from ao_lab.quantization.modules import linear_and_experts as linear_and_experts
 from ao_lab.quantization.report import Layer as Layer
 from ao_lab.quantization.report import Report as Report
 from ao_lab.quantization.report import explain as explain
@@ -118,6 +117,7 @@ from ao_lab.training.float8 import Float8LinearRecipeName as Float8LinearRecipeN
 from ao_lab.training.float8 import ScalingGranularity as ScalingGranularity
 from ao_lab.training.float8 import ScalingType as ScalingType
 from ao_lab.training.float8 import convert_to_float8_training as convert_to_float8_training
+from ao_lab.transforms.layers import linear_and_experts as linear_and_experts
 from ao_lab.tuning.api import Tuned as Tuned
 from ao_lab.tuning.api import tune as tune
 from reference import FORMATS as FORMATS

@@ -105,7 +105,7 @@ class Shared:
 
 @dataclass
 class Statistics:
-    """A statistic of each layer's inputs. An observer for `ao_lab.calibration.hooks.watching`, the same for all layers.
+    """A statistic of each layer's inputs. An observer for `ao_lab.transforms.hooks.watching`, the same for all layers.
 
     A layer whose first input is the very tensor that another layer's statistic has just taken in, as its first, shares it from
     then on. Where such a layer later sees something else, that is an error: their sums could not be told apart any more.

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.calibration.hooks import watching
 from ao_lab.calibration.statistics import place_of
+from ao_lab.transforms.hooks import watching
 
 # Batches of calibration as calls of a model: their arguments, the input among these, and what is said of one that fails.
 

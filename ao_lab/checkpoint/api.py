@@ -57,10 +57,10 @@ from ao_lab.checkpoint.records import KEY, Records, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.checkpoint.third_party import records_of, tell
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.joined_scales import group_of
-from ao_lab.quantization.modules import check_model, is_untied
+from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.layers import check_model, is_untied
 from reference.arrays.errors import choice
 
 # Biases of layers that have none: AutoGPTQ wrote zeros for every layer that it packed, whether it had a bias or not.

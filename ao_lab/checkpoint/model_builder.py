@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 
 import ao_lab.quantization.prepared_products
-import ao_lab.quantization.shown  # noqa: F401  F.linear of eager inference, print(model)
+import ao_lab.quantization.report  # noqa: F401  F.linear of eager inference, print(model)
 from ao_lab.checkpoint.io.generation_settings import check_settings
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import (
@@ -36,9 +36,9 @@ from ao_lab.checkpoint.io.shards import (
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.io.time_limit import limited_time
 from ao_lab.install.extras import needed
-from ao_lab.quantization.modules import table_or_head
-from ao_lab.quantization.preshuffle import preshuffle
+from ao_lab.quantization.api import preshuffle
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.layers import table_or_head
 
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
 #: The field by which a configuration of transformers names its file of weights.

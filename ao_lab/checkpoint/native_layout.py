@@ -18,7 +18,7 @@ from torch import nn
 from ao_lab.checkpoint.io.shards import COMMON, OWN, OWN_INDEX, OWN_SINGLE
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import CONFIG, NAMED_WEIGHTS, QUANTIZATION
-from ao_lab.quantization.modules import is_untied
+from ao_lab.transforms.layers import is_untied
 
 METHOD = "ao_lab"
 #: What config.json says of the quantization, beside "weights", the name of the file or the index.

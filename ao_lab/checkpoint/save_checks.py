@@ -14,14 +14,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ao_lab.calibration.hooks import watches
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora import LoRALinear
-from ao_lab.quantization.modules import shorten
 from ao_lab.quantization.report import ATTRIBUTE, Report
 from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.transforms.hooks import watches
+from ao_lab.transforms.layers import shorten
 
 CONVERT = "call quantize_(model, QATConfig(config, step='convert')) first"
 #: How `quantize_` tells of weights that it did not come to.

@@ -17,13 +17,13 @@ from ao_lab.checkpoint.io.weight_specs import Specs, own_specs
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.quantization.modules import check_model, quantizable_parameters
 from ao_lab.quantization.plan import Change, planned
-from ao_lab.quantization.selection import Filter
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.transforms.layers import check_model, quantizable_parameters
+from ao_lab.transforms.select import Filter
 from reference import Scheme
 from reference.arrays.errors import choice
 from reference.schemes.schemes import scheme_of

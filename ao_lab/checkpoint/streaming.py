@@ -42,12 +42,11 @@ from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.install.extras import needed
-from ao_lab.quantization.api import Progress, keep_report, quantize_
+from ao_lab.quantization.api import Progress, StreamedWeights, keep_report, quantize_
 from ao_lab.quantization.calibrate import required_observers
 from ao_lab.quantization.plan import Device, planned
 from ao_lab.quantization.report import explain
-from ao_lab.quantization.selection import Filter
-from ao_lab.quantization.streamed import StreamedWeights
+from ao_lab.transforms.select import Filter
 
 
 def read_by_transformers(

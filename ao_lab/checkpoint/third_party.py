@@ -19,9 +19,9 @@ from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION
 from ao_lab.checkpoint.records import KEY, Records, Weight, check_recipe, check_specs, read_records
-from ao_lab.quantization.modules import quantizable_parameters
 from ao_lab.quantization.report import ATTRIBUTE, Report, described_layer
 from ao_lab.tensor.metadata import stored_shape
+from ao_lab.transforms.layers import quantizable_parameters
 
 MODELOPT_FILE = "hf_quant_config.json"
 #: What folders are read by that name no method: torchao's metadata are enough to tell them.

@@ -34,7 +34,7 @@ class SkippedLayers:
 
     def __call__(self, module: Any, path: str) -> bool:
         """Whether a module is to be quantized."""
-        from ao_lab.quantization.modules import linear_and_experts
+        from ao_lab.transforms.layers import linear_and_experts
 
         found = self.names(path)
         self.met.update(found)

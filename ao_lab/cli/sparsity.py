@@ -41,9 +41,9 @@ def sparse_model(
     """The model of a folder, pruned and quantized in memory: its linear layers that `accepts` takes; experts stay dense."""
     from ao_lab.cli.evaluate import by_transformers
     from ao_lab.quantization.api import quantize_
-    from ao_lab.quantization.modules import is_linear, tied_layers
     from ao_lab.sparsity.api import sparsify_
     from ao_lab.sparsity.config import SparsityConfig
+    from ao_lab.transforms.layers import is_linear, tied_layers
 
     def linear(module: Any, path: str) -> bool:
         return accepts(module, path) and is_linear(module) and path not in tied

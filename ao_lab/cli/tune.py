@@ -26,10 +26,10 @@ from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable
 from ao_lab.gemm.problem import Choice, Problem
 from ao_lab.gemm.saved import device_name, path_of
-from ao_lab.quantization.modules import routers, shorten
 from ao_lab.quantization.report import explain
 from ao_lab.training.api import convert_for_training_
 from ao_lab.training.products import has_fp8
+from ao_lab.transforms.layers import routers, shorten
 from ao_lab.tuning.api import Tuned, scheme_name, tune
 from ao_lab.tuning.decide import Limits
 from reference.training.recipe import recipe_of

@@ -3,4 +3,3 @@
 
 from ao_lab.qat import api as api
 from ao_lab.qat import low_precision as low_precision
-from ao_lab.qat import sparse as sparse

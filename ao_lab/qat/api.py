@@ -15,14 +15,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.calibration.hooks import unwatch
-from ao_lab.calibration.observers import InputScales
+from ao_lab.calibration.static import InputScales
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
-from ao_lab.qat.layers import ADDED, QATLinear, QATModule, Training, plain_again, train_as, was_written
+from ao_lab.qat.layers import (
+    ADDED,
+    QATLinear,
+    QATModule,
+    Training,
+    first_scales,
+    plain_again,
+    train_as,
+    was_written,
+)
 from ao_lab.qat.lora import (
     LoRALinear,
     LoRASumLinear,
@@ -34,22 +42,22 @@ from ao_lab.qat.lora import (
     merge,
     prepare_lora,
 )
-from ao_lab.qat.scale_init import first_scales
 from ao_lab.quantization.api import Call, keep_report, report_of, transform
 from ao_lab.quantization.calibrate import calibrated, required_observers
-from ao_lab.quantization.modules import (
+from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
+from ao_lab.quantization.report import Report, known_reasons
+from ao_lab.quantization.saved_state import warn_of_saved_state
+from ao_lab.training.layers import never_ran
+from ao_lab.training.selection import check_called
+from ao_lab.transforms.hooks import unwatch
+from ao_lab.transforms.layers import (
     computed_reason,
     offloaded,
     quantizable_parameters,
     refuse_offloaded,
     shorten,
 )
-from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
-from ao_lab.quantization.report import Report, known_reasons
-from ao_lab.quantization.saved_state import warn_of_saved_state
-from ao_lab.quantization.selection import Filter, Filtered, Patterns, selection
-from ao_lab.training.layers import never_ran
-from ao_lab.training.selection import check_called
+from ao_lab.transforms.select import Filter, Filtered, Patterns, selection
 from reference import Scales
 
 

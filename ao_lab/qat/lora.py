@@ -53,22 +53,21 @@ from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.select import product
-from ao_lab.qat import transforms
+from ao_lab.qat import autograd
 from ao_lab.qat.autograd import qat_linear, refuse_dtensor
-from ao_lab.qat.backward import straight_through
 from ao_lab.qat.config import LoRA, QATConfig
-from ao_lab.qat.forward import cannot_saturate
+from ao_lab.qat.forward import cannot_saturate, straight_through
 from ao_lab.qat.layers import ADAPTERS, WRITES, QATLinear, QATModule, count_writes
 from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
-from ao_lab.quantization.modules import check_model, offloaded, quantizable_parameters, refuse_offloaded
 from ao_lab.quantization.plan import Device, Plan
 from ao_lab.quantization.report import ADAPTER, Report, known_reasons
-from ao_lab.quantization.selection import Filter, selection
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.values.weight_scales import quantized_weight
 from ao_lab.training.layers import RAN, mark_run
+from ao_lab.transforms.layers import check_model, offloaded, quantizable_parameters, refuse_offloaded
+from ao_lab.transforms.select import Filter, selection
 from fast.device import functional_transform, is_traced
 from fast.second_derivatives import once_differentiable
 
@@ -234,7 +233,7 @@ def frozen_linear(rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tenso
     if not torch.compiler.is_compiling() and functional_transform() is not None:
         scheme = weight.recipe.activation
         if scheme is not None:
-            rows = transforms.rounded(rows, scheme, -1, weight.input_scales, rows.dtype, None)
+            rows = autograd.rounded(rows, scheme, -1, weight.input_scales, rows.dtype, None)
         return torch.nn.functional.linear(rows, weight.dequantize(rows.dtype), bias)
     run: Any = torch.ops.ao_lab.frozen_linear if is_traced(rows) else FrozenLinear.apply
     y: torch.Tensor = run(rows, weight, bias)

@@ -22,22 +22,101 @@ import torch
 from torch import nn
 
 import ao_lab.quantization.prepared_products
-import ao_lab.quantization.shown  # noqa: F401  F.linear of eager inference, print(model)
-from ao_lab.calibration.hooks import unwatch
+import ao_lab.quantization.report  # noqa: F401  F.linear of eager inference, print(model)
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
-from ao_lab.quantization.joined_scales import JoinedScales
-from ao_lab.quantization.modules import check_model, quantizable_parameters, untying
-from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
-from ao_lab.quantization.preshuffle import preshuffle
+from ao_lab.quantization.plan import ALREADY, Change, Device, JoinedScales, Plan, joined, largest, planned
 from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, held, warn_of_slower
-from ao_lab.quantization.selection import Filter
+from ao_lab.tensor.preshuffled import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse.compressed_codes import kept_metadata, positive_zeros
 from ao_lab.tensor.values.weight_scales import quantized_weight
+from ao_lab.transforms.hooks import unwatch
+from ao_lab.transforms.layers import check_model, quantizable_parameters, training_state, untying
+from ao_lab.transforms.select import Filter
+
+# The weights of a finished model in the layout that products on its device read best.
+
+
+def preshuffle(model: nn.Module) -> bool:
+    """Make of each quantized weight what `ao_lab.tensor.preshuffled.for_products` says; whether any is another one now.
+
+    One after the other, in every place that has it. Tables that are looked up in stay, tied ones
+    too, as do weights of layers that train.
+    """
+    changed = False
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            if type(parameter) is QuantizedTensor:
+                places.setdefault(id(parameter), []).append((module, name))
+    for each in places.values():
+        modules = [module for module, _ in each]
+        if any(isinstance(m, nn.Embedding) for m in modules) or any(map(training_state, modules)):
+            continue
+        weight: Any = each[0][0]._parameters[each[0][1]]
+        made = for_products(weight)
+        if made is not weight:
+            parameter = nn.Parameter(made, requires_grad=False)
+            for module, name in each:
+                module._parameters[name] = parameter
+            changed = True
+    return changed
+
+
+# Weights that are quantized as they arrive, one after the other, by a plan that was made of their shapes.
+
+
+class StreamedWeights:
+    """A plan, and the quantized weight of each dense one that arrives."""
+
+    def __init__(
+        self, plan: Plan, observers: Mapping[str, Observer], device: Device, progress: Progress | None
+    ) -> None:
+        self.plan, self.observers, self.device, self.progress = plan, observers, device, progress
+        self.changes = {name: change for change in plan.changes.values() for name in change.places}
+        self.done, self.total = 0, len(plan.changes)
+        #: Layers that share an outer scale, and what has arrived of those whose others have not.
+        self.groups = {
+            name: [next(iter(one.places)) for one in group]
+            for name, group in joined(plan.changes.values()).items()
+        }
+        self.waiting: dict[str, torch.Tensor] = {}
+
+    def arrived(self, name: str, dense: torch.Tensor) -> dict[str, nn.Parameter]:
+        """The quantized weights that can be made with this one: itself, or nothing, or all that it shares a scale with."""
+        group = self.groups.get(name)
+        if group is None:
+            return {name: self.parameter(name, dense)}
+        # What comes from a file may be a view of it.
+        self.waiting[name] = dense.clone() if dense.device.type == "cpu" else dense
+        if not all(one in self.waiting for one in group):
+            return {}
+        weights = {one: self.waiting.pop(one) for one in group}
+        outer = largest(weights.values(), self.changes[name].recipe.weight)
+        return {one: self.parameter(one, weight, outer) for one, weight in weights.items()}
+
+    def go_on(self, plan: Plan) -> None:
+        """With the changes of another plan, which are the last."""
+        self.changes = {name: change for change in plan.changes.values() for name in change.places}
+        self.total = self.done + len(plan.changes)
+
+    def parameter(self, name: str, dense: torch.Tensor, outer: torch.Tensor | None = None) -> nn.Parameter:
+        """The quantized weight of a parameter that the plan changes. outer: what it shares with others."""
+        change: Change = self.changes[name]
+        observer = next((self.observers[place] for place in change.layers if place in self.observers), None)
+        weight = nn.Parameter(
+            quantize_weight(change, dense, self.device, observer, outer), requires_grad=False
+        )
+        self.done += 1
+        if self.progress is not None:
+            self.progress(name, self.done, self.total)
+        return weight
+
 
 LOG = logging.getLogger(__name__)
 #: Told of each weight when it is quantized: its full name, how many are, of how many.
@@ -122,7 +201,7 @@ def quantize_(
     there is none.
     `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. On the
     meta device the quantized weights are there too, to be filled by load_state_dict(assign=True).
-    `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.calibration.hooks`;
+    `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.transforms.hooks`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
     On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.preshuffled`): the same codes and scales in
@@ -300,8 +379,10 @@ def report_of(model: nn.Module) -> Report:
 __all__ = [
     "Call",
     "Progress",
+    "StreamedWeights",
     "Transform",
     "keep_report",
+    "preshuffle",
     "quantize_",
     "quantize_parameter",
     "quantize_weight",

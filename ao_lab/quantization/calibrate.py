@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from ao_lab.calibration.hooks import unwatch, watch, watches, watching
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
-from ao_lab.quantization.modules import shorten
 from ao_lab.quantization.plan import Change, Plan, planned
-from ao_lab.quantization.selection import Filter
+from ao_lab.transforms.hooks import unwatch, watch, watches, watching
+from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.select import Filter
 
 ForwardLoop = Callable[[nn.Module], Any]
 Observers = Mapping[str, Observer]

@@ -1,10 +1,18 @@
-"""What `quantize_` did to each layer and why, and `explain`: what each layer of a model is now."""
+"""What `quantize_` did to each layer and why, and `explain`: what each layer of a model is now.
+
+`print(model)` names the schemes of quantized weights: `Linear(in_features=64, out_features=32, bias=True, weight=nf4)`.
+
+Modules stay the classes that they are, and keep nothing for it: what torch prints of nn.Linear, nn.Embedding and of modules
+without a text of their own (batched experts) is looked up on the class, and says more where a parameter is quantized.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +26,10 @@ from ao_lab.gemm.families import families_by_rows
 from ao_lab.gemm.products.fused import most_fused_rows
 from ao_lab.gemm.products.grouped import groups_reason
 from ao_lab.gemm.select import inference_keys, select_kernel
-from ao_lab.quantization.modules import (
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.metadata import LAYOUT
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.transforms.layers import (
     check_model,
     contraction_axis,
     first_matrix,
@@ -27,13 +38,30 @@ from ao_lab.quantization.modules import (
     training_state,
     unsupported_reason,
 )
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.metadata import LAYOUT
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
 from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 from fast.matmul.preshuffled.linear import ALL_ROWS
 from reference import Scheme, decode, encode
+
+
+def schemes_of(module: nn.Module) -> str:
+    """The quantized parameters of a module itself, and their recipes; "" where it has none."""
+    own: dict[str, Any] = dict(module._parameters)
+    return ", ".join(f"{name}={one.recipe}" for name, one in own.items() if isinstance(one, QuantizedTensor))
+
+
+def _with_schemes(extra_repr: Callable[[nn.Module], str]) -> Callable[[nn.Module], str]:
+    @wraps(extra_repr)
+    def shown(self: nn.Module) -> str:
+        return ", ".join(filter(None, (extra_repr(self), schemes_of(self))))
+
+    return shown
+
+
+_KINDS: tuple[Any, ...] = (nn.Module, nn.Linear, nn.Embedding)
+for _kind in _KINDS:
+    _kind.extra_repr = _with_schemes(_kind.extra_repr)
+
 
 #: Where a model keeps its report.
 ATTRIBUTE = "ao_lab_report"

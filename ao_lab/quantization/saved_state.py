@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ao_lab.quantization.modules import shorten
+from ao_lab.transforms.layers import shorten
 
 #: What the header of a safetensors file has before it: its length.
 LENGTH = 8

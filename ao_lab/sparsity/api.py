@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.blocks import find_blocks
-from ao_lab.calibration.hooks import watching
 from ao_lab.calibration.statistics import Hessian, SquareSums, Statistics
 from ao_lab.calibration.walk import Block, Capture, calibrating, captured, walk
-from ao_lab.quantization.modules import check_model, quantizable_parameters, shorten, untying
-from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.config import SparsityConfig
 from ao_lab.sparsity.plan import Plan, Target, planned
-from ao_lab.sparsity.prune_layer import prune_weight
+from ao_lab.sparsity.prune_layer import NOT_FINITE, prune_weight
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.selection import block_of
 from ao_lab.sparsity.transforms import Registered, transformed
-from ao_lab.sparsity.weights import NOT_FINITE
+from ao_lab.transforms.hooks import watching
+from ao_lab.transforms.layers import check_model, quantizable_parameters, shorten, untying
+from ao_lab.transforms.select import Filter
 
 #: Told of each weight when it is pruned: its full name, how many are, of how many.
 Progress = Callable[[str, int, int], None]

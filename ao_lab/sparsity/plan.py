@@ -14,7 +14,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.quantization.modules import (
+from ao_lab.sparsity.config import SparsityConfig
+from ao_lab.sparsity.prune_layer import (
+    NOT_FINITE,
+    in_place_reason,
+    layout_reason,
+    most_kept,
+)
+from ao_lab.sparsity.report import SparseLayer
+from ao_lab.sparsity.selection import Selection, block_of
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.sparse.compress import quantized_compressed
+from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.transforms.layers import (
     check_model,
     is_linear,
     is_transposed,
@@ -22,19 +34,7 @@ from ao_lab.quantization.modules import (
     shorten,
     unsupported_reason,
 )
-from ao_lab.quantization.selection import Filter, passed_over
-from ao_lab.sparsity.config import SparsityConfig
-from ao_lab.sparsity.report import SparseLayer
-from ao_lab.sparsity.selection import Selection, block_of
-from ao_lab.sparsity.weights import (
-    NOT_FINITE,
-    in_place_reason,
-    layout_reason,
-    most_kept,
-)
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.compress import quantized_compressed
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.transforms.select import Filter, passed_over
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPRESSED_DTYPES = (torch.bfloat16, torch.float16)

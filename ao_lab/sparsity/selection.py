@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.blocks import block_lists
-from ao_lab.quantization.modules import (
+from ao_lab.sparsity.prune_layer import torch_prune_reason
+from ao_lab.transforms.layers import (
     is_experts,
     is_linear,
     routers,
     shorten,
     unsupported_reason,
 )
-from ao_lab.quantization.selection import ROUTES, Filter
-from ao_lab.sparsity.weights import torch_prune_reason
+from ao_lab.transforms.select import ROUTES, Filter
 
 EXPERTS = "batched experts are not pruned, only linear layers are; a call without filter_fn leaves them and their routers dense"
 

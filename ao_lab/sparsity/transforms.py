@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.report import SparsityReport
+from ao_lab.transforms.select import Filter
 
 
 class Registered:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ao_lab.quantization.modules import check_model, shorten
 from ao_lab.training.fused_modules import fuse_layers_, fusions, unfuse_layers_
 from ao_lab.training.grouped.experts import LowPrecisionExperts, plain_experts_again, train_experts_by
 from ao_lab.training.layers import LowPrecisionLinear, Settings, never_ran, plain_again, train_by
 from ao_lab.training.products import PRODUCTS
 from ao_lab.training.selection import Filter, selected
+from ao_lab.transforms.layers import check_model, shorten
 from reference.arrays.errors import choice
 from reference.training.recipe import Recipe, recipe_of
 

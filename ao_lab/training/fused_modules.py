@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fast
-from ao_lab.quantization.modules import is_linear
 from ao_lab.training.casts import own_memory
 from ao_lab.training.fused_swiglu import swiglu_linear
+from ao_lab.transforms.layers import is_linear
 from fast.layers.rotary import rotary
 from reference.arrays.errors import choice
 

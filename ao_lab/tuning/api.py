@@ -16,7 +16,7 @@ from torch import nn
 
 from ao_lab.gemm.choices import Choice, choices_for, path_of, rows_range
 from ao_lab.gemm.saved import folder, save
-from ao_lab.quantization.modules import check_model
+from ao_lab.transforms.layers import check_model
 from ao_lab.tuning.candidates import choices_of
 from ao_lab.tuning.decide import Limits
 from ao_lab.tuning.measure import release

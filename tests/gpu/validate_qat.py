@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.qat.backward import gradients
-from ao_lab.qat.forward import Given, Rule
+from ao_lab.qat.forward import Given, Rule, gradients
 from fast.quantize import saturation
 
 DYNAMIC, WEIGHTS = "int8_rowwise_asymmetric", "int4_g128_asymmetric"

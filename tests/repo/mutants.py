@@ -367,12 +367,12 @@ KERNELS = [
 ]  # fmt: skip
 
 LIBRARY = [
-    Mutation("gradients pass before QAT begins", "ao_lab/qat/backward.py",
+    Mutation("gradients pass before QAT begins", "ao_lab/qat/forward.py",
              "return torch.where(started, dx, g), late[0], late[1]", "return dx, late[0], late[1]",
-             "tests/ao_lab/qat/test_backward.py -k delayed_start"),
-    Mutation("inputs that saturate have gradients", "ao_lab/qat/backward.py",
+             "tests/ao_lab/qat/test_forward.py -k delayed_start"),
+    Mutation("inputs that saturate have gradients", "ao_lab/qat/forward.py",
              "dx, dinput, _ = straight_through(dx,", "_, dinput, _ = straight_through(dx,",
-             "tests/ao_lab/qat/test_backward.py -k 'straight_through or static_inputs'"),
+             "tests/ao_lab/qat/test_forward.py -k 'straight_through or static_inputs'"),
     Mutation("AWQ's nibbles in order", "ao_lab/checkpoint/formats/awq.py",
              "PLACES = [0, 4, 1, 5, 2, 6, 3, 7]", "PLACES = [0, 1, 2, 3, 4, 5, 6, 7]",
              "tests/ao_lab/checkpoint/formats/test_awq.py -k library_dequantizes"),
@@ -391,9 +391,9 @@ LIBRARY = [
     Mutation("packed zero points without their sign", "ao_lab/checkpoint/formats/compressed_tensors/weights.py",
              "(unsigned - ((unsigned >> (bits - 1)) << bits))", "unsigned",
              "tests/ao_lab/checkpoint/formats/test_compressed_tensors.py -k weights_are"),
-    Mutation("SR-STE's pull in the gradient's dtype", "ao_lab/sparsity/training/autograd.py",
+    Mutation("SR-STE's pull in the gradient's dtype", "ao_lab/sparsity/training/layers.py",
              "pull = w.float().mul(decay)", "pull = w.mul(decay).float()",
-             "tests/ao_lab/sparsity/training/test_autograd.py"),
+             "tests/ao_lab/sparsity/training/test_layers.py"),
     Mutation("bytes behind the last tensor", "ao_lab/checkpoint/io/safetensors_header.py",
              "if end != size:", "if end > size:", SHARDS + "headers"),
     Mutation("negative counts in a header", "ao_lab/checkpoint/io/safetensors_header.py",

@@ -26,9 +26,9 @@ from torch import nn
 from ao_lab.checkpoint.experts.conversion import STEP, gathered, grouped_names, mapping_of, row_numbers
 from ao_lab.checkpoint.export.plain_reader import Reading
 from ao_lab.config.recipe import Recipe
-from ao_lab.quantization.modules import is_batch, is_experts
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import select
+from ao_lab.transforms.layers import is_batch, is_experts
 
 METHOD = "compressed-tensors"
 #: What readers of compressed-tensors match experts' names with; transformers looks for the word in it.

@@ -11,12 +11,10 @@ from ao_lab.checkpoint.transformers.sharded import full_weight, holds_quantized,
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.observer import Observer
-from ao_lab.quantization.api import Progress, keep_report
+from ao_lab.quantization.api import Progress, StreamedWeights, keep_report, preshuffle
 from ao_lab.quantization.calibrate import required_observers
 from ao_lab.quantization.plan import ALREADY, Device, planned
-from ao_lab.quantization.preshuffle import preshuffle
-from ao_lab.quantization.selection import Filter
-from ao_lab.quantization.streamed import StreamedWeights
+from ao_lab.transforms.select import Filter
 
 #: What quantizing a weight may raise: it does not fit into memory, or its recipe rejects its values.
 EXPECTED = (ValueError, TypeError, RuntimeError, MemoryError)

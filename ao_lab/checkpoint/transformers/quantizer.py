@@ -47,11 +47,11 @@ from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.job import Job
 from ao_lab.checkpoint.transformers.sharded import ShardedReading, dense, holds_quantized
 from ao_lab.config.fqn import FqnToConfig
-from ao_lab.quantization.modules import is_linear, linear_and_experts, training_state
-from ao_lab.quantization.preshuffle import preshuffle
-from ao_lab.quantization.selection import Filter
+from ao_lab.quantization.api import preshuffle
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
+from ao_lab.transforms.layers import is_linear, linear_and_experts, training_state
+from ao_lab.transforms.select import Filter
 
 
 def _check_places(model: Any, files: Iterable[str]) -> None:

@@ -15,18 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ao_lab.quantization.modules import (
-    check_model,
-    computed_reason,
-    is_linear,
-    never_called,
-    quantizable_parameters,
-    shorten,
-    training_state,
-)
 from ao_lab.quantization.saved_state import warn_of_saved_state
-from ao_lab.quantization.selection import Filter
 from ao_lab.sparsity.plan import DTYPES, others, raise_refused
+from ao_lab.sparsity.prune_layer import in_place_reason, layout_reason
 from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
 from ao_lab.sparsity.selection import Selection
 from ao_lab.sparsity.training.config import (
@@ -36,10 +27,11 @@ from ao_lab.sparsity.training.config import (
     finds_masks,
     phase,
 )
-from ao_lab.sparsity.training.counts import count, is_capturing
-from ao_lab.sparsity.training.layers import ADDED, CLASSES, SparseLinear, plain_again, train_sparse
+from ao_lab.sparsity.training.layers import ADDED, TRAINS_AS, SparseLinear, plain_again, train_sparse
 from ao_lab.sparsity.training.masks import (
+    count,
     find_mask,
+    is_capturing,
     other_pattern_reason,
     share_of_zeros,
     stored_as,
@@ -48,9 +40,18 @@ from ao_lab.sparsity.training.masks import (
 )
 from ao_lab.sparsity.training.products import PRODUCTS
 from ao_lab.sparsity.transforms import Call, transform
-from ao_lab.sparsity.weights import in_place_reason, layout_reason
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.transforms.layers import (
+    check_model,
+    computed_reason,
+    is_linear,
+    never_called,
+    quantizable_parameters,
+    shorten,
+    training_state,
+)
+from ao_lab.transforms.select import Filter
 
 STORED = (
     "it is in 2:4 storage, for inference; module.weight = torch.nn.Parameter(module.weight.dequantize()) makes it dense, and "
@@ -93,7 +94,7 @@ def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | 
             continue
         if not is_linear(module):
             refused[full] = plan.reasons[full]
-        elif isinstance(module, nn.Linear) and type(module) in CLASSES:
+        elif isinstance(module, nn.Linear) and type(module) in TRAINS_AS:
             plan.groups.setdefault(id(parameter), Group()).layers[full] = module
         else:
             refused[full] = _module_reason(module)
@@ -161,7 +162,7 @@ def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
         return f"{config.pattern} needs a last axis that is a multiple of {size}, got shape {shape}"
     if config.transposable and shape[0] % 4:
         return f"transposable masks need rows and columns in multiples of 4, got shape {shape}"
-    kinds = {CLASSES[type(layer)] for layer in group.layers.values()}
+    kinds = {TRAINS_AS[type(layer)] for layer in group.layers.values()}
     reasons = (
         *(kind.unsupported_config(config) for kind in kinds),
         PRODUCTS[config.products].unsupported_reason(w),
@@ -358,7 +359,7 @@ def _check_finished(layers: dict[str, SparseLinear]) -> None:
         raise ValueError("finish_sparsity_: no layer trains sparse")
     check_plain_weights(layers, "finish_sparsity_")
     for name, layer in layers.items():
-        if type(layer) not in CLASSES.values():
+        if type(layer) not in TRAINS_AS.values():
             raise TypeError(
                 f"{name} was given to fully_shard by itself, which made it a {type(layer).__name__}: load its full weights and "
                 f"masks into a model on one rank, and finish that"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fast
-from ao_lab.quantization.modules import check_model
 from ao_lab.training.distributed.cast_on_gather import CastOnGather
+from ao_lab.transforms.layers import check_model
 from reference import Scheme
 
 #: What `one_block_a_row` has made, by the keys of schemes; a cache of functools is none to torch's tracer.

@@ -30,10 +30,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ao_lab.quantization.modules import is_batch
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.layers import Settings, autocast, mark_run, restore_class
 from ao_lab.training.transforms import check_experts_traced
+from ao_lab.transforms.layers import is_batch
 
 # Tokens sorted by expert and back, on their device: no count is read by the host.
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import reference
-from ao_lab.calibration.hooks import watching
 from ao_lab.calibration.statistics import PIECE, Hessian, SquareSums, Statistics, square_sums
+from ao_lab.transforms.hooks import watching
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

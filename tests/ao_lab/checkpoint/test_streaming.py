@@ -21,7 +21,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.checkpoint.streaming import parameters_on_meta
-from ao_lab.quantization.streamed import StreamedWeights
+from ao_lab.quantization.api import StreamedWeights
 from experiments.models.language_model import LanguageModel, ModelSettings
 
 pytestmark = pytest.mark.usefixtures("few_objects")

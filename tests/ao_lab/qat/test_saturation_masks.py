@@ -7,9 +7,8 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.qat import backward
-from ao_lab.qat.backward import gradients
-from ao_lab.qat.forward import Given, Rule
+from ao_lab.qat import forward
+from ao_lab.qat.forward import Given, Rule, gradients
 from ao_lab.testing.strategies import assert_same_bits
 from tests.gpu.validate_qat import expected, numbers
 
@@ -40,8 +39,8 @@ class Masks:
 @pytest.fixture
 def masks(monkeypatch):
     made = Masks()
-    monkeypatch.setattr(backward, "saturation", made)
-    monkeypatch.setattr(backward, "has_kernels", lambda x: True)
+    monkeypatch.setattr(forward, "saturation", made)
+    monkeypatch.setattr(forward, "has_kernels", lambda x: True)
     return made
 
 

@@ -28,8 +28,8 @@ from ao_lab import (
     sparsify_,
     weight_size,
 )
+from ao_lab.quantization.api import StreamedWeights
 from ao_lab.quantization.plan import planned
-from ao_lab.quantization.streamed import StreamedWeights
 from tests.support.quantized_weights import same
 
 CONFIGS = {

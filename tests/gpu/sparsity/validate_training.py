@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import ao_lab
 import reference
-from ao_lab.sparsity.training.autograd import Rule, masked_linear, weight_gradient
+from ao_lab.sparsity.training.layers import Rule, masked_linear, weight_gradient
 from ao_lab.sparsity.training.masks import find_mask
 from ao_lab.sparsity.training.products import masked
 from tests.gpu.sparsity.products.training_timing import measure

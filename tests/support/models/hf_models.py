@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
-from ao_lab.quantization.modules import linear_and_experts
+from ao_lab.transforms.layers import linear_and_experts
 from tests.ao_lab.quantization.test_models_transformers import MODELS, transformers
 
 KINDS = (

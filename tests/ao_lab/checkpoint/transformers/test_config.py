@@ -30,7 +30,7 @@ from ao_lab import (
 from ao_lab.checkpoint.transformers.config import config_from, config_values
 from ao_lab.cli.skipped_layers import SkippedLayers
 from ao_lab.config import base
-from ao_lab.quantization.modules import linear_and_experts
+from ao_lab.transforms.layers import linear_and_experts
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs  # noqa: E402
@@ -200,7 +200,7 @@ def test_what_is_wrong(folder, tmp_path, monkeypatch):
     def fails(self, name, dense):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ao_lab.quantization.streamed.StreamedWeights, "parameter", fails)
+    monkeypatch.setattr(ao_lab.quantization.api.StreamedWeights, "parameter", fails)
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
         load(folder, HfConfig(INT8))
 

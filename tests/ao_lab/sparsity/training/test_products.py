@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reference
 from ao_lab import SparseTrainingConfig, sparsify_, step_sparsity_
 from ao_lab.sparsity.training import products
-from ao_lab.sparsity.training.autograd import Rule, masked_linear
+from ao_lab.sparsity.training.layers import Rule, masked_linear
 from ao_lab.sparsity.training.products import (
     PRODUCTS,
     cusparselt_linear,

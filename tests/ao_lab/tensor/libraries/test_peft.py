@@ -134,7 +134,7 @@ def test_experts():
     import peft
     import transformers
 
-    from ao_lab.quantization.modules import linear_and_experts
+    from ao_lab.transforms.layers import linear_and_experts
 
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import ao_lab
-from ao_lab.sparsity.training.autograd import Rule, masked_linear
+from ao_lab.sparsity.training.layers import Rule, masked_linear
 from ao_lab.sparsity.training.masks import find_mask
 from ao_lab.sparsity.training.products import masked
 from tests.gpu.sparsity.progress import Progress

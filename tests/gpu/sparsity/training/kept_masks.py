@@ -34,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import ao_lab
-from ao_lab.sparsity.training import api, autograd, products
+from ao_lab.sparsity.training import api, layers, products
 from experiments.sparsity.speed.linear import SHAPES, dense, layer_of, step_of
 from fast.kernels.cublaslt import weight_gradient
 from fast.kernels.sparse_mm import host
@@ -260,7 +260,7 @@ def shares(progress: Progress, label: str, step: Step) -> None:
         return run
 
     places = (
-        (autograd.MaskedLinear, "forward"), (autograd.MaskedLinear, "backward"), (products, "compress_masked"),
+        (layers.MaskedLinear, "forward"), (layers.MaskedLinear, "backward"), (products, "compress_masked"),
         (products, "execute"), (products, "beside_work"), (products, "weight_and_bias_gradients"),
         (weight_gradient, "weight_and_bias_gradients"), (linear_gradients, "product_stream"),
         (linear_gradients, "execute"), (torch, "mm"), (torch.cuda.Stream, "wait_stream"), (torch.cuda, "current_stream"),

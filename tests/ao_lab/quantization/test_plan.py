@@ -16,7 +16,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.checkpoint.io.shards import look_at
-from ao_lab.quantization.joined_scales import JOINED
+from ao_lab.quantization.plan import JOINED
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

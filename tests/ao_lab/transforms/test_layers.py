@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ao_lab import QuantizedTensor, SchemeConfig, explain, linear_and_experts, quantize_
-from ao_lab.quantization.modules import contraction_axis, is_experts, routers
+from ao_lab.transforms.layers import contraction_axis, is_experts, routers
 from tests.support.models.expert_models import MODELS, model_of
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ao_lab.config.base import Config
 from ao_lab.config.fqn import DEFAULT, PATTERN, FqnToConfig, compiled_pattern
-from ao_lab.quantization.modules import (
+from ao_lab.transforms.layers import (
     first_matrix,
     is_experts,
     is_linear,
@@ -45,7 +45,7 @@ def selection(
 ) -> Filtered | Patterns:
     """What selects the configuration of each parameter of a model; ValueError for a filter beside FqnToConfig.
 
-    routers: names of layers that route tokens to experts and stay dense (`ao_lab.quantization.modules.routers`); tied: those
+    routers: names of layers that route tokens to experts and stay dense (`ao_lab.transforms.layers.routers`); tied: those
     whose weight is an embedding's, and of which embedding (`tied_layers`). Both are quantized where they are asked for by name.
     """
     if filter_fn is not None and not callable(filter_fn):

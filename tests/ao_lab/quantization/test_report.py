@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ao_lab import Int4WeightOnlyConfig, Int8WeightOnlyConfig, SparsityConfig, quantize_, sparsify_
-from tests.ao_lab.quantization.test_experts import ByLinear
+from tests.ao_lab.transforms.test_layers import ByLinear
 
 
 def small():

@@ -12,7 +12,7 @@ import fast
 from ao_lab import QATConfig, quantize_
 from ao_lab.config.base import SchemeConfig
 from ao_lab.config.recipe import named
-from ao_lab.qat.scale_init import PARTS, SMALLEST, first_scales, squared_error
+from ao_lab.qat.layers import PARTS, SMALLEST, first_scales, squared_error
 from reference import Scales
 
 SCHEMES = ("int2_g32", "int3_g32", "int3_g64_asymmetric", "int4_rowwise", "int4_tensorwise", "fp8_128x128")

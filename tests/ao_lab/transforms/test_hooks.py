@@ -23,8 +23,8 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.calibration.hooks import Watch
 from ao_lab.config.recipe import named
+from ao_lab.transforms.hooks import Watch
 from experiments.models.language_model import LanguageModel, ModelSettings
 
 BATCHES = [torch.arange(i, i + 24).reshape(2, 12) for i in (0, 50, 100)]

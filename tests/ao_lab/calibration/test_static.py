@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import reference
 from ao_lab import AbsMax, MinMax, MovingAverage, Percentile
-from ao_lab.calibration.observers import STATISTICS, InputScales, statistic_of
+from ao_lab.calibration.static import STATISTICS, InputScales, statistic_of
 from ao_lab.config.recipe import named
 
 #: One scale for all inputs, of every kind that the house and others have.
