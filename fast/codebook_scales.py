@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 
 from reference import SCHEMES, Quantized, Scheme
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 #: Columns of a block.
 BLOCK = 64

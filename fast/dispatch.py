@@ -20,7 +20,7 @@ from torch.fx.traceback import get_current_meta, has_preserved_node_meta
 
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.kernels.launch import cache
-from reference.arrays.plain import tensor_kind
+from reference.arrays.namespace import tensor_kind
 
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled

@@ -19,8 +19,7 @@ import torch
 from fast.device import is_transformed
 from reference import FORMATS, Format, Scales
 from reference.formats.formats import format_of
-from reference.schemes.record_text import record_of
-from reference.schemes.schemes import Scheme
+from reference.schemes.schemes import Scheme, record_of
 
 
 def register(

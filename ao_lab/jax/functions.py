@@ -30,18 +30,17 @@ from ao_lab.jax.device import is_traced, place_of, require_array
 from fast.kernels.launch import cache
 from fast.kernels.launch.cache import scale_parts, settings
 from reference import Quantized, Scales, Scheme
-from reference.arrays.dtypes import DTypeLike, dtype_name
-from reference.arrays.jax_mesh import over_mesh
+from reference.arrays.errors import DTypeLike, dtype_name
+from reference.arrays.jax_bridge import over_mesh, register_flax_if_imported, register_jax
 from reference.arrays.namespace import FLOAT_DTYPES, float_input
-from reference.arrays.pytrees import register_flax_if_imported, register_jax
 from reference.formats.encode import check_random_bits
-from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode
+from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.quantize.fake_quantize import no_cotangent, scale_cotangents
-from reference.quantize.provided_scales import check_scales
 from reference.quantize.quantize import check_quantized, with_tiled_scales
-from reference.quantize.tiled_scales import check_tiled, tiled_size
+from reference.quantize.scales import check_scales
+from reference.quantize.stored import check_tiled, tiled_size
 from reference.schemes.schemes import scheme_of
 
 Arrays = dict[str, Any]
@@ -80,7 +79,7 @@ class Operation:
 def dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
     """The operation where `place` (see `device.place_of`) says; concrete arrays run as one compiled program.
 
-    Explicit axes of a mesh are automatic inside (`reference.arrays.jax_mesh`).
+    Explicit axes of a mesh are automatic inside (`reference.arrays.jax_bridge`).
     """
     return over_mesh(_dispatch, (operation, arrays, place), {})  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from ao_lab.jax.device import require_array
 from ao_lab.jax.functions import dequantize
 from ao_lab.jax.training.operands import Factor, factor, product
 from reference import Quantized
-from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.errors import DTypeLike, dtype_name
 from reference.quantize.quantize import unpacked, with_plain_scales
 
 DTYPES = ("float32", "bfloat16", "float16")

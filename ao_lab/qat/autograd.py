@@ -27,7 +27,7 @@ from ao_lab.qat.forward import Given, Rule, gradients, needs_input, rule_of, val
 from fast.device import PLAIN, functional_transform, is_traced
 from fast.second_derivatives import once_differentiable
 from reference import Scales, Scheme
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 
 class StraightThrough(torch.autograd.Function):

@@ -35,7 +35,7 @@ from fast.quantize import saturation
 from reference import Scales, Scheme
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 
 def gradients(

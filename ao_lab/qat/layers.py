@@ -31,7 +31,7 @@ from fast.ops import record_name
 from reference import Scales, Scheme
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 #: The smallest scale of the default schemes.
 SMALLEST = 2.0**-126

@@ -13,7 +13,7 @@ from ao_lab.config.recipe import Recipe
 from fast.matmul.preshuffled.ops import preshuffled, restored
 from reference import Quantized
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
-from reference.schemes.record_text import scheme_fields, scheme_from
+from reference.schemes.schemes import scheme_fields, scheme_from
 
 #: Names of the tensors inside, in the order in which tracers see them. Those that a scheme lacks are None.
 PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero")

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.errors import DTypeLike, dtype_name
 from reference.arrays.namespace import FLOAT_DTYPES
 from reference.formats.formats import Format, format_of
 

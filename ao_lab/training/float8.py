@@ -1,7 +1,7 @@
 """torchao's call for FP8 training: `convert_to_float8_training` with `Float8LinearConfig`, names and defaults as there.
 
 Scales and codes are those of ao_lab's schemes: a scale is amax / 448, or the next power of two above, so that nothing
-saturates and finite gradients stay finite; see `reference.training.recipes`.
+saturates and finite gradients stay finite; see `reference.training.recipe`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import nn
 
 from ao_lab.training.api import convert_for_training_
 from reference import SCHEMES
-from reference.training.recipe import RECIPES, Operand, Product, Recipe
-from reference.training.recipes import power_of_two
+from reference.training.recipe import RECIPES, Operand, Product, Recipe, power_of_two
 
 #: Suffix of a scheme for each dtype.
 SUFFIXES = {torch.float8_e4m3fn: "", torch.float8_e5m2: "_e5m2"}

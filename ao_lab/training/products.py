@@ -27,8 +27,7 @@ from fast.kernels.scaled_mm.tiles import LONG
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.weights import codes_beat_torch
 from reference import Quantized, Scheme
-from reference.schemes.record_text import record_of
-from reference.schemes.scale import POWER_RULES
+from reference.schemes.schemes import POWER_RULES, record_of
 from reference.training.recipe import Product
 
 #: GPUs that `codes` was measured on.

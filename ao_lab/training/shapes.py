@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ao_lab.tensor.metadata import DTYPES
+from reference.training.linear import multiple_of
 from reference.training.recipe import Operand, Recipe
-from reference.training.shapes import multiple_of
 
 #: What `torch._scaled_mm` asks of every length of 8-bit float products.
 STEP = 16

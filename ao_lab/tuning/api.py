@@ -22,7 +22,7 @@ from ao_lab.tuning.decide import Limits
 from ao_lab.tuning.measure import release
 from ao_lab.tuning.ranks import chosen_by_all, is_first_of_its_machine
 from ao_lab.tuning.samples import Sample, SampleInput, record
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 #: Told of each problem when it is measured: its layer, how many are, of how many.
 Progress = Callable[[str, int, int], None]

@@ -20,9 +20,8 @@ from fast.cpu.threads import in_parts
 from reference import Quantized
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.blocks import Blocks
-from reference.quantize.mx_tables import quantizes_by_table, scale_table
-from reference.schemes.scale import Scale
-from reference.schemes.schemes import Scheme
+from reference.quantize.quantize import quantizes_by_table, scale_table
+from reference.schemes.schemes import Scale, Scheme
 
 #: Elements of the smallest tensor for which a loop is compiled.
 SMALLEST = 1 << 12

@@ -20,8 +20,8 @@ from reference.arrays.namespace import namespace_of
 from reference.formats.formats import FORMATS
 from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
-from reference.quantize.provided_scales import given_scales
 from reference.quantize.quantize import with_plain_scales
+from reference.quantize.scales import given_scales
 from reference.schemes.schemes import Scheme
 
 #: Dtypes whose values come out; float32 carries them.

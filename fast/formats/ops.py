@@ -10,7 +10,7 @@ import torch
 import reference
 from fast.dispatch import Function, execute
 from fast.ops import format_name, in_own_memory, named_format, register
-from reference.formats.pack import packed_shape
+from reference.formats.storage import packed_shape
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]

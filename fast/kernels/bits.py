@@ -1,4 +1,4 @@
-"""float32 values and their bit patterns inside kernels; the counterpart of `reference.arrays.widen` and
+"""float32 values and their bit patterns inside kernels; the counterpart of `reference.arrays.softfloat` and
 `reference.arrays.softfloat`.
 
 On a GPU float32 addition, multiplication and `div_rn` are IEEE and keep subnormals, so most rules work on floats. Kernels are

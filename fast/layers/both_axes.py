@@ -16,7 +16,7 @@ from fast.ops import constant_record, record_name, register
 from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.ops import QUANTIZE, Operands, Values, fresh_codes, fresh_scales, quantized_of
 from reference import Quantized, Scheme
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 #: Plain values of `quantize` along columns: neither packed nor tiled.

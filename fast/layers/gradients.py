@@ -1,4 +1,4 @@
-"""`rms_norm_vjp` and `swiglu_vjp` for torch tensors: what the layers' backward passes are; see `reference.layers.gradients`.
+"""`rms_norm_vjp` and `swiglu_vjp` for torch tensors: what the layers' backward passes are; see `reference.layers`.
 
 No names of `fast` itself: autograd calls them. Their own gradients, which second derivatives ask for, are those of the formulas
 in float32.
@@ -13,7 +13,8 @@ import torch
 
 from fast.dispatch import Function, execute, run
 from fast.ops import register
-from reference.layers import gradients as specified
+from reference.layers import normalize as specified_norm
+from reference.layers import swiglu as specified_swiglu
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]
@@ -28,13 +29,13 @@ def rms_norm_vjp(
     eps: float = 1e-6,
     residual_grad: torch.Tensor | None = None,
 ) -> Pair:
-    """(dx, dweight) on x's device. Arguments, edges and errors as in `reference.layers.gradients.rms_norm_vjp`."""
+    """(dx, dweight) on x's device. Arguments, edges and errors as in `reference.layers.normalize.rms_norm_vjp`."""
     made: Pair = run(RMS_NORM_VJP, None, (float(eps),), (g, x, weight, residual_grad))
     return made
 
 
 def swiglu_vjp(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Pair:
-    """(dgate, dup) on gate's device; edges and errors as in `reference.layers.gradients.swiglu_vjp`.
+    """(dgate, dup) on gate's device; edges and errors as in `reference.layers.swiglu.swiglu_vjp`.
 
     gate and up may be halves of one matrix: rows are read where they lie.
     """
@@ -104,7 +105,7 @@ def _norm_second(ctx: Any, grads: Any) -> tuple[Any, ...]:
 
 RMS_NORM_VJP = Function(
     "rms_norm_vjp", ("g", "x", "weight", "residual_grad"),
-    lambda r, v, o: specified.rms_norm_vjp(o[0], o[1], o[2], eps=v[0], residual_grad=o[3]),
+    lambda r, v, o: specified_norm.rms_norm_vjp(o[0], o[1], o[2], eps=v[0], residual_grad=o[3]),
     lambda r, v, o: tuple(RMS_NORM_VJP_OP(*o, v[0])), _rms_norm_vjp_kernel, differentiable=True,
 )  # fmt: skip
 RMS_NORM_VJP_OP = register("rms_norm_vjp", rms_norm_vjp_op, _rms_norm_vjp_fake, _norm_second, _save_norm_vjp)
@@ -140,7 +141,7 @@ def _swiglu_second(ctx: Any, grads: Any) -> Any:
 
 
 SWIGLU_VJP = Function(
-    "swiglu_vjp", ("g", "gate", "up"), lambda r, v, o: specified.swiglu_vjp(*o),
+    "swiglu_vjp", ("g", "gate", "up"), lambda r, v, o: specified_swiglu.swiglu_vjp(*o),
     lambda r, v, o: tuple(SWIGLU_VJP_OP(*o)), _swiglu_vjp_kernel, differentiable=True,
 )  # fmt: skip
 SWIGLU_VJP_OP = register(

@@ -14,7 +14,7 @@ from fast.layers.hadamard import hadamard
 from fast.quantize.fake_quantize import fake_quantize
 from fast.quantize.quantize import quantize
 from reference import Quantized, Scheme
-from reference.formats.random_bits import random_bits
+from reference.formats.rounding import random_bits
 
 
 def mixed_values(

@@ -16,7 +16,7 @@ from fast.layers.gradients import rms_norm_vjp, swiglu_vjp
 from fast.ops import constant_record, no_gradient, record_name, register
 from fast.quantize.ops import QUANTIZE, fresh_codes, fresh_scales, quantized_of
 from reference import Quantized
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]

@@ -20,7 +20,7 @@ from reference.arrays.errors import choice
 from reference.matmul.exact import RESULTS
 from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]

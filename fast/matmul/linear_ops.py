@@ -26,7 +26,7 @@ from fast.matmul.stored_weight_ops import (
 from fast.matmul.weights import check_weight, parts, plain, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 SCHEMA = f"(Tensor x, {TENSORS}, Tensor? bias, {FORM}) -> Tensor"
 

@@ -25,7 +25,7 @@ from fast.matmul.stored_weight_ops import (
 from fast.matmul.weights import alike, check_weight, pair_of, parts
 from fast.ops import record_name, register
 from reference import Quantized
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 SCHEMA = f"(Tensor x, {TENSORS}, {SECOND_TENSORS}, {FORM}) -> (Tensor, Tensor)"
 

@@ -28,7 +28,7 @@ from fast.matmul.weights import parts, plain
 from fast.ops import record_name, register
 from reference import Quantized
 from reference.layers.swiglu import DTYPES
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 SCHEMA = f"(Tensor x, {TENSORS}, {SECOND_TENSORS}, {FORM}, str scheme2, bool packed2) -> Tensor"
 

@@ -13,7 +13,7 @@ import torch
 from fast.dispatch import Function, require_tensor, run
 from fast.matmul.matmul_ops import BOUND, MATMUL, described
 from reference import Quantized
-from reference.arrays.dtypes import DTypeLike, spelled
+from reference.arrays.errors import DTypeLike, spelled
 
 Operand = torch.Tensor | Quantized
 

@@ -15,7 +15,7 @@ import reference
 from fast.dispatch import Function, execute
 from fast.ops import no_gradient, record_name, register
 from reference import Quantized
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 #: Tensors of an operand: a tensor alone, or codes, scale, outer scale and zero point.
 PARTS = 4

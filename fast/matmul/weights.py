@@ -15,7 +15,7 @@ from fast.kernels.scaled_mm.tiles import is_faster
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized, with_plain_scales
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 #: Longest sum whose int32 accumulator cannot overflow: 2**31 / (255 * 128).
 LONGEST_INT8 = 65536

@@ -13,7 +13,7 @@ from fast.ops import given_of, in_own_memory, no_gradient, record_name, register
 from fast.quantize.ops import GIVEN, Operands, Values, given, operands_of, parts_of
 from fast.second_derivatives import once_differentiable
 from reference import Scales, Scheme
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 # Fake quantization and its gradient below their signatures: kernel, reference and operator; see `fast.dispatch`.
 

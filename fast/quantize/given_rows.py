@@ -18,7 +18,7 @@ from fast.ops import record_name, register
 from fast.quantize.derived import derived
 from fast.quantize.ops import without_history
 from reference import Quantized, Scales, Scheme
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]

@@ -12,14 +12,12 @@ from fast.dispatch import Function, execute
 from fast.kernels.launch.cache import PARTS, scale_parts
 from fast.ops import constant_record, given_of, record_name, register
 from reference import Quantized, Scales
-from reference.formats.pack import packed_shape
-from reference.formats.storage import storage_dtype
+from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.quantize.scales import scale_groups
-from reference.quantize.tiled_scales import check_tiled
-from reference.schemes.record_text import record_of
-from reference.schemes.schemes import Scheme
+from reference.quantize.stored import check_tiled
+from reference.schemes.schemes import Scheme, record_of
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]

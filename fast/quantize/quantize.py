@@ -11,7 +11,7 @@ from fast.dispatch import require_tensor, run
 from fast.kernels.launch.cache import settings
 from fast.quantize.ops import CHOOSE_SCALES, DEQUANTIZE, as_turned, operands_of
 from reference import Quantized, Scales, Scheme
-from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.errors import DTypeLike, dtype_name
 from reference.arrays.namespace import FLOAT_DTYPES
 from reference.quantize.quantize import check_quantized, with_plain_scales
 

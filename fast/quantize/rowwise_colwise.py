@@ -1,4 +1,4 @@
-"""`quantize_both` for torch tensors; see `reference.quantize.rowwise_colwise`."""
+"""`quantize_both` for torch tensors; see `reference.quantize.quantize`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from fast.formats.encode import decode, encode
 from fast.quantize.derived import derived
 from fast.quantize.quantize import choose_scales
 from reference import Scheme
-from reference.schemes.record_text import record_of
-from reference.schemes.scale import Scale
+from reference.schemes.schemes import Scale, record_of
 
 
 @derived

@@ -11,7 +11,7 @@ import reference
 from fast.dispatch import Function, execute
 from fast.ops import given_of, record_name, register
 from reference import Compressed
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 from reference.sparsity.prune import check_groups, parse_pattern
 
 Values = tuple[Any, ...]

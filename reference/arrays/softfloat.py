@@ -1,22 +1,107 @@
-"""Correctly rounded float32 multiplication, division, addition and square root on bit patterns, the same in every library.
+"""float32 bit patterns: what every input becomes, and correctly rounded arithmetic on them, the same in every library.
 
-NumPy and torch on CPU compute IEEE 754 binary32, so their own operators are used. XLA does not (it flushes subnormals,
-replaces division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results come from
-int32 arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is
-computed in integers everywhere: not every library's own is correctly rounded.
+**Inputs** become float32 bit patterns (int32), exactly, without floating-point arithmetic where that could flush. bfloat16 and
+float16 widen exactly. float64 does not fit: `encode` reduces it by rounding to odd, which keeps every later rounding to at most
+22 significand bits correct (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008), and `quantize`, which is defined on
+float32, rounds it to nearest even first, finite values saturating at the largest float32.
 
-All functions take and return float32 bit patterns as int32 and broadcast. A NaN result is always 0x7fc00000: hardware
-differs in sign and payload of the NaN results, so the specification fixes one.
+**Arithmetic**: multiplication, division, addition and square root, all of bit patterns as int32, which broadcast. NumPy and
+torch on CPU compute IEEE 754 binary32, so their own operators are used. XLA does not (it flushes subnormals, replaces
+division by reciprocal multiplication and contracts a*b+c into one rounding), so under JAX the same results come from int32
+arithmetic: products and quotients of the 24-bit significands with a sticky bit, rounded once. The square root is computed in
+integers everywhere: not every library's own is correctly rounded. A NaN result is always 0x7fc00000: hardware differs in sign
+and payload of the NaN results, so the specification fixes one.
+
+**torchao's powers of two** through a float32 logarithm, reproduced with integers. torchao 0.18 computes exp2(floor(log2(s)))
+and ceil(log2(s)) in float32. The rounded logarithm of a value just below 2**k is k itself, and so is that of one just above:
+the floor is one too high there, the ceiling one too low. How close is "just" follows from the spacing of float32 around k:
+log2(2**k (1 + f)) rounds to k when log2(1 + f) is at most half that spacing. The tables below hold, for each k, how many
+float32 steps that is. They assume a correctly rounded log2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from math import expm1, floor, log, log2
 
 import numpy as np
 
-from reference.arrays.namespace import Array, Namespace
-from reference.arrays.widen import INFINITY, MAGNITUDE, MANTISSA, NAN, SIGN
+from reference.arrays.namespace import Array, Namespace, int32_of
+
+SIGN = -0x80000000
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+MANTISSA = 0x7FFFFF
+LARGEST = 0x7F7FFFFF
+SMALLEST_NORMAL = 0x00800000
+
+
+def float32_bits(ns: Namespace, x: Array, name: str, *, to_odd: bool = False) -> Array:
+    """float32 bit patterns of x as int32, shape of x. `to_odd` chooses the reduction of float64."""
+    if name == "float32":
+        return ns.bitcast(x, "int32")
+    if name == "bfloat16":
+        return _bits16(ns, x) << 16
+    if name == "float16":
+        return widen_float16(ns, _bits16(ns, x))
+    return _narrow_float64(ns, x, to_odd)
+
+
+def _bits16(ns: Namespace, x: Array) -> Array:
+    return int32_of(ns, ns.bitcast(x, "uint16"))
+
+
+def widen_float16(ns: Namespace, bits: Array) -> Array:
+    """Patterns of float16 (int32) as those of float32, NaN with its payload."""
+    sign, magnitude = (bits & 0x8000) << 16, bits & 0x7FFF
+    normal = (magnitude << 13) + ((127 - 15) << 23)
+    special = (magnitude << 13) | INFINITY
+    # A subnormal is an integer count of 2**-24: converting the integer is exact and normalises it.
+    subnormal = ns.bitcast(ns.astype(magnitude, "float32"), "int32") - (24 << 23)
+    subnormal = ns.where(magnitude == 0, 0, subnormal)
+    wide = ns.where(magnitude >= 0x7C00, special, ns.where(magnitude < 0x400, subnormal, normal))
+    return wide | sign
+
+
+def _narrow_float64(ns: Namespace, x: Array, to_odd: bool) -> Array:
+    if not ns.ieee:
+        return _narrow_in_integers(ns, x, to_odd)
+    narrow = ns.astype(x, "float32")
+    bits = ns.bitcast(narrow, "int32")
+    wide = ns.astype(narrow, "float64")
+    overflow = ((bits & MAGNITUDE) == INFINITY) & (wide != x)
+    bits = ns.where(overflow, (bits & SIGN) | LARGEST, bits)
+    if not to_odd:
+        return bits
+    # |narrow| > |x| means that it was rounded away: step back, then set the last bit of what is inexact.
+    away = ns.astype((abs(wide) > abs(x)) & ~overflow, "int32")
+    inexact = ns.astype((wide != x) & (x == x), "int32")
+    return (bits - away) | inexact
+
+
+def _narrow_in_integers(ns: Namespace, x: Array, to_odd: bool) -> Array:
+    """The same on bit patterns, where casts flush subnormals: 26 leading bits and a sticky one, then one rounding."""
+    halves = ns.bitcast(x, "int32")
+    low, high = halves[..., 0], halves[..., 1]
+    field = (high >> 20) & 0x7FF
+    lost = ns.where((low & 0x03FFFFFF) != 0, 1, 0)
+    leading = ((high & 0xFFFFF) << 6) | ((low >> 26) & 0x3F) | lost
+    exponent = field - 1023
+    # 27 bits of 2**exponent; whatever has the exponent field 0 is so small that only its stickiness counts.
+    significand = leading | ns.where(field == 0, 0, 1 << 26)
+    drop = 3 + ns.minimum(ns.maximum(-126 - exponent, 0), 25)
+    floor = significand >> drop
+    rest = significand - (floor << drop)
+    odd = floor | ns.where(rest != 0, 1, 0)
+    nearest = (significand + (1 << (drop - 1)) - 1 + (floor & 1)) >> drop
+    magnitude = (odd if to_odd else nearest) + (ns.maximum(ns.minimum(exponent, 127) + 126, 0) << 23)
+    # Beyond the largest float32 only infinities are infinite.
+    magnitude = ns.where(exponent > 127, LARGEST, ns.minimum(magnitude, LARGEST))
+    magnitude = ns.where(field == 0x7FF, ns.where(leading != 0, NAN, INFINITY), magnitude)
+    return magnitude | (high & SIGN)
+
 
 DIGIT_BITS = 13  # twice that and the leading digit: 24 significant bits and two to round; the remainder is the sticky bit
 ROOT_DIGITS = 25  # 24 significant bits and one to round; no root lies halfway between two floats
@@ -207,3 +292,57 @@ def _renormalize(ns: Namespace, exponent: Array, total: Array) -> tuple[Array, A
 def _patch(ns: Namespace, result: Array, negative: Array, infinite: Array, nan: Array) -> Array:
     result = ns.where(infinite, ns.where(negative, INFINITY | SIGN, INFINITY), result)
     return ns.where(nan, NAN, result)
+
+
+LOWEST = -149
+HIGHEST = 128
+
+
+def floor_log2_float32(ns: Namespace, bits: Array) -> Array:
+    """2**floor(log2(s)) as bit patterns of positive float32 s, with log2 rounded to float32; 0, inf and NaN pass."""
+    exponent, significand = normalized(ns, bits)
+    steps = ns.take(ns.constant(steps_below(), bits), exponent + 1 - LOWEST)
+    near = (0x1000000 - significand) <= steps
+    exponent = exponent + ns.astype(near, "int32")
+    subnormal = 1 << ns.minimum(ns.maximum(exponent + 149, 0), 22)
+    power = ns.where(exponent < -126, subnormal, (ns.maximum(exponent, -127) + 127) << 23)
+    return ns.where((bits == 0) | (bits >= INFINITY), bits, power)
+
+
+def ceil_log2_float32(ns: Namespace, bits: Array) -> Array:
+    """ceil(log2(s)) as int32 for positive float32 s, with log2 rounded to float32; for 0 and NaN some integer."""
+    exponent, significand = normalized(ns, bits & 0x7FFFFFFF)
+    index = ns.minimum(ns.maximum(exponent, LOWEST), HIGHEST) - LOWEST
+    steps = ns.take(ns.constant(steps_above(), bits), index)
+    fraction = significand & MANTISSA
+    return exponent + ns.astype(fraction > steps, "int32")
+
+
+def _half_spacing(k: int, toward_zero: bool) -> float:
+    """Half the distance from float32(k) to its neighbour in the given direction."""
+    if k == 0:
+        return 0.0
+    magnitude = abs(k)
+    spacing = 2.0 ** (floor(log2(magnitude)) - 23)
+    return spacing / (4 if toward_zero and magnitude & (magnitude - 1) == 0 else 2)
+
+
+@lru_cache
+def steps_below() -> np.ndarray:
+    """For 2**k: how many steps of 2**(k-24) below it the logarithm still rounds to k. Index k - LOWEST."""
+    limits = [_half_spacing(k, k > 0) for k in range(LOWEST, HIGHEST + 2)]
+    return _constant([floor(-expm1(-h * log(2)) * 2**24) for h in limits])
+
+
+@lru_cache
+def steps_above() -> np.ndarray:
+    """For 2**k: how many steps of 2**(k-23) above it the logarithm still rounds to k. Index k - LOWEST."""
+    limits = [_half_spacing(k, k < 0) for k in range(LOWEST, HIGHEST + 1)]
+    return _constant([floor(expm1(h * log(2)) * 2**23) for h in limits])
+
+
+def _constant(values: list[int]) -> np.ndarray:
+    """A read-only table: namespaces may cache it on devices."""
+    table = np.array(values, np.int32)
+    table.setflags(write=False)
+    return table

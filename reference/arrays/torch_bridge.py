@@ -15,9 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from reference.arrays.jax_jit import holds_jax, run_compiled
-from reference.arrays.jax_mesh import over_mesh
-from reference.arrays.pytrees import array_fields, register_if_imported
+from reference.arrays.jax_bridge import array_fields, holds_jax, over_mesh, register_if_imported, run_compiled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,19 +27,19 @@ CARRIER = {1: "uint8", 2: "int16"}
 def bridged(function: Callable[P, R]) -> Callable[P, R]:
     """Run `function` on NumPy arrays when an argument is a plain CPU tensor, and give tensors back.
 
-    Concrete JAX arrays run it compiled (`reference.arrays.jax_jit`). `function.__wrapped__` is the plain function.
+    Concrete JAX arrays run it compiled (`reference.arrays.jax_bridge`). `function.__wrapped__` is the plain function.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         register_if_imported()
         if any(holds_jax(value) for value in (*args, *kwargs.values())):
-            return cast(R, run_compiled(function, args, kwargs))
+            return cast("R", run_compiled(function, args, kwargs))
         if not any(_holds_tensor(value) for value in (*args, *kwargs.values())):
-            return cast(R, over_mesh(function, args, kwargs))
+            return cast("R", over_mesh(function, args, kwargs))
         args_ = tuple(_convert(value, to_numpy) for value in args)
         kwargs_ = {name: _convert(value, to_numpy) for name, value in kwargs.items()}
-        return cast(R, _convert(function(*args_, **kwargs_), to_torch))
+        return cast("R", _convert(function(*args_, **kwargs_), to_torch))
 
     return run
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, Namespace
-from reference.arrays.softfloat import is_nan, normalized, order_key
-from reference.arrays.widen import INFINITY, MAGNITUDE, MANTISSA, SIGN
+from reference.arrays.softfloat import INFINITY, MAGNITUDE, MANTISSA, SIGN, is_nan, normalized, order_key
 from reference.formats.formats import Format
 from reference.formats.rounding import round_shift
 

@@ -1,4 +1,4 @@
-"""Root mean square normalization, with the residual addition before it and the quantization after it.
+"""Root mean square normalization, with the residual addition before it, the quantization after it, and its gradient.
 
 With u the operation rounded to float32, nearest even, and K the length of the last axis:
 
@@ -11,6 +11,12 @@ The values are those of `torch.nn.functional.rms_norm` over the last axis; here 
 part of the rule, so that a kernel can be held to the bits. Nothing saturates: overflow gives infinity, a row whose squares
 overflow becomes zeros (as r is 0), an infinite element there NaN, and a row with a NaN is NaN. With eps = 0 a row of zeros
 becomes NaN.
+
+The gradient (`rms_norm_vjp`): with n = u(x * r), s = u(g * weight), and m = u(S / K) with S the sum of u(s * n) over the row,
+in the order of the forward pass, dx = u(r * u(s - u(n * m))), the residual's gradient added in float32 where there is one,
+rounded once to x's dtype. dweight: u(g * n) is summed over rows, first PIECE rows one after the other, from +0 on, then these
+sums as a binary tree over adjacent pairs, filled with zeros; rounded once. Rows whose squares overflow have r = 0 and dx = 0; a
+zero gradient gives zero; NaN and infinities propagate.
 """
 
 from __future__ import annotations
@@ -19,11 +25,9 @@ import inspect
 from typing import Any
 
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input
-from reference.arrays.softfloat import add, bits_of, divide, multiply, square_root
+from reference.arrays.softfloat import add, bits_of, divide, float32_bits, multiply, square_root, subtract
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import float32_bits
-from reference.formats.arithmetic import Arithmetic
-from reference.formats.narrow import to_dtype_bits
+from reference.formats.arithmetic import Arithmetic, to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.quantize.statistics import tree_sum
 from reference.schemes.schemes import Scheme
@@ -31,6 +35,8 @@ from reference.schemes.schemes import Scheme
 DTYPES = ("float32", "bfloat16", "float16")
 # Counts up to here are exact in float32.
 LONGEST = 1 << 24
+#: Rows whose contributions to the weight's gradient are added one after the other.
+PIECE = 16
 _quantize = inspect.unwrap(quantize)
 
 
@@ -71,6 +77,43 @@ def rms_norm_quantize(
 
 
 _rms_norm = inspect.unwrap(rms_norm)
+
+
+@bridged
+def rms_norm_vjp(
+    g: Any, x: Any, weight: Any, *, eps: float = 1e-6, residual_grad: Any = None
+) -> tuple[Array, Array]:
+    """(dx, dweight) of y = rms_norm(x, weight) for an output gradient g of x's shape and dtype.
+
+    x: what was normalized, (..., K): after a residual was added, the sum. residual_grad: the gradient of that sum from
+    elsewhere, of x's shape and dtype, or None; it is added to dx. Other arguments and errors as in `rms_norm`.
+    """
+    ns, x, name = checked_inputs(x, weight, residual_grad, eps)
+    check_companion(ns, g, name, ns.shape(x), "g")
+    h, wide, w = (float32_bits(ns, t, name) for t in (x, g, weight))
+    r = reciprocal_rms(ns, h, eps)
+    normal, scaled = multiply(ns, h, r), multiply(ns, wide, w)
+    total = tree_sum(ns, multiply(ns, scaled, normal))
+    mean = divide(ns, total, _constant(ns, ns.shape(x)[-1], h))
+    dx = multiply(ns, r, subtract(ns, scaled, multiply(ns, normal, mean)))
+    if residual_grad is not None:
+        dx = add(ns, dx, float32_bits(ns, residual_grad, name))
+    dweight = _sum_of_rows(ns, multiply(ns, wide, normal))
+    return to_dtype_bits(ns, dx, name), to_dtype_bits(ns, dweight, name)
+
+
+def _sum_of_rows(ns: Namespace, bits: Array) -> Array:
+    """The sum over all axes but the last: pieces of PIECE rows in order, then adjacent pairs."""
+    length = ns.shape(bits)[-1]
+    rows = bits.reshape(-1, length)
+    missing = -len(rows) % PIECE if len(rows) else PIECE
+    if missing:
+        rows = ns.concatenate([rows, ns.full((missing, length), 0, "int32", bits)], 0)
+    pieces = rows.reshape(-1, PIECE, length)
+    total = ns.full((len(pieces), length), 0, "int32", bits)
+    for at in range(PIECE):
+        total = add(ns, total, pieces[:, at])
+    return tree_sum(ns, ns.moveaxis(total, 0, -1))[..., 0]
 
 
 def reciprocal_rms(ns: Namespace, h: Array, eps: float) -> Array:

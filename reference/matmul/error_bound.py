@@ -43,8 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.dtypes import DTypeLike, dtype_name
-from reference.arrays.errors import choice
+from reference.arrays.errors import DTypeLike, choice, dtype_name
 from reference.arrays.namespace import Array, namespace_of
 from reference.matmul.exact import F64, RESULTS, exact_matmul
 from reference.matmul.matmul import ACCUMULATIONS, bias_of, block_step, operands_of, tensor_core

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reference.arrays.namespace import Array, Namespace
-from reference.arrays.softfloat import is_nan, normalized
-from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, SMALLEST_NORMAL
+from reference.arrays.softfloat import INFINITY, LARGEST, MAGNITUDE, SIGN, SMALLEST_NORMAL, is_nan, normalized
 from reference.formats.arithmetic import Arithmetic
 from reference.formats.encode_bits import (
     clamp_integer,

@@ -17,20 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.jax_mesh import over_mesh
+from reference.arrays.jax_bridge import over_mesh
 from reference.arrays.namespace import Array, Namespace, float_input
-from reference.arrays.softfloat import bits_of, multiply
+from reference.arrays.softfloat import MAGNITUDE, SIGN, bits_of, float32_bits, multiply
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import MAGNITUDE, SIGN, float32_bits
-from reference.formats.arithmetic import Arithmetic
+from reference.formats.arithmetic import Arithmetic, to_dtype_bits
 from reference.formats.encode_bits import MARK
-from reference.formats.narrow import to_dtype_bits
 from reference.formats.rounding import check_mode
 from reference.quantize.blocks import Blocks
 from reference.quantize.elements import element_codes
-from reference.quantize.provided_scales import check_scales, given_scales, usable
 from reference.quantize.quantize import block_values, block_words, dequantize, quantize
-from reference.quantize.scales import Chosen, choose
+from reference.quantize.scales import Chosen, check_scales, choose, given_scales, usable
 from reference.quantize.statistics import tree_sum
 from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scheme, scheme_of

@@ -12,11 +12,10 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
-from reference.arrays.dtypes import DTypeLike, spelled
+from reference.arrays.errors import DTypeLike, spelled
 from reference.arrays.namespace import Array, Namespace, float_input
-from reference.arrays.softfloat import bits_of, multiply, subtract
+from reference.arrays.softfloat import bits_of, float32_bits, multiply, subtract
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import float32_bits
 from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized, dequantize, quantize

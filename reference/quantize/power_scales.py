@@ -5,10 +5,18 @@ floor(log2(x)) computed in float32 is wrong one unit below most powers of two; t
 
 from __future__ import annotations
 
-from reference.arrays.log2 import ceil_log2_float32, floor_log2_float32
 from reference.arrays.namespace import Array, Namespace
-from reference.arrays.softfloat import bits_of, divide, is_nan, normalized
-from reference.arrays.widen import INFINITY, MAGNITUDE, MANTISSA
+from reference.arrays.softfloat import (
+    INFINITY,
+    MAGNITUDE,
+    MANTISSA,
+    bits_of,
+    ceil_log2_float32,
+    divide,
+    floor_log2_float32,
+    is_nan,
+    normalized,
+)
 from reference.formats.formats import Format
 from reference.schemes.schemes import Scale
 

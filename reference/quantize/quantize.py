@@ -2,17 +2,27 @@
 
 A tensor is split into blocks (`reference.quantize.blocks`), each block gets its scale (`reference.quantize.scales`), its
 elements are divided by it and rounded once (`reference.quantize.elements`). Dequantization multiplies back.
+
+`quantize_both` gives both copies of a matrix: along its rows for the forward GEMM, along its columns for the weight gradient. A
+block scale belongs to elements that one dot product adds up. Y = X W^T contracts over K, the weight gradient dW = dY^T X over
+M, so a training step needs X in blocks along K and in blocks along M. The second copy is computed from X itself, not from the
+first copy: quantizing twice would round twice.
+
+OCP MX schemes in NumPy go through tables that the general rules fill. Block maximum, e8m0 scale and the shift of the exponent
+all act on float32 rounded to odd to bfloat16, which decides every rounding to at most 6 significant bits
+(`reference.formats.encode`). Blocks so small that subnormal inputs matter are left to the general path.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.errors import DTypeLike, dtype_name
 from reference.arrays.namespace import (
     FLOAT_DTYPES,
     Array,
@@ -23,20 +33,25 @@ from reference.arrays.namespace import (
     int32_of,
     namespace_of,
 )
+from reference.arrays.softfloat import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits
 from reference.arrays.torch_bridge import bridged
-from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, SIGN, float32_bits
-from reference.formats.arithmetic import Arithmetic
-from reference.formats.encode import check_random_bits
-from reference.formats.narrow import to_dtype_bits
-from reference.formats.pack import pack, packed_shape, unpack
+from reference.formats.arithmetic import Arithmetic, to_dtype_bits
+from reference.formats.encode import (
+    CHUNK,
+    SLAB,
+    check_random_bits,
+    encode_table,
+    fits_table,
+    odd_halves,
+    run_in_slabs,
+)
 from reference.formats.rounding import check_mode
+from reference.formats.storage import pack, packed_shape, unpack
 from reference.quantize.blocks import Blocks
 from reference.quantize.elements import element_codes
-from reference.quantize.mx_tables import quantize_blocks, quantizes_by_table
-from reference.quantize.provided_scales import check_scales, check_stored, given_scales, usable
-from reference.quantize.scales import Chosen, choose
-from reference.quantize.stored import Quantized, with_plain_scales, with_tiled_scales
-from reference.quantize.tiled_scales import check_tiled
+from reference.quantize.power_scales import power_codes
+from reference.quantize.scales import Chosen, check_scales, check_stored, choose, given_scales, usable
+from reference.quantize.stored import Quantized, check_tiled, with_plain_scales, with_tiled_scales
 from reference.schemes.schemes import Scheme, scheme_of
 
 # Inside a rule the plain functions: no conversion from torch, no JAX program of their own.
@@ -109,7 +124,7 @@ def _quantize(
 
 
 def _quantize_by_table(ns: Namespace, x: Array, blocks: Blocks, scheme: Scheme) -> Quantized | None:
-    """An OCP MX tensor in NumPy by `reference.quantize.mx_tables`, or None where that cannot be exact."""
+    """An OCP MX tensor in NumPy by `reference.quantize.quantize`, or None where that cannot be exact."""
     carrier = "uint32" if ns.dtype_name(x) == "float32" else "uint16"
     split = np.ascontiguousarray(blocks.split(ns, ns.bitcast(x, carrier)))
     result = quantize_blocks(split, scheme)
@@ -266,6 +281,120 @@ def block_words(ns: Namespace, blocks: Blocks, x: Array, random_bits: Any) -> Ar
     """The random words of x's elements as int32 in blocks, or None; ValueError where they do not fit x."""
     words = check_random_bits(ns, x, random_bits)
     return None if words is None else blocks.split(ns, ns.bitcast(words, "int32"))
+
+
+def quantize_both(
+    x: Any,
+    scheme: str | Scheme,
+    *,
+    scales: Any = None,
+    random_bits: Any = None,
+    packed: bool = False,
+    tiled: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """(rows, columns): `quantize(x)` of shape (M, K) and `quantize(x.T)` of shape (K, M), each along its last axis.
+
+    x: a matrix (M, K) of float32, bfloat16, float16 or float64 in NumPy, JAX or torch; the scheme's blocks divide K and M.
+    scales: None, or a pair of what `quantize` takes as scales (either may be None). random_bits: None, or a pair of uint32
+    words of shapes (M, K) and (K, M), which a stochastic record needs; different streams make the errors of the two copies
+    independent. packed, tiled, rounding, edges and further errors: as in `quantize`. Raises ValueError where x is no matrix and
+    TypeError where scales or random_bits is no pair.
+    """
+    ns, x, name = float_input(x, "quantize_both")
+    if len(ns.shape(x)) != 2:
+        raise ValueError(
+            f"quantize_both takes a matrix (M, K), got {name} of shape {ns.shape(x)}; reshape it to two axes"
+        )
+    row_scales, column_scales = _pair(scales, "scales")
+    row_bits, column_bits = _pair(random_bits, "random_bits")
+    rows = quantize(x, scheme, scales=row_scales, random_bits=row_bits, packed=packed, tiled=tiled)
+    columns = quantize(x.T, scheme, scales=column_scales, random_bits=column_bits, packed=packed, tiled=tiled)
+    return rows, columns
+
+
+def _pair(value: Any, what: str) -> tuple[Any, Any]:
+    """None as (None, None); TypeError for anything but a tuple or list of two."""
+    if value is None:
+        return None, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(
+            f"{what} is None or a pair, for x along its rows and for x.T; got {type(value).__name__}"
+        )
+    return value[0], value[1]
+
+
+E8M0_BIAS = 127
+SMALLEST_NORMAL = 0x0080
+# Below this e8m0 code a subnormal input could still reach the element's grid; such tensors take the general path.
+LEAST_CODE = 32
+SYMMETRIC_ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero")
+
+
+def quantizes_by_table(scheme: Scheme) -> bool:
+    """Whether `quantize_blocks` covers the record: e8m0 scales, a float element, a NaN makes its block NaN."""
+    covered = scheme.scale.power_of_two and scheme.format.kind == "float" and fits_table(scheme.format)
+    return (
+        covered
+        and scheme.nan == "block"
+        and scheme.rounding in SYMMETRIC_ROUNDINGS
+        and scheme.overflow == "saturate"
+    )
+
+
+def quantize_blocks(split: Array, scheme: Scheme) -> tuple[Array, Array] | None:
+    """(uint8 codes, uint8 e8m0 scales (..., blocks, 1)) of contiguous patterns (..., blocks, size), uint32 or uint16.
+
+    None when a block is so small that subnormal inputs matter: the general path computes those.
+    """
+    size = split.shape[-1]
+    rows = split.reshape(-1, size)
+    codes, scales = np.empty(rows.shape, np.uint8), np.empty(len(rows), np.uint8)
+    step = max(CHUNK // size, 1)
+
+    def run(start: int, stop: int) -> None:
+        for begin in range(start, stop, step):
+            part = slice(begin, min(begin + step, stop))
+            _quantize_chunk(rows[part], codes[part], scales[part], scheme)
+
+    run_in_slabs(run, len(rows), max(SLAB // size, 1))
+    if (scales < LEAST_CODE).any() and _has_small(rows, scales):
+        return None
+    return codes.reshape(split.shape), scales.reshape((*split.shape[:-1], 1))
+
+
+def _has_small(rows: Array, scales: Array) -> bool:
+    """Whether a block with a tiny scale holds anything but zeros."""
+    small = rows[scales < LEAST_CODE]
+    return bool((small << 1 & (0xFFFFFFFF if small.dtype == np.uint32 else 0xFFFF)).any())
+
+
+def _quantize_chunk(rows: Array, codes: Array, scales: Array, scheme: Scheme) -> None:
+    index = rows if rows.dtype == np.uint16 else odd_halves(rows)
+    magnitude = (index & np.uint16(0x7FFF)).view(np.int16)
+    scales[:] = scale_table(scheme)[magnitude.max(axis=1)]
+    shift = (scales.astype(np.int16) - np.int16(E8M0_BIAS)) << np.int16(7)
+    shifted = magnitude - shift[:, None]
+    # Zeros stay zeros, and what falls below the 16-bit normals is far below half the smallest element.
+    np.maximum(shifted, 0, out=shifted)
+    shifted *= magnitude >= SMALLEST_NORMAL
+    shifted.view(np.uint16)[:] |= index & np.uint16(0x8000)
+    np.take(
+        encode_table(scheme.format, scheme.rounding, scheme.overflow),
+        shifted.view(np.uint16),
+        out=codes,
+        mode="clip",
+    )
+    poisoned = scales == 255
+    if poisoned.any():
+        codes[poisoned] = scheme.poison_code
+
+
+@lru_cache(maxsize=64)
+def scale_table(scheme: Scheme) -> Any:
+    """e8m0 code of every 16-bit block maximum (odd ones inexact), by the rule of the record."""
+    patterns = np.arange(1 << 15, dtype=np.uint32)
+    bits = ((patterns << 16) | (patterns & 1)).view(np.int32)
+    return power_codes(namespace_of(bits), bits, scheme.scale, scheme.format, True).astype(np.uint8)
 
 
 __all__ = [

@@ -9,8 +9,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from reference.arrays.namespace import Array, Namespace
-from reference.arrays.softfloat import add, bits_of, divide, order_key, subtract
-from reference.arrays.widen import INFINITY, MAGNITUDE, NAN, SIGN
+from reference.arrays.softfloat import (
+    INFINITY,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    add,
+    bits_of,
+    divide,
+    order_key,
+    subtract,
+)
 
 
 class Range(NamedTuple):

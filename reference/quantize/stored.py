@@ -1,4 +1,16 @@
-"""What `quantize` and `choose_scales` return: a stored tensor, and its scales alone."""
+"""What `quantize` and `choose_scales` return: a stored tensor, its scales alone, and the tiled layout of block scales.
+
+cuBLAS's block-scaled GEMMs read scales in tiles of 128 rows by 4 columns, 512 bytes each. Rows are padded to a multiple of
+128 and columns to a multiple of 4 with zeros. Tiles follow each other row by row of tiles; within a tile the scale of (row,
+column) lies at byte
+
+    (row % 32) * 16 + (row // 32) * 4 + column,
+
+so that 16 neighbouring bytes hold the scales of rows r, r + 32, r + 64 and r + 96.
+
+Source: cuBLAS documentation, "1D Block Scaling Factors Layout". torchao calls it `to_blocked`. Scales along M or N are the
+rows here, blocks along K the columns, for 32 elements per e8m0 scale (MX) as for 16 per e4m3 scale (NVFP4).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +18,11 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reference.arrays.pytrees import array_container
+from reference.arrays.jax_bridge import array_container
+from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
+from reference.arrays.torch_bridge import bridged
 from reference.quantize.blocks import Blocks
-from reference.quantize.tiled_scales import check_tiled, tile_scales, untile_scales
 from reference.schemes.schemes import Scheme
-
-# Inside a rule the plain functions: no conversion from torch, no JAX program of their own.
-_tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
 
 
 @array_container("scale", "outer", "zero")
@@ -79,6 +89,99 @@ def with_plain_scales(q: Quantized) -> Quantized:
     check_tiled(q.scheme, q.shape, q.axis)
     rows, columns = Blocks.of(q.shape, q.scheme.scale, q.axis).scale_shape
     return replace(q, scale=_untile(q.scale, (rows, columns)), tiled=False)
+
+
+ROWS, COLUMNS = 128, 4
+LANES = 32
+STORAGES = ("float8_e8m0fnu", "float8_e4m3fn")
+
+
+def tiled_size(shape: tuple[int, int]) -> int:
+    """Bytes of the tiled form of scales of this shape."""
+    rows, columns = _tiles(shape)
+    return rows * columns * ROWS * COLUMNS
+
+
+@bridged
+def tile_scales(scale: Any) -> Array:
+    """Scale codes (M, blocks), uint8, as a flat uint8 array of `tiled_size` bytes; padding is 0.
+
+    scale: the `scale` of `quantize(x, ..., axis=-1)` of a matrix, NumPy, JAX or torch. Raises TypeError for other
+    dtypes than uint8 and ValueError for other ranks than 2.
+    """
+    ns, scale = _byte_input(scale, "tile_scales")
+    shape = ns.shape(scale)
+    if len(shape) != 2:
+        raise ValueError(f"tile_scales takes scales of a matrix, (M, blocks), got shape {shape}")
+    rows, columns = _tiles(shape)
+    scale = _pad(ns, _pad(ns, scale, 0, rows * ROWS), 1, columns * COLUMNS)
+    tiles = scale.reshape((rows, ROWS // LANES, LANES, columns, COLUMNS))
+    # (tile row, row // 32, row % 32, tile column, column) -> (tile row, tile column, row % 32, row // 32, column)
+    return ns.moveaxis(ns.moveaxis(tiles, 1, 3), 1, 2).reshape((-1,))
+
+
+@bridged
+def untile_scales(tiled: Any, shape: tuple[int, int]) -> Array:
+    """Scales of `shape` (M, blocks) from their tiled layout (the inverse of `tile_scales`); padding bytes are ignored.
+
+    tiled: uint8 of shape (tiled_size(shape),). Raises TypeError for other dtypes, ValueError where the shapes do not fit.
+    """
+    ns, tiled = _byte_input(tiled, "untile_scales")
+    shape = _matrix_shape(shape)
+    if ns.shape(tiled) != (tiled_size(shape),):
+        raise ValueError(
+            f"scales of shape {shape} are tiled into shape {(tiled_size(shape),)}, got {ns.shape(tiled)}"
+        )
+    rows, columns = _tiles(shape)
+    tiles = tiled.reshape((rows, columns, LANES, ROWS // LANES, COLUMNS))
+    plain = ns.moveaxis(ns.moveaxis(tiles, 2, 1), 3, 1)
+    return plain.reshape((rows * ROWS, columns * COLUMNS))[: shape[0], : shape[1]]
+
+
+def check_tiled(scheme: Scheme, shape: tuple[int, ...], axis: int) -> None:
+    """ValueError unless scales of a tensor of this shape have a tiled form: a matrix, a byte for each block of its rows."""
+    block = scheme.scale.block
+    if not isinstance(block, int) or block < 1 or scheme.scale.storage not in STORAGES:
+        raise ValueError(
+            f"tiled=True takes a scheme with blocks along one axis and scales stored in {' or '.join(STORAGES)}, got "
+            f"{scheme.name!r} with blocks {block!r} and scales in {scheme.scale.storage}; leave tiled out"
+        )
+    if len(shape) != 2 or Blocks.of(shape, scheme.scale, axis).axis != 1:
+        raise ValueError(
+            f"tiled=True takes a matrix (M, K) with blocks along its last axis, got shape {shape} and axis {axis}; "
+            f"reshape or transpose it, or leave tiled out"
+        )
+
+
+def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Tiles along rows and columns."""
+    return -(-shape[0] // ROWS), -(-shape[1] // COLUMNS)
+
+
+def _matrix_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    if len(shape) != 2 or min(shape) < 0:
+        raise ValueError(f"shape is that of a matrix of scales, (M, blocks), got {tuple(shape)}")
+    return shape[0], shape[1]
+
+
+def _byte_input(x: Any, what: str) -> tuple[Namespace, Array]:
+    x = as_array(x)
+    ns = namespace_of(x)
+    if ns.dtype_name(x) != "uint8":
+        raise TypeError(
+            f"{what} takes scale codes as uint8, got {ns.dtype_name(x)} of shape {ns.shape(x)}; view them as uint8"
+        )
+    return ns, x
+
+
+def _pad(ns: Namespace, x: Array, axis: int, length: int) -> Array:
+    shape = list(ns.shape(x))
+    shape[axis] = length - shape[axis]
+    return ns.concatenate([x, ns.full(tuple(shape), 0, "uint8", x)], axis) if shape[axis] else x
+
+
+# Inside a rule the plain functions: no conversion from torch, no JAX program of their own.
+_tile, _untile = inspect.unwrap(tile_scales), inspect.unwrap(untile_scales)
 
 
 __all__ = ["Quantized", "Scales", "with_plain_scales", "with_tiled_scales"]

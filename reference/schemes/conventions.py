@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reference.formats.formats import FORMATS
-from reference.schemes.default_schemes import mx_scheme
-from reference.schemes.schemes import Block, Scale, Scheme
+from reference.schemes.default_schemes import default_schemes, mx_scheme
+from reference.schemes.schemes import BUILT_IN, RECORDS, SCHEMES, Block, Scale, Scheme
 from reference.schemes.torchao import (
     CLIPS,
     LARGE_16_OVERFLOWS,
@@ -120,4 +120,14 @@ def conventions() -> list[Scheme]:
     return [*torchao_conventions(), *_transformer_engine(), *_compressed_tensors()]
 
 
-__all__ = ["compressed_tensors_input", "conventions"]
+def load_schemes() -> dict[str, Scheme]:
+    """`SCHEMES`, filled by the first call, in `import reference`: the default schemes, and conventions built from them."""
+    if not SCHEMES:
+        SCHEMES.update({scheme.name: scheme for scheme in [*default_schemes(), *conventions()]})
+        # A record that only served to build another may have had the name of one of these.
+        RECORDS.update(SCHEMES)
+        BUILT_IN.update(SCHEMES)
+    return SCHEMES
+
+
+__all__ = ["compressed_tensors_input", "conventions", "load_schemes"]

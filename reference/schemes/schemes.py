@@ -10,6 +10,10 @@ reciprocal per block multiplies every element, followed by one rounding; powers 
 stores zeros (in `stretched2`, which has none, its smallest magnitude, -2**-127); and a finite input never becomes NaN or
 infinity: scales have a floor below which they do not fall, and dequantization stops at the largest finite value. A NaN or an
 infinity turns its block NaN and no other.
+
+`register` gives records of one's own a name. For files, and for whatever carries only text, `scheme_fields` and `scheme_from`
+convert a record to plain values (numbers, text, lists) and back, with the formats that it needs and that are not built in;
+`format_fields` and `format_from` the same of a format alone. `record_of` finds the record of a `Scheme.key` in any process.
 """
 
 from __future__ import annotations
@@ -17,15 +21,169 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from math import isfinite
+from typing import Any, TypeVar
 
 from reference.arrays.errors import choice, lookup
 from reference.formats.formats import BUILT_IN as BUILT_IN_FORMATS
 from reference.formats.formats import FORMATS, Format, format_name, format_of
 from reference.formats.rounding import MODES, OVERFLOWS
-from reference.schemes.scale import POWER_RULES, Block, Scale, Zero, flat_size
 
-#: Every scheme by name. `reference.schemes.all_schemes` fills it when `reference` is imported.
+Block = int | tuple[int, int] | str
+STATISTICS = ("absmax", "minmax", "minmax_with_zero", "minmax_split", "absmax_elements")
+POWER_RULES = ("floor", "ceil", "rceil", "rceil_log2", "even")
+RULES = ("ratio", "ratio_pow2", "ratio_pow2_log2", *POWER_RULES)
+FLOORS = ("statistic", "scale", "stored", "zero")
+POWER_STORAGE = "float8_e8m0fnu"
+# What the text of a block of the flattened tensor begins with; its size follows.
+FLAT = "flat:"
+# Storage dtypes of zero points by rule.
+ZERO_STORAGE = {"code": ("int8",), "value": ("float32", "bfloat16", "float16")}
+# Targets outside would let the ratio of two float32 values overflow or vanish.
+LEAST_TARGET, LARGEST_TARGET = 2.0**-20, 2.0**20
+
+
+def flat_size(block: Block) -> int:
+    """The n of "flat:n"; 0 for any other block."""
+    return int(block.removeprefix(FLAT)) if isinstance(block, str) and block.startswith(FLAT) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How a block's scale is found.
+
+    With a the statistic of the block and t the target:
+
+    * ``ratio``: a / t, or t / a if stored for encoding. ``ratio_pow2`` rounds that to a power of two, up (down if stored for
+      encoding), so that nothing overflows. ``ratio_pow2_log2`` is torchao's exp2(floor(log2(s))) in float32.
+    * The power-of-two rules give 2**e. ``floor``: e = floor(log2 a) - floor(log2 t) (OCP MX 1.0, section 6.3). ``ceil``:
+      ceil(log2 a) - floor(log2 t). ``rceil``: ceil(log2(a / t)), exactly: the smallest scale that overflows nothing.
+      ``even``: as floor, with a first rounded to the element's mantissa bits (or `even_bits`). ``rceil_log2`` is torchao's
+      ceil(log2(a / t)) with both steps rounded to float32.
+    """
+
+    #: n: blocks of n along the axis; -1: the whole axis; (r, c): c along the axis and r along the last other one;
+    #: "tensor": one block; "flat:n": blocks of n of the flattened tensor.
+    block: Block
+    #: absmax; minmax; minmax_with_zero (the range is widened to hold 0); minmax_split (the larger of -min / -qmin and
+    #: max / qmax); absmax_elements (an outer scale's maximum over the elements, not over the scales).
+    statistic: str = "absmax"
+    #: What the statistic maps onto: 448, 6, 127, 15, ...
+    target: float
+    rule: str = "ratio"
+    #: Arithmetic of the ratio: "float32", or "input" (every operation rounded to the input's dtype). "float64" divides in
+    #: float64 and rounds to float32, which is the correctly rounded float32 quotient.
+    compute: str = "float32"
+    #: "decode" multiplies a code, "encode" multiplies an element.
+    stored: str = "decode"
+    #: An encoding scale is t * (1 / a), rounded twice, as PyTorch computes scalar / tensor.
+    by_reciprocal: bool = False
+    #: ("statistic" | "scale" | "stored" | "zero", smallest value). "scale" applies before the scale is rounded for storage,
+    #: "stored" after, and "zero" replaces only a stored zero. The value "tiny" is the smallest normal value of
+    #: the input's dtype.
+    floor: tuple[str, float | str] | None = None
+    #: What an infinite or NaN outer scale becomes; None: NaN stays, infinity is the largest float32 if stored for encoding.
+    nonfinite: float | None = None
+    #: "float32" or the name of a format.
+    storage: str = "float32"
+    #: "mean": the mean of the scales is subtracted before they are quantized (outer scales only).
+    center: str = "none"
+    #: Whether the last block of an axis may be short.
+    partial: bool = False
+    #: Mantissa bits to which ``even`` rounds the statistic; None: those of the element.
+    even_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.storage, Format):
+            object.__setattr__(self, "storage", format_name(self.storage, "storage"))
+        check_scale(self)
+
+    @property
+    def flat_size(self) -> int:
+        """Elements of a block of the flattened tensor; 0 for other blocks."""
+        return flat_size(self.block)
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether every scale is 2**e in e8m0, which is applied by shifting exponents."""
+        return self.rule in POWER_RULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """A zero point.
+
+    ``code``: qmin - rne(min / s), clamped, from the scale (at least its floor) before storage rounding. ``value``: the float
+    min + s * (qmin + qmax + 1) / 2 of tinygemm.
+    """
+
+    rule: str = "code"
+    storage: str = "int8"
+
+    def __post_init__(self) -> None:
+        choice(self.rule, ("code", "value"), "zero rule")
+        choice(self.storage, ZERO_STORAGE[self.rule], f"the storage of a zero point of rule {self.rule!r}")
+
+
+def check_scale(record: Scale) -> None:
+    """ValueError for a field that means nothing, or fields that contradict each other."""
+    choice(record.statistic, STATISTICS, "statistic")
+    choice(record.rule, RULES, "rule")
+    choice(record.compute, ("float32", "float64", "input"), "compute")
+    choice(record.stored, ("decode", "encode"), "stored")
+    choice(record.center, ("none", "mean"), "center")
+    _check_block(record.block)
+    if not LEAST_TARGET <= record.target <= LARGEST_TARGET:
+        raise ValueError(
+            f"target lies between 2**-20 and 2**20, got {record.target!r}; use the element's largest value"
+        )
+    fmt = None if record.storage == "float32" else format_of(record.storage)
+    if record.rule in POWER_RULES and record.storage != POWER_STORAGE:
+        raise ValueError(
+            f"rule {record.rule!r} gives powers of two, stored as {POWER_STORAGE}; got storage {record.storage!r}. "
+            f"For powers of two in another storage use rule 'ratio_pow2'"
+        )
+    bits = record.even_bits
+    if bits is not None and (record.rule != "even" or type(bits) is not int or not 0 <= bits <= 7):
+        raise ValueError(f"even_bits is 0 to 7 beside rule 'even', and None beside others; got {bits!r}")
+    if record.floor is not None:
+        _check_floor(record.floor, fmt)
+
+
+def _check_block(block: object) -> None:
+    if isinstance(block, str):
+        size = block.removeprefix(FLAT)
+        good = block == "tensor" or (size != block and size.isdecimal() and int(size) > 0)
+    else:
+        sizes = block if isinstance(block, tuple) else (block,)
+        whole = block == -1 and type(block) is int
+        good = whole or (len(sizes) in (1, 2) and all(type(size) is int and size > 0 for size in sizes))
+        good = good and (not isinstance(block, tuple) or len(block) == 2)
+    if not good:
+        raise ValueError(f"block is n > 0, -1, (rows, columns), 'tensor' or 'flat:n'; got {block!r}")
+
+
+def _check_floor(floor: tuple[str, float | str], fmt: Format | None) -> None:
+    kind, value = floor
+    choice(kind, FLOORS, "floor")
+    if isinstance(value, str):
+        choice(value, ("tiny", "eps"), "the floor's value, if it is a name,")
+        if kind == "stored" and fmt is not None:
+            raise ValueError(
+                f"a floor on the stored scale is a value of its storage {fmt.name}; {value!r} is a name"
+            )
+        return
+    if not (isfinite(value) and value > 0):
+        raise ValueError(f"a floor is a positive number, got {value!r}")
+    # Integer storage holds scales relative to an outer one, so its floor is on the value before that.
+    absolute = fmt is not None and fmt.kind in ("float", "scale")
+    if kind in ("stored", "zero") and fmt is not None and absolute and not bool((fmt.values == value).any()):
+        raise ValueError(
+            f"a floor on the stored scale is a value of its storage {fmt.name}; {value!r} is none"
+        )
+
+
+#: Every scheme by name. `reference.schemes.conventions` fills it when `reference` is imported.
 SCHEMES: dict[str, Scheme] = {}
 #: Every record ever created, by its key.
 RECORDS: dict[str, Scheme] = {}
@@ -86,7 +244,7 @@ class Scheme:
     def key(self) -> str:
         """The record as text: its name in `SCHEMES`, or, for a record that is not there, all fields as JSON.
 
-        `reference.schemes.record_text.record_of` finds the record again, in any process.
+        `reference.schemes.schemes.record_of` finds the record again, in any process.
         """
         return self._key  # type: ignore[attr-defined, no-any-return]
 
@@ -177,7 +335,70 @@ def _check_zero(record: Scheme, fmt: Format) -> None:
         )
 
 
+Record = TypeVar("Record", Format, Scheme)
+
+
+def register(record: Record) -> Record:
+    """Give a format or a scheme its name: functions take it, and configurations, for as long as the process lives.
+
+    record: a `Format`, which schemes may then name, or a `Scheme`; it comes back, so that one line makes and registers it.
+    Again with an equal record does nothing. A saved model has the records of its weights with it, and of their formats.
+
+    ValueError where the name belongs to another record (names are never given anew), TypeError for anything else.
+    """
+    if not isinstance(record, (Format, Scheme)):
+        raise TypeError(f"register takes a Format or a Scheme, got {type(record).__name__}: {record!r:.60}")
+    table: dict[str, Format] | dict[str, Scheme] = FORMATS if isinstance(record, Format) else SCHEMES
+    known = table.get(record.name)
+    if known is not None and known != record:
+        raise ValueError(
+            f"{record.name!r} is the name of another {type(record).__name__.lower()}; give this one a name of its own"
+        )
+    if known is None:
+        table[record.name] = record  # type: ignore[assignment]
+        if isinstance(record, Scheme):
+            RECORDS[record.name] = record
+    return record
+
+
+def format_fields(fmt: Format) -> dict[str, Any]:
+    """A format as plain values."""
+    return asdict(fmt)
+
+
+def format_from(fields: dict[str, Any]) -> Format:
+    """The format of these plain values; ValueError or TypeError where they describe none. Lists may stand for tuples."""
+    return Format(**{name: _tuples(value) for name, value in fields.items()})
+
+
+def scheme_from(fields: dict[str, Any]) -> Scheme:
+    """The record of these plain values; ValueError or TypeError where they describe none. Lists may stand for tuples.
+
+    Formats that come with it are registered, a name that is taken by another record being a ValueError.
+    """
+    for one in fields.get("formats", ()):
+        register(format_from(one))
+    given = {name: _tuples(value) for name, value in fields.items() if name != "formats"}
+    for name, record in (("scale", Scale), ("outer", Scale), ("zero", Zero)):
+        if given.get(name) is not None:
+            given[name] = record(**{key: _tuples(value) for key, value in given[name].items()})
+    return Scheme(**given)
+
+
+def record_of(text: str) -> Scheme:
+    """The record of a name or of a `Scheme.key`; ValueError where there is none."""
+    found = RECORDS.get(text)
+    if found is not None:
+        return found
+    return scheme_from(json.loads(text)) if text.startswith("{") else scheme_of(text)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 __all__ = [
+    "POWER_RULES",
     "RECORDS",
     "SCHEMES",
     "Block",
@@ -185,6 +406,11 @@ __all__ = [
     "Scheme",
     "Zero",
     "flat_size",
+    "format_fields",
+    "format_from",
+    "record_of",
+    "register",
     "scheme_fields",
+    "scheme_from",
     "scheme_of",
 ]

@@ -24,11 +24,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from reference.arrays.namespace import Array, Namespace, namespace_of
-from reference.arrays.softfloat import divide, is_nan, multiply, order_key
-from reference.arrays.widen import INFINITY, LARGEST, MAGNITUDE, NAN, float32_bits
+from reference.arrays.softfloat import (
+    INFINITY,
+    LARGEST,
+    MAGNITUDE,
+    NAN,
+    divide,
+    float32_bits,
+    is_nan,
+    multiply,
+    order_key,
+)
+from reference.formats.arithmetic import to_dtype_bits
 from reference.formats.encode import encode
 from reference.formats.formats import Format
-from reference.formats.narrow import to_dtype_bits
 from reference.sparsity.compress import is_traced
 from reference.sparsity.prune import NAN_KEY, check_groups, float_weights, rank_in_groups
 

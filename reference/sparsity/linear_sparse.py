@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.dtypes import DTypeLike, dtype_name
+from reference.arrays.errors import DTypeLike, dtype_name
 from reference.arrays.namespace import Array, as_array, namespace_of
 from reference.matmul.error_bound import (
     UNDERFLOW,

@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Any
 
 from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
-from reference.formats.pack import unpack
+from reference.formats.storage import unpack
 from reference.matmul.linear import linear
 from reference.quantize.stored import Quantized
 from reference.schemes.schemes import SCHEMES, Scheme

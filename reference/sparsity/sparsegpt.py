@@ -33,10 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.namespace import namespace_of
-from reference.arrays.plain import check_plain
-from reference.arrays.widen import float32_bits
-from reference.formats.narrow import to_dtype_bits
+from reference.arrays.namespace import check_plain, namespace_of
+from reference.arrays.softfloat import float32_bits
+from reference.formats.arithmetic import to_dtype_bits
 from reference.quantize.fake_quantize import fake_quantize
 from reference.quantize.scales import choose_scales
 from reference.quantize.stored import Scales

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from reference.arrays.errors import choice
-from reference.arrays.namespace import Array, Namespace, float_input, namespace_of
-from reference.arrays.plain import check_plain
-from reference.formats.random_bits import random_bits
+from reference.arrays.namespace import Array, Namespace, check_plain, float_input, namespace_of
+from reference.formats.rounding import random_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.training.linear import operand, product
 from reference.training.recipe import PRODUCTS, Operand, Recipe, recipe_of

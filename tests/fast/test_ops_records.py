@@ -8,8 +8,7 @@ import torch
 import fast
 from fast.ops import constant_record
 from reference import SCHEMES
-from reference.schemes.record_text import record_of
-from reference.schemes.schemes import RECORDS
+from reference.schemes.schemes import RECORDS, record_of
 from reference.training.recipe import recipe_of
 
 MXFP8, NVFP4 = SCHEMES["mxfp8_e4m3"], SCHEMES["nvfp4"]

@@ -73,7 +73,7 @@ REST = {
     "IntXQuantizationAwareTrainingConfig", "IntxFakeQuantizeConfig", "compile_options", "linear_and_experts", "llama32_configs",
     "llama32_qat", "load_pretrained", "quantize_pretrained", "write_card",
 }  # fmt: skip
-# Of the specification what takes a record: see tests/reference/schemes/test_register.py.
+# Of the specification what takes a record: see tests/reference/schemes/test_schemes.py.
 RECORDS = {"register"}
 
 

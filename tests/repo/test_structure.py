@@ -41,20 +41,10 @@ SHARED_PREFIXES = {
 }
 #: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.
 TESTED_BY = {
-    "arrays.errors": "formats/test_encode_arrays.py",
-    "arrays.jax_jit": "quantize/test_libraries.py",
-    "arrays.log2": "schemes/torchao/test_mx.py",
-    "formats.arithmetic": "schemes/torchao/test_fp8.py",
     "formats.encode_bits": "formats/test_encode.py",
-    "formats.tables": "formats/test_encode.py",
-    "matmul.linear": "matmul/test_linear_bound.py",
-    "quantize.mx_tables": "quantize/test_quantize.py",
+    "layers.rotary": "layers/test_gradients.py",
     "quantize.power_scales": "quantize/test_scales.py",
-    "quantize.provided_scales": "quantize/test_quantize.py",
-    "quantize.stored": "quantize/test_quantized_fields.py",
-    "schemes.all_schemes": "schemes/test_schemes.py",
     "schemes.conventions": "schemes/test_compressed_tensors.py",
-    "schemes.scale": "schemes/test_record_checks.py",
     "schemes.torchao": "schemes/torchao/test_integers.py",
 }
 #: Tests of a folder of a package that stand in a folder of another name.

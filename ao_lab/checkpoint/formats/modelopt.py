@@ -38,7 +38,7 @@ from ao_lab.config.recipe import Recipe, block_name
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import SCHEMES, Quantized, Scales, Scheme
-from reference.formats.pack import packed_shape
+from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Block
 

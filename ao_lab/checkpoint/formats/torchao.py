@@ -35,7 +35,7 @@ from ao_lab.tensor.metadata import DTYPES, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import SCHEMES, Quantized, Scales, Scheme, untile_scales
 from reference.quantize.blocks import Blocks
-from reference.quantize.tiled_scales import tiled_size
+from reference.quantize.stored import tiled_size
 from reference.schemes.schemes import Block
 
 PlainTensors = dict[str, torch.Tensor]

@@ -15,10 +15,10 @@ from ao_lab.interop import native_dtype
 from ao_lab.tensor.metadata import Meta, stored_shape, swapped
 from ao_lab.tensor.sparse.metadata import COLUMNS, LAYOUT
 from reference import Scheme
-from reference.formats.pack import packed_shape
+from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
-from reference.quantize.provided_scales import stored_parts
-from reference.quantize.tiled_scales import check_tiled, tiled_size
+from reference.quantize.scales import stored_parts
+from reference.quantize.stored import check_tiled, tiled_size
 
 WORD_BYTES = 4
 #: Static scales of a layer's input in our layout.

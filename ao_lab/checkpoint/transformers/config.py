@@ -28,7 +28,7 @@ from ao_lab.config import granularity
 from ao_lab.config.base import CONFIGS, Config, SchemeConfig, kind_of
 from ao_lab.config.fqn import FqnToConfig
 from reference import Scheme
-from reference.schemes.record_text import scheme_fields, scheme_from
+from reference.schemes.schemes import scheme_fields, scheme_from
 
 #: Keys of objects that stand for what JSON has no word for.
 CLASS, DTYPE, SCHEME = "class", "dtype", "record"

@@ -41,9 +41,9 @@ from ao_lab.jax.training.operands import (
 from ao_lab.jax.training.random_words import seed_words
 from reference import Quantized
 from reference.arrays.errors import choice
-from reference.arrays.jax_mesh import automatic, explicit_mesh
+from reference.arrays.jax_bridge import automatic, explicit_mesh
+from reference.training.linear import unsupported_reason
 from reference.training.recipe import PRODUCTS, Recipe, recipe_of
-from reference.training.shapes import unsupported_reason
 
 DTYPES = ("float32", "bfloat16", "float16")
 Axes = tuple[int, ...]

@@ -21,8 +21,7 @@ from ao_lab.jax.functions import dequantize, quantize
 from ao_lab.jax.training.random_words import random_words
 from reference import Quantized, decode
 from reference.formats.formats import FORMATS, Format
-from reference.schemes.scale import POWER_RULES
-from reference.schemes.schemes import Scheme
+from reference.schemes.schemes import POWER_RULES, Scheme
 from reference.training.hadamard import hadamard
 from reference.training.recipe import PRODUCTS, Operand, Recipe
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reference.formats.random_bits import MASK, MULTIPLIER, ROUNDS, WEYL
+from reference.formats.rounding import MASK, MULTIPLIER, ROUNDS, WEYL
 
 #: Elements that 32 bits of a counter reach, four words each.
 MOST = 1 << 34

@@ -31,7 +31,7 @@ from math import isfinite
 from ao_lab.sparsity.config import SparsityConfig, is_number
 from ao_lab.sparsity.transforms import Registered
 from reference.arrays.errors import choice
-from reference.sparsity.sr_ste import LARGEST_DECAY
+from reference.sparsity.prune import LARGEST_DECAY
 
 # Which phase of a sparse training a number of steps is in, and when masks are found.
 

@@ -26,7 +26,7 @@ from fast.quantize.derived import derived
 from fast.quantize.ops import fresh_codes, fresh_scales
 from fast.quantize.two_levels import scales_of_two_levels, without_outer
 from reference import Quantized, Scheme
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 from reference.training.recipe import Operand
 
 # Schemes in blocks that lie within a group or an expert, and scales of such blocks that a whole group shares.

@@ -19,8 +19,8 @@ from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
 from reference.formats.encode import check_overflow, check_random_bits
 from reference.formats.formats import Format, format_of
-from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode
+from reference.formats.storage import packed_shape
 
 CODES = (torch.uint8, torch.uint16)
 

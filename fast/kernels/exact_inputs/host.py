@@ -22,8 +22,7 @@ from fast.kernels.quantize.geometry import INT32, Geometry, power_above
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.tile.block_op import block_op
 from reference.quantize.blocks import Blocks
-from reference.schemes.record_text import record_of
-from reference.schemes.schemes import Scheme
+from reference.schemes.schemes import Scheme, record_of
 
 #: Columns of the longest row that a program takes.
 LONGEST = 32768

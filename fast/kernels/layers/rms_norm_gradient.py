@@ -1,4 +1,4 @@
-"""`rms_norm_vjp` for CUDA tensors; see `reference.layers.gradients` for every rounding and the order of the sums.
+"""`rms_norm_vjp` for CUDA tensors; see `reference.layers.normalize` for every rounding and the order of the sums.
 
 A program goes through PIECE rows and holds each whole in registers: x and g are read once, dx is written once, and nothing
 but x was kept by the forward pass, whose root is made again on the way. The next row is loaded before this one is reduced. What
@@ -20,7 +20,7 @@ from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div, power_above
 from fast.kernels.rules.trees import tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, set_aside
-from reference.layers.gradients import PIECE
+from reference.layers.normalize import PIECE
 
 #: Elements of a row in a thread.
 PER_THREAD = 16

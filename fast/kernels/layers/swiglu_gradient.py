@@ -1,7 +1,7 @@
 """`swiglu_vjp` for CUDA tensors: dgate and dup in one kernel, which reads g, gate and up once.
 
 dup is the forward kernel's own arithmetic, with g in place of up. silu' has to be the correctly rounded 16-bit float for every
-gate (`reference.layers.gradients` has the table), computed in float32 by operations that are the same everywhere: all
+gate (`reference.layers.swiglu` has the table), computed in float32 by operations that are the same everywhere: all
 65,536 inputs of a dtype are tried in Triton's interpreter and on a GPU. With e = exp(-v) as in `fast.kernels.layers.swiglu`,
 d = 1 + e and n = 1 + e (1 + v), all scaled by 2**-32: silu' = n / d / d, divisions by products with approximate reciprocals.
 

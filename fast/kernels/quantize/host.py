@@ -22,12 +22,12 @@ from reference import Quantized, Scales
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
 from reference.formats.encode import check_random_bits
-from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode
+from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
-from reference.quantize.provided_scales import check_scales
 from reference.quantize.quantize import check_quantized, with_plain_scales, with_tiled_scales
-from reference.quantize.tiled_scales import check_tiled
+from reference.quantize.scales import check_scales
+from reference.quantize.stored import check_tiled
 from reference.schemes.schemes import Scheme, scheme_of
 
 

@@ -11,8 +11,8 @@ from fast.kernels.quantize.plan import Buffer, Problem, code_buffer, packs, prob
 from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.tile.block_op import BlockOp, block_op
 from reference import Quantized
-from reference.formats.pack import packed_shape
 from reference.formats.rounding import check_mode
+from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme
 

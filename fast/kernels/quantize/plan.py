@@ -25,11 +25,10 @@ from fast.kernels.quantize.geometry import (
 from fast.kernels.scheme.constants import SchemeConstants, constants_of, is_two_level
 from fast.kernels.tile.block_op import BlockOp, block_op
 from reference.formats.formats import FORMATS
-from reference.formats.pack import packed_shape
-from reference.formats.storage import storage_dtype
+from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
-from reference.quantize.tiled_scales import tiled_size
+from reference.quantize.stored import tiled_size
 from reference.schemes.schemes import Scheme
 
 DTYPES = ("float32", "bfloat16", "float16")

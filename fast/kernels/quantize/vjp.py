@@ -31,7 +31,7 @@ from fast.kernels.scheme.constants import constants_of
 from reference import Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.rounding import check_mode
-from reference.quantize.provided_scales import given_scales, usable
+from reference.quantize.scales import given_scales, usable
 from reference.schemes.schemes import Scheme, scheme_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]

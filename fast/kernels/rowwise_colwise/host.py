@@ -15,7 +15,7 @@ from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from reference import Quantized, Scales
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks
-from reference.quantize.provided_scales import check_scales
+from reference.quantize.scales import check_scales
 from reference.schemes.schemes import Scheme, scheme_of
 
 Both = tuple[Quantized, Quantized]

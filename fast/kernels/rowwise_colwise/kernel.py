@@ -55,7 +55,7 @@ def mx_both_kernel(
 ):  # fmt: skip
     """codes (rows, columns) with scales along columns, transposed (columns, rows) with scales along rows.
 
-    TILED: scales lie in the tiles of `reference.quantize.tiled_scales`.
+    TILED: scales lie in the tiles of `reference.quantize.stored`.
     """
     TURNS: tl.constexpr = 512 // COLUMNS
     REGISTERS: tl.constexpr = GROUP // TURNS
@@ -175,7 +175,7 @@ def mx_columns(x: torch.Tensor, rule: SchemeConstants) -> Call:
 def mx_both(x: torch.Tensor, rule: SchemeConstants, tiled: bool = False, **tuning: int) -> Call:
     """Run an MX kernel on a contiguous matrix; it makes codes, scale, transposed and transposed_scale.
 
-    tiled: the scales are flat, in the layout of `reference.quantize.tiled_scales`. Plain scales are made of tiled ones where
+    tiled: the scales are flat, in the layout of `reference.quantize.stored`. Plain scales are made of tiled ones where
     tiles have no padding; see `untile`. tuning: see `_mx_floats` and `_mx_pairs`; results do not depend on it.
     """
     call, (rows, columns) = Call({"x": x}, words=("x",)), x.shape

@@ -1,4 +1,4 @@
-"""Where scales of a matrix lie: row by row, or in the tiles of 128 rows by 4 columns of `reference.quantize.tiled_scales`."""
+"""Where scales of a matrix lie: row by row, or in the tiles of 128 rows by 4 columns of `reference.quantize.stored`."""
 
 import triton
 import triton.language as tl

@@ -87,7 +87,7 @@ def power_value(code):
 
 @triton.jit
 def _above(exponent, fraction, L: tl.constexpr):
-    """1 where the float32 logarithm lies above its integer (`reference.arrays.log2`)."""
+    """1 where the float32 logarithm lies above its integer (`reference.arrays.softfloat`)."""
     return (fraction > _steps(tl.maximum(exponent, -149), L)).to(tl.int32)
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import triton.language as tl
 
 from fast.kernels.scheme.fast_path_rules import HARDWARE, SEQUENCES, is_quick, ocp_name, storage_kind
-from reference.arrays.log2 import LOWEST, steps_above, steps_below
-from reference.arrays.softfloat import bits_of
+from reference.arrays.softfloat import LOWEST, bits_of, steps_above, steps_below
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.power_scales import even_carry
 from reference.quantize.scales import floor_value
@@ -176,7 +175,7 @@ def _storage(name: str, hardware: bool) -> Element:
 
 
 def _runs(rule: str) -> tuple[tuple[int, int], ...]:
-    """torchao's float32-logarithm tables (`reference.arrays.log2`) as (first exponent, steps) of each run of equal values."""
+    """torchao's float32-logarithm tables as (first exponent, steps) of each run of equal values."""
     if rule not in ("ratio_pow2_log2", "rceil_log2"):
         return ()
     table = steps_below() if rule == "ratio_pow2_log2" else steps_above()

@@ -29,7 +29,7 @@ import numpy as np
 
 from fast.kernels.scheme.fast_path_rules import HARDWARE, has_quotient, ocp_name, storage_kind
 from fast.kernels.sm90.codebook16 import has_cubic
-from reference.arrays.log2 import steps_above
+from reference.arrays.softfloat import steps_above
 from reference.formats.formats import Format
 from reference.schemes.schemes import Scheme
 

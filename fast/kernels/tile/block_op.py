@@ -9,7 +9,7 @@ class BlockOp(Constant):
     source: where scales come from: "tile", "statistic" (of an earlier pass) or "given". outer: the same of the outer scale, ""
     for none. codes, scales, statistic: what is written. output: dtype of dequantized values, or "". gradient: y = g where the
     element did not saturate. dequantize: codes are read, not x. packed: codes are packed. reverse: programs begin at the end of
-    x. tiled: scales are written in the tiles of `reference.quantize.tiled_scales`, and `stride` is the number of blocks in a
+    x. tiled: scales are written in the tiles of `reference.quantize.stored`, and `stride` is the number of blocks in a
     row. pairs: x is read in pairs of 16-bit floats. level: "averages" or "groups": scales that are quantized themselves are
     averaged, and quantized (`second_level`). exact: such scales divide elements as they are, below the floor or not.
     saturation: "mask": which blocks saturate is written to the argument `codes`; "gradient": g is masked in place by it.

@@ -29,7 +29,7 @@ from fast.ops import record_name, register
 from fast.quantize.fake_quantize import FAKE_QUANTIZE, VJP_OP
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear, result_dtype
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 TENSORS = "Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias"
 SCHEMA = f"({TENSORS}, SymInt[] shape, str x_scheme, str scheme) -> Tensor"

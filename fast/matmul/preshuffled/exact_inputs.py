@@ -18,8 +18,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from reference.schemes.record_text import record_of
-from reference.schemes.schemes import Scheme
+from reference.schemes.schemes import Scheme, record_of
 
 #: Dtypes of inputs that the tensor core takes here: digits of a significand, exponents of the smallest number and the largest.
 DIGITS = {torch.bfloat16: (8, -133, 127), torch.float16: (11, -24, 15)}

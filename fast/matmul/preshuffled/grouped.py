@@ -20,7 +20,7 @@ from fast.matmul.stored_weight_ops import Operands, Values, dense, refuse_scale_
 from fast.matmul.weights import parts
 from fast.ops import record_name, register
 from reference import Quantized
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 if TYPE_CHECKING:
     from fast.kernels.linear_small.layout import ArrangedWeight

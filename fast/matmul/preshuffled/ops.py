@@ -28,7 +28,7 @@ from fast.matmul.weights import parts
 from fast.ops import record_name, register
 from reference import Quantized
 from reference.matmul.linear import check_linear
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, SymInt[] shape, str scheme) -> Tensor"

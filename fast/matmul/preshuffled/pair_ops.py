@@ -21,7 +21,7 @@ from fast.matmul.weights import parts
 from fast.ops import record_name, register
 from reference.layers.swiglu import DTYPES
 from reference.matmul.linear import check_linear
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 
 if TYPE_CHECKING:
     from fast.kernels.linear_small.layout import ArrangedWeight

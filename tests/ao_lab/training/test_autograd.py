@@ -14,8 +14,7 @@ from reference import Quantized
 from reference.matmul.linear import transposed
 from reference.training import RECIPES
 from reference.training.linear import operands
-from reference.training.recipe import recipe_of
-from reference.training.recipes import saving_codes
+from reference.training.recipe import recipe_of, saving_codes
 
 M, K, N = 128, 384, 256
 

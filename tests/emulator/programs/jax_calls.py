@@ -29,7 +29,7 @@ from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.block_launch import POINTERS, block_launch
 from reference import SCHEMES, Scales
 from reference.arrays.torch_bridge import to_numpy, to_torch
-from reference.quantize.tiled_scales import STORAGES
+from reference.quantize.stored import STORAGES
 from tests.emulator import quick_interpreter
 
 RNG = np.random.default_rng(0)

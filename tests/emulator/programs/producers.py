@@ -25,8 +25,9 @@ import reference
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import rms_norm_gradient, rotary, swiglu, swiglu_gradient
 from reference import Quantized
-from reference.layers import gradients
 from reference.layers import rotary as specified_rotary
+from reference.layers.normalize import rms_norm_vjp
+from reference.layers.swiglu import swiglu_vjp
 from tests.emulator import quick_interpreter
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -160,7 +161,7 @@ def differentiated() -> int:
             )
             for more, eps in ((None, 1e-6), (other, 2.0**-140))[: 2 if dtype == "bfloat16" else 1]:
                 got = rms_norm_gradient.rms_norm_vjp(g, x, weight, eps, more)
-                wanted = gradients.rms_norm_vjp(g, x, weight, eps=eps, residual_grad=more)
+                wanted = rms_norm_vjp(g, x, weight, eps=eps, residual_grad=more)
                 label = f"rms_norm_vjp {dtype} {tuple(x.shape)}"
                 done += sum(same(label, *part) for part in zip(got, wanted, strict=True))
     return done + turned() + sum(_gates_differentiated(dtype) for dtype in ("bfloat16", "float16"))
@@ -190,7 +191,7 @@ def _gates_differentiated(dtype: str) -> int:
         for case in cases
         for part in zip(
             swiglu_gradient.swiglu_vjp(*case),
-            gradients.swiglu_vjp(*(t.contiguous() for t in case)),
+            swiglu_vjp(*(t.contiguous() for t in case)),
             strict=True,
         )
     )
@@ -202,7 +203,7 @@ def roughly_differentiated() -> int:
     gate = gate.repeat_interleave(2, 0)
     one, exact = torch.ones_like(gate), swiglu_gradient.approximate_reciprocal
     swiglu_gradient.approximate_reciprocal = rough_reciprocal
-    got, wanted = swiglu_gradient.swiglu_vjp(one, gate, one)[0], gradients.swiglu_vjp(one, gate, one)[0]
+    got, wanted = swiglu_gradient.swiglu_vjp(one, gate, one)[0], swiglu_vjp(one, gate, one)[0]
     swiglu_gradient.approximate_reciprocal = exact
     return same("silu' with a bad reciprocal", got, wanted)
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reference.matmul.linear_bound import ADDED
+from reference.matmul.linear import ADDED
 from tests.emulator.ptx import run
 from tests.emulator.ptx_opcodes import fused
 

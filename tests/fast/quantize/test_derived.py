@@ -10,7 +10,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from fast.ops import constant_record
 from fast.quantize.derived import derived
 from reference import SCHEMES
-from reference.schemes.record_text import record_of
+from reference.schemes.schemes import record_of
 from tests.support.traced import keys_without_origin
 
 

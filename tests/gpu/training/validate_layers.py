@@ -21,8 +21,9 @@ import fast
 from experiments.models.llama import apply_rotary
 from fast.layers.gradients import rms_norm_vjp, swiglu_vjp
 from fast.layers.rotary import rotary
-from reference.layers import gradients as specified
+from reference.layers import normalize as specified_normalize
 from reference.layers import rotary as specified_rotary
+from reference.layers import swiglu as specified_swiglu
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
@@ -53,7 +54,7 @@ def norms() -> Iterator[Comparison]:
             for other in (None, more):
                 there = None if other is None else other.cuda()
                 got = rms_norm_vjp(g.cuda(), x.cuda(), w.cuda(), eps=1e-5, residual_grad=there)
-                wanted = specified.rms_norm_vjp(g, x, w, eps=1e-5, residual_grad=other)
+                wanted = specified_normalize.rms_norm_vjp(g, x, w, eps=1e-5, residual_grad=other)
                 yield f"rms_norm_vjp {dtype} {shape}", got, wanted
 
 
@@ -65,10 +66,10 @@ def gates() -> Iterator[Comparison]:
             order = [torch.randperm(65536) for _ in range(2)]
             g, up = (gate.flatten()[o].reshape(256, 256) if turn else torch.ones_like(gate) for o in order)
             got = swiglu_vjp(g.cuda(), gate.cuda(), up.cuda())
-            yield f"swiglu_vjp {dtype} {turn}", got, specified.swiglu_vjp(g, gate, up)
+            yield f"swiglu_vjp {dtype} {turn}", got, specified_swiglu.swiglu_vjp(g, gate, up)
         both, g = torch.randn(65, 2 * 14336).to(dtype), torch.randn(65, 14336).to(dtype)
         halves, placed = both.chunk(2, -1), both.cuda().chunk(2, -1)
-        wanted = specified.swiglu_vjp(g, *(half.contiguous() for half in halves))
+        wanted = specified_swiglu.swiglu_vjp(g, *(half.contiguous() for half in halves))
         yield f"swiglu_vjp {dtype} halves", swiglu_vjp(g.cuda(), *placed), wanted
 
 

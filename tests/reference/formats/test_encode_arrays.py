@@ -230,7 +230,7 @@ class Labelled(np.ndarray[Any, Any]):
 
 
 def test_subclasses_give_plain_arrays() -> None:
-    """A subclass is read as an array; codes carry no label. (`tests/reference/arrays/test_plain.py` has those that are
+    """A subclass is read as an array; codes carry no label. (`tests/reference/arrays/test_namespace.py` has those that are
     refused.)
     """
     for name in FORMATS_OF_EACH_PATH:

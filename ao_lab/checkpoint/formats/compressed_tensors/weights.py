@@ -21,7 +21,7 @@ from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.weight_specs import WORD_BYTES, Specs, words
 from ao_lab.config.recipe import block_name
 from reference import FORMATS, SCHEMES, Quantized, Scheme, Zero
-from reference.formats.pack import packed_shape
+from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.schemes.default_schemes import mx_name
 from reference.schemes.schemes import Block

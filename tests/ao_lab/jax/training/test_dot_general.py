@@ -8,7 +8,7 @@ import pytest
 
 from ao_lab.testing.strategies import assert_same_bits
 from reference.training import RECIPES, training_linear, training_linear_vjp
-from reference.training.recipes import saving_codes, stochastic
+from reference.training.recipe import saving_codes, stochastic
 
 jax = pytest.importorskip("jax")
 jnp, lax = jax.numpy, jax.lax

@@ -30,8 +30,7 @@ from fast.kernels.scheme.constants import constants_of
 from fast.kernels.values import host as values_host
 from fast.quantize.given_rows import rows_record
 from reference import FORMATS, SCHEMES, Quantized, Scales
-from reference.formats.pack import packed_shape
-from reference.formats.storage import storage_dtype
+from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
 from reference.training.grouped import padded_rows

@@ -13,8 +13,8 @@ from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M
 from torchao.prototype.mx_formats.kernels import pack_uint4, unpack_uint4
 from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 
-from reference.arrays.log2 import ceil_log2_float32, floor_log2_float32
 from reference.arrays.namespace import namespace_of
+from reference.arrays.softfloat import ceil_log2_float32, floor_log2_float32
 from reference.formats.formats import FORMATS
 from reference.quantize.quantize import Quantized, dequantize, quantize
 from reference.schemes.default_schemes import MX_ELEMENTS, mx_name

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from reference.arrays.namespace import namespace_of
+from reference.formats.arithmetic import to_dtype_bits
 from reference.formats.formats import FORMATS
-from reference.formats.narrow import to_dtype_bits
 from tests.support import oracles
 from tests.support.oracles import SIXTEEN_BIT
 

@@ -11,7 +11,7 @@ import ao_lab.jax
 import fast
 import reference
 from ao_lab.testing import assert_same_bits, fill
-from reference.arrays.dtypes import spelled
+from reference.arrays.errors import spelled
 
 SPELLINGS = {
     "float16": ["float16", "f2", "half", np.float16, np.dtype("float16"), jnp.float16, torch.float16],

@@ -23,7 +23,7 @@ from reference import (
     untile_scales,
 )
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
-from reference.quantize.tiled_scales import tiled_size
+from reference.quantize.stored import tiled_size
 from tests.support.record_samples import sampled
 
 SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (256, 8), (300, 17), (16, 64), (640, 3)]

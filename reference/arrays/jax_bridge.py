@@ -1,0 +1,274 @@
+"""What JAX and flax know of the classes and functions here.
+
+**Containers.** `@array_container(...)` names the fields of a dataclass that hold arrays (`Quantized`, `Scales`); the others are
+static. JAX gets the arrays as leaves of a pytree, and `reference.arrays.torch_bridge` converts them too.
+
+JAX learns of the classes when `reference` is imported after JAX, and otherwise at the first call of a public function after JAX
+is imported. One case is left: a program that imports JAX after it has built a `Quantized` from NumPy arrays, and hands that to
+`jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (Importing JAX here for everyone would
+make `import reference` slow.) `flax.serialization` learns of the classes at the same moments. Its state has the arrays by name,
+and "record", the other fields as JSON in uint8: arrays alone, as what maps over a state expects. Restoring needs a target with
+the same record, so that codes of one scheme are never read as those of another.
+
+**Calls.** Concrete JAX arrays run compiled: `quantize(jnp_array, ...)` is one XLA program, cached by record and shape.
+Operation by operation the same call would dispatch some hundreds of small programs, each compiled when first met. Tracers
+pass through untouched, so jit, vmap and grad of the caller see the plain functions; `jax.disable_jit` gives eager steps.
+
+**Explicit axes of a mesh, and rank promotion**, are modes of JAX in which operations raise that the functions here are made of.
+Axes are explicit by default in `jax.make_mesh`. There the sharding of an array is part of its type, and gathers, slices and
+reshapes raise where JAX cannot say how their result is sharded. So a function runs under `jax.sharding.auto_axes`, where XLA
+decides, and its results get a sharding again: of an operand's spec what fits them (`spec_like`). Values do not depend on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+Class = TypeVar("Class", bound=type[Any])
+#: Array fields by registered class, and the classes that JAX does not know yet.
+_ARRAYS: dict[type, tuple[str, ...]] = {}
+_UNKNOWN_TO_JAX: list[type] = []
+_UNKNOWN_TO_FLAX: list[type] = []
+
+
+def array_container(*arrays: str) -> Callable[[Class], Class]:
+    """Decorator that registers a dataclass by the names of its fields that hold an array or None; other fields are static."""
+
+    def register(cls: Class) -> Class:
+        _ARRAYS[cls] = arrays
+        _UNKNOWN_TO_JAX.append(cls)
+        _UNKNOWN_TO_FLAX.append(cls)
+        return cls
+
+    return register
+
+
+def array_fields(value: Any) -> tuple[str, ...]:
+    """Names of the array fields of an instance of a registered class; () for anything else, subclasses included."""
+    return _ARRAYS.get(type(value), ())
+
+
+def register_jax() -> None:
+    """Register `Quantized` and `Scales` as JAX pytrees, and with flax where that is imported; again does nothing. Imports
+    JAX.
+    """
+    register_flax_if_imported()
+    if not _UNKNOWN_TO_JAX:
+        return
+    import jax
+
+    while _UNKNOWN_TO_JAX:
+        cls = _UNKNOWN_TO_JAX.pop()
+        names = [field.name for field in fields(cls)]
+        static = [name for name in names if name not in _ARRAYS[cls]]
+        jax.tree_util.register_dataclass(cls, data_fields=list(_ARRAYS[cls]), meta_fields=static)
+
+
+def register_if_imported() -> None:
+    """`register_jax` where JAX is already imported (completely: another thread may be at it)."""
+    if hasattr(sys.modules.get("jax"), "tree_util"):
+        register_jax()
+
+
+def register_flax_if_imported() -> None:
+    """Make the classes known to `flax.serialization` where that is imported."""
+    if not _UNKNOWN_TO_FLAX:
+        return
+    serialization = sys.modules.get("flax.serialization")
+    if not hasattr(serialization, "register_serialization_state"):
+        return
+    while _UNKNOWN_TO_FLAX:
+        cls = _UNKNOWN_TO_FLAX.pop()
+        _register_flax(serialization, cls, _ARRAYS[cls])
+
+
+def holds_jax(value: Any) -> bool:
+    """Whether value is a concrete JAX array, or a container with nothing but such arrays."""
+    jax = sys.modules.get("jax")
+    if not hasattr(jax, "Array"):
+        return False
+    if names := array_fields(value):
+        parts = [getattr(value, name) for name in names]
+        given = [part for part in parts if part is not None]
+        return bool(given) and all(holds_jax(part) for part in given)
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)  # type: ignore[union-attr]
+
+
+def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """function(*args, **kwargs) under jax.jit, arrays as inputs and everything else as constants of the program.
+
+    Where an argument is neither (a NumPy array beside JAX arrays, say), the plain function runs and says what is wrong.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs).arguments
+    arrays = {name: value for name, value in bound.items() if holds_jax(value)}
+    constants = {name: value for name, value in bound.items() if name not in arrays}
+    if not all(isinstance(value, Hashable) and _hashes(value) for value in constants.values()):
+        return function(*args, **kwargs)
+    # Types are part of the key: 1, 1.0 and True are equal, and only one of them is an axis.
+    typed = tuple((name, type(value), value) for name, value in constants.items())
+    return _program(function, typed)(arrays)
+
+
+def _hashes(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _program(
+    function: Callable[..., Any], constants: tuple[tuple[str, type, Any], ...]
+) -> Callable[..., Any]:
+    import jax
+
+    register_jax()
+    fixed = {name: value for name, _, value in constants}
+    return jax.jit(lambda arrays: over_mesh(function, (), {**arrays, **fixed}))  # type: ignore[no-any-return]
+
+
+def explicit_mesh(arrays: Any) -> Any:
+    """The mesh with explicit axes in the types of JAX arrays, or None."""
+    jax = sys.modules["jax"]
+    if not hasattr(
+        jax.sharding, "auto_axes"
+    ):  # before JAX 0.7 axes were explicit only where that was asked for
+        return None
+    for array in arrays:
+        mesh = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def over_mesh(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """function(*args, **kwargs) where explicit axes of a mesh are automatic inside, and ranks are promoted whatever the mode.
+
+    args and kwargs may hold `Quantized` and `Scales`. Results are sharded like the first array, as far as that fits them.
+    """
+    jax = sys.modules.get("jax")
+    values = [*args, *kwargs.values()]
+    if not hasattr(jax, "Array") or not any(map(holds_traced, values)):
+        return function(*args, **kwargs)
+    with jax.numpy_rank_promotion("allow"):  # type: ignore[union-attr]
+        return _over_mesh(jax, function, args, kwargs)
+
+
+def _over_mesh(jax: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    register_jax()
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    mesh = explicit_mesh([leaves[index] for index in at])
+    if mesh is None:
+        return function(*args, **kwargs)
+
+    def call(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for index, array in zip(at, arrays, strict=True):
+            filled[index] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return function(*args, **kwargs)
+
+    return automatic(call, [leaves[index] for index in at], mesh)
+
+
+def automatic(function: Callable[..., Any], arrays: list[Any], mesh: Any, specs: Any = None) -> Any:
+    """function(*arrays) with the mesh's explicit axes automatic inside. specs: of the results, a tree; else `spec_like`."""
+    jax = sys.modules["jax"]
+    if specs is None:
+        # Without their shardings: what raises for them raises inside.
+        plain = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+        made = jax.eval_shape(function, *plain)
+        specs = jax.tree.map(lambda one: spec_like(one.shape, arrays[0], mesh), made)
+    shardings = jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec),
+    )
+    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)(*arrays)
+
+
+def spec_like(shape: tuple[int, ...], array: Any, mesh: Any) -> Any:
+    """The array's PartitionSpec for a result: where the rank is the same, on each axis whose length the devices divide."""
+    jax = sys.modules["jax"]
+    spec = jax.typeof(array).sharding.spec
+    if len(shape) != array.ndim:
+        return jax.sharding.PartitionSpec()
+    parts = [
+        one if length % _devices(mesh, one) == 0 else None for length, one in zip(shape, spec, strict=False)
+    ]
+    return jax.sharding.PartitionSpec(*parts)
+
+
+def _devices(mesh: Any, names: Any) -> int:
+    """Over how many devices an entry of a spec divides an axis."""
+    each = () if names is None else names if isinstance(names, tuple) else (names,)
+    return prod(mesh.shape[name] for name in each)
+
+
+def holds_traced(value: Any) -> bool:
+    """Whether value is a JAX tracer, or a container or dictionary with one."""
+    if isinstance(value, dict):
+        return any(map(holds_traced, value.values()))
+    if names := array_fields(value):
+        return any(holds_traced(getattr(value, name)) for name in names)
+    return isinstance(value, sys.modules["jax"].core.Tracer)
+
+
+def _register_flax(serialization: Any, cls: type, arrays: tuple[str, ...]) -> None:
+    """Make a class of `array_container` known to `flax.serialization`, if it is not."""
+    static = tuple(field.name for field in fields(cls) if field.name not in arrays)
+
+    def to_state(value: Any) -> dict[str, Any]:
+        parts = {name: getattr(value, name) for name in arrays if getattr(value, name) is not None}
+        state = {name: serialization.to_state_dict(part) for name, part in parts.items()}
+        return {**state, "record": _encoded(value, static)} if static else state
+
+    def from_state(target: Any, state: dict[str, Any]) -> Any:
+        parts = [name for name in arrays if getattr(target, name) is not None]
+        wanted = {*parts, *(["record"] if static else [])}
+        if static and "record" in state:
+            _check_record(cls, _encoded(target, static), np.asarray(state["record"]))
+        if set(state) != wanted:
+            raise ValueError(
+                f"the state of a {cls.__name__} like the target has {', '.join(sorted(wanted))}, got {', '.join(sorted(state))}"
+            )
+        restored = {
+            name: serialization.from_state_dict(getattr(target, name), state[name], name=name)
+            for name in parts
+        }
+        return replace(target, **restored)
+
+    serialization.register_serialization_state(cls, to_state, from_state, override=True)
+
+
+def _encoded(value: Any, static: tuple[str, ...]) -> Any:
+    """The static fields as JSON, in uint8; a scheme by its key."""
+    known = {name: getattr(value, name) for name in static}
+    text = json.dumps(known, default=lambda one: one.__index__() if hasattr(one, "__index__") else one.key)
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _check_record(cls: type, target: Any, state: Any) -> None:
+    """ValueError where the state is that of another record."""
+    if np.array_equal(target, state):
+        return
+    want, got = (json.loads(bytes(one.astype(np.uint8))) for one in (target, state))
+    wrong = [
+        f"{name} {got.get(name)!r} (target: {value!r})"
+        for name, value in want.items()
+        if got.get(name) != value
+    ]
+    raise ValueError(
+        f"the state is that of another {cls.__name__}: {', '.join(wrong)}; give a target that was quantized in the same way"
+    )

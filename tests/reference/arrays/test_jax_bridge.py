@@ -1,0 +1,166 @@
+"""`Quantized` and `Scales` in JAX and flax: leaves and static parts, registered in time, state dictionaries; a mesh.
+
+A mesh has explicit axes, the default of `jax.make_mesh`, also one of one device; several are in tests/ao_lab/jax/test_modes.py.
+"""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ao_lab.jax
+import reference
+from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, fill
+from reference import SCHEMES, Scales, dequantize, quantize, register_jax
+from reference.arrays.jax_bridge import explicit_mesh
+
+X = fill("normals", (4, 64))
+WIDE = np.random.default_rng(0).standard_normal((4, 128), np.float32)
+NAMES = ["mxfp4", "nvfp4", "int8_rowwise_asymmetric"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arrays_are_leaves_and_the_rest_is_static(name):
+    q = quantize(jnp.asarray(X), name)
+    leaves, structure = jax.tree.flatten(q)
+    assert len(leaves) == 2 + (q.outer is not None) + (q.zero is not None)
+    back = jax.tree.unflatten(structure, leaves)
+    assert_same_quantized(back, q)
+    assert back.scheme is q.scheme
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_through_the_boundary_of_jit(name):
+    result = jax.jit(quantize, static_argnames="scheme")(jnp.asarray(X), scheme=name)
+    assert_same_quantized(result, quantize(X, name), inputs=X)
+    assert_same_bits(jax.jit(dequantize)(result), dequantize(quantize(X, name)))
+    # Made by NumPy, read by JAX.
+    assert_same_bits(jax.jit(dequantize)(quantize(X, name)), dequantize(quantize(X, name)))
+
+
+def test_vmap_over_a_quantized():
+    x = jnp.asarray(fill("normals", (3, 4, 64)))
+    stacked = jax.vmap(lambda row: quantize(row, "mxfp4"))(x)
+    assert stacked.codes.shape == (3, 4, 64)
+    assert stacked.shape == (4, 64)
+    assert_same_bits(jax.vmap(dequantize)(stacked), dequantize(quantize(x, "mxfp4")))
+
+
+def test_tree_map_and_scan():
+    scales = quantize(jnp.asarray(X), "nvfp4").scales
+    assert_same_bits(jax.tree.map(lambda leaf: leaf, scales), scales)
+    assert isinstance(scales, Scales)
+    _, stacked = jax.lax.scan(lambda carry, row: (carry, quantize(row, "fp8_rowwise")), 0, jnp.asarray(X))
+    assert_same_bits(stacked.codes, quantize(X, "fp8_rowwise").codes)
+
+
+def test_other_axes_and_shapes_are_other_structures():
+    one, other = (jax.tree.structure(quantize(jnp.ones((32, 32)), "mxfp4", axis=axis)) for axis in (0, 1))
+    assert one != other
+
+
+def test_registering_again_does_nothing():
+    register_jax()
+    register_jax()
+
+
+USE = "q = reference.quantize(numpy.ones((1, 32), numpy.float32), 'mxfp4'); jax.jit(reference.dequantize)(q)"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import jax, reference, numpy",
+        "import reference, numpy, jax; reference.register_jax()",
+        "import reference, numpy, jax; reference.quantize(jax.numpy.ones((1, 32)), 'mxfp4')",
+    ],
+)
+def test_registered_whatever_the_order_of_imports(order):
+    subprocess.run([sys.executable, "-c", f"{order}; {USE}"], check=True)
+
+
+def test_importing_reference_imports_no_jax():
+    code = "import sys, reference; assert not {'jax', 'torch', 'hypothesis'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_scheme_may_be_a_static_argument():
+    """Records hash and compare by value, so that jit caches by them."""
+    function = jax.jit(lambda x, scheme: quantize(x, scheme).codes, static_argnums=1)
+    assert_same_bits(function(X, SCHEMES["mxfp4"]), np.asarray(quantize(X, "mxfp4").codes))
+
+
+@pytest.fixture
+def serialization():
+    return pytest.importorskip("flax").serialization
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8_e4m3", "nvfp4", "nf4", "int4_g32_asymmetric"])
+def test_a_round_trip_through_flax(serialization, scheme):
+    q, target = (
+        reference.quantize(WIDE, scheme, packed=True),
+        reference.quantize(0 * WIDE, scheme, packed=True),
+    )
+    tree = {"layer": {"kernel": q, "scales": q.scales}}
+    back = serialization.from_bytes(
+        {"layer": {"kernel": target, "scales": target.scales}}, serialization.to_bytes(tree)
+    )
+    assert_same_bits(reference.dequantize(back["layer"]["kernel"]), reference.dequantize(q))
+    assert_same_bits(back["layer"]["scales"].scale, q.scale)
+    state = serialization.to_state_dict(q)
+    assert all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(state))
+    assert_same_bits(serialization.from_state_dict(target, state).codes, q.codes)
+
+
+def test_jax_arrays_through_flax(serialization):
+    q = ao_lab.jax.quantize(jax.numpy.asarray(WIDE), "mxfp8_e4m3")
+    back = serialization.from_bytes(q, serialization.to_bytes(q))
+    assert_same_bits(reference.dequantize(back), ao_lab.jax.dequantize(q))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"scheme": "mxfp8_e5m2"}, r"scheme 'mxfp8_e4m3' \(target: 'mxfp8_e5m2'\)"),
+        ({"scheme": "mxfp8_e4m3", "axis": 0}, r"axis 1 \(target: 0\)"),
+        ({"scheme": "nvfp4"}, "another Quantized: .*scheme"),
+    ],
+)
+def test_another_target_of_flax_is_refused(serialization, other, message):
+    state = serialization.to_bytes(reference.quantize(WIDE[:, :4].repeat(32, 1).repeat(8, 0), "mxfp8_e4m3"))
+    with pytest.raises(ValueError, match=message):
+        serialization.from_bytes(reference.quantize(np.ones((32, 128), np.float32), **other), state)
+
+
+def test_a_state_of_flax_without_its_scales_is_refused(serialization):
+    q = reference.quantize(WIDE, "nvfp4")
+    state = serialization.to_state_dict(q)
+    with pytest.raises(
+        ValueError, match="like the target has codes, outer, record, scale, got codes, record, scale"
+    ):
+        serialization.from_state_dict(q, {name: part for name, part in state.items() if name != "outer"})
+
+
+@pytest.fixture
+def split():
+    if not hasattr(jax.sharding, "auto_axes"):
+        pytest.skip("this JAX has no explicit axes by default")
+    mesh = jax.make_mesh((1,), ("d",))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    return lambda values: jax.device_put(values, spec)
+
+
+def test_explicit_axes_are_seen(split):
+    assert explicit_mesh([split(np.ones(4, np.float32))]).axis_names == ("d",)
+    assert explicit_mesh([jax.numpy.ones(4)]) is None
+
+
+def test_a_gather_from_a_table_has_the_bits_of_one_device(split):
+    codes = np.arange(256, dtype=np.uint8)
+    given = split(codes)
+    found = reference.decode(given, "float8_e4m3fn")
+    assert np.asarray(found).tobytes() == reference.decode(codes, "float8_e4m3fn").tobytes()
+    assert found.sharding.spec == given.sharding.spec
