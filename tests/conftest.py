@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, settings
 from ao_lab.cli.terminal import progress
 
 #: What a run says of its time (`--time-limit`), and parts of a suite (`--part`).
-pytest_plugins = ["tests.support.runs.time_budget", "tests.support.runs.parts"]
+pytest_plugins = ["tests.support.runs.time_budget"]
 
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

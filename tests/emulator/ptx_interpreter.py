@@ -20,7 +20,7 @@ from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import outputs
 from fast.kernels.scheme import constants, element_constants
-from tests.emulator import ptx, quick_interpreter
+from tests.emulator import ptx_opcodes, quick_interpreter
 from tests.emulator.ptx_opcodes import (
     OPCODES,
     bfloat16_of,
@@ -64,7 +64,7 @@ def create_inline_asm(
     """The call whose results the language asks for."""
     data = np.broadcast_arrays(*(value.data for value in values))
     inputs = [register for part in data for register in registers_of(part, pack)]
-    made, results = ptx.run(asm, constraints, inputs), []
+    made, results = ptx_opcodes.run(asm, constraints, inputs), []
     for kind in types:
         count = pack // min(pack, max(1, 32 // kind.scalar.primitive_bitwidth))
         part, made = made[:count], made[count:]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from reference.formats.formats import FORMATS
-from tests.emulator.ptx import run
-from tests.emulator.ptx_opcodes import OPCODES, RECIPROCAL, fused
+from tests.emulator.ptx_opcodes import OPCODES, RECIPROCAL, fused, run
 
 KERNELS = Path(__file__).resolve().parents[2] / "fast" / "kernels"
 PATTERNS = np.arange(1 << 16, dtype=np.uint32)

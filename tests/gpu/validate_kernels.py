@@ -7,8 +7,8 @@ hexadecimal. Exits with 1 on any difference, error or missing function, with 2 w
 `--device cpu`, where `fast` runs the reference, the program itself can be tried anywhere (see
 tests/repo/test_gpu_validation.py).
 
-The work is split into jobs, which run on processes of their own (`kernel_pool`): compiling kernels takes longer than
-computing with NumPy, and both spread over the cores. Families and their jobs are in `kernel_*.py`.
+The work is split into jobs, which run on processes of their own (`harness.pool`): compiling kernels takes longer than
+computing with NumPy, and both spread over the cores. Families and their jobs are in `kernels/`.
 """
 
 from __future__ import annotations
@@ -28,32 +28,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu.harness.pool import Done, Job, run_jobs
 from tests.gpu.harness.run import Check, Settings
-from tests.gpu.kernels import devices as kernel_devices
-from tests.gpu.kernels import errors as kernel_errors
-from tests.gpu.kernels import formats as kernel_formats
-from tests.gpu.kernels import fused as kernel_fused
-from tests.gpu.kernels import jax_calls as kernel_jax
-from tests.gpu.kernels import layouts as kernel_layouts
-from tests.gpu.kernels import linear as kernel_linear
-from tests.gpu.kernels import linear_of_codes as kernel_codes
-from tests.gpu.kernels import linear_pair as kernel_pair
-from tests.gpu.kernels import producers as kernel_producers
-from tests.gpu.kernels import provided_scales as kernel_given
-from tests.gpu.kernels import situations as kernel_situations
-from tests.gpu.kernels.numerics import quotients as kernel_quotients
-from tests.gpu.kernels.numerics import races as kernel_races
-from tests.gpu.kernels.numerics import saturation as kernel_saturation
-from tests.gpu.kernels.numerics import scale_gradients as kernel_slopes
-from tests.gpu.kernels.numerics import schemes as kernel_schemes
-from tests.gpu.kernels.numerics import torch_integration as kernel_torch
-from tests.gpu.sparsity import storage as sparse_storage
-from tests.gpu.sparsity import tiles as sparse_tiles
-from tests.gpu.sparsity.products import layers as sparse_layers
+from tests.gpu.kernels import (
+    errors,
+    fused,
+    jax_calls,
+    layouts,
+    linear,
+    linear_of_codes,
+    provided_scales,
+    scales,
+    schemes,
+    sparsity,
+    torch_calls,
+)
 
-FAMILIES = (kernel_schemes, kernel_formats, kernel_layouts, kernel_given, kernel_slopes, kernel_errors, kernel_races,
-            kernel_fused, kernel_torch, kernel_devices, kernel_producers, kernel_linear, kernel_codes, kernel_quotients,
-            kernel_saturation, kernel_pair, kernel_situations, kernel_jax, sparse_storage,
-            sparse_tiles, sparse_layers)  # fmt: skip
+FAMILIES = (
+    schemes, layouts, provided_scales, scales, errors, torch_calls, fused, linear, linear_of_codes, jax_calls, sparsity,
+)  # fmt: skip
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows

@@ -17,9 +17,9 @@ from tests.gpu.harness.poison import WroteBeyond, poisoned
 from tests.gpu.harness.pool import Job, perform, run_jobs
 from tests.gpu.harness.run import Run, Settings
 from tests.gpu.kernels import errors as kernel_errors
-from tests.gpu.kernels import formats as kernel_formats
-from tests.gpu.kernels.numerics import races as kernel_races
-from tests.gpu.kernels.numerics import schemes as kernel_schemes
+from tests.gpu.kernels import schemes as kernel_formats
+from tests.gpu.kernels import schemes as kernel_schemes
+from tests.gpu.kernels import torch_calls as kernel_races
 
 SETTINGS = Settings(device="cpu", fraction=0.05)
 EVERY = [

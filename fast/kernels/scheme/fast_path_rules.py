@@ -28,7 +28,7 @@ HARDWARE = ("e4m3", "e5m2")
 # And those of which a few instructions make four codes at a time, for tiles with four elements of a row in a thread.
 SEQUENCES = (*HARDWARE, "e2m1")
 
-# Targets for which one corrected product is the rounded quotient; tests/gpu/kernels/numerics/quotients.py checks every
+# Targets for which one corrected product is the rounded quotient; tests/gpu/kernels/schemes.py checks every
 # significand. A power of two times one of them has the same significands.
 QUOTIENTS = (1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0, 255.0, 448.0, 57344.0, 6.0, 6.0 * 448.0)
 

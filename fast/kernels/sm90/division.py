@@ -17,7 +17,7 @@ def reciprocal_rn(v):
     """1 / v, correctly rounded, for v from 2**-126 to 2**125; NaN for NaN: one Newton step on the approximate reciprocal.
 
     Division without its test for rare exponents. That it is exact for every significand is checked on the GPU
-    (`tests/gpu/kernels/numerics/quotients.py`).
+    (`tests/gpu/kernels/schemes.py`).
     """
     guess = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1

@@ -3,7 +3,7 @@
 `architectures.csv` says what each does under the pinned versions: whether the dense model could be built and run, and for
 two configurations the layout and who reads it, or why the command refuses. It is written by
 
-    python -m tests.support.models.architecture_sweep > tests/ao_lab/checkpoint/architectures.csv
+    python -m tests.support.models.architectures > tests/ao_lab/checkpoint/architectures.csv
 """
 
 import csv
@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("compressed_tensors")
 pytest.importorskip("transformers")
 
-from tests.support.models.architecture_sweep import in_fork, row
-from tests.support.models.architectures import architectures
+from tests.support.models.architectures import architectures, in_fork, row
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

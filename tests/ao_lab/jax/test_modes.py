@@ -1,6 +1,6 @@
 """Each function in each mode of JAX: the bits of a plain call. Meshes have four devices, in a process of their own.
 
-`tests/support/runs/jax_modes.py` has the functions and modes; a few run by day, all of them by night.
+`tests/ao_lab/jax/modes.py` has the functions and modes; a few run by day, all of them by night.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from tests.support.runs.forks import python
 
 pytest.importorskip("jax")
 
-from tests.support.runs import jax_modes
+from tests.ao_lab.jax import modes as jax_modes
 
 MESHES = [mode for mode in jax_modes.MODES if "mesh" in mode]
 #: By day: modes here, and functions in them.
@@ -42,7 +42,7 @@ def test_every_function_in_every_mode(mode):
 def on_meshes(names, modes):
     """What fails on four devices, as lines; the last one says how many pairs ran."""
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    run = python("-m", "tests.support.runs.jax_modes", *names, "@", *modes, env=environment, timeout=3000)
+    run = python("-m", "tests.ao_lab.jax.modes", *names, "@", *modes, env=environment, timeout=3000)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 

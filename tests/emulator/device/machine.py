@@ -18,8 +18,8 @@ import numpy as np
 from tests.emulator.device.memory import BASE, Memory, Shared
 from tests.emulator.device.opcodes import Operands, compiled
 from tests.emulator.device.program import parameters_of, parsed
-from tests.emulator.device.runs.translated import runs
 from tests.emulator.device.shared_opcodes import meet, special
+from tests.emulator.device.translated import runs
 from tests.emulator.device.warp_opcodes import of_warp
 
 #: Slow warps go on in one of so many turns.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.device.runs.floats import pattern, patterns_of_halves, real, to_bfloat16, to_float16
+from tests.emulator.device.floats import pattern, patterns_of_halves, real, to_bfloat16, to_float16
 
 Step = Callable[[Any], Any]
 WIDTHS = {

@@ -4,6 +4,9 @@
 2 t + 8, two each; of the second rows (K) 2 t and 2 t + 8, two each, at column g; of sums rows g, g, g + 8, g + 8, columns 2 t
 and 2 t + 1 of both. `ldmatrix.x4`: lane 8 i + r has the address of row r, 16 bytes, of matrix i; register i of lane l is
 elements 2 t, 2 t + 1 of its row g.
+
+The sparse tensor core of a warp, `mma.sp.m16n8k32` of 16-bit floats with ordered metadata: registers as `gluon_lanes`
+reads them, which has the layout of the PTX ISA (9.7.14.6).
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.emulator.device.floats import KINDS, halves_of_bytes, pair_of, pattern, real, values_of
 from tests.emulator.device.opcodes import Operands, Step, signed
-from tests.emulator.device.runs.floats import KINDS, halves_of_bytes, pair_of, pattern, real, values_of
-from tests.emulator.device.sparse_opcodes import sparse_product
+from tests.emulator.gluon_lanes import SPARSE_KINDS, sparse_multiplied
 
 #: Sums and products of 16-bit floats are exact in float64, so that one rounding follows.
 PAIRS: dict[str, Callable[..., Any]] = {
@@ -207,6 +210,37 @@ def _halves(reads: list[Step], group: list[Any], values: Any) -> Any:
     """The numbers in registers of pairs: (threads, registers, 2)."""
     words = np.array([[read(th) & 0xFFFFFFFF for read in reads] for th in group], np.int64)
     return values[np.stack([words & 0xFFFF, words >> 16], -1)]
+
+
+SHAPE = "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32."
+
+
+def sparse_product(opcode: str, operands: tuple[str, ...], o: Operands, at: int, meet: Any) -> Step:
+    """The function of the instruction; ValueError where metadata are none that it defines. meet: `shared_opcodes.meet`."""
+    if not opcode.startswith(SHAPE):
+        raise NotImplementedError(opcode)
+    kind, selector = SPARSE_KINDS[opcode.split(".")[-2]], int(operands[5], 0)
+    sums = [o.at(name) for name in o.list(operands[0])]
+    a, b, c = ([o.reader(name) for name in o.list(text)] for text in operands[1:4])
+    told = o.reader(operands[4])
+
+    def together(group: list[Any]) -> None:
+        first, second, third = (_words(reads, group) for reads in (a, b, c))
+        (metadata,) = _words([told], group)
+        try:
+            made = sparse_multiplied(first, second, third, metadata, selector, kind)
+        except AssertionError as error:
+            raise ValueError(f"metadata that the instruction does not define: {error}") from error
+        for place, words in zip(sums, made, strict=True):
+            for th, word in zip(group, words[0], strict=True):
+                th.registers[place] = int(word)
+
+    return lambda th: meet(th, ("mma.sp", at, th.tid_x // 32), 32, together)
+
+
+def _words(reads: list[Step], group: list[Any]) -> list[np.ndarray]:
+    """Registers (1, 32)."""
+    return [np.array([[read(th) & 0xFFFFFFFF for th in group]], np.uint32) for read in reads]
 
 
 __all__ = ["fused", "of_warp"]

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from reference.matmul.linear import ADDED
-from tests.emulator.ptx import run
-from tests.emulator.ptx_opcodes import fused
+from tests.emulator.ptx_opcodes import fused, run
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)

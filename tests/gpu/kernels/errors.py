@@ -1,4 +1,7 @@
-"""Wrong inputs: the same class and the same words from `fast` as from `reference`."""
+"""Wrong inputs: the same class and the same words from `fast` as from `reference`.
+
+Every public function in the unusual situations of `tests.support.situations`, on the GPU: its one stated answer.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from reference import SCHEMES, Scales, quantize
 from tests.gpu.harness.inputs import normals
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings
+from tests.support.situations import EXAMPLES, SITUATIONS, walk
 
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 #: What `fast` takes as first argument is a tensor, and nothing else.
@@ -29,6 +33,11 @@ TAKES = {
 
 
 def jobs(settings: Settings) -> list[Job]:
+    """All families of this module."""
+    return [*error_jobs(settings), *situation_jobs(settings)]
+
+
+def error_jobs(settings: Settings) -> list[Job]:
     """Family "errors"."""
     return [
         Job("errors", "", "quantize", error_case),
@@ -162,3 +171,19 @@ def fused_calls() -> Iterator[Call]:
     yield "swiglu_quantize", "up shape", (half, up, "mxfp4"), {}
     yield "swiglu_quantize", "up dtype", (half, x, "mxfp4"), {}
     yield "swiglu_quantize", "scheme", (half, half, "mxfp44"), {}
+
+
+def situation_jobs(settings: Settings) -> list[Job]:
+    """Family "situations"."""
+    return [
+        Job("situations", example, example.partition(",")[0], situations_case, (example,), 5.0)
+        for example in list(EXAMPLES)[:: 1 if settings.fraction > 0.2 else 4]
+    ]
+
+
+def situations_case(run: Run, example: str) -> None:
+    """One check for each situation; twice, so that remembered calls are asked too."""
+    for situation in SITUATIONS:
+        for turn in ("first", "again"):
+            wrong = list(walk(example, situation, run.device.type, run.fast))
+            run.record(example.partition(",")[0], f"{situation} {turn}", 1, len(wrong), wrong)

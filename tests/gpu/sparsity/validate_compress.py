@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from tests.gpu.sparsity import storage
+from tests.gpu.kernels import sparsity
 from tests.gpu.sparsity.frame import Calls, command
 
 
@@ -66,4 +66,4 @@ def calls(shape: tuple[int, int]) -> Calls:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command(__doc__, storage.jobs, calls))
+    raise SystemExit(command(__doc__, sparsity.jobs, calls))

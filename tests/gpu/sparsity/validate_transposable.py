@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from tests.gpu.sparsity import tiles
+from tests.gpu.kernels import sparsity
 from tests.gpu.sparsity.frame import Calls, command
 
 #: Bytes of metadata of an element in both orientations; its values are read once, and half of them written twice.
@@ -55,4 +55,4 @@ def calls(shape: tuple[int, int]) -> Calls:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command(__doc__, tiles.jobs, calls))
+    raise SystemExit(command(__doc__, sparsity.tile_jobs, calls))

@@ -15,7 +15,7 @@ from reference.arrays.namespace import namespace_of
 from reference.formats.encode import decode, encode
 from reference.formats.encode_bits import encode_bits
 from reference.formats.formats import FORMATS, Format
-from tests.support import bit_patterns, oracles
+from tests.support import oracles
 from tests.support.oracles import CODEBOOKS, FLOATS, MODES, Array, encode_with, exact_code
 from tests.support.record_samples import sampled
 
@@ -44,7 +44,7 @@ def assert_exact(x: Array, fmt: Format, mode: str, overflow: str, random_words: 
 def neighbours(fmt: Format, dtype: str) -> Array:
     """Every value, tie and limit of the format, one unit of `dtype` below and above, both signs, and the specials."""
     with np.errstate(over="ignore"):
-        marks = np.array(bit_patterns.landmarks(fmt), dtype)
+        marks = np.array(oracles.landmarks(fmt), dtype)
     up, down = np.array(np.inf, dtype), np.array(-np.inf, dtype)
     with np.errstate(over="ignore", under="ignore"):
         near = np.concatenate(
@@ -69,7 +69,7 @@ def test_neighbours_of_every_value_and_tie_are_exact(name: str) -> None:
 @given(data=st.data())
 def test_float32_bit_patterns_are_exact(name: str, data: st.DataObject) -> None:
     """Random float32 bit patterns, ties, subnormals and limits against exact fractions."""
-    _check_random_patterns(FORMATS[name], data, bit_patterns.float32_patterns(FORMATS[name]), "float32")
+    _check_random_patterns(FORMATS[name], data, oracles.float32_patterns(FORMATS[name]), "float32")
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -77,7 +77,7 @@ def test_float32_bit_patterns_are_exact(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_float64_bit_patterns_are_rounded_once(name: str, data: st.DataObject) -> None:
     """Random float64 bit patterns, and values that float32 would move onto or across a tie, against exact fractions."""
-    _check_random_patterns(FORMATS[name], data, bit_patterns.float64_patterns(FORMATS[name]), "float64")
+    _check_random_patterns(FORMATS[name], data, oracles.float64_patterns(FORMATS[name]), "float64")
 
 
 def _check_random_patterns(fmt: Format, data: st.DataObject, one: st.SearchStrategy[int], dtype: str) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.runs import parts, time_budget
+from tests.support.runs import time_budget
 from tests.support.runs.time_budget import ELSEWHERE, Watch
 
 TESTS = time_budget.BUDGET.parent
@@ -86,7 +86,7 @@ def test_every_folder_has_a_budget():
 
 @pytest.mark.parametrize("n", [1, 2, 7, 40])
 def test_parts_are_disjoint_and_complete(n):
-    selected = [[nodeid for nodeid in IDS if parts.is_in(nodeid, k, n)] for k in range(1, n + 1)]
+    selected = [[nodeid for nodeid in IDS if time_budget.is_in(nodeid, k, n)] for k in range(1, n + 1)]
     assert sorted(chain.from_iterable(selected)) == sorted(IDS)
     assert all(selected)
 
@@ -94,20 +94,20 @@ def test_parts_are_disjoint_and_complete(n):
 @pytest.mark.parametrize("text", ["", "3", "0/7", "8/7", "3/0", "-1/7", "3/7/1", "a/b", "1.0/2", "/"])
 def test_a_part_that_is_none_is_refused(text):
     with pytest.raises(pytest.UsageError, match="1 <= K <= N"):
-        parts.parsed(text)
+        time_budget.parsed(text)
 
 
 def test_a_part_selects_and_an_empty_one_is_no_failure():
-    assert parts.parsed("3/7") == (3, 7)
+    assert time_budget.parsed("3/7") == (3, 7)
     left = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
     config = SimpleNamespace(getoption=lambda name: (2, 7), hook=hook)
     items = [SimpleNamespace(nodeid=nodeid) for nodeid in IDS]
-    parts.pytest_collection_modifyitems(config, items)
-    assert [item.nodeid for item in items] == [nodeid for nodeid in IDS if parts.is_in(nodeid, 2, 7)]
+    time_budget.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == [nodeid for nodeid in IDS if time_budget.is_in(nodeid, 2, 7)]
     assert len(left) == len(IDS) - len(items)
     session = SimpleNamespace(config=config, exitstatus=pytest.ExitCode.NO_TESTS_COLLECTED)
-    parts.pytest_sessionfinish(session)
+    time_budget.pytest_sessionfinish(session)
     assert session.exitstatus == pytest.ExitCode.OK
 
 

@@ -31,7 +31,7 @@ MODULES = {
         "ao_lab.testing.strategies",
         "tests.emulator.ptx_interpreter",
         "tests.emulator.quick_interpreter",
-        "tests.gpu.kernels.formats",
+        "tests.gpu.kernels.schemes",
         "tests.gpu.kernels.provided_scales",
     ],
 }

@@ -3,11 +3,16 @@
 A run of all tests by day (`make test`) ends with the core-seconds of each folder of `tests/time_budget.toml`, the slowest tests
 and the time by the clock; xdist's controller adds up what its workers report. No test fails by time. `--time-limit SECONDS`,
 for `.ci/run`, fails a run that took longer: on a slower machine, which the time of a fixed loop tells, more in proportion.
+
+`--part K/N`: the K-th of N parts of the selected tests, for suites that are run a part a day (`make nightly PART=3/7`).
+
+A test's part is a hash of its node id, so it stays where it is when others come and go.
 """
 
 import os
 import time
 import tomllib
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +31,8 @@ ELSEWHERE = "(no budget)"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The limit, which is off unless asked for."""
+    """The limit, which is off unless asked for, and the part, read once here and once in every worker."""
+    parser.addoption("--part", type=parsed, metavar="K/N", help="the K-th of N parts of the selected tests")
     parser.addoption(
         "--time-limit",
         type=float,
@@ -176,3 +182,31 @@ def calibration_loop(rounds: int = 100) -> float:
             small = np.sqrt(small * 1.25)
         large = np.sqrt(large * 1.25)
     return float(small[0] + large[0]) + len(counts)
+
+
+def parsed(text: str) -> tuple[int, int]:
+    """K and N of `K/N`."""
+    k, slash, n = text.partition("/")
+    numbers = k.isdecimal() and n.isdecimal()
+    if not (slash and numbers and 1 <= int(k) <= int(n)):
+        raise pytest.UsageError(f"--part {text}: give K/N with 1 <= K <= N, for instance --part 3/7")
+    return int(k), int(n)
+
+
+def is_in(nodeid: str, k: int, n: int) -> bool:
+    """Whether a test is one of the K-th of N parts."""
+    return zlib.crc32(nodeid.encode()) % n == k - 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what is not in the part."""
+    if part := config.getoption("part"):
+        left = [item for item in items if not is_in(item.nodeid, *part)]
+        items[:] = [item for item in items if is_in(item.nodeid, *part)]
+        config.hook.pytest_deselected(items=left)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A part without a test is no mistake."""
+    if session.config.getoption("part") and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK

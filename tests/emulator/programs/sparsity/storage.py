@@ -26,7 +26,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_mm.bits import pack_bits, packed_shape
 from fast.kernels.sparsity import host, quantize_host
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.inputs import PATTERNS, SHAPES, few_of_four, patterns
+from tests.gpu.sparsity.patterns import PATTERNS, SHAPES, few_of_four, patterns
 
 #: Of rows: usual, zero, subnormal, below zero, infinite, NaN, so large that its reciprocal is subnormal.
 SCALES = (0.0173, 1.0, 0.0, 1e-40, -1.0, float("inf"), float("nan"), 3e38)

@@ -22,7 +22,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_mm.bits import pack_bits, packed_shape
 from fast.kernels.sparsity import transposable_host as host
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.tiles import KINDS, SHAPES, tiles
+from tests.gpu.kernels.sparsity import KINDS, TILE_SHAPES, tiles
 
 
 def compare(w: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def main(by_day: bool) -> None:
             few = by_day and dtype != torch.bfloat16
             for kind in KINDS[:1] if few else KINDS:
                 compare(tiles(dtype, (32, 64), kind))
-            for shape in () if few else SHAPES["cut"][:3]:
+            for shape in () if few else TILE_SHAPES["cut"][:3]:
                 compare(tiles(dtype, shape, "patterns"))
             compare_scores(dtype)
             print(dtype, "tiles", flush=True)

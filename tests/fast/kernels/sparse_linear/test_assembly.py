@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fast.kernels.sparse_linear.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
-from tests.emulator.ptx import run
+from tests.emulator.ptx_opcodes import run
 from tests.gpu.sparsity.products.int4_cases import metadata_of
 
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}

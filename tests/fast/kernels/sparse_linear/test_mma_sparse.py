@@ -1,6 +1,6 @@
 """`mma_sparse_kernel`, lane by lane: every kept code meets the input that its index names, and its scale.
 
-Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.sparse_lanes`.
+Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
 """
 
 import itertools
@@ -19,8 +19,7 @@ if platform.system() != "Linux":
 
 from fast.kernels.sparse_linear import arrange, host, mma_sparse
 from fast.kernels.sparse_linear.host import Tiling
-from tests.emulator.gluon_lanes import Pointer
-from tests.emulator.sparse_lanes import body
+from tests.emulator.gluon_lanes import Pointer, sparse_body
 
 #: Rows of inputs, rows and columns of the weight, columns of a scale, and tiles: whole and cut, one and several of each.
 CASES = [
@@ -50,10 +49,12 @@ def multiplied(case, tiling, storage="float32"):
         # Numbers that no input is, where nothing is written.
         arranged = np.full(words, 0x7FC07FC0, np.int32)
         for program in itertools.product(*map(range, arranging.grid[:2])):
-            body(arrange, "arrange_kernel", *program)(pointers[0], Pointer(arranged), *arranging.tail)
+            sparse_body(arrange, "arrange_kernel", *program)(pointers[0], Pointer(arranged), *arranging.tail)
         pointers[0] = Pointer(arranged)
     for program in itertools.product(*map(range, launch.grid[:2])):
-        body(mma_sparse, "mma_sparse_kernel", *program)(*pointers, Pointer(y.reshape(-1)), *launch.tail)
+        sparse_body(mma_sparse, "mma_sparse_kernel", *program)(
+            *pointers, Pointer(y.reshape(-1)), *launch.tail
+        )
     return y
 
 

@@ -1,4 +1,7 @@
-"""What runs of instructions are written out as is what the instructions' own steps make; floats are those of ml_dtypes."""
+"""What runs of instructions are written out as is what the instructions' own steps make; floats are those of ml_dtypes.
+
+A planted fault counts as seen only where it was planted, alone makes the result wrong, and leaves a source that compiles.
+"""
 
 import random
 import struct
@@ -9,11 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.emulator.device import opcodes, warp_opcodes
+from fast.kernels.hopper import nvrtc
+from fast.kernels.hopper.nvrtc import CompileError
+from tests.emulator.device import floats, opcodes, warp_opcodes
+from tests.emulator.device.machine import Machine
+from tests.emulator.device.memory import Memory
 from tests.emulator.device.opcodes import Operands
 from tests.emulator.device.program import Instruction
-from tests.emulator.device.runs import floats
-from tests.emulator.device.runs.translated import NAMES, may_wait, runs, statement, tables
+from tests.emulator.device.translated import NAMES, may_wait, runs, statement, tables
+from tests.emulator.faults import assert_seen
+from tests.fast.kernels.sparse_mm.examples import require_nvrtc
 
 NARROW = [
     0,
@@ -214,3 +222,122 @@ def test_a_run_ends_where_others_come_in_and_where_threads_wait():
     assert code[5] is None
     assert code[6](thread) == 8
     assert [thread.registers[o.at(name)] for name in "ipde"] == [3, True, None, 8]
+
+
+FAULT_SOURCE = "y = a + b;"
+FAULT = ("a + b", "a - b")
+
+
+def compares(way, change):
+    return change(FAULT_SOURCE) == FAULT_SOURCE
+
+
+def compares_one_way(way, change):
+    return change(FAULT_SOURCE) == FAULT_SOURCE or way
+
+
+def raises(way, change):
+    if change(FAULT_SOURCE) != FAULT_SOURCE:
+        raise IndexError(FAULT_SOURCE)
+    return True
+
+
+@pytest.mark.parametrize("is_right", [compares, compares_one_way, raises])
+def test_another_result_and_none_are_seen(is_right):
+    assert_seen(FAULT, is_right)
+
+
+def ignores_the_change(way, change):
+    return True
+
+
+def is_always_wrong(way, change):
+    return change(FAULT_SOURCE) is None
+
+
+def compares_nothing(way, change):
+    return bool(change(FAULT_SOURCE))
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_right", "why"),
+    [
+        (("a * b", "a / b"), compares, "the source has no 'a \\* b'"),
+        (("a + b", "a + b"), compares, "is no fault"),
+        (FAULT, ignores_the_change, "no source was changed"),
+        (FAULT, compares_nothing, "nothing shows 'a - b'"),
+        (FAULT, is_always_wrong, "without a fault it is not right either"),
+    ],
+)
+def test_what_shows_nothing_is_refused(fault, is_right, why):
+    with pytest.raises(AssertionError, match=why):
+        assert_seen(fault, is_right)
+
+
+def does_not_compile(way, change):
+    if change(FAULT_SOURCE) != FAULT_SOURCE:
+        raise CompileError(FAULT_SOURCE)
+    return True
+
+
+def test_a_source_that_does_not_compile_is_an_error():
+    with pytest.raises(CompileError):
+        assert_seen(FAULT, does_not_compile)
+
+
+# Clusters that run at the same time in the emulator of a device: what one has written another sees, by a mark.
+
+THREADS = 128
+#: The second program gives numbers to the first one, behind a mark.
+SOURCE = """
+struct Given { int* numbers; unsigned* mark; int* found; };
+extern "C" __global__ __launch_bounds__(128, 1) void given(const __grid_constant__ Given p) {
+  const int thread = threadIdx.x;
+  if (blockIdx.x == 1) {
+    p.numbers[thread] = 1 + thread;
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+    if (thread == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p.mark), "r"(1) : "memory");
+    return;
+  }
+  if (thread == 0) {
+    unsigned seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p.mark) : "memory");
+    while (seen == 0);
+  }
+  asm volatile("bar.sync 1, 128;" ::: "memory");
+  p.found[thread] = *reinterpret_cast<volatile int*>(p.numbers + thread);
+}
+"""
+BARRIER = 'asm volatile("bar.sync 1, 128;" ::: "memory");'
+#: Without the barrier of the one that writes, and of the one that reads.
+FAULTS = {
+    "the mark is set before all have written": SOURCE.replace(BARRIER, "", 1),
+    "numbers are read before all know of them": BARRIER.join(SOURCE.split(BARRIER)[:2]) + SOURCE.split(BARRIER)[2],
+}  # fmt: skip
+
+
+def found(source, seed, at_once=2):
+    """What the first program reads."""
+    require_nvrtc()
+    ptx = nvrtc.compile_source(source, {}, ("--gpu-architecture=sm_90a",), ptx=True)[0].decode().rstrip("\0")
+    memory, arrays = Memory(), [np.zeros(4 * THREADS, np.uint8) for _ in range(3)]
+    arguments = [np.array([memory.give(one) for one in arrays], np.int64).view(np.uint8)]
+    machine = Machine(ptx, memory, arguments, {}, threads=THREADS, shared=0, early=True, seed=seed)
+    machine.run(2, 1, at_once)
+    return arrays[2].view(np.int32).tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cluster_waits_for_another(seed):
+    assert found(SOURCE, seed) == list(range(1, THREADS + 1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_races_are_seen(fault):
+    """Slow warps see to it that some seed shows them."""
+    assert any(found(FAULTS[fault], seed) != list(range(1, THREADS + 1)) for seed in range(6))
+
+
+def test_one_after_the_other_it_waits_for_ever():
+    with pytest.raises(RuntimeError, match="no thread can go on"):
+        found(SOURCE, 0, at_once=1)

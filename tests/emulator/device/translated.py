@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from tests.emulator.device import floats
+from tests.emulator.device.floats import KINDS, pair_of
 from tests.emulator.device.opcodes import COMPARISONS, WIDTHS, Operands, Step, permuted
 from tests.emulator.device.program import Instruction
-from tests.emulator.device.runs import floats
-from tests.emulator.device.runs.floats import KINDS, pair_of
 from tests.emulator.device.warp_opcodes import PAIRS, fused
 
 #: Instructions that may wait for other threads, or end their own.
