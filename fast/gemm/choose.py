@@ -53,8 +53,8 @@ ALWAYS_APART = 2
 
 def preshuffled(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> Iterator[Family]:
     """Of rows of a dtype by a preshuffled weight (N, K)."""
-    from fast.kernels.linear_skinny import host as gemv
     from fast.kernels.linear_small import host as small_m
+    from fast.kernels.sm90_w4a16_gemv import host as gemv
 
     gemm = _gemm_takes(w, rows, inputs)
     first = gemm and gemm_is_faster(w, rows)
@@ -71,7 +71,7 @@ def preshuffled(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> Iterator[F
 
 def _gemm_takes(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
     """Whether `sm90_w4a16_gemm` multiplies so many rows."""
-    from fast.kernels.mixed_mm import host as gemm
+    from fast.kernels.sm90_w4a16_gemm import host as gemm
 
     if not 0 < rows <= gemm.MOST_ROWS or gemm.refused_rows(rows, w) is not None:
         return False
@@ -81,7 +81,7 @@ def _gemm_takes(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
 def gemm_is_faster(w: ArrangedWeight, rows: int) -> bool:
     """Whether `sm90_w4a16_gemm`, which takes such rows, is faster than `triton_small_m`, which takes up to 128."""
     from fast.gemm.small_m_or_gemm import LEAST, MOST, gains
-    from fast.kernels.mixed_mm import host as gemm
+    from fast.kernels.sm90_w4a16_gemm import host as gemm
 
     if not LEAST <= rows <= MOST:
         return False
@@ -90,8 +90,8 @@ def gemm_is_faster(w: ArrangedWeight, rows: int) -> bool:
 
 def pair_is_faster(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
     """Whether two weights like this are multiplied faster in one launch, of rows that it takes, than by one each."""
-    from fast.kernels.linear_skinny import host as gemv
     from fast.kernels.linear_small.tilings import BITS
+    from fast.kernels.sm90_w4a16_gemv import host as gemv
 
     size, bits = w.shape[0] * w.shape[1], BITS[w.element]
     if size < APART or (size >= LARGE and bits == 4 and rows > ALWAYS_APART):
@@ -103,7 +103,7 @@ def pair_is_faster(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
 
 def experts(w: ArrangedWeight, average: float, inputs: torch.dtype) -> Iterator[Family]:
     """Of rows sorted by expert, so many of each on average, by preshuffled weights (E, N, K)."""
-    from fast.kernels.mixed_mm import host as gemm
+    from fast.kernels.sm90_w4a16_gemm import host as gemm
 
     if inputs in INPUTS:
         if average > FEW_AVERAGE and gemm.refused_weight(w, inputs, w.words.device) is None:
@@ -122,7 +122,7 @@ def stored(w: Quantized, rows: int, inputs: torch.dtype) -> Iterator[Family]:
 
 def _plain(w: Quantized, rows: int, inputs: torch.dtype) -> Family | None:
     from fast.kernels.linear import select
-    from fast.kernels.linear_bits.launch import BitsLaunch
+    from fast.kernels.sm90_intn_small_m.launch import BitsLaunch
 
     launch = select.launch_for(w, rows, inputs)
     if launch is None:
@@ -140,7 +140,7 @@ def codes(
     x: Scheme, w: Scheme, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Family]:
     """Of rows of 8-bit codes by the codes of a weight, shape (N, K), into a dtype: kernels alone; none for lengths of none."""
-    from fast.kernels.dense_mm import host as s8_gemm
+    from fast.kernels.sm90_s8_gemm import host as s8_gemm
 
     if rows == 1:
         yield TRITON_GEMV_W8A8

@@ -20,7 +20,7 @@ class Family(NamedTuple):
 SM90_W4A16_GEMV = Family(
     "sm90_w4a16_gemv",
     "up to 16 rows by a preshuffled weight of 4 or 8 bits, by bulk copies in a ring or straight from memory",
-    "fast/kernels/linear_skinny",
+    "fast/kernels/sm90_w4a16_gemv",
 )
 TRITON_SMALL_M = Family(
     "triton_small_m",
@@ -30,12 +30,12 @@ TRITON_SMALL_M = Family(
 SM90_W4A16_GEMM = Family(
     "sm90_w4a16_gemm",
     "33 rows and more by a preshuffled weight, decoded on the way to wgmma, and rows of experts",
-    "fast/kernels/mixed_mm",
+    "fast/kernels/sm90_w4a16_gemm",
 )
 SM90_INTN_SMALL_M = Family(
     "sm90_intn_small_m",
     "up to 96 rows by a plain weight of packed integers of 2, 3, 5 or 6 bits",
-    "fast/kernels/linear_bits",
+    "fast/kernels/sm90_intn_small_m",
 )
 TRITON_GEMV_W4A16 = Family(
     "triton_gemv_w4a16", "one row by a plain weight of 4-bit integers", "fast/kernels/linear"
@@ -55,7 +55,7 @@ TRITON_GEMV_W8A8 = Family(
 SM90_S8_GEMM = Family(
     "sm90_s8_gemm",
     "256 rows and more of int8 codes by int8 codes, where tiles fill the GPU",
-    "fast/kernels/dense_mm",
+    "fast/kernels/sm90_s8_gemm",
 )
 TRITON_INT_SCALED_MM = Family(
     "triton_int_scaled_mm", "2 rows and more of int8 codes by int8 codes", "fast/kernels/int_scaled_mm"

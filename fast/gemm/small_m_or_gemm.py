@@ -1,7 +1,8 @@
-"""33 to 128 rows: whether `mixed_mm` is faster than `linear_small`, by a model of both that was fitted to measured times.
+"""33 to 128 rows: whether `sm90_w4a16_gemm` is faster than `linear_small`, by a model of both that was fitted to measured
+times.
 
 Both take as many steps along K as the fullest multiprocessor has, and once what a launch and parts of K cost. Up to 32 rows
-`linear_small` was always faster (devices and shapes: reports/LOG.md, "Times that docstrings of `mixed_mm` held").
+`linear_small` was always faster (devices and shapes: reports/LOG.md, "Times that docstrings of `sm90_w4a16_gemm` held").
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fast.kernels.linear_small.tilings import CACHE, LAUNCH, SECOND, tiling_of
-from fast.kernels.mixed_mm.select import MULTIPROCESSORS, TURNED, choose, rounds, stage
-from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
+from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TURNED, choose, rounds, stage
+from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Variant, Weight
 
 #: The fewest rows that are asked for: of fewer `linear_small` is faster.
 LEAST = 33
@@ -38,7 +39,7 @@ STEPS = {
     Weight("e2m1", False, 4): Steps(0.58, 0.71, 0.635, 1.19), Weight("e4m3_mx", False, 2): Steps(0.48, 0.93, 0.0, 1.35),
     Weight("nf4"): Steps(0.503, 1.45, 1.41, 0.0),
 }  # fmt: skip
-#: Microseconds of a call of `mixed_mm` besides its stages.
+#: Microseconds of a call of `sm90_w4a16_gemm` besides its stages.
 ONCE = 3.0
 #: Microseconds of adding its parts of K.
 PARTS = 3.9
@@ -50,13 +51,13 @@ MARGIN = 0.97
 def gains(
     tokens: int, features: int, length: int, weight: Weight, multiprocessors: int = MULTIPROCESSORS
 ) -> bool:
-    """Whether x (tokens, length), 33 to 128 rows, by a weight (features, length) is for `mixed_mm`."""
+    """Whether x (tokens, length), 33 to 128 rows, by a weight (features, length) is for `sm90_w4a16_gemm`."""
     arguments = tokens, features, length, weight, multiprocessors
     return own_time(*arguments) < MARGIN * other_time(*arguments)
 
 
 def own_time(tokens: int, features: int, length: int, weight: Weight, multiprocessors: int) -> float:
-    """Microseconds of `mixed_mm`."""
+    """Microseconds of `sm90_w4a16_gemm`."""
     one = choose(tokens, features, length, weight, multiprocessors)
     round_of = length / ATOM / one.splits * own_step(one, weight) + (PARTS if one.splits > 1 else 0.0)
     return ONCE + rounds(one, tokens, features, multiprocessors) * round_of

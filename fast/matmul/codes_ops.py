@@ -86,7 +86,7 @@ def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.T
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.dense_mm.host import device_of
+    from fast.kernels.sm90_s8_gemm.host import device_of
 
     x, w, bias, _ = _codes_of(record, values, operands)
     check_quantized(x)
@@ -103,10 +103,10 @@ def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key
 
 def _product_of(family: Family) -> Callable[..., Any]:
     """What multiplies codes."""
-    from fast.kernels.dense_mm import host as s8_gemm
     from fast.kernels.int_scaled_mm import host as int_scaled_mm
     from fast.kernels.linear import w8a8_host
     from fast.kernels.scaled_mm import host as scaled_mm
+    from fast.kernels.sm90_s8_gemm import host as s8_gemm
 
     hosts: dict[Family, Any] = {
         families.TRITON_GEMV_W8A8: w8a8_host,

@@ -122,7 +122,7 @@ def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
     if importlib.util.find_spec("triton") is None:
         return 0
     from fast.kernels.linear.select import MOST_BLOCK_ROWS, MOST_ROWS, OWN_BITS, launch_for
-    from fast.kernels.linear_bits.host import rows_taken
+    from fast.kernels.sm90_intn_small_m.host import rows_taken
 
     if w.scheme.format.bits in OWN_BITS and (most := rows_taken(w, dtype)):
         return most

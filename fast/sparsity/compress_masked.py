@@ -1,7 +1,7 @@
 """A masked weight, or its transpose, compressed for the kernel of `linear_sparse`: what products of training multiply by.
 
-`reference.compress` of the weight and its mask, whose metadata `fast.kernels.sparse_mm.arrange` puts in order; on a GPU in one
-kernel. Masks are bool, or bits (`fast.kernels.sparse_mm.bits`); `masked` gives the masked weight as it is.
+`reference.compress` of the weight and its mask, whose metadata `fast.kernels.sm90_sparse24_gemm.arrange` puts in order; on a
+GPU in one kernel. Masks are bool, or bits (`fast.kernels.sm90_sparse24_gemm.bits`); `masked` gives the masked weight as it is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import reference
 from fast.device import is_traced, is_transformed
 from fast.dispatch import Function, execute
-from fast.kernels.sparse_mm.arrange import arrange
-from fast.kernels.sparse_mm.bits import OCTET, packed_shape, unpack_bits
+from fast.kernels.sm90_sparse24_gemm.arrange import arrange
+from fast.kernels.sm90_sparse24_gemm.bits import OCTET, packed_shape, unpack_bits
 from reference import Compressed
 
 #: What the kernel of 16-bit elements takes.
@@ -99,7 +99,7 @@ def _reference(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) ->
 
 
 def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> Compressed:
-    from fast.kernels.sparse_mm.masked_host import compress_masked
+    from fast.kernels.sm90_sparse24_gemm.masked_host import compress_masked
 
     _check(*operands)
     return compress_masked(*operands, *values, key)
@@ -111,7 +111,7 @@ def _unpacked(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> 
 
 
 def _keep(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> torch.Tensor:
-    from fast.kernels.sparse_mm.masked_host import keep
+    from fast.kernels.sm90_sparse24_gemm.masked_host import keep
 
     return keep(*operands, key)
 

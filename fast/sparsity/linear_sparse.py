@@ -14,7 +14,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
-from fast.kernels.sparse_mm.arrange import arrange, count_undefined, restore, shape_of
+from fast.kernels.sm90_sparse24_gemm.arrange import arrange, count_undefined, restore, shape_of
 from fast.ops import no_gradient, register
 from reference.arrays.errors import DTypeLike, dtype_name
 from reference.matmul.exact import RESULTS
@@ -109,7 +109,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
             f"linear_sparse on a GPU takes K in multiples of {step} for {stored.dtype}, got {x.shape[-1]}; use "
             f"decompress(values, metadata) and a dense product, or pad x and the weight with zeros"
         )
-    from fast.kernels.sparse_mm.host import linear_sparse
+    from fast.kernels.sm90_sparse24_gemm.host import linear_sparse
 
     return linear_sparse(name, values[1], operands, key)
 
@@ -210,9 +210,9 @@ def arrange_sparse_metadata(metadata: torch.Tensor, dtype: torch.dtype) -> torch
     """2:4 metadata (N, ceil(K/8)) of `compress` in the order of `linear_sparse`'s kernel: uint8 (ceil(N/64), panels, bytes).
 
     dtype: of the values. A permutation of the bytes, filled up to 64 rows and 256 elements of 8 bits (128 of 16); see
-    `fast.kernels.sparse_mm.arrange`. Groups that name 0, 0 become 2, 3: their values must be zeros. On metadata's device; the
-    host waits for one number. ValueError for 4 bits that name no two elements in order, and for other shapes; TypeError for
-    other dtypes.
+    `fast.kernels.sm90_sparse24_gemm.arrange`. Groups that name 0, 0 become 2, 3: their values must be zeros. On metadata's
+    device; the host waits for one number. ValueError for 4 bits that name no two elements in order, and for other shapes;
+    TypeError for other dtypes.
     """
     made: torch.Tensor = run(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
     return made

@@ -9,14 +9,14 @@ import torch
 
 import fast
 from fast.dispatch import Function, execute
-from fast.kernels.sparse_mm.bits import OCTET, pack_bits, packed_shape
+from fast.kernels.sm90_sparse24_gemm.bits import OCTET, pack_bits, packed_shape
 
 
 def prune_into(
     w: torch.Tensor, out: torch.Tensor, *, pattern: str = "2:4", transposable: bool = False
 ) -> torch.Tensor:
     """out, a bool tensor of w's shape, or uint8 of its bits: `prune(w, pattern=pattern)`, or `prune_transposable(w)`, is
-    written to it; bits as `fast.kernels.sparse_mm.bits` packs them.
+    written to it; bits as `fast.kernels.sm90_sparse24_gemm.bits` packs them.
 
     On a GPU by their kernels without a copy where `out` is contiguous (bits: of 2:4 and floats, in rows of whole octets).
     Errors are theirs. Autograd sees the write.

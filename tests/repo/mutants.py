@@ -40,19 +40,19 @@ SPARSITY = "tests/reference/sparsity/test_"
 
 # Kernels in CUDA C++, their PTX in the emulator.
 TESTS = "tests/fast/kernels/"
-BITS = TESTS + "linear_bits/test_emulated.py -k variants_give"
-SKINNY = TESTS + "linear_skinny/test_emulated.py -k 'variants_give or scales_of'"
-DIRECT = TESTS + "linear_skinny/test_direct.py -k variants_give"
-FACTORED = TESTS + "linear_skinny/test_elements.py -k variants_give"
-MIXED = TESTS + "mixed_mm/test_emulated.py -k 'elements_of and (int4 or split or turns)'"
-ROW_SCALES = TESTS + "mixed_mm/test_row_scales.py -k sums_are_multiplied"
-FACTORS = TESTS + "mixed_mm/test_factors.py -k every_element"
-EXPERTS = TESTS + "mixed_mm/test_experts.py -k row_has_the_weight"
-DENSE = TESTS + "dense_mm/test_emulated.py -k bits_of"
-SPARSE = TESTS + "sparse_mm/test_emulated.py -k bits_of"
-SPARSE_SKINNY = TESTS + "sparse_skinny/test_emulated.py -k variants_give"
-PAIR = TESTS + "sparse_skinny/test_pair.py -k 'product_is or silu_of'"
-GATES = TESTS + "sparse_skinny/test_pair.py -k sixteen_bit"
+BITS = TESTS + "sm90_intn_small_m/test_emulated.py -k variants_give"
+SKINNY = TESTS + "sm90_w4a16_gemv/test_emulated.py -k 'variants_give or scales_of'"
+DIRECT = TESTS + "sm90_w4a16_gemv/test_direct.py -k variants_give"
+FACTORED = TESTS + "sm90_w4a16_gemv/test_elements.py -k variants_give"
+MIXED = TESTS + "sm90_w4a16_gemm/test_emulated.py -k 'elements_of and (int4 or split or turns)'"
+ROW_SCALES = TESTS + "sm90_w4a16_gemm/test_row_scales.py -k sums_are_multiplied"
+FACTORS = TESTS + "sm90_w4a16_gemm/test_factors.py -k every_element"
+EXPERTS = TESTS + "sm90_w4a16_gemm/test_experts.py -k row_has_the_weight"
+DENSE = TESTS + "sm90_s8_gemm/test_emulated.py -k bits_of"
+SPARSE = TESTS + "sm90_sparse24_gemm/test_emulated.py -k bits_of"
+SPARSE_SKINNY = TESTS + "sm90_sparse24_w4a16_gemv/test_emulated.py -k variants_give"
+PAIR = TESTS + "sm90_sparse24_w4a16_gemv/test_pair.py -k 'product_is or silu_of'"
+GATES = TESTS + "sm90_sparse24_w4a16_gemv/test_pair.py -k sixteen_bit"
 # Kernels in Triton, in its interpreter.
 INTERPRETER = TESTS + "test_interpreter.py -k "
 FP8_AND_MX = INTERPRETER + "'kernels_agree and mx'"
@@ -186,40 +186,40 @@ REFERENCE = [
 ]  # fmt: skip
 
 KERNELS = [
-    Mutation("codes behind the first place keep half their range", "fast/kernels/linear_bits/decode.cuh",
+    Mutation("codes behind the first place keep half their range", "fast/kernels/sm90_intn_small_m/decode.cuh",
              "float((1 << MANTISSA) >> PLACE) - float(turned)", "float((1 << MANTISSA) >> PLACE)", BITS),
-    Mutation("the last two codes of three bytes are the first", "fast/kernels/linear_bits/decode.cuh",
+    Mutation("the last two codes of three bytes are the first", "fast/kernels/sm90_intn_small_m/decode.cuh",
              "second = 0x5421u + bytes", "second = 0x4310u + bytes", BITS),
-    Mutation("every program adds its own sums", "fast/kernels/linear_bits/linear_bits.cu",
+    Mutation("every program adds its own sums", "fast/kernels/sm90_intn_small_m/sm90_intn_small_m.cu",
              "load_sum(SPLITS > 1 ? address_in(address, s) : address)", "load_sum(address)", BITS),
-    Mutation("scales of long groups begin anew", "fast/kernels/linear_bits/load.cuh",
+    Mutation("scales of long groups begin anew", "fast/kernels/sm90_intn_small_m/load.cuh",
              "index / (GROUP / COLUMNS)", "index % (GROUP / COLUMNS)", BITS),
-    Mutation("zero points are added", "fast/kernels/linear_skinny/decode.cuh",
+    Mutation("zero points are added", "fast/kernels/sm90_w4a16_gemv/decode.cuh",
              "-offset - float(int(zeros << 16) >> 16)", "-offset + float(int(zeros << 16) >> 16)", SKINNY),
-    Mutation("rows of x are scaled after the bias", "fast/kernels/linear_skinny/sums.cuh",
+    Mutation("rows of x are scaled after the bias", "fast/kernels/sm90_w4a16_gemv/sums.cuh",
              "v += bias_at(p.bias, p.bias_kind, row);",
              "v += bias_at(p.bias, p.bias_kind, row) * (p.x_scale == nullptr ? 1.f : p.x_scale[token]);", SKINNY),
-    Mutation("every program has the first rows", "fast/kernels/linear_skinny/linear_skinny.cu",
+    Mutation("every program has the first rows", "fast/kernels/sm90_w4a16_gemv/sm90_w4a16_gemv.cu",
              "at = split * SHARE + i % SHARE", "at = i % SHARE", SKINNY),
-    Mutation("lanes read columns of half of x", "fast/kernels/linear_skinny/linear_skinny.cu",
+    Mutation("lanes read columns of half of x", "fast/kernels/sm90_w4a16_gemv/sm90_w4a16_gemv.cu",
              "* ring.pitch + at.lane / 8 * 16", "* ring.pitch + at.lane / 16 * 16", SKINNY),
-    Mutation("the last atom of unlike phases", "fast/kernels/linear_skinny/direct.cu",
+    Mutation("the last atom of unlike phases", "fast/kernels/sm90_w4a16_gemv/direct.cu",
              "(p.k / 64 - phase + PHASES - 1) / PHASES", "(p.k / 64) / PHASES", DIRECT),
-    Mutation("e4m3 without its sign", "fast/kernels/linear_skinny/decode.cuh",
+    Mutation("e4m3 without its sign", "fast/kernels/sm90_w4a16_gemv/decode.cuh",
              "logic<0xEA>(v, 0x80008000u, u)", "logic<0xEA>(v, 0x00008000u, u)", DIRECT),
-    Mutation("second terms have the first ones' bytes", "fast/kernels/linear_skinny/levels.cuh",
+    Mutation("second terms have the first ones' bytes", "fast/kernels/sm90_w4a16_gemv/levels.cuh",
              "second = chosen(2, codes, upper)", "second = chosen(1, codes, upper)", FACTORED),
-    Mutation("blocks' exponents change places", "fast/kernels/linear_skinny/factors.cuh",
+    Mutation("blocks' exponents change places", "fast/kernels/sm90_w4a16_gemv/factors.cuh",
              "16 * row + i / 2 * 8", "16 * row + i % 2 * 8", FACTORED),
-    Mutation("nibbles are not turned", "fast/kernels/mixed_mm/decode.cuh",
+    Mutation("nibbles are not turned", "fast/kernels/sm90_w4a16_gemm/decode.cuh",
              "u32(150 - 4 * r) << 23 | 8u << 4 * r", "u32(150 - 4 * r) << 23", MIXED),
-    Mutation("parts of K begin with the first scales", "fast/kernels/mixed_mm/load.cuh",
+    Mutation("parts of K begin with the first scales", "fast/kernels/sm90_w4a16_gemm/load.cuh",
              "PARTS > 1 ? PARTS * steps.first : steps.first / p.each", "PARTS > 1 ? PARTS * steps.first : 0", ROW_SCALES),
-    Mutation("another's sums replace one's own", "fast/kernels/mixed_mm/turns.cuh",
+    Mutation("another's sums replace one's own", "fast/kernels/sm90_w4a16_gemm/turns.cuh",
              "sum[i] = __fadd_rn(sum[i], __uint_as_float(words[i]))", "sum[i] = __uint_as_float(words[i])", MIXED),
-    Mutation("scales of blocks are not rounded with the weight's", "fast/kernels/mixed_mm/factors.cuh",
+    Mutation("scales of blocks are not rounded with the weight's", "fast/kernels/sm90_w4a16_gemm/factors.cuh",
              "0x1p-118f), own)", "0x1p-118f), 1.f)", FACTORS),
-    Mutation("zero points of the first expert", "fast/kernels/mixed_mm/experts.cuh",
+    Mutation("zero points of the first expert", "fast/kernels/sm90_w4a16_gemm/experts.cuh",
              "p.zeros + index() * p.zeros_each", "p.zeros", EXPERTS),
     Mutation("the bias comes before the scales", "fast/kernels/hopper/output.cuh",
              "__fadd_rn(__fmul_rn(__fmul_rn(float(sum[i]), x_scale), scale[i]), bias[i])",
@@ -234,29 +234,29 @@ KERNELS = [
              "(u64(8 * width >> 4) << 32)", "(u64(4 * width >> 4) << 32)", DENSE),
     Mutation("sums of a neighbour's features", "fast/kernels/hopper/output.cuh",
              "rank % PAIR + PAIR * s", "PAIR * s", SPARSE),
-    Mutation("metadata of 16 bits by single lanes", "fast/kernels/sparse_mm/sparse_mm.cu",
+    Mutation("metadata of 16 bits by single lanes", "fast/kernels/sm90_sparse24_gemm/sm90_sparse24_gemm.cu",
              "(thread / 4 * 2 + thread % 2) * 8", "thread / 2 * 8", SPARSE),
-    Mutation("codes of the high half a place too high", "fast/kernels/sparse_skinny/sparse_skinny.cu",
+    Mutation("codes of the high half a place too high", "fast/kernels/sm90_sparse24_w4a16_gemv/sm90_sparse24_w4a16_gemv.cu",
              "0xC1C0C308u", "0xC1C8C308u", SPARSE_SKINNY),
-    Mutation("scales of bfloat16 as float16", "fast/kernels/sparse_skinny/sparse_skinny.cu",
+    Mutation("scales of bfloat16 as float16", "fast/kernels/sm90_sparse24_w4a16_gemv/sm90_sparse24_w4a16_gemv.cu",
              "__uint_as_float(u32(half) << 16)", "__uint_as_float(u32(half) << 15)", SPARSE_SKINNY),
-    Mutation("every program writes the first rows", "fast/kernels/sparse_skinny/output.cuh",
+    Mutation("every program writes the first rows", "fast/kernels/sm90_sparse24_w4a16_gemv/output.cuh",
              "total(token, own), token, first, four)", "total(token, own), token, first, own)", SPARSE_SKINNY),
-    Mutation("silu of float16 by one part of log2(e)", "fast/kernels/sparse_skinny/gated.cuh",
+    Mutation("silu of float16 by one part of log2(e)", "fast/kernels/sm90_sparse24_w4a16_gemv/gated.cuh",
              "  if constexpr (HALF) f = fmaf(v, -LOG2E_REST, f);\n", "", GATES, nightly=True),
-    Mutation("a gate's rows have the other weight's sums", "fast/kernels/sparse_skinny/output.cuh",
+    Mutation("a gate's rows have the other weight's sums", "fast/kernels/sm90_sparse24_w4a16_gemv/output.cuh",
              "? four / 8 * 2 + four % 2 : four / 4", "? four / 8 * 2 + (four + 1) % 2 : four / 4", PAIR),
-    Mutation("tokens that fill no box are left out", "fast/kernels/mixed_mm/load.cuh",
+    Mutation("tokens that fill no box are left out", "fast/kernels/sm90_w4a16_gemm/load.cuh",
              "return (max(left, 0) + BOX - 1) / BOX * BOX;", "return max(left, 0) / BOX * BOX;", MIXED),
-    Mutation("zero points of the lower rows", "fast/kernels/mixed_mm/decode.cuh",
+    Mutation("zero points of the lower rows", "fast/kernels/sm90_w4a16_gemm/decode.cuh",
              "float(-(both >> 16))", "float(-(both << 16 >> 16))", MIXED),
-    Mutation("the second column of e4m3 is the first", "fast/kernels/mixed_mm/decode.cuh",
+    Mutation("the second column of e4m3 is the first", "fast/kernels/sm90_w4a16_gemm/decode.cuh",
              "float_of(pair >> 16)", "float_of(pair)", MIXED),
-    Mutation("promoted sums replace one another", "fast/kernels/sparse_mm/sparse_mm.cu",
+    Mutation("promoted sums replace one another", "fast/kernels/sm90_sparse24_gemm/sm90_sparse24_gemm.cu",
              "sum[i] += part[i];", "sum[i] = part[i];", SPARSE),
-    Mutation("x of the first stage alone", "fast/kernels/linear_skinny/load.cuh",
+    Mutation("x of the first stage alone", "fast/kernels/sm90_w4a16_gemv/load.cuh",
              "i64(i) * 2 * STEPS * STEP", "0", FACTORED),
-    Mutation("scales of the lower rows", "fast/kernels/linear_skinny/direct.cu",
+    Mutation("scales of the lower rows", "fast/kernels/sm90_w4a16_gemv/direct.cu",
              "load_factor(scale + 32)", "load_factor(scale)", DIRECT),
     Mutation("maxima alone saturate", "fast/kernels/tile/saturation.py",
              " | (low * inv_scale + TO_INTEGER < bottom)", "", SATURATION),

@@ -8,7 +8,7 @@ the dense model load too, strictly: the mask is found again from what was loaded
 another pattern are an error there, as they are in `sparsify_`.
 
 The buffer of a mask, which is what a state_dict has, is bool of the weight's shape; with products="sparse_wgmma" uint8
-(out, ceil(in / 8)), the bits of that (`fast.kernels.sparse_mm.bits`, as `numpy.packbits`): an eighth of the memory. A
+(out, ceil(in / 8)), the bits of that (`fast.kernels.sm90_sparse24_gemm.bits`, as `numpy.packbits`): an eighth of the memory. A
 state_dict with either one loads into both. The attribute `layer.sparse_mask` is bool always: the buffer where that is, else a
 copy, and so gives `get_buffer`: only the buffer (`layer.stored_mask`) can be written to. Nobody may average bits: leave buffers
 out of averaged models (`AveragedModel(use_buffers=False)`, torch's default).
@@ -53,7 +53,7 @@ from ao_lab.sparsity.training.masks import (
 )
 from ao_lab.sparsity.training.products import PRODUCTS, masked
 from fast.device import functional_transform
-from fast.kernels.sparse_mm.bits import unpack_bits
+from fast.kernels.sm90_sparse24_gemm.bits import unpack_bits
 from fast.second_derivatives import once_differentiable
 
 Grad = torch.Tensor | None

@@ -1,5 +1,5 @@
 """The host side of a product of inputs in a scheme by an arranged weight: the inputs' kernel, then `linear_small`'s or
-`mixed_mm`'s."""
+`sm90_w4a16_gemm`'s."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from fast.kernels.exact_inputs.kernel import block_values_kernel, row_codes_kernel
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
-from fast.kernels.linear_skinny import host as linear_skinny
 from fast.kernels.linear_small import host as product
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.mixed_mm import host as mixed_mm
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import block_launch
 from fast.kernels.quantize.geometry import INT32, Geometry, power_above
 from fast.kernels.scheme.constants import constants_of
+from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
+from fast.kernels.sm90_w4a16_gemv import host as sm90_w4a16_gemv
 from fast.kernels.tile.block_op import block_op
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, record_of
@@ -80,9 +80,9 @@ def _add_small_m(call: Call, w: ArrangedWeight) -> bool:
 
 
 def _add_gemv(call: Call, w: ArrangedWeight) -> bool:
-    """The same by `linear_skinny`."""
+    """The same by `sm90_w4a16_gemv`."""
     x, values = call.tensors["x"], call.tensors["values"]
-    launch = linear_skinny.launch_for(w, len(values), x.dtype, x.dtype)
+    launch = sm90_w4a16_gemv.launch_for(w, len(values), x.dtype, x.dtype)
     if launch is None:
         return False
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
@@ -91,14 +91,14 @@ def _add_gemv(call: Call, w: ArrangedWeight) -> bool:
 
 
 def _add_gemm(call: Call, w: ArrangedWeight) -> bool:
-    """The same by `mixed_mm`, its sums times "x_scale"."""
+    """The same by `sm90_w4a16_gemm`, its sums times "x_scale"."""
     x, bias = call.tensors["x"], call.tensors.get("bias")
-    made = mixed_mm.product_of(call.tensors["values"], w, bias, call.tensors["x_scale"])
+    made = sm90_w4a16_gemm.product_of(call.tensors["values"], w, bias, call.tensors["x_scale"])
     if made is None:
         return False
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
     names = ("values", "codes", "scale", "zero", "bias", "x_scale", "y")
-    call.launch(mixed_mm.ProductLaunch(made), names)  # type: ignore[arg-type]
+    call.launch(sm90_w4a16_gemm.ProductLaunch(made), names)  # type: ignore[arg-type]
     return True
 
 

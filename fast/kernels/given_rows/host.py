@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from fast.kernels.dense_mm.select import LEAST
 from fast.kernels.given_rows.kernel import given_rows_kernel
 from fast.kernels.launch.call import Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, TILE, ceil_div, power_above
 from fast.kernels.quantize.plan import Problem
+from fast.kernels.sm90_s8_gemm.select import LEAST
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
@@ -46,7 +46,7 @@ def quantize_rows(
 
 
 def _launch(of: Problem, count: int, length: int) -> CompiledLaunch:
-    """A program for each row, or for several where they are short. `dense_mm`, which multiplies many rows, is not launched
+    """A program for each row, or for several where they are short. `sm90_s8_gemm`, which multiplies many rows, is not launched
     while the kernel in front of it runs."""
     size = min(power_above(length), LARGEST_TILE)
     together = max(1, min(TILE // size, power_above(count)))

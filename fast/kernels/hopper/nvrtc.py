@@ -81,7 +81,7 @@ def compile_source(
     headers: Mapping[str, str],
     options: Sequence[str],
     ptx: bool = False,
-    name: str = "sparse_mm",
+    name: str = "sm90_sparse24_gemm",
 ) -> tuple[bytes, str]:
     """(cubin, log) of a source; ptx: its PTX in place of the cubin. CompileError where NVRTC refuses it. name: for messages."""
     nvrtc, program = library(), ctypes.c_void_p()
@@ -123,7 +123,7 @@ def _check(status: int) -> None:
 
 
 def cached_cubin(
-    source: str, headers: Mapping[str, str], options: Sequence[str], name: str = "sparse_mm"
+    source: str, headers: Mapping[str, str], options: Sequence[str], name: str = "sm90_sparse24_gemm"
 ) -> bytes:
     """The cubin of a source, from disk where it is there. name: the files begin with it."""
     parts = (

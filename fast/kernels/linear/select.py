@@ -1,6 +1,6 @@
 """`linear` for CUDA tensors: which kernel, which of its tiles, and which weights none takes.
 
-Packed integers of 2, 3, 5 and 6 bits with one float32 scale a group go to `linear_bits`, which is CUDA C++ for Hopper, up
+Packed integers of 2, 3, 5 and 6 bits with one float32 scale a group go to `sm90_intn_small_m`, which is CUDA C++ for Hopper, up
 to 96 rows, or 32 of weights of fewer than 8192; more to no kernel. Else one row is bound by reading the weight:
 `gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are theirs (`takes_w4a16`, `takes_w8a16`),
 `gemv_any` all else. Up to MOST_ROWS rows of 16-bit inputs go to `gemm_small_m`. Beyond, the tensor cores are the limit, and
@@ -21,11 +21,11 @@ from fast.kernels.linear.gemm_small_m import gemm_small_m_kernel
 from fast.kernels.linear.gemv_any import gemv_any_kernel
 from fast.kernels.linear.gemv_w4a16 import UNIT, gemv_w4a16_kernel
 from fast.kernels.linear.gemv_w8a16 import gemv_w8a16_kernel
-from fast.kernels.linear_bits import host as linear_bits
-from fast.kernels.linear_bits.launch import BitsLaunch
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
+from fast.kernels.sm90_intn_small_m import host as sm90_intn_small_m
+from fast.kernels.sm90_intn_small_m.launch import BitsLaunch
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks
@@ -36,7 +36,7 @@ from reference.schemes.schemes import Scheme
 MOST_ROWS = 128
 #: The same where scales change along K, which makes products of tiles slower.
 MOST_BLOCK_ROWS = 32
-#: Widths of codes that `linear_bits` has; of its others, four bits have a kernel for one row and an order for several.
+#: Widths of codes that `sm90_intn_small_m` has; of its others, four bits have a kernel for one row and an order for several.
 OWN_BITS = (2, 3, 5, 6)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
@@ -120,9 +120,9 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
 
 def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | BitsLaunch | None:
     """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
-    if w.scheme.format.bits in OWN_BITS and (most := linear_bits.rows_taken(w, dtype)):
+    if w.scheme.format.bits in OWN_BITS and (most := sm90_intn_small_m.rows_taken(w, dtype)):
         # More rows than these are for the dense weight, and no kernel of tiles is in between.
-        made = linear_bits.launch_for(w, count, dtype) if count <= most else None
+        made = sm90_intn_small_m.launch_for(w, count, dtype) if count <= most else None
         if made is not None or count > most:
             return made
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)

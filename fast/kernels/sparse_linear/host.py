@@ -9,13 +9,13 @@ import torch
 from fast.kernels.launch.call import FLOAT_NAMES, Call
 from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import add_product, launch_for
 from fast.kernels.sparse_linear import arrange
 from fast.kernels.sparse_linear.dense import COLUMNS as PAIR
 from fast.kernels.sparse_linear.dense import STEPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
 from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
-from fast.kernels.sparse_skinny.host import add_product, launch_for
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64
@@ -37,9 +37,9 @@ def linear_sparse_int4(
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Operands of `check_operands`; None where no kernel takes them: other floats, no rows or more than MOST_ROWS, zero points
-    that `sparse_skinny` does not take.
+    that `sm90_sparse24_w4a16_gemv` does not take.
 
-    tiling: one of this kernel; without one it is `tiling_of`, where `sparse_skinny` does not take the product.
+    tiling: one of this kernel; without one it is `tiling_of`, where `sm90_sparse24_w4a16_gemv` does not take the product.
     """
     rows, length = codes.shape[0], 4 * codes.shape[1]
     count = x.numel() // length if length else 0

@@ -81,13 +81,13 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """16-bit rows by the kernels, of few or of many rows; where neither takes them torch's product with dense weights."""
     from fast.kernels.linear_small import grouped
-    from fast.kernels.mixed_mm.experts import mixed_mm_of_experts
+    from fast.kernels.sm90_w4a16_gemm.experts import sm90_w4a16_gemm_of_experts
 
     x, w, offsets = _checked(record, values, operands)
     if x.dtype not in INPUTS:
         return None
     weights, average = _arranged(w), x.shape[0] / max(w.shape[0], 1)
-    products = {SM90_W4A16_GEMM: mixed_mm_of_experts, TRITON_SMALL_M: grouped.grouped_linear_small}
+    products = {SM90_W4A16_GEMM: sm90_w4a16_gemm_of_experts, TRITON_SMALL_M: grouped.grouped_linear_small}
     for family in experts(weights, average, x.dtype):
         multiply = products.get(family)
         y = None if multiply is None else multiply(x, weights, offsets, key=key, record=record)
@@ -106,7 +106,7 @@ def _arranged(w: Quantized) -> ArrangedWeight:
 
 def average_rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     """The most rows of a dtype an expert, on average, that read weights (E, N, K) as they are stored on their device."""
-    from fast.kernels.mixed_mm.host import takes
+    from fast.kernels.sm90_w4a16_gemm.host import takes
 
     return ALL_ROWS if takes(_arranged(w), dtype) else MOST_AVERAGE
 

@@ -35,7 +35,7 @@ def rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     if dtype not in INPUTS or not w.codes.is_cuda:
         return 0
     from fast.kernels.linear_small.layout import ArrangedWeight
-    from fast.kernels.mixed_mm.host import rows_taken
+    from fast.kernels.sm90_w4a16_gemm.host import rows_taken
 
     form = layout.form_of(w.scheme, w.shape[1])
     arranged = ArrangedWeight(w.codes, w.scale, w.zero, (w.shape[0], w.shape[1]), *form)

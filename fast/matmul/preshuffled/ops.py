@@ -105,14 +105,14 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 
 def _product_of(family: Family) -> Callable[..., Any] | None:
     """What multiplies by a preshuffled weight; None for torch."""
-    from fast.kernels.linear_skinny.host import linear_skinny
     from fast.kernels.linear_small.host import linear_small
-    from fast.kernels.mixed_mm.host import mixed_mm
+    from fast.kernels.sm90_w4a16_gemm.host import sm90_w4a16_gemm
+    from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
 
     return {
-        families.SM90_W4A16_GEMV: linear_skinny,
+        families.SM90_W4A16_GEMV: sm90_w4a16_gemv,
         families.TRITON_SMALL_M: linear_small,
-        families.SM90_W4A16_GEMM: mixed_mm,
+        families.SM90_W4A16_GEMM: sm90_w4a16_gemm,
     }.get(family)
 
 

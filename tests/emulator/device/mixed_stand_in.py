@@ -1,4 +1,4 @@
-"""`fast.kernels.mixed_mm.host` on CPU tensors: its launches run in the emulator."""
+"""`fast.kernels.sm90_w4a16_gemm.host` on CPU tensors: its launches run in the emulator."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.mixed_mm import host
-from fast.kernels.mixed_mm.experts import ExpertsProduct
-from fast.kernels.mixed_mm.variants import Variant, Weight, sources
+from fast.kernels.sm90_w4a16_gemm import host
+from fast.kernels.sm90_w4a16_gemm.experts import ExpertsProduct
+from fast.kernels.sm90_w4a16_gemm.variants import Variant, Weight, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.stand_in import MAP, StandIn, described
 
 
 class MixedStandIn(StandIn):
-    """A device for `mixed_mm`, whose clusters run at the same time, as many as at once."""
+    """A device for `sm90_w4a16_gemm`, whose clusters run at the same time, as many as at once."""
 
     def launches(self, variant: Variant, weight: Weight, name: str, device: int) -> Any:  # type: ignore[override]
         """As `host.launch_of`."""

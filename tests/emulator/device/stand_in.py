@@ -1,4 +1,4 @@
-"""`fast.kernels.sparse_mm.host` on CPU tensors: its launches run in the emulator, outputs are poisoned and lie between
+"""`fast.kernels.sm90_sparse24_gemm.host` on CPU tensors: its launches run in the emulator, outputs are poisoned and lie between
 guards."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from fast.kernels.hopper import nvrtc
-from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.arrange import arrange
-from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, sources
+from fast.kernels.sm90_sparse24_gemm import host
+from fast.kernels.sm90_sparse24_gemm.arrange import arrange
+from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, sources
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory, TensorMap
 

@@ -33,8 +33,8 @@ def weight(shape=(14336, 4096), element="int4", group=128, zero=False, capabilit
 @pytest.fixture
 def gpu(monkeypatch):
     """GPUs have the capability of a weight's device, and NVRTC."""
-    from fast.kernels.linear_skinny import host as gemv
-    from fast.kernels.mixed_mm import host as gemm
+    from fast.kernels.sm90_w4a16_gemm import host as gemm
+    from fast.kernels.sm90_w4a16_gemv import host as gemv
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
     monkeypatch.setattr(gemm, "missing_compiler", lambda: None)
@@ -69,7 +69,7 @@ def test_order(gpu, rows, order):
 
 def test_what_is_not_taken(gpu):
     """Other GPUs, dtypes, and lengths that are filled; many rows of NF4."""
-    from fast.kernels.mixed_mm.host import MOST_OF_LEVELS
+    from fast.kernels.sm90_w4a16_gemm.host import MOST_OF_LEVELS
 
     assert names(weight(), 4, torch.float32) == [TORCH]
     assert names(weight(capability=(8, 0)), 128) == [SMALL_M, TORCH]
@@ -80,8 +80,8 @@ def test_what_is_not_taken(gpu):
 
 
 def test_without_a_compiler(gpu, monkeypatch):
-    from fast.kernels.linear_skinny import host as gemv
-    from fast.kernels.mixed_mm import host as gemm
+    from fast.kernels.sm90_w4a16_gemm import host as gemm
+    from fast.kernels.sm90_w4a16_gemv import host as gemv
 
     monkeypatch.setattr(gemv, "has_compiler", lambda: False)
     monkeypatch.setattr(gemm, "missing_compiler", lambda: "no NVRTC")
@@ -105,7 +105,7 @@ def test_experts(gpu, average, capability, order):
 
 def test_plain_weights(monkeypatch):
     """One row, several, and more than kernels take; packed integers of other widths have one kernel for all."""
-    from fast.kernels.linear_bits import host as bits
+    from fast.kernels.sm90_intn_small_m import host as bits
 
     def of(scheme, rows, dtype=BF16):
         w = fast.quantize(torch.zeros(64, 512), scheme, packed=True)
@@ -144,19 +144,19 @@ def test_ranges():
 def test_the_product_asks(monkeypatch, faster):
     """The one that is faster first, and where it declines the other."""
     from fast.kernels.linear_small import host as small
-    from fast.kernels.mixed_mm import host
+    from fast.kernels.sm90_w4a16_gemm import host
 
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
     w, called = ops.preshuffled(q), []
     monkeypatch.setattr(choose, "_gemm_takes", lambda *operands: True)
     monkeypatch.setattr(choose, "gemm_is_faster", lambda *operands: faster)
-    monkeypatch.setattr(host, "mixed_mm", lambda *operands, **more: called.append("mixed_mm"))
+    monkeypatch.setattr(host, "sm90_w4a16_gemm", lambda *operands, **more: called.append("sm90_w4a16_gemm"))
     monkeypatch.setattr(
         small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x
     )
     x = torch.randn(64, 256, dtype=torch.bfloat16)
     ops._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
-    assert called == (["mixed_mm", "linear_small"] if faster else ["linear_small"])
+    assert called == (["sm90_w4a16_gemm", "linear_small"] if faster else ["linear_small"])
 
 
 def test_operands_are_checked_before(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 
 from fast.gemm.small_m_or_gemm import STEPS, gains, other_time, own_time, steps_of
-from fast.kernels.mixed_mm.select import MULTIPROCESSORS
-from fast.kernels.mixed_mm.variants import Weight
+from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS
+from fast.kernels.sm90_w4a16_gemm.variants import Weight
 
 UP, DOWN, QKV, SMALL = (14336, 4096), (4096, 14336), (6144, 4096), (1024, 4096)
 #: Microseconds on an H200 of the tile that `choose` takes, and of `linear_small`, by shape and rows.
@@ -43,7 +43,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("weight", "shape", "rows", "own", "other"), CELLS)
 def test_the_faster_one_is_taken(weight, shape, rows, own, other):
-    """`mixed_mm` never where it was slower, and always where it was 3 percent faster; times by the model are within 20
+    """`sm90_w4a16_gemm` never where it was slower, and always where it was 3 percent faster; times by the model are within 20
     percent for it where it is taken, and for the other."""
     taken = gains(rows, *shape, weight)
     assert own <= other if taken else other < 1.03 * own

@@ -91,9 +91,9 @@ def test_groups_of_two_sizes_are_two_products():
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_on_a_gpu_the_kernel_is_given_both_weights(monkeypatch, gated):
-    from fast.kernels.sparse_skinny import pair as kernels
+    from fast.kernels.sm90_sparse24_w4a16_gemv import pair as kernels
 
-    name = "sparse_skinny_swiglu" if gated else "sparse_skinny_pair"
+    name = "sm90_sparse24_w4a16_gemv_swiglu" if gated else "sm90_sparse24_w4a16_gemv_pair"
     monkeypatch.setattr(kernels, name, lambda *given, key: (given, key))
     x, first, second = operands()
     kernel = pair._swiglu_kernel if gated else pair._pair_kernel
@@ -202,6 +202,6 @@ def test_the_pass_is_known_by_the_most_rows_too(tmp_path, monkeypatch):
 
 def test_as_many_rows_as_the_kernel_takes():
     pytest.importorskip("triton")
-    from fast.kernels.sparse_skinny import host
+    from fast.kernels.sm90_sparse24_w4a16_gemv import host
 
     assert pair.MOST_ROWS == host.MOST_ROWS

@@ -7,7 +7,7 @@ import torch
 
 import reference
 from fast import dispatch
-from fast.kernels.sparse_mm.bits import pack_bits
+from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.sparsity import prune_into as module
 from fast.sparsity.prune_into import prune_into
 

@@ -1,4 +1,4 @@
-"""On a Hopper GPU: `dense_mm` bit for bit, twenty times, and its times beside Triton's kernel, torch's fp8 and bfloat16.
+"""On a Hopper GPU: `sm90_s8_gemm` bit for bit, twenty times, and its times beside Triton's kernel, torch's fp8 and bfloat16.
 
     PYTHONPATH=. python tests/gpu/linear/validate_dense_mm.py [--json PATH] [--bits 25] [--times 30]
         [--shapes 0 1] [--rows 1024]
@@ -8,7 +8,7 @@ are exact, and an epilogue in float32, into poisoned memory between guards. Time
 the second-level cache holds (`graph_times`):
 
 rule      `fast.linear_of_codes`
-t256c2... a variant of `dense_mm` by its name
+t256c2... a variant of `sm90_s8_gemm` by its name
 triton    `int_scaled_mm` by its own rule
 fp8       `torch._scaled_mm` of float8_e4m3fn with scales for each row and fast sums
 bf16      `F.linear`
@@ -33,12 +33,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from fast.kernels.dense_mm import host
-from fast.kernels.dense_mm.variants import Variant, fitted, sources
 from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.int_scaled_mm import host as triton_host
 from fast.kernels.int_scaled_mm.tiles import tile_of
 from fast.kernels.launch import cache
+from fast.kernels.sm90_s8_gemm import host
+from fast.kernels.sm90_s8_gemm.variants import Variant, fitted, sources
 from reference import SCHEMES, Quantized
 from tests.gpu.harness.graph_times import captured, in_turn
 
@@ -159,7 +159,7 @@ def routed() -> Iterator[str]:
         if not torch.equal(fast.linear_of_codes(x, w, given[5], dtype=BF16), right):
             yield f"linear_of_codes differs, call {repetition}"
     if not any(isinstance(call, host.Product) for call, _ in cache.CALLS.values()):
-        yield f"dense_mm was not taken: {host.FAILED}"
+        yield f"sm90_s8_gemm was not taken: {host.FAILED}"
 
 
 def compare(seconds: float, found: dict[str, Any]) -> None:

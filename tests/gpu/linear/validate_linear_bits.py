@@ -1,4 +1,5 @@
-"""On a GPU: `linear_bits` exact on integers, within its bound, the same bits twenty times; then its times and older kernels'.
+"""On a GPU: `sm90_intn_small_m` exact on integers, within its bound, the same bits twenty times; then its times and older
+kernels'.
 
     PYTHONPATH=. python tests/gpu/linear/validate_linear_bits.py [--no-bits] [--no-times] [--bits 2 3 6] [--rows 1 8]
         [--all] [--older] [--seconds 60]
@@ -31,9 +32,9 @@ import fast
 from ao_lab.config.recipe import named
 from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.linear import select
-from fast.kernels.linear_bits import host
-from fast.kernels.linear_bits.select import choose, placed
-from fast.kernels.linear_bits.variants import Form, Variant, sources
+from fast.kernels.sm90_intn_small_m import host
+from fast.kernels.sm90_intn_small_m.select import choose, placed
+from fast.kernels.sm90_intn_small_m.variants import Form, Variant, sources
 from reference import Quantized, Scheme
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.support import linear_cases as cases
@@ -108,13 +109,13 @@ def form_named(scheme: str, length: int, dtype: torch.dtype) -> Form:
     """A weight's form."""
     form = host.form_of(scheme_of(scheme), (16, length), 1, True)
     if form is None:
-        raise ValueError(f"linear_bits does not read {scheme} in rows of {length}")
+        raise ValueError(f"sm90_intn_small_m does not read {scheme} in rows of {length}")
     return Form(*form[:-1], dtype == HALF)
 
 
 def compiled(job: tuple[Variant, Form]) -> None:
     """One kernel into the cache of cubins."""
-    cached_cubin(*sources(*job), name="linear_bits")
+    cached_cubin(*sources(*job), name="sm90_intn_small_m")
 
 
 def compile_all(jobs: Iterable[tuple[Variant | None, Form]]) -> None:
@@ -140,9 +141,11 @@ def multiplied(
     x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None, variant: Variant | None = None
 ) -> torch.Tensor:
     """By the kernel; RuntimeError where it does not take this."""
-    y = host.linear_bits(x, w, bias, variant)
+    y = host.sm90_intn_small_m(x, w, bias, variant)
     if y is None:
-        raise RuntimeError(f"linear_bits does not take {tuple(x.shape)} by {w.scheme.name} {tuple(w.shape)}")
+        raise RuntimeError(
+            f"sm90_intn_small_m does not take {tuple(x.shape)} by {w.scheme.name} {tuple(w.shape)}"
+        )
     return y
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: `linear_skinny` exact on integers, every code, its bound, the same bits twenty times; then its times.
+"""On a GPU: `sm90_w4a16_gemv` exact on integers, every code, its bound, the same bits twenty times; then its times.
 
     PYTHONPATH=. python tests/gpu/linear/validate_linear_skinny.py [--times 60] [--schemes nf4 nvfp4 mxfp8_e4m3 mxfp4]
         [--rows 1 16] [--json FILE] [--no-bits]
@@ -25,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from fast.kernels.linear_skinny.host import linear_skinny
 from fast.kernels.linear_small import host
+from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.skinny import bits
 from tests.gpu.linear.skinny.candidates import compile_all, compile_peers, dtypes, form_named, variants
@@ -75,7 +75,7 @@ def time_row(
     }
     for variant in variants(form, count, shape):
         calls[",".join(map(str, variant))] = [
-            lambda w=w, v=variant: linear_skinny(x, w, variant=v) for w in held
+            lambda w=w, v=variant: sm90_w4a16_gemv(x, w, variant=v) for w in held
         ]
     times = in_turn({name: captured(each) for name, each in calls.items()}, 9)
     own = {name: us for name, us in times.items() if name not in ("bf16", "linear_small")}

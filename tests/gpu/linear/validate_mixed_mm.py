@@ -1,4 +1,4 @@
-"""On a Hopper GPU: `mixed_mm` bit for bit, a hundred times, and its times beside torch's bfloat16 product.
+"""On a Hopper GPU: `sm90_w4a16_gemm` bit for bit, a hundred times, and its times beside torch's bfloat16 product.
 
     PYTHONPATH=. python tests/gpu/linear/validate_mixed_mm.py [--bits 40] [--times 60] [--cases 0 1] [--all]
         [--schemes int4_g128] [--rows 256 1024] [--shapes 0 1] [--scaled 15]
@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from fast.gemm.small_m_or_gemm import MOST
 from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.mixed_mm.host import NAME
-from fast.kernels.mixed_mm.select import candidates, choose
-from fast.kernels.mixed_mm.variants import sources, with_scales
+from fast.kernels.sm90_w4a16_gemm.host import NAME
+from fast.kernels.sm90_w4a16_gemm.select import candidates, choose
+from fast.kernels.sm90_w4a16_gemm.variants import sources, with_scales
 from tests.gpu.linear.mixed import compared, row_scales
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
 from tests.gpu.linear.mixed.compared import weight_named
@@ -154,7 +154,7 @@ def compare_kernels(options: Any) -> None:
 
 
 def compile_cells(cells: list[Any], parallel: int) -> None:
-    """Variants of `mixed_mm` and kernels of `linear_small`, on all cores; nothing of a GPU is touched."""
+    """Variants of `sm90_w4a16_gemm` and kernels of `linear_small`, on all cores; nothing of a GPU is touched."""
     own = {
         (one, weight_named(name), "bfloat16")
         for name, shape, count in cells

@@ -1,4 +1,5 @@
-"""On a Hopper GPU: `mixed_mm_of_experts` exact on integers, each row within its bound, the same bits twenty times; its times.
+"""On a Hopper GPU: `sm90_w4a16_gemm_of_experts` exact on integers, each row within its bound, the same bits twenty times; its
+times.
 
     PYTHONPATH=. python tests/gpu/linear/validate_mixed_mm_experts.py [--bits 40] [--times 60] [--schemes int4_g128]
         [--tokens 256 2048]
@@ -30,9 +31,9 @@ from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.linear_small import grouped, host
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.mixed_mm.experts import ExpertsProduct, candidates, mixed_mm_of_experts
-from fast.kernels.mixed_mm.host import NAME, weight_of
-from fast.kernels.mixed_mm.variants import sources
+from fast.kernels.sm90_w4a16_gemm.experts import ExpertsProduct, candidates, sm90_w4a16_gemm_of_experts
+from fast.kernels.sm90_w4a16_gemm.host import NAME, weight_of
+from fast.kernels.sm90_w4a16_gemm.variants import sources
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.mixed.bits import randomly_scaled
 from tests.gpu.linear.mixed.compared import weight_named
@@ -141,7 +142,7 @@ def timed(
     experts, weight = grouped.stacked(each), weight_of(each[0])
     graphs = {
         "bf16": captured([lambda: torch._grouped_mm(x, dense.transpose(1, 2), ends)]),
-        "rule": captured([lambda: mixed_mm_of_experts(x, experts, ends)]),
+        "rule": captured([lambda: sm90_w4a16_gemm_of_experts(x, experts, ends)]),
         "dense": captured([partial(by_dense, x, each, ends, x.dtype)]),
     }
     if len(x) <= 128 * EXPERTS:

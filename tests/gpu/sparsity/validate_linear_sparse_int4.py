@@ -6,11 +6,11 @@
 Integers: shapes whole and cut, all groups, both dtypes, both storages of scales, one to sixty-four rows and more. --tune:
 each of several tiles is compared and timed, in place of all that. --choices: in place of it too, the choices of real shapes at
 1 to 16 rows are compared, and timed beside int4 alone and bfloat16; inputs arranged beside inputs in place. --skinny:
-`sparse_skinny` alone (capability 9.0): all elements by one-hot rows, integers, bounds, groups, odd rows, variants. --bar: times
-of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --pairs: two products of one
-input in one launch of it, bits, then times beside a launch each; --no-times: bits alone. --rows, --shapes, --group: what is
-timed, shapes by their numbers, columns of a scale. --seconds: after which --skinny, --bar and --pairs begin nothing new.
-Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny, --bar and --pairs
+`sm90_sparse24_w4a16_gemv` alone (capability 9.0): all elements by one-hot rows, integers, bounds, groups, odd rows, variants.
+--bar: times of its variants at 1 to 16 rows beside the kernel in Triton, int4 alone, preshuffled, and bfloat16. --pairs: two
+products of one input in one launch of it, bits, then times beside a launch each; --no-times: bits alone. --rows, --shapes,
+--group: what is timed, shapes by their numbers, columns of a scale. --seconds: after which --skinny, --bar and --pairs begin
+nothing new. Writes what it found into --out, else $OUT: linear_sparse_int4.json, with --choices, --skinny, --bar and --pairs
 linear_sparse_int4_<that>.json. Exits with 1 on any difference.
 """
 
@@ -130,7 +130,7 @@ def at_the_bar(shapes: list[tuple[int, int]], counts: Any) -> int:
 
 
 def skinny(options: argparse.Namespace, shapes: list[tuple[int, int]]) -> int:
-    """Bits (--skinny) or times (--bar) of `sparse_skinny`, written as they come."""
+    """Bits (--skinny) or times (--bar) of `sm90_sparse24_w4a16_gemv`, written as they come."""
     from tests.gpu.sparsity.products import skinny_bits, skinny_times
 
     progress, found = Progress(options.seconds), dict[str, Any](device=torch.cuda.get_device_name(), times=[])

@@ -17,10 +17,10 @@ from ao_lab.gemm.products import scaled_mm
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
 from fast import dispatch
-from fast.kernels.dense_mm import host as dense_mm
-from fast.kernels.dense_mm.variants import fitted
 from fast.kernels.launch.call import Call
-from fast.kernels.mixed_mm import host as mixed_mm
+from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
+from fast.kernels.sm90_s8_gemm.variants import fitted
+from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from tests.ao_lab.gemm.capability import set_capability
 from tests.fast.kernels.compiling.recorded_launches import Recorded
 
@@ -63,7 +63,7 @@ def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
         monkeypatch.setattr(module, "is_host", lambda device: False)
     recorded: Any = Recorded(monkeypatch, launcher)
     recorded.calls = []
-    for kind in (Call, mixed_mm.Product, dense_mm.Product):
+    for kind in (Call, sm90_w4a16_gemm.Product, sm90_s8_gemm.Product):
         monkeypatch.setattr(kind, "__call__", _noted(kind.__call__, recorded.calls))
     return recorded
 
@@ -82,7 +82,7 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
     def launch(programs: int, stream: int, maps: bytes, *values: Any) -> None:
         recorded.straight.append((programs, *struct.unpack(f"={len(maps) // 8}q", maps), *values))
 
-    for host, launches in ((mixed_mm, "launch_of"), (dense_mm, "_launch")):
+    for host, launches in ((sm90_w4a16_gemm, "launch_of"), (sm90_s8_gemm, "_launch")):
         for name, value in {
             "refused": lambda *given: None, "processors_of": lambda index: 132, launches: lambda *given: (launch, 60),
             "tensor_map": lambda address, *rest: struct.pack("=q", address), "current_device": lambda: -1,
@@ -90,9 +90,9 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
         }.items():  # fmt: skip
             monkeypatch.setattr(host, name, value)
     for name in ("refused_rows", "refused_weight"):
-        monkeypatch.setattr(mixed_mm, name, lambda *given: None)
+        monkeypatch.setattr(sm90_w4a16_gemm, name, lambda *given: None)
     monkeypatch.setattr(
-        dense_mm, "choose", lambda tokens, features, stored, processors: fitted(128, 2, stored)
+        sm90_s8_gemm, "choose", lambda tokens, features, stored, processors: fitted(128, 2, stored)
     )
 
 

@@ -8,7 +8,7 @@ import ao_lab
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import FIRST_ROWS, MOST_SHAPES
 from fast.gemm import choose
-from fast.kernels.dense_mm import host as dense_mm
+from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from tests.ao_lab.quantization.prepared.layers import (
     DYNAMIC,
     PRESHUFFLED,
@@ -67,7 +67,7 @@ def test_launches_are_those_of_the_call(gpu, monkeypatch, name, shape, bias):
     """The same kernels with the same arguments, but for memory that is made anew; looked up twice."""
     if name.endswith(", Triton"):
         name = name.removesuffix(", Triton")
-        monkeypatch.setattr(dense_mm, "choose", lambda *given: None)
+        monkeypatch.setattr(sm90_s8_gemm, "choose", lambda *given: None)
     one, x = layer(name, bias), inputs(*shape)
     run(gpu, one, x)
     _, looked_up, ordinary = run(gpu, one, x)
@@ -89,7 +89,7 @@ def test_inputs_in_a_scheme_are_multiplied_by_the_weight_as_it_is_stored(gpu, na
         run(gpu, one, x)
     *first, last = run(gpu, one, x)[2]
     assert len(first) in (1, 2)
-    assert last[0] < 1000  # programs, in the place of an address: `mixed_mm`
+    assert last[0] < 1000  # programs, in the place of an address: `sm90_w4a16_gemm`
     assert one.weight.parts["codes"].data_ptr() in last
     assert all(one.weight.parts["codes"].data_ptr() not in launch for launch in first)
     assert last[1] in first[-1]  # its inputs

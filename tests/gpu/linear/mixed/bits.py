@@ -1,4 +1,4 @@
-"""Bits of `mixed_mm` on a GPU: each column of the weight alone, integers, and random numbers within a bound."""
+"""Bits of `sm90_w4a16_gemm` on a GPU: each column of the weight alone, integers, and random numbers within a bound."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, arrange
-from fast.kernels.mixed_mm.host import Product, weight_of
-from fast.kernels.mixed_mm.select import candidates
-from fast.kernels.mixed_mm.variants import Variant
+from fast.kernels.sm90_w4a16_gemm.host import Product, weight_of
+from fast.kernels.sm90_w4a16_gemm.select import candidates
+from fast.kernels.sm90_w4a16_gemm.variants import Variant
 from fast.scale_factors import EXPONENTS
 from tests.gpu.linear.small import weights
 

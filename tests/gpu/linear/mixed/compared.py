@@ -1,4 +1,4 @@
-"""Variants of `mixed_mm`, `linear_small`, the dense route and torch's bfloat16 product, in turn."""
+"""Variants of `sm90_w4a16_gemm`, `linear_small`, the dense route and torch's bfloat16 product, in turn."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from fast.gemm.small_m_or_gemm import LEAST, MOST, gains
 from fast.kernels.linear_small import host as small
-from fast.kernels.mixed_mm.select import candidates, nanoseconds
-from fast.kernels.mixed_mm.variants import ATOM, Variant, Weight
+from fast.kernels.sm90_w4a16_gemm.select import candidates, nanoseconds
+from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Variant, Weight
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.mixed.times import Weights, by_dense, calls_of
 from tests.gpu.linear.small import weights

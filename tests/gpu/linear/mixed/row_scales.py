@@ -1,4 +1,4 @@
-"""Scales of rows of x of `mixed_mm` on a GPU: bits, and times beside `linear_small` with them."""
+"""Scales of rows of x of `sm90_w4a16_gemm` on a GPU: bits, and times beside `linear_small` with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fast.gemm.small_m_or_gemm import MOST
 from fast.kernels.linear_small import host as small
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange
-from fast.kernels.mixed_mm.host import Product
+from fast.kernels.sm90_w4a16_gemm.host import Product
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.mixed.bits import product, randomly_scaled
 from tests.gpu.linear.mixed.times import ROUNDS, Weights, calls_of

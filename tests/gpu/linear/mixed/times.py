@@ -1,4 +1,4 @@
-"""Times of `mixed_mm` beside torch's bfloat16 product and the dense route, as CUDA graphs, in turn."""
+"""Times of `sm90_w4a16_gemm` beside torch's bfloat16 product and the dense route, as CUDA graphs, in turn."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.mixed_mm.host import Product, weight_of
-from fast.kernels.mixed_mm.select import candidates
-from fast.kernels.mixed_mm.variants import Variant
+from fast.kernels.sm90_w4a16_gemm.host import Product, weight_of
+from fast.kernels.sm90_w4a16_gemm.select import candidates
+from fast.kernels.sm90_w4a16_gemm.variants import Variant
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.small import weights
 

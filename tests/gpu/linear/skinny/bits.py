@@ -1,4 +1,4 @@
-"""Results of `linear_skinny` on a GPU: exact on integers, every code by one column, within the bound, the same again."""
+"""Results of `sm90_w4a16_gemv` on a GPU: exact on integers, every code by one column, within the bound, the same again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from ao_lab.config.recipe import named
 from fast.codebook_scales import SECOND, TERMS
-from fast.kernels.linear_skinny.host import linear_skinny
-from fast.kernels.linear_skinny.select import choose
 from fast.kernels.linear_small import host
+from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
+from fast.kernels.sm90_w4a16_gemv.select import choose
 from fast.matmul.preshuffled import layout
 from reference import Quantized
 from tests.gpu.harness.poison import poisoned
@@ -34,13 +34,13 @@ def wrong_bits(scheme: str, shape: tuple[int, int], count: int, dtype: torch.dty
     expected = (x.double() @ values.t() + bias.double()).float().to(dtype)
     for variant in variants(form_named(scheme, dtype), count, shape):
         with poisoned(0xA5):
-            got = linear_skinny(x, arranged, bias, variant=variant)
+            got = sm90_w4a16_gemv(x, arranged, bias, variant=variant)
             torch.cuda.synchronize()
         if got is None or not torch.equal(got, expected):
             off = -1 if got is None else int((got != expected).sum())
             yield f"{scheme} {shape} {count} rows {dtype} {variant}: {off} of {expected.numel()} differ"
             continue
-        again = [linear_skinny(x, arranged, bias, variant=variant) for _ in range(REPEATS)]
+        again = [sm90_w4a16_gemv(x, arranged, bias, variant=variant) for _ in range(REPEATS)]
         if not all(torch.equal(one, got) for one in again):
             yield f"{scheme} {shape} {count} rows {variant}: other bits in another call"
 
@@ -55,7 +55,7 @@ def wrong_codes(scheme: str, dtype: torch.dtype) -> Iterator[str]:
         arranged, values = host.arrange(w), exact.float()
     for variant in variants(form_named(scheme, dtype), 16, SMALL):
         got = [
-            linear_skinny(rows, arranged, variant=variant, dtype=torch.float32)
+            sm90_w4a16_gemv(rows, arranged, variant=variant, dtype=torch.float32)
             for rows in torch.eye(COLUMNS, SMALL[1], device="cuda", dtype=dtype).split(16)
         ]
         off = -1 if None in got else int((torch.cat(got).t() != values[:, :COLUMNS]).sum())
@@ -78,7 +78,7 @@ def beyond_bound(scheme: str) -> Iterator[str]:
     w, x = weight(named(scheme), *SMALL), inputs(3, SMALL[1], torch.bfloat16)
     moved = host.arrange(to_gpu(w))
     form = form_named(scheme, torch.bfloat16)
-    got = linear_skinny(x.cuda(), moved, variant=choose(form, 3, *SMALL))
+    got = sm90_w4a16_gemv(x.cuda(), moved, variant=choose(form, 3, *SMALL))
     beyond = -1 if got is None else outside(got.cpu(), x, w, None)
     if beyond:
         yield f"{scheme}: {beyond} beyond the bound"

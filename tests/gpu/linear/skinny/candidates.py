@@ -1,4 +1,4 @@
-"""Variants of `linear_skinny` that are checked and timed beside the rule's, and their cubins."""
+"""Variants of `sm90_w4a16_gemv` that are checked and timed beside the rule's, and their cubins."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import product
 import torch
 
 from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.linear_skinny.select import TILES, choose
-from fast.kernels.linear_skinny.variants import FACTORED, STEP, Direct, Form, Variant, fitted, sources
 from fast.kernels.linear_small import host
+from fast.kernels.sm90_w4a16_gemv.select import TILES, choose
+from fast.kernels.sm90_w4a16_gemv.variants import FACTORED, STEP, Direct, Form, Variant, fitted, sources
 from tests.gpu.linear.small import weights
 
 #: Elements whose programs are tall.

@@ -18,10 +18,10 @@ import torch
 
 import fast
 from fast.gemm import choose, families
-from fast.kernels.linear_skinny.host import linear_skinny
 from fast.kernels.linear_small.host import linear_small
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange
 from fast.kernels.linear_small.pair import linear_small_pair, linear_small_swiglu, pair_tiling
+from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
 from tests.gpu.harness.graph_times import captured, in_turn
 
 SHAPES = ((512, 2048), (1024, 4096), (4096, 4096), (8192, 2048), (8192, 3072), (14336, 4096), (28672, 8192))
@@ -48,7 +48,7 @@ def weights(scheme: str, n: int, k: int) -> list[Pair]:
 def alone(x: torch.Tensor, w: ArrangedWeight) -> torch.Tensor:
     """A product by the family that is chosen for it."""
     family = next(choose.preshuffled(w, len(x), x.dtype))
-    y: torch.Tensor = {families.SM90_W4A16_GEMV: linear_skinny, families.TRITON_SMALL_M: linear_small}[
+    y: torch.Tensor = {families.SM90_W4A16_GEMV: sm90_w4a16_gemv, families.TRITON_SMALL_M: linear_small}[
         family
     ](x, w)
     return y

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import fast
 import reference
+from fast.kernels.sm90_sparse24_w4a16_gemv import host as skinny
+from fast.kernels.sm90_sparse24_w4a16_gemv.select import AT_ONCE, MOST_ROWS, choose
+from fast.kernels.sm90_sparse24_w4a16_gemv.variants import TILE, Form, Variant, fitted, rows_of_tiles
 from fast.kernels.sparse_linear import host
-from fast.kernels.sparse_skinny import host as skinny
-from fast.kernels.sparse_skinny.select import AT_ONCE, MOST_ROWS, choose
-from fast.kernels.sparse_skinny.variants import TILE, Form, Variant, fitted, rows_of_tiles
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.sparsity.products import int4_timing as speed
@@ -135,7 +135,8 @@ class Held:
         for one in variants(count, self.shape):
             name = ",".join(str(int(number)) for number in one)
             found[name] = [
-                lambda w=w, z=z, v=one: skinny.sparse_skinny(x, *w, None, GROUP, v, z) for w, z in both
+                lambda w=w, z=z, v=one: skinny.sm90_sparse24_w4a16_gemv(x, *w, None, GROUP, v, z)
+                for w, z in both
             ]
         return found
 

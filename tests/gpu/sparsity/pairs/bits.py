@@ -1,5 +1,5 @@
-"""Two products of one x in one launch of `sparse_skinny` on a GPU: the bits of each alone by the same variant, and of `swiglu`
-of both; every 16-bit gate. Outputs are poisoned and lie between guards."""
+"""Two products of one x in one launch of `sm90_sparse24_w4a16_gemv` on a GPU: the bits of each alone by the same variant, and
+of `swiglu` of both; every 16-bit gate. Outputs are poisoned and lie between guards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch
 
 import fast
 import reference
-from fast.kernels.sparse_skinny.host import sparse_skinny
-from fast.kernels.sparse_skinny.pair import sparse_skinny_pair, sparse_skinny_swiglu
-from fast.kernels.sparse_skinny.select import MOST_ROWS
-from fast.kernels.sparse_skinny.variants import GATED, ONE, TWO, Form, Variant, rows_of_tiles
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import sm90_sparse24_w4a16_gemv
+from fast.kernels.sm90_sparse24_w4a16_gemv.pair import (
+    sm90_sparse24_w4a16_gemv_pair,
+    sm90_sparse24_w4a16_gemv_swiglu,
+)
+from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_ROWS
+from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, ONE, TWO, Form, Variant, rows_of_tiles
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.sparsity.products.int4_timing import sparse_weight
 from tests.gpu.sparsity.products.skinny_bits import compile_all, variants
@@ -71,8 +74,8 @@ def patterns(*made: torch.Tensor | None) -> list[torch.Tensor]:
 def asked(task: Task, x: torch.Tensor, both: list[Weight], one: Variant) -> list[torch.Tensor]:
     """Bits of the launch."""
     if task.products == GATED:
-        return patterns(sparse_skinny_swiglu(x, *both, task.group, one))
-    return patterns(*(sparse_skinny_pair(x, *both, task.group, one) or (None,)))
+        return patterns(sm90_sparse24_w4a16_gemv_swiglu(x, *both, task.group, one))
+    return patterns(*(sm90_sparse24_w4a16_gemv_pair(x, *both, task.group, one) or (None,)))
 
 
 def wrong_of(task: Task) -> Iterator[str]:
@@ -81,7 +84,7 @@ def wrong_of(task: Task) -> Iterator[str]:
     for count in range(1, MOST_ROWS + 1):
         x = torch.randn(count, task.k, device="cuda").to(task.dtype)
         for one in task.variants(count):
-            alone = [sparse_skinny(x, *w, None, task.group, one) for w in both]
+            alone = [sm90_sparse24_w4a16_gemv(x, *w, None, task.group, one) for w in both]
             with poisoned(0xA5):
                 got = asked(task, x, both, one)
                 torch.cuda.synchronize()
@@ -113,7 +116,7 @@ def every_gate(dtype: torch.dtype) -> Iterator[str]:
     x = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype).view(16, 4096)
     x = torch.where(x.isfinite(), x, torch.zeros_like(x))
     both = [identity(4096, code) for code in (1, 3)]
-    products, got = sparse_skinny_pair(x, *both, 64), sparse_skinny_swiglu(x, *both, 64)
+    products, got = sm90_sparse24_w4a16_gemv_pair(x, *both, 64), sm90_sparse24_w4a16_gemv_swiglu(x, *both, 64)
     normal = x.abs() >= torch.finfo(dtype).tiny
     if products is None or got is None or not torch.equal(products[0][normal], x[normal]):
         yield f"every gate {dtype}: the identity is not taken, or is none"

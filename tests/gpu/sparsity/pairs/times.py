@@ -12,8 +12,11 @@ import torch
 import fast
 from fast.kernels.linear_small import pair as dense
 from fast.kernels.linear_small.host import linear_small
-from fast.kernels.sparse_skinny.host import sparse_skinny
-from fast.kernels.sparse_skinny.pair import sparse_skinny_pair, sparse_skinny_swiglu
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import sm90_sparse24_w4a16_gemv
+from fast.kernels.sm90_sparse24_w4a16_gemv.pair import (
+    sm90_sparse24_w4a16_gemv_pair,
+    sm90_sparse24_w4a16_gemv_swiglu,
+)
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.small.times import rate
 from tests.gpu.linear.small.weights import filled_weight
@@ -53,15 +56,15 @@ def calls_of(x: torch.Tensor, held: Weights) -> Calls:
     sparse, stored = held.sparse, held.stored
 
     def two(w: Any) -> list[Any]:
-        return [sparse_skinny(x, *one, None, GROUP) for one in w]
+        return [sm90_sparse24_w4a16_gemv(x, *one, None, GROUP) for one in w]
 
     def two_dense(w: Any) -> list[Any]:
         return [linear_small(x, one) for one in w]
 
     found: Calls = {
         "two": [lambda w=w: two(w) for w in sparse],
-        "pair": [lambda w=w: sparse_skinny_pair(x, *w, GROUP) for w in sparse],
-        "one weight": [lambda w=w: sparse_skinny(x, *w, None, GROUP) for w in held.one],
+        "pair": [lambda w=w: sm90_sparse24_w4a16_gemv_pair(x, *w, GROUP) for w in sparse],
+        "one weight": [lambda w=w: sm90_sparse24_w4a16_gemv(x, *w, None, GROUP) for w in held.one],
         "int4 two": [lambda w=w: two_dense(w) for w in stored],
         "int4 one weight": [lambda w=w: linear_small(x, *w) for w in held.stored_one],
     }
@@ -69,8 +72,10 @@ def calls_of(x: torch.Tensor, held: Weights) -> Calls:
         found |= {
             "int4 pair": [lambda w=w: dense.linear_small_pair(x, *w) for w in stored],
             "two and swiglu": [lambda w=w: fast.swiglu(*two(w)) for w in sparse],
-            "pair and swiglu": [lambda w=w: fast.swiglu(*sparse_skinny_pair(x, *w, GROUP)) for w in sparse],
-            "swiglu": [lambda w=w: sparse_skinny_swiglu(x, *w, GROUP) for w in sparse],
+            "pair and swiglu": [
+                lambda w=w: fast.swiglu(*sm90_sparse24_w4a16_gemv_pair(x, *w, GROUP)) for w in sparse
+            ],
+            "swiglu": [lambda w=w: sm90_sparse24_w4a16_gemv_swiglu(x, *w, GROUP) for w in sparse],
             "int4 swiglu": [lambda w=w: dense.linear_small_swiglu(x, *w) for w in stored],
         }
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fast.kernels.sparse_mm.variants import Variant
+from fast.kernels.sm90_sparse24_gemm.variants import Variant
 from tests.gpu.sparsity.products.exact import Wrong, complaint, unstable
 
 Job = tuple[Variant, tuple[str, str]]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 import reference
-from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.select import CLUSTERS, TILES, WIDE
-from fast.kernels.sparse_mm.variants import ELEMENTS, Variant, fitted
+from fast.kernels.sm90_sparse24_gemm import host
+from fast.kernels.sm90_sparse24_gemm.select import CLUSTERS, TILES, WIDE
+from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, fitted
 from tests.gpu.sparsity.products.inputs import Case, case, wanted
 
 #: Odd and whole sizes: (tokens above a tile's, features, K in groups of 32 elements of 8 bits or 16 of 16).

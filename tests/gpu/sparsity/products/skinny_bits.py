@@ -1,4 +1,5 @@
-"""`sparse_skinny` on a GPU: every element by one-hot rows, exact on integers, the same bits in a hundred calls, within bounds.
+"""`sm90_sparse24_w4a16_gemv` on a GPU: every element by one-hot rows, exact on integers, the same bits in a hundred calls,
+within bounds.
 
 Outputs are poisoned and lie between guards. Weights are drawn in place; what they stand for is made by torch alone.
 """
@@ -15,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.sparse_skinny.host import sparse_skinny
-from fast.kernels.sparse_skinny.select import MOST_ROWS, candidates, choose
-from fast.kernels.sparse_skinny.variants import Form, Variant, sources
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import sm90_sparse24_w4a16_gemv
+from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_ROWS, candidates, choose
+from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, Variant, sources
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.sparsity.products.decode_bar import dense_of
@@ -65,7 +66,7 @@ def compile_all(pairs: Iterable[tuple[Variant, Form]], progress: Progress) -> No
     """Variants into the cache of cubins, many at once: NVRTC lets other threads run."""
     began, todo = time.monotonic(), set(pairs)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda pair: cached_cubin(*sources(*pair), name="sparse_skinny"), todo))
+        list(pool.map(lambda pair: cached_cubin(*sources(*pair), name="sm90_sparse24_w4a16_gemv"), todo))
     progress.say(f"compiled {len(todo)} variants in {time.monotonic() - began:.1f} s")
 
 
@@ -84,7 +85,7 @@ def one_hot(task: Task) -> Iterator[str]:
     dense = dense_of(*w[:2], w[2].float()).to(task.dtype)
     eye = torch.eye(k, device="cuda", dtype=task.dtype)
     with poisoned(0xA5):
-        parts = [sparse_skinny(x, *w, None, task.group) for x in eye.split(MOST_ROWS)]
+        parts = [sm90_sparse24_w4a16_gemv(x, *w, None, task.group) for x in eye.split(MOST_ROWS)]
         torch.cuda.synchronize()
     if any(part is None for part in parts):
         yield f"one-hot {task}: not taken"
@@ -102,13 +103,15 @@ def integers(task: Task) -> Iterator[str]:
     wanted = (x.double() @ dense_of(*w[:2], w[2].float()).double().t() + bias.double()).float().to(task.dtype)
     for at, one in enumerate(variants(task.form, task.count, task.shape, task.most)):
         with poisoned(0xA5):
-            got = sparse_skinny(x, *w, bias, task.group, one)
+            got = sm90_sparse24_w4a16_gemv(x, *w, bias, task.group, one)
             torch.cuda.synchronize()
         if got is None or not torch.equal(got, wanted):
             off = -1 if got is None else int((got != wanted).sum())
             yield f"{task} {one}: {off} of {wanted.numel()} differ"
             continue
-        again = [sparse_skinny(x, *w, bias, task.group, one) for _ in range(AGAIN if at else REPEATS)]
+        again = [
+            sm90_sparse24_w4a16_gemv(x, *w, bias, task.group, one) for _ in range(AGAIN if at else REPEATS)
+        ]
         if not all(torch.equal(other, got) for other in again):  # type: ignore[arg-type]
             yield f"{task} {one}: other bits in another call"
 
@@ -118,7 +121,7 @@ def bounded(task: Task) -> Iterator[str]:
     names = [str(task.dtype).removeprefix("torch."), "bfloat16" if task.narrow else "float32"]
     case = as_tensors(random_case(task.count, *task.shape, task.group, *names))
     given = [None if part is None else part.cuda() for part in case]
-    got = sparse_skinny(*given, task.group)  # type: ignore[arg-type]
+    got = sm90_sparse24_w4a16_gemv(*given, task.group)  # type: ignore[arg-type]
     off = -1 if got is None else outside(got.cpu(), case.x, sparse_int4_weight(*case[1:4]), case.bias)
     if off:
         yield f"bound {task}: {off} beyond it"

@@ -1,5 +1,6 @@
-"""Times of `sparse_skinny` at the rows of decoding: its variants, the rule's first, beside `mma_sparse_kernel`, int4 alone in
-the preshuffled layout, and bfloat16; CUDA graphs in turn over weights that exceed the second-level cache together."""
+"""Times of `sm90_sparse24_w4a16_gemv` at the rows of decoding: its variants, the rule's first, beside `mma_sparse_kernel`,
+int4 alone in the preshuffled layout, and bfloat16; CUDA graphs in turn over weights that exceed the second-level cache
+together."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 
 from fast.kernels.linear_small.host import linear_small
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import sm90_sparse24_w4a16_gemv
+from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_ROWS
+from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, Variant
 from fast.kernels.sparse_linear import host
-from fast.kernels.sparse_skinny.host import sparse_skinny
-from fast.kernels.sparse_skinny.select import MOST_ROWS
-from fast.kernels.sparse_skinny.variants import Form, Variant
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.small.times import rate
 from tests.gpu.linear.small.weights import filled_weight
@@ -44,7 +45,9 @@ class Weights:
         group, count = self.form.group, len(x)
         tiling = host.tiling_of(*self.shape, group, count)
         found: Calls = {
-            named(one): [lambda w=w, v=one: sparse_skinny(x, *w, None, group, v) for w in self.sparse]
+            named(one): [
+                lambda w=w, v=one: sm90_sparse24_w4a16_gemv(x, *w, None, group, v) for w in self.sparse
+            ]
             for one in variants(self.form, count, self.shape, most)
         }
         found[TILES] = [

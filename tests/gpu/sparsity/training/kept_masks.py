@@ -37,8 +37,8 @@ import ao_lab
 from ao_lab.sparsity.training import api, layers, products
 from experiments.sparsity.speed.linear import SHAPES, dense, layer_of, step_of
 from fast.kernels.cublaslt import weight_gradient
-from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.bits import pack_bits
+from fast.kernels.sm90_sparse24_gemm import host
+from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.layers import linear_gradients
 from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
 from fast.sparsity.prune_into import prune_into

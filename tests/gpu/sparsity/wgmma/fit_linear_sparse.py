@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/gpu/sparsity/wgmma/fit_linear_sparse.py linear_sparse_model.json
 
 The file is what `validate_linear_sparse.py --model` writes, or `reports/data/linear_sparse_times.json`. Prints the constants
-for `fast.kernels.sparse_mm.select.Rates`, how far predictions are off, and for each shape what the model takes of what was
-timed, before and after.
+for `fast.kernels.sm90_sparse24_gemm.select.Rates`, how far predictions are off, and for each shape what the model takes of
+what was timed, before and after.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from fast.kernels.sparse_mm.select import RATES, Rates
+from fast.kernels.sm90_sparse24_gemm.select import RATES, Rates
 from tests.gpu.sparsity.wgmma.model_fit import choices, described_now, fitted, spread
 
 

@@ -1,4 +1,4 @@
-"""The constants of `fast.kernels.sparse_mm.select` fitted to times, and what its choice loses.
+"""The constants of `fast.kernels.sm90_sparse24_gemm.select` fitted to times, and what its choice loses.
 
 Least squares on the logarithm of times, over the logarithms of the constants; each is held to its value of before as weakly as
 one measurement (`PRIOR`), so that what no time says anything of stays where it was. The clock is not fitted: a factor of it is
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fast.kernels.sparse_mm.select import MULTIPROCESSORS, RATES, Rates, Terms, cycles_of, terms
-from fast.kernels.sparse_mm.variants import Variant
+from fast.kernels.sm90_sparse24_gemm.select import MULTIPROCESSORS, RATES, Rates, Terms, cycles_of, terms
+from fast.kernels.sm90_sparse24_gemm.variants import Variant
 
 #: Bits of an element, by the dtypes of rows.
 BITS = {"fp8": 8, "bf16": 16}

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fast.kernels.sparse_mm import host
-from fast.kernels.sparse_mm.select import MULTIPROCESSORS, RATES, candidates, cycles_of, terms
-from fast.kernels.sparse_mm.variants import Variant
+from fast.kernels.sm90_sparse24_gemm import host
+from fast.kernels.sm90_sparse24_gemm.select import MULTIPROCESSORS, RATES, candidates, cycles_of, terms
+from fast.kernels.sm90_sparse24_gemm.variants import Variant
 from tests.gpu.sparsity.products.inputs import Case, case
 from tests.gpu.sparsity.products.timing import COLD, Method, prepare, times
 from tests.gpu.sparsity.wgmma.model_fit import BITS

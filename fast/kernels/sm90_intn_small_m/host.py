@@ -1,0 +1,110 @@
+"""The host side of `sm90_intn_small_m`: what it takes, and its launch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from fast.kernels.launch.call import Call
+from fast.kernels.launch.launcher import interpreted
+from fast.kernels.sm90_intn_small_m.launch import POINTERS, BitsLaunch, is_loadable
+from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, choose, most_rows
+from fast.kernels.sm90_intn_small_m.variants import STEP, WIDTHS, Form, Variant
+from fast.kernels.sm90_w4a16_gemv.host import HOPPER, capability, has_compiler
+from reference import Quantized
+from reference.quantize.quantize import check_quantized
+from reference.schemes.schemes import Scheme
+
+INPUTS = (torch.bfloat16, torch.float16)
+
+
+def launch_for(
+    w: Quantized, count: int, dtype: torch.dtype, variant: Variant | None = None
+) -> BitsLaunch | None:
+    """What multiplies `count` rows of a dtype by a stored weight (N, K); its pointers are `launch.POINTERS`.
+
+    None where another kernel has to: devices that are not Hopper's, no rows or more than MOST_ROWS, other dtypes, weights of
+    which `form_of` knows nothing, variants that do not fit. variant: by default that of `choose`.
+    """
+    form = form_on_device(w, dtype)
+    if form is None or not 0 < count <= MOST_ROWS:
+        return None
+    given = variant or choose(form, count, *w.shape)
+    if given is None or not given.takes(form, w.shape[1]):
+        return None
+    if not is_loadable(given, form, w.codes.get_device()):
+        return None
+    return launch_of(given, form, count, (w.shape[0], w.shape[1]))
+
+
+def rows_taken(w: Quantized, dtype: torch.dtype) -> int:
+    """The most rows of a dtype that are for this kernel, as far as that is known before one is compiled; 0 where none are."""
+    form = form_on_device(w, dtype)
+    most = most_rows(w.shape[0])
+    return most if form is not None and choose(form, most, *w.shape) is not None else 0
+
+
+def sm90_intn_small_m(
+    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None, variant: Variant | None = None
+) -> torch.Tensor | None:
+    """`fast.linear` by this kernel alone, of operands that it would have checked; None as `launch_for`."""
+    launch = launch_for(w, x.numel() // w.shape[1], x.dtype, variant)
+    if launch is None:
+        return None
+    check_quantized(w)
+    call = Call({"x": x, "codes": w.codes, "scale": w.scale, "zero": w.zero, "bias": bias})
+    call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
+    call.launch(launch, POINTERS)  # type: ignore[arg-type]
+    y: torch.Tensor = call.result("y")
+    return y
+
+
+def form_on_device(w: Quantized, dtype: torch.dtype) -> Form | None:
+    """A weight's form beside inputs of a dtype; None for those that the kernel, or its device, does not take."""
+    if w.tiled or dtype not in INPUTS or not is_served(w.codes):
+        return None
+    form = form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
+    return None if form is None or not w.shape[0] else form._replace(half=dtype == torch.float16)
+
+
+@lru_cache(maxsize=4096)
+def form_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -> Form | None:
+    """A weight's form, beside bfloat16; None for those that the kernel does not read.
+
+    It reads matrices of packed integers in WIDTHS bits along rows of whole steps, each 32 columns, 64, or a multiple of 128, or
+    each row, with a float32 scale and perhaps a zero point in int8.
+    """
+    fmt, scale, zero = scheme.format, scheme.scale, scheme.zero
+    integers = fmt.kind == "int" and fmt.bits in WIDTHS and not fmt.fraction_bits and fmt.nan_code is None
+    plain = (
+        scale.storage == "float32"
+        and scale.stored == "decode"
+        and scheme.outer is None
+        and not scale.flat_size
+    )
+    zeros = zero is None or (zero.rule == "code" and zero.storage == "int8" and fmt.signed)
+    if not (packed and integers and plain and zeros) or len(shape) != 2 or axis != 1:
+        return None
+    if not isinstance(scale.block, int) or (scale.block != -1 and scale.block % 32):
+        return None
+    length = shape[1]
+    group = length if scale.block == -1 else scale.block
+    whole = (
+        length > 0 and length % STEP == 0 and length % group == 0 and (group in (32, 64) or group % STEP == 0)
+    )
+    return Form(fmt.bits, group, zero is not None, fmt.signed, False) if whole else None
+
+
+def is_served(codes: torch.Tensor) -> bool:
+    """Whether the device is one for the kernel."""
+    return codes.is_cuda and not interpreted() and capability(codes.get_device()) == HOPPER and has_compiler()
+
+
+@lru_cache(maxsize=4096)
+def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> BitsLaunch:
+    """One launch, compiled once."""
+    return BitsLaunch(variant, form, count, shape)
+
+
+__all__ = ["MOST_ROWS", "form_of", "launch_for", "rows_taken", "sm90_intn_small_m"]

@@ -1,0 +1,132 @@
+"""The variants of the kernel: how large its tiles are, and what is defined for its source."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent
+OWN = ("problem.cuh", "decode.cuh", "load.cuh")
+HEADERS = FOLDER.parent / "hopper"
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
+#: Names of dtypes by the numbers that the source gives them.
+KINDS = ("float32", "bfloat16", "float16")
+#: Bytes of shared memory of a multiprocessor.
+SHARED = 233472
+#: Bytes of it that each program takes besides its own.
+SYSTEM = 1024
+#: Bytes of it that a program has at most.
+MOST_SHARED = 232448
+#: Columns that a stage is a multiple of: a row of codes of any width is whole pieces of 16 bytes.
+STEP = 128
+#: Widths of codes that the kernel reads.
+WIDTHS = (2, 3, 4, 5, 6)
+
+
+class Form(NamedTuple):
+    """What is multiplied. bits: of a code; group: columns of a scale; zero: whether there are zero points, int8; signed: two's
+    complement; half: whether x and y are float16, else bfloat16."""
+
+    bits: int
+    group: int
+    zero: bool
+    signed: bool
+    half: bool
+
+    @property
+    def unit(self) -> int:
+        """Columns that are summed before they are scaled."""
+        return 32 if self.group == 32 else 64
+
+
+class Variant(NamedTuple):
+    """tokens: rows of x of a program. slabs: of 16 * height rows of the weight in a program, a warp each. phases: warps that
+    share a slab's units of 32 or 64 columns. splits: programs along K, a cluster. steps: of 128 columns in a stage. stages: of
+    the ring. at_once: programs of a multiprocessor that registers are limited for."""
+
+    tokens: int
+    slabs: int
+    height: int
+    phases: int
+    splits: int
+    steps: int
+    stages: int
+    at_once: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a program."""
+        return 16 * self.slabs * self.height
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 32 * self.slabs * self.phases
+
+    def programs(self, count: int, n: int) -> int:
+        """Programs for `count` rows of x and n of the weight."""
+        return -(-n // self.rows) * -(-count // self.tokens) * self.splits
+
+    def stage(self, form: Form) -> int:
+        """Bytes of a stage, as `problem.cuh` has it."""
+        columns = STEP * self.steps
+        codes = columns * form.bits // 8
+        codes += 0 if codes // 16 % 2 else 16
+        scales = max(1, columns // form.group)
+        return self.rows * (codes + 4 * (scales + 4 * (scales > 4))) + self.tokens * (2 * columns + 64)
+
+    def shared(self, form: Form, k: int) -> int:
+        """Bytes of dynamic shared memory: the ring or the sums, alignment, zero points of whole rows."""
+        sums = self.phases * self.tokens * (self.rows + 4) * 4
+        zeros = self.rows * (-(-(k // form.group) // 4) * 4 + 4) if form.zero else 0
+        return max(self.stages * self.stage(form), sums) + 128 + zeros
+
+    def takes(self, form: Form, k: int) -> bool:
+        """Whether stages have whole groups or groups whole stages, warps whole units, programs a stage, and all has room."""
+        columns = STEP * self.steps
+        whole = columns % form.group == 0 or form.group % columns == 0
+        return (
+            whole
+            and k % columns == 0
+            and k // columns >= self.splits
+            and columns % (form.unit * self.phases) == 0
+            and self.shared(form, k) <= MOST_SHARED
+        )
+
+
+def longest(form: Form, k: int, most: int) -> int:
+    """The most steps of a stage, `most` halved until K and groups permit it."""
+    steps = most
+    while steps > 1 and (k % (STEP * steps) or (STEP * steps % form.group and form.group % (STEP * steps))):
+        steps //= 2
+    return steps
+
+
+def fitted(form: Form, variant: Variant, k: int) -> Variant | None:
+    """A variant with as many of its stages as shared memory holds, for fewer programs at once where it holds less than two;
+    None where one program has no room either."""
+    for at_once in range(variant.at_once, 0, -1):
+        room = min(SHARED // at_once - SYSTEM, MOST_SHARED)
+        for stages in range(variant.stages, 1, -1):
+            one = variant._replace(stages=stages, at_once=at_once)
+            if one.shared(form, k) <= room and one.takes(form, k):
+                return one
+    return None
+
+
+def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Source, headers and options for NVRTC."""
+    defined = {name.upper(): int(value) for one in (variant, form) for name, value in one._asdict().items()}
+    source, headers = texts()
+    return source, headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+
+
+@lru_cache(maxsize=1)
+def texts() -> tuple[str, dict[str, str]]:
+    """The kernel, and headers by name."""
+    places = [HEADERS / "words.cuh", HEADERS / "copies.cuh", *(FOLDER / name for name in OWN)]
+    return (FOLDER / "sm90_intn_small_m.cu").read_text(), {place.name: place.read_text() for place in places}
+
+
+__all__ = ["KINDS", "MOST_SHARED", "STEP", "WIDTHS", "Form", "Variant", "fitted", "longest", "sources"]

@@ -1,0 +1,142 @@
+"""The variants of the kernel: how large its tiles are, what is defined for its source, and which one a shape gets."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fast.kernels.hopper.headers import common
+from fast.kernels.sm90_sparse24_gemm.products import Elements, header
+
+SOURCE = Path(__file__).with_name("sm90_sparse24_gemm.cu")
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
+#: Names of dtypes by the numbers that the source gives them.
+KINDS = ("float32", "bfloat16", "float16", "int32")
+#: Bytes of shared memory that a program may have.
+MOST_SHARED = 232448
+#: Bytes of a row of x in a panel.
+PANEL = 128
+#: Words of a token in an outgoing tile.
+PITCH = 68
+#: Stages of the ring at most.
+MOST_STAGES = 12
+#: Bytes of 64 outputs of 16 bits.
+ROW = 128
+#: Stages that one warpgroup is behind the other.
+SKEW = 2
+
+#: Elements of the weight and of x, by the names of their dtypes.
+ELEMENTS = {
+    ("bfloat16", "bfloat16"): Elements("bf16", "bf16", 16),
+    ("float16", "float16"): Elements("f16", "f16", 16),
+    ("int8", "int8"): Elements("s8", "s8", 8),
+    ("float8_e4m3fn", "float8_e4m3fn"): Elements("e4m3", "e4m3", 8),
+    ("float8_e4m3fn", "float8_e5m2"): Elements("e4m3", "e5m2", 8),
+    ("float8_e5m2", "float8_e4m3fn"): Elements("e5m2", "e4m3", 8),
+    ("float8_e5m2", "float8_e5m2"): Elements("e5m2", "e5m2", 8),
+}
+
+
+class Variant(NamedTuple):
+    """tokens: of a tile. groups: warpgroups that multiply, 64 features each. panels: of 128 bytes of x in a stage of the ring.
+
+    stages: of the ring. pair: programs of a cluster along the features, which share tokens. splits: programs along K. promote:
+    whether the tensor core's sums of a stage (128 elements of 8 bits) are added in float32. serial: whether a stage waits for
+    the one before, which no result may depend on. stored: whether the copy engine writes y, of 16 bits and without scales.
+    skew: stages that one warpgroup is behind the other then, an even number; no result may depend on it.
+    """
+
+    tokens: int
+    groups: int
+    panels: int
+    stages: int
+    pair: int
+    splits: int
+    promote: bool = False
+    serial: bool = False
+    stored: bool = False
+    skew: int = SKEW
+
+    @property
+    def features(self) -> int:
+        """Features of a tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program, those that load included."""
+        return 128 * (self.groups + 1)
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return self.pair * self.splits
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a warpgroup's outgoing tile; where it is stored there are two of these."""
+        if self.stored:
+            return 16 if self.tokens % 32 else 32
+        return self.tokens if self.splits > 1 else 16 if self.tokens > 128 else min(self.tokens, 32)
+
+    @property
+    def name(self) -> str:
+        """Such as t128g2p1s6c2k1."""
+        sizes = f"t{self.tokens}g{self.groups}p{self.panels}s{self.stages}c{self.pair}k{self.splits}"
+        return (
+            sizes + "_promoted" * self.promote + "_serial" * self.serial + f"_stored{self.skew}" * self.stored
+        )
+
+    def ring(self, bits: int) -> int:
+        """Bytes of the ring for elements of as many bits."""
+        metadata = 1024 if bits == 8 else 512
+        panel = self.tokens * PANEL + self.features * PANEL // 2 + self.groups * metadata
+        return self.stages * self.panels * panel
+
+    def shared(self, bits: int) -> int:
+        """Bytes of dynamic shared memory: ring, outgoing tile (of the ring's bytes with splits), scales and biases, barriers,
+        alignment."""
+        if self.stored:
+            outgoing = self.groups * 2 * self.chunk * ROW
+        else:
+            outgoing = self.groups * (self.tokens + 128) * 4
+            outgoing += 0 if self.splits > 1 else self.groups * self.chunk * PITCH * 4
+        return self.ring(bits) + outgoing + 16 * self.stages + 1024
+
+
+def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Source, headers and options for NVRTC. out: the name of the output's dtype."""
+    defined = {
+        "TOKENS": variant.tokens, "GROUPS": variant.groups, "PANELS": variant.panels, "STAGES": variant.stages,
+        "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote),
+        "LATER": int(not variant.serial), "STORED": int(variant.stored), "SKEW": variant.skew * variant.stored,
+        "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
+    }  # fmt: skip
+    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+    return source(), {"products.h": header(elements, variant.tokens), **common()}, options
+
+
+@lru_cache(maxsize=1)
+def source() -> str:
+    """The text of the kernel."""
+    return SOURCE.read_text()
+
+
+def fitted(
+    tokens: int,
+    groups: int,
+    panels: int,
+    pair: int,
+    splits: int,
+    bits: int,
+    *,
+    promote: bool = False,
+    stored: bool = False,
+) -> Variant:
+    """The variant with as many stages as shared memory holds, at most MOST_STAGES."""
+    one = Variant(tokens, groups, panels, 1, pair, splits, promote, stored=stored)
+    two = one._replace(stages=2)
+    each = two.shared(bits) - one.shared(bits)
+    fixed = one.shared(bits) - each
+    return one._replace(stages=min(MOST_STAGES, (MOST_SHARED - fixed) // each))

@@ -1,0 +1,174 @@
+"""Rows sorted by expert times the preshuffled weight of the expert of each, on a GPU: what is taken, launched and repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from fast.kernels.hopper.operands import GROUP, TensorMaps, addresses_of, processors_of
+from fast.kernels.launch import cache
+from fast.kernels.launch.call import FLOAT_NAMES
+from fast.kernels.linear_small.grouped import check_experts
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.quantize.geometry import ceil_div
+from fast.kernels.sm90_w4a16_gemm import host
+from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TILE, stage
+from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, Variant, Weight, fitted
+
+#: Rows of tiles, and of the last one of an expert where that holds what is left; 0 where all are of one size.
+TILES = ((64, 0), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))
+#: Experts that the rule looks at.
+LOOKED_AT = 16
+#: Divisions of rows among them: the rows of the largest less those of the smallest, over the average.
+SPREADS = (0.2, 1.0)
+#: Divisions of rows among them: where between the smallest and the largest the first expert is.
+PLACES = (0.125, 0.375, 0.625, 0.875)
+
+
+def sm90_w4a16_gemm_of_experts(
+    x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor, *, key: Any = None, record: Any = None
+) -> torch.Tensor | None:
+    """x (T, K), sorted by expert, times the transpose of each expert's weight (N, K): (T, N) in x's dtype.
+
+    experts: an arranged weight whose parts have an axis of experts in front, of one element; `shape` is that of one of them.
+    ends: int32 (E,), on x's device: the row after each expert's last one, none of which the host reads; rows behind the last
+    end are undefined, as torch's `_grouped_mm` leaves them. Sums are float32 over all of K, rounded once to x's dtype: each row
+    has the bits that `sm90_w4a16_gemm` gives it without parts of K. None where the dense weights have to be multiplied, see
+    `host.refused_operands`. key, record: see `launch.cache`. ValueError for shapes, dtypes and devices that
+    do not go together.
+    """
+    check_experts(x, experts, ends)
+    # Weights of experts in NF4 are not preshuffled; their levels would be those of the first one here.
+    if experts.element == "nf4" or host.refused_operands(x, experts, None) is not None:
+        return None
+    try:
+        call = ExpertsProduct(x, experts)
+    except (RuntimeError, OSError) as error:
+        host.leave_out(x, experts, error)
+        return None
+    y = call(x, experts.words, experts.scale, experts.zero, ends)
+    cache.remember(key, call, record)
+    return y
+
+
+class ExpertsProduct:
+    """A call: all that shapes and dtypes say, so that a repetition allocates, looks tensor maps up and launches."""
+
+    def __init__(self, x: torch.Tensor, experts: ArrangedWeight, variant: Variant | None = None) -> None:
+        self.index, self.device, self.dtype = x.get_device(), x.device, x.dtype
+        self.features, self.length = experts.shape
+        self.tokens, count = x.shape[0], len(experts.words)
+        self.shape, weight = (self.tokens, self.features), host.weight_of(experts)
+        if variant is None:
+            average = ceil_div(self.tokens, count)
+            variant = choose(average, count, self.features, self.length, weight, processors_of(self.index))
+        self.variant, self.maps = variant, TensorMaps(self._describe)
+        self.strides, self.allocate = (self.features, 1), host.allocator(self.device)
+        self.launch, at_once = host.launch_of(variant, weight, FLOAT_NAMES[self.dtype], self.index)
+        self.programs = min(at_once, most_tiles(variant, self.tokens, count, self.features))
+        steps = self.length // ATOM
+        self.rest = (
+            self.tokens, self.features, steps, (experts.group or self.length) // ATOM or 1, 0, GROUP, 0, 0, 0, 1,
+            host.NIBBLE, 0,
+        )  # fmt: skip
+        each = (0 if part is None else part[0].nbytes // 4 for part in (experts.scale, experts.zero))
+        self.behind = (experts.words[0].nbytes, *each, count)
+
+    def __call__(self, x: Any, words: Any, scale: Any, zero: Any, ends: Any) -> torch.Tensor | None:
+        """The product of operands with the same key; None for a negative view, which has to be resolved."""
+        if host.current_device() != self.index:  # type: ignore[misc]
+            with torch.cuda.device(self.index):
+                return self(x, words, scale, zero, ends)
+        found = addresses_of((x, words, scale, zero, ends))
+        if found is None:
+            return None
+        (*addresses, last), _kept = found
+        y = self.allocate(self.shape, self.strides, self.dtype)
+        at = addresses[0], y.data_ptr()
+        stream = host.current_stream(self.index)  # type: ignore[misc]
+        self.launch(
+            self.programs, stream, self.maps[at], *addresses[1:], 0, at[1], *self.rest, last, *self.behind
+        )
+        return y
+
+    def _describe(self, x: int, y: int) -> bytes:
+        """The tensor maps at two addresses."""
+        return host.described(self.variant, self.tokens, self.length, self.features, x, y)
+
+
+def most_tiles(one: Variant, tokens: int, experts: int, features: int) -> int:
+    """Tiles of as many rows, however they are divided among experts, at most."""
+    return (tokens // one.tokens + min(tokens, experts)) * ceil_div(features, FEATURES)
+
+
+@lru_cache(maxsize=1024)
+def choose(
+    average: int,
+    experts: int,
+    features: int,
+    length: int,
+    weight: Weight,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> Variant:
+    """The variant for so many rows of an expert on average: the shortest time by the model of `select`."""
+    columns = ceil_div(features, FEATURES)
+
+    def taken(one: Variant) -> float:
+        whole, small = (nanoseconds(rows, length, weight) for rows in (one.tokens, one.small or one.tokens))
+        return sum(
+            longest(
+                *(columns * count for count in tiles_of(one, rows, experts)), whole, small, multiprocessors
+            )
+            for rows in divisions(average, experts)
+        )
+
+    return min(candidates(weight), key=taken)
+
+
+def divisions(average: int, experts: int) -> Iterator[list[int]]:
+    """Rows of some of the experts, each time divided in another way."""
+    count = min(experts, LOOKED_AT)
+    for spread, place in product(SPREADS, PLACES):
+        parts = (1 + spread * ((place + at) / count - 0.5) for at in range(count))
+        yield [max(1, round(part * average)) for part in parts]
+
+
+def tiles_of(one: Variant, rows: list[int], experts: int) -> tuple[int, int]:
+    """Whole tiles and small ones along the rows of so many experts, of which `rows` are some."""
+    small = sum(0 < each % one.tokens <= one.small for each in rows)
+    whole = sum(ceil_div(each, one.tokens) for each in rows) - small
+    return ceil_div(whole * experts, len(rows)), ceil_div(small * experts, len(rows))
+
+
+def longest(many: int, few: int, whole: float, small: float, programs: int) -> float:
+    """Nanoseconds of the program that has most to do, where `programs` take many whole tiles in turn, then few small ones."""
+    (each, more), (every, behind) = divmod(many, programs), divmod(few, programs)
+    first = (each + 1) * whole + (every + (behind > programs - more)) * small if more else 0.0
+    return max(first, each * whole + (every + (behind > 0)) * small)
+
+
+def candidates(weight: Weight) -> Iterator[Variant]:
+    """Variants of experts."""
+    return (fitted(tokens, 1, 1, weight, small)._replace(grouped=True) for tokens, small in TILES)
+
+
+def nanoseconds(tokens: int, length: int, weight: Weight) -> float:
+    """Of a tile."""
+    return length / ATOM * stage(tokens, weight) + TILE
+
+
+__all__ = [
+    "TILES",
+    "ExpertsProduct",
+    "candidates",
+    "choose",
+    "divisions",
+    "longest",
+    "most_tiles",
+    "sm90_w4a16_gemm_of_experts",
+    "tiles_of",
+]
