@@ -28,11 +28,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ao_lab.install import packages, shadowing, transformers_hook, versions
-from ao_lab.install.version import __version__ as __version__
+from ao_lab.install import packages, transformers_hook, versions
+from ao_lab.install.versions import __version__ as __version__
 
 # Said here, once and at once: a user's file in the place of one of our packages would fail strangely later.
-shadowing.check(*shadowing.PACKAGES)
+packages.check(*packages.PACKAGES)
 packages.install()
 
 #: Public submodules, with the library that each needs. `from ao_lab import *` leaves them out: `jax` would hide the library.

@@ -32,8 +32,8 @@ from ao_lab.config.float8 import NO_LAYOUT, float8_scheme
 from ao_lab.config.granularity import PER_ROW, PerTensor, block_of, is_asymmetric
 from ao_lab.config.observer import Observer
 from ao_lab.config.recipe import Recipe, integer_scheme
+from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.values.weight_scales import quantized_weight
 from reference import Scales, Scheme
 from reference.arrays.errors import choice
 

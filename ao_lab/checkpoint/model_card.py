@@ -32,7 +32,7 @@ from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.checkpoint.third_party import quantization_of, records_of
 from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
-from ao_lab.install.version import __version__
+from ao_lab.install.versions import __version__
 
 # Text of others in Markdown and in YAML: names in files say what they are, and add nothing to the page around them.
 

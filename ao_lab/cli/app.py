@@ -287,7 +287,7 @@ def doctor(as_json: AsJson = False) -> None:
 def show_version(asked: bool) -> None:
     """Print the version and stop."""
     if asked:
-        from ao_lab.install.version import __version__
+        from ao_lab.install.versions import __version__
 
         sys.stdout.write(__version__ + "\n")
         raise typer.Exit

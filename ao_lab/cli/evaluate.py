@@ -37,7 +37,7 @@ from ao_lab.eval.perplexity import (
     windows_of,
 )
 from ao_lab.install.extras import needed, pip_install
-from ao_lab.install.version import __version__
+from ao_lab.install.versions import __version__
 
 BYTES = 256
 #: A text that every tokenizer has tokens for.

@@ -21,7 +21,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ao_lab.install import shadowing
+from ao_lab.install import packages
 from ao_lab.install.extras import ROOT, is_clone
 from ao_lab.install.packages import NAMES
 
@@ -45,7 +45,7 @@ def load(target: str) -> Any:
     module, _, name = target.partition(":")
     package = module.removeprefix("ao_lab.").partition(".")[0]
     if package in NAMES:
-        shadowing.check(package)
+        packages.check(package)
     return getattr(importlib.import_module(module), name)
 
 

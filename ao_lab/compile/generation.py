@@ -12,7 +12,7 @@ Guards of a compiled program that quantized weights need not have, as option "gu
 Before each call of a program torch compares what it was compiled for: of a quantized weight its class, shape, description, and
 every tensor inside, several times a dense weight's time of the host (times: reports/LOG.md). Codes and scales follow from the
 description, so that their guards are left out. Of parameters of modules there are none to begin with, since
-`torch_changes.weight_guards` compares their parts in one step; left here are weights that come to a program another way.
+`tensor.weight_guards` compares their parts in one step; left here are weights that come to a program another way.
 """
 
 from __future__ import annotations

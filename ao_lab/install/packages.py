@@ -4,11 +4,18 @@
 user's project would be hidden by ours, so it holds `ao_lab.reference`, `ao_lab.fast` and `ao_lab.experiments`, and its build
 (`.ci/wheel.py`) writes our imports accordingly. Both spellings are found in both places, after everything else has failed to
 find a module, so that one program and one pickle serve a clone and a wheel; the objects are the same.
+
+In a clone a user's file must not stand in for one of them: Python takes `reference` from the first folder of its path that has
+it, which is the script's, and a `reference.py` there would fail far away from its cause. So `import ao_lab` looks first where
+the names lead (`check`), without running what is there. Nothing is redirected: the user's own `import reference` keeps its
+meaning, and ao_lab says no instead.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,6 +29,9 @@ NAMES = ("reference", "fast", "experiments")
 HOME = Path(__file__).resolve().parents[1]
 #: Whether they lie inside `ao_lab`.
 INSIDE = (HOME / NAMES[0] / "__init__.py").is_file()
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+#: What every part of ao_lab imports. `experiments` is looked at where the command line uses it.
+PACKAGES = ("reference", "fast")
 
 
 def module_name(package: str) -> str:
@@ -36,6 +46,41 @@ def own_spelling(name: str) -> str | None:
     if inside == INSIDE or bare.partition(".")[0] not in NAMES:
         return None
     return bare if inside else f"ao_lab.{name}"
+
+
+def check(*names: str) -> None:
+    """ImportError where one of the names leads elsewhere than to the package beside ao_lab; it names the file in the way."""
+    for name in () if INSIDE else names:
+        found = location(name)
+        if found is None:
+            raise ImportError(
+                f"ao_lab needs its package {name!r}, which should lie in {ROOT} and is not there; install ao_lab again"
+            )
+        if os.path.dirname(os.path.realpath(found)) != os.path.realpath(os.path.join(ROOT, name)):
+            raise ImportError(
+                f"{found} is in the way: ao_lab imports its own package {name!r} from {ROOT}, and Python finds that "
+                f"file first. Rename it, or run from another folder (python -P leaves the script's folder out of the path)",
+                name=name,
+                path=found,
+            )
+
+
+def location(name: str) -> str | None:
+    """The file that a top-level name leads to: of the module that is loaded already, else of what would be. None: nothing."""
+    spec = spec_of(name)
+    if spec is None:
+        return getattr(sys.modules.get(name), "__file__", None)
+    if spec.origin is not None and spec.has_location:
+        return spec.origin
+    places = list(spec.submodule_search_locations or ())
+    return places[0] if places else spec.origin
+
+
+def spec_of(name: str) -> ModuleSpec | None:
+    """Where a name leads, without importing it."""
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__spec__", None)
+    return importlib.util.find_spec(name)
 
 
 class Alias(ModuleType):
@@ -89,4 +134,4 @@ def install() -> None:
         sys.meta_path.append(finder)
 
 
-__all__ = ["INSIDE", "NAMES", "install", "module_name"]
+__all__ = ["INSIDE", "NAMES", "PACKAGES", "check", "install", "module_name"]

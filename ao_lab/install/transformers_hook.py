@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-#: By the module that is waited for, the one of ours that registers with it. transformers reads and writes models in the first.
+#: By the module that is waited for, our function that registers with it. transformers reads and writes models in the first.
 AWAITED = {
-    "transformers.modeling_utils": "ao_lab.checkpoint.transformers.quantizer",
-    "transformers.trainer": "ao_lab.checkpoint.transformers.trainer",
-    "accelerate.utils.modeling": "ao_lab.tensor.libraries.accelerate",
-    "accelerate.utils.fsdp_utils": "ao_lab.tensor.libraries.accelerate",
-    "peft.peft_model": "ao_lab.tensor.libraries.peft",
-    "torch.distributed.checkpoint._state_dict_stager": "ao_lab.tensor.libraries.async_checkpoints",
+    "transformers.modeling_utils": "ao_lab.checkpoint.transformers.quantizer:register",
+    "transformers.trainer": "ao_lab.checkpoint.transformers.trainer:register",
+    "accelerate.utils.modeling": "ao_lab.tensor.libraries:register_accelerate",
+    "accelerate.utils.fsdp_utils": "ao_lab.tensor.libraries:register_accelerate",
+    "peft.peft_model": "ao_lab.tensor.libraries:register_peft",
+    "torch.distributed.checkpoint._state_dict_stager": "ao_lab.tensor.libraries:register_async_checkpoints",
 }
 
 
@@ -93,7 +93,8 @@ def register(name: str) -> None:
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Waiting)]
     check_loaded()
     try:
-        importlib.import_module(AWAITED[name]).register()
+        module, _, function = AWAITED[name].partition(":")
+        getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"ao_lab is not registered with this {name.partition('.')[0]} ({error}): HfConfig, folders in ao_lab's layout and "

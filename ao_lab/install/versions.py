@@ -10,6 +10,10 @@ from __future__ import annotations
 import sys
 import warnings
 
+#: Of ao_lab.
+__version__ = "0.1.0"
+
+
 #: The oldest and the newest version, by the name under which a library is imported; all patches of the newest are meant.
 TESTED = {
     "torch": ("2.11", "2.13"),

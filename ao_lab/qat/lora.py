@@ -61,10 +61,10 @@ from ao_lab.qat.layers import ADAPTERS, WRITES, QATLinear, QATModule, count_writ
 from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
 from ao_lab.quantization.plan import Device, Plan
 from ao_lab.quantization.report import ADAPTER, Report, known_reasons
+from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.values.weight_scales import quantized_weight
 from ao_lab.training.layers import RAN, mark_run
 from ao_lab.transforms.layers import check_model, offloaded, quantizable_parameters, refuse_offloaded
 from ao_lab.transforms.select import Filter, selection

@@ -29,11 +29,11 @@ from ao_lab.config.observer import Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
 from ao_lab.quantization.plan import ALREADY, Change, Device, JoinedScales, Plan, joined, largest, planned
 from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, held, warn_of_slower
+from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.preshuffled import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse.compressed_codes import kept_metadata, positive_zeros
-from ao_lab.tensor.values.weight_scales import quantized_weight
 from ao_lab.transforms.hooks import unwatch
 from ao_lab.transforms.layers import check_model, quantizable_parameters, training_state, untying
 from ao_lab.transforms.select import Filter

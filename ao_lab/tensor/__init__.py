@@ -8,7 +8,7 @@ import torch.distributed
 from ao_lab.tensor import fsdp as fsdp
 from ao_lab.tensor import matmul_ops as matmul_ops
 from ao_lab.tensor import transforms as transforms
-from ao_lab.tensor import values as values
+from ao_lab.tensor import value_ops as value_ops
 from ao_lab.tensor import view_ops as view_ops
 
 if torch.distributed.is_available():

@@ -4,6 +4,11 @@ The reference computes on integers of 32 bits and needs about twenty times the m
 lie inside them are quantized on their own and put together. A scale over the whole tensor is found first, of its extremes
 alone, and given to each piece. Scales that are quantized themselves (NF4's) are found exactly in pieces, and then quantized all
 at once. Everything on a GPU is quantized at once: kernels need no such memory.
+
+The quantized weight of a dense one, whose scales need not be those of the scheme's rule for this tensor alone.
+
+Two rules for weights that other programs read. An outer scale may be given: layers that a program joins have one. And scales
+that are kept in float16 (`compute="input"`) are refined where they are tiny (`reference.quantize.least_error`).
 """
 
 from __future__ import annotations
@@ -19,7 +24,31 @@ import fast
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized, quantized
 from fast.device import is_traced
+from fast.quantize.least_error import refine_float16_scales
 from reference import Quantized, Scales, Scheme
+from reference.quantize.least_error import rounds_scales_to_float16
+
+
+def quantized_weight(
+    x: torch.Tensor,
+    recipe: Recipe,
+    *,
+    axis: int = -1,
+    input_scales: Scales | None = None,
+    outer: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """A weight in the scheme of a recipe: `quantized`, its tiny scales in float16 refined where its values can be looked at.
+
+    outer: its outer scale, a float32 scalar; None: that of x.
+    """
+    result = quantized_by_rows(x, recipe, axis=axis, input_scales=input_scales, outer=outer)
+    if x.is_meta or is_traced(x) or not rounds_scales_to_float16(recipe.weight, x.dtype):
+        return result
+    q = refine_float16_scales(x, result.stored)
+    return (
+        result if q is result.stored else result.remade({**result.parts, "codes": q.codes, "scale": q.scale})
+    )
+
 
 #: Elements of a piece: its integers fit into a processor's last cache.
 PIECE = 2**20
@@ -160,4 +189,4 @@ def _joined(parts: list[torch.Tensor | None], shape: tuple[int, ...], cuts: Cuts
     return result.reshape(*shape[:-2], -1, result.shape[-1]) if cuts.tall else result
 
 
-__all__ = ["outer_scale", "quantized_by_rows"]
+__all__ = ["outer_scale", "quantized_by_rows", "quantized_weight"]

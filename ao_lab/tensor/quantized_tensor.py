@@ -33,10 +33,8 @@ from ao_lab.tensor.metadata import (
 from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS, TRANSFORMED_FUNCTIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
-from ao_lab.tensor.torch_changes import PENDING, make_changes
-from ao_lab.tensor.torch_changes.memory import ANSWERS
-from ao_lab.tensor.torch_changes.torchscript import refuse_files, refuse_onnx
-from ao_lab.tensor.torch_changes.weight_guards import Form, changes_in_place
+from ao_lab.tensor.torch_changes import ANSWERS, PENDING, make_changes, refuse_files, refuse_onnx
+from ao_lab.tensor.weight_guards import Form, changes_in_place
 from fast.device import is_transformed
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
@@ -59,7 +57,7 @@ class QuantizedTensor(torch.Tensor):
     meta: Meta
     #: What `__tensor_flatten__` answers; None until it is asked.
     _flattened: tuple[list[str], Meta] | None = None
-    #: What guards of compiled programs compare (`torch_changes.weight_guards`); None until one does.
+    #: What guards of compiled programs compare (`weight_guards`); None until one does.
     _form: Form | None = None
     #: Names of the parts, which nothing replaces unseen.
     _part_names: tuple[str, ...] = PARTS

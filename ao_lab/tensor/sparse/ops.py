@@ -14,7 +14,7 @@ from ao_lab.tensor.sparse import slicing
 from ao_lab.tensor.sparse.compress import not_sparse, quantized_compressed
 from ao_lab.tensor.sparse.registry import sparse_operation
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
-from ao_lab.tensor.values.in_place import requantized
+from ao_lab.tensor.value_ops import requantized
 from ao_lab.tensor.view_ops import check_part, stored_as
 from reference.sparsity.stored_codes import is_plain
 

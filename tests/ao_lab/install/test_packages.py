@@ -1,11 +1,77 @@
 """Both spellings of a module are one module: `reference.formats` and `ao_lab.reference.formats`."""
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import reference
 from ao_lab.install import packages
+
+# A user's file with the name of one of our packages is named at import, and is not run.
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(folder, script, *flags, **environment):
+    (folder / "script.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, *flags, str(folder / "script.py")],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", packages.PACKAGES)
+@pytest.mark.parametrize("kind", ["{}.py", "{}/__init__.py"])
+def test_the_file_in_the_way_is_named(tmp_path, name, kind):
+    path = tmp_path / kind.format(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("print('ran')")
+    done = run(tmp_path, "import ao_lab\nprint('imported')")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"ImportError: {path} is in the way: ao_lab imports its own package '{name}' from {ROOT}"
+    )
+    assert "Rename it" in last
+
+
+def test_a_module_that_is_loaded_already_is_in_the_way(tmp_path):
+    (tmp_path / "fast.py").write_text("")
+    done = run(tmp_path, "import fast, ao_lab")
+    assert f"ImportError: {tmp_path / 'fast.py'} is in the way" in done.stderr
+
+
+def test_python_without_the_folder_of_the_script_takes_ours(tmp_path):
+    (tmp_path / "reference.py").write_text("print('ran')")
+    done = run(tmp_path, "import ao_lab\nprint(len(ao_lab.FORMATS) > 0)", "-P")
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_what_is_no_module_is_not_in_the_way(tmp_path):
+    """A folder without Python in it; a file that has our name elsewhere; experiments, until they are asked for."""
+    for name in ("reference", "experiments"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("")
+    done = run(tmp_path, "import ao_lab, reference\nprint(reference.FORMATS is ao_lab.FORMATS)")
+    assert (done.returncode, done.stdout) == (0, "True\n")
+    done = run(tmp_path, "from ao_lab.cli.app import main\nraise SystemExit(main(['reproduce', 'formats']))")
+    assert done.returncode == 1
+    assert f"{tmp_path / 'experiments' / '__init__.py'} is in the way" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_packages_that_are_not_there_are_named():
+    with pytest.raises(
+        ImportError, match=r"package 'no_such_package', which should lie in .* install ao_lab again"
+    ):
+        packages.check("no_such_package")
 
 
 def test_the_other_spelling_has_the_same_objects():

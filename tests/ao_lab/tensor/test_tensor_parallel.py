@@ -15,7 +15,7 @@ def test_hashes_are_completed_once():
     from torch.distributed.tensor import DTensor
 
     from ao_lab.tensor.quantized_tensor import QuantizedTensor
-    from ao_lab.tensor.torch_changes.dtensor_cache import HASH, hash_local_tensors
+    from ao_lab.tensor.torch_changes import HASH, hash_local_tensors
 
     hash_local_tensors(QuantizedTensor)
     first = getattr(DTensor, HASH, None)

@@ -9,9 +9,7 @@ import torch
 import reference
 from ao_lab import QuantizedTensor, quantized
 from ao_lab.tensor.op_registry import OPERATIONS
-from ao_lab.tensor.values.averages import AVERAGES, LISTS
-from ao_lab.tensor.values.in_place import CHANGES
-from ao_lab.tensor.values.reads import READS
+from ao_lab.tensor.value_ops import AVERAGES, CHANGES, LISTS, READS
 from reference import Scales
 from tests.support.quantized_weights import (
     COLLECTIVES,

@@ -48,10 +48,10 @@ def test_what_fills_shards_from_one_rank():
     """Once, however often it is registered; models without quantized weights go accelerate's way. On ranks: tensor/loops."""
     from accelerate.utils import fsdp_utils
 
-    from ao_lab.tensor.libraries import accelerate
+    from ao_lab.tensor import libraries
 
     first = fsdp_utils.fsdp2_load_full_state_dict
-    accelerate.register()
+    libraries.register_accelerate()
     assert fsdp_utils.fsdp2_load_full_state_dict is first
     assert first.of_ao_lab
     with pytest.raises(KeyError, match="missing from full state dict"):

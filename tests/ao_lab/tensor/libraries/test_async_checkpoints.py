@@ -7,7 +7,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 import ao_lab
 from ao_lab import SparseQuantizedTensor
-from ao_lab.tensor.libraries import async_checkpoints
+from ao_lab.tensor import libraries
 
 CONFIGS = {
     "int4": lambda: ao_lab.Int4WeightOnlyConfig(group_size=32),
@@ -40,5 +40,5 @@ def test_staged_weights_are_copies(config):
 
 def test_a_second_registration_changes_nothing():
     changed = StateDictStager._offload_tensor
-    async_checkpoints.register()
+    libraries.register_async_checkpoints()
     assert StateDictStager._offload_tensor is changed

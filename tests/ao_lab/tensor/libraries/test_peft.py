@@ -6,7 +6,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab import QuantizedTensor
-from ao_lab.tensor.libraries.peft import make_dense
+from ao_lab.tensor.libraries import make_dense
 from tests.ao_lab.tensor.loops.situations import IDS, adapted, logits, model, with_tables
 
 pytestmark = pytest.mark.filterwarnings(

@@ -12,9 +12,7 @@ from ao_lab import QuantizedTensor, Recipe, SparseQuantizedTensor, quantized, qu
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.op_registry import OPERATIONS
 from ao_lab.tensor.sparse.registry import SPARSE_OPERATIONS
-from ao_lab.tensor.values.averages import AVERAGES, LISTS
-from ao_lab.tensor.values.in_place import CHANGES
-from ao_lab.tensor.values.reads import READS
+from ao_lab.tensor.value_ops import AVERAGES, CHANGES, LISTS, READS
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import COLLECTIVES, SPARSE_KINDS, pair, pruned, same
 

@@ -14,8 +14,8 @@ from torch._guards import TracingContext
 import ao_lab
 from ao_lab import QuantizedTensor, quantize_, quantized
 from ao_lab.config.recipe import Recipe
-from ao_lab.tensor.torch_changes import PENDING, make_changes, unwrapping
-from ao_lab.tensor.torch_changes.dtensor_cache import MODULE as DTENSOR
+from ao_lab.tensor import torch_changes as unwrapping
+from ao_lab.tensor.torch_changes import DTENSOR, PENDING, make_changes
 from reference import Scheme
 
 CONFIGS = {
@@ -237,7 +237,7 @@ def test_changes_are_made_once():
 
     make_changes(QuantizedTensor)
     assert DTENSOR not in PENDING
-    assert unwrapping.MODULE not in PENDING
+    assert unwrapping.WRAPPERS not in PENDING
 
 
 def test_descriptions_are_equal_by_value_and_never_copied():

@@ -16,7 +16,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.config.recipe import named
-from ao_lab.tensor.values.weight_scales import quantized_weight
+from ao_lab.tensor.chunked import quantized_weight
 
 CONFIGS = {
     "fp8": Float8WeightOnlyConfig(),

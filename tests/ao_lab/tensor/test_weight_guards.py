@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 import ao_lab
 from ao_lab import QuantizedTensor, quantize_, quantized
 from ao_lab.config.recipe import Recipe
-from ao_lab.tensor.torch_changes import weight_guards
-from ao_lab.tensor.torch_changes.weight_guards import GUARDED, form_of
+from ao_lab.tensor import weight_guards
+from ao_lab.tensor.weight_guards import GUARDED, form_of
 from reference import Scales
 from reference.schemes.schemes import scheme_of
 
