@@ -19,7 +19,7 @@ import torch
 from torch.fx.traceback import get_current_meta, has_preserved_node_meta
 
 from fast.device import PLAIN, has_kernels, is_transformed
-from fast.kernels.launch import cache
+from fast.launch import cache
 from reference.arrays.namespace import tensor_kind
 
 _is_compiling = torch.compiler.is_compiling

@@ -18,9 +18,14 @@ from ao_lab.gemm.products.fused import PRESHUFFLED
 from ao_lab.gemm.products.scaled_blocks import BLOCK
 from ao_lab.gemm.products.scaled_mm import FLOAT8
 from ao_lab.gemm.select import select_kernel
-from fast.prepared.products import prepared_linear, prepared_linear_of_codes, prepared_linear_small
-from fast.prepared.program import Program
-from fast.prepared.scaled_mm import ScaledProduct, prepared_scaled_mm
+from fast.launch.program import Program
+from fast.prepared import (
+    ScaledProduct,
+    prepared_linear,
+    prepared_linear_of_codes,
+    prepared_linear_small,
+    prepared_scaled_mm,
+)
 
 #: What is called as `prepared.launch(prepared, x, bias)`.
 Prepared = Program | ScaledProduct

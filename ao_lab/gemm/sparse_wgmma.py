@@ -27,7 +27,7 @@ from ao_lab.gemm.operand import QuantizedWeight
 from ao_lab.gemm.products.codes import quantized_input
 from ao_lab.gemm.select import Kernel
 from ao_lab.gemm.sparse import device_reason, enter, kind_of, shape_reason, traceable
-from fast.kernels.hopper.nvrtc import missing_compiler
+from fast.launch.nvrtc import missing_compiler
 from fast.matmul.weights import one_scale
 from fast.sparsity.linear_sparse import HOPPER, MULTIPLES
 

@@ -5,7 +5,7 @@ once for each combination of record, axis and shapes, checks included; later cal
 
 Compiled programs of eager calls, looked up by what they depend on, and their results made without JAX's pytrees.
 
-The keys are those of `fast.kernels.launch.cache` with JAX arrays in them: class (a tracer's is another), shape and dtype,
+The keys are those of `fast.launch.cache` with JAX arrays in them: class (a tracer's is another), shape and dtype,
 and where the first array lies. What is found is a program that takes and gives arrays alone; flattening a `Quantized` and
 making one again takes JAX longer than a small program runs. Programs check their arguments when they are traced, so a
 remembered call is a right one.
@@ -27,8 +27,8 @@ import jax
 
 import reference
 from ao_lab.jax.device import is_traced, place_of, require_array
-from fast.kernels.launch import cache
-from fast.kernels.launch.cache import scale_parts, settings
+from fast.launch import cache
+from fast.launch.cache import scale_parts, settings
 from reference import Quantized, Scales, Scheme
 from reference.arrays.errors import DTypeLike, dtype_name
 from reference.arrays.jax_bridge import over_mesh, register_flax_if_imported, register_jax

@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast.kernels.launch.launcher import UNFUSED
 from fast.kernels.quantize.block_launch import POINTERS
 from fast.kernels.quantize.kernel import blocks_kernel
 from fast.kernels.quantize.plan import Buffer, Pass
+from fast.launch.launcher import UNFUSED
 
 # The custom call with typed attributes, and the one of older versions with an opaque string.
 TARGET, OLD_TARGET = "triton_kernel_call_ffi", "triton_kernel_call"

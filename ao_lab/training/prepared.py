@@ -23,14 +23,14 @@ from ao_lab.training.products import is_captured, select_product, stand_in
 from ao_lab.training.scaled_mm import FLOAT8, is_one_scale
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
-from fast.kernels.launch import cache
+from fast.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.quantize.ops import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
 from reference import Scheme
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
 
 if TYPE_CHECKING:
-    from fast.kernels.launch.call import Size
+    from fast.launch.call import Size
 
     #: Of codes and of scales.
     View = tuple[Size, Size]

@@ -8,7 +8,7 @@ import torch
 
 from fast.cpu.rows import linear_of_rows
 from fast.dispatch import run
-from fast.kernels.launch.cache import settings
+from fast.launch.cache import settings
 from fast.matmul.linear_ops import linear_function
 from fast.matmul.stored_weight_ops import Operands, Values
 from fast.matmul.weights import parts, weight_of

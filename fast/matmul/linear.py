@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fast.dispatch import run
-from fast.kernels.launch.cache import settings
+from fast.launch.cache import settings
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear_ops import LINEAR
 from fast.matmul.weights import check_weight, require_weights

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fast.dispatch import Function, execute
-from fast.kernels.launch.cache import settings
+from fast.launch.cache import settings
 from fast.matmul.linear_ops import LINEAR
 from fast.matmul.stored_weight_ops import (
     FORM,

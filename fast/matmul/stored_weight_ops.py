@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fast.dispatch import execute
-from fast.kernels.launch.cache import settings
+from fast.launch.cache import settings
 from fast.matmul.weights import parts, plain
 from fast.quantize.ops import DEQUANTIZE
 from reference import Quantized

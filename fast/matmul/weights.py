@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fast.dispatch import require_tensor
-from fast.kernels.launch.cache import settings
 from fast.kernels.scaled_mm.tiles import is_faster
+from fast.launch.cache import settings
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized, with_plain_scales

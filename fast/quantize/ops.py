@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.kernels.launch.cache import PARTS, scale_parts
+from fast.launch.cache import PARTS, scale_parts
 from fast.ops import constant_record, given_of, record_name, register
 from reference import Quantized, Scales
 from reference.formats.storage import packed_shape, storage_dtype

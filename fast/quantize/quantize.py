@@ -8,7 +8,7 @@ import torch
 
 import reference
 from fast.dispatch import require_tensor, run
-from fast.kernels.launch.cache import settings
+from fast.launch.cache import settings
 from fast.quantize.ops import CHOOSE_SCALES, DEQUANTIZE, as_turned, operands_of
 from reference import Quantized, Scales, Scheme
 from reference.arrays.errors import DTypeLike, dtype_name

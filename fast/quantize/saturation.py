@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from fast.device import has_kernels
-from fast.kernels.launch import cache
+from fast.launch import cache
 from fast.quantize.fake_quantize import fake_quantize_vjp, forward
 from reference import Scheme
 

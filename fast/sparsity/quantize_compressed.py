@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fast.dispatch import run
-from fast.kernels.launch.cache import scale_parts
+from fast.launch.cache import scale_parts
 from fast.sparsity.ops import QUANTIZE_COMPRESSED
 from reference import Compressed, Scales, Scheme
 

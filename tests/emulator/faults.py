@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fast.kernels.hopper.nvrtc import CompileError
+from fast.launch.nvrtc import CompileError
 
 #: What a kernel with a fault may raise before it has a result.
 FAILURES = (ValueError, TypeError, RuntimeError, LookupError, RuntimeWarning, struct.error)

@@ -11,8 +11,8 @@ import torch
 import fast
 import reference
 from fast import dispatch
-from fast.kernels.launch import cache, direct
-from fast.kernels.launch.call import Call
+from fast.launch import cache, direct
+from fast.launch.call import Call
 from reference import FORMATS, SCHEMES, Scales
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 

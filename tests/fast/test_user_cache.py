@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fast import user_cache
-from fast.kernels.hopper import nvrtc
+from fast.launch import nvrtc
 from fast.user_cache import NoCacheFolder, UntrustedFile, cache_folder, read_own, write_own
 
 SOURCE = ("code", {}, ["-arch=sm_90a"])

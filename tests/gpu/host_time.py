@@ -33,8 +33,8 @@ from ao_lab.quantization import prepared_products
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast import dispatch
-from fast.kernels.launch import cache, direct
-from fast.kernels.launch.launcher import CompiledLaunch
+from fast.launch import cache, direct
+from fast.launch.launcher import CompiledLaunch
 from tests.ao_lab.gemm.capability import ASKED_BY
 
 CONFIGS: dict[str, Callable[[], Any] | None] = {

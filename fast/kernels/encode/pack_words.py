@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch
 from fast.kernels.sm90.fp4 import side_by_side
 from fast.kernels.sm90.pack_32 import load_quads, store_quads
+from fast.launch.call import Call
+from fast.launch.launcher import ALIGNMENT, CompiledLaunch
 
 # Codes of these widths are packed in groups of 32, as words; of 2 and 4 bits eight are a word or half of one.
 GROUPED = (3, 5, 6, 7)

@@ -10,11 +10,11 @@ import triton.language as tl
 
 from fast.kernels.bits import canonical, widened
 from fast.kernels.encode.pack_words import pack_octets, unpack_octets
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.rules.elements import decode as decode_codes
 from fast.kernels.rules.elements import encode as encode_values
 from fast.kernels.scheme.element_constants import element_of
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
 from reference.formats.encode import check_overflow, check_random_bits

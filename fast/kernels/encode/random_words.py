@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.launcher import interpreted
+from fast.launch.launcher import interpreted
 
 #: Counters of a program; each gives four words.
 TILE, WARPS = 512, 4

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from fast.kernels.exact_inputs.kernel import block_values_kernel, row_codes_kernel
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.linear_small import host as product
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize import plan as plans
@@ -21,6 +19,8 @@ from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.kernels.sm90_w4a16_gemv import host as sm90_w4a16_gemv
 from fast.kernels.tile.block_op import block_op
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, record_of
 

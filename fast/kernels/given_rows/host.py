@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from fast.kernels.given_rows.kernel import given_rows_kernel
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, TILE, ceil_div, power_above
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.sm90_s8_gemm.select import LEAST
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 

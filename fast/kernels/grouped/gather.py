@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.launcher import CompiledLaunch
+from fast.launch.launcher import CompiledLaunch
 
 #: Rows and columns of a tile: 128 bytes of a row read at a time, as many of a column written.
 TILE = (64, 64)

@@ -10,13 +10,13 @@ import torch
 from fast.kernels.grouped.columns import group_columns_kernel
 from fast.kernels.grouped.layout import GRAIN
 from fast.kernels.grouped.maxima import group_maxima_kernel
-from fast.kernels.launch import cache
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.rowwise_colwise import kernel as mx
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
+from fast.launch import cache
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.formats.storage import storage_dtype
 from reference.schemes.schemes import Scheme
 

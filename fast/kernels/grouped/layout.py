@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch import cache
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.quantize.geometry import ceil_div, power_above
+from fast.launch import cache
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 
 #: Places that have one owner: every step is a multiple of it.
 GRAIN = 16

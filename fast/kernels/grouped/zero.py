@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.launcher import CompiledLaunch
+from fast.launch.launcher import CompiledLaunch
 
 #: Rows of a program, and elements that it writes at a time.
 ROWS, TILE = 32, 1024

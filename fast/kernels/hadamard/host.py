@@ -14,11 +14,11 @@ from fast.kernels.hadamard.columns import COLUMNS, columns_kernel
 from fast.kernels.hadamard.columns import WARPS as COLUMN_WARPS
 from fast.kernels.hadamard.rows import TILE, rows_kernel
 from fast.kernels.hadamard.rows import WARPS as ROW_WARPS
-from fast.kernels.launch.call import FLOAT_NAMES
-from fast.kernels.launch.launcher import UNFUSED, interpreted
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import is_fast_stochastic, is_under_outer
 from fast.kernels.tile.block_op import BlockOp, block_op
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.launcher import UNFUSED, interpreted
 from reference import SCHEMES, Quantized
 from reference.formats.storage import storage_dtype
 from reference.schemes.schemes import Scheme

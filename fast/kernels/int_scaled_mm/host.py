@@ -10,11 +10,10 @@ import torch
 
 from fast.kernels.int_scaled_mm.kernel import add_int_parts_kernel, int_scaled_mm_kernel
 from fast.kernels.int_scaled_mm.tiles import TOGETHER, Tile, tile_of
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.descriptors import DescriptorLaunch, Matrix
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scaled_mm.host import PART, STEP
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, DescriptorLaunch, Matrix, interpreted, same_device
 from reference import Quantized, Scheme
 
 Launches = tuple[DescriptorLaunch, CompiledLaunch | None]

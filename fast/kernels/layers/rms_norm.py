@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import read
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.layers.split_rows import PER_THREAD as PIECE_PER_THREAD
 from fast.kernels.layers.split_rows import Pieces, norm_pieces_kernel, pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
@@ -26,6 +24,8 @@ from fast.kernels.quantize.outputs import Outputs, outputs
 from fast.kernels.quantize.split_rows import takes_row_pieces
 from fast.kernels.rules.trees import summed, tree_sum
 from fast.kernels.sm90.bf16x2 import floats, normal
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Quantized
 from reference.layers.normalize import checked_inputs
 from reference.schemes.schemes import Scheme, scheme_of

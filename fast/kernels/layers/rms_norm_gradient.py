@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import read
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, ceil_div, power_above
 from fast.kernels.rules.trees import tree_sum
 from fast.kernels.sm90.bf16x2 import floats, narrowed, set_aside
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.layers.normalize import PIECE
 
 #: Elements of a row in a thread.

@@ -25,14 +25,14 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import bits_of, float_of, read
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.layers.split_rows import pieces
 from fast.kernels.layers.tiles import Tiles, quantize_rows, tile_of, tiles
 from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, power_above
 from fast.kernels.quantize.outputs import Outputs, outputs
 from fast.kernels.quantize.split_rows import quantize_row, takes_row_pieces
 from fast.kernels.sm90.bf16x2 import clamped_gate, gated
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 

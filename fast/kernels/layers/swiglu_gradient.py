@@ -19,8 +19,6 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import bits_of, float_of, read
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.layers.swiglu import (
     HALVES,
     LOG2E,
@@ -38,6 +36,8 @@ from fast.kernels.layers.swiglu import (
 )
 from fast.kernels.layers.tiles import tile_of
 from fast.kernels.sm90.bf16x2 import clamped_gate, floats, gated, narrowed, rounded_once
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 
 SMALL, HARD = tl.constexpr(2.0**-6), tl.constexpr(-1.455078125)
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, same_device
 from fast.kernels.linear.gemv_w4a16 import gemv_w4a16_pair_kernel, gemv_w4a16_swiglu_kernel
 from fast.kernels.linear.gemv_w8a16 import gemv_w8a16_pair_kernel, gemv_w8a16_swiglu_kernel
 from fast.kernels.linear.select import (
@@ -27,6 +25,8 @@ from fast.kernels.linear.select import (
     weight_of,
 )
 from fast.kernels.quantize.geometry import ceil_div
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, same_device
 from reference import Quantized, Scheme
 from reference.quantize.quantize import check_quantized
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear.gemm_small_m import gemm_small_m_kernel
 from fast.kernels.linear.gemv_any import gemv_any_kernel
 from fast.kernels.linear.gemv_w4a16 import UNIT, gemv_w4a16_kernel
@@ -26,6 +24,8 @@ from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
 from fast.kernels.sm90_intn_small_m import host as sm90_intn_small_m
 from fast.kernels.sm90_intn_small_m.launch import BitsLaunch
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear.gemv_w8a8 import gemv_w8a8_kernel
 from fast.kernels.linear.select import FLOATS, WARP_BYTES, rows_per_program, warps_along_k
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Quantized, Scheme
 
 #: What the kernel calls the elements.

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.linear_small.elements import (
     half_elements,
     has_factors,
@@ -31,6 +29,8 @@ from fast.kernels.linear_small.elements import (
 from fast.kernels.linear_small.layout import ArrangedWeight, filled
 from fast.kernels.linear_small.product import lacking, zero_points_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 
 #: Rows and columns of a program's tile, and its warps.
 BLOCK_N, BLOCK_K, WARPS = 64, 128, 4

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear_small.grouped_product import grouped_linear_small_kernel
 from fast.kernels.linear_small.host import INPUTS
 from fast.kernels.linear_small.layout import ArrangedWeight, filled
 from fast.kernels.linear_small.tilings import BITS, FULL, block_m_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
 #: The most rows of X that a program takes at once.
 MOST_TILE = 64

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange, filled
 from fast.kernels.linear_small.product import linear_small_kernel, sum_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, candidates, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
 #: The most rows of X; beyond, a product with the dense weight is no slower.
 MOST_ROWS = 128

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from fast.codebook_scales import BLOCK, LEAST, element_with_levels, scales_with_parts
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch, same_device
 from fast.kernels.linear.select import Weight, weight_of
 from fast.kernels.linear_small.arrange import arrange_kernel, restore_kernel
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scheme.fast_path_rules import ocp_name
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch, same_device
 from fast.scale_factors import element_with_factors, factors_of, values_reason
 from reference import Quantized
 from reference.formats.formats import FORMATS

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.linear_small.host import INPUTS, PART, PART_WARPS, Launches, check_operands
 from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, filled
 from fast.kernels.linear_small.pair_product import linear_small_pair_kernel, sum_pair_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
 #: The most rows of X: what a tile of 16 rows holds.
 MOST_ROWS = 16

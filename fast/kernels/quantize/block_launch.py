@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch
 from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.kernels.quantize.kernel import blocks_kernel
 from fast.kernels.quantize.plan import Pass, Plan
+from fast.launch.call import Call
+from fast.launch.launcher import ALIGNMENT, CompiledLaunch
 
 # In every pass what is read comes before what is written, as XLA hands arrays over.
 POINTERS = tuple(blocks_kernel.arg_names[:10])

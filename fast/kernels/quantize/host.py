@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from fast.kernels.encode.pointwise import add_packing, add_unpacking
-from fast.kernels.launch.cache import PARTS
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import interpreted, same_device
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import run_plan
 from fast.kernels.quantize.plan import Problem
+from fast.launch.cache import PARTS
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import interpreted, same_device
 from reference import Quantized, Scales
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of

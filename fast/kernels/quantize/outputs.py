@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fast.kernels.launch.launcher import interpreted
 from fast.kernels.quantize.plan import Buffer, Problem, code_buffer, packs, problem_of, scale_buffers
 from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.tile.block_op import BlockOp, block_op
+from fast.launch.launcher import interpreted
 from reference import Quantized
 from reference.formats.rounding import check_mode
 from reference.formats.storage import packed_shape

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import Call
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import run_plan
 from fast.kernels.quantize.host import problem_of
+from fast.launch.call import Call
 from reference import Scheme
 from reference.schemes.schemes import scheme_of
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import run_plan
 from fast.kernels.quantize.geometry import (
@@ -28,6 +26,8 @@ from fast.kernels.quantize.host import checked, given_kind
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.quantize.scale_grads import part_sums_kernel, slopes_kernel
 from fast.kernels.scheme.constants import constants_of
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Scales
 from reference.arrays.namespace import namespace_of
 from reference.formats.rounding import check_mode

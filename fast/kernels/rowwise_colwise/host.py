@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch import cache
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import interpreted, same_device
 from fast.kernels.rowwise_colwise import kernel
 from fast.kernels.rowwise_colwise.tiles_host import covers, launch_tiles
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
+from fast.launch import cache
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import interpreted, same_device
 from reference import Quantized, Scales
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks

@@ -22,8 +22,6 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import bits_of, widened
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.quantize.plan import tiled_buffer
 from fast.kernels.rowwise_colwise.mxfp8 import inverse_power, mx_pairs_kernel
 from fast.kernels.rowwise_colwise.unswizzle_scales import untile
@@ -33,6 +31,8 @@ from fast.kernels.rules.scales import floored, loaded_scale, power_scale
 from fast.kernels.rules.statistics import absmax
 from fast.kernels.scheme.constants import SchemeConstants
 from fast.kernels.scheme.fast_path_rules import HARDWARE
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 
 GROUP = tl.constexpr(32)
 

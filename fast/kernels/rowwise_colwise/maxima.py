@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.rowwise_colwise.mxfp8 import LOW_HALF, MAGNITUDES, larger_halves, largest_halves
 from fast.kernels.rules.statistics import larger
 from fast.kernels.scheme.constants import SchemeConstants
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 
 # Rows of a warp in a turn, words of a row (128: what the lanes of a warp read at once), turns, and warps.
 ROWS, WORDS, TURNS, WARPS = 8, 128, 8, 4

@@ -7,8 +7,6 @@ from math import gcd, prod
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.block_launch import block_launch
 from fast.kernels.quantize.geometry import ceil_div, flat_geometry
@@ -18,6 +16,8 @@ from fast.kernels.rowwise_colwise.pairs import pairs_kernel
 from fast.kernels.rowwise_colwise.tiles import tiles_kernel
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.formats.storage import storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 
 # Scales of a program: 128 rows of 8 words.
 TILE = 4096

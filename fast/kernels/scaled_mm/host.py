@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.descriptors import DescriptorLaunch, Matrix
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scaled_mm.kernel import add_parts_kernel, scaled_mm_kernel
 from fast.kernels.scaled_mm.tiles import Tile, tile_of
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, DescriptorLaunch, Matrix, interpreted, same_device
 from reference import Quantized, Scheme
 
 #: Elements that the kernel takes, and torch's dtypes of them.

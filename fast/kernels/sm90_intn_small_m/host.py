@@ -6,12 +6,12 @@ from functools import lru_cache
 
 import torch
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import interpreted
 from fast.kernels.sm90_intn_small_m.launch import POINTERS, BitsLaunch, is_loadable
 from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, choose, most_rows
 from fast.kernels.sm90_intn_small_m.variants import STEP, WIDTHS, Form, Variant
 from fast.kernels.sm90_w4a16_gemv.host import HOPPER, capability, has_compiler
+from fast.launch.call import Call
+from fast.launch.launcher import interpreted
 from reference import Quantized
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from fast.kernels.hopper.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
-from fast.kernels.hopper.nvrtc import cached_cubin, missing_compiler
-from fast.kernels.hopper.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, addresses_of, processors_of
-from fast.kernels.launch import cache
-from fast.kernels.launch.call import FLOAT_NAMES
-from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.sm90_s8_gemm.products import INTEGER
 from fast.kernels.sm90_s8_gemm.select import choose, programs_of
 from fast.kernels.sm90_s8_gemm.variants import FEATURES, ROW, THREADS, Variant, sources
 from fast.kernels.sm90_sparse24_gemm.variants import KINDS
+from fast.launch import cache
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.direct import allocator, current_device, current_stream
+from fast.launch.driver import STEP, Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.launch.nvrtc import cached_cubin, missing_compiler
+from fast.launch.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, addresses_of, processors_of
 from reference import Quantized
 
 NAME = "sm90_s8_gemm"

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from fast.kernels.hopper.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
-from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.hopper.operands import GROUP, TensorMaps, addresses_of, processors_of
-from fast.kernels.launch import cache
-from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.select import choose
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KINDS, PANEL, ROW, Variant, fitted, sources
+from fast.launch import cache
+from fast.launch.direct import allocator, current_device, current_stream
+from fast.launch.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.launch.nvrtc import cached_cubin
+from fast.launch.operands import GROUP, TensorMaps, addresses_of, processors_of
 
 #: Tokens of the smallest tile that the copy engine writes.
 LEAST_STORED = 128

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import torch
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.sm90_sparse24_gemm.arrange import shape_of
 from fast.kernels.sm90_sparse24_gemm.bits import OCTET
 from fast.kernels.sm90_sparse24_gemm.masked import ACROSS, DOWN, KEPT_TILE, TILE, keep_kernel, masked_kernel
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 from reference import Compressed
 
 #: Length of a block of the kernel, and blocks that 64 rows, and two panels of 64 columns, of the result have.
@@ -26,7 +26,7 @@ def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool, key: Any 
     call.allocate("values", (rows, columns // 2), w.dtype)
     call.allocate("metadata", shape_of(rows, columns // BLOCK, 16), torch.uint8)
     call.launch(_launch(w, turned), ("w", "mask", "values", "metadata"))
-    return cast(Compressed, call.result(("values", "metadata"), key, None, _pair))
+    return cast("Compressed", call.result(("values", "metadata"), key, None, _pair))
 
 
 def _pair(made: tuple[torch.Tensor, torch.Tensor]) -> Compressed:

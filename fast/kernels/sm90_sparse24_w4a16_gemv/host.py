@@ -6,12 +6,12 @@ from functools import lru_cache
 
 import torch
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import interpreted
 from fast.kernels.sm90_sparse24_w4a16_gemv.launch import SparseSkinnyLaunch, is_loadable
 from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_CHUNKED, MOST_ROWS, choose
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, Variant
 from fast.kernels.sm90_w4a16_gemv.host import HOPPER, capability, has_compiler
+from fast.launch.call import Call
+from fast.launch.launcher import interpreted
 
 INPUTS = (torch.bfloat16, torch.float16)
 

@@ -7,11 +7,11 @@ import struct
 import warnings
 from functools import lru_cache
 
-from fast.kernels.hopper.driver import function_of
-from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.launch.launcher import Signature
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import MOST_SHARED, Form, Variant, rows_of_tiles, sources
 from fast.kernels.sm90_w4a16_gemv.launch import Compiled, Launch, SkinnyLaunch, launcher
+from fast.launch.driver import function_of
+from fast.launch.launcher import Signature
+from fast.launch.nvrtc import cached_cubin
 
 #: `Problem` of the source: addresses of x, codes, metadata, scale, bias, y; count, n, k, bias_kind.
 ARGUMENTS = struct.Struct("=6Q4i")

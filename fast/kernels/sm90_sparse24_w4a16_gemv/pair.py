@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import same_device
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import MOST_ROWS, is_served, launch_of
 from fast.kernels.sm90_sparse24_w4a16_gemv.launch import PAIR_POINTERS, SparseSkinnyLaunch, is_loadable
 from fast.kernels.sm90_sparse24_w4a16_gemv.select import choose
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO, Form, Variant, rows_of_tiles
+from fast.launch.call import Call
+from fast.launch.launcher import same_device
 
 #: Codes, metadata and scales of a weight, as `linear_sparse_int4` takes them.
 Weight = Sequence[torch.Tensor]

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from fast.kernels.hopper.operands import GROUP, TensorMaps, addresses_of, processors_of
-from fast.kernels.launch import cache
-from fast.kernels.launch.call import FLOAT_NAMES
 from fast.kernels.linear_small.grouped import check_experts
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.sm90_w4a16_gemm import host
 from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TILE, stage
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, Variant, Weight, fitted
+from fast.launch import cache
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.operands import GROUP, TensorMaps, addresses_of, processors_of
 
 #: Rows of tiles, and of the last one of an expert where that holds what is left; 0 where all are of one size.
 TILES = ((64, 0), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))

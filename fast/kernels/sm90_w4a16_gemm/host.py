@@ -10,12 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fast.kernels.hopper.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
-from fast.kernels.hopper.nvrtc import cached_cubin, missing_compiler
-from fast.kernels.hopper.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, addresses_of, processors_of
-from fast.kernels.launch import cache
-from fast.kernels.launch.call import FLOAT_NAMES
-from fast.kernels.launch.direct import allocator, current_device, current_stream
 from fast.kernels.linear_small.host import check_row_scales
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_sparse24_gemm.variants import KINDS
@@ -31,6 +25,12 @@ from fast.kernels.sm90_w4a16_gemm.variants import (
     sources,
     with_scales,
 )
+from fast.launch import cache
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.direct import allocator, current_device, current_stream
+from fast.launch.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
+from fast.launch.nvrtc import cached_cubin, missing_compiler
+from fast.launch.operands import GROUP, HOPPER, MOST_ROWS, TensorMaps, addresses_of, processors_of
 
 INPUTS = (torch.bfloat16, torch.float16)
 NAME = "sm90_w4a16_gemm"

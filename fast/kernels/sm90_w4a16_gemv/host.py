@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-from fast.kernels.hopper.nvrtc import library
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import interpreted
 from fast.kernels.sm90_w4a16_gemv.launch import POINTERS, SkinnyLaunch, is_loadable
 from fast.kernels.sm90_w4a16_gemv.select import MOST_ROWS, choose, gains
 from fast.kernels.sm90_w4a16_gemv.variants import ELEMENTS, FACTORED, STEP, Direct, Form, Variant
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import interpreted
+from fast.launch.nvrtc import library
 
 INPUTS = (torch.bfloat16, torch.float16)
 #: Compute capability that the kernel is compiled for.

@@ -1,4 +1,4 @@
-"""A variant launched as `fast.kernels.launch.call` launches kernels of Triton: `run` on tensors, then by addresses alone.
+"""A variant launched as `fast.launch.call` launches kernels of Triton: `run` on tensors, then by addresses alone.
 
 Launches are programmatic: a kernel may begin while the one in front of it ends, whose results it waits for. Listeners to
 Triton's launches do not hear of them.
@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from fast.kernels.hopper.driver import (
+from fast.kernels.sm90_w4a16_gemv.variants import KINDS, MOST_SHARED, STEP, Direct, Form, Variant, sources
+from fast.launch.direct import current_stream
+from fast.launch.driver import (
     NO_CONTEXT,
     LaunchAttribute,
     LaunchConfig,
@@ -25,10 +27,8 @@ from fast.kernels.hopper.driver import (
     ensure_context,
     function_of,
 )
-from fast.kernels.hopper.nvrtc import cached_cubin
-from fast.kernels.launch.direct import current_stream
-from fast.kernels.launch.launcher import ALIGNMENT, Signature
-from fast.kernels.sm90_w4a16_gemv.variants import KINDS, MOST_SHARED, STEP, Direct, Form, Variant, sources
+from fast.launch.launcher import ALIGNMENT, Signature
+from fast.launch.nvrtc import cached_cubin
 
 #: `Problem` of the source: addresses of x, words, scale, zero, x_scale, bias, y; count, n, k, bias_kind.
 ARGUMENTS = struct.Struct("=7Q4i")

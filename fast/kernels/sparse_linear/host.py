@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted, same_device
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import add_product, launch_for
 from fast.kernels.sparse_linear import arrange
@@ -16,6 +14,8 @@ from fast.kernels.sparse_linear.dense import STEPS, TILE, WARPS, dense_kernel
 from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
 from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
 from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
 #: Beyond as many rows of inputs the weight is made dense for the call.
 MOST_ROWS = 64

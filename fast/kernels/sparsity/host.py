@@ -7,12 +7,12 @@ from typing import Any, cast
 import torch
 
 import reference
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.sparsity.compress import BYTES_OF_PROGRAM, WARPS, compress_kernel
 from fast.kernels.sparsity.decompress import decompress_kernel
 from fast.kernels.sparsity.marks import NAN_KEYS
 from fast.kernels.sparsity.prune import TILE, groups_kernel, mask_kernel, ranks_kernel
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 from reference import Compressed
 from reference.sparsity.prune import parse_pattern
 
@@ -81,10 +81,10 @@ def _compressed(w: torch.Tensor, mask: torch.Tensor | None, rule: str, key: Any)
         CompiledLaunch(compress_kernel, grid, tail, WARPS), ("w", "mask", "values", "metadata", "refused")
     )
     if rule == "largest":
-        return cast(Compressed, call.result(("values", "metadata"), key, None, _pair))
+        return cast("Compressed", call.result(("values", "metadata"), key, None, _pair))
     given = None if mask is None else "mask"
     template = ("values", "metadata", "refused", "w", given)
-    return cast(Compressed, call.result(template, key, None, _counted))
+    return cast("Compressed", call.result(template, key, None, _counted))
 
 
 def _pair(made: tuple[torch.Tensor, torch.Tensor]) -> Compressed:

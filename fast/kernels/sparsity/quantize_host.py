@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import torch
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.sparsity.host import OCTET, RANKED
 from fast.kernels.sparsity.marks import NAN_KEYS
 from fast.kernels.sparsity.quantize import TILE, TILE_OF_WARP, quantize_compressed_kernel
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 from reference import SCHEMES, Compressed
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, scheme_of
@@ -42,7 +42,9 @@ def quantize_compressed(
     call.allocate("values", (*rest, length // 2), torch.uint8)
     call.allocate("metadata", (*rest, length // OCTET), torch.uint8)
     call.launch(_launch(w, scheme), ("w", "scale", "values", "metadata"))
-    return cast(Compressed, call.result(("values", "metadata"), key, record, lambda made: Compressed(*made)))
+    return cast(
+        "Compressed", call.result(("values", "metadata"), key, record, lambda made: Compressed(*made))
+    )
 
 
 def _covers(w: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None) -> bool:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import Call
-from fast.kernels.launch.launcher import CompiledLaunch
 from fast.kernels.sparsity.host import mask_call
 from fast.kernels.sparsity.transposable import ACROSS, DOWN, TILE, transposable_kernel
+from fast.launch.call import Call
+from fast.launch.launcher import CompiledLaunch
 from reference import Compressed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.launch.call import FLOAT_NAMES, Call
-from fast.kernels.launch.launcher import CompiledLaunch, interpreted
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import OCP, fast_path_of
 from fast.kernels.values.kernel import COLUMNS, ROWS, WARPS, values_kernel
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.launcher import CompiledLaunch, interpreted
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
 

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch import cache
+from fast.launch import cache
 from reference import SCHEMES, Scales
 from reference.quantize.blocks import Blocks
 from tests.emulator.interpreter_process import printed_by

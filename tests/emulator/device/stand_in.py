@@ -15,10 +15,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, sources
+from fast.launch import nvrtc
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory, TensorMap
 

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fast.kernels.hopper import nvrtc
-from fast.kernels.hopper.nvrtc import CompileError
+from fast.launch import nvrtc
+from fast.launch.nvrtc import CompileError
 from tests.emulator.device import floats, opcodes, warp_opcodes
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import Memory

@@ -17,8 +17,8 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch.call import Call
 from fast.kernels.quantize import vjp as gradients
+from fast.launch.call import Call
 from reference import SCHEMES, Scales
 from reference.schemes.schemes import scheme_of
 from tests.emulator import quick_interpreter

@@ -19,10 +19,10 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch import cache
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize import vjp
+from fast.launch import cache
 from reference import SCHEMES, Scales, Scheme
 from tests.emulator import quick_interpreter
 from tests.emulator.programs.kernels import numbers

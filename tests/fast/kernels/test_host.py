@@ -13,10 +13,10 @@ import reference
 from ao_lab.config.recipe import integer_scheme
 from fast.kernels.grouped.host import group_columns
 from fast.kernels.grouped.layout import group_layout
-from fast.kernels.launch import cache, direct
-from fast.kernels.launch.call import Call
 from fast.kernels.quantize.block_launch import POINTERS
 from fast.kernels.rowwise_colwise.host import batch_columns
+from fast.launch import cache, direct
+from fast.launch.call import Call
 from fast.layers.both_axes import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
@@ -445,14 +445,14 @@ def test_memory_is_zeroed_by_the_driver(flat, monkeypatch):
     assert zeroed == [(statistic, 0, 4 * sum(MATRIX.shape), 7)]
     ((call, _),) = cache.CALLS.values()
     call._fills = [(at, (3, 3), size) for at, _, size in call._fills]
-    monkeypatch.setattr("fast.kernels.launch.call.filled", lambda made, fill: zeroed.append(fill) or made)
+    monkeypatch.setattr("fast.launch.call.filled", lambda made, fill: zeroed.append(fill) or made)
     call(MATRIX)
     assert zeroed[1:] == [(3, 3)]
 
 
 def test_memory_is_zeroed_by_torch_where_the_driver_is_not_found(flat, monkeypatch):
     filled = []
-    monkeypatch.setattr("fast.kernels.launch.call.filled", lambda made, fill: filled.append(fill) or made)
+    monkeypatch.setattr("fast.launch.call.filled", lambda made, fill: filled.append(fill) or made)
     for name in ("no driver", "an error"):
         monkeypatch.setattr(
             direct, "_set_bytes", lambda name=name: None if name == "no driver" else lambda *_: 1

@@ -14,10 +14,10 @@ if platform.system() != "Linux":
 
 import triton.backends.nvidia.driver as driver
 
-from fast.kernels.launch import descriptors
-from fast.kernels.launch.descriptors import DirectDescriptors, Matrix
 from fast.kernels.scaled_mm.host import launches_for
 from fast.kernels.scaled_mm.tiles import PROCESSORS, is_faster, tile_of
+from fast.launch import launcher as descriptors
+from fast.launch.launcher import DirectDescriptors, Matrix
 from fast.matmul.weights import codes_beat_torch, takes_codes
 from reference import SCHEMES
 
@@ -123,7 +123,7 @@ LEFT, RIGHT = (Matrix(torch.float8_e4m3fn, shape, (16, 128)) for shape in ((16, 
 
 
 def test_a_descriptor_is_made_once_for_an_address(described, monkeypatch):
-    monkeypatch.setattr(descriptors, "MOST", 2)
+    monkeypatch.setattr(descriptors, "MOST_DESCRIPTORS", 2)
     launched = []
     kernel = compiled(lambda *given: launched.append(tuple(given[-1])))
     launch = DirectDescriptors(kernel, (3, 1, 1), 3, ("tail",), (LEFT, RIGHT)).function

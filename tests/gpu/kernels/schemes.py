@@ -171,7 +171,7 @@ def _count(run: Run, label: str, got: torch.Tensor, wanted: torch.Tensor) -> Non
 
 
 def _unary(name: str, a: torch.Tensor, target: float) -> torch.Tensor:
-    from fast.kernels.launch.launcher import UNFUSED
+    from fast.launch.launcher import UNFUSED
     from tests.gpu.kernels.quotient_kernels import unary_kernel
 
     y = torch.empty_like(a)
@@ -181,7 +181,7 @@ def _unary(name: str, a: torch.Tensor, target: float) -> torch.Tensor:
 
 
 def _binary(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    from fast.kernels.launch.launcher import UNFUSED
+    from fast.launch.launcher import UNFUSED
     from tests.gpu.kernels.quotient_kernels import divided_kernel
 
     y = torch.empty_like(a)

@@ -33,12 +33,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.int_scaled_mm import host as triton_host
 from fast.kernels.int_scaled_mm.tiles import tile_of
-from fast.kernels.launch import cache
 from fast.kernels.sm90_s8_gemm import host
 from fast.kernels.sm90_s8_gemm.variants import Variant, fitted, sources
+from fast.launch import cache
+from fast.launch.nvrtc import cached_cubin
 from reference import SCHEMES, Quantized
 from tests.gpu.harness.graph_times import captured, in_turn
 

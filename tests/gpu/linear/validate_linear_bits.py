@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
 from ao_lab.config.recipe import named
-from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.linear import select
 from fast.kernels.sm90_intn_small_m import host
 from fast.kernels.sm90_intn_small_m.select import choose, placed
 from fast.kernels.sm90_intn_small_m.variants import Form, Variant, sources
+from fast.launch.nvrtc import cached_cubin
 from reference import Quantized, Scheme
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.support import linear_cases as cases

@@ -28,10 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from fast.gemm.small_m_or_gemm import MOST
-from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.sm90_w4a16_gemm.host import NAME
 from fast.kernels.sm90_w4a16_gemm.select import candidates, choose
 from fast.kernels.sm90_w4a16_gemm.variants import sources, with_scales
+from fast.launch.nvrtc import cached_cubin
 from tests.gpu.linear.mixed import compared, row_scales
 from tests.gpu.linear.mixed.bits import CASES, wrong_of
 from tests.gpu.linear.mixed.compared import weight_named

@@ -27,13 +27,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.linear_small import grouped, host
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemm.experts import ExpertsProduct, candidates, sm90_w4a16_gemm_of_experts
 from fast.kernels.sm90_w4a16_gemm.host import NAME, weight_of
 from fast.kernels.sm90_w4a16_gemm.variants import sources
+from fast.launch.nvrtc import cached_cubin
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.gpu.linear.mixed.bits import randomly_scaled
 from tests.gpu.linear.mixed.compared import weight_named

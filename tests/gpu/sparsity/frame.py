@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from fast.kernels.launch import cache
+from fast.launch import cache
 from tests.gpu.harness.pool import Done, Job, run_jobs
 from tests.gpu.harness.run import Settings
 

@@ -31,10 +31,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from fast.kernels.hopper.nvrtc import cached_cubin, library
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.select import candidates, choose, cycles
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, sources
+from fast.launch.nvrtc import cached_cubin, library
 from tests.gpu.sparsity.products import exact, peers
 from tests.gpu.sparsity.products.checks import Check, counts, found_by, write
 from tests.gpu.sparsity.products.inputs import Case, case

@@ -17,10 +17,10 @@ from ao_lab.gemm.products import scaled_mm
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
 from fast import dispatch
-from fast.kernels.launch.call import Call
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from fast.kernels.sm90_s8_gemm.variants import fitted
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
+from fast.launch.call import Call
 from tests.ao_lab.gemm.capability import set_capability
 from tests.fast.kernels.compiling.recorded_launches import Recorded
 

@@ -13,7 +13,7 @@ from ao_lab.gemm import choices, select
 from ao_lab.gemm.problem import Choice, Problem
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import MOST_SHAPES
-from fast.kernels.launch import direct
+from fast.launch import direct
 from tests.ao_lab.quantization.prepared.layers import (
     CONFIGS,
     DYNAMIC,

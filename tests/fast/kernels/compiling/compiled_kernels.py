@@ -48,7 +48,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> Machine:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from fast.kernels.launch.launcher import UNFUSED
+    from fast.launch.launcher import UNFUSED
 
     signature, constants, attributes = {}, {}, {}
     annotated = {p.name for p in kernel.params if p.is_constexpr}

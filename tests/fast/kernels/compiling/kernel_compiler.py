@@ -28,7 +28,6 @@ from triton.runtime.jit import JITFunction
 
 from fast.kernels.exact_inputs import host as small_dynamic
 from fast.kernels.int_scaled_mm import host as int_rows
-from fast.kernels.launch import cache
 from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as linear
 from fast.kernels.linear import w8a8_host as code_linear
@@ -37,6 +36,7 @@ from fast.kernels.linear_small import grouped as grouped_linear
 from fast.kernels.linear_small import host as small_linear
 from fast.kernels.linear_small import pair as small_pair
 from fast.kernels.scaled_mm import host as code_rows
+from fast.launch import cache
 
 TARGET = GPUTarget("cuda", 90, 32)
 #: Modules that remember launches.

@@ -13,11 +13,11 @@ from triton.runtime.jit import JITFunction
 from fast import dispatch
 from fast.kernels.exact_inputs import host as exact_inputs_host
 from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
-from fast.kernels.launch import cache, direct
 from fast.kernels.linear import pair_host, select, w8a8_host
 from fast.kernels.linear_small import host as linear_small_host
 from fast.kernels.linear_small import pair as linear_small_pair
 from fast.kernels.scaled_mm import host as scaled_mm_host
+from fast.launch import cache, direct
 
 # Shared by JIT and C function: how Triton names what it compiled.
 FUNCTION, METADATA = 1234, (4, 1, 0)

@@ -8,7 +8,6 @@ import torch
 
 import fast
 from ao_lab.config.recipe import named
-from fast.kernels.hopper import nvrtc
 from fast.kernels.linear import select
 from fast.kernels.sm90_intn_small_m import host
 from fast.kernels.sm90_intn_small_m.select import TILES, choose, placed
@@ -22,6 +21,7 @@ from fast.kernels.sm90_intn_small_m.variants import (
     longest,
     sources,
 )
+from fast.launch import nvrtc
 from fast.matmul.weights import rows_fused
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
 

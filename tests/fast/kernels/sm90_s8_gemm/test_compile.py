@@ -2,10 +2,10 @@
 
 import pytest
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_s8_gemm.host import ARGUMENTS, MAPS
 from fast.kernels.sm90_s8_gemm.select import PAIR, TILES
 from fast.kernels.sm90_s8_gemm.variants import MOST_SHARED, THREADS, fitted, sources
+from fast.launch import nvrtc
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
 from tests.fast.kernels.sm90_sparse24_gemm.machine_code import disassembled, uses_in_flight

@@ -7,10 +7,10 @@ import torch
 
 import fast
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.launch import cache
 from fast.kernels.sm90_s8_gemm import host
 from fast.kernels.sm90_s8_gemm.select import LEAST, PAIR, choose, programs_of
 from fast.kernels.sm90_s8_gemm.variants import Variant, fitted
+from fast.launch import cache
 from tests.fast.kernels.sm90_s8_gemm.emulated import DenseStandIn
 from tests.fast.kernels.sm90_s8_gemm.examples import expected, operands, quantized
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
@@ -158,7 +158,7 @@ def test_operands_at_odd_addresses_are_copied_and_negative_ones_refused():
 def test_tensor_maps_are_kept(monkeypatch):
     """Of the addresses that came last."""
     require_nvrtc()
-    monkeypatch.setattr("fast.kernels.hopper.operands.MOST", 2)
+    monkeypatch.setattr("fast.launch.operands.MOST", 2)
     given, stand_in = operands(40, 136, 144), DenseStandIn(early=True)
     for one in given:
         if one is not None:

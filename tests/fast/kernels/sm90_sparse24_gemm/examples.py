@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from fast.kernels.hopper import nvrtc
+from fast.launch import nvrtc
 
 
 def require_nvrtc() -> None:

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_gemm.host import ARGUMENTS, LEAST_STORED, MAPS
 from fast.kernels.sm90_sparse24_gemm.select import CLUSTERS, TILES, WIDE
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KINDS, MOST_SHARED, PITCH, fitted, sources
+from fast.launch import nvrtc
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc

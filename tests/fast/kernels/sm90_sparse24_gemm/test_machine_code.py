@@ -2,9 +2,9 @@
 
 import pytest
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_gemm.select import TILES, WIDE
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, fitted, sources
+from fast.launch import nvrtc
 from tests.emulator.faults import Planted
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.sm90_sparse24_gemm import machine_code

@@ -8,10 +8,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from fast.kernels.launch.call import Call
 from fast.kernels.sm90_sparse24_w4a16_gemv import host, launch, pair
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import KINDS, sources
 from fast.kernels.sparse_linear import host as sparse_linear
+from fast.launch.call import Call
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory
 from tests.emulator.device.stand_in import GUARD, _bytes, compiled

@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 import torch
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_w4a16_gemv import host, launch
 from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_CHUNKED, choose
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import TWO, Form, Variant, fitted, sources
 from fast.kernels.sparse_linear import host as sparse_linear
+from fast.launch import nvrtc
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case
 

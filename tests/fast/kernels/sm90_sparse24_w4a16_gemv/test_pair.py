@@ -9,7 +9,6 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_w4a16_gemv import host, launch, pair
 from fast.kernels.sm90_sparse24_w4a16_gemv.select import choose
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
@@ -22,6 +21,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
     rows_of_tiles,
     sources,
 )
+from fast.launch import nvrtc
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import Memory

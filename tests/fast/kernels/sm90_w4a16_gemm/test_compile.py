@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_gemm.variants import MOST_SHARED, PITCH
 from fast.kernels.sm90_w4a16_gemm import select
 from fast.kernels.sm90_w4a16_gemm.host import ARGUMENTS, MAPS
 from fast.kernels.sm90_w4a16_gemm.variants import ELEMENTS, GROUPS, Weight, fitted, sources
+from fast.launch import nvrtc
 from tests.emulator.device.program import parsed
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc

@@ -12,10 +12,10 @@ import torch
 import fast
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.hopper.nvrtc import CompileError
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemm.host import weight_of
 from fast.kernels.sm90_w4a16_gemm.variants import Variant
+from fast.launch.nvrtc import CompileError
 from fast.matmul.preshuffled import layout
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.faults import assert_seen, every_second

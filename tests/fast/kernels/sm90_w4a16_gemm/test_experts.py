@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_small.grouped import stacked
 from fast.kernels.sm90_w4a16_gemm.experts import (
     candidates,
@@ -20,6 +19,7 @@ from fast.kernels.sm90_w4a16_gemm.experts import (
 )
 from fast.kernels.sm90_w4a16_gemm.host import GROUPED_ARGUMENTS, MAPS
 from fast.kernels.sm90_w4a16_gemm.variants import Variant, Weight, sources
+from fast.launch import nvrtc
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.device.stand_in import POISON
 from tests.emulator.faults import assert_seen, at_night, every_second

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.hopper import nvrtc
 from fast.kernels.sm90_sparse24_gemm.variants import MOST_SHARED
 from fast.kernels.sm90_w4a16_gemm import host, select
 from fast.kernels.sm90_w4a16_gemm.variants import ELEMENTS, Variant, Weight, fitted, sources, with_scales
+from fast.launch import nvrtc
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.compiling.day_cases import by_day, named

@@ -7,9 +7,9 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.hopper import nvrtc
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemv.variants import DIRECT, MOST_SHARED, STEP, Direct, Form, sources
+from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
 from tests.emulator.faults import assert_seen, every_second, unchanged
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fast.kernels.hopper import driver
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemv import host, launch
 from fast.kernels.sm90_w4a16_gemv.launch import ARGUMENTS
 from fast.kernels.sm90_w4a16_gemv.select import choose, gains
 from fast.kernels.sm90_w4a16_gemv.variants import Direct, Form, Variant
+from fast.launch import driver
 
 INT4 = Form("int4", 128, False, False, "bfloat16")
 NF4 = Form("nf4", 64, False, False, "bfloat16")

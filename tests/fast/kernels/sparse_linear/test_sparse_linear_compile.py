@@ -14,10 +14,10 @@ if platform.system() != "Linux":
 
 import fast
 from fast import dispatch
-from fast.kernels.launch import cache
 from fast.kernels.sparse_linear import host
 from fast.kernels.sparse_linear.dense import STEPS
 from fast.kernels.sparse_linear.tilings import arranged_bound, in_place, weight_bound, widened
+from fast.launch import cache
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
 

@@ -12,8 +12,8 @@ if platform.system() != "Linux":
 
 import fast
 from fast import dispatch
-from fast.kernels.launch import cache
 from fast.kernels.sparsity import host, quantize_host
+from fast.launch import cache
 from tests.fast.kernels.compiling.kernel_compiler import launched
 
 SHAPE = (1024, 1024)

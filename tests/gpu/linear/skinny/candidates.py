@@ -10,10 +10,10 @@ from itertools import product
 
 import torch
 
-from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.linear_small import host
 from fast.kernels.sm90_w4a16_gemv.select import TILES, choose
 from fast.kernels.sm90_w4a16_gemv.variants import FACTORED, STEP, Direct, Form, Variant, fitted, sources
+from fast.launch.nvrtc import cached_cubin
 from tests.gpu.linear.small import weights
 
 #: Elements whose programs are tall.

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from fast.kernels.hopper.nvrtc import cached_cubin
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import sm90_sparse24_w4a16_gemv
 from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_ROWS, candidates, choose
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, Variant, sources
+from fast.launch.nvrtc import cached_cubin
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.sparsity.products.decode_bar import dense_of

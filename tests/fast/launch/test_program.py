@@ -6,7 +6,7 @@ from math import prod
 import pytest
 import torch
 
-from fast.prepared.program import APART, allocations
+from fast.launch.program import APART, allocations
 
 CODES, SCALE, Y = ((5, 48), torch.uint8, ()), ((5, 1), torch.float32, ()), ((5, 3), torch.bfloat16, ())
 LARGEST = ((), torch.int32, (0,))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fast.device import PLAIN
-from fast.kernels.launch import cache, direct
-from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted
+from fast.launch import cache, direct
+from fast.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted
 
 #: The dtypes that are quantized, with their names.
 FLOAT_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -1,6 +1,6 @@
 """A product that was computed once, prepared for inputs like those it had: from addresses to launches, nothing looked up.
 
-`fast.linear` finds a call by a key of all its operands (`fast.kernels.launch.cache`), which is half of its time on the host.
+`fast.linear` finds a call by a key of all its operands (`fast.launch.cache`), which is half of its time on the host.
 Who keeps a weight knows that its parts stay, so that a `Program` looks at the inputs and the bias alone. It launches the steps
 of the calls that the cache has, one call after the other; where the cache has none there is no program.
 """
@@ -132,7 +132,7 @@ def launching(
     """What runs programs of these allocations (shape, strides, dtype), places of buffers in them (allocation, bytes), fills
     (allocation, value, bytes), launches (function, places of addresses) and results (allocations). It is a closure: in so short
     a time every attribute that is looked up counts."""
-    from fast.kernels.launch import direct
+    from fast.launch import direct
 
     index, hooked = -1 if device.type == "cpu" else device.index, direct.hooked
     current, stream, allocate = direct.current_device, direct.current_stream, direct.allocator(device)
@@ -165,8 +165,8 @@ def launching(
 
 def fill(made: Sequence[torch.Tensor], fills: Any, stream: int) -> None:
     """Give buffers the values that they start with."""
-    from fast.kernels.launch import direct
-    from fast.kernels.launch.call import filled
+    from fast.launch import direct
+    from fast.launch.call import filled
 
     for at, value, size in fills:
         if value != (0,) or not direct.zero(made[at].data_ptr(), size, stream):

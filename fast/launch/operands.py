@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from fast.kernels.hopper.driver import STEP
+from fast.launch.driver import STEP
 
 #: Compute capability of the GPUs that the sources are for.
 HOPPER = (9, 0)

@@ -1,6 +1,9 @@
-"""Launches of kernels whose first operands are matrices read by the tensor memory accelerator (TMA), through descriptors.
+"""A kernel with a fixed grid and fixed arguments, compiled once for each device and each dtype and presence of its pointers.
 
-A descriptor says where a matrix begins, its shape, and the block of it that a kernel takes at once; it is an argument of the
+`kernel[grid](...)` compiles and launches; what it compiled is launched directly afterwards, see `direct`.
+
+First operands may be matrices that the tensor memory accelerator (TMA) reads through descriptors (`DescriptorLaunch`). A
+descriptor says where a matrix begins, its shape, and the block of it that a kernel takes at once; it is an argument of the
 launch by value, so that CUDA graphs keep it. Only the address changes between calls, and activations of a model have few of
 them: descriptors are made once for each address, past Triton's launcher as `direct` does, and kept.
 """
@@ -16,17 +19,76 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fast.kernels.launch.direct import DirectLaunch, Grid
-from fast.kernels.launch.launcher import ALIGNMENT, CompiledLaunch
+from fast.launch import direct
+from fast.launch.direct import DirectLaunch, Grid
 
+# Compiled kernels take addresses that are multiples of this; for others `kernel[grid]` specializes anew.
+ALIGNMENT = 16
+# The compiler's option by which products and sums are rounded one by one, as the reference rounds them. Kernels have it unless
+# they say that they promise less.
+UNFUSED = {"enable_fp_fusion": False}
+
+# What a kernel is compiled for: the device, and the dtype of each pointer, None where there is no tensor.
+Signature = tuple[int | torch.dtype | None, ...]
 #: Addresses whose descriptors a launch keeps.
-MOST = 1024
+MOST_DESCRIPTORS = 1024
 #: Arguments that a matrix is: the descriptor, two sizes, two strides.
-ARGUMENTS = 5
+MATRIX_ARGUMENTS = 5
 # Makes the arguments of a matrix at an address.
 Make = Callable[..., tuple[Any, ...]]
+
+
+class CompiledLaunch:
+    """A kernel with a fixed grid and fixed arguments (`tail`) after its pointers. options: of the compiler."""
+
+    def __init__(
+        self, kernel: Any, grid: int | Grid, tail: tuple[Any, ...], warps: int, **options: Any
+    ) -> None:
+        self.kernel, self.tail, self.warps = kernel, tail, warps
+        self.options = {**UNFUSED, **options}
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
+        #: What was compiled for aligned addresses.
+        self.compiled: dict[Signature, DirectLaunch] = {}
+
+    def run(self, pointers: Sequence[torch.Tensor | None], device: int) -> Signature:
+        """Run on contiguous tensors of one CUDA device, on its current stream; what the kernel was compiled for."""
+        addresses = [None if p is None else p.data_ptr() for p in pointers]
+        aligned = not any(a and a % ALIGNMENT for a in addresses)
+        signature = (device, *(None if p is None else p.dtype for p in pointers))
+        known = self.compiled.get(signature) if aligned and not direct.hooked() else None
+        if known is not None:
+            with torch.cuda.device(device):
+                known.function(direct.current_stream(device), addresses)  # type: ignore[misc]
+            return signature
+        compiled = self._compile(pointers, device)
+        if aligned and compiled is not None and direct.SUPPORTED:
+            self.compiled[signature] = self._direct(compiled, len(addresses))
+        return signature
+
+    def _direct(self, compiled: Any, pointers: int) -> DirectLaunch:
+        """The compiled kernel to be launched past Triton."""
+        return DirectLaunch(compiled, self.grid, pointers, self.tail)
+
+    def _compile(self, pointers: Sequence[torch.Tensor | None], device: int) -> Any:
+        """Compile where that is needed, and launch."""
+        if interpreted():
+            self.kernel[self.grid](*pointers, *self.tail)
+            return None
+        with torch.cuda.device(device):
+            return self.kernel[self.grid](*pointers, *self.tail, num_warps=self.warps, **self.options)
+
+
+def same_device(x: torch.Tensor, *others: Any) -> bool:
+    """Whether all tensors lie on one device; where they do not, no kernel can read them."""
+    return all(other is None or other.device == x.device for other in others)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -90,7 +152,7 @@ class DirectDescriptors(DirectLaunch):
     def function(self) -> Callable[[int, Sequence[int | None]], Any]:
         """As `DirectLaunch.function`."""
         compiled, makers = _past_descriptors(self.compiled, self.matrices)
-        first, second = (lru_cache(maxsize=MOST)(make) for make, _ in makers)
+        first, second = (lru_cache(maxsize=MOST_DESCRIPTORS)(make) for make, _ in makers)
         pointers = self.pointers + sum(count - 1 for _, count in makers)
         launch = DirectLaunch(compiled, self.grid, pointers, self.tail).function
         return lambda stream, addresses: launch(
@@ -115,6 +177,6 @@ def _past_descriptors(compiled: Any, matrices: tuple[Matrix, Matrix]) -> tuple[A
     bare = SimpleNamespace(run=run, function=compiled.function, packed_metadata=compiled.packed_metadata)
     layouts = compiled.metadata.tensordesc_meta
     return bare, [
-        (lambda address, m=m, layout=layout: (*describe(m.at(address), layout),), ARGUMENTS)
+        (lambda address, m=m, layout=layout: (*describe(m.at(address), layout),), MATRIX_ARGUMENTS)
         for m, layout in zip(matrices, layouts, strict=True)
     ]

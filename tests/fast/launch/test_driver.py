@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fast.kernels.hopper import driver
+from fast.launch import driver
 
 LAYOUT, FIRST = struct.Struct("=4sQ2i"), 4
 

@@ -1,1 +1,0 @@
-"""Products prepared for inputs like those that they had, for those who keep their weights."""
