@@ -4,6 +4,8 @@ Integers have no code for NaN, and a scale that comes from outside does not show
 by that row's scale makes such a row NaN, as it does under scales that are found in the row.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

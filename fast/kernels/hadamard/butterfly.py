@@ -1,5 +1,7 @@
 """The butterfly of `reference.training.hadamard` on float32 values in registers: every addition in the declared order."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ row is read and written by neighbouring threads, and four random words, which be
 the transposed matrix, are four rows of one column here.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

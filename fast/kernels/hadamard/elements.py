@@ -3,6 +3,8 @@
 Elements come one tensor for each place in a block (or in a word), which has the shape of the scales or broadcasts with it.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

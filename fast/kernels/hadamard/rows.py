@@ -4,6 +4,8 @@ A number of a tile is a word of four neighbouring elements, which four random wo
 two stages of the butterfly are arithmetic in registers; the others ask a neighbouring lane.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

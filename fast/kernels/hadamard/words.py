@@ -1,5 +1,7 @@
 """Random words where they are used: those of `reference.random_bits`, four neighbouring elements at a time."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

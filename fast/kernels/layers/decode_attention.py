@@ -1,5 +1,7 @@
 """The kernel of `fast.layers.decode_attention`: one program per query head, online softmax over the cache."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -13,6 +13,8 @@ the number of columns, so that they are in one place of memory, there or not the
 Programs follow memory: tiles of one strip of rows, then parts of a block, blocks along the axis, leading indices.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

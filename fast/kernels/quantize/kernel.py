@@ -17,6 +17,8 @@ written. Blocks too large for one tile take two passes: the first leaves statist
 second reads x again, in reverse order, since the end of x is what the L2 cache still holds.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -8,6 +8,8 @@ A short last block is filled, as in the reference, with its last element under a
 not finite the sum is NaN, and a sum of zeros has the sign of all of them.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

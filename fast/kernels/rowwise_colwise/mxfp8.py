@@ -22,6 +22,8 @@ far under half the smallest code (2**-10 for e4m3, 2**-17 for e5m2) before and a
 HAS_PTX is False in Triton's interpreter, which knows no instructions: there integer operations do the same.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

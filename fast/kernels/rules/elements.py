@@ -5,6 +5,8 @@ Everything takes float32 and gives int32 codes (or float32 values). `E` is an `E
 whose unit is the last kept bit; modes other than nearest even go through integers.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -4,6 +4,8 @@ A tile is (blocks, elements) with the elements of a block contiguous in memory a
 combined in pairs, so that codes that lie in one thread stay there. Odd widths in blocks of 32 or more go by `pack_32`.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

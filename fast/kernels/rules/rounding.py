@@ -1,5 +1,7 @@
 """The rounding rule of `reference.formats.rounding` on int32 significands, and random bits for its stochastic mode."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Where scales of a matrix lie: row by row, or in the tiles of 128 rows by 4 columns of `reference.quantize.stored`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,6 +1,8 @@
 """Elements divided by their scale, and rounded: `reference.quantize.elements` as device functions. See `elements` for the
 arguments."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ Statistics come as patterns of magnitudes and as float32 minima and maxima, shap
 canonical, beside the code or value that is stored. `L` is a `Level`, `SCHEME` a `SchemeConstants`.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

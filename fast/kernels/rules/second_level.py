@@ -5,6 +5,8 @@ The mean is a tree of averages of neighbours. Programs leave the averages of ali
 and the last pass, whose programs quantize the groups, goes on from there: each makes the same mean of the same few averages.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -3,6 +3,8 @@
 A magnitude orders like its pattern, NaN above infinity, so an integer maximum is exact and reports NaN.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

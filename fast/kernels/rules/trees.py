@@ -1,5 +1,7 @@
 """Sums in the order of `reference.quantize.statistics.tree_sum`, and what RMSNorm sums up."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Decoded values: the second half of `reference.quantize.dequantize`, and which elements saturated."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ the only pattern above the canonical one: a minimum of integers replaces it. HAS
 knows no instructions: there float32 and integer operations do the same.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -7,6 +7,8 @@ the unit) and by the conversion instructions, and codes are combined into words 
 All of these expect finite elements or blocks whose `keep` mask is zero: NaN and infinity are dealt with per block.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

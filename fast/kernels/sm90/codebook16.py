@@ -5,6 +5,8 @@ right or one too low; the midpoint above it, looked up, decides, compared exactl
 holds an entry of the table.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Quotients and reciprocals that are correctly rounded, without the branches of division for rare exponents."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

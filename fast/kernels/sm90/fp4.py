@@ -5,6 +5,8 @@ count twice. So maxima are taken of two elements at once, the magnitudes that th
 elements are put into place together. Blocks whose scale costs many instructions lie in one thread each.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

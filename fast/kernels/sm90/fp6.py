@@ -1,5 +1,7 @@
 """Packed 6-bit floats of bfloat16 blocks, made from pairs, as `fp4` makes 4-bit ones: a block of 32 lies in one thread."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ element. In 16 bits one instruction compares two elements. It keeps NaN, as 0x7f
 maximum of elements with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

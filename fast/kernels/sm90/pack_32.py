@@ -7,6 +7,8 @@ are stored as a tile in which neighbouring lanes have neighbouring words, and la
 A thread loads all 32 elements of a group: then nothing else changes places, and few threads choose the scale of a block.
 """
 
+from __future__ import annotations
+
 import struct
 
 import triton

@@ -6,6 +6,8 @@ midpoint the lower of two levels, as in every codebook of `reference`. Between t
 would lose what separates a small value from zero).
 """
 
+from __future__ import annotations
+
 import numpy as np
 import triton
 import triton.language as tl

@@ -5,6 +5,8 @@ Floor: of an octet all bytes are read, half are written, and one byte of metadat
 program has 8 KiB of it, four warps four loads of 16 bytes a thread each, all issued before the first is used.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

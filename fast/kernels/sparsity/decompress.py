@@ -1,5 +1,7 @@
 """The dense tensor of kept values and metadata, one line of octets; see `compress` for the floor, which is the same."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -9,6 +9,8 @@ Why: at the copy rate the bytes of an octet leave time for 45 (8-bit elements) o
 subtractions and four majorities rank two groups, where comparisons and selections would take some sixty (reports/LOG.md).
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -7,6 +7,8 @@ Functions give the four marks, and the words with zeros in the place of what may
 stores elements that it does not keep.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -6,6 +6,8 @@ second finds its sector in the first-level cache. Results are said to have no mo
 stores the compiler would exchange them through shared memory.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

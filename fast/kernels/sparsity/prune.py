@@ -10,6 +10,8 @@ Other M, and scores of 16 and 32 bits that are integers: a thread has an element
 first-level cache, some ten instructions each.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ operations. What is kept is selected first, so only half of the elements is scal
 reads the scale of its row once, and one scale is that of a single row.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

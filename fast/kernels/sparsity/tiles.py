@@ -13,6 +13,8 @@ are added and rounded, and then the first mask wins. So winners are found by com
 row 0 down, and never by what was larger before it was added.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

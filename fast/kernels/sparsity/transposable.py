@@ -12,6 +12,8 @@ one after the other. Keys take two registers, so nothing is kept meanwhile: what
 first-level cache.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """What a launch does with a tile."""
 
+from __future__ import annotations
+
 from fast.kernels.scheme.element_constants import Constant
 
 

@@ -1,5 +1,7 @@
 """The scales and zero points of a tile's blocks, by the rule that a record asks for, and where they are written."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

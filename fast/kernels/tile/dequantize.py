@@ -1,5 +1,7 @@
 """Values of a tile of codes: the counterpart of `reference.dequantize`."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

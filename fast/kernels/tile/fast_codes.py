@@ -4,6 +4,8 @@ Only for scales that were computed from the tile: then a block with NaN or infin
 finite, and what must become the poison code is masked a word at a time. Everything else goes through `elements` and `values`.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Values of codes by the instruction sequences of `sm90`: those of a tile that is quantized, and those of stored codes."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

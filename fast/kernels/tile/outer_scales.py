@@ -1,5 +1,7 @@
 """e4m3 block scales of 4-bit floats, alone or under a float32 scale over the tensor, and the multipliers of elements."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

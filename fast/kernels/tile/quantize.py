@@ -1,5 +1,7 @@
 """Scales and codes of a tile, and what else an operation writes of it: values, masked gradients."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

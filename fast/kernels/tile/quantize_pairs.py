@@ -1,5 +1,7 @@
 """Codes of 16-bit tiles that are read in pairs, each block or segment in one thread: 4-bit and 6-bit floats, 4-bit integers."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

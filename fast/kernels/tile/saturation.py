@@ -6,6 +6,8 @@ rounding keep the order of elements, so a block has saturated elements where its
 of marked blocks are read and written again, with 0 where the element saturated; all others are left as they are.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

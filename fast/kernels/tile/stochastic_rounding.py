@@ -6,6 +6,8 @@ other's code where it does not apply, so the larger one is the code. Only for sc
 `fast_codes`: where a block is not poisoned its elements are finite.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

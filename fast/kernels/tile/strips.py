@@ -1,5 +1,7 @@
 """Tiles of two-dimensional blocks side by side: rows of all blocks in memory, one block after the other in registers."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -12,6 +12,8 @@ register until they are stored: bfloat16 is rounded in pairs (`pairs`). float16 
 range that scales leave; it goes through float32, and so does everything in the interpreter, which knows no instructions.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

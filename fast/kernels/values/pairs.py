@@ -10,6 +10,8 @@ What is scaled below 2**-126 is rounded on the way; it is far under half of the 
 with its sign.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
