@@ -10,8 +10,7 @@ from fast.formats.pack import pack, unpack
 from fast.layers.normalize import rms_norm, rms_norm_quantize
 from fast.layers.swiglu import swiglu, swiglu_quantize
 from fast.matmul.linear import linear, linear_of_codes
-from fast.matmul.linear_pair import linear_pair
-from fast.matmul.linear_swiglu import linear_swiglu
+from fast.matmul.linear_pair import linear_pair, linear_swiglu
 from fast.matmul.matmul import matmul, matmul_error_bound
 from fast.quantize.fake_quantize import fake_quantize, fake_quantize_vjp
 from fast.quantize.quantize import choose_scales, dequantize, quantize

@@ -14,11 +14,9 @@ import torch
 from fast.launch import cache
 from fast.launch.program import ABSENT, BIAS, Program, Steps, X
 from fast.matmul.codes_ops import LINEAR_OF_CODES
-from fast.matmul.linear_ops import LINEAR
-from fast.matmul.preshuffled.dynamic_ops import LINEAR_SMALL_DYNAMIC
-from fast.matmul.preshuffled.exact_inputs import CODES, inputs_record, kind_of
-from fast.matmul.preshuffled.linear import MOST_ROWS
-from fast.matmul.preshuffled.ops import LINEAR_SMALL
+from fast.matmul.linear import LINEAR
+from fast.matmul.preshuffled.dynamic import CODES, LINEAR_SMALL_DYNAMIC, inputs_record, kind_of
+from fast.matmul.preshuffled.linear import LINEAR_SMALL, MOST_ROWS
 from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.given_rows import QUANTIZE_ROWS, quantize_rows
 from fast.quantize.ops import QUANTIZE, operands_of

@@ -24,14 +24,14 @@ from ao_lab.cli.sparsity import HEAD
 from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table
 from ao_lab.cli.terminal.progress import track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable
+from ao_lab.gemm.choices import device_name, path_of
 from ao_lab.gemm.problem import Choice, Problem
-from ao_lab.gemm.saved import device_name, path_of
 from ao_lab.quantization.report import explain
 from ao_lab.training.api import convert_for_training_
 from ao_lab.training.products import has_fp8
 from ao_lab.transforms.layers import routers, shorten
 from ao_lab.tuning.api import Tuned, scheme_name, tune
-from ao_lab.tuning.decide import Limits
+from ao_lab.tuning.candidates import Limits
 from reference.training.recipe import recipe_of
 
 #: Rows (tokens) of a training step where none are given.

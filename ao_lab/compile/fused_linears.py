@@ -323,7 +323,7 @@ def compile_options() -> dict[str, Any]:
     """
     import torch._inductor.config as inductor
 
-    import fast.matmul.linear_swiglu_ops  # noqa: F401  the operators; those of preshuffled weights are imported above
+    import fast.matmul.linear_pair  # noqa: F401  the operators; those of preshuffled weights are imported above
 
     late = {"triton.enable_pdl": True} if hasattr(inductor.triton, "enable_pdl") else {}
     return {"post_grad_custom_pre_pass": inductor_pass(), **late}

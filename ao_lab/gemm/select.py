@@ -1,36 +1,39 @@
 """Which function computes a product with a `QuantizedTensor`: the one place that decides.
 
-A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is what `ao_lab.tune` chose for
-the weight and the number of rows, else the first that can, in the order of `PRODUCTS`; a recipe that names one gets that one or
-ValueError. Nothing is measured here.
+A `Kernel` says why it cannot take a weight (or that it can) and computes the product. "auto" is what `ao_lab.tune`
+chose for the weight and the number of rows, else the first that can, in the order of `PRODUCTS`; a recipe that names
+one gets that one or ValueError. Nothing is measured here.
 
-* ``int8``: exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one rounding to the
-  output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit. On Hopper GPUs all of it
-  is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what follows.
-* ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on Hopper GPUs
-  with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights. On a CPU one scale is given as one for each row;
-  torch before 2.13 takes none of these there, and "auto" is ``dequantize``.
-  Of one row on a GPU it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits
-  than that row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
-* ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or of a few,
-  on a CPU by `fast.cpu.rows`; within `reference.linear_error_bound` of the exact product. On a CPU several rows are multiplied
-  by weights of 131,072 elements or more, by smaller ones a single row; where it has products of bfloat16, several rows of such
-  inputs by the weight rounded to it, as ``dequantize`` rounds; inputs in a scheme are rounded as there. A preshuffled weight
-  is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit inputs, and so are groups of rows by experts' weights,
-  up to 64 of an expert on average; more rows on Hopper, which decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of
-  a preshuffled matrix may have a scheme: where 16-bit floats hold it exactly (8 bits under a scale for each row, MX) the
-  product is that of what is stored, in others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain`
-  names as ``dequantize``.
-* ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its scheme and
-  back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for bit.
+* ``int8``: exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one rounding
+  to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit. On
+  Hopper GPUs all of it is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what
+  follows.
+* ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on
+  Hopper GPUs with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights. On a CPU one scale is given
+  as one for each row; torch before 2.13 takes none of these there, and "auto" is ``dequantize``. Of one row on a GPU
+  it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits than that
+  row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
+* ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or
+  of a few, on a CPU by `fast.cpu.rows`; within `reference.linear_error_bound` of the exact product. On a CPU several
+  rows are multiplied by weights of 131,072 elements or more, by smaller ones a single row; where it has products of
+  bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize`` rounds; inputs in a scheme are
+  rounded as there. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit
+  inputs, and so are groups of rows by experts' weights, up to 64 of an expert on average; more rows on Hopper, which
+  decode to the inputs' dtype, as ``dequantize`` rounds. Inputs of a preshuffled matrix may have a scheme: where
+  16-bit floats hold it exactly (8 bits under a scale for each row, MX) the product is that of what is stored, in
+  others (NVFP4) inputs are rounded as by ``dequantize``. Beyond the rows that `explain` names as ``dequantize``.
+* ``dequantize``: the weight is dequantized to the input's dtype, the input (if its recipe says so) goes through its
+  scheme and back, and torch multiplies. For weight-only recipes this is F.linear(x, reference.dequantize(w)), bit for
+  bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
 
-A weight in 2:4 storage (`ao_lab.tensor.sparse`) is stored as no kernel of dense codes reads it: `dequantize` and `reference`
-take its dense equivalent. Kernels of its own enter by `ao_lab.gemm.sparse`: `sparse_int4` is the default for int4 weights, on
-Hopper `sparse_wgmma` for int8, float8 and 16-bit elements; cuSPARSELt's is what `ao_lab.tune` may choose.
+A weight in 2:4 storage (`ao_lab.tensor.sparse`) is stored as no kernel of dense codes reads it: `dequantize` and
+`reference` take its dense equivalent. Kernels of its own enter by `ao_lab.gemm.sparse`: `sparse_int4` is the default
+for int4 weights, on Hopper `sparse_wgmma` for int8, float8 and 16-bit elements; cuSPARSELt's is what `ao_lab.tune`
+may choose.
 
-A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products (those
-that autograd makes for the input's gradient) take the operands as they are.
+A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products
+(those that autograd makes for the input's gradient) take the operands as they are.
 """
 
 from __future__ import annotations
@@ -41,13 +44,28 @@ from typing import Any
 
 import torch
 
+from ao_lab.gemm import codes, dense, fused
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
+from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
+from ao_lab.gemm.dense import cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
+from ao_lab.gemm.fused import PRESHUFFLED
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.products import fused, int8, reference, scaled_mm
-from ao_lab.gemm.products.dense import dequantized, sums_along_blocks
-from ao_lab.gemm.products.device import cpu_scales_rows, is_host
+from fast.gemm import choose, families
+from fast.gemm.choose import Range, by_rows
+from fast.gemm.families import Family
+from fast.launch.program import Program
+from fast.matmul.preshuffled import layout
+from fast.prepared import (
+    ScaledProduct,
+    prepared_linear,
+    prepared_linear_of_codes,
+    prepared_linear_small,
+    prepared_scaled_mm,
+)
 
 Product = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor]
+
+
 UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
 
 
@@ -134,17 +152,123 @@ def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 
 #: Every kernel by name, the preferred first.
 PRODUCTS = {
-    "int8": Kernel(int8.int8, int8.unsupported_reason),
-    "scaled_mm": Kernel(scaled_mm.scaled_mm, scaled_mm.unsupported_reason),
+    "int8": Kernel(codes.int8, codes.int8_unsupported_reason),
+    "scaled_mm": Kernel(codes.scaled_mm, codes.scaled_mm_unsupported_reason),
     "fused": Kernel(fused.fused, fused.unsupported_reason),
     "dequantize": Kernel(dequantized, _supports_all),
-    "reference": Kernel(reference.reference, _supports_all),
+    "reference": Kernel(dense.reference, _supports_all),
 }
+
+
+#: What is called as `prepared.launch(prepared, x, bias)`.
+Prepared = Program | ScaledProduct
+
+
+#: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias and the shape of the result.
+Prepare = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None, tuple[int, ...]], Prepared | None]
+
+
+def is_tuned(device: torch.device) -> bool:
+    """Whether something was tuned for inference on a device: then the kernel depends on the rows, and on what is pinned."""
+    return any(choice.problem.direction == "inference" for choice in choices_for(device))
+
+
+def prepared_product(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Prepared | None:
+    """The product of x (M, K), which was computed just now, as a program for inputs like x, its result in a shape of as many
+    elements; None for kernels that are more than launches."""
+    make = PREPARE.get(select_kernel(w, x.dtype, x.shape[0]))
+    return None if make is None or not w.is_cuda else make(x, w, bias, shape)
+
+
+def _fused(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Prepared | None:
+    if w.meta.layout == PRESHUFFLED:
+        return prepared_linear_small(x, w.stored, bias, shape, w.recipe.activation)
+    return prepared_linear(x, w.quantized, bias, shape)
+
+
+def _codes(
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+) -> Prepared | None:
+    """Of rows that are multiplied as codes: by kernels of ours, or by torch of 8-bit floats under scales alike."""
+    scheme = w.recipe.activation
+    if scheme is None:
+        return None
+    if multiplies_codes(x, w):
+        by_rows = loses_nan(w)
+        return prepared_linear_of_codes(x, w.quantized, bias, shape, scheme, w.input_scales, by_rows)
+    blocks = scheme.scale.block, w.scheme.scale.block
+    if scheme.element not in FLOAT8 or BLOCK in blocks or blocks[0] != blocks[1]:
+        return None
+    dtypes = FLOAT8[scheme.element], FLOAT8[w.scheme.element]
+    return prepared_scaled_mm(x, w.quantized, shape, scheme, w.input_scales, dtypes)
+
+
+#: By the names of `select.PRODUCTS`.
+PREPARE: dict[str, Prepare] = {"fused": _fused, "int8": _codes, "scaled_mm": _codes}
+
+
+# Which families of kernels multiply by a weight on a GPU, by ranges of rows: what `ao_lab.explain` prints.
+
+#: Rows of inputs that are asked for, at most: what multiplies these multiplies more.
+MOST = 1 << 15
+
+
+#: torch's product of codes, by the kernels that call it.
+OF_TORCH = {"int8": families.TORCH_INT_MM, "scaled_mm": families.TORCH_SCALED_MM}
+
+
+def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[Range, ...]:
+    """The ranges of rows of inputs in a dtype by a weight (K, N) on a GPU, each with the name of what multiplies them: a family
+    of `fast.gemm.families`, or the kernel of `ao_lab.gemm.select` where that is one for all rows. () elsewhere."""
+    if not w.is_cuda or len(w.shape) != 2:
+        return ()
+    return by_rows(lambda rows: _name(w, dtype, rows), MOST)
+
+
+def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> str:
+    """What multiplies so many rows."""
+    kernel = select_kernel(w, dtype, rows)
+    if kernel == "dequantize":
+        return families.TORCH_DEQUANTIZE.name
+    if kernel == "fused":
+        return _by_weight(w, dtype, rows).name
+    return _by_codes(kernel, w, dtype, rows).name if kernel in OF_TORCH else kernel
+
+
+def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
+    """Of inputs as they are, or in a scheme in front of the product."""
+    if w.meta.layout != PRESHUFFLED:
+        return next(choose.stored(w.quantized, rows, dtype))
+    from fast.kernels.linear_small.layout import ArrangedWeight
+
+    stored = w.stored
+    shape = (int(stored.shape[0]), int(stored.shape[1]))
+    form = layout.form_of(stored.scheme, shape[1])
+    arranged = ArrangedWeight(stored.codes, stored.scale, stored.zero, shape, *form)
+    return next(choose.preshuffled(arranged, rows, dtype))
+
+
+def _by_codes(kernel: str, w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
+    """Of inputs that are quantized to 8 bits."""
+    x = torch.empty((rows, w.shape[0]), dtype=dtype, device="meta")
+    if not multiplies_codes(x, w):
+        return OF_TORCH[kernel]
+    shape = (int(w.shape[1]), int(w.shape[0]))
+    return next(choose.codes(activation(w), w.scheme, shape, rows, dtype, w.device))
+
 
 __all__ = [
     "PRODUCTS",
     "Kernel",
+    "Prepared",
+    "families_by_rows",
     "inference_keys",
+    "is_tuned",
+    "prepared_product",
     "product",
     "select_kernel",
     "select_product",

@@ -1,7 +1,7 @@
 """F.linear of a weight on a GPU in eager inference, prepared: what is left of the host's time of a layer.
 
 The first product of a shape goes the ordinary way (`matmul_ops.eager_linear`), of many rows the second one too. If it was
-launches alone, or these and torch's product of codes, they are kept with the weight as a program (`ao_lab.gemm.prepared`) among
+launches alone, or these and torch's product of codes, they are kept with the weight as a program (`ao_lab.gemm.select`) among
 what `_settled` keeps for the weight's parts and goes with them. Importing this module switches it on, as
 `ao_lab.quantization` and `ao_lab.checkpoint` do; training, which has no such products, does not.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.choices import VERSION, pinned
-from ao_lab.gemm.prepared import Prepared, is_tuned, prepared_product
+from ao_lab.gemm.select import Prepared, is_tuned, prepared_product
 from ao_lab.tensor.matmul_ops import eager_linear
 from ao_lab.tensor.op_registry import eager_function
 from ao_lab.tensor.quantized_tensor import QuantizedTensor

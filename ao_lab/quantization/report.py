@@ -20,12 +20,10 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ao_lab.config.recipe import SPARSE_KERNELS
-from ao_lab.gemm import sparse_int4
+from ao_lab.gemm import sparse
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
-from ao_lab.gemm.families import families_by_rows
-from ao_lab.gemm.products.fused import most_fused_rows
-from ao_lab.gemm.products.grouped import groups_reason
-from ao_lab.gemm.select import inference_keys, select_kernel
+from ao_lab.gemm.fused import groups_reason, most_fused_rows
+from ao_lab.gemm.select import families_by_rows, inference_keys, select_kernel
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.metadata import LAYOUT
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
@@ -293,8 +291,8 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
         return "fused" if count >= ALL_ROWS else f"fused, up to {count} rows an expert on average"
     # A model of them may lie on the host, where its products raise and reports do not.
     name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
-    if name == sparse_int4.NAME:
-        return f"{name}, up to {sparse_int4.MOST_ROWS} rows"
+    if name == sparse.INT4_NAME:
+        return f"{name}, up to {sparse.MOST_ROWS} rows"
     if name == "dequantize" and isinstance(weight, SparseQuantizedTensor) and on_gpu(weight):
         return SLOWER
     if name != "fused":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ao_lab.config.recipe import Recipe
-from fast.matmul.preshuffled.ops import preshuffled, restored
+from fast.matmul.preshuffled.linear import preshuffled, restored
 from reference import Quantized
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.schemes.schemes import scheme_fields, scheme_from

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ao_lab.config.recipe import Recipe
-from ao_lab.gemm.products.scaled_blocks import BLOCK
+from ao_lab.gemm.codes import BLOCK
 from ao_lab.tensor.metadata import PRESHUFFLED
 from fast.device import PLAIN, has_kernels, is_traced, is_transformed
 from fast.matmul.preshuffled.layout import unsupported_reason as stored_reason

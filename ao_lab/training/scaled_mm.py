@@ -1,5 +1,5 @@
 """torch's own products of 8-bit floats with scales: by one scale for tensors or rows, or by blocks of 128, which
-`ao_lab.gemm.products.scaled_blocks` multiplies for inference too."""
+`ao_lab.gemm.codes` multiplies for inference too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.gemm.products.scaled_blocks import BLOCK, CAPABILITY, STEP, blocks_product, blocks_reason, decodes
+from ao_lab.gemm.codes import BLOCK, CAPABILITY, STEP, blocks_product, blocks_reason, decodes
 from reference import Quantized, Scheme
 from reference.training.recipe import Product
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ao_lab.gemm.choices import Choice, choices_for, path_of, rows_range
-from ao_lab.gemm.saved import folder, save
+from ao_lab.gemm.choices import Choice, choices_for, folder, path_of, rows_range, save
 from ao_lab.transforms.layers import check_model
-from ao_lab.tuning.candidates import choices_of
-from ao_lab.tuning.decide import Limits
+from ao_lab.tuning.candidates import Limits, choices_of
 from ao_lab.tuning.measure import release
 from ao_lab.tuning.ranks import chosen_by_all, is_first_of_its_machine
 from ao_lab.tuning.samples import Sample, SampleInput, record
@@ -76,11 +74,11 @@ def tune(
     launches: how the model will run. "eager": a candidate costs what the GPU or 1.5 times what the host takes, whichever is
     longer; "graph" (CUDA graphs, and torch.compile with them): what the GPU takes. A model that is to be compiled is tuned
     before.
-    save_choices: for later processes, per GPU and library versions (`ao_lab.gemm.saved`).
+    save_choices: for later processes, per GPU and library versions (`ao_lab.gemm.choices`).
 
     With torch.distributed all ranks call this, and have the same choices: those of the lowest rank that has such a layer.
     The model is unchanged afterwards: buffers, values that modules hold, modes, gradients, and random generators
-    (`ao_lab.tuning.untouched`); a UserWarning names parameters that the step on sample_input wrote to. Under
+    (`ao_lab.tuning.samples`); a UserWarning names parameters that the step on sample_input wrote to. Under
     torch.use_deterministic_algorithms(True) layers follow the default rules, not these choices. Raises ValueError where no
     layer is to be tuned, for budgets and rows that are not positive, and inside torch.compile, a CUDA graph's capture or
     another tune; OSError, before anything is measured, where choices are to be saved and there is no place for a cache.

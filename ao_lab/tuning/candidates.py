@@ -2,26 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 
 from ao_lab.gemm import select
+from ao_lab.gemm.fused import most_fused_rows
 from ao_lab.gemm.problem import SUBSETS, Candidate, Choice, Problem, problem_of
-from ao_lab.gemm.products.fused import most_fused_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.products import PRODUCTS as TRAINING
 from ao_lab.training.products import has_fp8, product
 from ao_lab.training.restricted import prepare
-from ao_lab.tuning.decide import MARGIN, TRAINING_MARGIN, Limits, best, measured
 from ao_lab.tuning.experts import GroupedProduct, products_of
-from ao_lab.tuning.measure import ERROR_ROWS, Call, exact_product, relative_error
-from ao_lab.tuning.operands import Pair, pairs_of
+from ao_lab.tuning.measure import (
+    ERROR_ROWS,
+    LAUNCHES,
+    Call,
+    Pair,
+    exact_product,
+    pairs_of,
+    relative_error,
+    timings,
+)
 from ao_lab.tuning.samples import ExpertsSample, Sample, ServingSample, TrainingSample
+from reference.arrays.errors import choice
 from reference.training.recipe import PRODUCTS, Recipe
+
+# Which of the measured candidates is chosen.
+
+#: A candidate replaces the default only where it is quicker by this share: less is noise.
+MARGIN = 0.02
+#: The same for what of a training layer is dense: its bar is the time of the dense layer, so little is left to noise.
+TRAINING_MARGIN = 0.005
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a choice, see `tune`."""
+
+    error: float | None = None
+    time: float | None = None
+    launches: str = "eager"
+
+    def __post_init__(self) -> None:
+        if self.error is not None and not (_is_number(self.error) and self.error > 0):
+            raise ValueError(f"error_budget is a positive number or None, got {self.error!r}")
+        if self.time is not None and not (_is_number(self.time) and self.time >= 1):
+            raise ValueError(
+                f"time_budget is a factor of the quickest time, 1 or more, or None; got {self.time!r}"
+            )
+        choice(self.launches, LAUNCHES, "launches")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)
+
+
+def measured(
+    calls: Mapping[str, Call],
+    errors: Callable[[str], float],
+    refused: Mapping[str, str],
+    device: torch.device,
+    limits: Limits,
+) -> tuple[Candidate, ...]:
+    """A candidate of each call, the default first, then of each function that was refused, with its reason.
+
+    errors: of the result of a call, by its name.
+    """
+    found = []
+    times = timings(calls, device, limits.launches)
+    for name in (*calls, *refused):
+        if name in refused:
+            found.append(Candidate(name, reason=refused[name]))
+            continue
+        taken = times[name]
+        error = errors(name)
+        if isinstance(taken, str):
+            found.append(Candidate(name, error=error, reason=taken))
+        else:
+            found.append(Candidate(name, taken.seconds, taken.spread, error, host=taken.host, gpu=taken.gpu))
+    return tuple(found)
+
+
+def best(candidates: Sequence[Candidate], limits: Limits, margin: float = MARGIN) -> str | None:
+    """The choice among candidates, the default first; None where none is within the error budget.
+
+    Without a time budget the quickest, but the default where that is slower by no more than `margin`. With one, the smallest
+    error among those that take at most `limits.time` times as long as the quickest.
+    """
+    able = _within(candidates, limits.error)
+    if not able:
+        return None
+    quickest = min(seconds(c) for c in able)
+    if limits.time is not None:
+        affordable = [c for c in able if seconds(c) <= quickest * limits.time]
+        return min(affordable, key=lambda c: (c.error or 0.0, seconds(c))).kernel
+    if seconds(able[0]) <= quickest * (1 + margin):
+        return able[0].kernel
+    return min(able, key=seconds).kernel
+
+
+def _within(candidates: Sequence[Candidate], error: float | None) -> list[Candidate]:
+    return [c for c in candidates if c.seconds is not None and (error is None or (c.error or 0.0) <= error)]
+
+
+def seconds(candidate: Candidate) -> float:
+    """Its time; of one that was measured."""
+    return candidate.seconds or 0.0
+
 
 #: The function that takes everything, and is never the quickest where another one does.
 EMULATION = "emulate"
@@ -33,9 +125,9 @@ def choices_of(sample: Sample, limits: Limits) -> Iterator[Choice]:
         yield serving_choice(sample, limits)
         return
     made = []
-    for choice in _product_choices(sample, limits):
-        made.append(choice)
-        yield choice
+    for one in _product_choices(sample, limits):
+        made.append(one)
+        yield one
     if sample.g is not None:
         yield training_choice(sample, made, limits)
 
@@ -178,4 +270,13 @@ def _errors(
     return error_of
 
 
-__all__ = ["choices_of", "grouped_choice", "product_choice", "serving_choice", "training_choice"]
+__all__ = [
+    "Limits",
+    "best",
+    "choices_of",
+    "grouped_choice",
+    "measured",
+    "product_choice",
+    "serving_choice",
+    "training_choice",
+]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.gemm.products.scaled_mm import FLOAT8
+from ao_lab.gemm.codes import FLOAT8
 from experiments.kernels.cases.case import Case, Inputs
 from experiments.kernels.cases.inputs import EPS
 from reference import FORMATS, SCHEMES, Format, Scheme

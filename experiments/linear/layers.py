@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
-from ao_lab.gemm.products.fused import most_fused_rows
-from ao_lab.gemm.products.grouped import groups_reason
+from ao_lab.gemm.fused import groups_reason, most_fused_rows
 from ao_lab.gemm.select import select_kernel
 from experiments.harness.outcome import Wrong
 from experiments.harness.timing import cache_bytes, input_sets

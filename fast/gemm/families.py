@@ -58,7 +58,7 @@ SM90_S8_GEMM = Family(
     "fast/kernels/sm90_s8_gemm",
 )
 TRITON_INT_SCALED_MM = Family(
-    "triton_int_scaled_mm", "2 rows and more of int8 codes by int8 codes", "fast/kernels/int_scaled_mm"
+    "triton_int_scaled_mm", "2 rows and more of int8 codes by int8 codes", "fast/kernels/scaled_mm"
 )
 TRITON_SCALED_MM = Family(
     "triton_scaled_mm",

@@ -133,12 +133,12 @@ def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tupl
         return _beside(g, x, work)
     if taken != EPILOGUE:
         return None, work()
-    from fast.kernels.cublaslt import weight_gradient
+    from fast.kernels import cublaslt
 
     product = product_stream(g.get_device())
     current = torch.cuda.current_stream(g.device)
     product.wait_stream(current)
-    found = weight_gradient.weight_and_bias_gradients(g, x, product)
+    found = cublaslt.weight_and_bias_gradients(g, x, product)
     try:
         return found, work()
     finally:
@@ -178,9 +178,9 @@ def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: 
         return beside(g, x)
     if taken == APART:
         return None
-    from fast.kernels.cublaslt import weight_gradient
+    from fast.kernels import cublaslt
 
-    return weight_gradient.weight_and_bias_gradients(g, x)
+    return cublaslt.weight_and_bias_gradients(g, x)
 
 
 def weight_and_bias_gradients_op(g: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:

@@ -12,8 +12,7 @@ from fast.dispatch import Function, execute
 from fast.gemm import choose, families
 from fast.gemm.families import Family
 from fast.layers.column_sums import column_sums
-from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients
-from fast.matmul.weights import check_codes, check_weight, weight_of
+from fast.matmul.weights import check_codes, check_weight, has_float_inputs, refuse_scale_gradients, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
 from reference.arrays.errors import choice
@@ -103,15 +102,14 @@ def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key
 
 def _product_of(family: Family) -> Callable[..., Any]:
     """What multiplies codes."""
-    from fast.kernels.int_scaled_mm import host as int_scaled_mm
-    from fast.kernels.linear import w8a8_host
+    from fast.kernels.linear import select
     from fast.kernels.scaled_mm import host as scaled_mm
     from fast.kernels.sm90_s8_gemm import host as s8_gemm
 
     hosts: dict[Family, Any] = {
-        families.TRITON_GEMV_W8A8: w8a8_host,
+        families.TRITON_GEMV_W8A8: select,
         families.SM90_S8_GEMM: s8_gemm,
-        families.TRITON_INT_SCALED_MM: int_scaled_mm,
+        families.TRITON_INT_SCALED_MM: scaled_mm,
         families.TRITON_SCALED_MM: scaled_mm,
     }
     multiply: Callable[..., Any] = hosts[family].linear_of_codes

@@ -9,9 +9,8 @@ import torch
 from fast.cpu.rows import linear_of_rows
 from fast.dispatch import run
 from fast.launch.cache import settings
-from fast.matmul.linear_ops import linear_function
-from fast.matmul.stored_weight_ops import Operands, Values
-from fast.matmul.weights import parts, weight_of
+from fast.matmul.linear import linear_function
+from fast.matmul.weights import Operands, Values, parts, weight_of
 from reference import Quantized
 
 

@@ -10,7 +10,7 @@ import torch
 import reference
 from fast.dispatch import Function, execute, run
 from fast.layers.column_sums import column_sums
-from fast.matmul.stored_weight_ops import has_float_inputs, refuse_scale_gradients
+from fast.matmul.weights import has_float_inputs, refuse_scale_gradients
 from fast.ops import register
 from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
 

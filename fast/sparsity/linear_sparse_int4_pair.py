@@ -16,7 +16,7 @@ import torch
 from fast.dispatch import Function, execute, run
 from fast.layers.gradients import swiglu_vjp
 from fast.layers.ops import SWIGLU, strides
-from fast.matmul.stored_weight_ops import refuse_scale_gradients
+from fast.matmul.weights import refuse_scale_gradients
 from fast.ops import register
 from fast.sparsity.linear_sparse_int4 import LINEAR_SPARSE_INT4, LINEAR_SPARSE_INT4_OP, STORED
 from reference.sparsity.linear_sparse_int4 import check_operands

@@ -13,8 +13,8 @@ from triton.runtime.jit import JITFunction
 
 from fast.kernels import bits
 from fast.kernels.layers import swiglu
+from fast.kernels.linear import gluon as lane_swiglu
 from fast.kernels.linear import gluon as lanes
-from fast.kernels.linear import gluon_swiglu as lane_swiglu
 from fast.kernels.sm90 import bf16x2 as halves
 from fast.kernels.sparse_linear import weight_reads
 from tests.emulator.ptx_opcodes import OPCODES, OPERAND, fused, immediate, parsed, run

@@ -322,8 +322,11 @@ KERNELS = [
              "return tl.minimum(at, limit - 1), exists & (i < length)", "return tl.minimum(at, 0), exists & (i < length)",
              GRADIENTS),
     Mutation("a part of K begins a step late", "fast/kernels/scaled_mm/kernel.py",
-             "start = tl.program_id(1) * steps", "start = tl.program_id(1) * (steps + BLOCK_K)", PRODUCTS),
-    Mutation("a zero point of all rows is the first row's", "fast/kernels/int_scaled_mm/kernel.py",
+             "start = tl.program_id(1) * steps\n    if SWAP:\n        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)",
+             "start = tl.program_id(1) * (steps + BLOCK_K)\n    if SWAP:\n"
+             "        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)",
+             PRODUCTS),
+    Mutation("a zero point of all rows is the first row's", "fast/kernels/scaled_mm/kernel.py",
              "zero_a + (m if EACH_A else m * 0)", "zero_a + m * 0", PRODUCTS),
     Mutation("columns' scales lie as their blocks do", "fast/kernels/rowwise_colwise/tiles.py",
              "column.to(tl.int64)[None, :] * blocks + block[:, None]",
@@ -361,8 +364,9 @@ KERNELS = [
              'OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (136',
              'OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (128', DYNAMIC),
     Mutation("parts of K are not added", "fast/kernels/linear_small/product.py",
-             "for part in tl.static_range(1, SPLITS):", "for part in tl.static_range(2, SPLITS):", SMALL),
-    Mutation("factors of the upper rows", "fast/kernels/linear_small/elements.py",
+             "for part in tl.static_range(1, SPLITS):\n        total", "for part in tl.static_range(2, SPLITS):\n        total",
+             SMALL),
+    Mutation("factors of the upper rows", "fast/kernels/linear_small/decode.py",
              "(n // 8 % 2 * 16 + block % 2 * 8)", "(block % 2 * 8)", DYNAMIC),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed._functional_collectives  # enters the operators
 from torch._C._distributed_c10d import _resolve_process_group
 
-from ao_lab.gemm.arranged import forget_arranged
+from ao_lab.gemm.sparse import forget_arranged
 from ao_lab.tensor.sparse import slicing
 from ao_lab.tensor.sparse.metadata import received, sent
 from ao_lab.tensor.sparse.registry import sparse_operation

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.gemm.arranged import forget_arranged
+from ao_lab.gemm.sparse import forget_arranged
 from ao_lab.tensor.sparse.metadata import received, sent
 from ao_lab.tensor.sparse.slicing import differs
 from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor

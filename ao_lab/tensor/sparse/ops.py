@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ao_lab.gemm.arranged import forget_arranged
+from ao_lab.gemm.sparse import forget_arranged
 from ao_lab.tensor.flat_concat import Bundle, joins
 from ao_lab.tensor.op_registry import OPERATIONS
 from ao_lab.tensor.quantized_tensor import QuantizedTensor

@@ -31,8 +31,6 @@ import torch
 import fast
 from ao_lab.config.recipe import changed_recipe
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product
-from ao_lab.gemm import sparse_int4 as sparse_int4  # enters its product
-from ao_lab.gemm import sparse_wgmma as sparse_wgmma  # enters its product
 from ao_lab.tensor.metadata import PARTS, Meta, described, swapped
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse.compressed_codes import dense_codes

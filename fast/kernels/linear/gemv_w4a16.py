@@ -50,11 +50,11 @@ from fast.kernels.linear.gluon import (
     as_scale,
     as_words,
     axis_range,
+    gated_sums,
     narrowed,
     select_pointers,
     wait_for_previous,
 )
-from fast.kernels.linear.gluon_swiglu import gated_sums
 
 
 def _decoded(word: str, out: str, kind: str, signed: bool) -> str:

@@ -5,6 +5,11 @@ to 96 rows, or 32 of weights of fewer than 8192; more to no kernel. Else one row
 `gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are theirs (`takes_w4a16`, `takes_w8a16`),
 `gemv_any` all else. Up to MOST_ROWS rows of 16-bit inputs go to `gemm_small_m`. Beyond, the tensor cores are the limit, and
 a dense weight that is made for the call costs little beside it: the caller dequantizes.
+
+`linear_pair` and `linear_swiglu` for CUDA tensors: two products of one row in one launch, by the kernels of `linear`.
+
+A launch has few bytes under way at its beginning and end (times: reports/LOG.md). Two weights of a layer that multiply the same
+inputs, a gate and what it gates, lose that once.
 """
 
 from __future__ import annotations
@@ -15,10 +20,19 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear.gemm_small_m import gemm_small_m_kernel
-from fast.kernels.linear.gemv_any import gemv_any_kernel
-from fast.kernels.linear.gemv_w4a16 import UNIT, gemv_w4a16_kernel
-from fast.kernels.linear.gemv_w8a16 import gemv_w8a16_kernel
+from fast.kernels.linear.gemv_w4a16 import (
+    UNIT,
+    gemv_w4a16_kernel,
+    gemv_w4a16_pair_kernel,
+    gemv_w4a16_swiglu_kernel,
+)
+from fast.kernels.linear.gemv_w8a16 import (
+    gemv_w8a8_kernel,
+    gemv_w8a16_kernel,
+    gemv_w8a16_pair_kernel,
+    gemv_w8a16_swiglu_kernel,
+)
+from fast.kernels.linear.plain import gemm_small_m_kernel, gemv_any_kernel
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
@@ -31,6 +45,126 @@ from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme
+
+PARTS = ("codes", "scale", "outer", "zero")
+
+
+def linear_pair(
+    x: torch.Tensor, first: Quantized, second: Quantized, key: Any = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """x (..., K), one row, times the transposes of two weights, or None where no kernel takes them. key: see `launch.cache`."""
+    call = _recorded(x, first, second, ("y", "y2"))
+    if call is None:
+        return None
+    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key, first.scheme)
+    return made
+
+
+def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = None) -> torch.Tensor | None:
+    """silu of the first product times the second, or None where no kernel takes them. key: see `launch.cache`."""
+    call = _recorded(x, gate, up, ("y",))
+    if call is None:
+        return None
+    made: torch.Tensor = call.result("y", key, gate.scheme)
+    return made
+
+
+def _recorded(x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]) -> Call | None:
+    """The launch that writes the results of these names, done; None where there is none."""
+    launch = pair_launch_for(
+        first.scheme, tuple(first.shape), first.axis, first.packed, x.dtype, len(made) == 1
+    )
+    given = {name + end: getattr(w, name) for w, end in ((first, ""), (second, "2")) for name in PARTS}
+    if launch is None or not same_device(x, *given.values()):
+        return None
+    for w in (first, second):
+        check_quantized(w)
+    call = Call({"x": x, **given}, words=("x", "codes", "codes2"))
+    for name in made:
+        call.allocate(name, (*x.shape[:-1], first.shape[0]), x.dtype)
+    call.launch(launch, [name for name in launch.kernel.arg_names if name in ("x", *given, *made)])
+    return call
+
+
+def pair_launch_for(
+    scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool, dtype: torch.dtype, gated: bool = False
+) -> CompiledLaunch | None:
+    """The launch for one row of a dtype and two weights that are both stored so; None where there is none.
+
+    gated: of `linear_swiglu`, which is for 16-bit numbers.
+    """
+    weight = weight_of(scheme, shape, axis, packed)
+    taken = dtype in (FLOATS[:2] if gated else FLOATS)
+    if weight is None or not taken or not weight.rows:
+        return None
+    return _pair_launch(weight, FLOAT_NAMES[dtype], gated)
+
+
+@lru_cache(maxsize=4096)
+def _pair_launch(weight: Weight, dtype: str, gated: bool) -> CompiledLaunch | None:
+    """Programs of the first weight, then those of the second; gated: of half as many rows of both."""
+    if takes_w4a16(weight) and dtype != "float32":
+        one, rows = gemv_w4a16_launch(weight, dtype, 2), W4A16_ROWS
+        kernels = gemv_w4a16_pair_kernel, gemv_w4a16_swiglu_kernel
+    elif takes_w8a16(weight):
+        one, rows = gemv_w8a16_launch(weight, dtype, 2), rows_per_program(weight.rows, 2)
+        kernels = gemv_w8a16_pair_kernel, gemv_w8a16_swiglu_kernel
+    else:
+        return None
+    programs = ceil_div(weight.rows, rows // 2) if gated else 2 * one.grid[0]
+    return CompiledLaunch(kernels[gated], programs, one.tail, one.warps, **one.options)
+
+
+# `linear_of_codes` for CUDA tensors: which weights the kernel takes, and how many of their rows a program.
+
+#: What the kernel calls the elements.
+KINDS = {"int8": "int", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+#: Codes that a lane takes at once: rows begin at multiples of these.
+LANE = 16
+
+
+def linear_of_codes(
+    x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
+) -> torch.Tensor | None:
+    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`.
+
+    Several rows are `scaled_mm.host`'s.
+    """
+    launch = w8a8_launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
+    given = {
+        "x": x.codes, "x_scale": x.scale, "x_zero": x.zero, "codes": w.codes, "scale": w.scale, "bias": bias
+    }  # fmt: skip
+    if launch is None or not same_device(*given.values()):
+        return None
+    call = Call(given, words=("x", "codes"))
+    call.allocate("y", (1, w.shape[0]), dtype)
+    call.launch(launch, list(launch.kernel.arg_names[: len(given) + 1]))
+    y: torch.Tensor = call.result("y", key, x.scheme)
+    return y
+
+
+def w8a8_launch_for(
+    x: Scheme, w: Scheme, shape: tuple[int, ...], dtype: torch.dtype
+) -> CompiledLaunch | None:
+    """The launch that multiplies one row of codes by a weight of some shape, both as `check_codes` allows; None where there is
+    none: rows whose length is no multiple of 16, no rows, other dtypes."""
+    rows, length = shape
+    if dtype not in FLOATS or not rows or not length or length % LANE or interpreted():
+        return None
+    return _w8a8_launch(
+        KINDS[x.element], KINDS[w.element], w.scale.block == -1, rows, length, FLOAT_NAMES[dtype]
+    )
+
+
+@lru_cache(maxsize=4096)
+def _w8a8_launch(inputs: str, kind: str, each: bool, rows: int, length: int, dtype: str) -> CompiledLaunch:
+    """Four rows of the weight a program where there are many, else two, and warps along K until there are enough in all."""
+    taken = rows_per_program(rows)
+    warps_k = warps_along_k(ceil_div(rows, taken), ceil_div(length, WARP_BYTES))
+    wide = rows * length > INT32 - length
+    tail = (rows, length, each, inputs, kind, taken, warps_k, wide, dtype, True)
+    return CompiledLaunch(gemv_w8a8_kernel, ceil_div(rows, taken), tail, warps_k, launch_pdl=True)
+
 
 #: Rows beyond which a weight is dequantized for the call.
 MOST_ROWS = 128

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
-from fast.kernels.linear_small.elements import (
+from fast.kernels.linear_small.decode import (
     half_elements,
     has_factors,
     own_scale,

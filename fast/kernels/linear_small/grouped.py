@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear_small.grouped_product import grouped_linear_small_kernel
 from fast.kernels.linear_small.host import INPUTS
 from fast.kernels.linear_small.layout import ArrangedWeight, filled
+from fast.kernels.linear_small.product import grouped_linear_small_kernel
 from fast.kernels.linear_small.tilings import BITS, FULL, block_m_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.launch.call import FLOAT_NAMES, Call

@@ -15,7 +15,7 @@ import torch
 
 from fast.kernels.linear_small.host import INPUTS, PART, PART_WARPS, Launches, check_operands
 from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, filled
-from fast.kernels.linear_small.pair_product import linear_small_pair_kernel, sum_pair_splits_kernel
+from fast.kernels.linear_small.product import linear_small_pair_kernel, sum_pair_splits_kernel
 from fast.kernels.linear_small.tilings import Tiling, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.launch.call import FLOAT_NAMES, Call

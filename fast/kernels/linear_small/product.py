@@ -9,6 +9,20 @@ Scales of few bits are in the elements (`fast.scale_factors`), which stay exact,
 
 Parts of K are programs of their own (SPLITS); `sum_splits_kernel` adds their sums, the first part first. So the same operands
 have the same bits every time, with any number of multiprocessors.
+
+Rows sorted by expert times the experts' arranged weights: `linear_small` for each expert, in one launch.
+
+Where an expert's rows begin and end is read on the device, so that the host waits for nothing. A program has a tile of rows
+of one expert's weight and goes through the rows of X that are that expert's, BLOCK_M at a time: the weight's words come from
+memory once, for more rows from the second-level cache. An expert without rows costs programs that read two numbers.
+
+Two arranged weights of one shape and scheme times the same rows of X: both products, or silu of the first times the second.
+
+A program's tile is half of the first weight's rows and half of the second's: the product that `linear_small_kernel` makes of as
+many rows of one weight, with addresses of two. The tensor core's sums of both halves lie in the same lane where a warp has rows
+of each, so that what multiplies them moves nothing.
+
+Sums are rounded to the dtype before silu, as two products by themselves round them; then `reference.swiglu` holds.
 """
 
 import triton
@@ -16,8 +30,8 @@ import triton.language as tl
 
 from fast import codebook_scales
 from fast.kernels.bits import narrow
-from fast.kernels.linear_small.decode import zero_pairs
-from fast.kernels.linear_small.elements import (
+from fast.kernels.layers.swiglu import silu
+from fast.kernels.linear_small.decode import (
     atoms_of_product,
     half_elements,
     has_factors,
@@ -29,22 +43,12 @@ from fast.kernels.linear_small.elements import (
     tile_elements,
     tile_levels,
     word_halves,
+    words_before,
     words_of,
+    zero_pairs,
 )
+from fast.kernels.sm90.bf16x2 import clamped_gate, gated
 from fast.scale_factors import EXPONENTS
-
-#: What second terms of levels are multiplied by.
-SECOND = tl.constexpr(codebook_scales.SECOND)
-
-
-@triton.jit
-def _inputs(x, m, k, count, LENGTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr):
-    """SIZE columns of rows m from k on, zeros beyond both ends. WHOLE: no column is beyond."""
-    column = k + tl.arange(0, SIZE)[None, :]
-    exists = m[:, None] < count
-    if not WHOLE:
-        exists = exists & (column < LENGTH)
-    return tl.load(x + (m[:, None] * LENGTH + column), mask=exists, other=0.0)
 
 
 @triton.constexpr_function
@@ -214,3 +218,139 @@ def sum_splits_kernel(
     if bias is not None:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + (m * N + n), narrow(total, OUT, False), mask=inside)
+
+
+@triton.jit
+def _inputs(x, m, k, count, LENGTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """SIZE columns of rows m from k on, zeros beyond both ends. WHOLE: no column is beyond."""
+    column = k + tl.arange(0, SIZE)[None, :]
+    exists = m[:, None] < count
+    if not WHOLE:
+        exists = exists & (column < LENGTH)
+    return tl.load(x + (m[:, None] * LENGTH + column), mask=exists, other=0.0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def grouped_linear_small_kernel(
+    x, codes, scale, zero, ends, y, count,
+    N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows of y (count, N) that are one expert's, and BLOCK_N of its columns.
+
+    x: (count, LENGTH), sorted by expert; ends: int32 (experts), the row after each expert's last. codes, scale, zero: as of
+    `linear_small_kernel`, with an axis of experts in front; BLOCKS: of scales along K. Rows behind the last are not written.
+    """
+    NB: tl.constexpr = BLOCK_N // 64
+    KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
+    WORDS: tl.constexpr = words_of(ELEMENT)
+    expert = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    atom = expert * (ROWS // 64) + tl.program_id(0) * NB + tl.arange(0, NB)
+    words = codes + atom[:, None] * (COLUMNS // 64 * WORDS) + tl.arange(0, KB * WORDS)[None, :]
+    scale += expert * (ROWS // 2 * words_before(COLUMNS, GROUP) if has_factors(ELEMENT) else BLOCKS * ROWS)
+    if zero is not None:
+        zero += expert * (BLOCKS * ROWS // 2)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    end = tl.minimum(tl.load(ends + expert), count)
+    begin = tl.where(expert > 0, tl.load(ends + tl.maximum(expert - 1, 0)), 0)
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        total = sums_of_tile(
+            x, words, scale, zero, m, n, end, 0, COLUMNS // BLOCK_K,
+            LENGTH, ROWS, COLUMNS, GROUP, ELEMENT, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+        inside = (m < end)[None, :] & (n < N)[:, None]
+        tl.store(y + (m[None, :] * N + n[:, None]), narrow(total, OUT, False), mask=inside)
+
+
+@triton.jit
+def gated_sums(gate, up, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """silu(gate) * up of float32 values that are rounded to a 16-bit dtype first."""
+    g, u = narrow(gate, DTYPE, False), narrow(up, DTYPE, False)
+    return gated(silu(clamped_gate(g, DTYPE, False), DTYPE, HAS_PTX), g, u, DTYPE, False, False)
+
+
+@triton.jit
+def _store(y, y2, at, first, second, inside, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Both sums rounded; y2 None: silu of one times the other."""
+    if y2 is None:
+        tl.store(y + at, gated_sums(first, second, DTYPE, HAS_PTX), mask=inside)
+    else:
+        tl.store(y + at, narrow(first, DTYPE, False), mask=inside)
+        tl.store(y2 + at, narrow(second, DTYPE, False), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def linear_small_pair_kernel(
+    x, codes, scale, zero, codes2, scale2, zero2, y, y2, count,
+    N: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N / 2 columns of y and y2 (count, N), or of y alone where y2 is None; where SPLITS > 1, of the parts
+    (SPLITS, 2, count, N), float32, in y.
+
+    x: (count, LENGTH). Weights (N, LENGTH) fill their tiles, else as of `linear_small_kernel`; N is a multiple of BLOCK_N / 2.
+    """
+    NB: tl.constexpr = BLOCK_N // 64
+    KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
+    WORDS: tl.constexpr = words_of(ELEMENT)
+    HALF: tl.constexpr = BLOCK_N // 2
+    ATOM: tl.constexpr = LENGTH // 64 * WORDS
+    STEPS: tl.constexpr = LENGTH // BLOCK_K
+    EACH: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    program, begin = tl.program_id(0), tl.program_id(1) * EACH
+    atom, row, pair = tl.arange(0, NB), tl.arange(0, BLOCK_N), tl.arange(0, 32 * NB)
+    # Places in the second weight are counted on from those in the first.
+    atoms = tl.where(atom < NB // 2, codes, codes2 - NB // 2 * ATOM)
+    atoms += (program * (NB // 2) + atom).to(tl.int64) * ATOM
+    words = atoms[:, None] + tl.arange(0, KB * WORDS)[None, :]
+    scales, zeros = tl.where(row < HALF, scale, scale2 - HALF), zero
+    if zero is not None:
+        # `sums_of_tile` adds the place of a program whose rows are all of one weight.
+        zeros = tl.where(pair < HALF // 2, zero, zero2 - HALF // 2) - program * (HALF // 2)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = sums_of_tile(
+        x, words, scales, zeros, m, program * HALF + row, count, begin, tl.minimum(begin + EACH, STEPS),
+        LENGTH, N, LENGTH, GROUP, ELEMENT, DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    if SPLITS > 1:
+        part = tl.program_id(1) * 2 + row // HALF
+        at = (part[:, None] * count + m[None, :]) * N + (program * HALF + row % HALF)[:, None]
+        tl.store(y + at, total, mask=(m < count)[None, :])
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        at = m[None, :] * N + (program * HALF + tl.arange(0, HALF))[:, None]
+        _store(y, y2, at, first, second, (m < count)[None, :], DTYPE, USE_PDL)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_pair_splits_kernel(
+    parts, y, y2, count, N: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr, TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE elements of a row of y and y2 (count, N), or of y alone where y2 is None: the parts (SPLITS, 2, count, N) of each
+    added from the first on."""
+    m = tl.program_id(1)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = n < N
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first = tl.load(parts + (m * N + n), mask=inside, other=0.0)
+    second = tl.load(parts + ((count + m) * N + n), mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLITS):
+        first += tl.load(parts + ((2 * part * count + m) * N + n), mask=inside, other=0.0)
+        second += tl.load(parts + (((2 * part + 1) * count + m) * N + n), mask=inside, other=0.0)
+    _store(y, y2, m * N + n, first, second, inside, DTYPE, USE_PDL)
+
+
+#: What second terms of levels are multiplied by.
+SECOND = tl.constexpr(codebook_scales.SECOND)

@@ -1,21 +1,32 @@
-"""Which tiles `scaled_mm` takes for a shape, and for which shapes it was measured to beat `torch._scaled_mm`.
+"""Which tiles `scaled_mm` and `int_scaled_mm` take for a shape, and for which shapes the first was measured to beat
+`torch._scaled_mm`.
 
-A weight that few rows are multiplied by is read once, at the speed of the memory if enough of it is under way on every
-multiprocessor: tiles have 64 of its rows where these are many, and parts of K besides (split K) where they are few. torch's
-products with a scale for each row make tiles of 128 x 128, one for a multiprocessor, along all of K: what leaves half of the
-multiprocessors without one is slow, however many rows it has.
+A weight that few rows are multiplied by is read once, at the speed of the memory if enough of it is under way on
+every multiprocessor: tiles have 64 of its rows where these are many, and parts of K besides (split K) where they are
+few. torch's products with a scale for each row make tiles of 128 x 128, one for a multiprocessor, along all of K:
+what leaves half of the multiprocessors without one is slow, however many rows it has. Of int8, from as many rows on
+as give most multiprocessors a tile of 256 x 128, that is the tile: a byte that is read into shared memory serves 171
+products there, 128 in squares of 128 (times: reports/LOG.md).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fast.kernels.quantize.geometry import ceil_div
+
 #: Multiprocessors.
 PROCESSORS = 132
+
+
 #: Rows that are few: one tile of them.
 FEW_ROWS = 128
+
+
 #: Elements along K from which on parts are worth their sum, which is a launch of its own.
 LONG = 12288
+
+
 #: Parts of K at most.
 MOST_SPLITS = 4
 
@@ -85,3 +96,18 @@ def is_faster(m: int, n: int, k: int, *, rowwise: bool, fast_sums: bool) -> bool
     if m > FEW_ROWS:
         return fast_sums and m % 128 == 0 and 2 * (m // 128) * -(-n // 128) <= PROCESSORS
     return 2 <= m <= 16 or 24 <= m <= 32 or m == 64 or (m == 128 and n <= 8192)
+
+
+#: The tile of many rows.
+MANY = Tile(256, 128, 128, 1, 4, 8, False)
+
+
+#: Tiles along M that programs at work at a time have (`_tile_of` of the kernel).
+TOGETHER = 8
+
+
+def int_tile_of(m: int, n: int, k: int) -> Tile:
+    """The tile for M, N and K."""
+    if m > FEW_ROWS and 4 * ceil_div(m, MANY.rows) * ceil_div(n, MANY.columns) >= 3 * PROCESSORS:
+        return MANY
+    return tile_of(m, n, k, fast_sums=True)

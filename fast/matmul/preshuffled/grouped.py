@@ -14,10 +14,8 @@ from fast.dispatch import Function, execute, run
 from fast.gemm.choose import INPUTS, MOST_AVERAGE, experts
 from fast.gemm.families import SM90_W4A16_GEMM, TRITON_SMALL_M
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.linear import ALL_ROWS
-from fast.matmul.preshuffled.ops import STORED, restored, weight_of
-from fast.matmul.stored_weight_ops import Operands, Values, dense, refuse_scale_gradients
-from fast.matmul.weights import parts
+from fast.matmul.preshuffled.linear import ALL_ROWS, STORED, restored, weight_of
+from fast.matmul.weights import Operands, Values, dense, parts, refuse_scale_gradients
 from fast.ops import record_name, register
 from reference import Quantized
 from reference.schemes.schemes import record_of

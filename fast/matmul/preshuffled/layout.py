@@ -9,7 +9,7 @@ zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each
 
 Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.
 
-By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/linear_small/elements.py`):
+By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/linear_small/decode.py`):
 
     4 bits  words n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4          nibbles of a word: k0 k3 n3, of nf4 k3 n3 k0
     8 bits  words k5 | n5 n4 | n2 n1 n0 | k2 k1 | k4 | k3     bytes of a word:   k0 n3

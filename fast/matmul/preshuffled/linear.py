@@ -1,13 +1,218 @@
-"""`linear` of a preshuffled weight (`fast.matmul.preshuffled.layout`), for torch tensors."""
+"""`linear` of a preshuffled weight (`fast.matmul.preshuffled.layout`), for torch tensors.
+
+Products of a preshuffled weight, and its codes and parts made and restored: what runs below `linear`; see `fast.dispatch`.
+
+Operands of the product are x, the parts of the weight (`layout`) and the bias; its value is the weight's shape (N, K).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
-from fast.dispatch import run
+import reference
+from fast.dispatch import Function, execute, run
+from fast.gemm import choose, families
+from fast.gemm.families import Family
+from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.ops import LINEAR_SMALL
+from fast.matmul.weights import (
+    Operands,
+    Values,
+    dense,
+    has_float_inputs,
+    parts,
+    refuse_scale_gradients,
+    times_weight,
+)
+from fast.ops import record_name, register
 from reference import Quantized
+from reference.matmul.linear import check_linear
+from reference.schemes.schemes import record_of
+
+SCHEMA = (
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, SymInt[] shape, str scheme) -> Tensor"
+)
+STORED = ("codes", "scale", "zero point")
+#: Rows of as many atoms as a grid has along its second axis.
+MOST_ROWS_ARRANGED = 64 * 65535
+
+
+def weight_of(record: Any, shape: Sequence[int], stored: Sequence[Any]) -> Quantized:
+    """The preshuffled weight (N, K), or of experts (E, N, K), of its record, shape and parts."""
+    codes, scale, zero = stored
+    axis = len(shape) - 1
+    return Quantized(codes, scale, None, zero, tuple(shape), axis, record, record.format.bits < 8)
+
+
+def restored(q: Quantized) -> Quantized:
+    """A preshuffled weight as it was stored: its codes by a kernel on a GPU."""
+    words = layout.atoms_in_all(q.codes)
+    codes: torch.Tensor = run(CODES, None, (layout.ELEMENTS[q.scheme.element],), (words,))
+    return layout.restored(q, codes)
+
+
+def preshuffled(q: Quantized) -> Quantized:
+    """A stored weight in the layout, see `layout.preshuffled`: its codes by a kernel on a GPU."""
+    if layout.unsupported_reason(q) is not None:
+        return layout.preshuffled(q)
+    codes = layout.rows_in_all(q.codes)
+    words: torch.Tensor = run(WORDS, None, (layout.ELEMENTS[q.scheme.element],), (codes,))
+    return layout.preshuffled(q, words)
+
+
+def linear_small_op(*arguments: Any) -> torch.Tensor:
+    """Inputs times the transpose of a preshuffled weight."""
+    *operands, shape, scheme = arguments
+    y: torch.Tensor = execute(LINEAR_SMALL, record_of(scheme), (tuple(shape),), operands)
+    return y
+
+
+def _checked(record: Any, values: Values, operands: Operands) -> tuple[Any, Quantized, Any]:
+    """Inputs, weight and bias; errors are those of `linear`."""
+    x, *stored, bias = operands
+    w = weight_of(record, values[0], stored)
+    check_linear(x, w, bias)
+    return x, w, bias
+
+
+def _operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
+    x, w, bias = _checked(record, values, operands)
+    y: torch.Tensor = LINEAR_SMALL_OP(x, w.codes, w.scale, w.zero, bias, list(w.shape), record_name(w.scheme))
+    return y
+
+
+def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], arguments[-2][0]))
+
+
+def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By the quickest family that takes the product, or the next one where that does not compile or load."""
+    from fast.kernels.linear_small import host
+
+    x, w, bias = _checked(record, values, operands)
+    if not has_float_inputs(x, bias):
+        return None
+    arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
+    host.check_operands(x, arranged, bias)
+    for family in choose.preshuffled(arranged, x.numel() // w.shape[1], x.dtype):
+        multiply = _product_of(family)
+        y = None if multiply is None else multiply(x, arranged, bias, key=key, record=record)
+        if y is not None:
+            return y
+    return _by_dense_weight(x, w, arranged, bias)
+
+
+def _product_of(family: Family) -> Callable[..., Any] | None:
+    """What multiplies by a preshuffled weight; None for torch."""
+    from fast.kernels.linear_small.host import linear_small
+    from fast.kernels.sm90_w4a16_gemm.host import sm90_w4a16_gemm
+    from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
+
+    return {
+        families.SM90_W4A16_GEMV: sm90_w4a16_gemv,
+        families.TRITON_SMALL_M: linear_small,
+        families.SM90_W4A16_GEMM: sm90_w4a16_gemm,
+    }.get(family)
+
+
+def _by_dense_weight(x: torch.Tensor, w: Quantized, arranged: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """torch's product with what `dequantize` gives."""
+    from fast.kernels.linear_small.dense import arranged_dense
+
+    made = arranged_dense(arranged, x.dtype)
+    values = dense(restored(w), x.dtype) if made is None else made
+    return torch.nn.functional.linear(x, values, None if bias is None else bias.to(x.dtype))
+
+
+def _reference(record: Any, values: Values, operands: Operands) -> Any:
+    x, w, bias = _checked(record, values, operands)
+    return reference.linear(x, layout.restored(w), bias)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The parts of the weight, and the dtype of the bias's gradient."""
+    refuse_scale_gradients(ctx, "linear_small", 2, 3)
+    _, *stored, bias, shape, scheme = inputs
+    ctx.save_for_backward(*stored)
+    ctx.stored = shape, scheme
+    ctx.bias = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    """Gradients of x and bias."""
+    dx, (shape, scheme) = None, ctx.stored
+    if ctx.needs_input_grad[0]:
+        q = restored(weight_of(record_of(scheme), shape, ctx.saved_tensors))
+        dx = times_weight(g, parts(q), shape, scheme, q.packed)
+    db = column_sums(g, ctx.bias) if ctx.needs_input_grad[4] else None
+    return dx, None, None, None, db, None, None
+
+
+LINEAR_SMALL = Function(
+    "linear_small", ("x", *STORED, "bias"), _reference, _operate, _kernel, differentiable=True
+)
+LINEAR_SMALL_OP = register("linear_small", linear_small_op, _fake, _backward, _save, SCHEMA)
+
+
+# The codes: operand them, or their words; value the element
+
+
+def preshuffle_codes_op(codes: torch.Tensor, element: str) -> torch.Tensor:
+    """`layout.arranged`."""
+    words: torch.Tensor = execute(WORDS, None, (element,), (codes,))
+    return words
+
+
+def restore_codes_op(words: torch.Tensor, element: str) -> torch.Tensor:
+    """All rows of `layout.rows_of`."""
+    codes: torch.Tensor = execute(CODES, None, (element,), (words,))
+    return codes
+
+
+def _words_shape(codes: torch.Tensor, element: str) -> tuple[int, int, int]:
+    n, length = codes.shape
+    return (n // 64, length // 32, 512) if element in ("int4", "nf4") else (n // 64, length // 64, 1024)
+
+
+def _codes_shape(words: torch.Tensor, element: str) -> tuple[int, int]:
+    return 64 * words.shape[0], (32 if element in ("int4", "nf4") else 64) * words.shape[1]
+
+
+def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    """By the kernel, where its grid holds the rows: those of many experts may be more."""
+    from fast.kernels.linear_small.layout import arranged_words
+
+    if operands[0].shape[0] > MOST_ROWS_ARRANGED:
+        return None
+    return arranged_words(operands[0], values[0], key)
+
+
+def _restore(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.linear_small.layout import restored_words
+
+    return restored_words(operands[0], _codes_shape(operands[0], values[0]), values[0], key)
+
+
+WORDS = Function(
+    "preshuffle_codes", ("codes",), lambda r, v, o: layout.arranged(o[0], v[0]),
+    lambda r, v, o: torch.ops.ao_lab.preshuffle_codes(o[0], v[0]), _arrange,
+)  # fmt: skip
+CODES = Function(
+    "restore_codes", ("codes",), lambda r, v, o: layout.all_rows(o[0], v[0]),
+    lambda r, v, o: torch.ops.ao_lab.restore_codes(o[0], v[0]), _restore,
+)  # fmt: skip
+register(
+    "preshuffle_codes", preshuffle_codes_op,
+    lambda codes, element: codes.new_empty(_words_shape(codes, element), dtype=torch.int32),
+)  # fmt: skip
+register(
+    "restore_codes", restore_codes_op,
+    lambda words, element: words.new_empty(_codes_shape(words, element), dtype=torch.uint8),
+)  # fmt: skip
+
 
 #: The most rows that read the weight as it is stored, and their dtypes.
 MOST_ROWS = 128
@@ -42,4 +247,16 @@ def rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     return max(MOST_ROWS, rows_taken(arranged, dtype))
 
 
-__all__ = ["ALL_ROWS", "INPUTS", "MOST_ROWS", "linear_small", "rows_as_stored"]
+__all__ = [
+    "ALL_ROWS",
+    "CODES",
+    "INPUTS",
+    "LINEAR_SMALL",
+    "LINEAR_SMALL_OP",
+    "MOST_ROWS",
+    "WORDS",
+    "linear_small",
+    "preshuffled",
+    "restored",
+    "rows_as_stored",
+]

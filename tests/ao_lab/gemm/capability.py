@@ -1,13 +1,13 @@
-"""A GPU's compute capability, as the products of `ao_lab.gemm.products` see it."""
+"""A GPU's compute capability, as the products of `ao_lab.gemm` see it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ao_lab.gemm.products import codes, fused, grouped, scaled_mm
+from ao_lab.gemm import codes, fused
 
 #: The modules that ask for it, each by a name of its own.
-ASKED_BY = (codes, fused, grouped, scaled_mm)
+ASKED_BY = (codes, fused, fused, codes)
 
 
 def set_capability(monkeypatch: Any, found: tuple[int, int]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ao_lab import tune
-from ao_lab.gemm import choices, cusparselt_algorithms, saved
+from ao_lab.gemm import choices, cusparselt
 from ao_lab.gemm.choices import Candidate, Choice, Problem
 from ao_lab.gemm.problem import SUBSETS, nearest, problem_of, rows_range
 
@@ -35,7 +35,7 @@ MADE = Choice(
 
 def saved_file():
     path = choices.path_of(CPU)
-    saved.save([MADE], path, saved.device_name(CPU))
+    choices.save([MADE], path, choices.device_name(CPU))
     return path
 
 
@@ -63,14 +63,14 @@ def test_accumulations_and_experts_have_choices_of_their_own():
 
 def test_of_a_file_without_accumulations_inference_alone_is_read():
     path, served = saved_file(), replace(MADE, problem=replace(PROBLEM, direction="inference"))
-    saved.save([served], path, saved.device_name(CPU))
+    choices.save([served], path, choices.device_name(CPU))
     content = json.loads(path.read_text())
     for one in content["choices"]:
         del one["problem"]["accumulation"], one["problem"]["experts"]
-    path.write_text(json.dumps({**content, "format": saved.BEFORE}))
+    path.write_text(json.dumps({**content, "format": choices.BEFORE}))
     choices.forget()
     assert choices.choices_for(CPU).found == {served.problem: served}
-    saved.save([MADE], path, saved.device_name(CPU))
+    choices.save([MADE], path, choices.device_name(CPU))
     choices.forget()
     assert choices.choices_for(CPU).found == {served.problem: served, PROBLEM: MADE}
 
@@ -99,7 +99,7 @@ def test_a_choice_is_not_carried_to_rows_of_candidates_that_were_not_measured():
     both = (Candidate("dequantize", 1e-3), Candidate("fused", 2e-3))
     table.add(Choice(replace(problem, rows=1), "dequantize", both))
     assert carried()[:3] == ["dequantize", "dequantize", "dequantize"]
-    saved.save(table, choices.path_of(CPU), saved.device_name(CPU))
+    choices.save(table, choices.path_of(CPU), choices.device_name(CPU))
     choices.forget()
     assert choices.choices_for(CPU).found[problem] == many
 
@@ -148,7 +148,7 @@ def test_deterministic_is_the_default():
 
 def test_other_versions_have_another_file(monkeypatch):
     first = choices.path_of(CPU)
-    monkeypatch.setattr(saved, "_version", lambda package: "9.9")
+    monkeypatch.setattr(choices, "_version", lambda package: "9.9")
     assert choices.path_of(CPU) != first
 
 
@@ -192,20 +192,20 @@ def test_subsets_of_a_training_step_are_checked():
     assert len(SUBSETS) == 8
     training = replace(PROBLEM, direction="training", b="")
     for kernel, known in (("output+weight_grad", True), ("weight_grad+output", False), ("dense", True)):
-        content = {"format": saved.FORMAT, "device": "d"}
+        content = {"format": choices.FORMAT, "device": "d"}
         content["choices"] = [
             {"problem": vars(training), "kernel": kernel, "candidates": [{"kernel": kernel}]}
         ]
         if known:
-            assert saved.choices_of(content, "d")[0].kernel == kernel
+            assert choices.choices_of(content, "d")[0].kernel == kernel
         else:
             with pytest.raises(ValueError, match="names no products"):
-                saved.choices_of(content, "d")
+                choices.choices_of(content, "d")
 
 
 def test_two_processes_add_to_one_file():
     path, other = saved_file(), replace(PROBLEM, rows=128)
-    saved.save([replace(MADE, problem=other)], path, saved.device_name(CPU))
+    choices.save([replace(MADE, problem=other)], path, choices.device_name(CPU))
     choices.forget()
     assert set(choices.choices_for(CPU).found) == {PROBLEM, other}
 
@@ -245,10 +245,10 @@ def test_a_cache_that_cannot_be_read_gives_no_choices(cache, spoil):
 def test_without_a_home_there_are_no_choices(monkeypatch):
     monkeypatch.delenv("AO_LAB_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(saved.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(choices.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     choices.forget()
     assert asked() is None
-    assert cusparselt_algorithms.known("cpu", 64, 64, 1, "torch.int8") is None
+    assert cusparselt.known("cpu", 64, 64, 1, "torch.int8") is None
     with pytest.raises(OSError, match="set AO_LAB_CACHE"):
         tune(torch.nn.Linear(4, 4), torch.ones(1, 4))
 
@@ -258,7 +258,7 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch):
     before = path.read_text()
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        saved.save([], path, "other")
+        choices.save([], path, "other")
     assert path.read_text() == before
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ao_lab import Recipe, quantized, quantized_compressed, tune
-from ao_lab.gemm import cusparselt, cusparselt_algorithms, select
+from ao_lab.gemm import cusparselt, select
 from ao_lab.gemm.choices import forget
-from ao_lab.gemm.cusparselt_algorithms import Algorithm, Probe, is_repeatable, known, search
+from ao_lab.gemm.cusparselt import Algorithm, Probe, is_repeatable, known, search
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.tuning import api
 from reference import SCHEMES
@@ -78,10 +78,10 @@ def library(monkeypatch, tmp_path):
     monkeypatch.setattr(cusparselt, "_device_reason", lambda w: None)
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
     forget()
-    cusparselt_algorithms.forget()
+    cusparselt.forget()
     yield found
     forget()
-    cusparselt_algorithms.forget()
+    cusparselt.forget()
 
 
 def weight(scheme, activation=None, *, n=64, k=128, seed=0):
@@ -216,8 +216,8 @@ def test_what_is_no_refusal_is_raised_and_not_remembered(library, monkeypatch, e
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_cslt_compress", failing)
         with pytest.raises(type(error), match=str(error)):
-            cusparselt_algorithms.refusal(64, 128, torch.bfloat16, CPU)
-    assert cusparselt_algorithms.refusal(64, 128, torch.bfloat16, CPU) is None
+            cusparselt.refusal(64, 128, torch.bfloat16, CPU)
+    assert cusparselt.refusal(64, 128, torch.bfloat16, CPU) is None
 
 
 def test_a_search_that_the_library_refuses_finds_nothing(library, monkeypatch):
@@ -235,14 +235,12 @@ def test_algorithms_that_change_are_not_taken(library, monkeypatch):
     assert not is_repeatable(call, Algorithm(3))
     # The one that changes would be the quickest.
     times = {3: 0.0, 5: 0.5}
-    monkeypatch.setattr(
-        cusparselt_algorithms, "seconds", lambda call, one, device: times.get(one.alg_id, 1.0)
-    )
+    monkeypatch.setattr(cusparselt, "seconds", lambda call, one, device: times.get(one.alg_id, 1.0))
     assert search(call, (64, 128, 8), torch.bfloat16, CPU) == Algorithm(5)
     assert known("cpu", 64, 128, 7, "torch.bfloat16") == Algorithm(5)
     assert known("cpu", 64, 128, 9, "torch.bfloat16") is None
     assert known("cpu", 64, 128, 8, "torch.int8") is None
-    cusparselt_algorithms.forget()
+    cusparselt.forget()
     assert known("cpu", 64, 128, 8, "torch.bfloat16") == Algorithm(5)
 
 
@@ -250,7 +248,7 @@ def test_none_is_right(library, monkeypatch):
     monkeypatch.setattr(Probe, "is_exact", lambda self, algorithm: False)
     w, x = weight("bfloat16").t(), torch.randn(8, 128).to(torch.bfloat16)
     assert search(cusparselt._call(x, w, None), (64, 128, 8), torch.bfloat16, CPU) is None
-    content = json.loads(cusparselt_algorithms.file_of(CPU).read_text())
+    content = json.loads(cusparselt.file_of(CPU).read_text())
     assert content["found"] == {"64x128, rows <= 8, bfloat16": None}
 
 
@@ -258,7 +256,7 @@ def test_none_is_right(library, monkeypatch):
     "text", ["{", '{"format": 9, "found": {}}', '{"format": 1, "found": {"a": ["b"]}}', "[]"]
 )
 def test_files_that_cannot_be_read_are_searched_again(text, library):
-    path = cusparselt_algorithms.file_of(CPU)
+    path = cusparselt.file_of(CPU)
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert known("cpu", 64, 128, 8, "torch.bfloat16") is None
@@ -284,10 +282,10 @@ def test_tune_searches_and_layers_follow(scheme, activation, library, monkeypatc
 
 
 def test_nothing_is_searched_outside_of_tune(library):
-    assert not cusparselt_algorithms.searches()
+    assert not cusparselt.searches()
     api._busy.append(True)
     try:
-        assert cusparselt_algorithms.searches()
+        assert cusparselt.searches()
     finally:
         api._busy.clear()
     assert PRODUCTS["cusparselt"].run is cusparselt.run

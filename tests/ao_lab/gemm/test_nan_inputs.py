@@ -6,7 +6,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab import Recipe, SchemeConfig, quantize_, quantized
-from ao_lab.gemm.products.dense import loses_nan
+from ao_lab.gemm.dense import loses_nan
 from reference import SCHEMES, Scales
 
 #: Schemes of weight and inputs, and static scales of inputs.

@@ -7,9 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fast
 from ao_lab import quantized
 from ao_lab.config.recipe import Recipe
-from ao_lab.gemm import select
-from ao_lab.gemm.products import scaled_mm
-from ao_lab.gemm.products.scaled_blocks import blocks_reason
+from ao_lab.gemm import codes, select
+from ao_lab.gemm.codes import blocks_reason
 from reference.schemes.schemes import scheme_of
 from tests.ao_lab.gemm.capability import set_capability
 from tests.ao_lab.training.test_scaled_mm import torch_rule, torch_rule_2
@@ -37,7 +36,7 @@ def test_any_number_of_rows(rows, length, weight, rules):
     x, dense = (torch.randn(count, length, generator=generator).to(torch.bfloat16) for count in (rows, 256))
     w = quantized(dense, Recipe(weight=scheme_of(weight), activation=scheme_of(FINE)))
     bias = torch.linspace(-1, 1, 256).to(torch.bfloat16)
-    y = scaled_mm.scaled_mm(x, w.t(), bias)
+    y = codes.scaled_mm(x, w.t(), bias)
     truth = fast.dequantize(fast.quantize(x, FINE)).double() @ w.dequantize(torch.float64).T + bias.double()
     assert (y.shape, y.dtype) == ((rows, 256), torch.bfloat16)
     torch.testing.assert_close(y, truth.to(torch.bfloat16))
@@ -50,7 +49,7 @@ def test_a_weight_that_was_sliced_along_its_sums(part, rules):
     x, dense = (torch.randn(count, 1024, generator=generator).to(torch.bfloat16) for count in (16, 256))
     w = quantized(dense, Recipe(weight=scheme_of(SQUARE), activation=scheme_of(FINE)))[:, part]
     truth = fast.dequantize(fast.quantize(x[:, part], FINE)).double() @ w.dequantize(torch.float64).T
-    torch.testing.assert_close(scaled_mm.scaled_mm(x[:, part], w.t(), None), truth.to(torch.bfloat16))
+    torch.testing.assert_close(codes.scaled_mm(x[:, part], w.t(), None), truth.to(torch.bfloat16))
 
 
 class Layer(torch.nn.Linear):

@@ -12,8 +12,8 @@ import fast
 import reference
 from ao_lab import Recipe, quantized
 from ao_lab.config.recipe import integer_scheme
-from ao_lab.gemm.products import codes, int8, scaled_mm
-from ao_lab.gemm.products.reference import as_right_operand
+from ao_lab.gemm import codes
+from ao_lab.gemm.dense import as_right_operand
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES, Scales
 from tests.ao_lab.gemm.capability import set_capability
@@ -130,12 +130,12 @@ def test_few_rows_on_a_gpu_are_multiplied_as_codes(scheme, rows, length, newest,
     if rows > 1 and scheme.startswith("int8"):
         taken = int(newest == (9, 0))
     columns = 48 if rows < 2 else 2048
-    seen, multiplied = [], int8.linear_of_codes
+    seen, multiplied = [], codes.linear_of_codes
     set_capability(monkeypatch, newest)
     monkeypatch.setattr(
-        int8, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
+        codes, "_integer_sums", lambda a, b: a.new_empty((len(a), b.shape[1]), dtype=torch.int32)
     )
-    for module in (int8, scaled_mm):
+    for module in (codes, codes):
         monkeypatch.setattr(module, "linear_of_codes", lambda *a, **k: seen.append(a) or multiplied(*a, **k))
     with FakeTensorMode(), torch.no_grad():
         dense = torch.empty(columns, length, device="cuda:0", dtype=torch.bfloat16)

@@ -7,8 +7,7 @@ from torch.nn import functional
 
 import ao_lab
 from ao_lab import Recipe, quantized
-from ao_lab.gemm import choices, select
-from ao_lab.gemm.products import scaled_mm
+from ao_lab.gemm import choices, codes, select
 from ao_lab.gemm.select import select_kernel
 from fast.cpu import int8
 from reference import SCHEMES, Scales
@@ -32,7 +31,7 @@ def weight_of(scheme, activation=None, kernel="auto", device="cpu", dtype=torch.
 
 def set_scales_rows(monkeypatch, takes):
     """Whether torch takes a scale for each row on this CPU."""
-    for module in (select, scaled_mm):
+    for module in (select, codes):
         monkeypatch.setattr(module, "cpu_scales_rows", lambda: takes)
 
 
@@ -51,13 +50,13 @@ def scales_given(monkeypatch):
 @pytest.mark.parametrize("static", [False, True])
 def test_one_scale_is_given_for_each_row(monkeypatch, static):
     """Under one scale torch multiplies element by element on a CPU, 1000 times as long. The numbers are the same."""
-    if not scaled_mm.cpu_scales_rows():
+    if not codes.cpu_scales_rows():
         pytest.skip("this torch takes one scale alone")
     scales = Scales(torch.tensor(0.02), None, None) if static else None
     recipe = Recipe(weight=SCHEMES["fp8_tensorwise"], activation=SCHEMES["fp8_tensorwise"])
     w, x = quantized(numbers(48, 128), recipe, input_scales=scales), numbers(9, 128, seed=1)
     set_scales_rows(monkeypatch, False)
-    one = scaled_mm.scaled_mm(x, w.t(), None)
+    one = codes.scaled_mm(x, w.t(), None)
     set_scales_rows(monkeypatch, True)
     seen = scales_given(monkeypatch)
     torch.testing.assert_close(functional.linear(x, w), one, rtol=1e-5, atol=1e-5)

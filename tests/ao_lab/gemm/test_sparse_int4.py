@@ -12,7 +12,7 @@ import torch
 
 import reference
 from ao_lab import Recipe, explain, quantized, quantized_compressed, tune
-from ao_lab.gemm import sparse_int4
+from ao_lab.gemm import sparse
 from ao_lab.gemm.choices import forget
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES, Zero
@@ -33,7 +33,7 @@ OF_EIGHT = replace(SCHEME, name="int4 in groups of 8", scale=replace(SCHEME.scal
 @pytest.fixture
 def kernels(monkeypatch, tmp_path):
     """Weights count as lying on a GPU that has the kernel."""
-    monkeypatch.setattr(sparse_int4, "_device_reason", lambda w: None)
+    monkeypatch.setattr(sparse, "_device_reason", lambda w: None)
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
     forget()
     yield
@@ -64,7 +64,7 @@ def layer(scheme="int4_g32", *, bias=True, k=128):
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_what_it_takes(scheme, k, dtype, kernels):
     w = weight(scheme, k=k).t()
-    assert sparse_int4.unsupported_reason(w, dtype) is None
+    assert sparse.int4_unsupported_reason(w, dtype) is None
     assert select_kernel(w, dtype) == select_kernel(w, dtype, 1) == "sparse_int4"
 
 
@@ -82,7 +82,7 @@ def test_what_it_takes(scheme, k, dtype, kernels):
     ],
 )
 def test_why_it_does_not_take_a_weight(w, dtype, reason):
-    assert reason in sparse_int4.unsupported_reason(w(), dtype)
+    assert reason in sparse.int4_unsupported_reason(w(), dtype)
     assert select_kernel(w(), dtype) != "sparse_int4"
 
 
@@ -100,7 +100,7 @@ def test_why_it_does_not_take_a_weight(w, dtype, reason):
 )
 def test_schemes_that_it_would_compute_wrongly(scheme, reason):
     """The rule alone: not every one of these has a 2:4 storage today."""
-    assert reason in sparse_int4._scheme_reason(scheme)
+    assert reason in sparse._scheme_reason(scheme)
 
 
 def test_lengths_and_gpus_that_it_does_not_take(kernels, monkeypatch):
@@ -110,16 +110,16 @@ def test_lengths_and_gpus_that_it_does_not_take(kernels, monkeypatch):
         ),
         k=160,
     )
-    assert "a multiple of its group of 128, got 160" in sparse_int4.unsupported_reason(w.t(), BF16)
+    assert "a multiple of its group of 128, got 160" in sparse.int4_unsupported_reason(w.t(), BF16)
     for scheme, k, step in (("int4_g32_asymmetric", 128, 256), ("int4_g128_asymmetric", 256, 512)):
-        reason = sparse_int4.unsupported_reason(weight(scheme, k=k).t(), BF16)
+        reason = sparse.int4_unsupported_reason(weight(scheme, k=k).t(), BF16)
         assert f"with zero points the length of its sums must be a multiple of {step}, got {k}" in reason
     monkeypatch.undo()
     for capability, taken in (((8, 9), ()), ((9, 0), (SCHEME, ASYMMETRIC)), ((10, 0), (SCHEME,))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         for scheme in (SCHEME, ASYMMETRIC):
             on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), scheme=scheme)
-            assert (sparse_int4._device_reason(on_gpu) is None) == (scheme in taken)
+            assert (sparse._device_reason(on_gpu) is None) == (scheme in taken)
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -130,7 +130,7 @@ def test_lengths_with_zero_points_are_those_that_have_a_variant(group):
 
     form = Form(group, False, False, zeros=True)
     for k in range(group, 4097, group):
-        assert (sparse_int4.zero_points_reason(k, group) is None) == (choose(form, 1, 4096, k) is not None), k
+        assert (sparse.zero_points_reason(k, group) is None) == (choose(form, 1, 4096, k) is not None), k
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_gradients_of_inputs(kernels):
 def test_as_many_rows_as_the_kernel_takes():
     from fast.kernels.sparse_linear import host
 
-    assert sparse_int4.MOST_ROWS == host.MOST_ROWS
+    assert sparse.MOST_ROWS == host.MOST_ROWS
 
 
 def test_compiled_layers_of_one_input_are_joined(kernels):

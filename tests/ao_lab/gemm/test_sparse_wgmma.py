@@ -13,7 +13,7 @@ import torch
 import fast
 import reference
 from ao_lab import Recipe, explain, quantized, quantized_compressed, tune
-from ao_lab.gemm import arranged, select, sparse_wgmma
+from ao_lab.gemm import select, sparse
 from ao_lab.gemm.choices import forget
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES
@@ -31,7 +31,7 @@ TAKEN = [
 @pytest.fixture
 def kernels(monkeypatch, tmp_path):
     """Weights count as lying on a GPU that has the kernel."""
-    monkeypatch.setattr(sparse_wgmma, "_device_reason", lambda w: None)
+    monkeypatch.setattr(sparse, "_wgmma_device_reason", lambda w: None)
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
     forget()
     yield
@@ -41,8 +41,8 @@ def kernels(monkeypatch, tmp_path):
 def weight(scheme, activation=None, *, n=64, k=128, seed=0, **options):
     inputs = None if activation is None else SCHEMES[activation]
     dense = pruned(n, k, seed=seed)
-    if scheme in sparse_wgmma.PLAIN:
-        dense = dense.to(sparse_wgmma.PLAIN[scheme])
+    if scheme in sparse.PLAIN:
+        dense = dense.to(sparse.PLAIN[scheme])
         stored = quantized_compressed(dense[:1], scheme).scheme
     else:
         stored = SCHEMES[scheme]
@@ -63,7 +63,7 @@ def inputs(rows, dtype=BF16):
 def test_what_it_takes_and_that_it_is_the_default(scheme, activation, dtype, kernels):
     """Of any number of rows; schemes that it does not take stay with "dequantize", dense weights with their own."""
     w = weight(scheme, activation).t()
-    assert sparse_wgmma.unsupported_reason(w, dtype) is None
+    assert sparse.wgmma_unsupported_reason(w, dtype) is None
     assert {select_kernel(w, dtype, rows) for rows in (None, 1, 16, 8192)} == {"sparse_wgmma"}
     assert select_kernel(weight("int8_g32", "int8_rowwise").t(), BF16) == "dequantize"
     assert select_kernel(quantized(pruned(64, 128), SCHEMES["int8_rowwise"]).t(), BF16) != "sparse_wgmma"
@@ -76,9 +76,9 @@ def test_it_is_no_default_elsewhere(monkeypatch):
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     for capability, missing in (((9, 0), None), ((10, 0), None), ((9, 0), "no NVRTC")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(sparse_wgmma, "missing_compiler", lambda found=missing: found)
+        monkeypatch.setattr(sparse, "missing_compiler", lambda found=missing: found)
         taken = capability == (9, 0) and missing is None
-        assert (sparse_wgmma._device_reason(on_gpu) is None) == taken
+        assert (sparse._wgmma_device_reason(on_gpu) is None) == taken
 
 
 def test_gradients_of_inputs_pass_it_by(kernels):
@@ -109,7 +109,7 @@ def test_gradients_of_inputs_pass_it_by(kernels):
     ],
 )
 def test_why_it_does_not_take_a_weight(w, dtype, reason):
-    assert reason in sparse_wgmma.unsupported_reason(w(), dtype)
+    assert reason in sparse.wgmma_unsupported_reason(w(), dtype)
 
 
 @pytest.mark.parametrize(("scheme", "activation", "dtype"), TAKEN)
@@ -120,7 +120,7 @@ def test_products_are_those_of_the_dense_layer(scheme, activation, dtype, rows, 
     w, x = weight(scheme, activation), inputs(rows, dtype)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(2)).to(dtype)
     for added in (None, bias):
-        found = sparse_wgmma.run(x, w.t(), added)
+        found = sparse.wgmma_run(x, w.t(), added)
         assert (found.shape, found.dtype) == ((rows, 64), dtype)
         if scheme.startswith("int8"):
             assert same(found, PRODUCTS["int8"].run(x, w.to_layout("plain").t(), added))
@@ -136,7 +136,7 @@ def test_sums_are_promoted_where_the_recipe_accumulates_in_blocks(kernels, monke
         fast, "linear_sparse", lambda *a, **kw: asked.append(kw["fast_sums"]) or plain(*a, **kw)
     )
     for accumulation in ("exact", "blocked"):
-        sparse_wgmma.run(inputs(2), weight("fp8_rowwise", "fp8_rowwise", accumulation=accumulation).t(), None)
+        sparse.wgmma_run(inputs(2), weight("fp8_rowwise", "fp8_rowwise", accumulation=accumulation).t(), None)
     assert asked == [True, False]
 
 
@@ -145,12 +145,12 @@ def test_metadata_is_arranged_once_and_again_after_a_change(kernels, monkeypatch
     arrange = fast.arrange_sparse_metadata
     monkeypatch.setattr(fast, "arrange_sparse_metadata", lambda *a: made.append(1) or arrange(*a))
     w, x = weight("bfloat16"), inputs(8)
-    first = sparse_wgmma.run(x, w.t(), None)
-    assert same(sparse_wgmma.run(x, w.t(), None), first)
+    first = sparse.wgmma_run(x, w.t(), None)
+    assert same(sparse.wgmma_run(x, w.t(), None), first)
     assert len(made) == 1
     other = weight("bfloat16", seed=1)
     w.copy_(other)
-    assert same(sparse_wgmma.run(x, w.t(), None), x @ other.dequantize().t())
+    assert same(sparse.wgmma_run(x, w.t(), None), x @ other.dequantize().t())
     assert len(made) == 2
 
 
@@ -158,30 +158,30 @@ def test_what_is_kept_is_not_saved(kernels):
     w = weight("int8_rowwise", "int8_rowwise")
     before = io.BytesIO()
     torch.save(w, before)
-    sparse_wgmma.run(inputs(1), w.t(), None)
-    assert w.codes.__dict__[arranged.ATTRIBUTE].keys() == {"sparse_wgmma"}
+    sparse.wgmma_run(inputs(1), w.t(), None)
+    assert w.codes.__dict__[sparse.ATTRIBUTE].keys() == {"sparse_wgmma"}
     after = io.BytesIO()
     torch.save(w, after)
     assert len(after.getvalue()) == len(before.getvalue())
     after.seek(0)
     for other in (torch.load(after, weights_only=True), w.clone()):
-        assert arranged.ATTRIBUTE not in other.codes.__dict__
+        assert sparse.ATTRIBUTE not in other.codes.__dict__
         assert same(other.dequantize(), w.dequantize())
 
 
 def test_deep_copies_keep_their_own(kernels):
     w, other = weight("bfloat16"), weight("bfloat16", seed=1)
-    wanted = sparse_wgmma.run(inputs(2), w.t(), None)
+    wanted = sparse.wgmma_run(inputs(2), w.t(), None)
     copied = copy.deepcopy(w)
     w.copy_(other)
-    assert same(sparse_wgmma.run(inputs(2), copied.t(), None), wanted)
+    assert same(sparse.wgmma_run(inputs(2), copied.t(), None), wanted)
 
 
 def test_it_is_not_arranged_during_capture(kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ValueError, match="once, outside of CUDA graphs; run the layer before capture"):
-        sparse_wgmma.run(inputs(1), weight("bfloat16").t(), None)
+        sparse.wgmma_run(inputs(1), weight("bfloat16").t(), None)
 
 
 def test_tune_measures_it_and_explain_lists_it(kernels):
@@ -205,7 +205,7 @@ def test_compiled_programs(kernels, monkeypatch):
         with torch.no_grad():
             found = torch.compile(linear, fullgraph=True, backend="aot_eager")(x, w)
             assert same(found, linear(x, w))
-        assert "sparse_wgmma" in w.codes.__dict__[arranged.ATTRIBUTE]
+        assert "sparse_wgmma" in w.codes.__dict__[sparse.ATTRIBUTE]
 
 
 def test_the_operator():

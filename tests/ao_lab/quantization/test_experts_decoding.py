@@ -9,7 +9,7 @@ import torch
 
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
-from ao_lab.gemm.products import grouped
+from ao_lab.gemm import fused
 from ao_lab.tensor import experts as gathered
 from ao_lab.tensor import slicing
 
@@ -39,16 +39,16 @@ def model_of(name, scheme, dtype=torch.bfloat16):
 def stored(monkeypatch):
     """Experts are preshuffled and multiplied as stored, as on Hopper; the list has the rows of each such product."""
     rows = []
-    run = grouped.grouped_linear_small
+    run = fused.grouped_linear_small
 
     def able(w, dtype):
         return None if w.meta.layout == "preshuffled" and w.meta.transposed else "not as stored"
 
     monkeypatch.setattr(rule, "has_kernels", lambda x: True)
-    monkeypatch.setattr(grouped, "groups_reason", able)
+    monkeypatch.setattr(fused, "groups_reason", able)
     monkeypatch.setattr(gathered, "groups_reason", able)
     monkeypatch.setattr(
-        grouped, "grouped_linear_small", lambda x, w, ends: rows.append(x.shape[0]) or run(x, w, ends)
+        fused, "grouped_linear_small", lambda x, w, ends: rows.append(x.shape[0]) or run(x, w, ends)
     )
     return rows
 

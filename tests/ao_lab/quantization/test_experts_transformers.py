@@ -7,8 +7,7 @@ import torch
 
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
-from ao_lab.gemm import select
-from ao_lab.gemm.products import grouped
+from ao_lab.gemm import fused, select
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -99,10 +98,10 @@ def test_grouped_products_of_mixtral_go_to_the_operator(monkeypatch):
         lambda m, path: path.endswith("experts"),
     )
     calls = []
-    monkeypatch.setattr(grouped, "groups_reason", lambda w, dtype: None)
-    run = grouped.grouped_linear_small
+    monkeypatch.setattr(fused, "groups_reason", lambda w, dtype: None)
+    run = fused.grouped_linear_small
     monkeypatch.setattr(
-        grouped, "grouped_linear_small", lambda x, w, ends: calls.append(tuple(w.shape)) or run(x, w, ends)
+        fused, "grouped_linear_small", lambda x, w, ends: calls.append(tuple(w.shape)) or run(x, w, ends)
     )
     with torch.no_grad():
         model(TOKENS)

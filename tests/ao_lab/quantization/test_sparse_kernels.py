@@ -31,7 +31,7 @@ from ao_lab import (
     sparsify_,
 )
 from ao_lab.config.recipe import KERNELS, SPARSE_KERNELS, changed_recipe
-from ao_lab.gemm import sparse_int4, sparse_wgmma
+from ao_lab.gemm import sparse
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.quantization import report
 from ao_lab.tensor.metadata import described
@@ -45,7 +45,7 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def gpu(monkeypatch):
     """Weights count as lying on a GPU that has the kernels."""
-    for module in (sparse_int4, sparse_wgmma):
+    for module in (sparse, sparse):
         monkeypatch.setattr(module, "_device_reason", lambda w: None)
 
 
@@ -124,7 +124,7 @@ def test_a_dense_weight_is_refused_by_its_product(gpu):
     with pytest.raises(ValueError, match="the weight is not in 2:4 storage; these do: int8, "):
         nn.functional.linear(x, dense)
     stored = quantized_compressed(pruned(64, 128), recipe)
-    assert same(nn.functional.linear(x, stored), sparse_wgmma.run(x, stored.t(), None))
+    assert same(nn.functional.linear(x, stored), sparse.wgmma_run(x, stored.t(), None))
 
 
 def test_recipes_say_which_storage_their_kernel_takes():

@@ -12,7 +12,7 @@ from torch import nn
 
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import Recipe, SchemeConfig, explain, load_pretrained, quantize_, quantized, save_pretrained
-from ao_lab.gemm.products.fused import most_fused_rows
+from ao_lab.gemm.fused import most_fused_rows
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.quantization.api import preshuffle
 from ao_lab.tensor.fsdp import gathered_parts, whole_weight

@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ao_lab
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import Recipe, explain, quantize_, quantized
-from ao_lab.gemm.products import fused
-from ao_lab.gemm.products.fused import most_fused_rows
-from ao_lab.gemm.products.grouped import groups_reason
+from ao_lab.gemm import fused
+from ao_lab.gemm.fused import groups_reason, most_fused_rows
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored

@@ -24,8 +24,7 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.gemm import select
-from ao_lab.gemm.products import grouped
+from ao_lab.gemm import fused, select
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from reference import SCHEMES
 from tests.ao_lab.gemm.capability import set_capability
@@ -56,7 +55,7 @@ def on_gpu(gpu, monkeypatch):
         taken = w.meta.layout == LAYOUT and len(w.shape) == 3 and w.meta.transposed and dtype == BF16
         return None if taken else "not taken"
 
-    monkeypatch.setattr(grouped, "groups_reason", reason)
+    monkeypatch.setattr(fused, "groups_reason", reason)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -266,21 +265,19 @@ def test_what_takes_groups(monkeypatch):
             )
 
     set_capability(monkeypatch, (9, 0))
-    assert [grouped.groups_reason(There(t.mT), dtype) for dtype in (BF16, torch.float16)] == [None, None]
-    assert "does not read torch.float32" in grouped.groups_reason(There(t.mT), torch.float32)
+    assert [fused.groups_reason(There(t.mT), dtype) for dtype in (BF16, torch.float16)] == [None, None]
+    assert "does not read torch.float32" in fused.groups_reason(There(t.mT), torch.float32)
     for w in (t, t[0].mT, t.plain.mT):
-        assert "must be preshuffled, and stored as (experts, out, in)" in grouped.groups_reason(
-            There(w), BF16
-        )
-    assert "9.0" in grouped.groups_reason(t.mT, BF16)
+        assert "must be preshuffled, and stored as (experts, out, in)" in fused.groups_reason(There(w), BF16)
+    assert "9.0" in fused.groups_reason(t.mT, BF16)
     set_capability(monkeypatch, (8, 0))
-    assert "9.0" in grouped.groups_reason(There(t.mT), BF16)
+    assert "9.0" in fused.groups_reason(There(t.mT), BF16)
     # Products of a batch go through the plain parts wherever they are.
     assert select.select_kernel(t.mT, BF16) == "dequantize"
 
 
 def test_the_report_says_what_multiplies(on_gpu, monkeypatch):
-    monkeypatch.setattr(report, "groups_reason", grouped.groups_reason)
+    monkeypatch.setattr(report, "groups_reason", fused.groups_reason)
     assert "fused, up to 64 rows an expert on average" in {layer.kernel for layer in model()[1].layers}
 
 

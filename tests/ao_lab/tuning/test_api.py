@@ -15,7 +15,7 @@ from ao_lab.gemm.select import select_kernel
 from ao_lab.training import restricted
 from ao_lab.training.products import select_product
 from ao_lab.tuning import ranks
-from ao_lab.tuning.decide import Limits, best
+from ao_lab.tuning.candidates import Limits, best
 from ao_lab.tuning.measure import relative_error
 from reference.training import RECIPES
 from tests.support.distributed.ranks import check_on_ranks

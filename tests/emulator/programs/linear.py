@@ -21,12 +21,11 @@ import fast
 import reference
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.int_scaled_mm import host as int_codes
-from fast.kernels.int_scaled_mm.tiles import MANY
 from fast.kernels.linear import select as kernels
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.scaled_mm import host as codes
 from fast.kernels.scaled_mm import tiles
+from fast.kernels.scaled_mm.tiles import MANY
 from reference import SCHEMES, Quantized, Scheme
 from reference.matmul.linear import transposed
 from tests.emulator import quick_interpreter
@@ -155,7 +154,7 @@ def compare_int_codes() -> None:
         x = reference.quantize(inputs(m, k, torch.float32, number) + 0.4, left)
         w = reference.quantize(inputs(n, k, torch.float32, number + 9), right)
         for bias in (None, torch.arange(n) / 3):
-            made = int_codes.linear_of_codes(x, w, bias, dtype, None, tile)
+            made = codes.linear_of_codes(x, w, bias, dtype, None, tile)
             options = {"accumulation": "blocked", "block": k, "out_dtype": str(dtype).removeprefix("torch.")}
             assert made is not None
             assert_same_bits(made, reference.linear(x, w, bias, **options))

@@ -14,7 +14,7 @@ import fast
 from ao_lab.config.recipe import named
 from fast.gemm import choose, families
 from fast.gemm.choose import Range, by_rows
-from fast.matmul.preshuffled import ops
+from fast.matmul.preshuffled import linear
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,7 +147,7 @@ def test_the_product_asks(monkeypatch, faster):
     from fast.kernels.sm90_w4a16_gemm import host
 
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w, called = ops.preshuffled(q), []
+    w, called = linear.preshuffled(q), []
     monkeypatch.setattr(choose, "_gemm_takes", lambda *operands: True)
     monkeypatch.setattr(choose, "gemm_is_faster", lambda *operands: faster)
     monkeypatch.setattr(host, "sm90_w4a16_gemm", lambda *operands, **more: called.append("sm90_w4a16_gemm"))
@@ -155,7 +155,7 @@ def test_the_product_asks(monkeypatch, faster):
         small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x
     )
     x = torch.randn(64, 256, dtype=torch.bfloat16)
-    ops._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
+    linear._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
     assert called == (["sm90_w4a16_gemm", "linear_small"] if faster else ["linear_small"])
 
 
@@ -167,11 +167,11 @@ def test_operands_are_checked_before(monkeypatch):
         raise ValueError("checked")
 
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w = ops.preshuffled(q)
+    w = linear.preshuffled(q)
     monkeypatch.setattr(small, "check_operands", refuse)
     monkeypatch.setattr(choose, "preshuffled", lambda *operands: pytest.fail("chosen"))
     with pytest.raises(ValueError, match="checked"):
-        ops._kernel(
+        linear._kernel(
             w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None
         )
 
@@ -210,10 +210,10 @@ def test_no_pair_loses_much_of_the_times_that_were_measured(gpu):
 def test_a_pair_asks(monkeypatch):
     """Two launches are made of None."""
     from fast.kernels.linear_small import pair
-    from fast.matmul.preshuffled import pair_ops
+    from fast.matmul.preshuffled import pair as pair_ops
 
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w = ops.preshuffled(q)
+    w = linear.preshuffled(q)
     operands = (torch.randn(2, 256).bfloat16(), *(w.codes, w.scale, w.zero) * 2)
     for function, name in ((pair_ops._pair_kernel, "pair"), (pair_ops._swiglu_kernel, "swiglu")):
         monkeypatch.setattr(pair, f"linear_small_{name}", lambda *given, **more: "one launch")

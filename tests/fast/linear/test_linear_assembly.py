@@ -15,7 +15,7 @@ from tests.emulator.ptx_opcodes import fused, run
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear import gemv_w4a16, gemv_w8a8, gemv_w8a16
+from fast.kernels.linear import gemv_w4a16, gemv_w8a16
 
 ELEMENT_KINDS = {
     "int": (gemv_w8a16.TEXT_INT.value, np.int8),
@@ -62,16 +62,16 @@ def test_four_bytes_times_four_bytes():
     codes = np.random.default_rng(1).integers(-128, 128, (2, 4096, 4), dtype=np.int8)
     total = np.random.default_rng(2).integers(-(2**30), 2**30, 4096, dtype=np.int32)
     words = [part.view("<u4")[:, 0].copy() for part in codes]
-    made = run(gemv_w8a8.DOT.value, "=r,r,r,r", [total.view(np.uint32), *words])[0].view(np.int32)
+    made = run(gemv_w8a16.DOT.value, "=r,r,r,r", [total.view(np.uint32), *words])[0].view(np.int32)
     assert (made == total + codes.astype(np.int32).prod(0).sum(1)).all()
-    alone = run(gemv_w8a8.SUM.value, "=r,r,r", [total.view(np.uint32), words[0]])[0].view(np.int32)
+    alone = run(gemv_w8a16.SUM.value, "=r,r,r", [total.view(np.uint32), words[0]])[0].view(np.int32)
     assert (alone == total + codes[0].astype(np.int32).sum(1)).all()
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_four_bytes_are_four_floats(kind):
     """All codes in all places."""
-    text = {"e4m3": gemv_w8a8.DECODE_E4M3, "e5m2": gemv_w8a8.DECODE_E5M2}[kind].value
+    text = {"e4m3": gemv_w8a16.DECODE_E4M3, "e5m2": gemv_w8a16.DECODE_E5M2}[kind].value
     codes = (np.arange(256)[:, None] + np.array([0, 77, 140, 203])).astype(np.uint8)
     made = run(text, "=&f,=&f,=&f,=&f,r", [codes.view("<u4")[:, 0].copy()])
     for place, got in enumerate(made):

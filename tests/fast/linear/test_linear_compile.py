@@ -26,7 +26,7 @@ W4A16_PAIR, W8A16_PAIR = ("gemv_w4a16_pair_kernel",), ("gemv_w8a16_pair_kernel",
 TILES = ("scaled_mm_kernel",)
 IN_PARTS = (*TILES, "add_parts_kernel")
 INT_TILES = ("int_scaled_mm_kernel",)
-INT_PARTS = (*INT_TILES, "add_int_parts_kernel")
+INT_PARTS = (*INT_TILES, "add_parts_kernel")
 GATED = W4A16_GATED, W8A16_GATED = ("gemv_w4a16_swiglu_kernel",), ("gemv_w8a16_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 # Scales in float16, as AutoGPTQ and AutoAWQ write them.

@@ -18,8 +18,8 @@ from reference import SCHEMES
 from reference.matmul.linear import transposed
 
 if platform.system() == "Linux":
-    from fast.kernels.linear import gemv_w8a8
-    from fast.kernels.linear.w8a8_host import launch_for
+    from fast.kernels.linear import gemv_w8a16
+    from fast.kernels.linear.select import w8a8_launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
     from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
@@ -167,7 +167,7 @@ def test_how_a_weight_is_shared():
         ((1024, 1040), 2, 2, False), ((8, 512), 2, 1, False), ((13996, 512), 2, 1, False), ((13997, 512), 4, 1, False),
         ((131072, 16384), 4, 1, True), ((131071, 16384), 4, 1, True), ((131070, 16384), 4, 1, False),
     ):  # fmt: skip
-        launch = launch_for(SCHEMES["int8_rowwise"], SCHEMES["int8_rowwise"], shape, torch.bfloat16)
+        launch = w8a8_launch_for(SCHEMES["int8_rowwise"], SCHEMES["int8_rowwise"], shape, torch.bfloat16)
         assert launch.tail == (*shape, True, "int", "int", rows, along, wide, "bfloat16", True)
         assert (launch.grid, launch.warps) == ((-(-shape[0] // rows), 1, 1), along)
 
@@ -186,14 +186,14 @@ def drawn(scheme, shape, rng, most):
 @np.errstate(over="ignore", invalid="ignore")
 def by_lanes(x, w, bias, dtype):
     """What the kernel's programs make."""
-    launch = launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
+    launch = w8a8_launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
     y = torch.full((1, w.shape[0]), float("nan"), dtype=dtype)
     memory = host(y)
     given = [
         None if v is None else Pointer(host(v)) for v in (x.codes, x.scale, x.zero, w.codes, w.scale, bias)
     ]
     for program in range(launch.grid[0]):
-        body(gemv_w8a8, "gemv_w8a8_kernel", program)(*given, Pointer(memory), *launch.tail)
+        body(gemv_w8a16, "gemv_w8a8_kernel", program)(*given, Pointer(memory), *launch.tail)
     return y
 
 
@@ -263,11 +263,11 @@ def test_a_compiled_kernel_serves_one_kind_of_zero_point_and_bias(monkeypatch):
 def test_indices_beyond_32_bits(inputs):
     """The last rows of 2**34 codes, all of which are one number in memory."""
     shape = (2**20, 2**14)
-    launch = launch_for(SCHEMES[inputs], SCHEMES[inputs], shape, torch.bfloat16)
+    launch = w8a8_launch_for(SCHEMES[inputs], SCHEMES[inputs], shape, torch.bfloat16)
     words = np.lib.stride_tricks.as_strided(np.array([0x01010101], np.int32), (2**32,), (0,))
     ones, zeros = np.ones(shape[0], np.float32), np.zeros(2**14, np.uint8)
     y = np.full(shape[0], 7, ml_dtypes.bfloat16)
-    body(gemv_w8a8, "gemv_w8a8_kernel", launch.grid[0] - 1)(
+    body(gemv_w8a16, "gemv_w8a8_kernel", launch.grid[0] - 1)(
         Pointer(zeros), Pointer(ones), None, Pointer(words), Pointer(ones), None, Pointer(y), *launch.tail
     )
     assert (y[-4:] == 0).all()
@@ -277,7 +277,7 @@ def test_indices_beyond_32_bits(inputs):
 @linux
 def test_views_at_odd_addresses_are_copied(monkeypatch):
     """The kernel reads words of four bytes."""
-    from fast.kernels.linear import w8a8_host as code_linear
+    from fast.kernels.linear import select as code_linear
 
     moved = [torch.zeros(q.codes.numel() + 1, dtype=torch.uint8)[1:].view(q.codes.shape) for q in (X, W)]
     assert all(codes.data_ptr() % 4 for codes in moved)

@@ -40,12 +40,12 @@ def weights(name, rows, length):
 def test_every_program_has_its_weight(name, rows, length):
     """The kernels' own code, by lanes: exact sums."""
     from fast.kernels.linear import gemv_w4a16, gemv_w8a16
-    from fast.kernels.linear.pair_host import launch_for
+    from fast.kernels.linear.select import pair_launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
 
     first, second = weights(name, rows, length)
     x, y = exact_inputs(1, length, torch.bfloat16), np.zeros((2, rows), ml_dtypes.bfloat16)
-    launch = launch_for(first.scheme, tuple(first.shape), first.axis, first.packed, x.dtype)
+    launch = pair_launch_for(first.scheme, tuple(first.shape), first.axis, first.packed, x.dtype)
     kernel = launch.kernel.__name__
     given = [
         [None if v is None else Pointer(host(v)) for v in (w.codes, w.scale, w.zero)] for w in (first, second)
@@ -73,12 +73,12 @@ def test_on_a_cpu_it_is_two_products():
 @linux
 def test_launches():
     """As for one weight of twice as many rows; none where `linear` has none for one row."""
-    from fast.kernels.linear import pair_host as pair_linear
     from fast.kernels.linear import select as linear
+    from fast.kernels.linear import select as pair_linear
 
     def launch(name, shape=(14336, 4096), dtype=torch.bfloat16):
         scheme = named(name)
-        return pair_linear.launch_for(scheme, shape, 1, scheme.format.bits < 8, dtype)
+        return pair_linear.pair_launch_for(scheme, shape, 1, scheme.format.bits < 8, dtype)
 
     nibbles, doubled = launch("int4_g64"), linear.weight_of(named("int4_g64"), (28672, 4096), 1, True)
     assert nibbles.grid == (1792, 1, 1)

@@ -33,8 +33,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
-from fast.kernels.int_scaled_mm import host as triton_host
-from fast.kernels.int_scaled_mm.tiles import tile_of
+from fast.kernels.scaled_mm import host as triton_host
+from fast.kernels.scaled_mm.tiles import int_tile_of
 from fast.kernels.sm90_s8_gemm import host
 from fast.kernels.sm90_s8_gemm.variants import Variant, fitted, sources
 from fast.launch import cache
@@ -198,7 +198,7 @@ class Timed:
             first = [codes.codes, codes.scale, None]
             call = host.Product(variant, "int8", BF16, [*first, self.int8[0].codes, self.int8[0].scale, None])
             made[variant.name] = [partial(call, *first, w.codes, w.scale) for w in self.int8]
-        tile = tile_of(rows, *self.shape)
+        tile = int_tile_of(rows, *self.shape)
         of_triton = partial(triton_host.linear_of_codes, codes, bias=None, dtype=BF16, key=None, tile=tile)
         made["triton"] = [partial(of_triton, w=w) for w in self.int8]
         made["fp8"] = [partial(by_fp8, floats, w) for w in self.fp8]

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import fast
 from ao_lab import Recipe
 from ao_lab.tensor.quantized_tensor import from_quantized
-from fast.kernels.int_scaled_mm import host
-from fast.kernels.int_scaled_mm.tiles import Tile
+from fast.kernels.scaled_mm import host
+from fast.kernels.scaled_mm.tiles import Tile
 from reference import SCHEMES, Quantized
 from tests.gpu.harness.graph_times import captured, in_turn
 

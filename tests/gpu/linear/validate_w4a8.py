@@ -37,7 +37,7 @@ from ao_lab.config.recipe import named
 from ao_lab.tensor.quantized_tensor import from_quantized
 from fast.kernels.exact_inputs import host
 from fast.kernels.linear_small.host import INPUTS
-from fast.matmul.preshuffled.exact_inputs import CODES, kind_of
+from fast.matmul.preshuffled.dynamic import CODES, kind_of
 from reference import Quantized, Scheme
 from tests.gpu.harness.graph_times import captured, in_turn
 from tests.support.linear_cases import exact_weight, weight

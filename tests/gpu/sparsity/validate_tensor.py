@@ -33,8 +33,8 @@ import fast
 from ao_lab import Recipe, SparseQuantizedTensor, quantized_compressed, tune
 from ao_lab.gemm import cusparselt
 from ao_lab.gemm.choices import forget
-from ao_lab.gemm.cusparselt_algorithms import Algorithm, Probe, known, refusal
-from ao_lab.gemm.cusparselt_algorithms import forget as forget_algorithms
+from ao_lab.gemm.cusparselt import Algorithm, Probe, known, refusal
+from ao_lab.gemm.cusparselt import forget as forget_algorithms
 from ao_lab.gemm.select import PRODUCTS
 from reference import SCHEMES
 from reference.sparsity.stored_codes import PLAIN_ELEMENTS

@@ -12,8 +12,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab import QuantizedTensor
-from ao_lab.gemm import select
-from ao_lab.gemm.products import scaled_mm
+from ao_lab.gemm import codes, select
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import PROGRAMS, PreparedProducts
 from fast import dispatch
@@ -59,7 +58,7 @@ def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
     monkeypatch.setattr(QuantizedTensor, "is_cuda", True)
     monkeypatch.setattr(prepared_products, "on_gpu", lambda weight: True)
     set_capability(monkeypatch, (9, 0))
-    for module in (select, scaled_mm):
+    for module in (select, codes):
         monkeypatch.setattr(module, "is_host", lambda device: False)
     recorded: Any = Recorded(monkeypatch, launcher)
     recorded.calls = []

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ao_lab import QuantizedTensor, Recipe, SparsityConfig, quantized, sparsify_
-from ao_lab.gemm.arranged import kept
+from ao_lab.gemm.sparse import kept
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.sparse.compress import quantized_compressed
 from ao_lab.tensor.sparse.metadata import SPARSE_PARTS

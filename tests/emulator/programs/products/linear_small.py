@@ -20,8 +20,8 @@ import triton
 import fast
 import reference
 from ao_lab.config.recipe import Recipe, named
+from ao_lab.gemm import fused as expert_products
 from ao_lab.gemm import select
-from ao_lab.gemm.products import grouped as expert_products
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
@@ -30,7 +30,7 @@ from fast.kernels.linear_small import grouped, host, pair
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import restored_codes
 from fast.kernels.linear_small.tilings import Tiling
-from fast.matmul.preshuffled import layout, ops
+from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.linear import linear_small
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import Quantized
@@ -271,10 +271,10 @@ def tensors_of_experts(name: str) -> None:
         ]
         assert made[0] is None or torch.equal(getattr(t, parts), torch.stack(made))
     assert all(
-        torch.equal(getattr(ops.preshuffled(plain.quantized), part), getattr(t, part))
+        torch.equal(getattr(linear.preshuffled(plain.quantized), part), getattr(t, part))
         for part in ("codes", "scale")
     )
-    assert torch.equal(ops.restored(t.stored).codes, plain.codes)
+    assert torch.equal(linear.restored(t.stored).codes, plain.codes)
     ends = counts.cumsum(0, dtype=torch.int32)
     for dtype in host.INPUTS:
         x = inputs(24, length, dtype)
@@ -308,8 +308,8 @@ def preshuffled(name: str) -> None:
     assert stored.zero is None or torch.equal(stored.zero, arranged.zero)
     form = layout.form_of(named(name), length)
     assert form == (arranged.element, arranged.group)
-    assert torch.equal(ops.preshuffled(w).codes, arranged.words)
-    assert torch.equal(ops.restored(stored).codes, w.codes)
+    assert torch.equal(linear.preshuffled(w).codes, arranged.words)
+    assert torch.equal(linear.restored(stored).codes, w.codes)
     t = from_quantized(w, Recipe(weight=named(name)), BF16).to_layout("preshuffled")
     for count in (1, 5):
         x, bias = exact_inputs(count, length, BF16), (torch.arange(128) % 7 - 3).to(BF16)

@@ -31,8 +31,7 @@ from fast.kernels.quantize.geometry import power_above
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.tile.block_op import block_op
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.dynamic import linear_small_dynamic
-from fast.matmul.preshuffled.exact_inputs import CODES, kind_of
+from fast.matmul.preshuffled.dynamic import CODES, kind_of, linear_small_dynamic
 from reference import Quantized, Scheme
 from tests.emulator import ptx_interpreter
 from tests.support.linear_cases import exact_weight, inputs, weight

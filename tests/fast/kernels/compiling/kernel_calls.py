@@ -14,12 +14,9 @@ from fast.kernels.grouped import gather, zero
 from fast.kernels.grouped import host as groups_host
 from fast.kernels.grouped import layout as grouped_layout
 from fast.kernels.hadamard import host as hadamard
-from fast.kernels.int_scaled_mm import host as int_rows
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
-from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as products
-from fast.kernels.linear import w8a8_host as code_linear
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import saturation_host as clipping
 from fast.kernels.quantize import vjp
@@ -220,12 +217,12 @@ def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
 
 def pair(name, dtype="bfloat16", shape=(4096, 4096)):
     """One row times two weights."""
-    return pair_linear.linear_pair(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
+    return products.linear_pair(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
 
 
 def gated(name, dtype="bfloat16", shape=(4096, 4096)):
     """silu of one product of one row times another."""
-    return pair_linear.linear_swiglu(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
+    return products.linear_swiglu(empty((1, shape[1]), dtype), weight(name, shape), weight(name, shape))
 
 
 def codes(inputs, weight, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False, fast_sums=False):
@@ -236,11 +233,9 @@ def codes(inputs, weight, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=Fal
         for kept in (scales_of(scheme, size, 1),)
     )
     added = empty(shape[:1], dtype) if bias else None
-    if rows > 1 and inputs.startswith("int8"):
-        return int_rows.linear_of_codes(x, w, added, getattr(torch, dtype), None)
     if rows > 1:
         return code_rows.linear_of_codes(x, w, added, getattr(torch, dtype), None, fast_sums)
-    return code_linear.linear_of_codes(x, w, added, getattr(torch, dtype), None)
+    return products.linear_of_codes(x, w, added, getattr(torch, dtype), None)
 
 
 @dataclass(frozen=True)

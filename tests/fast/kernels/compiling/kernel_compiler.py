@@ -27,10 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fast.kernels.exact_inputs import host as small_dynamic
-from fast.kernels.int_scaled_mm import host as int_rows
-from fast.kernels.linear import pair_host as pair_linear
 from fast.kernels.linear import select as linear
-from fast.kernels.linear import w8a8_host as code_linear
 from fast.kernels.linear_small import dense as dense_small
 from fast.kernels.linear_small import grouped as grouped_linear
 from fast.kernels.linear_small import host as small_linear
@@ -39,10 +36,10 @@ from fast.kernels.scaled_mm import host as code_rows
 from fast.launch import cache
 
 TARGET = GPUTarget("cuda", 90, 32)
-#: Modules that remember launches.
-PLANS = (
-    linear, code_linear, code_rows, int_rows, pair_linear, small_linear, grouped_linear, dense_small, small_pair,
-    small_dynamic,
+#: What remembers launches.
+LAUNCHES = (
+    linear._launch, linear._pair_launch, linear._w8a8_launch, code_rows._launches, small_linear._launch, grouped_linear._launch,
+    dense_small._launch, small_pair._launch, small_dynamic._launch,
 )  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION_BYTES = 16
@@ -121,15 +118,15 @@ def compiling(found: list[Machine]) -> Iterator[None]:
     JITFunction.run = compile_only
     driver.set_active(OnlyTarget())
     cache.CALLS.clear()
-    for module in PLANS:
-        module._launch.cache_clear()
+    for remembered in LAUNCHES:
+        remembered.cache_clear()
     try:
         yield
     finally:
         JITFunction.run = run
         driver._active = active
-        for module in PLANS:
-            module._launch.cache_clear()
+        for remembered in LAUNCHES:
+            remembered.cache_clear()
         cache.CALLS.clear()
         cache.CALLS.update(kept)
 

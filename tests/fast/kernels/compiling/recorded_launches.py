@@ -12,8 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from fast import dispatch
 from fast.kernels.exact_inputs import host as exact_inputs_host
-from fast.kernels.int_scaled_mm import host as int_scaled_mm_host
-from fast.kernels.linear import pair_host, select, w8a8_host
+from fast.kernels.linear import select
 from fast.kernels.linear_small import host as linear_small_host
 from fast.kernels.linear_small import pair as linear_small_pair
 from fast.kernels.scaled_mm import host as scaled_mm_host
@@ -79,11 +78,11 @@ class Recorded:
         monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
         monkeypatch.setattr(cache, "CALLS", {})
         # Launches that are kept would keep what passes for compiled here.
-        for module in (
-            select, pair_host, w8a8_host, scaled_mm_host, int_scaled_mm_host, linear_small_host, linear_small_pair,
-            exact_inputs_host,
+        for module, name in (
+            (select, "_launch"), (select, "_pair_launch"), (select, "_w8a8_launch"), (scaled_mm_host, "_launches"),
+            (linear_small_host, "_launch"), (linear_small_pair, "_launch"), (exact_inputs_host, "_launch"),
         ):  # fmt: skip
-            monkeypatch.setattr(module, "_launch", module._launch.__wrapped__)
+            monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
 
     def note(self, head: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         """What the C function does here."""

@@ -7,9 +7,9 @@ import itertools
 
 import torch
 
-from fast.kernels.cublaslt import library
+from fast.kernels import cublaslt
 
-NAMES = {number: dtype for dtype, number in library.TYPES.items()}
+NAMES = {number: dtype for dtype, number in cublaslt.TYPES.items()}
 
 
 class Function:
@@ -73,7 +73,7 @@ class Recorded:
         assert self.made[handle.value] == "handle"
         found._obj.algorithm.data[0], found._obj.workspace = 77, self.workspace
         count._obj.value = self.count
-        return 0 if self.count else library.NOT_SUPPORTED
+        return 0 if self.count else cublaslt.NOT_SUPPORTED
 
     def _cublasLtMatmul(
         self, handle, product, one, a, la, b, lb, zero, c, lc, d, ld, algorithm, space, size, stream

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fast.dispatch import execute
-from fast.kernels.cublaslt import weight_gradient
+from fast.kernels import cublaslt
 from fast.layers import linear_gradients as layer
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import (
@@ -105,7 +105,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(layer, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(layer, "beside", lambda g, x: taken.append(BESIDE) or torchs(g, x))
     monkeypatch.setattr(
-        weight_gradient, "weight_and_bias_gradients", lambda g, x: taken.append(EPILOGUE) or torchs(g, x)
+        cublaslt, "weight_and_bias_gradients", lambda g, x: taken.append(EPILOGUE) or torchs(g, x)
     )
     monkeypatch.setattr("fast.dispatch.has_kernels", lambda x: True)
     return taken
@@ -147,7 +147,7 @@ def test_what_no_way_is_worth(ways, monkeypatch):
     """Small matrices, other GPUs, and products that the library does not have."""
     monkeypatch.setattr(layer, "way_of", lambda *_: EPILOGUE)
     execute(LINEAR_GRADIENTS, None, (), (normals(1, 4), normals(1, 3)))
-    monkeypatch.setattr(weight_gradient, "weight_and_bias_gradients", lambda g, x: None)
+    monkeypatch.setattr(cublaslt, "weight_and_bias_gradients", lambda g, x: None)
     g, x = normals(9, 4), normals(9, 3)
     assert same(execute(LINEAR_GRADIENTS, None, (), (g, x)), torchs(g, x))
     monkeypatch.setattr(layer, "way_of", lambda *_: BESIDE)
@@ -210,7 +210,7 @@ def test_work_beside_the_librarys_product(monkeypatch, fails):
         return "done"
 
     monkeypatch.setattr(
-        weight_gradient,
+        cublaslt,
         "weight_and_bias_gradients",
         lambda g, x, stream: told.append(stream.name) or torchs(g, x),
     )

@@ -11,8 +11,7 @@ import reference
 from ao_lab.config.recipe import named
 from fast.gemm.families import TRITON_SMALL_M
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.dynamic import linear_small_dynamic
-from fast.matmul.preshuffled.exact_inputs import CODES, DIGITS, VALUES, kind_of
+from fast.matmul.preshuffled.dynamic import CODES, DIGITS, VALUES, kind_of, linear_small_dynamic
 from reference import SCHEMES
 from tests.fast.kernels.compiling.day_cases import by_day
 from tests.fast.kernels.compiling.day_cases import named as features

@@ -11,7 +11,7 @@ import fast
 import reference
 from ao_lab.checkpoint.formats.bitsandbytes import RECORDS
 from fast.codebook_scales import LEAST, SECOND, TERMS
-from fast.matmul.preshuffled import layout, ops
+from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.linear import linear_small
 from fast.scale_factors import element_with_factors
 from reference import SCHEMES
@@ -34,12 +34,12 @@ def same(first, second):
 @pytest.mark.parametrize(("name", "shape"), TAKEN, ids=str)
 def test_parts_come_back(name, shape):
     w = weight(SCHEMES[name], *shape)
-    made = ops.preshuffled(w)
+    made = linear.preshuffled(w)
     assert made.codes.nbytes == w.codes.nbytes
     has_words = name == "nf4" or element_with_factors(w.scheme) is not None
     assert made.scale.dtype == (torch.int32 if has_words else torch.float32)
-    alone = ops.weight_of(w.scheme, shape, (made.codes, made.scale, made.zero))
-    for back in (ops.restored(made), layout.restored(made), layout.restored(alone)):
+    alone = linear.weight_of(w.scheme, shape, (made.codes, made.scale, made.zero))
+    for back in (linear.restored(made), layout.restored(made), layout.restored(alone)):
         assert all(
             same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero", "outer")
         )
@@ -82,37 +82,37 @@ def test_narrow_scales_come_back(storage):
     patterns = torch.where(nan, 0, patterns) if storage == "float16" else patterns
     w = weight(SCHEMES["int8_g32"], 128, 2**14)
     w = replace(w, scheme=scheme, scale=patterns.view(torch.uint16).reshape(128, -1))
-    assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+    assert same(linear.restored(linear.preshuffled(w)).scale, w.scale)
     w = replace(w, scale=torch.full_like(w.scale.view(torch.int16), -1).view(torch.uint16))
     if storage == "float16":
         with pytest.raises(ValueError, match="none of its scales may be NaN"):
-            ops.preshuffled(w)
+            linear.preshuffled(w)
     else:
-        assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+        assert same(linear.restored(linear.preshuffled(w)).scale, w.scale)
 
 
 def test_what_is_not_taken():
     w = weight(SCHEMES["int4_g128"], 128, 256)
     for shape, text in (((100, 256), "multiples of 128"), ((128, 160), "multiples of 128")):
         with pytest.raises(ValueError, match=text):
-            ops.preshuffled(weight(SCHEMES["int4_g32"], *shape))
+            linear.preshuffled(weight(SCHEMES["int4_g32"], *shape))
     with pytest.raises(ValueError, match="its elements must be"):
-        ops.preshuffled(weight(SCHEMES["mxfp8_e5m2"], 128, 256))
+        linear.preshuffled(weight(SCHEMES["mxfp8_e5m2"], 128, 256))
     with pytest.raises(ValueError, match="or 16 of e4m3 ones under an outer scale that decodes"):
-        ops.preshuffled(weight(SCHEMES["te.nvfp4"], 128, 256))
+        linear.preshuffled(weight(SCHEMES["te.nvfp4"], 128, 256))
     with pytest.raises(ValueError, match="with blocks along its last axis"):
-        ops.preshuffled(replace(w, axis=0))
+        linear.preshuffled(replace(w, axis=0))
     with pytest.raises(ValueError, match="blocks must be 32, 64"):
-        ops.preshuffled(weight(SCHEMES["fp8_128x128"], 128, 256))
+        linear.preshuffled(weight(SCHEMES["fp8_128x128"], 128, 256))
     asymmetric = weight(SCHEMES["int4_g128_asymmetric"], 128, 256)
-    ops.preshuffled(replace(asymmetric, zero=torch.full_like(asymmetric.zero, -8)))
+    linear.preshuffled(replace(asymmetric, zero=torch.full_like(asymmetric.zero, -8)))
     asymmetric.zero[3, 1] = 8
     with pytest.raises(ValueError, match="must be -8 to 7"):
-        ops.preshuffled(asymmetric)
+        linear.preshuffled(asymmetric)
     floats = weight(SCHEMES["fp8_rowwise"], 128, 256)
     floats.codes[5, 7] = 0xFF
     with pytest.raises(ValueError, match="none of its codes may be NaN"):
-        ops.preshuffled(floats)
+        linear.preshuffled(floats)
 
 
 def powers(name, scale, element=1):
@@ -131,16 +131,16 @@ def test_powers_of_two_come_back(name):
     """Each but NaN, where blocks are zeros, of either sign, or not so far apart that an element is lost."""
     for element in (0, 0x80 if name == "mxfp8_e4m3" else 0x88):
         w = powers(name, torch.arange(255), element)
-        assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+        assert same(linear.restored(linear.preshuffled(w)).scale, w.scale)
     smallest = {"mxfp4": 1, "mxfp8_e4m3": 9}[name]
     for scale in (torch.arange(1 + smallest, 128), torch.arange(150, 255)):
         w = powers(name, scale)
-        assert same(ops.restored(ops.preshuffled(w)).scale, w.scale)
+        assert same(linear.restored(linear.preshuffled(w)).scale, w.scale)
     for scale in (torch.tensor([smallest, 100]), torch.tensor([100, 254])):
         with pytest.raises(ValueError, match="must leave their elements"):
-            ops.preshuffled(powers(name, scale))
+            linear.preshuffled(powers(name, scale))
     with pytest.raises(ValueError, match="none of its scales may be NaN"):
-        ops.preshuffled(powers(name, torch.tensor([100, 255])))
+        linear.preshuffled(powers(name, torch.tensor([100, 255])))
 
 
 def test_scales_of_nvfp4_come_back():
@@ -149,15 +149,15 @@ def test_scales_of_nvfp4_come_back():
     w = powers("nvfp4", signed)
     for outer in (1.0, 2.0**-149, 3e-5, -1.5, float("nan"), 2.0**118):
         w = replace(w, outer=torch.tensor(outer))
-        back = ops.restored(replace(ops.preshuffled(w), outer=None))
+        back = linear.restored(replace(linear.preshuffled(w), outer=None))
         assert same(back.scale, w.scale)
         assert same(back.outer.view(torch.int32), w.outer.view(torch.int32))
     with pytest.raises(ValueError, match="outer scale must be below"):
-        ops.preshuffled(replace(w, outer=torch.tensor(2.0**119)))
+        linear.preshuffled(replace(w, outer=torch.tensor(2.0**119)))
     for pattern in (0x7F, 0xFF):
         w.scale[3, 1] = pattern
         with pytest.raises(ValueError, match="none of its scales may be NaN"):
-            ops.preshuffled(replace(w, outer=torch.tensor(1.0)))
+            linear.preshuffled(replace(w, outer=torch.tensor(1.0)))
         assert layout.unsupported_reason(w) == "none of its scales may be NaN"
 
 
@@ -174,9 +174,9 @@ def nf4_with_bits():
 def test_scales_of_nf4_come_back():
     """To the bit, NaN and all."""
     w = nf4_with_bits()
-    made = ops.preshuffled(w)
+    made = linear.preshuffled(w)
     assert made.outer is made.zero is None
-    back = ops.restored(made)
+    back = linear.restored(made)
     assert same(back.scale, w.scale)
     for part in ("outer", "zero"):
         assert same(getattr(back, part).view(torch.int32), getattr(w, part).view(torch.int32))
@@ -200,14 +200,14 @@ def test_nf4_is_taken_where_its_levels_are_within_the_bound():
         assert text in layout.scheme_reason(SCHEMES["nf4"], shape, len(shape) - 1)
     assert "must be those of scheme nf4" in layout.scheme_reason(RECORDS["nf4"], (128, 384), 1)
     with pytest.raises(ValueError, match="dequantize it, or restore it whole"):
-        layout.rows_restored(ops.preshuffled(weight(SCHEMES["nf4"], 128, 384)), torch.tensor([3]))
+        layout.rows_restored(linear.preshuffled(weight(SCHEMES["nf4"], 128, 384)), torch.tensor([3]))
 
 
 def test_parts_have_memory_of_their_own():
     """A weight with a scale for each row has them in one order in both layouts."""
     w = weight(SCHEMES["int8_rowwise"], 128, 256)
-    made = ops.preshuffled(w)
-    back = ops.restored(made)
+    made = linear.preshuffled(w)
+    back = linear.restored(made)
     assert len({q.scale.data_ptr() for q in (w, made, back)}) == 3
 
 
@@ -217,7 +217,7 @@ def test_parts_have_memory_of_their_own():
 def test_the_product_on_a_cpu(name):
     length = 384 if name == "nf4" else 256
     w, x, bias = weight(SCHEMES[name], 128, length), inputs(3, length, BF16), inputs(1, 128, BF16)[0]
-    made = ops.preshuffled(w)
+    made = linear.preshuffled(w)
     assert same(linear_small(x, made, bias), reference.linear(x, w, bias))
     with pytest.raises(ValueError, match=str(length)):
         linear_small(x[:, :128], made)
@@ -228,7 +228,7 @@ def test_the_operator_is_traced(rows):
     """In one graph, rows left open, with its gradient; codes come back by an operator too."""
     torch.compiler.reset()
     w = weight(SCHEMES["int4_g128_asymmetric"], 128, 256)
-    made = ops.preshuffled(w)
+    made = linear.preshuffled(w)
     seen = []
 
     def backend(graph, example):
@@ -236,7 +236,7 @@ def test_the_operator_is_traced(rows):
         return graph
 
     def product(x):
-        return linear_small(x, made), fast.dequantize(ops.restored(made), BF16)
+        return linear_small(x, made), fast.dequantize(linear.restored(made), BF16)
 
     x = inputs(rows, 256, BF16).requires_grad_()
     found, dense = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)(x)
@@ -251,7 +251,7 @@ def test_the_operator_is_traced(rows):
 def test_operators_are_described_to_torch():
     """Schema, fake and dispatch as torch checks them."""
     w, x = weight(SCHEMES["int8_g32_asymmetric"], 128, 256), inputs(2, 256, BF16)
-    made = ops.preshuffled(w)
+    made = linear.preshuffled(w)
     operands = (x, made.codes, made.scale, made.zero, None, list(made.shape), made.scheme.key)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.ao_lab.linear_small.default, operands, test_utils=checks)
@@ -268,9 +268,9 @@ def test_values_that_a_tracer_does_not_know():
         taken, refused = (
             replace(w, codes=fake(w.codes), scale=fake(w.scale)) for w in map(_real, (taken, refused))
         )
-        assert tuple(ops.preshuffled(taken).codes.shape) == (2, 4, 1024)
+        assert tuple(linear.preshuffled(taken).codes.shape) == (2, 4, 1024)
         with pytest.raises(ValueError, match="not known while a program is traced"):
-            ops.preshuffled(refused)
+            linear.preshuffled(refused)
 
 
 def _real(w):

@@ -8,7 +8,7 @@ import torch
 
 import fast
 import reference
-from fast.matmul.preshuffled import layout, ops
+from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from reference import SCHEMES
 from tests.support.linear_cases import inputs, weight
@@ -52,11 +52,11 @@ def test_parts_are_those_of_each_expert(name):
         # One is of all experts.
         weights = [replace(one, outer=weights[0].outer) for one in weights]
     w = joined(weights)
-    made = ops.preshuffled(w)
+    made = linear.preshuffled(w)
     for at, one in enumerate(weights):
-        alone = ops.preshuffled(one)
+        alone = linear.preshuffled(one)
         assert all(same(part, getattr(alone, key)) for key, part in expert(made, at).items())
-    for back in (ops.restored(made), layout.restored(made)):
+    for back in (linear.restored(made), layout.restored(made)):
         assert all(same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero"))
         assert same(fast.dequantize(back), fast.dequantize(w))
 
@@ -89,28 +89,28 @@ def test_shapes_that_are_not(shape, axis, text):
 
 def test_more_rows_than_a_grid_holds_go_to_torch():
     """The arranging kernel's grid has 65535 atoms along its second axis."""
-    codes = torch.empty((ops.MOST_ROWS_ARRANGED + 64, 64), dtype=torch.uint8, device="meta")
-    assert ops.WORDS.kernel(None, ("int4",), (codes,), None) is None
+    codes = torch.empty((linear.MOST_ROWS_ARRANGED + 64, 64), dtype=torch.uint8, device="meta")
+    assert linear.WORDS.kernel(None, ("int4",), (codes,), None) is None
 
 
 @pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4"])
 def test_the_product_on_a_cpu(name):
     """Of each expert's rows by its own weight; zeros behind the last."""
     weights, x = matrices(name), inputs(11, K, BF16)
-    made = grouped_linear_small(x, ops.preshuffled(joined(weights)), ENDS)
+    made = grouped_linear_small(x, linear.preshuffled(joined(weights)), ENDS)
     assert same(made[:4], reference.linear(x[:4], weights[0]))
     assert same(made[4:9], reference.linear(x[4:9], weights[2]))
     assert same(made[9:], torch.zeros((2, N), dtype=BF16))
 
 
 def test_errors():
-    w, x = ops.preshuffled(joined(matrices("int8_rowwise"))), inputs(9, K, BF16)
+    w, x = linear.preshuffled(joined(matrices("int8_rowwise"))), inputs(9, K, BF16)
     for given, text in (
         ((x[:, :128], w, ENDS), r"rows \(T, K\) and experts' weights \(E, N, K\), got \(9, 128\)"),
         ((x[None], w, ENDS), r"got \(1, 9, 256\)"),
         ((x, w, ENDS[:2]), r"one for each of 3 experts, got torch.int32 of shape \(2,\)"),
         ((x, w, ENDS.long()), "int32 offsets"),
-        ((x, ops.preshuffled(matrices("int8_rowwise")[0]), ENDS), r"and \(128, 256\)"),
+        ((x, linear.preshuffled(matrices("int8_rowwise")[0]), ENDS), r"and \(128, 256\)"),
         ((x, w, ENDS.to("meta")), "on one device"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -125,7 +125,7 @@ def test_the_operator_is_traced(rows):
     """In one graph, rows left open, with its gradient by the dequantized weight."""
     torch.compiler.reset()
     w = joined(matrices("int4_g128_asymmetric"))
-    made, seen = ops.preshuffled(w), []
+    made, seen = linear.preshuffled(w), []
 
     def backend(graph, example):
         seen.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
@@ -145,7 +145,7 @@ def test_the_operator_is_traced(rows):
 
 def test_the_operator_is_described_to_torch():
     """Schema, fake and dispatch as torch checks them."""
-    made, x = ops.preshuffled(joined(matrices("int8_g32_asymmetric"))), inputs(9, K, BF16)
+    made, x = linear.preshuffled(joined(matrices("int8_g32_asymmetric"))), inputs(9, K, BF16)
     operands = (x, made.codes, made.scale, made.zero, ENDS, list(made.shape), made.scheme.key)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.ao_lab.grouped_linear_small.default, operands, test_utils=checks)
@@ -156,7 +156,7 @@ def test_the_operator_is_described_to_torch():
 )
 def test_ends_out_of_order_leave_an_expert_without_rows_of_others(ends, owners):
     """As the kernels have them (`tests/fast/kernels/sm90_w4a16_gemm/test_experts.py`)."""
-    w, x = ops.preshuffled(joined(matrices("int4_g128"))), torch.randn(11, K).bfloat16()
+    w, x = linear.preshuffled(joined(matrices("int4_g128"))), torch.randn(11, K).bfloat16()
     found, wanted = (
         grouped_linear_small(x, w, torch.tensor(one, dtype=torch.int32)) for one in (ends, owners)
     )

@@ -14,7 +14,7 @@ import reference
 from ao_lab import SchemeConfig, compile_options, quantize_
 from fast.kernels.linear_small import host, pair
 from fast.kernels.linear_small.tilings import Tiling
-from fast.matmul.preshuffled import ops
+from fast.matmul.preshuffled import linear
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import Quantized
 from tests.gpu.harness.graph_times import captured, in_turn
@@ -47,7 +47,7 @@ def wrong_of(name: str) -> Iterator[str]:
     """Integers are exact, swiglu is that of the exact sums, random inputs are within the bound, bits are the same each time."""
     for shape in SHAPES:
         drawn = [weights.drawn(name, shape, seed) for seed in (0, 1)]
-        made = [ops.preshuffled(w) for w, _ in drawn]
+        made = [linear.preshuffled(w) for w, _ in drawn]
         for count in ROWS:
             for dtype in host.INPUTS:
                 x = torch.randint(-1, 2, (count, shape[1]), device=DEVICE).to(dtype) / 64

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 import ao_lab
 from ao_lab.sparsity.training import api, layers, products
 from experiments.sparsity.speed.linear import SHAPES, dense, layer_of, step_of
-from fast.kernels.cublaslt import weight_gradient
+from fast.kernels import cublaslt
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.layers import linear_gradients
@@ -262,7 +262,7 @@ def shares(progress: Progress, label: str, step: Step) -> None:
     places = (
         (layers.MaskedLinear, "forward"), (layers.MaskedLinear, "backward"), (products, "compress_masked"),
         (products, "execute"), (products, "beside_work"), (products, "weight_and_bias_gradients"),
-        (weight_gradient, "weight_and_bias_gradients"), (linear_gradients, "product_stream"),
+        (cublaslt, "weight_and_bias_gradients"), (linear_gradients, "product_stream"),
         (linear_gradients, "execute"), (torch, "mm"), (torch.cuda.Stream, "wait_stream"), (torch.cuda, "current_stream"),
         (host, "tensor_map"), (torch.autograd, "grad"),
     )  # fmt: skip

@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from fast.kernels.cublaslt import weight_gradient
+from fast.kernels import cublaslt
 from fast.layers.linear_gradients import apart, beside, way_of, weight_and_bias_gradients
 from tests.gpu.sparsity.progress import Progress
 from tests.gpu.sparsity.training.column_sums import captured, replayed
@@ -47,7 +47,7 @@ REPEATS, ROUNDS, BYTES = 100, 7, 150_000_000
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], Pair | None]] = {
     "apart": apart,
     "beside": beside,
-    "epilogue": weight_gradient.weight_and_bias_gradients,
+    "epilogue": cublaslt.weight_and_bias_gradients,
 }
 
 
@@ -86,7 +86,7 @@ def first_in_a_capture(progress: Progress) -> None:
         made = weight_and_bias_gradients(g, x)
     g.copy_(g.roll(1, 1)), graph.replay()
     progress.check("a plan made in a capture", same(made, exact(g, x)))
-    progress.check("the plan has an algorithm", not weight_gradient.FAILED, str(weight_gradient.FAILED))
+    progress.check("the plan has an algorithm", not cublaslt.FAILED, str(cublaslt.FAILED))
 
 
 def exact(g: torch.Tensor, x: torch.Tensor) -> Pair:

@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from ao_lab import Recipe, quantized_compressed, tune
-from ao_lab.gemm import select, sparse_wgmma
-from ao_lab.gemm.products.dense import rounded
+from ao_lab.gemm import select, sparse
+from ao_lab.gemm.dense import rounded
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.tensor.sparse import SparseQuantizedTensor
 from fast import prune
@@ -61,15 +61,15 @@ def layers(
 ) -> None:
     """Every number of rows."""
     w = weight(scheme, activation, dtype, shape)
-    reason = sparse_wgmma.unsupported_reason(w.t(), dtype)
+    reason = sparse.wgmma_unsupported_reason(w.t(), dtype)
     label = f"{scheme} {shape}"
     progress.check(f"{label} taken", reason is None, str(reason))
     default = select.select_kernel(w.t(), dtype)
-    progress.check(f"{label} default", default == sparse_wgmma.NAME, default)
+    progress.check(f"{label} default", default == sparse.WGMMA_NAME, default)
     for rows in ROWS:
         x = torch.randn(rows, shape[1], device="cuda").to(dtype)
         for bias in (None, torch.randn(shape[0], device="cuda").to(dtype)):
-            found = sparse_wgmma.run(x, w.t(), bias)
+            found = sparse.wgmma_run(x, w.t(), bias)
             name = f"{label} {rows} rows{'' if bias is None else ' bias'}"
             if scheme.startswith("int8"):
                 right = PRODUCTS["int8"].run(x, w.to_layout("plain").t(), bias)
@@ -77,7 +77,7 @@ def layers(
             else:
                 progress.check(name, (error := off(x, w, bias, found)) <= LIMIT, f"off by {error:.1e}")
             progress.check(
-                f"{name} again", torch.equal(found, sparse_wgmma.run(x, w.t(), bias)), "other bits"
+                f"{name} again", torch.equal(found, sparse.wgmma_run(x, w.t(), bias)), "other bits"
             )
     captured(progress, label, w, torch.randn(16, shape[1], device="cuda").to(dtype))
     renewed(progress, label, w, weight(scheme, activation, dtype, shape, seed=1), dtype)
@@ -94,10 +94,10 @@ def off(x: torch.Tensor, w: SparseQuantizedTensor, bias: torch.Tensor | None, fo
 
 def captured(progress: Progress, label: str, w: SparseQuantizedTensor, x: torch.Tensor) -> None:
     """A CUDA graph, and a compiled program."""
-    right = sparse_wgmma.run(x, w.t(), None)
+    right = sparse.wgmma_run(x, w.t(), None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = sparse_wgmma.run(x, w.t(), None)
+        y = sparse.wgmma_run(x, w.t(), None)
     y.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -110,7 +110,7 @@ def renewed(
     """A weight that was copied into: its metadata is arranged anew."""
     x = torch.randn(16, other.shape[1], device="cuda").to(dtype)
     w.copy_(other)
-    same = torch.equal(sparse_wgmma.run(x, w.t(), None), sparse_wgmma.run(x, other.t(), None))
+    same = torch.equal(sparse.wgmma_run(x, w.t(), None), sparse.wgmma_run(x, other.t(), None))
     progress.check(f"{label} copied", same, "bits differ")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab.gemm import choices
-from ao_lab.tuning.untouched import untouched
+from ao_lab.tuning.samples import untouched
 
 
 class Writes(nn.Module):

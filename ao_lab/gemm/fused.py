@@ -1,29 +1,32 @@
 """Kernel "fused": products that decode a weight's codes on the way, on CPUs and on GPUs that its kernels are for.
 
 Inputs are taken as they are; with a preshuffled weight, or a large one on a CPU, also in a scheme. Where 16-bit floats hold it
-exactly (`fast.matmul.preshuffled.exact_inputs`) a kernel in front of a GPU's product quantizes them; in others they go through
+exactly (`fast.matmul.preshuffled.dynamic`) a kernel in front of a GPU's product quantizes them; in others they go through
 their scheme and back in their own dtype, as `dequantize` has them, and are multiplied by the weight as it is stored.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import fast
+from ao_lab.gemm.dense import capability, dequantized, rounded, sums_along_blocks
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.products.dense import dequantized, rounded
-from ao_lab.gemm.products.device import capability
 from fast.cpu.linear import takes as takes_one_row
 from fast.cpu.rows import takes_rows
 from fast.device import OLDEST
 from fast.matmul.cpu_ops import linear as cpu_linear
-from fast.matmul.preshuffled.dynamic import linear_small_dynamic
-from fast.matmul.preshuffled.exact_inputs import inputs_reason
+from fast.matmul.preshuffled.dynamic import inputs_reason, linear_small_dynamic
+from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, MOST_ROWS, linear_small, rows_as_stored
 from fast.matmul.weights import rows_fused
 
 #: Products that read the codes as they are stored read rows along which they sum.
 STORED = "the weight must be a matrix, stored as (out, in)"
+
+
 #: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.preshuffled`).
 PRESHUFFLED = "preshuffled"
 
@@ -108,4 +111,46 @@ def _all_rows_on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
     return q.axis == 1 and takes_rows(q.scheme, tuple(map(int, q.shape)), dtype)
 
 
-__all__ = ["PRESHUFFLED", "STORED", "fused", "most_fused_rows", "unsupported_reason", "weight_reason"]
+# Products of rows sorted by expert and experts' weights.
+
+
+def grouped_product(
+    x: torch.Tensor, w: QuantizedWeight, func: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N).
+
+    args, kwargs: offsets, bias and dtype, as torch has them. Kernel "fused" where the weights are preshuffled on a GPU, inputs
+    have 16 bits and nothing but offsets is asked for; else "dequantize".
+    """
+    able = groups_reason(w, x.dtype) is None
+    if sums_along_blocks(w) and not able and w.recipe.kernel not in ("auto", "dequantize"):
+        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+    given = {**dict(zip(("offs", "bias", "out_dtype"), args, strict=False)), **kwargs}
+    plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
+    if able and plain and x.dim() == 2 and given.get("offs") is not None:
+        return grouped_linear_small(x, w.stored, given["offs"])
+    result: torch.Tensor = func(rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    return result
+
+
+def groups_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why groups of rows of a dtype are not multiplied by weights (E, K, N) as these are stored; None where they are."""
+    if w.meta.layout != PRESHUFFLED or len(w.shape) != 3 or not w.meta.transposed:
+        return "the weights must be preshuffled, and stored as (experts, out, in)"
+    if w.recipe.activation is not None:
+        return "its inputs must not be quantized"
+    if not w.is_cuda or capability(w.device.index or 0) < OLDEST:
+        return "its kernel is for GPUs of compute capability {}.{} and later".format(*OLDEST)
+    return None if dtype in INPUTS else f"it does not read {dtype}"
+
+
+__all__ = [
+    "PRESHUFFLED",
+    "STORED",
+    "fused",
+    "grouped_product",
+    "groups_reason",
+    "most_fused_rows",
+    "unsupported_reason",
+    "weight_reason",
+]

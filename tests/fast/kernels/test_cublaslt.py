@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from fast.kernels.cublaslt import library as lt
-from fast.kernels.cublaslt import weight_gradient
-from fast.kernels.cublaslt.weight_gradient import plan, refused, weight_and_bias_gradients
+from fast.kernels import cublaslt
+from fast.kernels import cublaslt as lt
+from fast.kernels.cublaslt import plan, refused, weight_and_bias_gradients
 from tests.fast.kernels.cublaslt.recorded import Recorded
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -24,9 +24,9 @@ class Stream:
 def asked(monkeypatch):
     """The library; plans and failures of one test are not those of the next."""
     made = lt.declared(Recorded())
-    for module in (lt, weight_gradient):
+    for module in (lt, cublaslt):
         monkeypatch.setattr(module, "library", lambda: made)
-    monkeypatch.setattr(weight_gradient, "FAILED", [])
+    monkeypatch.setattr(cublaslt, "FAILED", [])
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream)
     plan.cache_clear(), lt.handle.cache_clear()
@@ -64,7 +64,7 @@ def test_a_product_that_the_library_does_not_have(asked, count, workspace):
     """Or has with workspace alone, of which it is given none."""
     asked.count, asked.workspace = count, workspace
     assert weight_and_bias_gradients(integers(8, 8), integers(8, 8)) is None
-    assert weight_gradient.FAILED == asked.calls == []
+    assert cublaslt.FAILED == asked.calls == []
 
 
 def test_a_failure_is_told_once_and_not_tried_again(asked):
@@ -86,10 +86,10 @@ def test_other_errors_are_not_the_librarys(asked, monkeypatch):
         raise torch.OutOfMemoryError("short")
 
     g, x = integers(8, 8), integers(8, 8)
-    monkeypatch.setattr(weight_gradient.Plan, "__call__", short)
+    monkeypatch.setattr(cublaslt.Plan, "__call__", short)
     with pytest.raises(torch.OutOfMemoryError):
         weight_and_bias_gradients(g, x)
-    assert weight_gradient.FAILED == []
+    assert cublaslt.FAILED == []
 
 
 def test_matrices_that_are_not_taken(asked):
@@ -134,7 +134,7 @@ def test_nothing_is_loaded_that_was_not(monkeypatch):
 
 
 def test_without_the_library_a_kernel_sums(monkeypatch):
-    monkeypatch.setattr(weight_gradient, "FAILED", [])
+    monkeypatch.setattr(cublaslt, "FAILED", [])
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     lt.library.cache_clear(), plan.cache_clear()
@@ -150,11 +150,11 @@ def test_a_status_is_an_error():
 def test_a_plan_that_is_forgotten_leaves_nothing(asked):
     """Shapes come and go: only the handle stays."""
     g, x = integers(8, 16), integers(8, 24)
-    made = weight_gradient.Plan(0, 8, 16, 24, g.dtype)
+    made = cublaslt.Plan(0, 8, 16, 24, g.dtype)
     made(g, x, 0)
     assert len(asked.made) > 1
     del made
     gc.collect()
-    weight_gradient.plan.cache_clear()
+    cublaslt.plan.cache_clear()
     gc.collect()
     assert set(map(str, asked.made.values())) <= {"handle"}

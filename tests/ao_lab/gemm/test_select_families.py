@@ -8,9 +8,8 @@ from torch import nn
 
 import ao_lab
 from ao_lab import explain, quantize_
-from ao_lab.gemm import select
-from ao_lab.gemm.products import scaled_mm
-from ao_lab.gemm.products.device import is_host
+from ao_lab.gemm import codes, select
+from ao_lab.gemm.dense import is_host
 from tests.ao_lab.gemm.capability import set_capability
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -22,7 +21,7 @@ def gpu(monkeypatch):
     """A Hopper GPU without NVRTC: kernels in CUDA C++ are not taken."""
     set_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(ao_lab.QuantizedTensor, "is_cuda", True)
-    for module in (select, scaled_mm):
+    for module in (select, codes):
         monkeypatch.setattr(module, "is_host", lambda device: False)
 
 
