@@ -43,7 +43,7 @@ TESTS = (
     "tests/ao_lab/tensor/libraries",
     "tests/ao_lab/tensor/test_view_ops.py",
     "tests/ao_lab/training/test_fused_modules.py",
-    "tests/ao_lab/training/test_fused_swiglu.py",
+    "tests/ao_lab/training/test_fused_modules.py",
     "tests/ao_lab/training/test_loops.py",
 )
 SAID = """

@@ -101,15 +101,6 @@ from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor as SparseQu
 from ao_lab.training.api import Converted as Converted
 from ao_lab.training.api import convert_for_training_ as convert_for_training_
 from ao_lab.training.api import convert_from_training_ as convert_from_training_
-from ao_lab.training.distributed.gather_scales import (
-    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
-)
-from ao_lab.training.distributed.tensor_parallel import (
-    LowPrecisionColwiseParallel as LowPrecisionColwiseParallel,
-)
-from ao_lab.training.distributed.tensor_parallel import (
-    LowPrecisionRowwiseParallel as LowPrecisionRowwiseParallel,
-)
 from ao_lab.training.float8 import CastConfig as CastConfig
 from ao_lab.training.float8 import Float8GemmConfig as Float8GemmConfig
 from ao_lab.training.float8 import Float8LinearConfig as Float8LinearConfig
@@ -117,6 +108,15 @@ from ao_lab.training.float8 import Float8LinearRecipeName as Float8LinearRecipeN
 from ao_lab.training.float8 import ScalingGranularity as ScalingGranularity
 from ao_lab.training.float8 import ScalingType as ScalingType
 from ao_lab.training.float8 import convert_to_float8_training as convert_to_float8_training
+from ao_lab.training.fsdp import (
+    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
+)
+from ao_lab.training.tensor_parallel import (
+    LowPrecisionColwiseParallel as LowPrecisionColwiseParallel,
+)
+from ao_lab.training.tensor_parallel import (
+    LowPrecisionRowwiseParallel as LowPrecisionRowwiseParallel,
+)
 from ao_lab.transforms.layers import linear_and_experts as linear_and_experts
 from ao_lab.tuning.api import Tuned as Tuned
 from ao_lab.tuning.api import tune as tune

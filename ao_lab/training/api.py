@@ -69,7 +69,7 @@ def convert_for_training_(
     them ask for it. kernel: what computes the products: "auto" is what `ao_lab.tune` chose, or else the default; "emulate" is
     float32 of the same operands, which "auto" is on CPUs and on GPUs without FP8 units; "dequantize", "scaled_mm".
     fsdp_float8_all_gather: FSDP2 gathers weights as codes, half the bytes of bfloat16, where `fully_shard` follows; the weight
-    of the inputs' gradient is then made of these codes (see `ao_lab.training.distributed.fsdp_gather`). Saved models are plain.
+    of the inputs' gradient is then made of these codes (see `ao_lab.training.fsdp`). Saved models are plain.
     fuse: True makes RMSNorm and SwiGLU between the linear layers one kernel forward and one backward, whichever class computes
     them; names among "norm", "swiglu" and "rotary" choose (see `ao_lab.training.fused_modules`). What computes otherwise stays
     and is listed.
@@ -81,7 +81,7 @@ def convert_for_training_(
     record = recipe_of(recipe)
     choice(kernel, ("auto", *PRODUCTS), "kernel")
     if fsdp_float8_all_gather:
-        from ao_lab.training.distributed.fsdp_gather import gather_recipe
+        from ao_lab.training.fsdp import gather_recipe
 
         record = gather_recipe(record)
     settings, kinds = Settings(record, pad, kernel), fusions(fuse)
@@ -104,7 +104,7 @@ def convert_for_training_(
 
 def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:
     """Let FSDP2 gather the weights of converted layers as codes; the reasons of those that it does not."""
-    from ao_lab.training.distributed.gathered_linear import gather_as_codes
+    from ao_lab.training.fsdp import gather_as_codes
 
     converted = {id(module) for module in chosen.values()}
     elsewhere = {

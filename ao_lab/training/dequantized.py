@@ -227,6 +227,3 @@ def scheme_of(operand: Operand) -> Scheme:
     if operand.scheme is None:
         raise ValueError("a dense operand has no codes; use TrainingLinear")
     return operand.scheme
-
-
-__all__ = ["dequantized_linear", "gradient_values", "operand_values", "serves", "weight_columns_values"]

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ao_lab.training.grouped.experts import experts_reason
-from ao_lab.training.layers import Settings, class_of
-from ao_lab.training.shapes import unsupported_reason
+from ao_lab.training.layers import Settings, class_of, unsupported_reason
 from ao_lab.transforms.layers import is_experts, is_linear, never_called, routers, shorten
 
 #: Of a module and its name: whether it is to train in low precision.

@@ -22,11 +22,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ao_lab.install.extras import explained
-from ao_lab.training.distributed.cast_on_gather import CastOnGather
-from ao_lab.training.distributed.fsdp_gather import gather_recipe
-from ao_lab.training.distributed.gathered_linear import GatheredLinear, swap
-from ao_lab.training.layers import LowPrecisionLinear, Settings
-from ao_lab.training.shapes import steps
+from ao_lab.training.fsdp import CastOnGather, GatheredLinear, gather_recipe, swap
+from ao_lab.training.layers import LowPrecisionLinear, Settings, steps
 from reference.training.recipe import Recipe, recipe_of
 
 try:

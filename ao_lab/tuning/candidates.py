@@ -12,11 +12,10 @@ from ao_lab.gemm import select
 from ao_lab.gemm.fused import most_fused_rows
 from ao_lab.gemm.problem import SUBSETS, Candidate, Choice, Problem, problem_of
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.training.autograd import training_linear
+from ao_lab.training.autograd import prepare, training_linear
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.products import PRODUCTS as TRAINING
 from ao_lab.training.products import has_fp8, product
-from ao_lab.training.restricted import prepare
 from ao_lab.tuning.experts import GroupedProduct, products_of
 from ao_lab.tuning.measure import (
     ERROR_ROWS,

@@ -11,13 +11,14 @@ from ao_lab.gemm.problem import Problem, problem_of
 from ao_lab.training.casts import Matrix
 from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X
 from ao_lab.training.grouped.casts import (
+    Layout,
     columns_operand,
+    layout_of,
     rows_operand,
     token_columns,
     weight_columns,
     weight_operand,
 )
-from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.grouped.products import (
     KERNELS,
     PRODUCTS,

@@ -25,8 +25,7 @@ from ao_lab.gemm.problem import rows_range
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.grouped.autograd import LISTENERS
 from ao_lab.training.grouped.experts import LowPrecisionExperts
-from ao_lab.training.layers import LowPrecisionLinear, autocast
-from ao_lab.training.shapes import padded
+from ao_lab.training.layers import LowPrecisionLinear, autocast, padded_to_multiples
 from reference.training.recipe import Recipe
 
 #: Attributes that every module has, hooks among them.
@@ -188,8 +187,8 @@ class TrainingSample:
         """With so many rows, the recorded ones again and again, and padded."""
         m, n, k = self.steps
         x, g = repeated(self.x, rows), None if self.g is None else repeated(self.g, rows)
-        g = None if g is None else padded(g, m, n)
-        return replace(self, x=padded(x, m, k), w=padded(self.w, n, k), g=g)
+        g = None if g is None else padded_to_multiples(g, m, n)
+        return replace(self, x=padded_to_multiples(x, m, k), w=padded_to_multiples(self.w, n, k), g=g)
 
 
 @dataclass

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from ao_lab.training.autograd import is_drawn, new_seed
+from ao_lab.training.autograd import is_drawn, new_seed, tuned_recipe
 from ao_lab.training.casts import joined, parts
 from ao_lab.training.grouped.casts import (
     Columns,
+    Layout,
     columns_operand,
+    layout_of,
     rows_operand,
     token_columns,
     weight_columns,
     weight_operand,
 )
-from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.grouped.products import columns_product, rows_product
-from ao_lab.training.restricted import tuned_recipe
 from fast.second_derivatives import once_differentiable
 from reference.training.grouped import group_step
 from reference.training.recipe import Recipe
@@ -120,6 +120,3 @@ def _check(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
             f"grouped_linear takes x and w of one dtype and int32 offsets, got {x.dtype}, {w.dtype} and {offsets.dtype}; cast "
             f"one, or use torch.autocast"
         )
-
-
-__all__ = ["LISTENERS", "GroupedLinear", "grouped_linear"]

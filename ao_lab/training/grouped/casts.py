@@ -3,10 +3,9 @@
 A scale of one group reaches over blocks that a kernel sees apart. Scales rise with the maximum that they are made of, so the
 scale of many blocks is the largest of theirs: blocks get their scales, those of a group are replaced by their largest, and
 codes are made with given scales. Nothing of it depends on how many rows a group has, so the host need not know.
+Where the rows of each expert stand (`Layout`) follows from offsets that stay on their device, every buffer's size from T and E.
 
-Weights of experts as operands: every expert a matrix of its own, along either axis, without a copy of a transpose.
-
-A weight that lies along the other axis (the transposed view of a contiguous batch) is read by kernels that turn tiles
+Weights of experts are operands of which every expert is a matrix of its own, along either axis. A weight that lies along the other axis (the transposed view of a contiguous batch) is read by kernels that turn tiles
 (`fast.kernels.rowwise_colwise.host.batch_columns`); where none serves, of a copy: the same bits.
 """
 
@@ -19,17 +18,111 @@ import torch
 
 import fast
 from ao_lab.training.casts import Matrix, of_record, quantize_one, words
-from ao_lab.training.grouped.layout import Layout
+from ao_lab.training.grouped.products import Columns
 from fast.device import has_kernels, is_traced, is_transformed
+from fast.layers.gather import gather_transposed
 from fast.layers.hadamard import hadamard
 from fast.quantize.derived import derived
 from fast.quantize.ops import fresh_codes, fresh_scales
 from fast.quantize.two_levels import scales_of_two_levels, without_outer
 from reference import Quantized, Scheme
 from reference.schemes.schemes import record_of
+from reference.training.grouped import padded_rows
 from reference.training.recipe import Operand
 
-# Schemes in blocks that lie within a group or an expert, and scales of such blocks that a whole group shares.
+#: Places that have one owner: every step beyond 1 is a multiple of it, in recipes.
+GRAIN = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """T rows sorted by expert; for sums over tokens P rows, where each group is followed by zeros to a multiple of `step`."""
+
+    #: (E,) int32: the row after each group, among T rows and among P.
+    offsets: torch.Tensor
+    ends: torch.Tensor
+    rows: int
+    step: int
+    #: (P,) int32: the row at each of P places, -1 for zeros. None where step is 1: rows stay where they are.
+    source: torch.Tensor | None
+    #: (P / 16,) int32: the group of each 16 places, E beyond the last. None where step is no multiple of 16.
+    owners: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        """How many experts."""
+        return int(self.offsets.shape[0])
+
+    @property
+    def places(self) -> int:
+        """P."""
+        return padded_rows(self.rows, self.experts, self.step)
+
+    def of_rows(self) -> torch.Tensor:
+        """(T,) int64: the expert of each row, E for rows of none."""
+        return _owners(self.offsets, self.rows, 1)
+
+    def of_chunks(self) -> torch.Tensor:
+        """(P / step,) int64: the expert of each `step` of P rows, E beyond the last."""
+        return _owners(self.ends, self.places, self.step)
+
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, C) as (C, P): groups and zeros after each. A view where nothing is padded."""
+        return x.t() if self.source is None else gather_transposed(x, self.source)
+
+
+def layout_of(offsets: torch.Tensor, rows: int, step: int) -> Layout:
+    """The layout of `rows` rows in groups that end at `offsets` (E,) int32."""
+    if step == 1:
+        return Layout(offsets, offsets, rows, step, None)
+    if step % GRAIN:
+        ends, source = _tables(offsets, rows, step)
+        return Layout(offsets, ends, rows, step, source)
+    traced = is_traced(offsets) or is_transformed()
+    ends, source, owners = (_layout_op if traced else _layout)(offsets, rows, step)
+    return Layout(offsets, ends, rows, step, source, owners)
+
+
+def _layout(offsets: torch.Tensor, rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ends, source and owners: by a kernel, or by torch operations."""
+    places = padded_rows(rows, offsets.shape[0], step)
+    if has_kernels(offsets) and places:
+        from fast.kernels.grouped import layout
+
+        if offsets.shape[0] <= layout.MOST_EXPERTS:
+            return layout.group_layout(offsets.contiguous(), rows, places, step)
+    ends, source = _tables(offsets, rows, step)
+    return ends, source, _owners(ends, places, GRAIN).to(torch.int32)
+
+
+@torch.library.custom_op("ao_lab::group_layout", mutates_args=())
+def _layout_op(offsets: torch.Tensor, rows: int, step: int) -> list[torch.Tensor]:
+    return list(_layout(offsets, rows, step))
+
+
+@_layout_op.register_fake
+def _layout_fake(offsets: torch.Tensor, rows: int, step: int) -> list[torch.Tensor]:
+    places = padded_rows(rows, offsets.shape[0], step)
+    sizes = offsets.shape[0], places, places // GRAIN
+    return [offsets.new_empty((size,), dtype=torch.int32) for size in sizes]
+
+
+def _tables(offsets: torch.Tensor, rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ends and source, by torch operations."""
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    filled = (offsets - starts + (step - 1)) // step * step
+    ends = torch.cumsum(filled, 0, dtype=torch.int32)
+    place = torch.arange(padded_rows(rows, offsets.shape[0], step), device=offsets.device, dtype=torch.int32)
+    owner = torch.searchsorted(ends, place, right=True)
+    inside = owner < offsets.shape[0]
+    owner = owner.clamp(max=offsets.shape[0] - 1)
+    row = place - (ends - filled)[owner] + starts[owner]
+    return ends, torch.where(inside & (row < offsets[owner]), row, -1)
+
+
+def _owners(ends: torch.Tensor, rows: int, step: int) -> torch.Tensor:
+    places = torch.arange(0, rows, step, device=ends.device, dtype=torch.int32)
+    return torch.searchsorted(ends, places, right=True)
 
 
 def fine_scales(
@@ -148,15 +241,6 @@ def _weight_columns_fake(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
 
 #: Blocks of schemes with one scale for the rows of a group, for each column or for all.
 ONE = ("tensor", -1)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A matrix (C, P) for sums over tokens."""
-
-    matrix: Matrix
-    #: (E, C) float32: the scale of each row in each group, where there is one; it stands in the matrix's blocks too.
-    table: torch.Tensor | None = None
 
 
 def rows_operand(
@@ -290,14 +374,3 @@ def _refuse_square(scheme: Scheme) -> None:
             f"scheme {scheme.name} has blocks of {block}, over several tokens and over the ends of experts; "
             f"use it for weights, and blocks along the sum for tokens"
         )
-
-
-__all__ = [
-    "Columns",
-    "columns_operand",
-    "in_blocks",
-    "rows_operand",
-    "token_columns",
-    "weight_columns",
-    "weight_operand",
-]

@@ -30,9 +30,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ao_lab.training.autograd import check_experts_traced
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.layers import Settings, autocast, mark_run, restore_class
-from ao_lab.training.transforms import check_experts_traced
 from ao_lab.transforms.layers import is_batch
 
 # Tokens sorted by expert and back, on their device: no count is read by the host.
@@ -476,14 +476,3 @@ def train_experts_by(module: nn.Module, settings: Settings) -> None:
 def plain_experts_again(module: LowPrecisionExperts) -> None:
     """Undo `train_experts_by`."""
     restore_class(module, LowPrecisionExperts, module.plain)
-
-
-__all__ = [
-    "LowPrecisionExperts",
-    "combine",
-    "dispatch",
-    "experts_reason",
-    "plain_experts_again",
-    "sort_by_expert",
-    "train_experts_by",
-]

@@ -19,9 +19,7 @@ import torch
 
 from ao_lab.gemm.choices import tuned
 from ao_lab.training.casts import Matrix
-from ao_lab.training.grouped.casts import Columns
-from ao_lab.training.products import STEP, is_one_scale, values, without_autocast
-from ao_lab.training.scaled_mm import capability
+from ao_lab.training.products import STEP, capability, is_one_scale, values, without_autocast
 from fast.device import has_kernels, is_traced, is_transformed
 from reference import Quantized
 from reference.training.recipe import Operand, Product
@@ -32,6 +30,15 @@ SCALED = (9, 10)
 KERNELS = {"auto": None, "scaled_mm": "scaled_grouped_mm", "dequantize": "grouped_mm", "emulate": "emulate"}
 #: The first that `torch._grouped_mm` knows.
 GROUPED = 80
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A matrix (C, P) for sums over tokens."""
+
+    matrix: Matrix
+    #: (E, C) float32: the scale of each row in each group, where there is one; it stands in the matrix's blocks too.
+    table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -277,5 +284,3 @@ PRODUCTS: dict[str, Function] = {
 }
 #: What operands that are no codes are dequantized to.
 VALUES = {"grouped_mm": torch.bfloat16, "emulate": torch.float32}
-
-__all__ = ["columns_product", "rows_product", "select_columns", "select_rows"]

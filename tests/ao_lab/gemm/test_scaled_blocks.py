@@ -11,7 +11,7 @@ from ao_lab.gemm import codes, select
 from ao_lab.gemm.codes import blocks_reason
 from reference.schemes.schemes import scheme_of
 from tests.ao_lab.gemm.capability import set_capability
-from tests.ao_lab.training.test_scaled_mm import torch_rule, torch_rule_2
+from tests.ao_lab.training.test_products import torch_rule, torch_rule_2
 
 FINE, SQUARE = "fp8_1x128", "fp8_128x128"
 

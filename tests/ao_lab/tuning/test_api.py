@@ -12,7 +12,7 @@ from ao_lab.gemm import choices
 from ao_lab.gemm.choices import Candidate, Choice
 from ao_lab.gemm.problem import problem_of
 from ao_lab.gemm.select import select_kernel
-from ao_lab.training import restricted
+from ao_lab.training import autograd
 from ao_lab.training.products import select_product
 from ao_lab.tuning import ranks
 from ao_lab.tuning.candidates import Limits, best
@@ -118,8 +118,8 @@ def test_a_budget_that_nothing_meets_leaves_products_dense():
 
 def test_a_subset_is_followed(monkeypatch):
     """Whatever `tune` chose for a layer, its products are those."""
-    monkeypatch.setattr(restricted, "tuned", lambda *_: "input_grad")
-    recipe = restricted.tuned_recipe(RECIPES["mxfp8"], X, torch.empty(64, 128))
+    monkeypatch.setattr(autograd, "tuned", lambda *_: "input_grad")
+    recipe = autograd.tuned_recipe(RECIPES["mxfp8"], X, torch.empty(64, 128))
     assert recipe.input_grad == RECIPES["mxfp8"].input_grad
     assert recipe.output == recipe.weight_grad == RECIPES["bf16"].output
 

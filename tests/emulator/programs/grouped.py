@@ -15,8 +15,8 @@ import triton
 
 import reference
 from ao_lab.training.grouped import casts, products
-from ao_lab.training.grouped import layout as layouts
-from ao_lab.training.grouped.layout import _layout, layout_of
+from ao_lab.training.grouped import casts as layouts
+from ao_lab.training.grouped.casts import _layout, layout_of
 from fast.kernels.encode.random_words import random_words
 from fast.kernels.grouped import gather, host, layout, zero
 from fast.kernels.rowwise_colwise import host as batches

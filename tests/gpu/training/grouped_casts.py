@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from ao_lab.training.grouped import casts, layout
+from ao_lab.training.grouped import casts
 from fast.kernels.grouped.host import kind_of
 from fast.kernels.rowwise_colwise.host import batch_columns
 from reference.training import RECIPES
@@ -79,10 +79,10 @@ def columns_of(recipe: Recipe, x: torch.Tensor, ends: torch.Tensor) -> Iterator[
     if not kind_of(x, operand.scheme, step):
         yield "no kernel"
         return
-    tables = layout._tables(ends, x.shape[0], step)
+    tables = casts._tables(ends, x.shape[0], step)
     places = padded_rows(x.shape[0], len(ends), step)
-    owners = layout._owners(tables[0], places, layout.GRAIN)
-    where = layout.layout_of(ends, x.shape[0], step)
+    owners = casts._owners(tables[0], places, casts.GRAIN)
+    where = casts.layout_of(ends, x.shape[0], step)
     if not all(
         torch.equal(a, b)
         for a, b in zip((where.ends, where.source, where.owners), (*tables, owners), strict=True)

@@ -10,7 +10,7 @@ import torch
 
 from ao_lab.training.grouped import casts, products
 from ao_lab.training.grouped.autograd import grouped_linear
-from ao_lab.training.grouped.layout import layout_of
+from ao_lab.training.grouped.casts import layout_of
 from fast.layers.gather import gather_transposed
 from reference.training import RECIPES
 from reference.training.grouped import group_step

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import reference
 from ao_lab.training.grouped import autograd, casts, products
 from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X, grouped_linear
+from ao_lab.training.grouped.casts import Layout, layout_of
 from ao_lab.training.grouped.experts import combine, dispatch, sort_by_expert
-from ao_lab.training.grouped.layout import Layout, layout_of
 from ao_lab.training.products import values
 from reference import Quantized
 from reference.matmul.linear import transposed

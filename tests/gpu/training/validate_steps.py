@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import fast
 from ao_lab.training import autograd
-from ao_lab.training import prepared as steps
+from ao_lab.training import reuse as steps
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.products import PRODUCTS
 from reference.training import RECIPES

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import ao_lab
 import fast
-from ao_lab.training.fused_swiglu import swiglu_linear
+from ao_lab.training.fused_modules import swiglu_linear
 from reference.training import RECIPES
 
 #: Rows, inputs, outputs: whole tiles; and fewer rows than a tile.

@@ -7,8 +7,7 @@ import torch
 
 from ao_lab.training.grouped import products
 from ao_lab.training.grouped.autograd import grouped_linear
-from ao_lab.training.grouped.casts import columns_operand, rows_operand, weight_operand
-from ao_lab.training.grouped.layout import layout_of
+from ao_lab.training.grouped.casts import columns_operand, layout_of, rows_operand, weight_operand
 from reference.training import RECIPES
 from tests.support.grouped_cases import OFFSETS, E, K, N, T, offsets_of, poison, tensors
 

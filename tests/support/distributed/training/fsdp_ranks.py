@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
-from ao_lab.training.distributed.cast_on_gather import CastOnGather
+from ao_lab.training.fsdp import CastOnGather
 from tests.support.distributed.ranks import DEVICE, DTYPE, start_ranks
 from tests.support.distributed.training.model import Traffic, batch, blocks, content, loss_of, shard
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from ao_lab import convert_for_training_
 from ao_lab.training import autograd
-from ao_lab.training.distributed.tensor_parallel import (
+from ao_lab.training.tensor_parallel import (
     AXES,
     LowPrecisionColwiseParallel,
     LowPrecisionRowwiseParallel,

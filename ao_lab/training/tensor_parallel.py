@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from ao_lab.training.casts import FindScales
-from ao_lab.training.distributed.gather_scales import amax_over, magnitudes, scales_of
+from ao_lab.training.fsdp import amax_over, magnitudes, scales_of
 from ao_lab.training.layers import LowPrecisionLinear, low_precision_linear, mark_run
 from reference import Scales, Scheme
 from reference.training.recipe import Operand

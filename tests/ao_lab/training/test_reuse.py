@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ao_lab.gemm import choices
-from ao_lab.training import autograd, shared
+from ao_lab.training import autograd
 from ao_lab.training import autograd as functions
-from ao_lab.training import prepared as steps
+from ao_lab.training import reuse as shared
+from ao_lab.training import reuse as steps
 from ao_lab.training.autograd import PreparedLinear
 from reference.training import RECIPES
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
@@ -36,10 +37,10 @@ def recorded(monkeypatch):
     monkeypatch.setattr(steps, "select_product", lambda *_: "scaled_mm")
     monkeypatch.setattr("ao_lab.training.products.select_product", lambda *_: "scaled_mm")
     steps.forget()
-    shared.forget()
+    shared.forget_copies()
     yield found
     steps.forget()
-    shared.forget()
+    shared.forget_copies()
 
 
 def tensors(leading=(M,), bias=False, dtype=torch.bfloat16):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fast
-from ao_lab.training import casts, shared
+from ao_lab.training import casts, reuse
 from ao_lab.training.autograd import training_linear
 from reference.training import RECIPES
 
@@ -17,9 +17,9 @@ SHAPE = M, K, N = 32, 64, 32
 
 @pytest.fixture(autouse=True)
 def none_before():
-    shared.forget()
+    reuse.forget_copies()
     yield
-    shared.forget()
+    reuse.forget_copies()
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_one_cast_for_three_layers(name, made):
     outputs = [training_linear(x, w, None, RECIPES[name]) for w in weights]
     assert made == [(M, K)]
     assert len({saved(y).data_ptr() for y in outputs}) == 1
-    shared.forget()
+    reuse.forget_copies()
     assert all(
         torch.equal(y, training_linear(x.clone(), w, None, RECIPES[name]))
         for y, w in zip(outputs, weights, strict=True)
@@ -127,7 +127,7 @@ def test_nothing_outlives_the_graph(made):
     x, (w, *_) = tensors()
     for backward in (True, False):
         y = training_linear(x, w, None, RECIPES["rowwise"])
-        codes, rows = weakref.ref(saved(y)), weakref.ref(shared._last[-1].rows.codes)
+        codes, rows = weakref.ref(saved(y)), weakref.ref(reuse._last[-1].rows.codes)
         if backward:
             y.sum().backward()
         del y
@@ -142,7 +142,7 @@ def test_the_copy_for_the_output_goes_with_the_input():
     gc.disable()
     try:
         y = training_linear(x, w, None, RECIPES["rowwise"])
-        rows = weakref.ref(shared._last[-1].rows.codes)
+        rows = weakref.ref(reuse._last[-1].rows.codes)
         del x
         assert rows() is None
         assert saved(y) is not None
@@ -153,7 +153,7 @@ def test_the_copy_for_the_output_goes_with_the_input():
 def test_random_bits_are_not_shared():
     x, (w, other, _) = tensors()
     kept = [training_linear(x, one, None, RECIPES["mxfp4"]) for one in (w, other)]
-    assert not shared._last
+    assert not reuse._last
     assert saved(kept[0]).data_ptr() != saved(kept[1]).data_ptr()
 
 

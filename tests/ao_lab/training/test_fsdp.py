@@ -13,10 +13,14 @@ from ao_lab.tensor.quantized_tensor import quantized
 from ao_lab.testing.strategies import assert_same_quantized
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.casts import weight_columns, weight_rows
-from ao_lab.training.distributed.cast_on_gather import CastOnGather
-from ao_lab.training.distributed.fsdp_gather import gather_recipe
-from ao_lab.training.distributed.gather_scales import magnitudes, scales_of, weight_rows_everywhere
-from ao_lab.training.distributed.gathered_linear import GatheredLinear
+from ao_lab.training.fsdp import (
+    CastOnGather,
+    GatheredLinear,
+    gather_recipe,
+    magnitudes,
+    scales_of,
+    weight_rows_everywhere,
+)
 from reference import SCHEMES
 from reference.training import RECIPES
 from reference.training.linear import operands

@@ -1,0 +1,476 @@
+"""FSDP2 that gathers codes of 8 bits: layers whose weight travels so, the shard, its hooks, and scales over ranks.
+
+**The shard** (`CastOnGather`) stays in its own dtype. FSDP2 slices the parameter and keeps a shard; optimizers update that
+shard as they do any other. Before a layer runs FSDP2 asks the shard what to send; what arrives is a `QuantizedTensor`, which
+the layer multiplies with as it is. Operations run on the tensor inside. Views, and copies that FSDP2 and `module.to` make,
+are of this class again; all other results are plain tensors, so that the state of optimizers, gradients and checkpoints is
+plain.
+
+**What is sent** are codes and scales of `fast.quantize` of the whole weight. The shard is cast to the dtype that FSDP2 would
+gather in (`MixedPrecisionPolicy.param_dtype`) and then quantized, so that gathering codes instead of values changes no bit of
+what follows. Scales along rows lie beside their rows and are sent with them; one scale for the tensor is reduced over the
+ranks. How codes and scales travel, and what happens where ranks do not divide the rows, is that of quantized weights:
+`ao_lab.tensor.fsdp`. There a rowwise weight takes two bytes an element, as the bytes of its scales need a second tensor.
+
+**Scales** are those of the whole weight, bit for bit: the magnitude of the largest element does not depend on the order in
+which it is found, and its bit pattern is what ranks compare, as an integer, so that NaN stays NaN.
+
+**Layers**: `gather_as_codes` makes them of layers that train by a recipe, in place. The parameter stays the same object under
+the same name; inside of it is a `CastOnGather`. What files hold is the plain weight.
+
+What equals one process bit for bit, and what does not:
+
+* FSDP2, HSDP and DDP: operands, outputs and losses of each rank are those of one process that is given the rank's batch;
+  gradients those of one process that runs the ranks' batches one after another and averages, as two ranks add in either order
+  alike. With more ranks the order of the sum is the library's. One process that runs them as one batch has other bits: one
+  scale for the tensor, and scales of g.T and x.T along tokens, then span all batches.
+* Codes gathered instead of values: the same bits for the same recipe. What differs is the recipe (`gather_recipe`): with a
+  scale for each row w.T is made of w's codes.
+* Optimizers, recomputation, accumulation, compiled blocks: as without.
+* Tensor parallelism (`ao_lab.training.tensor_parallel`): all six operands are parts of those of one process. Outputs split
+  along N have sums over the same K, in an order that the library chooses by shape; sums that ranks add (outputs over K, the
+  input's gradient over N) are rounded before, so they are equal where these sums are exact. Stochastic rounding draws by each
+  rank's own generator.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import fast
+from ao_lab.config.recipe import Recipe as Storage
+from ao_lab.tensor.fsdp import Metadata, gathered_parts, refill, whole_weight
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from ao_lab.training.layers import LowPrecisionLinear
+from ao_lab.transforms.layers import check_model
+from reference import Scales, Scheme
+from reference.training.recipe import Recipe
+
+aten = torch.ops.aten
+#: Operations whose results share the memory of the shard.
+VIEWS = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.as_strided.default,
+    aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.lift_fresh.default,
+}  # fmt: skip
+#: Operations that make another shard of the same kind: FSDP2 pads with `new_zeros`, modules move by the others.
+COPIES = {
+    aten.clone.default, aten._to_copy.default, aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default,
+    aten._pin_memory.default,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Amax:
+    """The largest magnitude of a whole weight, of which each rank holds a shard; shared by all views of the shard.
+
+    It holds as long as the weight has the version that it was found for; see `gather_scales.version_of`.
+    """
+
+    #: float32, 0-d, over all ranks; None: not known.
+    amax: torch.Tensor | None = None
+    #: The weight's scale, and the dtype that the weight was cast to before; None: not known.
+    scale: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    version: tuple[int, ...] | None = None
+    #: How many operations have written to the shard.
+    writes: int = 0
+
+
+class CastOnGather(torch.Tensor):
+    """A weight, or a shard of its rows, in its own dtype; see the module text. dense: the tensor inside."""
+
+    dense: torch.Tensor
+    scheme: Scheme
+    known: Amax
+
+    @staticmethod
+    def __new__(cls, dense: torch.Tensor, scheme: Scheme, known: Amax | None = None) -> CastOnGather:
+        """A tensor over the memory of `dense`, gathered in `scheme`. known: of the shard that this is a view of."""
+        made: CastOnGather = torch.Tensor._make_wrapper_subclass(
+            cls,
+            dense.shape,
+            strides=dense.stride(),
+            storage_offset=dense.storage_offset(),
+            dtype=dense.dtype,
+            device=dense.device,
+            requires_grad=dense.requires_grad,
+        )
+        made.dense, made.scheme, made.known = dense, scheme, Amax() if known is None else known
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shards = [t for t in tree_leaves((args, kwargs)) if isinstance(t, CastOnGather)]
+        if func._schema.is_mutable:
+            for shard in shards:
+                shard.known.writes += 1
+        inner_args, inner_kwargs = tree_map_only(CastOnGather, lambda t: t.dense, (args, kwargs))
+        result = func(*inner_args, **inner_kwargs)
+        first = shards[0]
+        if func in VIEWS or func in COPIES:
+            known = first.known if func in VIEWS else None
+            result = tree_map_only(torch.Tensor, lambda t: CastOnGather(t, first.scheme, known), result)
+        if func in VIEWS or func._schema.is_mutable:
+            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
+        return result
+
+    def __tensor_flatten__(self) -> tuple[list[str], Scheme]:
+        return ["dense"], self.scheme  # what compiled programs depend on
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], scheme: Scheme, size: Any, stride: Any
+    ) -> CastOnGather:
+        return CastOnGather(inner["dense"], scheme)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CastOnGather({self.scheme.name}, {self.dense!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor in files: what reads them need not know this class."""
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(self.dense, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.dense.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+Sent = tuple[QuantizedTensor, Metadata]
+
+
+@torch.no_grad()
+def fsdp_pre_all_gather(
+    self: CastOnGather, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+) -> tuple[tuple[torch.Tensor, ...], Sent]:
+    """The tensors to gather, and what stays on this rank (codes and scales of the shard, and what they are): a method of
+    `CastOnGather`."""
+    dtype = mp_policy.param_dtype or self.dtype
+    x, scales, whole = self.dense.to(dtype), None, tuple(outer_size)
+    if self.shape[1:] != whole[1:]:
+        raise ValueError(
+            f"weights that travel as codes are split along axis 0, got a shard {tuple(self.shape)} of {whole}; leave out "
+            f"shard_placement_fn, or the FP8 all-gather"
+        )
+    if self.scheme.scale.block == "tensor":
+        scales = Scales(scale_of(self, whole[0], mesh.get_group(), module, dtype))
+    q = fast.quantize(x, self.scheme, scales=scales)
+    if not x.numel() and scales is None:  # without strides of 0, so that its bytes can be seen
+        q = replace(q, scale=q.scale.new_empty(q.scale.shape))
+    shard = from_quantized(q, Storage(weight=self.scheme), dtype)
+    parts, metadata = gathered_parts(shard, mesh, whole)
+    return parts, (shard, metadata)
+
+
+@torch.no_grad()
+def fsdp_post_all_gather(
+    self: CastOnGather,
+    outputs: tuple[torch.Tensor, ...],
+    kept: Sent,
+    param_dtype: torch.dtype,
+    *,
+    out: Any = None,
+) -> Any:
+    """The whole weight and the tensors of which FSDP2 takes the memory back; or `out` brought up to date, and None: a method of
+    `CastOnGather`."""
+    shard, metadata = kept
+    if shard.scale.is_cuda:  # made on the stream that sends, and read on this one
+        shard.scale.record_stream(torch.cuda.current_stream())
+    if out is None:
+        # The scale of the shard may be one of many that were found together; the weight has one of its own.
+        own = shard.remade({**shard.parts, "scale": shard.scale.clone()})
+        return whole_weight(own, outputs, metadata, param_dtype)
+    refill(out, outputs, metadata)
+    if "scale" not in metadata[0]:
+        out.scale.copy_(shard.scale)
+    return None
+
+
+# FSDP2 asks a shard for these two methods.
+for hook in (fsdp_pre_all_gather, fsdp_post_all_gather):
+    setattr(CastOnGather, hook.__name__, hook)
+
+
+def gather_recipe(recipe: Recipe) -> Recipe:
+    """The recipe where the weight arrives as codes of its output's product: w.T for the input's gradient is made of these.
+
+    One scale for the tensor: the codes of w.T are those of w. Blocks along rows: w.T is quantized from what the codes stand
+    for, which is exact for powers of two as scales but where a second rounding underflows. ValueError for a recipe whose
+    weights cannot travel so.
+    """
+    reason = unsupported_reason(recipe)
+    if reason is not None:
+        raise ValueError(
+            f"recipe {recipe.name!r} gathers weights in their own dtype, not as codes: {reason}; leave out the FP8 all-gather"
+        )
+    operand = recipe.input_grad.b
+    if operand.scheme == recipe.output.b.scheme and operand.scheme and operand.scheme.scale.block == "tensor":
+        return recipe
+    product = replace(recipe.input_grad, b=replace(operand, source="output"))
+    return replace(recipe, name=f"{recipe.name}_gathered", input_grad=product)
+
+
+def unsupported_reason(recipe: Recipe) -> str | None:
+    """Why a recipe's weights cannot be gathered as codes; None where they can."""
+    operand = recipe.output.b
+    scheme = operand.scheme
+    if scheme is None:
+        return "they are not quantized"
+    if operand.hadamard or scheme.rounding == "stochastic" or scheme.outer is not None:
+        return f"the scheme {scheme.name} needs more than its own block of the weight"
+    if scheme.format.bits != 8:
+        return f"{scheme.element} is no format of 8 bits"
+    block = scheme.scale.block
+    if block == "tensor":
+        return None if recipe.input_grad.b.scheme == scheme else "the input's gradient takes other codes"
+    if not isinstance(block, int):
+        return f"blocks of {block} span rows, which lie on several ranks"
+    return None if has_powers_of_two(scheme) else f"scales of {scheme.name} are no powers of two"
+
+
+def has_powers_of_two(scheme: Scheme) -> bool:
+    """Whether every scale is a power of two."""
+    return scheme.scale.power_of_two or scheme.scale.rule == "ratio_pow2"
+
+
+class GatheredLinear(LowPrecisionLinear):
+    """`LowPrecisionLinear` whose weight FSDP2 gathers as codes. state_dict has plain tensors, and loads such ones."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[prefix + "weight"] = plain(self.weight)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        name = prefix + "weight"
+        if metadata.get("assign_to_params_buffers") and name in state_dict:
+            # The given tensor becomes the parameter: it has to be one that is gathered as codes.
+            state_dict[name] = wrapped(state_dict[name], self.scheme)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # of a file, where the weight is plain
+        if type(self.weight) is nn.Parameter:
+            swap(self.weight, CastOnGather(self.weight.detach(), self.scheme))
+
+    def operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and the weight; ValueError where FSDP1 has sharded it, which gathers no codes, and with `use_orig_params`
+        would leave what the optimizer writes out of what it gathers."""
+        x, weight = super().operands(input)
+        if type(weight) is torch.Tensor and getattr(weight._base, "_is_flat_param", False):
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) gathers no codes: convert without fsdp_float8_all_gather, or shard by "
+                "fully_shard"
+            )
+        return x, weight
+
+    @property
+    def scheme(self) -> Any:
+        """What the weight is gathered in."""
+        return self.low_precision.recipe.output.b.scheme
+
+    def restore_weight(self) -> None:
+        """The plain weight again; ValueError where FSDP2 holds the shard."""
+        if hasattr(self.weight, "_local_tensor"):
+            raise ValueError(
+                "the weight is sharded, and FSDP2 gathers it as codes: convert the layers back before fully_shard, or load the "
+                "state_dict, which is plain, into a model that is not converted"
+            )
+        # A parametrization holds the weight under another name.
+        for parameter in self.parameters():
+            if isinstance(parameter, CastOnGather):
+                swap(parameter, parameter.dense)
+
+
+def gather_as_codes(modules: Iterable[LowPrecisionLinear]) -> None:
+    """Let FSDP2 gather the layers' weights as codes. ValueError, and nothing has changed, where a graph holds a weight."""
+    modules = list(modules)
+    for module in modules:
+        if module.weight._use_count() > 1 or weakref.getweakrefs(module.weight):  # type: ignore[attr-defined]
+            raise ValueError(
+                "a weight is held by the graph of an output or by a weak reference; convert before the first forward pass, or "
+                "delete its output"
+            )
+    for module in modules:
+        if not isinstance(module.weight, CastOnGather):  # tied layers have one weight
+            scheme: Any = module.low_precision.recipe.output.b.scheme
+            swap(module.weight, CastOnGather(module.weight.detach(), scheme))
+        module.__class__ = GatheredLinear
+
+
+def swap(parameter: torch.Tensor, content: torch.Tensor) -> None:
+    """Give a parameter other content; it stays the same object, as optimizers and tied layers hold it."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(content, requires_grad=parameter.requires_grad))  # type: ignore[no-untyped-call]
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """The tensor of a weight, over the same memory; distributed as the weight is."""
+    local = getattr(weight, "_local_tensor", weight)
+    if not isinstance(local, CastOnGather):
+        return weight.detach()
+    if local is weight:
+        return local.dense  # itself: what is written to it counts in its version
+    # A view of the parameter, whose version it shares: a DTensor writes to its part below the counter of that part.
+    view: Any = weight.detach()
+    view._local_tensor = local.dense
+    return view  # type: ignore[no-any-return]
+
+
+def wrapped(weight: torch.Tensor, scheme: Any) -> torch.Tensor:
+    """A weight that is gathered as codes, over the same memory; distributed as the weight is."""
+    local = getattr(weight, "_local_tensor", weight).detach()
+    if isinstance(local, CastOnGather):
+        return weight
+    made = CastOnGather(local, scheme)
+    return _distributed(weight, made) if hasattr(weight, "_local_tensor") else made
+
+
+def _distributed(like: Any, local: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
+#: What `one_block_a_row` has made, by the keys of schemes; a cache of functools is none to torch's tracer.
+ROWS: dict[str, Scheme] = {}
+
+
+@torch.no_grad()
+def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
+    """The scales of all weights that FSDP2 gathers as tensorwise FP8 codes, in one reduction; torchao's function of this name.
+
+    Call it after every optimizer step, on every rank. Without it each weight reduces its own scale when it is gathered first
+    after a step. A scale is used as long as its weight has not changed: after a load, or a step that this did not follow, it is
+    found again. Weights of which some rank has no rows are left to that. TypeError for anything but a model.
+    """
+    check_model(module)
+    groups: dict[Any, list[tuple[nn.Module, CastOnGather]]] = {}
+    for one, weight in gathered_weights(module):
+        # Shards that FSDP2 holds on the host are reduced on the device, when they are gathered.
+        here = weight.device.type == one.weight.device_mesh.device_type
+        if weight.scheme.scale.block == "tensor" and here and has_rows_everywhere(one.weight):
+            group = one.weight.device_mesh.get_group(one.weight.device_mesh.ndim - 1)
+            groups.setdefault(group, []).append((one, weight))
+    for group, found in groups.items():
+        amaxes = amax_over(magnitudes([weight.dense for _, weight in found]), group)
+        for (one, weight), amax in zip(found, amaxes, strict=True):
+            remember(weight, amax, version_of(weight, one))
+        _remember_scales([weight for _, weight in found])
+
+
+def gathered_weights(module: nn.Module) -> list[tuple[Any, CastOnGather]]:
+    """Modules whose sharded weight is gathered as codes, and their shards; a weight that several share once."""
+    found: dict[int, tuple[Any, CastOnGather]] = {}
+    for one in module.modules():
+        local = getattr(getattr(one, "weight", None), "_local_tensor", None)
+        if isinstance(local, CastOnGather):
+            found.setdefault(id(local), (one, local))
+    return list(found.values())
+
+
+def has_rows_everywhere(weight: Any) -> bool:
+    """Whether every rank has rows of a weight; the same answer on every rank.
+
+    Loading a checkpoint writes to shards that have rows alone, so that ranks would differ about the age of a scale.
+    """
+    ranks = weight.device_mesh.size(weight.device_mesh.ndim - 1)
+    return weight_rows_everywhere(int(weight.shape[0]), ranks)
+
+
+def weight_rows_everywhere(rows: int, ranks: int) -> bool:
+    """Of the number of rows: shards are as long as the first, but for the last ones."""
+    return rows > (ranks - 1) * math.ceil(rows / ranks)
+
+
+def version_of(weight: CastOnGather, module: nn.Module) -> tuple[int, ...]:
+    """What changes with the weight: how often it was written to as the module's parameter, as a shard, and as what files hold.
+
+    Each is counted where torch or the shard sees the write: an optimizer's step, `to_local()`, a load into `state_dict()`, a
+    write to one of its values. Writes that torch itself does not count (`.data` of such a value, a foreach operation on it) are
+    not seen: `precompute_float8_dynamic_scale_for_fsdp` after them finds the scales again.
+    """
+    parameter: Any = getattr(module, "weight", None)
+    own = parameter._version if getattr(parameter, "_local_tensor", None) is weight else -1
+    return own, weight.known.writes, weight.dense._version
+
+
+def remember(weight: CastOnGather, amax: torch.Tensor, version: tuple[int, ...]) -> None:
+    """Keep the magnitude of a whole weight beside its shard."""
+    known = weight.known
+    known.amax, known.scale, known.version = amax, None, version
+
+
+def _remember_scales(weights: Sequence[CastOnGather]) -> None:
+    """The scales of weights whose magnitudes are known, made together for those of one scheme and dtype."""
+    kinds: dict[tuple[Scheme, torch.dtype], list[CastOnGather]] = {}
+    for weight in weights:
+        kinds.setdefault((weight.scheme, weight.known.dtype or weight.dtype), []).append(weight)
+    for (scheme, dtype), same in kinds.items():
+        scales = scales_of(torch.stack([weight.known.amax for weight in same]), scheme, dtype)  # type: ignore[misc]
+        for weight, scale in zip(same, scales.unbind(), strict=True):
+            weight.known.scale, weight.known.dtype = scale, dtype
+
+
+def scale_of(
+    weight: CastOnGather, rows: int, group: Any, module: nn.Module, dtype: torch.dtype
+) -> torch.Tensor:
+    """The scale (0-d) of the whole weight, cast to `dtype`: the one that is known, or reduced over the group and kept.
+
+    rows: of the whole weight. All ranks come to the same decision, since they write to their shards at the same places.
+    """
+    known, version = weight.known, version_of(weight, module)
+    everywhere = weight_rows_everywhere(rows, dist.get_world_size(group))
+    if known.amax is None or known.version != version or not everywhere:
+        remember(weight, amax_over(magnitudes([weight.dense]), group)[0], version)
+    if known.scale is None or known.dtype != dtype:
+        amax = known.amax
+        if amax is None:
+            raise ValueError(
+                "a weight's magnitude is not known; call precompute_float8_dynamic_scale_for_fsdp"
+            )
+        known.scale, known.dtype = scales_of(amax.reshape(1), weight.scheme, dtype)[0], dtype
+    return known.scale
+
+
+def magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each tensor, float32: NaN where one is NaN, 0 of a tensor without elements."""
+    filled = [t for t in tensors if t.numel()]
+    norms = iter(torch._foreach_norm(filled, ord=math.inf) if filled else ())
+    zero = torch.zeros((), device=tensors[0].device)
+    return torch.stack([next(norms).float() if t.numel() else zero for t in tensors])
+
+
+def amax_over(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
+    """The largest of non-negative float32 values over the ranks of a group; NaN where one is."""
+    bits = amaxes.abs().view(torch.int32)
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return bits.view(torch.float32)
+
+
+def scales_of(amaxes: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of blocks whose largest magnitudes, once they are cast to `dtype`, are amaxes (n): scales (n)."""
+    return fast.choose_scales(amaxes.to(dtype).reshape(-1, 1), one_block_a_row(scheme)).scale.reshape(-1)  # type: ignore[no-any-return]
+
+
+def one_block_a_row(scheme: Scheme) -> Scheme:
+    """The scheme with one scale for each row, by the same rule."""
+    if scheme.key not in ROWS:
+        ROWS[scheme.key] = replace(scheme, name=f"{scheme.name}_rows", scale=replace(scheme.scale, block=-1))
+    return ROWS[scheme.key]
