@@ -40,7 +40,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
 progress.INTERVAL = 3600.0
 
-#: Folders below tests/ whose tests are not core.
+#: Folders and files below tests/ whose tests are not core.
 MARKERS = {
     "emulator": "compile",
     "fast/kernels": "compile",
@@ -51,7 +51,7 @@ MARKERS = {
     "ao_lab/qat": "integration",
     "ao_lab/quantization": "integration",
     "ao_lab/tensor": "integration",
-    "ao_lab/training/distributed": "integration",
+    "ao_lab/training/test_fsdp.py": "integration",
     "docs": "integration",
     "experiments": "integration",
     "repo": "integration",
@@ -95,5 +95,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def marker_of(path: str) -> str:
     """The marker of a file's tests, `core` where no folder says otherwise."""
-    found = [marker for folder, marker in MARKERS.items() if path.startswith(f"{folder}/")]
+    found = [marker for folder, marker in MARKERS.items() if f"{path}/".startswith(f"{folder}/")]
     return found[0] if found else "core"

@@ -9,9 +9,14 @@ import torch
 
 from ao_lab.gemm.problem import Problem, problem_of
 from ao_lab.training.casts import Matrix
-from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X
-from ao_lab.training.grouped.casts import (
+from ao_lab.training.grouped.autograd import (
+    G_T,
+    W_T,
+    X_T,
+    G,
     Layout,
+    W,
+    X,
     columns_operand,
     layout_of,
     rows_operand,

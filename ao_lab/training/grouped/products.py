@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.choices import tuned
+from ao_lab.gemm.products.scaled_blocks import STEP
 from ao_lab.training.casts import Matrix
-from ao_lab.training.products import STEP, capability, is_one_scale, values, without_autocast
+from ao_lab.training.products import capability, is_one_scale, values, without_autocast
 from fast.device import has_kernels, is_traced, is_transformed
 from reference import Quantized
 from reference.training.recipe import Operand, Product
@@ -42,7 +43,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Given:
+class Operands:
     """Operands as a function takes them: both in one dtype, with a scale for each row where they are codes."""
 
     a: torch.Tensor
@@ -66,13 +67,13 @@ def rows_product(
     name = select_rows(a, b, offsets, kernel)
     if name == "scaled_grouped_mm":
         left, right = codes(a), codes(b)
-        given = Given(
+        operands = Operands(
             left, right.view(experts, -1, right.shape[1]), scale_of(a), scale_of(b).view(experts, -1)
         )
     else:
         left, right = (values(one, VALUES[name]) for one in (a, b))
-        given = Given(left, right.reshape(experts, -1, right.shape[-1]))
-    return in_dtype(run(name, given, offsets, record.accumulation == "fast"), dtype)
+        operands = Operands(left, right.reshape(experts, -1, right.shape[-1]))
+    return in_dtype(run(name, operands, offsets, record.accumulation == "fast"), dtype)
 
 
 def columns_product(
@@ -88,10 +89,10 @@ def columns_product(
         kernel = tuned_kernel("weight_grad", lengths, record, dtype, ends)
     name = select_columns(a, b, ends, kernel)
     if name == "scaled_grouped_mm" and a.table is not None and b.table is not None:
-        given = Given(codes(a.matrix), codes(b.matrix), a.table.reshape(-1), b.table.reshape(-1))
+        operands = Operands(codes(a.matrix), codes(b.matrix), a.table.reshape(-1), b.table.reshape(-1))
     else:
-        given = Given(*(values(one.matrix, VALUES[name]) for one in (a, b)))
-    return in_dtype(run(name, given, ends, record.accumulation == "fast"), dtype)
+        operands = Operands(*(values(one.matrix, VALUES[name]) for one in (a, b)))
+    return in_dtype(run(name, operands, ends, record.accumulation == "fast"), dtype)
 
 
 def in_dtype(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -174,12 +175,14 @@ def scale_of(matrix: Matrix) -> torch.Tensor:
     return found
 
 
-def run(name: str, given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+def run(name: str, operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
     """The product, through an operator where a tracer listens."""
-    if is_traced(given.a) or is_transformed():
-        made: torch.Tensor = _op(given.a, given.b, given.scale_a, given.scale_b, ends, name, fast_sums)
+    if is_traced(operands.a) or is_transformed():
+        made: torch.Tensor = _op(
+            operands.a, operands.b, operands.scale_a, operands.scale_b, ends, name, fast_sums
+        )
         return made
-    return PRODUCTS[name](given, ends, fast_sums)
+    return PRODUCTS[name](operands, ends, fast_sums)
 
 
 @torch.library.custom_op("ao_lab::grouped_product", mutates_args=())
@@ -187,7 +190,7 @@ def _op(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, ends: torch.Tensor,
     name: str, fast_sums: bool,
 ) -> torch.Tensor:  # fmt: skip
-    return PRODUCTS[name](Given(a, b, scale_a, scale_b), ends, fast_sums)
+    return PRODUCTS[name](Operands(a, b, scale_a, scale_b), ends, fast_sums)
 
 
 @_op.register_fake
@@ -203,28 +206,28 @@ def _shape(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tuple[int, .
     return (a.shape[0], b.shape[1]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[0])
 
 
-def _scaled_grouped_mm(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
-    if given.scale_a is None or given.scale_b is None:
+def _scaled_grouped_mm(operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    if operands.scale_a is None or operands.scale_b is None:
         raise ValueError("scaled_grouped_mm takes a scale for each row of both operands")
-    if not given.a.numel() or not given.b.numel():
-        return ends.new_zeros(_shape(given.a, given.b, ends), dtype=torch.bfloat16)
+    if not operands.a.numel() or not operands.b.numel():
+        return ends.new_zeros(_shape(operands.a, operands.b, ends), dtype=torch.bfloat16)
     y: torch.Tensor = torch._scaled_grouped_mm(
-        given.a,
-        given.b.transpose(-2, -1),
-        given.scale_a,
-        given.scale_b,
+        operands.a,
+        operands.b.transpose(-2, -1),
+        operands.scale_a,
+        operands.scale_b,
         offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_sums,
     )
-    return _with_zeros(y, ends, rows=given.b.dim() == 3)
+    return _with_zeros(y, ends, rows=operands.b.dim() == 3)
 
 
-def _grouped_mm(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
-    if not given.a.numel() or not given.b.numel():
-        return ends.new_zeros(_shape(given.a, given.b, ends), dtype=torch.bfloat16)
-    y: torch.Tensor = torch._grouped_mm(given.a, given.b.transpose(-2, -1), offs=ends)
-    return _with_zeros(y, ends, rows=given.b.dim() == 3)
+def _grouped_mm(operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    if not operands.a.numel() or not operands.b.numel():
+        return ends.new_zeros(_shape(operands.a, operands.b, ends), dtype=torch.bfloat16)
+    y: torch.Tensor = torch._grouped_mm(operands.a, operands.b.transpose(-2, -1), offs=ends)
+    return _with_zeros(y, ends, rows=operands.b.dim() == 3)
 
 
 def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Tensor:
@@ -242,41 +245,41 @@ def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Ten
     return torch.where(kept, y, y.new_zeros(()))
 
 
-def _emulated(given: Given, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+def _emulated(operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
     with without_autocast(ends.device):
-        return _emulated_groups(given, ends)
+        return _emulated_groups(operands, ends)
 
 
-def _emulated_groups(given: Given, ends: torch.Tensor) -> torch.Tensor:
-    y = given.a.new_zeros(_shape(given.a, given.b, ends))
+def _emulated_groups(operands: Operands, ends: torch.Tensor) -> torch.Tensor:
+    y = operands.a.new_zeros(_shape(operands.a, operands.b, ends))
     if ends.device.type != "cpu":
-        return _emulated_unread(given, ends, y)
+        return _emulated_unread(operands, ends, y)
     start = 0
     for expert, end in enumerate(ends.tolist()):
-        if end > start and given.b.dim() == 3:
-            y[start:end] = given.a[start:end] @ given.b[expert].t()
+        if end > start and operands.b.dim() == 3:
+            y[start:end] = operands.a[start:end] @ operands.b[expert].t()
         elif end > start:
-            y[expert] = given.a[:, start:end] @ given.b[:, start:end].t()
+            y[expert] = operands.a[:, start:end] @ operands.b[:, start:end].t()
         start = end
     return y
 
 
-def _emulated_unread(given: Given, ends: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _emulated_unread(operands: Operands, ends: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """By products over all rows, chosen afterwards, or of rows that are zeros elsewhere."""
-    rows = given.b.dim() == 3
-    places = torch.arange(given.a.shape[0 if rows else 1], device=ends.device, dtype=ends.dtype)
+    rows = operands.b.dim() == 3
+    places = torch.arange(operands.a.shape[0 if rows else 1], device=ends.device, dtype=ends.dtype)
     owners, nothing = torch.searchsorted(ends, places, right=True), y.new_zeros(())
     for expert in range(ends.shape[0]):
         mine = owners == expert
         if rows:
-            y = torch.where(mine[:, None], given.a @ given.b[expert].t(), y)
+            y = torch.where(mine[:, None], operands.a @ operands.b[expert].t(), y)
         else:
-            a, b = (torch.where(mine, one, nothing) for one in (given.a, given.b))
+            a, b = (torch.where(mine, one, nothing) for one in (operands.a, operands.b))
             y[expert] = a @ b.t()
     return y
 
 
-Function = Callable[[Given, torch.Tensor, bool], torch.Tensor]
+Function = Callable[[Operands, torch.Tensor, bool], torch.Tensor]
 PRODUCTS: dict[str, Function] = {
     "scaled_grouped_mm": _scaled_grouped_mm,
     "grouped_mm": _grouped_mm,

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers as codes: one process, before they are shared."""
+"""Weights that FSDP2 gathers as codes: in one process, before they are shared; and on several ranks the bits of one process."""
 
 import copy
 import io
@@ -24,7 +24,9 @@ from ao_lab.training.fsdp import (
 from reference import SCHEMES
 from reference.training import RECIPES
 from reference.training.linear import operands
+from tests.support.distributed.ranks import check_on_ranks, run_on_ranks
 
+CHECKPOINTS = "training/checkpoint_ranks.py"
 GATHERED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
@@ -258,3 +260,36 @@ def test_ranks_without_rows():
 
 def test_precompute_needs_no_sharded_model():
     ao_lab.precompute_float8_dynamic_scale_for_fsdp(converted()[0])
+
+
+def test_fsdp_on_ranks():
+    """Codes or values gathered, uneven shards, accumulation, recomputation, mixed precision; bytes and reductions counted."""
+    check_on_ranks("training/fsdp_ranks.py")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "steps"])
+def test_fsdp_compiled(recipe):
+    check_on_ranks("training/fsdp_ranks.py", recipe)
+
+
+def test_tensor_parallelism():
+    """Operands are parts of those of one process, bit for bit."""
+    check_on_ranks("training/tensor_parallel_ranks.py")
+
+
+@pytest.mark.nightly
+def test_tensor_parallelism_beside_fsdp():
+    """Four ranks, two by two."""
+    check_on_ranks("training/two_dimensions_ranks.py", ranks=4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["backward", "save"])
+def test_a_rank_that_dies_leaves_a_checkpoint(place, tmp_path):
+    """It loads, also into layers of other kinds, and training goes on as if nothing had been."""
+    killed = run_on_ranks(CHECKPOINTS, tmp_path, place, 2)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stderr
+    assert len(list(tmp_path.glob("step_*/.metadata"))) == (2 if place == "backward" else 1)
+    check_on_ranks(CHECKPOINTS, tmp_path)

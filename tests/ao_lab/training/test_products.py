@@ -221,7 +221,7 @@ def test_what_cublas_has_no_kernel_for_goes_by_codes(monkeypatch):
             "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`"
         )
 
-    monkeypatch.setattr(products.scaled_mm, "scaled_mm", refused)
+    monkeypatch.setattr(products, "scaled_mm", refused)
     monkeypatch.setattr(products, "_codes_unsupported", lambda a, b: None)
     monkeypatch.setitem(PRODUCTS, "codes", replace(PRODUCTS["codes"], unsupported_reason=lambda a, b: None))
     monkeypatch.setitem(
@@ -243,7 +243,7 @@ def test_other_errors_of_torch_are_raised(monkeypatch):
     def failed(*given):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(products.scaled_mm, "scaled_mm", failed)
+    monkeypatch.setattr(products, "scaled_mm", failed)
     x = fast.quantize(torch.randn(128, 256).bfloat16(), "fp8_tensorwise")
     with pytest.raises(RuntimeError, match="out of memory"):
         PRODUCTS["scaled_mm"].run(x, x, RECIPES["tensorwise"].output, torch.bfloat16, None)

@@ -14,9 +14,9 @@ import torch
 import triton
 
 import reference
-from ao_lab.training.grouped import casts, products
-from ao_lab.training.grouped import casts as layouts
-from ao_lab.training.grouped.casts import _layout, layout_of
+from ao_lab.training.grouped import autograd, products
+from ao_lab.training.grouped import autograd as layouts
+from ao_lab.training.grouped.autograd import _layout, layout_of
 from fast.kernels.encode.random_words import random_words
 from fast.kernels.grouped import gather, host, layout, zero
 from fast.kernels.rowwise_colwise import host as batches
@@ -71,7 +71,7 @@ def compare_columns(rows: int, ends: torch.Tensor) -> None:
         x[int(ends[-1]) :], x[::7, 5], x[3 % rows, 9] = NAN, 0, float("inf")
         x[:, 2] = 0
         scheme, where = SCHEMES[name], layout_of(ends, rows, step)
-        wanted = casts.columns_operand(x, Operand(scheme=scheme), where)
+        wanted = autograd.columns_operand(x, Operand(scheme=scheme), where)
         found = host.group_columns(x, scheme, where.source, where.owners, where.experts, step)
         assert found is not None
         for got, one in zip(found, (wanted.matrix.codes, wanted.matrix.scale, wanted.table), strict=True):
@@ -90,11 +90,11 @@ def compare_operands() -> None:
         recipe = RECIPES[name]
         wanted, found = [], []
         for made, kernels in ((wanted, False), (found, True)):
-            for module in (casts, casts, layouts):
+            for module in (autograd, autograd, layouts):
                 module.has_kernels = lambda x, kernels=kernels: kernels
             where = layouts.layout_of(offsets.to(torch.int32), 70, group_step(recipe))
-            columns = casts.columns_operand(x, recipe.weight_grad.a, where)
-            turned = casts.weight_columns(w, recipe.input_grad.b, recipe.output.b)
+            columns = autograd.columns_operand(x, recipe.weight_grad.a, where)
+            turned = autograd.weight_columns(w, recipe.input_grad.b, recipe.output.b)
             made += [where.ends, where.source, where.owners, columns.matrix.codes, columns.matrix.scale]
             made += [turned.codes, turned.scale, columns.matrix.scheme.key, turned.scheme.key]
         assert all(

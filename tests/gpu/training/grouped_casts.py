@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from ao_lab.training.grouped import casts
+from ao_lab.training.grouped import autograd
 from fast.kernels.grouped.host import kind_of
 from fast.kernels.rowwise_colwise.host import batch_columns
 from reference.training import RECIPES
@@ -63,10 +63,10 @@ def weights_of(recipe: Recipe, w: torch.Tensor) -> Iterator[str]:
     if operand.scheme is None or batch_columns(w, operand.scheme) is None:
         yield "no kernel"
         return
-    wanted = casts._of_rows(turned, operand, None, 0)
+    wanted = autograd._of_rows(turned, operand, None, 0)
     for _ in range(TURNS):
         poison_free_memory("cuda")
-        if not same(casts.weight_operand(turned, operand), wanted):
+        if not same(autograd.weight_operand(turned, operand), wanted):
             yield "w.T differs"
             return
 
@@ -79,19 +79,19 @@ def columns_of(recipe: Recipe, x: torch.Tensor, ends: torch.Tensor) -> Iterator[
     if not kind_of(x, operand.scheme, step):
         yield "no kernel"
         return
-    tables = casts._tables(ends, x.shape[0], step)
+    tables = autograd._tables(ends, x.shape[0], step)
     places = padded_rows(x.shape[0], len(ends), step)
-    owners = casts._owners(tables[0], places, casts.GRAIN)
-    where = casts.layout_of(ends, x.shape[0], step)
+    owners = autograd._owners(tables[0], places, autograd.GRAIN)
+    where = autograd.layout_of(ends, x.shape[0], step)
     if not all(
         torch.equal(a, b)
         for a, b in zip((where.ends, where.source, where.owners), (*tables, owners), strict=True)
     ):
         yield "layout differs"
-    wanted = casts._of_gathered(x, Operand(scheme=operand.scheme), where, None, 0)
+    wanted = autograd._of_gathered(x, Operand(scheme=operand.scheme), where, None, 0)
     for _ in range(TURNS):
         poison_free_memory("cuda")
-        found = casts.columns_operand(x, operand, where)
+        found = autograd.columns_operand(x, operand, where)
         tabled = found.table is wanted.table or equal(found.table, wanted.table)
         if not (same(found.matrix, wanted.matrix) and tabled):
             yield "x.T differs"

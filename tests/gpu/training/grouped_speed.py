@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ao_lab.training.grouped import casts, products
-from ao_lab.training.grouped.autograd import grouped_linear
-from ao_lab.training.grouped.casts import layout_of
+from ao_lab.training.grouped import autograd, products
+from ao_lab.training.grouped.autograd import grouped_linear, layout_of
 from fast.layers.gather import gather_transposed
 from reference.training import RECIPES
 from reference.training.grouped import group_step
@@ -66,20 +65,23 @@ def parts_of(name: str, x: Any, w: Any, g: Any, ends: Any) -> dict[str, Callable
     """Each cast and each product of a recipe."""
     recipe, x, w = RECIPES[name], x.detach(), w.detach()
     layout = layout_of(ends, x.shape[0], group_step(recipe))
-    rows, weight = casts.rows_operand(x, recipe.output.a, layout), casts.weight_operand(w, recipe.output.b)
-    g_rows = casts.rows_operand(g, recipe.input_grad.a, layout, 0, 2)
-    w_columns = casts.weight_columns(w, recipe.input_grad.b, recipe.output.b)
-    g_columns = casts.columns_operand(g, recipe.weight_grad.a, layout, 0, 4)
-    x_columns = casts.columns_operand(x, recipe.weight_grad.b, layout)
+    rows, weight = (
+        autograd.rows_operand(x, recipe.output.a, layout),
+        autograd.weight_operand(w, recipe.output.b),
+    )
+    g_rows = autograd.rows_operand(g, recipe.input_grad.a, layout, 0, 2)
+    w_columns = autograd.weight_columns(w, recipe.input_grad.b, recipe.output.b)
+    g_columns = autograd.columns_operand(g, recipe.weight_grad.a, layout, 0, 4)
+    x_columns = autograd.columns_operand(x, recipe.weight_grad.b, layout)
     bf16 = torch.bfloat16
     made = {
         "layout": lambda: layout_of(ends, x.shape[0], group_step(recipe)),
-        "x rows": lambda: casts.rows_operand(x, recipe.output.a, layout),
-        "x columns": lambda: casts.columns_operand(x, recipe.weight_grad.b, layout),
-        "w rows": lambda: casts.weight_operand(w, recipe.output.b),
-        "w columns": lambda: casts.weight_columns(w, recipe.input_grad.b, recipe.output.b),
-        "g rows": lambda: casts.rows_operand(g, recipe.input_grad.a, layout, 0, 2),
-        "g columns": lambda: casts.columns_operand(g, recipe.weight_grad.a, layout, 0, 4),
+        "x rows": lambda: autograd.rows_operand(x, recipe.output.a, layout),
+        "x columns": lambda: autograd.columns_operand(x, recipe.weight_grad.b, layout),
+        "w rows": lambda: autograd.weight_operand(w, recipe.output.b),
+        "w columns": lambda: autograd.weight_columns(w, recipe.input_grad.b, recipe.output.b),
+        "g rows": lambda: autograd.rows_operand(g, recipe.input_grad.a, layout, 0, 2),
+        "g columns": lambda: autograd.columns_operand(g, recipe.weight_grad.a, layout, 0, 4),
         "output": lambda: products.rows_product(rows, weight, ends, recipe.output, bf16),
         "input gradient": lambda: products.rows_product(g_rows, w_columns, ends, recipe.input_grad, bf16),
         "weight gradient": lambda: products.columns_product(

@@ -22,9 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import reference
-from ao_lab.training.grouped import autograd, casts, products
-from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X, grouped_linear
-from ao_lab.training.grouped.casts import Layout, layout_of
+from ao_lab.training.grouped import autograd, products
+from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, Layout, W, X, grouped_linear, layout_of
 from ao_lab.training.grouped.experts import combine, dispatch, sort_by_expert
 from ao_lab.training.products import values
 from reference import Quantized
@@ -67,16 +66,16 @@ def operands(
 ) -> tuple[Layout, dict[str, tuple[Any, Any]]]:
     """Both operands of each product, as `GroupedLinear` makes them."""
     layout = layout_of(offsets, x.shape[0], group_step(recipe))
-    rows = casts.rows_operand(x, recipe.output.a, layout, SEED, X)
+    rows = autograd.rows_operand(x, recipe.output.a, layout, SEED, X)
     found = {
-        "output": (rows, casts.weight_operand(w, recipe.output.b, SEED, W)),
+        "output": (rows, autograd.weight_operand(w, recipe.output.b, SEED, W)),
         "input_grad": (
-            casts.rows_operand(g, recipe.input_grad.a, layout, SEED, G),
-            casts.weight_columns(w, recipe.input_grad.b, recipe.output.b, SEED, W_T),
+            autograd.rows_operand(g, recipe.input_grad.a, layout, SEED, G),
+            autograd.weight_columns(w, recipe.input_grad.b, recipe.output.b, SEED, W_T),
         ),
         "weight_grad": (
-            casts.columns_operand(g, recipe.weight_grad.a, layout, SEED, G_T),
-            casts.token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, SEED, X_T),
+            autograd.columns_operand(g, recipe.weight_grad.a, layout, SEED, G_T),
+            autograd.token_columns(x, rows, recipe.weight_grad.b, recipe.output.a, layout, SEED, X_T),
         ),
     }
     return layout, found
@@ -84,7 +83,9 @@ def operands(
 
 def parts(operand: Any) -> list[torch.Tensor]:
     """The tensors of an operand, as integers."""
-    matrix, table = (operand.matrix, operand.table) if isinstance(operand, casts.Columns) else (operand, None)
+    matrix, table = (
+        (operand.matrix, operand.table) if isinstance(operand, autograd.Columns) else (operand, None)
+    )
     found = [matrix.codes, matrix.scale] if isinstance(matrix, Quantized) else [matrix]
     views = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return [t.cpu().contiguous().view(views[t.element_size()]) for t in (*found, table) if t is not None]
@@ -127,18 +128,18 @@ def check_products(name: str, case: Any, device: str) -> list[str]:
 
 def prepared(operand: Any, used: str) -> Any:
     """An operand on the host as the function takes it: codes with their scales, or values."""
-    columns = isinstance(operand, casts.Columns)
+    columns = isinstance(operand, autograd.Columns)
     matrix, table = (operand.matrix, operand.table) if columns else (operand, None)
     if used == "scaled_grouped_mm":
         codes = replace(matrix, codes=matrix.codes.cpu(), scale=matrix.scale.cpu())
-        return casts.Columns(codes, table.cpu()) if columns else codes
+        return autograd.Columns(codes, table.cpu()) if columns else codes
     made = values(matrix, torch.bfloat16 if used == "grouped_mm" else torch.float32).cpu()
-    return casts.Columns(made) if columns else made
+    return autograd.Columns(made) if columns else made
 
 
 def group_of(operand: Any, expert: int, part: slice) -> Any:
     """What one group has of an operand: rows `part` of a matrix, or columns `part`, under the group's scale of each row."""
-    columns = isinstance(operand, casts.Columns)
+    columns = isinstance(operand, autograd.Columns)
     matrix = operand.matrix if columns else operand
     if not isinstance(matrix, Quantized):
         if matrix.dim() == 3:
@@ -148,13 +149,13 @@ def group_of(operand: Any, expert: int, part: slice) -> Any:
         codes, scale, scheme = matrix.codes[part], matrix.scale[part], matrix.scheme
     else:
         codes, scale = matrix.codes[:, part].contiguous(), operand.table[expert][:, None]
-        scheme = casts.in_blocks(matrix.scheme.key, -1)
+        scheme = autograd.in_blocks(matrix.scheme.key, -1)
     return Quantized(codes, scale, None, None, tuple(codes.shape), 1, scheme)
 
 
 def within(y: torch.Tensor, a: Any, b: Any, ends: list[int], used: str) -> bool:
     """Whether every group's result lies within the bound of the sum that its function computes, and the rest is zero."""
-    good, start, rows = True, 0, not isinstance(a, casts.Columns)
+    good, start, rows = True, 0, not isinstance(a, autograd.Columns)
     for expert, end in enumerate(ends):
         part = slice(start, end)
         made = y[part] if rows else y[expert]

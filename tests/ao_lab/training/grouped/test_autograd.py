@@ -5,7 +5,7 @@ import torch
 
 import reference
 import reference.training
-from ao_lab.training.grouped import autograd, casts, products
+from ao_lab.training.grouped import autograd, products
 from ao_lab.training.grouped.autograd import grouped_linear
 from reference import Quantized
 from reference.matmul.linear import transposed
@@ -188,7 +188,7 @@ def test_products_that_do_not_read_the_groups():
     whole = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float()  # noqa: E731
     a, b = poison(whole(T, 16), offsets), whole(E, 8, 16)
     columns = poison(whole(T, 8), offsets).t(), a.t()
-    for given, shape in ((products.Given(a, b), (T, 8)), (products.Given(*columns), (E, 8, 16))):
+    for given, shape in ((products.Operands(a, b), (T, 8)), (products.Operands(*columns), (E, 8, 16))):
         found = products._emulated_unread(given, offsets, torch.zeros(shape))
         assert torch.equal(found, products._emulated(given, offsets, False))
         assert found.isfinite().all()
@@ -256,7 +256,7 @@ def test_a_traced_layer_reads_no_key_of_a_record_without_origin(monkeypatch, nam
         drawn = operand.scheme is not None and operand.scheme.rounding == "stochastic"
         return torch.zeros(x.shape, dtype=torch.uint32) if drawn else None
 
-    monkeypatch.setattr(casts, "words", words)
+    monkeypatch.setattr(autograd, "words", words)
     read = keys_without_origin(monkeypatch)
     traced(name, torch.bfloat16)
     assert not read

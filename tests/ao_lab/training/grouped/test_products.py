@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from ao_lab.training.grouped import products
-from ao_lab.training.grouped.autograd import grouped_linear
-from ao_lab.training.grouped.casts import columns_operand, layout_of, rows_operand, weight_operand
+from ao_lab.training.grouped.autograd import (
+    columns_operand,
+    grouped_linear,
+    layout_of,
+    rows_operand,
+    weight_operand,
+)
 from reference.training import RECIPES
 from tests.support.grouped_cases import OFFSETS, E, K, N, T, offsets_of, poison, tensors
 
@@ -138,9 +143,11 @@ def test_shapes_under_a_tracer():
     with torch._subclasses.FakeTensorMode():
         a, b, ends = torch.empty(T, K), torch.empty(E, N, K), torch.empty(E, dtype=torch.int32)
         for name, dtype in (("emulate", torch.float32), ("grouped_mm", torch.bfloat16)):
-            made = products.run(name, products.Given(a, b), ends, True)
+            made = products.run(name, products.Operands(a, b), ends, True)
             assert (made.shape, made.dtype) == ((T, N), dtype)
-            made = products.run(name, products.Given(a.t(), a.t()), ends, True)
+            made = products.run(name, products.Operands(a.t(), a.t()), ends, True)
             assert (made.shape, made.dtype) == ((E, K, K), dtype)
-    real = products.run("grouped_mm", products.Given(*(t.bfloat16() for t in tensors()[:2])), offsets, True)
+    real = products.run(
+        "grouped_mm", products.Operands(*(t.bfloat16() for t in tensors()[:2])), offsets, True
+    )
     assert (real.shape, real.dtype) == ((T, N), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Two processes that train by FSDP2 and save after every step; run by tests/ao_lab/training/distributed.
+"""Two processes that train by FSDP2 and save after every step; run by tests/ao_lab/training/test_fsdp.py.
 
     python tests/support/distributed/training/checkpoint_ranks.py RANKS FOLDER [PLACE STEP]
 

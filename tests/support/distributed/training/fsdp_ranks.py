@@ -1,4 +1,4 @@
-"""Two processes that train a model by FSDP2 or DDP, its layers in low precision; run by tests/ao_lab/training/distributed.
+"""Two processes that train a model by FSDP2 or DDP, its layers in low precision; run by tests/ao_lab/training/test_fsdp.py.
 
     python tests/support/distributed/training/fsdp_ranks.py RANKS [RECIPE ... | steps]
 

@@ -1,4 +1,4 @@
-"""Two processes that split layers which train in low precision; run by tests/ao_lab/training/distributed.
+"""Two processes that split layers which train in low precision; run by tests/ao_lab/training/test_fsdp.py.
 
     python tests/support/distributed/training/tensor_parallel_ranks.py RANKS
 

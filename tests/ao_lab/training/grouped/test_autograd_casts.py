@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from ao_lab.training import layers
-from ao_lab.training.grouped.autograd import G_T, W_T, X_T, G, W, X
-from ao_lab.training.grouped.casts import (
+from ao_lab.training.grouped.autograd import (
+    G_T,
+    W_T,
+    X_T,
+    G,
+    W,
+    X,
     columns_operand,
     layout_of,
     rows_operand,
