@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.choices import tuned
-from ao_lab.gemm.products.scaled_blocks import STEP
+from ao_lab.gemm.codes import STEP
 from ao_lab.training.casts import Matrix
 from ao_lab.training.products import capability, is_one_scale, values, without_autocast
 from fast.device import has_kernels, is_traced, is_transformed
