@@ -95,9 +95,9 @@ from ao_lab.sparsity.training.api import finish_sparsity_ as finish_sparsity_
 from ao_lab.sparsity.training.api import step_sparsity_ as step_sparsity_
 from ao_lab.sparsity.training.config import SparseTrainingConfig as SparseTrainingConfig
 from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
+from ao_lab.tensor.quantized_tensor import SparseQuantizedTensor as SparseQuantizedTensor
 from ao_lab.tensor.quantized_tensor import quantized as quantized
-from ao_lab.tensor.sparse.compress import quantized_compressed as quantized_compressed
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor as SparseQuantizedTensor
+from ao_lab.tensor.sparse import quantized_compressed as quantized_compressed
 from ao_lab.training.api import Converted as Converted
 from ao_lab.training.api import convert_for_training_ as convert_for_training_
 from ao_lab.training.api import convert_from_training_ as convert_from_training_

@@ -22,11 +22,9 @@ from ao_lab.checkpoint.io.strict_json import parsed_object, shown
 from ao_lab.checkpoint.io.weight_specs import INPUT_SPECS, Specs, own_specs
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.select import select_kernel
-from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, Meta, stored_shape
-from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
-from ao_lab.tensor.sparse.compress import check_stored
-from ao_lab.tensor.sparse.metadata import LAYOUT, sparse_meta_from
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, SPARSE, Meta, meta_from, stored_shape
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
+from ao_lab.tensor.sparse import check_stored
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import flat_size
 
@@ -39,7 +37,7 @@ DESCRIPTION: dict[str, Any] = {
 }  # fmt: skip
 SCHEMES_OF = ("weight", "activation")
 #: Layouts that files have.
-FILE_LAYOUTS = (*(name for name in LAYOUTS if name != PRESHUFFLED), LAYOUT)
+FILE_LAYOUTS = (*(name for name in LAYOUTS if name != PRESHUFFLED), SPARSE)
 #: Fields of one weight; "recipe" is the place of its description in the list of them.
 FIELDS: dict[str, Any] = {"recipe": int, "shape": tuple[int, ...], "format": str, "parts": tuple[str, ...]}
 OPTIONAL: dict[str, Any] = {"outer": float | None}
@@ -224,7 +222,7 @@ def _description(index: int, given: Any, folder: Folder) -> Meta:
             )
         if given["version"] < 1:
             raise ValueError(f"version is a count from 1, got {given['version']}")
-        return sparse_meta_from(given)
+        return meta_from(given)
     except (ValueError, TypeError) as error:
         where = f"recipe {index} of the records of {folder.path}"
         raise ValueError(f"{where}: {error}; fetch or write the folder again") from error
@@ -265,8 +263,7 @@ def _own(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...
     _check_static(static, meta.recipe)
     specs = own_specs(meta, shape, static)
     names = {part: f"{name}.{part}" for part in specs}
-    kind = SparseQuantizedTensor if meta.layout == LAYOUT else QuantizedTensor
-    return Weight(meta, shape, names, specs, lambda parts: kind(parts, meta, shape))
+    return Weight(meta, shape, names, specs, lambda parts: QuantizedTensor(parts, meta, shape))
 
 
 def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...]) -> Weight:

@@ -18,8 +18,7 @@ from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora import LoRALinear
 from ao_lab.quantization.report import ATTRIBUTE, Report
 from ao_lab.sparsity.training.layers import SparseLinear
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.hooks import watches
 from ao_lab.transforms.layers import shorten
 

@@ -18,10 +18,8 @@ from ao_lab.config.base import Config
 from ao_lab.config.fqn import FqnToConfig
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.quantization.plan import Change, planned
-from ao_lab.tensor.metadata import Meta
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.metadata import LAYOUT
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.metadata import SPARSE, Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, quantizable_parameters
 from ao_lab.transforms.select import Filter
 from reference import Scheme
@@ -140,7 +138,7 @@ def _size_of(change: Change, shape: tuple[int, ...]) -> Size:
     """What a weight will be under a change, of 2:4 storage half of the codes and metadata."""
     if change.config.sparsity is None:
         return weight_size(shape, change.recipe, axis=change.axis)
-    return _size(own_specs(Meta(change.recipe, -1, torch.float32, layout=LAYOUT), shape))
+    return _size(own_specs(Meta(change.recipe, -1, torch.float32, layout=SPARSE), shape))
 
 
 def _scheme(t: torch.Tensor) -> str:

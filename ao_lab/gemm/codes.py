@@ -155,7 +155,7 @@ def int8_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | Non
         return "both operands must be int8"
     if not (one_scale(scheme) and one_scale(w.scheme)) or w.zero is not None:
         return "each row must have one float32 scale, and the weight no zero point"
-    if len(w.shape) != 2 or not w.meta.transposed:
+    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout == "2:4":
         return STORED
     if w.shape[0] > LONGEST_INT8:
         return f"sums longer than {LONGEST_INT8} may overflow int32"
@@ -227,7 +227,7 @@ def scaled_mm_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str 
     scheme = w.recipe.activation
     if scheme is None or scheme.element not in FLOAT8 or w.scheme.element not in FLOAT8:
         return "both operands must be float8_e4m3fn or float8_e5m2"
-    if len(w.shape) != 2 or not w.meta.transposed:
+    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout == "2:4":
         return STORED
     if dtype not in RESULTS:
         return f"it does not write {dtype}"

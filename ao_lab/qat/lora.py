@@ -134,12 +134,13 @@ def frozen_parts_op(
     zero: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     input_zero: torch.Tensor | None,
+    metadata: torch.Tensor | None,
     bias: torch.Tensor | None,
     shape: list[int],
     meta: str,
 ) -> torch.Tensor:
     """The product, of the weight's parts."""
-    weight = _weight((codes, scale, outer, zero, input_scale, input_zero), shape, meta)
+    weight = _weight((codes, scale, outer, zero, input_scale, input_zero, metadata), shape, meta)
     return product(x, weight.transposed(), bias)
 
 
@@ -158,11 +159,12 @@ def frozen_parts_backward_op(
     zero: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     input_zero: torch.Tensor | None,
+    metadata: torch.Tensor | None,
     shape: list[int],
     meta: str,
 ) -> torch.Tensor:
     """`input_gradient`, of the weight's parts."""
-    weight = _weight((codes, scale, outer, zero, input_scale, input_zero), shape, meta)
+    weight = _weight((codes, scale, outer, zero, input_scale, input_zero, metadata), shape, meta)
     return input_gradient(g, x, weight)
 
 

@@ -32,8 +32,8 @@ from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, he
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.preshuffled import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.compress import compressed, not_sparse, unstorable
-from ao_lab.tensor.sparse.compressed_codes import kept_metadata, positive_zeros
+from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
+from ao_lab.tensor.sparse_codes import kept_metadata, positive_zeros
 from ao_lab.transforms.hooks import unwatch
 from ao_lab.transforms.layers import check_model, quantizable_parameters, training_state, untying
 from ao_lab.transforms.select import Filter

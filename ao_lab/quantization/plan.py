@@ -28,9 +28,8 @@ from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.tensor.metadata import DTYPES
-from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
-from ao_lab.tensor.sparse.compress import not_sparse, quantized_compressed, unstorable
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, quantized
+from ao_lab.tensor.sparse import not_sparse, quantized_compressed, unstorable
 from ao_lab.transforms.layers import (
     check_model,
     contraction_axis,

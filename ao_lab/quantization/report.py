@@ -24,9 +24,8 @@ from ao_lab.gemm import sparse
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.fused import groups_reason, most_fused_rows
 from ao_lab.gemm.select import families_by_rows, inference_keys, select_kernel
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.metadata import LAYOUT
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.metadata import SPARSE
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
     check_model,
     contraction_axis,
@@ -212,7 +211,7 @@ def _others(model: nn.Module, reasons: dict[str, str]) -> list[Layer]:
 def _sparsity(pruned: str, parameter: torch.Tensor) -> str:
     """How a weight was pruned, and where its scheme has no zero to store what was pruned."""
     if isinstance(parameter, SparseQuantizedTensor):
-        return pruned or LAYOUT
+        return pruned or SPARSE
     if not pruned or not isinstance(parameter, QuantizedTensor) or stores_zero(parameter.recipe.weight):
         return pruned
     return f"{pruned}, whose zeros {parameter.recipe.weight.name} stores as other values"

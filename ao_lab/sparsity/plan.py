@@ -23,9 +23,8 @@ from ao_lab.sparsity.prune_layer import (
 )
 from ao_lab.sparsity.report import SparseLayer
 from ao_lab.sparsity.selection import Selection, block_of
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.compress import quantized_compressed
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
+from ao_lab.tensor.sparse import quantized_compressed
 from ao_lab.transforms.layers import (
     check_model,
     is_linear,

@@ -101,7 +101,7 @@ class Gathered(QuantizedTensor):
         result.meta, result.choice, result.flipped = like.meta, choice, flipped
         return result
 
-    codes, scale, outer, zero, input_scale, input_zero = map(_part, PARTS)
+    codes, scale, outer, zero, input_scale, input_zero, metadata = map(_part, PARTS)
     numbers, places, ends = map(_of_choice, ("numbers", "places", "ends"))
 
     @property

@@ -12,6 +12,8 @@ FSDP1 (`FullyShardedDataParallel`) joins the parameters of a unit in one tensor 
 leaves quantized weights out, as it leaves out what another unit has joined: each rank keeps them whole, and shards and reduces
 what trains beside them.
 
+A shard of 2:4 weights is rows too, with their metadata. Ranks have to divide the rows: nothing fills shards up.
+
 DTensor's shards and tensor parallelism need nothing of this; see `ao_lab.tensor.collectives`.
 """
 
@@ -23,7 +25,8 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ao_lab.tensor.metadata import PARTS
+from ao_lab.gemm.sparse import forget_arranged
+from ao_lab.tensor.metadata import PARTS, SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
 
@@ -43,10 +46,10 @@ def gathered_parts(
         raise ValueError(
             f"FSDP2 cuts the rows of {t!r}, which is stored transposed; quantize it as (rows, columns)"
         )
-    t = t.to_layout("plain")
-    parts = {name: getattr(t, name).contiguous() for name in PARTS if has_pieces(t, name, 0)}
-    if mesh.size() == 1:  # FSDP2 hands back the first alone; the others lie in the shard
-        parts = {"codes": t.codes.contiguous()}
+    t = t.in_rows
+    # Of one rank FSDP2 hands back the first alone; the others lie in the shard.
+    names = [name for name in PARTS if has_pieces(t, name, 0)] if mesh.size() > 1 else ["codes"]
+    parts = {name: sent(getattr(t, name)) for name in names}
     if whole[0] % mesh.size() == 0:
         return tuple(parts.values()), (tuple(parts), whole, False)
     _check_rows(t, mesh.size(), whole)
@@ -67,9 +70,9 @@ def whole_weight(
     gathered = _received(t, outputs, metadata)
     on_cpu = t.device.type == "cpu"
     kept = {name: part.clone() if on_cpu or as_bytes else part for name, part in gathered.items()}
-    parts = {name: kept.get(name, getattr(t, name)) for name in PARTS}
     own = tuple(kept.values()) if as_bytes and not on_cpu else ()
-    return t.remade(parts, whole, dtype=dtype, layout="plain"), own
+    layout = SPARSE if t.meta.layout == SPARSE else "plain"
+    return t.remade({**t.parts, **kept}, whole, dtype=dtype, layout=layout), own
 
 
 def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> None:
@@ -84,6 +87,7 @@ def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> N
             # The same weight again: what a compiled forward has kept of it for its backward is still right.
             with _unsafe_preserve_version_counter(part):
                 part.copy_(gathered)
+    forget_arranged(t.codes)
 
 
 def fsdp_pre_all_gather(
@@ -114,7 +118,23 @@ for hook in (fsdp_pre_all_gather, fsdp_post_all_gather):
 QuantizedTensor._fsdp_flattened = True  # type: ignore[attr-defined]
 
 
+def sent(part: torch.Tensor) -> torch.Tensor:
+    """A part, in rows, as collectives take it: of 16-bit codes, which gloo and NCCL do not know, the bytes."""
+    part = part.reshape(1) if part.dim() == 0 else part.contiguous()
+    return part.view(torch.uint8) if part.dtype == torch.uint16 else part
+
+
+def received(moved: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The inverse of `sent`, for a part of which the moved one is another, or holds several."""
+    return moved.view(torch.uint16) if part.dtype == torch.uint16 else moved
+
+
 def _check_rows(t: QuantizedTensor, ranks: int, whole: tuple[int, ...]) -> None:
+    if t.meta.layout == SPARSE:
+        raise ValueError(
+            f"FSDP2 over {ranks} ranks cuts {whole[0]} rows of a 2:4 weight into unequal shards; choose a number of ranks that "
+            f"divides them, or leave this layer out of fully_shard"
+        )
     if is_flat(t) or block_sizes(t)[0] != 1:
         raise ValueError(
             f"FSDP2 over {ranks} ranks cuts a weight of shape {whole} in {t.scheme.name}, whose blocks span rows, into unequal "
@@ -136,9 +156,9 @@ def _sent_bytes(parts: Parts, rows: int, row_shape: tuple[int, ...]) -> tuple[to
 def _received(t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> Parts:
     """The gathered parts by name; taken out of the bytes of rows where they were sent so."""
     names, whole, as_bytes = metadata
-    if not as_bytes:
-        return dict(zip(names, outputs, strict=True))
     t = t.plain
+    if not as_bytes:
+        return {name: received(part, getattr(t, name)) for name, part in zip(names, outputs, strict=True)}
     rows = torch.cat([output.flatten(1) for output in outputs], 1)[: whole[0]]
     found: Parts = {}
     start = 0
@@ -151,4 +171,4 @@ def _received(t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: M
     return found
 
 
-__all__ = ["gathered_parts", "refill", "whole_weight"]
+__all__ = ["gathered_parts", "received", "refill", "sent", "whole_weight"]

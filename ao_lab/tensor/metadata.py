@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ao_lab.config.recipe import Recipe
+from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, recipe_of
 from fast.matmul.preshuffled.linear import preshuffled, restored
 from reference import Quantized
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.schemes.schemes import scheme_fields, scheme_from
 
-#: Names of the tensors inside, in the order in which tracers see them. Those that a scheme lacks are None.
-PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero")
+#: Names of the tensors inside, in the order in which tracers see them. Those that a scheme or a storage lacks are None.
+PARTS = ("codes", "scale", "outer", "zero", "input_scale", "input_zero", "metadata")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VERSION = 1
 
@@ -35,7 +35,10 @@ def _same(q: Quantized) -> Quantized:
 
 #: The layout of codes, scales and zero points in which `fast.matmul.preshuffled` multiplies few rows; no file has it.
 PRESHUFFLED = "preshuffled"
-#: "plain": row-major, what checkpoints hold. "tiled": scales as block-scaled GEMMs read them (`reference.tile_scales`).
+#: `Meta.layout` of weights whose codes are the kept two of every four, beside `metadata`, and the pattern that they store.
+SPARSE = "2:4"
+#: Of dense weights. "plain": row-major, what checkpoints hold. "tiled": scales as block-scaled GEMMs read them
+#: (`reference.tile_scales`).
 LAYOUTS = {
     "plain": Layout(_same, _same),
     "tiled": Layout(with_tiled_scales, with_plain_scales),
@@ -109,24 +112,26 @@ def described(meta: Meta) -> dict[str, Any]:
 
 
 def meta_from(fields: Mapping[str, Any]) -> Meta:
-    """The description that `described` took apart; ValueError for one of a later version."""
+    """The description that `described` took apart; ValueError for one of a later version, or with another storage's kernel."""
     if fields["version"] > VERSION:
         raise ValueError(
             f"a QuantizedTensor of version {fields['version']}; this ao_lab reads up to {VERSION}: install a newer one"
         )
-    activation = fields["activation"]
-    recipe = Recipe(
+    activation, kernel, layout, flat = (fields[name] for name in ("activation", "kernel", "layout", "flat"))
+    if kernel in SPARSE_KERNELS and layout != SPARSE:
+        raise ValueError(
+            f"kernel {kernel!r} multiplies weights in {SPARSE} storage alone, this one's is {layout!r}"
+        )
+    recipe = recipe_of(
         weight=scheme_from(fields["weight"]),
         activation=None if activation is None else scheme_from(activation),
-        kernel=fields["kernel"],
+        kernel=kernel,
         accumulation=fields["accumulation"],
     )
-    dtype = getattr(torch, fields["dtype"])
-    flat = fields["flat"]
-    layout = fields["layout"]
-    return Meta(
-        recipe, fields["axis"], dtype, fields["transposed"], layout, None if flat is None else tuple(flat)
-    )
+    axis, transposed, dtype = fields["axis"], fields["transposed"], getattr(torch, fields["dtype"])
+    if layout == SPARSE and axis == -2 and not transposed:  # how orientation was described before
+        axis, transposed = -1, True
+    return Meta(recipe, axis, dtype, transposed, layout, None if flat is None else tuple(flat))
 
 
 __all__ = [
@@ -134,6 +139,7 @@ __all__ = [
     "LAYOUTS",
     "PARTS",
     "PRESHUFFLED",
+    "SPARSE",
     "Layout",
     "Meta",
     "described",

@@ -1,12 +1,25 @@
 """`QuantizedTensor`: one tensor subclass for every scheme.
 
 It holds what `reference.quantize` makes of a weight: codes (packed below 8 bits), scale, outer scale, zero point, and beside
-them a `Recipe`, static scales of the layer's input if there are any, and where these lie (`Layout`). To autograd, modules and
-tracers it is a tensor of the weight's shape and dtype; its operations are one table (`ao_lab.tensor.op_registry`), and
-what is not in the table raises and says what is.
+them a `Recipe`, static scales of the layer's input and 2:4 metadata if there are any, and where these lie (`Layout`). To
+autograd, modules and tracers it is a tensor of the weight's shape and dtype; its operations are one table
+(`ao_lab.tensor.op_registry`), and what is not in the table raises and says what is.
 
 The parts stay as they were stored. `transposed` says that the last two axes are to be read the other way round, so `t()`
 moves nothing, and packed codes can be transposed. `axis` (negative) is the blocks' axis in the stored orientation.
+
+A weight with metadata (`SparseQuantizedTensor`) is 2:4: `codes` (..., N, K/2) holds the kept two of every four along the
+contraction axis, packed below 8 bits along it, and `metadata` uint8 (..., N, ceil(K/8)) their places, in the canonical layout
+of `reference.compress`. Scales and zero points are those of the dense scheme: a group of g columns has g/2 stored codes. So
+
+    dense equivalent = codes at their places, the code of zero elsewhere, dequantized
+
+has the bits of quantizing the pruned dense weight (`reference.sparsity.stored_codes`); every product may compute with it.
+Elements of 16 bits are stored as they are (schemes bfloat16 and float16): the dense equivalent is the pruned weight itself, NaN
+payloads included.
+
+Sources: Mishra et al. (arXiv 2104.08378), section 3.1; storage as in `torch.sparse.to_sparse_semi_structured` before
+reordering.
 """
 
 from __future__ import annotations
@@ -19,12 +32,13 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.config.recipe import Recipe, named
+from ao_lab.config.recipe import SPARSE_KERNELS, Recipe, changed_recipe, named
 from ao_lab.tensor.metadata import (
     DTYPES,
     LAYOUTS,
     PARTS,
     PRESHUFFLED,
+    SPARSE,
     Meta,
     described,
     meta_from,
@@ -33,12 +47,16 @@ from ao_lab.tensor.metadata import (
 from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS, TRANSFORMED_FUNCTIONS
 from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
+from ao_lab.tensor.sparse_codes import dense_codes, dense_recipe, dense_scheme
 from ao_lab.tensor.torch_changes import ANSWERS, PENDING, make_changes, refuse_files, refuse_onnx
 from ao_lab.tensor.weight_guards import Form, changes_in_place
 from fast.device import is_transformed
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
+from reference.sparsity.stored_codes import is_plain
 
+#: Parts that a tensor lacks.
+ABSENT = dict.fromkeys(PARTS)
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -54,13 +72,12 @@ class QuantizedTensor(torch.Tensor):
     zero: torch.Tensor | None
     input_scale: torch.Tensor | None
     input_zero: torch.Tensor | None
+    metadata: torch.Tensor | None
     meta: Meta
     #: What `__tensor_flatten__` answers; None until it is asked.
     _flattened: tuple[list[str], Meta] | None = None
     #: What guards of compiled programs compare (`weight_guards`); None until one does.
     _form: Form | None = None
-    #: Names of the parts, which nothing replaces unseen.
-    _part_names: tuple[str, ...] = PARTS
 
     @staticmethod
     def __new__(
@@ -73,6 +90,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         """A tensor of these parts and this (logical) shape, unchecked; `quantized` is the way in.
 
+        In layout "2:4" it is a `SparseQuantizedTensor`.
         Of a QuantizedTensor alone it is a parameter that shares its parts: accelerate calls the class of a parameter so.
         """
         if isinstance(parts, QuantizedTensor):
@@ -84,14 +102,15 @@ class QuantizedTensor(torch.Tensor):
         codes = parts["codes"]
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
-        result = wrapper(cls, tuple(shape), meta, codes.device)
-        result.__dict__.update({name: parts.get(name) for name in PARTS}, meta=meta)
+        kind = SparseQuantizedTensor if meta.layout == SPARSE else cls
+        result = wrapper(kind, tuple(shape), meta, codes.device)
+        result.__dict__.update(ABSENT, **parts, meta=meta)
         return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A part or the description that takes another's place takes what was made of it away."""
         super().__setattr__(name, value)
-        if name == "meta" or name in self._part_names:
+        if name == "meta" or name in PARTS:
             self._forget()
             changes_in_place(self)
 
@@ -182,6 +201,11 @@ class QuantizedTensor(torch.Tensor):
         dense = fast.dequantize(self.quantized, dtype or self.dtype)
         dense = dense.transpose(-2, -1) if self.meta.transposed else dense
         return dense if self.meta.flat is None else dense.reshape(self.shape)
+
+    @property
+    def in_rows(self) -> QuantizedTensor:
+        """Itself where its parts lie in rows of the weight ("plain", "2:4"), of which pieces are cut, else a plain copy."""
+        return self if self.meta.layout in ("plain", SPARSE) else self.to_layout("plain")
 
     def to_layout(self, name: str) -> QuantizedTensor:
         """The same tensor with its parts in another layout; ValueError for a layout that there is not, or not for it."""
@@ -334,19 +358,68 @@ class QuantizedTensor(torch.Tensor):
         return sha256(text.encode()).hexdigest()
 
     def __repr__(self) -> str:  # type: ignore[override]
+        name = "SparseQuantizedTensor" if self.meta.layout == SPARSE else "QuantizedTensor"
         layout = f", {PRESHUFFLED}" if self.meta.layout == PRESHUFFLED else ""
-        return f"QuantizedTensor({self.recipe}, shape={tuple(self.shape)}, {self.dtype}, device={self.device}{layout})"
+        return f"{name}({self.recipe}, shape={tuple(self.shape)}, {self.dtype}, device={self.device}{layout})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Parts and plain values alone, so that torch.load(weights_only=True) reads it; a preshuffled weight plain."""
         is_parameter, plain = getattr(self, "_is_param", False), self.plain
-        return rebuilt, (
-            plain.parts,
-            described(plain.meta),
-            tuple(self.shape),
-            is_parameter,
-            self.requires_grad,
-        )
+        # A tensor with attributes is pickled with them; what products keep with the codes is not written.
+        parts = {name: part if part is None else signed(part).detach() for name, part in plain.parts.items()}
+        return rebuilt, (parts, described(plain.meta), tuple(self.shape), is_parameter, self.requires_grad)
+
+
+class SparseQuantizedTensor(QuantizedTensor):
+    """A 2:4 weight in a scheme; see the module text. Made by `quantized_compressed`, `ao_lab.sparsify_` or `ao_lab.quantize_`.
+
+    torch.load(weights_only=True) reads it once this class was imported (`from ao_lab import SparseQuantizedTensor`).
+    """
+
+    metadata: torch.Tensor
+
+    @property
+    def quantized(self) -> Quantized:
+        """The dense equivalent as `reference.quantize` makes it, in the stored orientation; made anew for each call."""
+        q, scheme = self.stored, dense_scheme(self.scheme)
+        codes = dense_codes(q.codes, self.metadata, q.zero, scheme, q.shape)
+        return replace(q, codes=fast.pack(codes, scheme.format) if q.packed else codes, scheme=scheme)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense tensor that this stands for, in `dtype` or its own: the bits of the pruned weight, quantized."""
+        if not is_plain(self.scheme):
+            return super().dequantize(dtype)
+        elements = self.codes.view(getattr(torch, self.scheme.element))
+        dense = fast.decompress(elements, self.metadata).to(dtype or self.dtype)
+        dense = dense.transpose(-2, -1) if self.meta.transposed else dense
+        return dense if self.meta.flat is None else dense.reshape(self.shape)
+
+    def to_layout(self, name: str) -> QuantizedTensor:
+        """Itself as "2:4", the dense equivalent as "plain" or another layout of dense tensors."""
+        return self if name == SPARSE else self.to_dense().to_layout(name)
+
+    def to_dense(self) -> QuantizedTensor:  # type: ignore[override]  # of a torch.sparse tensor, with other arguments
+        """The dense equivalent as a `QuantizedTensor`, in the same orientation; kernels of 2:4 weights become "auto"."""
+        self.check_shaped()
+        recipe = dense_recipe(self.recipe)
+        recipe = changed_recipe(recipe, kernel="auto") if recipe.kernel in SPARSE_KERNELS else recipe
+        parts = {**self.parts, "codes": self.quantized.codes, "metadata": None}
+        return self.remade(parts, recipe=recipe, layout="plain")
+
+    def with_recipe(self, **changes: Any) -> QuantizedTensor:
+        """The same parts under a recipe with other fields, for instance kernel="sparse_wgmma"."""
+        return self.remade(self.parts, recipe=changed_recipe(self.recipe, **changes))
+
+    def adopt(self, other: torch.Tensor) -> None:
+        """Another one's parts and description, for `t.data = other`; a dense one that is 2:4 is quantized and compressed.
+
+        TypeError for a quantized one in dense storage, ValueError for a dense one that is not 2:4.
+        """
+        if isinstance(other, QuantizedTensor) and not isinstance(other, SparseQuantizedTensor):
+            raise TypeError(
+                f"data of {self!r} is a SparseQuantizedTensor, not {type(other).__name__}; copy_ compresses"
+            )
+        super().adopt(other)
 
 
 def quantized(
@@ -401,8 +474,19 @@ def rebuilt(
     requires_grad: bool,
 ) -> Any:
     """What `QuantizedTensor.__reduce_ex__` took apart."""
+    parts = {name: part if part is None else unsigned(part) for name, part in parts.items()}
     result = QuantizedTensor(parts, meta_from(fields), shape)
     return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
+
+
+def signed(part: torch.Tensor) -> torch.Tensor:
+    """uint16 codes as int16: torch's pickles and its indexing know no uint16, and no part is int16."""
+    return part.view(torch.int16) if part.dtype == torch.uint16 else part
+
+
+def unsigned(part: torch.Tensor) -> torch.Tensor:
+    """The inverse of `signed`."""
+    return part.view(torch.uint16) if part.dtype == torch.int16 else part
 
 
 def _strides(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
@@ -441,4 +525,12 @@ def _instead(func: Any) -> str:
 refuse_files(QuantizedTensor)
 torch.serialization.add_safe_globals([rebuilt])
 
-__all__ = ["QuantizedTensor", "from_quantized", "quantized", "wrapper"]
+__all__ = [
+    "QuantizedTensor",
+    "SparseQuantizedTensor",
+    "from_quantized",
+    "quantized",
+    "signed",
+    "unsigned",
+    "wrapper",
+]

@@ -1,8 +1,9 @@
 """Pieces of a `QuantizedTensor`: slices, single experts, rows, other shapes, and pieces put together again.
 
-A piece keeps its codes and the scales of its blocks, so it dequantizes to the same bits as the same piece of the dense tensor.
-That is possible where no block (and no byte of packed codes) is cut in two; everywhere else ValueError says where it may be
-sliced. Axes here are those of the stored orientation.
+What a piece has of each part is one table, `ENTRIES`: codes, metadata and the scales of its blocks, so that it dequantizes to
+the same bits as the same piece of the dense tensor; all else holds for every piece. That is possible where no block, and no
+byte of packed codes or metadata, is cut in two; everywhere else ValueError says where it may be sliced. Axes here are those of
+the stored orientation.
 """
 
 from __future__ import annotations
@@ -12,11 +13,47 @@ from math import gcd, lcm, prod
 
 import torch
 
-from ao_lab.tensor.metadata import PARTS, PRESHUFFLED
-from ao_lab.tensor.quantized_tensor import QuantizedTensor, swapped
+from ao_lab.tensor.metadata import PARTS, PRESHUFFLED, SPARSE
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, signed, swapped
 from fast.matmul.preshuffled.layout import rows_restored
 
 Part = torch.Tensor | None
+#: Dense columns of a byte of metadata.
+COLUMNS = 8
+
+
+def _code_entries(t: QuantizedTensor, dim: int) -> tuple[int, int]:
+    if dim != len(t.shape) - 1:
+        return 1, 1
+    bits, elements = t.scheme.format.bits, 2 if t.meta.layout == SPARSE else 1
+    return (8 * elements, bits) if bits < 8 else (elements, 1)
+
+
+def _block_entries(t: QuantizedTensor, dim: int) -> tuple[int, int]:
+    return block_sizes(t)[dim], 1
+
+
+def _metadata_entries(t: QuantizedTensor, dim: int) -> tuple[int, int]:
+    return (COLUMNS if dim == len(t.shape) - 1 else 1), 1
+
+
+#: By part, elements of the weight along an axis and the entries that hold them. Parts that are not here hold for every piece.
+ENTRIES: dict[str, Callable[[QuantizedTensor, int], tuple[int, int]]] = {
+    "codes": _code_entries, "scale": _block_entries, "zero": _block_entries, "metadata": _metadata_entries,
+}  # fmt: skip
+
+
+def axis_step(t: QuantizedTensor, dim: int) -> int:
+    """Elements of an axis between which a tensor can be cut."""
+    return lcm(block_sizes(t)[dim], _byte_step(t, dim))
+
+
+def mapped_entries(t: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Part]:
+    """Parts, with `function` of those that have entries for places or blocks; scales over the whole tensor have none."""
+    return {
+        name: function(part) if part is not None and part.dim() and name in ENTRIES else part
+        for name, part in t.parts.items()
+    }
 
 
 def slice_axis(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
@@ -27,17 +64,11 @@ def slice_axis(t: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
     shape = _with(t.stored_shape, dim, end - start)
     if dim == 0 and end > start and are_preshuffled_experts(t):
         return _stored(t, _of_experts(t, lambda part: _narrowed(part, 0, start, end)), shape)
-    t = t.to_layout("plain") if t.meta.layout != "plain" else t
+    t = t.in_rows
     if is_flat(t):
         return _slice_flat(t, dim, start, end, shape)
     _check_slice(t, dim, start, end)
-    parts = {
-        **t.parts,
-        "codes": _slice_codes(t, dim, start, end),
-        "scale": _slice_scale(t, "scale", dim, start, end),
-        "zero": _slice_scale(t, "zero", dim, start, end),
-    }
-    return _stored(t, parts, shape)
+    return _stored(t, {name: _slice_part(t, name, dim, start, end) for name in PARTS}, shape)
 
 
 def select(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
@@ -55,7 +86,10 @@ def select(t: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if are_preshuffled_experts(t):
         return _stored(t, _of_experts(t, lambda part: part[index]), t.stored_shape[1:])
     one = slice_axis(t, dim, index, index + 1)
-    parts = {name: _without(part, dim, name, one) for name, part in one.parts.items()}
+    if is_flat(t):
+        parts = {**one.parts, "codes": one.codes.squeeze(dim)}
+    else:
+        parts = mapped_entries(one, lambda part: part.squeeze(dim))
     return _stored(t, parts, (*t.stored_shape[:dim], *t.stored_shape[dim + 1 :]))
 
 
@@ -67,22 +101,17 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
     t.check_shaped()
     if not has_entries(t):
         return None
-    preshuffled, flat = t.meta.layout == PRESHUFFLED, index.reshape(-1)
+    flat = index.reshape(-1)
     if is_flat(t):
         return _flat_entries(t, flat, counted)
     if are_preshuffled_experts(t) and flat.shape[0] == 0:
         return select_rows(t.plain, index, counted)
     if are_preshuffled_experts(t):
-        chosen = _of_experts(t, lambda part: _index_select(part, flat) if counted else part[flat])
+        chosen = _of_experts(t, lambda part: _picked(part, flat, counted))
         return _stored(t, chosen, (flat.shape[0], *t.stored_shape[1:]))
-    if preshuffled:
+    if t.meta.layout == PRESHUFFLED:
         return _preshuffled_rows(t, flat, counted)
-    parts = dict(t.parts)
-    for name in ("codes", "scale", "zero"):
-        part = parts[name]
-        # A scale over the whole tensor has no axes.
-        if part is not None and part.dim():
-            parts[name] = _index_select(part, flat) if counted else part[flat]
+    parts = mapped_entries(t, lambda part: _picked(part, flat, counted))
     return _stored(t, parts, (flat.shape[0], *t.stored_shape[1:]))
 
 
@@ -114,7 +143,7 @@ def has_entries(t: QuantizedTensor) -> bool:
         )
     turned = t.meta.transposed and len(t.shape) == 2
     whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
-    return t.meta.layout in ("plain", PRESHUFFLED) and not (turned or whole or block_sizes(t)[0] != 1)
+    return t.meta.layout != "tiled" and not (turned or whole or block_sizes(t)[0] != 1)
 
 
 def are_preshuffled_experts(t: QuantizedTensor) -> bool:
@@ -135,7 +164,7 @@ def _flat_entries(t: QuantizedTensor, index: torch.Tensor, counted: bool) -> Qua
         part = parts[name]
         if part is not None and part.dim():
             each = part.reshape(many, -1) if part.dim() == 1 else part
-            found = _index_select(each, index) if counted else each[index]
+            found = _picked(each, index, counted)
             parts[name] = found.reshape(-1) if part.dim() == 1 else found
     return _stored(t, parts, (index.shape[0], *t.stored_shape[1:]))
 
@@ -148,10 +177,10 @@ def _preshuffled_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool) ->
     return t.remade({**t.parts, **parts}, q.shape, layout="plain")
 
 
-def _index_select(part: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Entries as `torch.embedding` picks them; torch picks none of uint16, so these go as int16."""
-    signed = part.view(torch.int16) if part.dtype == torch.uint16 else part
-    return signed.index_select(0, index).view(part.dtype)
+def _picked(part: torch.Tensor, index: torch.Tensor, counted: bool) -> torch.Tensor:
+    """Entries of axis 0, as `torch.embedding` picks them (`counted`) or as part[index] does."""
+    entries = signed(part)
+    return (entries.index_select(0, index) if counted else entries[index]).view(part.dtype)
 
 
 def concatenate(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor:
@@ -162,12 +191,13 @@ def concatenate(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor
         raise ValueError(
             "cat of QuantizedTensors of different recipes, axes or dtypes; dequantize() them first"
         )
-    size, inner = block_sizes(first)[dim], [t.stored_shape[dim] for t in tensors[:-1]]
+    step = axis_step(first, dim)
     if is_flat(first):
         _check_flat_concatenate(first, tensors, dim)
-    elif any(n % size for n in inner) or any(_bits(first, dim) * n % 8 for n in inner):
+    elif any(t.stored_shape[dim] % step for t in tensors[:-1]):
         raise ValueError(
-            f"cat along axis {dim} in {first.scheme.name} cuts blocks of {size}; dequantize() first"
+            f"cat along axis {dim} in {first.scheme.name} cuts blocks of {block_sizes(first)[dim]} or bytes: all pieces but "
+            f"the last hold multiples of {step}; dequantize() first"
         )
     parts = {name: _concatenate_part(tensors, name, dim) for name in PARTS}
     shape = _with(first.stored_shape, dim, sum(t.stored_shape[dim] for t in tensors))
@@ -198,33 +228,28 @@ def view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     t, block = t.plain, t.scheme.scale.block
     if _changes_batch_alone(t, wanted):
         return _batch_view(t, wanted)
-    along_last = t.meta.axis == -1 and isinstance(block, int)
-    same_end = bool(wanted) and wanted[-1] == t.shape[-1]
-    if t.meta.transposed or t.meta.layout != "plain" or not same_end or not (along_last or block == "tensor"):
+    along_last = (t.meta.axis == -1 and isinstance(block, int)) or block == "tensor"
+    same_end = t.meta.flat is None and bool(wanted) and wanted[-1] == t.shape[-1]
+    if t.meta.transposed or t.meta.layout == "tiled" or not same_end or not along_last:
         raise ValueError(
             f"view of shape {tuple(t.shape)} in {t.scheme.name} as {wanted}: the last axis must stay and hold the "
             f"blocks; dequantize() first"
         )
-    parts = dict(t.parts)
-    for name in ("codes", "scale", "zero"):
-        part = parts[name]
-        if part is not None and part.dim():
-            parts[name] = part.reshape((*wanted[:-1], part.shape[-1]))
-    return t.remade(parts, wanted)
+    return t.remade(mapped_entries(t, lambda part: part.reshape((*wanted[:-1], part.shape[-1]))), wanted)
 
 
 def _changes_batch_alone(t: QuantizedTensor, wanted: tuple[int, ...]) -> bool:
     """Whether a view keeps the matrices of a batch, as products with inputs of several batch axes ask for."""
     matrices = len(t.shape) > 2 and len(wanted) > 2 and wanted[-2:] == tuple(t.shape[-2:])
-    parts = [t.parts[name] for name in ("codes", "scale", "zero", "outer")]
+    parts = [t.parts[name] for name in (*ENTRIES, "outer")]
     ranks = {0, len(t.shape)}  # of a scale over the whole tensor, and of parts that have the batch's axes
-    return matrices and t.meta.layout == "plain" and all(p is None or p.dim() in ranks for p in parts)
+    return matrices and t.meta.layout != "tiled" and all(p is None or p.dim() in ranks for p in parts)
 
 
 def _batch_view(t: QuantizedTensor, wanted: tuple[int, ...]) -> QuantizedTensor:
     """The same matrices along other batch axes."""
     parts = dict(t.parts)
-    for name in ("codes", "scale", "zero", "outer"):
+    for name in (*ENTRIES, "outer"):
         part = parts[name]
         if part is not None and part.dim():
             parts[name] = part.reshape((*wanted[:-2], *part.shape[-2:]))
@@ -234,19 +259,14 @@ def _batch_view(t: QuantizedTensor, wanted: tuple[int, ...]) -> QuantizedTensor:
 def expand(t: QuantizedTensor, lead: tuple[int, ...]) -> torch.Tensor:
     """A batch of the same matrix, over the same parts; where its blocks are of the flattened tensor, a batch of its values."""
     t.check_shaped()
-    t = t.to_layout("plain") if t.meta.layout != "plain" else t
+    t = t.in_rows
     if is_flat(t):
         if t.recipe.activation is not None:
             raise ValueError(
                 f"expand of {t!r} to a batch: its blocks are of the flattened tensor; dequantize() first"
             )
         return t.dequantize().expand(*lead, *t.shape)
-    parts = dict(t.parts)
-    for name in ("codes", "scale", "zero"):
-        part = parts[name]
-        # A scale over the whole tensor has no axes.
-        parts[name] = part if part is None or part.dim() == 0 else part.expand(*lead, *part.shape)
-    return t.remade(parts, (*lead, *t.shape))
+    return t.remade(mapped_entries(t, lambda part: part.expand(*lead, *part.shape)), (*lead, *t.shape))
 
 
 def is_flat(t: QuantizedTensor) -> bool:
@@ -260,7 +280,7 @@ def has_pieces(t: QuantizedTensor, name: str, dim: int) -> bool:
     if part is None or part.dim() == 0 or name in ("input_scale", "input_zero"):
         return False
     spans = t.scheme.scale.block == -1 and dim == len(t.shape) + t.meta.axis
-    return name == "codes" or not spans
+    return name in ("codes", "metadata") or not spans
 
 
 def block_sizes(t: QuantizedTensor) -> list[int]:
@@ -279,35 +299,30 @@ def block_sizes(t: QuantizedTensor) -> list[int]:
 
 def _check_slice(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
     """ValueError where a slice begins or ends inside a block or a byte."""
-    length, size = t.stored_shape[dim], block_sizes(t)[dim]
-    ends = end == length or t.scheme.scale.partial or end % size == 0
-    whole_bytes = start * _bits(t, dim) % 8 == 0 and (end == length or end * _bits(t, dim) % 8 == 0)
-    if start % size or not ends or not whole_bytes:
-        step = lcm(size, 8 // gcd(8, _bits(t, dim)))
+    length, step = t.stored_shape[dim], axis_step(t, dim)
+    last_step = _byte_step(t, dim) if t.scheme.scale.partial else step
+    if start < end and (start % step or (end != length and end % last_step)):
         raise ValueError(
-            f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of {size} or a "
-            f"byte of packed codes; cut at multiples of {step} (among ranks: as many as divide {-(-length // step)}), "
-            f"or dequantize() first"
+            f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of "
+            f"{block_sizes(t)[dim]} or a byte of packed codes or metadata; cut at multiples of {step} (among ranks: as many as "
+            f"divide {-(-length // step)}), or dequantize() first"
         )
 
 
-def _bits(t: QuantizedTensor, dim: int) -> int:
-    """Bits of a code along the packed axis; whole bytes along others."""
-    bits = t.scheme.format.bits
-    return bits if bits < 8 and dim == len(t.shape) - 1 else 8
+def _byte_step(t: QuantizedTensor, dim: int) -> int:
+    """Elements of an axis that fill whole bytes of codes, and of metadata where there is some."""
+    names = ("codes", "metadata") if t.meta.layout == SPARSE else ("codes",)
+    held = [ENTRIES[name](t, dim) for name in names]
+    return lcm(*(elements // gcd(elements, entries) for elements, entries in held))
 
 
-def _slice_codes(t: QuantizedTensor, dim: int, start: int, end: int) -> torch.Tensor:
-    bits = _bits(t, dim)
-    return t.codes.narrow(dim, start * bits // 8, -(-end * bits // 8) - start * bits // 8)
-
-
-def _slice_scale(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
-    """Scales or zero points of a slice; those of a whole axis or tensor hold for every piece."""
-    part, size = t.parts[name], block_sizes(t)[dim]
-    if part is None or not has_pieces(t, name, dim):
+def _slice_part(t: QuantizedTensor, name: str, dim: int, start: int, end: int) -> Part:
+    """What a slice has of a part: its entries, or all of what holds for every piece."""
+    part = t.parts[name]
+    if part is None or name not in ENTRIES or not has_pieces(t, name, dim):
         return part
-    return _narrowed(part, dim, start // size, -(-end // size))
+    elements, entries = ENTRIES[name](t, dim)
+    return _narrowed(part, dim, -(-start * entries // elements), -(-end * entries // elements))
 
 
 def _narrowed(part: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
@@ -328,18 +343,11 @@ def _slice_flat(
             f"entries {start} to {end} of axis {dim} in {t.scheme.name}: pieces hold a multiple of {step} elements of the "
             f"flattened tensor of shape {t.stored_shape}; dequantize() first"
         )
-    parts = {**t.parts, "codes": _slice_codes(t, dim, start, end)}
+    parts = {**t.parts, "codes": _slice_part(t, "codes", dim, start, end)}
     parts["scale"] = _narrowed(t.scale, 0, first // size, -(-last // size))
     if t.outer is not None and t.outer.dim():
         parts["outer"] = _narrowed(t.outer, 0, first // step, -(-last // step))
     return _stored(t, parts, shape)
-
-
-def _without(part: Part, dim: int, name: str, t: QuantizedTensor) -> Part:
-    """A part of one entry without the entry's axis."""
-    if part is None or name in ("outer", "input_scale", "input_zero") or part.dim() == 0:
-        return part
-    return part if name != "codes" and is_flat(t) else part.squeeze(dim)
 
 
 def _stored(t: QuantizedTensor, parts: dict[str, Part], shape: tuple[int, ...]) -> QuantizedTensor:
@@ -402,13 +410,17 @@ def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:
 
 
 __all__ = [
+    "COLUMNS",
+    "ENTRIES",
     "axis_scales",
+    "axis_step",
     "block_sizes",
     "concatenate",
     "expand",
     "has_entries",
     "has_pieces",
     "is_flat",
+    "mapped_entries",
     "scalars",
     "select",
     "select_rows",

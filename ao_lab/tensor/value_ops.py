@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ao_lab.tensor.op_registry import operation
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.tensor.torch_changes import refuse_array
 from fast.formats.storage import times_power_of_two
 from reference.formats.storage import SCALED
@@ -121,10 +121,11 @@ def _tell(func: Any, target: QuantizedTensor, before: torch.Tensor, wanted: torc
 def _multiplied(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """By its scales where the factor is a power of two; other factors, and elements without scales, quantize it again."""
     t = args[0]
-    elements = isinstance(t, QuantizedTensor) and t.meta.layout == "2:4" and is_plain(t.scheme)
-    exponent = _exponent(args[1]) if isinstance(t, QuantizedTensor) and not elements else None
+    has_scales = not (isinstance(t, SparseQuantizedTensor) and is_plain(t.scheme))
+    exponent = _exponent(args[1]) if isinstance(t, QuantizedTensor) and has_scales else None
     if exponent is None:
-        return requantized(func, args, kwargs)
+        result: torch.Tensor = requantized(func, args, kwargs)
+        return result
     return _scaled(t, exponent if func._schema.name == "aten::mul_" else -exponent)
 
 

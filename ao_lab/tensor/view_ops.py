@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 import fast
+from ao_lab.gemm.sparse import forget_arranged
 from ao_lab.tensor import slicing
 from ao_lab.tensor.experts import chosen, gathered, waits
 from ao_lab.tensor.flat_concat import Bundle, joins
-from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
+from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED, SPARSE
 from ao_lab.tensor.op_registry import operation, view
 from ao_lab.tensor.preshuffled import moved_to_gpu, stays
-from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
+from ao_lab.tensor.sparse import stored_like
 from reference import Scales
 
 aten = torch.ops.aten
@@ -51,22 +53,29 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten.copy_.default)
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Between QuantizedTensors of one description part by part; a dense source is quantized, a dense target is filled."""
+    """Between QuantizedTensors of one description part by part; a dense source is quantized (into 2:4 storage, if it is 2:4), a
+    dense target is filled."""
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize(target.dtype))
     if not isinstance(source, QuantizedTensor):
         source = _like(target, source)
+    if isinstance(source, SparseQuantizedTensor) != isinstance(target, SparseQuantizedTensor):
+        into = "2:4 storage into a dense one; to_layout('plain')"
+        into = "a dense one into 2:4 storage; dequantize()" if target.meta.layout == SPARSE else into
+        raise ValueError(f"copy_ of {source!r} into {target!r}: {into} it first")
     source = source.to_layout(target.meta.layout)
     if stored_as(source) != stored_as(target):
         raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
     check_part(target, source)
-    for name in PARTS:
-        ours, theirs = getattr(target, name), getattr(source, name)
+    pairs = {name: (ours, source.parts[name]) for name, ours in target.parts.items()}
+    for name, (ours, theirs) in pairs.items():
         if (ours is None) != (theirs is None):
             raise ValueError(f"copy_ of {source!r} into {target!r}: only one of them has {name}")
-        if ours is not None:
+    for ours, theirs in pairs.values():
+        if ours is not None and theirs is not None:
             ours.copy_(theirs)
+    forget_arranged(target.codes)
     return target
 
 
@@ -180,7 +189,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         return Bundle(tensors)
     if not all(isinstance(t, QuantizedTensor) for t in tensors):
         raise TypeError("cat of a QuantizedTensor and a dense tensor; dequantize() first")
-    return slicing.concatenate([t.to_layout("plain") for t in tensors], stored_dim(tensors[0], dim))
+    return slicing.concatenate([t.in_rows for t in tensors], stored_dim(tensors[0], dim))
 
 
 @operation(aten.constant_pad_nd.default)
@@ -196,9 +205,9 @@ def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
         )
     dim = len(t.shape) - 1 - places[0] // 2
     shape = [*t.shape[:dim], added[places[0]], *t.shape[dim + 1 :]]
-    plain = t.to_layout("plain")
-    zeros = _zeros(plain, shape, {}, slicing.axis_scales(plain, stored_dim(t, dim)))
-    return slicing.concatenate([plain, zeros], stored_dim(t, dim))
+    t = t.in_rows
+    zeros = _zeros(t, shape, {}, slicing.axis_scales(t, stored_dim(t, dim)))
+    return slicing.concatenate([t, zeros], stored_dim(t, dim))
 
 
 @operation(aten.index_select.default)
@@ -273,10 +282,14 @@ def _zeros(
 
 def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None) -> QuantizedTensor:
     """A dense tensor, stored as t is, or plain where that is preshuffled; under scales from outside, if there are any."""
-    turned = dense.transpose(-2, -1) if t.meta.transposed else dense
-    packed = t.scheme.format.bits < 8
-    q = fast.quantize(turned.detach(), t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
-    result = from_quantized(q, t.recipe, dense.dtype, _input_scales(t, dense.device))
+    oriented = dense.detach().transpose(-2, -1) if t.meta.transposed else dense.detach()
+    static = _input_scales(t, dense.device)
+    if isinstance(t, SparseQuantizedTensor):
+        result: QuantizedTensor = stored_like(t, oriented, static, scales)
+    else:
+        packed = t.scheme.format.bits < 8
+        q = fast.quantize(oriented, t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
+        result = from_quantized(q, t.recipe, dense.dtype, static)
     result = result if t.meta.layout == PRESHUFFLED else result.to_layout(t.meta.layout)
     return result.transposed() if t.meta.transposed else result
 

@@ -103,3 +103,20 @@ def pair(scheme, *shape, seed=0):
     """A 2:4 tensor, and the dense tensor that it must equal bit for bit."""
     w = pruned(*shape, seed=seed)
     return quantized_compressed(w, scheme), w if scheme == "bfloat16" else quantized(w, scheme).dequantize()
+
+
+#: Weights of every kind of scheme in every storage; those of 2:4 have its name behind their scheme's.
+STORED = (*KINDS, *(f"{scheme}_2:4" for scheme in SPARSE_KINDS))
+
+
+def numbers(name, *shape, seed=0):
+    """A dense weight that a kind of STORED holds: 2:4, and of the dtype of the elements that are stored as they are."""
+    if not name.endswith("_2:4"):
+        return weight(*shape, seed=seed)
+    return pruned(*shape, seed=seed, dtype=torch.bfloat16 if name == "bfloat16_2:4" else torch.float32)
+
+
+def stored(name, *shape, seed=0):
+    """A weight of a kind of STORED, of `numbers`."""
+    dense = numbers(name, *shape, seed=seed)
+    return quantized_compressed(dense, name[:-4]) if name.endswith("_2:4") else quantized(dense, name)

@@ -33,8 +33,7 @@ from ao_lab.checkpoint.export.compressed_tensors import (
 from ao_lab.checkpoint.io.weight_specs import WORD_BYTES
 from ao_lab.config.compressed_tensors import is_as_read
 from ao_lab.config.recipe import Recipe
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from reference import Scheme
 from reference.quantize.blocks import Blocks
 

@@ -12,8 +12,8 @@ import torch
 
 from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.interop import native_dtype
-from ao_lab.tensor.metadata import Meta, stored_shape, swapped
-from ao_lab.tensor.sparse.metadata import COLUMNS, LAYOUT
+from ao_lab.tensor.metadata import SPARSE, Meta, stored_shape
+from ao_lab.tensor.slicing import COLUMNS
 from reference import Scheme
 from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
@@ -31,7 +31,7 @@ def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) 
 
     ValueError where the scheme's blocks do not fit the shape.
     """
-    if meta.layout == LAYOUT:
+    if meta.layout == SPARSE:
         return _sparse_specs(meta, shape, static)
     scheme, stored = meta.recipe.weight, stored_shape(meta, shape)
     blocks = Blocks.of(stored, scheme.scale, meta.axis)
@@ -50,14 +50,13 @@ def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) 
 def _sparse_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...]) -> Specs:
     """2:4 storage: half of the codes and a byte of metadata for 8 columns, along the last stored axis; scales of the dense
     weight."""
-    stored = shape if meta.flat is None else meta.flat
-    stored = stored if meta.axis == -1 else swapped(stored)
-    if len(stored) < 2 or stored[-1] % 4 or meta.axis not in (-1, -2) or meta.transposed:
+    stored = stored_shape(meta, shape)
+    if len(stored) < 2 or stored[-1] % 4 or meta.axis != -1:
         raise ValueError(
             f"2:4 storage holds matrices with groups of four along their blocks' axis, got shape {stored}"
         )
     scheme = meta.recipe.weight
-    dense = own_specs(replace(meta, layout="plain", axis=-1, flat=None), stored, static)
+    dense = own_specs(replace(meta, layout="plain", transposed=False, flat=None), stored, static)
     codes = packed_shape((*stored[:-1], stored[-1] // 2), scheme.format)
     metadata = Spec(torch.uint8, (*stored[:-1], -(-stored[-1] // COLUMNS)))
     return {**dense, "codes": Spec(dense["codes"].dtype, codes), "metadata": metadata}

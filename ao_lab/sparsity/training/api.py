@@ -40,8 +40,7 @@ from ao_lab.sparsity.training.masks import (
 )
 from ao_lab.sparsity.training.products import PRODUCTS
 from ao_lab.sparsity.transforms import Call, transform
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
     check_model,
     computed_reason,

@@ -117,6 +117,7 @@ def another_name(records):
 
 
 def another_axis(records):
+    records["recipes"][0]["axis"] = -2
     records["recipes"][0]["transposed"] = True
 
 

@@ -20,7 +20,7 @@ def _restored():
 
 
 def test_kernels_enter_behind_all_others_or_before_one():
-    assert SparseQuantizedTensor.__module__ == "ao_lab.tensor.sparse.sparse_tensor"  # which enters them
+    assert SparseQuantizedTensor.__module__.startswith("ao_lab.tensor.")  # which enters them
     names = list(PRODUCTS)
     assert names[-4:] == ["sparse_wgmma", "dequantize", "reference", "cusparselt"]
     kernel = Kernel(PRODUCTS["dequantize"].run, lambda w, dtype: "never")

@@ -34,8 +34,7 @@ from ao_lab.config.recipe import KERNELS, SPARSE_KERNELS, changed_recipe
 from ao_lab.gemm import sparse
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.quantization import report
-from ao_lab.tensor.metadata import described
-from ao_lab.tensor.sparse.metadata import sparse_meta_from
+from ao_lab.tensor.metadata import described, meta_from
 from reference import SCHEMES
 from tests.support.quantized_weights import pruned, same
 
@@ -160,7 +159,7 @@ def test_pickles_and_broken_descriptions(gpu):
     assert again.recipe == w.recipe
     assert torch.equal(again.codes, w.codes)
     with pytest.raises(ValueError, match="multiplies weights in 2:4 storage alone, this one's is 'plain'"):
-        sparse_meta_from({**described(w.meta), "layout": "plain"})
+        meta_from({**described(w.meta), "layout": "plain"})
 
 
 def test_files_are_read_where_there_is_no_gpu(gpu, monkeypatch, tmp_path):

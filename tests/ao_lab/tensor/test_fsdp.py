@@ -8,7 +8,7 @@ import torch
 from ao_lab import quantized
 from ao_lab.tensor.fsdp import gathered_parts, whole_weight
 from tests.support.distributed.ranks import RANKS, check_on_ranks
-from tests.support.quantized_weights import KINDS, same, weight
+from tests.support.quantized_weights import STORED, same, stored, weight
 
 
 def mesh(ranks):
@@ -21,16 +21,16 @@ def gathered(shards, whole):
     return tuple(torch.cat(parts) for parts in zip(*(parts for parts, _ in sent), strict=True)), sent[0][1]
 
 
-@pytest.mark.parametrize("scheme", KINDS)
-def test_shards_make_the_weight_again(scheme):
-    t = quantized(weight(256, 256), scheme)
+@pytest.mark.parametrize("name", STORED)
+def test_shards_make_the_weight_again(name):
+    t = stored(name, 256, 256)
     shards = [shard.clone() for shard in t.chunk(RANKS)]
     outputs, metadata = gathered(shards, (256, 256))
-    whole, _ = whole_weight(shards[1], outputs, metadata, torch.float32)
+    whole, _ = whole_weight(shards[1], outputs, metadata, t.dtype)
     assert torch.equal(whole, t)
     assert same(whole.dequantize(), t.dequantize())
-    whole.fsdp_post_all_gather(tuple(part * 0 for part in outputs), metadata, torch.float32, out=whole)
-    assert not whole.codes.any()
+    whole.fsdp_post_all_gather(tuple(part * 0 for part in outputs), metadata, t.dtype, out=whole)
+    assert not any(part.view(torch.uint8).any() for part in (whole.codes, whole.metadata) if part is not None)
     whole.fsdp_post_all_gather(outputs, metadata, torch.float32, out=whole)
     assert torch.equal(whole, t)
 
@@ -78,11 +78,14 @@ def test_unequal_shards_of_blocks_that_span_rows_are_refused():
         t = quantized(weight(256, 256), scheme)
         with pytest.raises(ValueError, match="divides 383"):
             gathered_parts(t, mesh(3), (383, 256))
+    with pytest.raises(ValueError, match="2 ranks cuts 9 rows of a 2:4 weight"):
+        gathered_parts(stored("int8_rowwise_2:4", 5, 64), mesh(2), (9, 64))
 
 
 def test_a_transposed_weight_has_no_rows_to_gather():
-    with pytest.raises(ValueError, match="stored transposed"):
-        gathered_parts(quantized(weight(32, 64), "int8_rowwise").t(), mesh(2), (64, 32))
+    for name in ("int8_rowwise", "int8_rowwise_2:4"):
+        with pytest.raises(ValueError, match="stored transposed"):
+            gathered_parts(stored(name, 32, 64).t(), mesh(2), (64, 32))
 
 
 def test_a_weight_that_is_gathered_again_is_no_other():
@@ -104,10 +107,11 @@ def test_parts_are_sent_in_rows():
 
 
 def test_one_rank_has_all_the_scales_already():
-    t = quantized(weight(32, 64), "int8_rowwise")
-    sent, metadata = gathered_parts(t, mesh(1), (32, 64))
-    assert len(sent) == 1
-    assert torch.equal(whole_weight(t, sent, metadata, torch.float32)[0], t)
+    for name in ("int8_rowwise", "int8_rowwise_2:4"):
+        t = stored(name, 32, 64)
+        sent, metadata = gathered_parts(t, mesh(1), (32, 64))
+        assert len(sent) == 1
+        assert torch.equal(whole_weight(t, sent, metadata, torch.float32)[0], t)
 
 
 def test_one_axis_and_back():

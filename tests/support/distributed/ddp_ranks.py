@@ -1,4 +1,4 @@
-"""Two processes under DistributedDataParallel, the model's weights quantized, adapted or prepared; run by test_ddp.
+"""Two processes under DistributedDataParallel, the model's weights quantized, adapted or prepared; run by test_collectives.
 
     python tests/support/distributed/ddp_ranks.py RANKS
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/ao_lab/tensor/sparse/test_collectives.py does: collectives, DTensor and FSDP2 of 2:4 weights.
+"""What each rank of tests/ao_lab/tensor/test_collectives.py does: collectives, DTensor and FSDP2 of 2:4 weights.
 
 python tests/support/distributed/sparse_ranks.py RANKS
 """

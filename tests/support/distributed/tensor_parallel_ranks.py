@@ -1,4 +1,4 @@
-"""Two processes that share quantized weights by DTensor; run by test_tensor_parallel.
+"""Two processes that share quantized weights by DTensor; run by test_collectives.
 
     python tests/support/distributed/tensor_parallel_ranks.py RANKS DIRECTORY
 

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from ao_lab import QuantizedTensor, Recipe, SparsityConfig, quantized, sparsify_
 from ao_lab.gemm.sparse import kept
 from ao_lab.tensor.metadata import PARTS
-from ao_lab.tensor.sparse.compress import quantized_compressed
-from ao_lab.tensor.sparse.metadata import SPARSE_PARTS
+from ao_lab.tensor.sparse import quantized_compressed
 from reference import SCHEMES as RECORDS
 from reference import Scales
 
@@ -57,7 +56,7 @@ def test_products_see_it(scheme):
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g32_asymmetric"])
 def test_products_of_sparse_weights_see_it(scheme):
     with torch.no_grad():
-        replaced(lambda seed: sparse(scheme, seed), SPARSE_PARTS)
+        replaced(lambda seed: sparse(scheme, seed), PARTS)
 
 
 def test_the_description_too():

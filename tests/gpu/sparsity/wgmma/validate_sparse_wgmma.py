@@ -22,11 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from ao_lab import Recipe, quantized_compressed, tune
+from ao_lab import Recipe, SparseQuantizedTensor, quantized_compressed, tune
 from ao_lab.gemm import select, sparse
 from ao_lab.gemm.dense import rounded
 from ao_lab.gemm.select import PRODUCTS
-from ao_lab.tensor.sparse import SparseQuantizedTensor
 from fast import prune
 from reference import SCHEMES
 from tests.gpu.sparsity.progress import Progress

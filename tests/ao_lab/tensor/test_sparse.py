@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 import fast
 import reference
 from ao_lab import QuantizedTensor, Recipe, SparseQuantizedTensor, quantized, quantized_compressed
-from ao_lab.tensor.sparse.compress import check_stored, compressed
-from ao_lab.tensor.sparse.compressed_codes import kept_metadata
-from ao_lab.tensor.sparse.metadata import dense_scheme, sparse_scheme
+from ao_lab.tensor import sparse_codes
+from ao_lab.tensor.sparse import check_stored, compressed
+from ao_lab.tensor.sparse_codes import dense_scheme, kept_metadata, sparse_scheme
 from reference import SCHEMES
 from reference.sparsity.stored_codes import unsupported_reason
 from tests.support.quantized_weights import SPARSE_KINDS, pair, pruned, same
@@ -43,7 +43,7 @@ def test_codes_are_those_of_the_pruned_weight(w, name):
     w = w[:, : shape[1]]
     t = quantized_compressed(w, name)
     dense = quantized(w + 0, name)
-    q = t.dense_stored()
+    q = t.quantized
     assert (q.shape, q.axis, q.scheme) == (shape, 1, SCHEMES[name])
     assert torch.equal(q.codes, dense.codes)
     for part in ("scale", "outer", "zero"):
@@ -106,10 +106,9 @@ def test_an_element_that_rounds_to_zero_stays_kept():
 
 
 def test_large_weights_are_compressed_in_pieces(monkeypatch):
-    from ao_lab.tensor.sparse import compressed_codes
 
     whole = quantized_compressed(pruned(96, 256), "int4_g32_asymmetric")
-    monkeypatch.setattr(compressed_codes, "PIECE", 1024)
+    monkeypatch.setattr(sparse_codes, "PIECE", 1024)
     pieces = quantized_compressed(pruned(96, 256), "int4_g32_asymmetric")
     assert torch.equal(whole, pieces)
     assert same(pieces.dequantize(), whole.dequantize())

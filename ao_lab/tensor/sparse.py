@@ -12,12 +12,20 @@ import torch
 import fast
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.config.storage import unstorable_recipe
+from ao_lab.gemm import cusparselt as cusparselt  # enters its product, behind those of `gemm.sparse`
 from ao_lab.tensor.chunked import quantized_by_rows
-from ao_lab.tensor.metadata import DTYPES, Meta
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.sparse.compressed_codes import dense_codes, kept_metadata, positive_zeros, stored_codes
-from ao_lab.tensor.sparse.metadata import LAYOUT, SUFFIX, dense_recipe, dense_scheme, sparse_recipe
-from ao_lab.tensor.sparse.sparse_tensor import SparseQuantizedTensor
+from ao_lab.tensor.metadata import DTYPES, SPARSE, Meta
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
+from ao_lab.tensor.sparse_codes import (
+    SUFFIX,
+    dense_codes,
+    dense_recipe,
+    dense_scheme,
+    kept_metadata,
+    positive_zeros,
+    sparse_recipe,
+    stored_codes,
+)
 from fast.device import is_traced
 from reference import Scales, Scheme
 from reference.schemes.schemes import scheme_of
@@ -65,8 +73,30 @@ def compressed(dense: QuantizedTensor, metadata: torch.Tensor) -> SparseQuantize
                 f"scheme and an observer that keep zeros, or leave sparsity out"
             )
     parts = {**dense.parts, "codes": stored, "metadata": metadata}
-    meta = replace(dense.meta, recipe=sparse_recipe(dense.recipe), layout=LAYOUT)
+    meta = replace(dense.meta, recipe=sparse_recipe(dense.recipe), layout=SPARSE)
     return SparseQuantizedTensor(parts, meta, dense.shape)
+
+
+def stored_like(
+    t: SparseQuantizedTensor, dense: torch.Tensor, input_scales: Scales | None, scales: Scales | None = None
+) -> SparseQuantizedTensor:
+    """A dense 2:4 tensor in t's stored orientation, stored as t is; under scales from outside, if there are any.
+
+    ValueError where it is not 2:4.
+    """
+    x = dense.contiguous().to(getattr(torch, t.scheme.element) if is_plain(t.scheme) else t.dtype)
+    if (reason := not_sparse(x, t.recipe)) is not None:
+        raise ValueError(
+            f"{t!r} takes dense numbers that are 2:4: {reason}. An update that fills pruned places, as a merged adapter's "
+            f"does, stays beside the weight, or goes to its to_dense()"
+        )
+    if scales is None or is_plain(t.scheme):
+        made = quantized_compressed(x, t.recipe, input_scales=input_scales)
+    else:
+        recipe = dense_recipe(t.recipe)
+        q = fast.quantize(x, recipe.weight, scales=scales, packed=recipe.weight.format.bits < 8)
+        made = compressed(from_quantized(q, recipe, t.dtype, input_scales), kept_metadata(x))
+    return made.remade(made.parts, dtype=dense.dtype)  # type: ignore[return-value]
 
 
 def check_stored(t: SparseQuantizedTensor) -> None:
@@ -137,9 +167,11 @@ def _of_elements(x: torch.Tensor, metadata: torch.Tensor, recipe: Recipe) -> Spa
     """The elements of x themselves, under a scale of 1."""
     scheme = dense_scheme(recipe.weight)
     stored = stored_codes(x.contiguous().view(torch.uint16), metadata, scheme)
-    meta = Meta(recipe, -1, x.dtype, layout=LAYOUT)
+    meta = Meta(recipe, -1, x.dtype, layout=SPARSE)
     parts = {"codes": stored, "scale": torch.ones((), device=x.device), "metadata": metadata}
     return SparseQuantizedTensor(parts, meta, x.shape)
 
 
-__all__ = ["as_recipe", "check_stored", "compressed", "not_sparse", "quantized_compressed", "unstorable"]
+__all__ = [
+    "as_recipe", "check_stored", "compressed", "not_sparse", "quantized_compressed", "stored_like", "unstorable",
+]  # fmt: skip

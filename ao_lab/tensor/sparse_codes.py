@@ -3,21 +3,55 @@
 Metadata is that of the weight's values before they were rounded: it says which two of each group are stored, and what a group
 lacks to two is filled with zeros, as `reference.compress` does. A code that is not stored is the code of zero
 (`reference.sparsity.stored_codes.zero_code`), so that the way back gives the bits of quantizing the pruned weight.
+
+The scheme of stored codes is the dense one under a name of its own ("int8_rowwise_2:4"): its numbers are the same, but what was
+tuned for a dense weight of this shape does not hold for it, and reports say at once how it is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 import torch
 
 import fast
-from reference import Scheme
+from ao_lab.config.recipe import Recipe, numerics, registered
+from ao_lab.tensor.metadata import SPARSE
+from reference import SCHEMES, Scheme
 from reference.sparsity.stored_codes import FROM_ZERO_POINT, zero_code
 
+SUFFIX = f"_{SPARSE}"
 #: Elements that are compressed at once on the host, where the reference needs several integers for each.
 PIECE = 2**21
+
+
+@lru_cache(maxsize=1024)
+def sparse_scheme(scheme: Scheme) -> Scheme:
+    """The scheme of kept values alone; itself where it is one."""
+    return scheme if scheme.name.endswith(SUFFIX) else replace(scheme, name=scheme.name + SUFFIX)
+
+
+@lru_cache(maxsize=1024)
+def dense_scheme(scheme: Scheme) -> Scheme:
+    """The scheme of the dense equivalent."""
+    if not scheme.name.endswith(SUFFIX):
+        return scheme
+    plain = replace(scheme, name=scheme.name.removesuffix(SUFFIX))
+    known = SCHEMES.get(plain.name)
+    return known if known is not None and numerics(known) == numerics(plain) else registered(plain)
+
+
+def sparse_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of a weight in 2:4 storage."""
+    return replace(recipe, weight=sparse_scheme(recipe.weight))
+
+
+def dense_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of the dense equivalent."""
+    return replace(recipe, weight=dense_scheme(recipe.weight))
 
 
 def positive_zeros(x: torch.Tensor) -> torch.Tensor:
@@ -88,4 +122,15 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
     return made.reshape(*lead, made.shape[-1])
 
 
-__all__ = ["dense_codes", "is_kept", "kept_metadata", "positive_zeros", "stored_codes"]
+__all__ = [
+    "SUFFIX",
+    "dense_codes",
+    "dense_recipe",
+    "dense_scheme",
+    "is_kept",
+    "kept_metadata",
+    "positive_zeros",
+    "sparse_recipe",
+    "sparse_scheme",
+    "stored_codes",
+]
