@@ -15,9 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from docs.generation import filled  # noqa: E402
-from experiments.fp8_training.report.convergence import baseline_gap  # noqa: E402
-from experiments.fp8_training.training.convergence import PAIRED  # noqa: E402
-from experiments.fp8_training.training.gaps import Gap  # noqa: E402
+from experiments.fp8_training.convergence import PAIRED, Gap  # noqa: E402
+from experiments.fp8_training.convergence_page import baseline_gap  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import read  # noqa: E402
 from experiments.report.results import by_run  # noqa: E402

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--corpus-path", type=Path, help="the folder of that text, where it has one")
     arguments = parser.parse_args(argv)
     try:
-        from experiments.runs.texts import text_for
+        from experiments.runs.run import text_for
 
         made = reproduce(
             arguments.tables,

@@ -83,7 +83,7 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
-    from experiments.commands.reproduce import run_experiments, write_pages_alone
+    from experiments.commands.work import run_experiments, write_pages_alone
 
     if pages:
         write_pages_alone(tables or [], changed, reports, as_json)
@@ -106,7 +106,7 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Take in rows that other runs measured, such as one for each GPU; of what both measured, the later ones."""
-    from experiments.commands.merge import run_merge
+    from experiments.commands.work import run_merge
 
     run_merge(folders, reports, as_json)
 
@@ -122,7 +122,7 @@ def corpus(
     as_json: AsJson = False,
 ) -> None:
     """The texts that experiments can run on: what they are, where they come from, and how to build them."""
-    from experiments.commands.corpus import run_corpus
+    from experiments.commands.work import run_corpus
 
     run_corpus(name, build, as_json)
 
@@ -158,7 +158,7 @@ def pretrain(
     as_json: AsJson = False,
 ) -> None:
     """Train language models from scratch for a budget, evaluate them, and write their rows; a killed training is resumed."""
-    from experiments.commands.pretrain import Wanted, run_pretrain
+    from experiments.commands.work import Wanted, run_pretrain
 
     wanted = Wanted(size, tuple(rate or ()), tuple(seed or (0,)), seconds, megabytes, batch)
     where = device.value if device else None
@@ -182,7 +182,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time the kernels on this GPU against copies and baselines; all of them together are written to reports/."""
-    from experiments.commands.bench import run_bench
+    from experiments.commands.work import run_bench
 
     run_bench(kernels or [], shape or [], not no_baselines, listed, as_json)
 
@@ -199,10 +199,7 @@ def ledger(
     as_json: AsJson = False,
 ) -> None:
     """What a GPU validated of each function with kernels: cases, differences, date, commit, device."""
-    from experiments.commands.ledger import run_ledger
+    from experiments.commands.work import run_ledger
 
     if not run_ledger(check, refresh, as_json, seconds=seconds):
         raise typer.Exit(1)
-
-
-__all__ = ["bench", "corpus", "ledger", "merge", "pretrain", "reproduce"]

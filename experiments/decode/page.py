@@ -11,18 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from experiments.decode.configs import BASELINE, BFLOAT16, DEPENDENT, LIBRARY, OURS, WITH_SPEED_TARGET
-from experiments.decode.run import KIND, TITLE
-from experiments.harness.libraries import TORCHAO
+from experiments.decode.methods import BASELINE, BFLOAT16, DEPENDENT, LIBRARY, OURS, WITH_SPEED_TARGET
+from experiments.decode.run import KIND
+from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
-from experiments.models.llama_shapes import LLAMA_3_1_8B
+from experiments.models.llama import LLAMA_3_1_8B
 from experiments.report import targets
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table
-from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
-from experiments.report.published import HARDWARE, METRICS, MODEL, Published, decoding, published
-from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import BASELINE_TOLERANCE, Target, known, rest
+from experiments.report.results import (
+    HARDWARE,
+    METRICS,
+    MODEL,
+    Published,
+    Results,
+    Where,
+    best_run,
+    by_run,
+    decoding,
+    number,
+    published,
+)
+from experiments.report.targets import BASELINE_TOLERANCE, RunTargets, Target, known, rest
 
 RATE, SIZE = "tokens/s", "model size"
 #: Forms of bfloat16, and metrics of other rows that hold a rate of the first.
@@ -76,6 +86,7 @@ def missed(results: Results, method: str) -> list[str]:
     return [str(target) for target in targets.missed(targets_of(results, method))]
 
 
+TITLE = "Generating with a quantized Llama-3.1-8B"
 QUESTION = "How many tokens a second does a quantized Llama-3.1-8B generate at batch 1, in a lean loop?"
 ABOUT = (
     "Exact shapes of Llama-3.1-8B with random weights at batch 1: 200 new tokens after a prompt of 32, in the generation loop "
@@ -439,17 +450,3 @@ def plot(where: Where, results: Results) -> Drawing:
         "compare, their rates do not."
     )
     return Drawing(f"decode-speed-{where.ending}", caption, figure)
-
-
-__all__ = [
-    "ABOUT",
-    "FEATURED",
-    "QUESTION",
-    "TITLE",
-    "comparisons",
-    "findings",
-    "headlines",
-    "main_finding",
-    "sections",
-    "targets_by_run",
-]

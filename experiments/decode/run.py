@@ -7,7 +7,7 @@ and are beside no published number.
 
 The bfloat16 model stays in memory beside each quantized copy and generates before, between and after, so that ratios are
 within one process and one clock state. Before a model is timed it processes a prompt: its logits must be finite and near
-bfloat16's, and those of the compiled step near those of the uncompiled (`experiments.models.output_check`).
+bfloat16's, and those of the compiled step near those of the uncompiled (`experiments.models.llama`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab import compile_options
-from experiments.decode.configs import BASE, OURS, Config, chosen, missing
-from experiments.decode.generation import Decoding, Plan
-from experiments.decode.model import CachedLlama, random_llama
-from experiments.harness.libraries import seed_and_libraries
-from experiments.harness.outcome import Values, Wrong, attempt, keep, status
-from experiments.harness.progress import bar
+from experiments.decode.methods import BASE, OURS, Config, chosen, missing
+from experiments.decode.model import CachedLlama, Decoding, Plan, random_llama
+from experiments.harness.measuring import Values, Wrong, attempt, bar, keep, status
+from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.llama import LlamaConfig
-from experiments.models.llama_shapes import LLAMA_3_1_8B, TINY
-from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
-from experiments.report.published import published
+from experiments.models.llama import (
+    COMPILED_LIMIT,
+    LLAMA_3_1_8B,
+    SCHEME_LIMIT,
+    TINY,
+    LlamaConfig,
+    relative_change,
+)
+from experiments.report.results import published
 from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = "decode"
-TITLE = "Generating with a quantized Llama-3.1-8B"
 KIND = "decode"
 GPU_PLAN = Plan()
 TINY_PLAN = Plan(new=4, rounds=1, backend="aot_eager", graph=False)
@@ -275,6 +277,3 @@ def stored_bytes(tensor: Any) -> int:
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.nbytes
-
-
-__all__ = ["EXPERIMENT", "KIND", "TITLE", "Bench", "measure", "run", "subject"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.formats.run import BITS, SNR, TITLE
+from experiments.formats.run import BITS, SNR
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, dots, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "main_finding", "sections"]
-
+TITLE = "Quantization error of each scheme"
 QUESTION = "How large is the error of each scheme on the same tensors?"
 ABOUT = (
     "Every scheme quantizes the same float32 tensors along the last axis: synthetic data, and weights and activations of a "

@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 import fast
-from experiments.data.errors import Error
+from experiments.data.measures import Error, stored
 from experiments.data.multiple_choice import multiple_choice
-from experiments.data.storage import stored
-from experiments.harness.progress import bar
+from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row
-from experiments.harness.workers import measure_all
 from experiments.models.quantized_model import layer_inputs
 from experiments.runs.settings import Settings
 
 EXPERIMENT = "formats"
-TITLE = "Quantization error of each scheme"
 OUTLIER_CHANNELS = 8
 OUTLIER_FACTOR = 50.0
 TEXT_WINDOWS = 2

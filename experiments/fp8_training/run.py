@@ -10,26 +10,135 @@ errors are those of the recipes.
 
 A run that has a limit of seconds starts nothing after it and publishes what it has; the same call goes on from there, and so
 does one on another machine with the same kind of device from what was published. Trainings go on one by one; what is timed is
-measured whole or not at all (`experiments.fp8_training.speed.wholes`), so that the sides of a ratio are of one run.
+measured whole or not at all (`experiments.fp8_training.run`), so that the sides of a ratio are of one run.
+
+What is measured whole or not at all, because its methods are divided by each other: the layer of a shape, decoder layers
+eager and compiled, a cell of the grid.
+
+Where a method of a whole is missing, all of them are measured again, so that a ratio is of one process on one host. What was
+never measured comes before what lacks a method: one that fails wherever it is tried keeps nothing else waiting. A whole
+that the deadline cut is dropped: an older measurement stays, and the next run begins it anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.speed import blocks, fsdp, grid, grid_eager, linear
-from experiments.fp8_training.speed.wholes import Found, Part, Whole, measure_wholes, measured_whole
-from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
-from experiments.harness.libraries import seed_and_libraries
-from experiments.harness.rows import NOT_RUN, Journal, Row
+from ao_lab.cli.terminal.progress import say
+from experiments.fp8_training import blocks, convergence, faults, fsdp, grid, linear
+from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
+from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
+from experiments.harness.revision import seed_and_libraries
+from experiments.harness.rows import NOT_RUN, Journal, Row, table_name, table_parts
 from experiments.runs.settings import Settings, published_shapes
 
+OK = "status: ok"
+#: Values of each (setting, method).
+Found = dict[tuple[str, str], Values]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is timed in turn: the (setting, method) that can be measured here, of a layer those of one setting; what measures
+    them; and of others why they cannot be."""
+
+    methods: tuple[tuple[str, str], ...]
+    measure: Callable[[], Found]
+    absent: Found
+
+    @classmethod
+    def of(cls, methods: Iterable[tuple[str, str, str | None]], measure: Callable[[], Found]) -> Part:
+        """Of settings and methods with the reason why one cannot be measured here, or None."""
+        reasons = {(setting, method): reason for setting, method, reason in methods}
+        here = tuple(one for one, reason in reasons.items() if reason is None)
+        return cls(here, measure, {one: status(reason) for one, reason in reasons.items() if reason})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Parts of one table. name: what progress calls it."""
+
+    kind: str
+    data: str
+    name: str
+    parts: tuple[Part, ...]
+
+    def table(self, settings: Settings) -> str:
+        """The table of its rows."""
+        return table_name(self.kind, settings.scale, self.data)
+
+    def methods(self, settings: Settings) -> set[tuple[str, str, str]]:
+        """All that is measured, with the table."""
+        return {(self.table(settings), *one) for part in self.parts for one in part.methods}
+
+
+def measure_wholes(
+    title: str, wholes: Iterable[Whole], settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
+) -> None:  # fmt: skip
+    """Measure those that miss a method; rows of what went well go into the journal, others to `failed`."""
+    done = {(row.table, row.setting, row.method) for row in journal.rows}
+    missing = []
+    for whole in wholes:
+        if not whole.methods(settings) <= done:
+            missing.append(whole)
+        else:
+            add(whole, [part.absent for part in whole.parts], settings, journal, failed)
+    # Sorting is stable: otherwise in the order in which they were given.
+    missing.sort(key=lambda one: bool(one.methods(settings) & done))
+    with bar(title, len(missing)) as step:
+        for whole in missing:
+            if deadline.reason() is None:
+                measure_one(whole, settings, journal, failed)
+            step(whole.name)
+
+
+def measure_one(whole: Whole, settings: Settings, journal: Journal, failed: list[Row]) -> None:
+    """Measure all parts, up to one that the deadline cut, and put them in the place of what was there; nothing is put there
+    where not all parts were reached or all failed."""
+    made: list[Found] = []
+    for part in whole.parts:
+        found = part.measure()
+        if any(is_late(metric) for values in found.values() for metric in values):
+            say(
+                f"{whole.name}: the time of this run ended before all was measured; the next one begins it anew"
+            )
+            break
+        made.append(found)
+    setting, _ = whole.parts[0].methods[0]
+    name = whole_of(whole.table(settings), setting)
+    old = [row for row in journal.rows if measured_whole(row) == name]
+    useless = not any(OK in one for found in made for one in found.values())
+    if len(made) == len(whole.parts) and not (old and useless):
+        journal.drop(old)
+        add(whole, made, settings, journal, failed)
+
+
+def add(whole: Whole, made: Iterable[Found], settings: Settings, journal: Journal, failed: list[Row]) -> None:
+    """Rows of values, or of a status."""
+    for found in made:
+        for (setting, method), values in found.items():
+            keep(journal, failed, settings.rows(EXPERIMENT, whole.kind, whole.data, setting, method, values))
+
+
+def measured_whole(row: Row) -> tuple[str, str] | None:
+    """What a row is measured together with; None where its line stands for itself."""
+    return whole_of(row.table, row.setting)
+
+
+def whole_of(table: str, setting: str) -> tuple[str, str] | None:
+    """By table and setting: a whole layer, decoder layers whether compiled or not, those on two ranks, a cell."""
+    kind, _, _ = table_parts(table)
+    if kind == linear.KIND:
+        return table, ""
+    if kind == blocks.KIND:
+        return table, setting.partition(", ")[2]
+    return (table, setting) if kind in (grid.KIND, grid.EAGER_KIND, fsdp.KIND) else None
+
+
 EXPERIMENT = "fp8_training"
-TITLE = "Low-precision training: speed and convergence"
 
 
 def subject(settings: Settings) -> str:
@@ -111,8 +220,8 @@ def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline:
 
 def grid_eager_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The smaller cells tuned for eager mode; on a CPU there are no launches, and `grid` says all."""
-    cells = grid_eager.CELLS if published_shapes(settings) else ()
-    wholes = [cell_whole(settings, grid_eager.KIND, cell, grid_eager.measure) for cell in cells]
+    cells = grid.EAGER_CELLS if published_shapes(settings) else ()
+    wholes = [cell_whole(settings, grid.EAGER_KIND, cell, grid.eager_measure) for cell in cells]
     measure_wholes("grid, eager", wholes, settings, journal, failed, deadline)
 
 
@@ -132,7 +241,7 @@ def cell_whole(
 
 def faults_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """Trainings with planted faults."""
-    planted.run(settings, journal, PLANS[settings.scale], deadline)
+    faults.run(settings, journal, PLANS[settings.scale], deadline)
 
 
 def trained_part(*kinds: str) -> Callable[[Settings, Journal, list[Row], Deadline], None]:
@@ -150,8 +259,8 @@ PARTS: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
     blocks.KIND: blocks_part,
     fsdp.KIND: fsdp_part,
     grid.KIND: grid_part,
-    grid_eager.KIND: grid_eager_part,
-    planted.KIND: faults_part,
+    grid.EAGER_KIND: grid_eager_part,
+    faults.KIND: faults_part,
     SWEEP: trained_part(SWEEP),
     PAIRED: trained_part(PAIRED),
     LONG: trained_part(LONG),
@@ -189,14 +298,3 @@ def check_parts(names: Sequence[str]) -> None:
             f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}, paired:RECIPE for one of "
             f"{', '.join(RECIPES)}, long:RECIPE for one of {', '.join(LONG_RECIPES)}, and {'; '.join(ONE_SETTING)}"
         )
-
-
-__all__ = [
-    "EXPERIMENT",
-    "PARTS",
-    "TITLE",
-    "check_parts",
-    "measured_whole",
-    "run",
-    "subject",
-]

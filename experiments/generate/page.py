@@ -10,40 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.fp8_training.report.lines import failures
-from experiments.generate.methods import BASE, METHODS
-from experiments.generate.run import PARTS, TITLE
-from experiments.generate.stage import Stage
-from experiments.generate.tables import (
-    COMPILED,
-    DEPTH,
-    EAGER,
-    KIND,
-    LEAST,
-    LONG,
-    PREFILL,
-    WHOLE,
-    stand_ins,
-    tables_of,
-)
-from experiments.generate.tables import Table as Measured
-from experiments.generate.times import (
+from experiments.generate.run import (
     CHANGE,
     COMPILED_CHANGE,
     COMPILING,
     EAGERLY,
+    PARTS,
     RATE,
     REPEAT,
     SPEED,
     TIME,
     WARM,
 )
+from experiments.generate.tables import (
+    BASE,
+    COMPILED,
+    DEPTH,
+    EAGER,
+    KIND,
+    LEAST,
+    LONG,
+    METHODS,
+    PREFILL,
+    WHOLE,
+    Stage,
+    stand_ins,
+    tables_of,
+)
+from experiments.generate.tables import Table as Measured
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
-from experiments.report.limits import RunTargets
-from experiments.report.ratio_map import ratio_map
-from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import Target, counts, missed
+from experiments.report.plots import ratio_map
+from experiments.report.results import Results, Where, best_run, by_run, failures, number
+from experiments.report.targets import RunTargets, Target, counts, missed
 
 WEIGHTS = ("int4 g128", "int4 g128, zero points", "int8", "mxfp4")
 PREFILL_PART = f"prefill of {LONG} tokens"
@@ -81,6 +80,7 @@ def targets_of(data: str, results: Results) -> list[Target]:
     ]
 
 
+TITLE = "transformers' generate() with quantized weights"
 QUESTION = "What does a user of transformers' generate() gain by quantized weights?"
 ABOUT = (
     "What a user of transformers gets: `ao_lab.quantize_(model, config)`, then `model.generate()` with a static cache, "
@@ -302,18 +302,3 @@ def caption(where: Where, results: Results, setting: str) -> str:
     if again is not None:
         notes.append(changed or f"bfloat16 at the end: {again:.3f} of its time at the beginning")
     return f"{setting} ({'; '.join(notes)})" if notes else setting
-
-
-__all__ = [
-    "ABOUT",
-    "FEATURED",
-    "LIMITS",
-    "QUESTION",
-    "TITLE",
-    "findings",
-    "headlines",
-    "main_finding",
-    "sections",
-    "targets_by_run",
-    "targets_of",
-]

@@ -4,7 +4,7 @@
 Such a folder has a module `run` with `run(settings, journal) -> rows` and `subject(settings)` (what a journal can be resumed
 for), and a page module with `TITLE` and `sections(rows)`, which says in tables and figures what the rows hold. Where lines of a
 table are measured together, so that ratios are of one run, `run` has `measured_whole(row)`: rows with the same answer come and
-go together (`experiments.runs.merge`).
+go together (`experiments.runs.run`).
 """
 
 from __future__ import annotations
@@ -81,6 +81,3 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
         for name, experiment in EXPERIMENTS.items()
         if (name in tables or experiment.part_of in tables if tables else experiment.always)
     ]
-
-
-__all__ = ["EXPERIMENTS", "LIMITED", "Experiment", "chosen", "discover"]

@@ -7,6 +7,7 @@ both it is empty.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -15,8 +16,32 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from experiments.harness.libraries import NOT_INSTALLED, version_of
 from experiments.harness.rows import ROOT
+
+# Libraries that some experiments compare with: which versions are installed, and journals that depend on them.
+
+TORCHAO = "torchao"
+#: What `version_of` says of a library that is not installed.
+NOT_INSTALLED = "none"
+
+
+def version_of(library: str) -> str:
+    """The installed version of a library, or "none"."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def missing(library: str) -> str | None:
+    """The status of what needs a library that is not installed; None where it is."""
+    return f"missing: {library} is not installed" if version_of(library) == NOT_INSTALLED else None
+
+
+def seed_and_libraries(seed: int) -> str:
+    """Subject of a journal whose rows depend on the seed and on the libraries that compile or are compared."""
+    return "-".join([f"seed{seed}", *(name + version_of(name) for name in ("triton", TORCHAO))])
+
 
 #: What makes numbers: changes elsewhere (reports, docs, other tests) leave a tree clean.
 CODE = ("reference", "fast", "ao_lab", "experiments", "tests/gpu", "pyproject.toml", "constraints.txt")

@@ -84,16 +84,6 @@ class Row:
         return self.experiment, kind, scale, corpus_source(data), self.device
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
-
-
-def table_name(kind: str, scale: str, data: str) -> str:
-    """``kind/scale/data``; ValueError where a part holds a slash."""
-    if any("/" in part for part in (kind, scale, data)):
-        raise ValueError(f"parts of a table name hold no slash, got {kind!r}, {scale!r}, {data!r}")
-    return f"{kind}/{scale}/{data}"
-
-
 def table_parts(table: str) -> tuple[str, str, str]:
     """Kind, scale and data of a table name."""
     parts = table.split("/")
@@ -106,6 +96,16 @@ def corpus_source(data: str) -> str:
     """The source of the corpus of a table, such as sympy in ``sympy-1.14.0-7bc7958f``; nothing where its data is no corpus."""
     found = CORPUS.fullmatch(data)
     return found.group(1) if found else ""
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def table_name(kind: str, scale: str, data: str) -> str:
+    """``kind/scale/data``; ValueError where a part holds a slash."""
+    if any("/" in part for part in (kind, scale, data)):
+        raise ValueError(f"parts of a table name hold no slash, got {kind!r}, {scale!r}, {data!r}")
+    return f"{kind}/{scale}/{data}"
 
 
 def library_versions() -> str:

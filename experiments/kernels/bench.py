@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 
+from experiments.harness.bench import CudaWatch
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.rows import Journal, Row, table_parts
-from experiments.harness.timing import CudaWatch
 from experiments.kernels.baselines import BASELINES, Baseline
-from experiments.kernels.cases.all_cases import CASES, chosen
-from experiments.kernels.cases.case import SHAPES
-from experiments.kernels.cases.floors import Shape
-from experiments.kernels.outcome import BASELINE_SECONDS, EXPERIMENT, Bench
-from experiments.kernels.report.case_results import CaseResult, results_of
-from experiments.kernels.run import measure, pairs, run, subject
-from experiments.runs.merge import publish_run
+from experiments.kernels.cases import CASES, chosen
+from experiments.kernels.operations import SHAPES, Shape
+from experiments.kernels.page import CaseResult, results_of
+from experiments.kernels.run import BASELINE_SECONDS, EXPERIMENT, Bench, measure, pairs, run, subject
+from experiments.runs.run import publish_run
 from experiments.runs.settings import Settings, settings_for
 
 #: Kernels are measured at one scale: that of a GPU.
@@ -122,6 +120,3 @@ def one_run(rows: Sequence[Row], settings: Settings) -> list[CaseResult]:
 def as_json(line: CaseResult) -> dict[str, Any]:
     """A line as JSON has it."""
     return {**asdict(line), "missed": line.missed, "slower_than": line.slower_than}
-
-
-__all__ = ["as_json", "choose", "complete", "has_device", "listing", "part"]

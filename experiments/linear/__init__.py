@@ -6,6 +6,5 @@ EXPERIMENT = Experiment(
     order=45,
     compressed=True,
     trained=False,
-    page="report.page",
     folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
 )

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 import ao_lab
-from experiments.decode.configs import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
-from experiments.harness import libraries
+from experiments.decode.methods import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
+from experiments.harness import revision
 
-TORCH, OURS, TORCHAO = "torch", "ao_lab", libraries.TORCHAO
+TORCH, OURS, TORCHAO = "torch", "ao_lab", revision.TORCHAO
 EXPERTS = "experts"
 Build = Callable[[], Any]
 
@@ -46,7 +46,7 @@ class Method:
     @property
     def missing(self) -> str | None:
         """Why it cannot be measured here; None where it can."""
-        return libraries.missing(TORCHAO) if self.library == TORCHAO else None
+        return revision.missing(TORCHAO) if self.library == TORCHAO else None
 
 
 def integers(bits: int, group: int) -> Build:
@@ -132,16 +132,3 @@ PARTS: dict[str, tuple[Method, ...]] = {
     EXPERTS: (BASE, *(OF_OURS[name] for name in OF_EXPERTS)),
     TORCHAO: (BASE, *(one for peer, ours in PEERS.items() for one in (OF_OURS[ours], peer))),
 }
-
-__all__ = [
-    "ACTIVATIONS",
-    "BASE",
-    "EXPERTS",
-    "OF_OURS",
-    "OURS",
-    "PARTS",
-    "PEERS",
-    "TORCHAO",
-    "WEIGHTS",
-    "Method",
-]

@@ -7,26 +7,183 @@ Outputs are checked against the product of what is stored before anything is tim
 
 At quick scale, and without a GPU: errors of outputs and what computes them, of small shapes. A run that has a limit of seconds
 starts no table after it and publishes what it has; the same call goes on from there.
+
+Times of a table's layers on a GPU: CUDA graphs in turn, over layers and inputs that exceed the L2 cache, and the host's.
+
+bfloat16 comes first in every round and once more last. Many rows keep a GPU near its power limit: there every method is timed
+after calls of its own (`experiments.harness.bench`). torchao's are compiled with torch.compile's defaults and
+static shapes, each anew, as one function whose argument is the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
-from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.speed.floor import measure_rates
-from experiments.harness.libraries import seed_and_libraries
-from experiments.harness.outcome import Values
+import torch
+from torch.nn import functional
+
+from experiments.fp8_training.linear import Rates, measure_rates
+from experiments.harness.bench import (
+    AGAIN,
+    Call,
+    CudaWatch,
+    Plan,
+    Span,
+    Watch,
+    host_times,
+    interleaved,
+    prepare,
+    steady,
+    summary,
+)
+from experiments.harness.cuda_graph import launched
+from experiments.harness.measuring import Deadline, Values, attempt, free, kernel
+from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
-from experiments.harness.timing import CudaWatch
-from experiments.linear import outputs
-from experiments.linear.methods import PARTS
-from experiments.linear.tables import EXPERIMENT, Table, run_tables, stand_ins, tables_of
-from experiments.linear.times import Bench
+from experiments.linear.methods import BASE, PARTS, TORCHAO, Method
+from experiments.linear.tables import (
+    EXPERIMENT,
+    Layers,
+    Table,
+    checked,
+    kernel_of,
+    run_tables,
+    stand_ins,
+    stored_bytes,
+    tables_of,
+)
 from experiments.runs.settings import Settings, published_shapes
 
-TITLE = "Quantized linear layers over rows of inputs"
+# Outputs of layers on any device: their errors, and what computes them. No times: a CPU's are in experiment `speed`.
+
+#: The metric of the error.
+ERROR = "relative error"
+
+
+def measure_outputs(table: Table) -> dict[str, Values]:
+    """Values of each method; one that fails has a status instead."""
+    return {method.name: attempt(partial(outputs, table, method)) for method in table.methods}
+
+
+def outputs(table: Table, method: Method) -> Values:
+    """Of the first layer and input; `Wrong` for an output that is not the product of what is stored."""
+    (layer, *_), (x, *_) = table.layers.of(method, table.rows), table.layers.inputs(table.rows, 1)
+    dense = table.layers.of(BASE, table.rows)[0].weight
+    error = checked(method, layer, layer(x), x, dense)
+    return {ERROR: (error, "ratio"), **kernel(kernel_of(method, layer, table.rows))}
+
+
+TIME, SPEED, FLOOR, HOST, REPEAT = (
+    "time", "speed over bfloat16", "fraction of the floor", "host time", "time again over the first"
+)  # fmt: skip
+PLAN = Plan(rounds=20, warmup=1, seconds=0.8, fewest=5, span=300e-6)
+#: From so many rows on a method is timed after so many seconds of its own calls.
+MANY, SETTLE = 1024, 0.02
+SETTLED = Plan(rounds=5, warmup=0, seconds=4.0, fewest=3, span=2e-3)
+#: Rows at which the host's time for a call is measured, without graphs; batches, and calls in each.
+HOST_ROWS, BATCHES, BATCH = (1, 16), 8, 50
+#: Elements of inputs and weights that Hopper multiplies at the rate of 8 bits, where their scales are float32.
+FAST = ("int8", "int4", "float8_e4m3fn")
+US = 1e6
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What times, and the rates of this device, which floors are made of; None: no floors."""
+
+    watch: Watch
+    rates: Rates | None = None
+
+    @torch.no_grad()
+    def measure(self, table: Table) -> dict[str, Values]:
+        """Values of each method; one that fails has a status instead."""
+        found, spans, hosts = dict[str, Values](), dict[str, Span](), dict[str, Call]()
+        for method in table.methods:
+            found[method.name] = attempt(partial(self.prepared, table, method, spans, hosts))
+        if spans:
+            self.add_times(table, self.in_turn(table, spans), found)
+            self.add_host_times(table, {name: call for name, call in hosts.items() if name in spans}, found)
+        spans.clear()
+        hosts.clear()
+        free()
+        return found
+
+    def prepared(
+        self, table: Table, method: Method, spans: dict[str, Span], hosts: dict[str, Call]
+    ) -> Values:
+        """Check the first layer's outputs, then capture calls of all."""
+        layers = table.layers.of(method, table.rows)
+        inputs = table.layers.inputs(table.rows, len(layers))
+        run = runner(method)
+        calls = [partial(run, layer, x) for layer, x in zip(layers, inputs, strict=True)]
+        dense = table.layers.of(BASE, table.rows)[0].weight
+        values: Values = {ERROR: (checked(method, layers[0], calls[0](), inputs[0], dense), "ratio")}
+        spans[method.name] = prepare(self.watch, calls, SETTLED if table.rows >= MANY else PLAN)
+        names = [kernel_of(method, layers[0], table.rows), launched(calls[0])]
+        values |= kernel(": ".join(filter(None, names)))
+        if method.library != TORCHAO:
+            hosts[method.name] = calls[0]
+        return values
+
+    def in_turn(self, table: Table, spans: dict[str, Span]) -> dict[str, list[float]]:
+        """Seconds a call of each, and of the first once more."""
+        if table.rows < MANY:
+            return interleaved(self.watch, spans, PLAN)
+        return steady(self.watch, spans, SETTLED, SETTLE)
+
+    def add_times(self, table: Table, times: dict[str, list[float]], found: dict[str, Values]) -> None:
+        """Median, quantiles, speed over bfloat16, fraction of the floor."""
+        base = summary(times[BASE.name]).median if BASE.name in times else None
+        for method in table.methods:
+            if method.name not in times:
+                continue
+            timing, values = summary(times[method.name]), found[method.name]
+            values[TIME] = (timing.median * US, "us")
+            values[f"{TIME}, 20%"], values[f"{TIME}, 80%"] = (timing.low * US, "us"), (timing.high * US, "us")
+            if base is not None:
+                values[SPEED] = (base / timing.median, "ratio")
+            if self.rates is not None and method.library != TORCHAO:
+                least = floor_seconds(table.layers, method, table.rows, self.rates)
+                values[FLOOR] = (least / timing.median, "ratio")
+        if base is not None:
+            found[BASE.name][REPEAT] = (summary(times[AGAIN]).median / base, "ratio")
+
+    def add_host_times(self, table: Table, hosts: dict[str, Call], found: dict[str, Values]) -> None:
+        """What the host spends on a call in eager mode, of few rows."""
+        if table.rows in HOST_ROWS:
+            times = host_times(hosts, self.watch.sync, batches=BATCHES, batch=BATCH)
+            for name, seconds in times.items():
+                found[name][HOST] = (seconds * US, "us")
+
+
+def runner(method: Method) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """How a layer is called; what is compiled is compiled anew: programs of all methods are kept by the same code."""
+    if not method.compiled:
+        return lambda layer, x: layer(x)
+    torch.compiler.reset()
+    compiled = torch.compile(functional.linear, fullgraph=True, dynamic=False)
+    return lambda layer, x: compiled(x, layer.weight)
+
+
+def floor_seconds(layers: Layers, method: Method, rows: int, rates: Rates) -> float:
+    """The least time: what rows need of the weight, inputs and outputs once at the copy rate, or all operations at the rate of
+    the units that these elements need, whichever is more."""
+    layer, (n, k) = layers.of(method, rows)[0], layers.shape
+    moved = layers.share_read(rows) * stored_bytes(layer) + 2.0 * rows * (n + k)
+    return max(moved / rates.copy, 2.0 * rows * n * k / rate_of(layer.weight, rates))
+
+
+def rate_of(weight: Any, rates: Rates) -> float:
+    """Operations a second: of 8-bit units where inputs and weights have integers or float8 with float32 scales."""
+    recipe = getattr(weight, "recipe", None)
+    schemes: Sequence[Any] = () if recipe is None else (recipe.activation, recipe.weight)
+    is_fast = bool(schemes) and all(
+        one is not None and one.element in FAST and one.scale.storage == "float32" for one in schemes
+    )
+    return rates.float8 if is_fast else rates.bfloat16
 
 
 def subject(settings: Settings) -> str:
@@ -46,7 +203,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     timed, bench, parts = published_shapes(settings), cache(bench_here), settings.only or tuple(PARTS)
 
     def measure(table: Table) -> dict[str, Values]:
-        return bench().measure(table) if timed else outputs.measure(table)
+        return bench().measure(table) if timed else measure_outputs(table)
 
     tables = (tables_of if timed else stand_ins)(parts, settings.device, settings.seed)
     run_tables(tables, measure, settings, journal, failed, deadline)
@@ -67,6 +224,3 @@ def check_parts(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
-
-
-__all__ = ["EXPERIMENT", "TITLE", "check_parts", "measured_whole", "run", "subject"]

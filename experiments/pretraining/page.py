@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.pretraining.run import BITS, CURVES, RUNS, TITLE
+from experiments.pretraining.run import BITS, CURVES, RUNS
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 
-__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "sections"]
-
+TITLE = "Language models trained from scratch: stand-ins in bytes"
 QUESTION = "How well do the models that are the baseline of low-precision training train?"
 ABOUT = (
     "Stand-ins: byte-level Llamas trained here from random weights, in bfloat16 on a GPU. They are the baseline of "

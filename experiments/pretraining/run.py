@@ -19,22 +19,98 @@ and neither is what a recipe of low precision adds (casts) or runs again.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from torch import Tensor, nn
 
-from experiments.data.corpora.split_corpus import evaluation_texts
+from experiments.data.corpus import evaluation_texts
 from experiments.harness.revision import state
 from experiments.harness.rows import Journal, Row, library_versions, table_name
-from experiments.models.language_model import ModelSettings
-from experiments.models.pretraining.evaluation import bits_per_byte
-from experiments.models.pretraining.training import Pretrained, pretrain
-from experiments.models.training_checkpoint import Checkpoint
-from experiments.pretraining.plans import EVALUATED, PLANS, Training
+from experiments.models.llama import ModelSettings
+from experiments.models.pretraining import (
+    SIZES,
+    Budget,
+    Pretrained,
+    PretrainSettings,
+    bits_per_byte,
+    pretrain,
+)
+from experiments.models.train import Checkpoint
 from experiments.runs.settings import Settings
+
+# Which models experiment `pretraining` trains, and for how long: at each scale, or as a command names them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training: the name of a size, and its settings."""
+
+    size: str
+    settings: PretrainSettings
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows: size and budget."""
+        return f"{self.size}, {self.settings.budget}"
+
+    @property
+    def method(self) -> str:
+        """The method of its rows: number format, peak learning rate, bytes a step."""
+        one = self.settings
+        return f"{one.method}, rate {one.rate:g}, {one.step_bytes} bytes a step"
+
+
+def training(
+    size: str, budget: Budget, rate: float | None = None, seed: int = 0, batch: int | None = None
+) -> Training:
+    """A training of a size, with the size's rate and batch where none are given; ValueError for an unknown size."""
+    if size not in SIZES:
+        near = difflib.get_close_matches(size, SIZES, n=1, cutoff=0.4)
+        hint = f"the nearest is {near[0]}; " if near else ""
+        raise ValueError(f"unknown size {size!r}; {hint}the sizes are {', '.join(SIZES)}")
+    known = SIZES[size]
+    settings = PretrainSettings(
+        model=known.model, budget=budget, batch=batch or known.batch, rate=rate or known.rate, seed=seed
+    )
+    return Training(size=size, settings=settings)
+
+
+def sweep(
+    size: str,
+    budget: Budget,
+    rates: Sequence[float] = (),
+    seeds: Sequence[int] = (0,),
+    batch: int | None = None,
+) -> tuple[Training, ...]:
+    """A training for each rate and seed; without rates, the size's own."""
+    return tuple(training(size, budget, rate, seed, batch) for rate in rates or (None,) for seed in seeds)
+
+
+#: What each scale trains where no command names it, and the first bytes of each text that it is evaluated on (None: all).
+PLANS = {
+    "quick": sweep("tiny", Budget(bytes=60_000), (2e-3, 4e-3)),
+    "full": (*sweep("30m", Budget(seconds=60), (1e-3, 2e-3, 4e-3)), *sweep("120m", Budget(seconds=240))),
+}
+EVALUATED = {"quick": 4096, "full": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingSettings(Settings):
+    """Settings of a run that was told what to train."""
+
+    trainings: tuple[Training, ...] = ()
+
+
+def settings_with(settings: Settings, trainings: Sequence[Training]) -> PretrainingSettings:
+    """The same settings for these trainings alone: published rows of others stay."""
+    given = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    names = tuple(f"{one.setting}, {one.method}" for one in trainings)
+    return PretrainingSettings(**{**given, "only": names, "trainings": tuple(trainings)})
+
 
 #: Dense bfloat16 products, operations a second, by the name that torch gives the GPU: NVIDIA's data sheets, without sparsity.
 BFLOAT16_PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
@@ -57,7 +133,6 @@ def share_of_peak(flops: float, bytes_per_second: float, device: str) -> float |
 
 
 EXPERIMENT = "pretraining"
-TITLE = "Language models trained from scratch: stand-ins in bytes"
 RUNS, CURVES = "runs", "curves"
 BITS = "bits per byte"
 FLOAT32 = "float32"
@@ -159,17 +234,3 @@ def loss_curve(losses: Tensor) -> Values:
         f"training {BITS}, part {number} of {len(parts)}": (float(part.mean()), "bit")
         for number, part in enumerate(parts, start=1)
     }
-
-
-__all__ = [
-    "BITS",
-    "CURVES",
-    "RUNS",
-    "TITLE",
-    "linear_parameters",
-    "measure",
-    "run",
-    "share_of_peak",
-    "subject",
-    "training_flops",
-]

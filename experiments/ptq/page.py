@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.models.activation_schemes import WEIGHTS, activations_of
-from experiments.models.quantized_model import PLAIN
-from experiments.ptq.run import LAYERS, QUALITY, TITLE
+from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
+from experiments.ptq.run import LAYERS, QUALITY
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
-__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "main_finding", "sections"]
-
+TITLE = "Post-training quantization of a stand-in: a small model trained here on the source of sympy"
 QUESTION = "How much loss does each scheme cost a trained model?"
 ABOUT = (
     "A stand-in: a small byte-level Llama, trained here from scratch on the source of sympy. It compares formats with each "

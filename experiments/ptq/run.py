@@ -19,17 +19,21 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.nn import functional
 
-from experiments.data.errors import Error, mean_and_error
+from experiments.data.measures import Error, mean_and_error
 from experiments.data.multiple_choice import MultipleChoice, Scores, multiple_choice, score
-from experiments.harness.progress import bar
+from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.workers import measure_all
-from experiments.models.activation_schemes import activation_scheme, setting_name
-from experiments.models.quantized_model import PLAIN, QuantizedModel, layer_inputs, quantized_model
+from experiments.models.quantized_model import (
+    PLAIN,
+    QuantizedModel,
+    activation_scheme,
+    layer_inputs,
+    quantized_model,
+    setting_name,
+)
 from experiments.runs.settings import Settings
 
 EXPERIMENT = "ptq"
-TITLE = "Post-training quantization of a stand-in: a small model trained here on the source of sympy"
 QUALITY, LAYERS = "quality", "layers"
 LAYER_WINDOWS = 2
 

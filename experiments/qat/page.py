@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
-from experiments.models.activation_schemes import activations_of
-from experiments.models.quantized_model import PLAIN
-from experiments.qat.run import BASELINE, NO_PERCENTAGE, PTQ, QAT, RECOVERY, RUNS, TITLE
-from experiments.qat.summary import DEVIATIONS
-from experiments.qat.targets import RECOVERED, TARGETS, targets_of
+from experiments.models.quantized_model import PLAIN, activations_of
+from experiments.qat.run import (
+    BASELINE,
+    DEVIATIONS,
+    NO_PERCENTAGE,
+    PTQ,
+    QAT,
+    RECOVERED,
+    RECOVERY,
+    RUNS,
+    TARGETS,
+    targets_of,
+)
 from experiments.report.content import Drawing, Headline, Section, Table
-from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import Target
+from experiments.report.targets import RunTargets, Target
 
-__all__ = [
-    "ABOUT",
-    "FEATURED",
-    "QUESTION",
-    "TITLE",
-    "findings",
-    "headlines",
-    "main_finding",
-    "sections",
-    "targets_by_run",
-]
-
+TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"
 QUESTION = "How much of the loss of post-training quantization does training with fake quantization recover?"
 ABOUT = (
     "A stand-in: a small byte-level Llama, trained here on the source of sympy. From one trained model, some go on training "

@@ -7,18 +7,25 @@ with the same optimizer: one without QAT (the baseline, which is then quantized:
 
 Measured are bits per held-out byte of the models as they would be served: converted, in float32. Every linear layer is
 quantized, lm_head too. Rows of table "runs" are one seed each; those of table "recovery" are over seeds
-(`experiments.qat.summary`).
+(`experiments.qat.run`).
 
 Methods of experiment `qat` as data, and how long and on what text each scale of it trains.
 
 A new method is one line of METHODS: a configuration of `quantize_`, whether its scales are learned (only float32 scales can
 be), and its target, if it has one.
+
+Means over paired seeds, with intervals, and the part of the PTQ loss that QAT recovers.
+
+Of each seed there are three losses on the same text: of the model trained in full precision (base), of that model quantized
+(ptq), and of the model trained for quantization from the same start, on the same text, for as many steps, then quantized
+(qat). All differences are taken seed by seed.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -39,16 +46,95 @@ from ao_lab import (
 )
 from ao_lab.config.base import Config
 from experiments.data.multiple_choice import MultipleChoice, multiple_choice, score
-from experiments.harness.progress import bar
+from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.workers import measure_all
-from experiments.models.activation_schemes import setting_name
-from experiments.models.language_model import LanguageModel, ModelSettings
-from experiments.models.quantized_model import PLAIN, quantized_model
+from experiments.models.llama import LanguageModel, ModelSettings
+from experiments.models.quantized_model import PLAIN, quantized_model, setting_name
 from experiments.models.train import TrainSettings, cache_key, fit, trainable, trained_model
-from experiments.qat.summary import DEVIATIONS, Recovery, interval, recovery
-from experiments.qat.targets import RECOVERED, TARGET_METRIC, TARGETS
+from experiments.report.results import Results
+from experiments.report.targets import Target
 from experiments.runs.settings import Settings
+
+# Targets of experiment `qat`: the percentage of the PTQ loss that QAT is to recover, mean over seeds.
+
+#: Percent to recover, by bits of the weights.
+TARGETS = {4: 90.0, 3: 80.0}
+#: Metrics of rows: the target of a method, and what it reached.
+TARGET_METRIC, RECOVERED = "bar", "recovered"
+
+
+def targets_of(results: Results) -> list[Target]:
+    """The targets of all methods that have one; without a value where the loss is too small for a percentage."""
+    found = dict.fromkeys((row.setting, row.method) for row in results.rows if row.metric == TARGET_METRIC)
+    return [
+        Target(
+            name=method,
+            value=results.value(setting, method, RECOVERED),
+            limit=results.value(setting, method, TARGET_METRIC) or 0.0,
+            unit="%",
+            value_format=".1f",
+            limit_format=".0f",
+            day=results.day(setting, method),
+        )
+        for setting, method in found
+    ]
+
+
+#: A loss of fewer than this many of its standard deviations over seeds has no percentage: it would be a ratio of noise.
+DEVIATIONS = 10
+#: 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
+STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and half the width of its 95% interval (Student's t)."""
+
+    mean: float
+    half: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The loss of PTQ and of QAT in bits per byte over float32, and the recovered percentage.
+
+    deviations: the loss to recover, in its standard deviations over seeds. recovered: mean over seeds of
+    100 (ptq - qat) / (ptq - base); None where `deviations` is under DEVIATIONS, or nothing was lost.
+    """
+
+    ptq: Interval
+    qat: Interval
+    deviations: float
+    recovered: Interval | None
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean and its interval; ValueError for one value or more than there are quantiles for."""
+    degrees = len(values) - 1
+    if not 1 <= degrees <= len(STUDENT):
+        raise ValueError(f"an interval takes 2 to {len(STUDENT) + 1} seeds, got {len(values)}")
+    return Interval(fmean(values), STUDENT[degrees - 1] * stdev(values) / math.sqrt(len(values)))
+
+
+def deviations_of(values: Sequence[float]) -> float:
+    """The mean in standard deviations; infinite where all values are the same, except of zeros."""
+    mean, spread = fmean(values), stdev(values)
+    if spread:
+        return mean / spread
+    return math.copysign(math.inf, mean) if mean else 0.0
+
+
+def recovery(base: Sequence[float], ptq: Sequence[float], qat: Sequence[float]) -> Recovery:
+    """Of the losses of each seed, in the same order."""
+    lost = [after - before for after, before in zip(ptq, base, strict=True)]
+    remaining = [after - before for after, before in zip(qat, base, strict=True)]
+    deviations = deviations_of(lost)
+    recovered = None
+    if deviations >= DEVIATIONS:
+        recovered = interval(
+            [100 * (whole - rest) / whole for whole, rest in zip(lost, remaining, strict=True)]
+        )
+    return Recovery(interval(lost), interval(remaining), deviations, recovered)
 
 
 @dataclass(frozen=True)
@@ -174,7 +260,6 @@ PLANS = {
 
 
 EXPERIMENT = "qat"
-TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"
 RUNS, RECOVERY = "runs", "recovery"
 BASELINE = "baseline"
 PTQ, QAT = "bits per byte, PTQ", "bits per byte, QAT"

@@ -10,23 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from experiments.harness.libraries import TORCHAO
+from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
-from experiments.models.llama_shapes import (
+from experiments.models.llama import (
     LLAMA_3_2_3B,
     LLAMA_3_8B_TWO_LAYERS,
     TINY_ONE_LAYER,
     TINY_TWO_LAYERS,
 )
-from experiments.qat_overhead.run import KIND, TITLE
-from experiments.qat_overhead.variants import INT8_INT4, LORA, OURS
+from experiments.qat_overhead.run import KIND
+from experiments.qat_overhead.step import INT8_INT4, LORA, OURS
 from experiments.report import targets
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
-from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
-from experiments.report.published import FOLDER, Published, read
-from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import Target, known, percent_over, rest
+from experiments.report.results import FOLDER, Published, Results, Where, best_run, by_run, number, read
+from experiments.report.targets import RunTargets, Target, known, percent_over, rest
 
 PUBLISHED = FOLDER / "qat_overhead.csv"
 TIME, MEMORY = "time over plain", "peak memory over plain"
@@ -84,6 +82,7 @@ def overheads() -> list[tuple[str, str, str, str, float | None, float | None]]:
     return found
 
 
+TITLE = "Time and memory of quantization-aware training"
 QUESTION = "What does quantization-aware training cost in time and memory over plain training?"
 ABOUT = (
     "Time and peak memory of one training step (forward and backward in bfloat16, no optimizer) with fake quantization, over "
@@ -355,22 +354,3 @@ def plot(where: Where, results: Results) -> Drawing:
     return Drawing(
         f"qat-overhead-{where.data}{where.device_ending}", "Time and peak memory over plain training.", figure
     )
-
-
-__all__ = [
-    "ABOUT",
-    "FEATURED",
-    "MEMORY",
-    "QUESTION",
-    "TIME",
-    "TITLE",
-    "comparisons",
-    "findings",
-    "headlines",
-    "main_finding",
-    "missed",
-    "overheads",
-    "published",
-    "sections",
-    "targets_by_run",
-]

@@ -20,27 +20,28 @@ from functools import partial
 
 import torch
 
-from experiments.harness.compiled import compiled_runs
-from experiments.harness.libraries import TORCHAO, seed_and_libraries
-from experiments.harness.outcome import Values, attempt, free, keep, status
-from experiments.harness.progress import bar
+from experiments.harness.bench import AGAIN, CudaWatch, HostWatch, Plan, Stopwatch, rounds_of, summary
+from experiments.harness.cuda_graph import compiled_runs
+from experiments.harness.measuring import Values, attempt, bar, free, keep, status
+from experiments.harness.revision import TORCHAO, seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.harness.timing import AGAIN, CudaWatch, Plan, Stopwatch, rounds_of, summary
-from experiments.models.llama import LlamaConfig
-from experiments.models.llama_shapes import (
+from experiments.models.llama import (
+    COMPILED_LIMIT,
     LLAMA_3_2_3B,
     LLAMA_3_8B_TWO_LAYERS,
+    SCHEME_LIMIT,
     TINY_ONE_LAYER,
     TINY_TWO_LAYERS,
+    LlamaConfig,
+    relative_change,
 )
-from experiments.models.output_check import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
-from experiments.qat_overhead.step import HostWatch, Trainer
-from experiments.qat_overhead.variants import (
+from experiments.qat_overhead.step import (
     COPY_RATE,
     INT8_INT4,
     PLAIN,
     RECIPES,
     VARIANTS,
+    Trainer,
     Variant,
     linear_shapes,
     rounding_bytes,
@@ -49,7 +50,6 @@ from experiments.report.targets import percent_over
 from experiments.runs.settings import Settings, published_shapes
 
 EXPERIMENT = KIND = "qat_overhead"
-TITLE = "Time and memory of quantization-aware training"
 EAGER, COMPILED = "eager", "compiled"
 #: Seconds after which nothing more starts, so that a run ends in time and publishes its rows.
 SECONDS = 150.0
@@ -282,6 +282,3 @@ def in_turn(watch: Stopwatch, trainers: Mapping[Variant, Trainer], plan: Plan) -
         watch.seconds(calls)[WARMUP :: WARMUP + 1] for _ in range(rounds_of(plan, min(warm, default=0.0)))
     ]
     return {name: list(seconds) for name, seconds in zip(names, zip(*rounds, strict=True), strict=True)}
-
-
-__all__ = ["EXPERIMENT", "KIND", "TITLE", "Bench", "Group", "measure", "run", "subject"]

@@ -5,7 +5,7 @@ The page module of an experiment has TITLE, QUESTION (what it asks, in one sente
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
 `experiments.report.content`). It may have `comparisons(rows)` (published values beside measured ones), `headlines(rows)` (for
 the first page), `main_finding(rows)` (a few words for its line there; else how many targets are reached) and
-`targets_by_run(rows)` (`experiments.report.limits`). This module turns them into HTML and Markdown.
+`targets_by_run(rows)` (`experiments.report.targets`). This module turns them into HTML and Markdown.
 
 DataTables for the HTML pages: sorting and filtering of tables without a network.
 
@@ -40,9 +40,9 @@ from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
-from experiments.report.limits import RunTargets, counted, missed_tables
 from experiments.report.plots import svg
 from experiments.report.results import number
+from experiments.report.targets import RunTargets, counted, missed_tables
 
 COLUMNS = (
     "model",
@@ -298,6 +298,3 @@ def render(template: str, **values: object) -> str:
     environment.filters["order"] = order
     environment.filters["inline"] = lambda escaped: inline(str(escaped))
     return environment.get_template(template).render(**values)
-
-
-__all__ = ["Drawing", "Page", "Section", "Table", "make_page", "svg", "write_pages"]

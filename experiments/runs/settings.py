@@ -12,7 +12,7 @@ import torch
 from experiments.data import corpus
 from experiments.data.corpus import Corpus
 from experiments.data.multiple_choice import MultipleChoiceSettings
-from experiments.harness.outcome import KERNEL, Values
+from experiments.harness.measuring import KERNEL, Values
 from experiments.harness.revision import commit, versions
 from experiments.harness.rows import Row, table_name
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model

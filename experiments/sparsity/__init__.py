@@ -5,6 +5,5 @@ from experiments.harness.registry import Experiment
 EXPERIMENT = Experiment(
     compressed=True,
     order=58,
-    page="report.page",
     folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
 )

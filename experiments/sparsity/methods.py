@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ao_lab
 from ao_lab.config.base import Config
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from experiments.data.storage import stored
+from experiments.data.measures import stored
 
 PATTERN = "2:4"
 DENSE = "dense"
@@ -126,9 +126,3 @@ def bits_per_weight(model: nn.Module, *, sparse: bool) -> float:
             total += (size * bits // 2 + size * INDEX_BITS if sparse else size * bits) + 8 * rest
             count += size
     return total / count
-
-
-__all__ = [
-    "DENSE", "FINE_TUNINGS", "METHODS", "SCORES", "STORAGES", "FineTuning", "bits_per_weight", "inside_blocks", "one_shot",
-    "parts_of", "prune", "sparse_layers", "store", "stored_as",
-]  # fmt: skip

@@ -15,17 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from experiments.fp8_training.deadline import Deadline
-from experiments.harness.libraries import seed_and_libraries
+from experiments.harness.measuring import Deadline
+from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
 from experiments.runs.settings import Settings
-from experiments.sparsity.accuracy import language, pairs, vision
-from experiments.sparsity.accuracy.pairs import EXPERIMENT
-from experiments.sparsity.speed import blocks, decode, encoders, linear, products
-from experiments.sparsity.speed.sides import run_tables
+from experiments.sparsity import decode, encoders, pairs, products
+from experiments.sparsity import subjects as vision
+from experiments.sparsity.pairs import EXPERIMENT
+from experiments.sparsity.sides import run_tables
 
-TITLE = "2:4 sparsity: accuracy and speed"
-SUBJECTS = {vision.KIND: vision.subject, language.KIND: language.subject}
+SUBJECTS = {vision.KIND: vision.subject, vision.LANGUAGE_KIND: vision.language_subject}
 
 
 def subject(settings: Settings) -> str:
@@ -67,8 +66,8 @@ def timed_part(
 #: Of each kind of times: what progress calls it, and its tables.
 TIMED = {
     products.KIND: ("sparse products", products.tables),
-    linear.KIND: ("linear layers", linear.tables),
-    blocks.KIND: ("blocks of decoding", blocks.tables),
+    products.LINEAR_KIND: ("linear layers", products.linear_tables),
+    decode.BLOCKS_KIND: ("blocks of decoding", decode.tables),
     encoders.TRAINING: ("training steps", encoders.training_tables),
     encoders.INFERENCE: ("image encoders", encoders.inference_tables),
 }
@@ -85,6 +84,3 @@ def check_parts(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
-
-
-__all__ = ["EXPERIMENT", "PARTS", "TITLE", "check_parts", "run", "subject"]

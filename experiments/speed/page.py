@@ -7,15 +7,12 @@ from dataclasses import replace
 
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Section, Table
-from experiments.report.limits import RunTargets
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import Target
-from experiments.speed.run import TITLE
-from experiments.speed.targets import MISSING, TARGET_METRIC, target_of
+from experiments.report.targets import RunTargets, Target
+from experiments.speed.run import MISSING, TARGET_METRIC, target_of
 
-__all__ = ["ABOUT", "FEATURED", "QUESTION", "TITLE", "findings", "main_finding", "sections", "targets_by_run"]
-
+TITLE = "Speed of the reference on the CPU"
 QUESTION = "How fast are the functions of the reference on a CPU beside ml_dtypes, XLA and torchao?"
 ABOUT = (
     "The functions of `reference` on a CPU beside ml_dtypes, XLA and torchao, called in turn on the same inputs after a check "

@@ -44,14 +44,35 @@ import fast
 import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized
-from experiments.harness.compiled import compiled_runs
-from experiments.harness.progress import bar
+from experiments.harness.cuda_graph import compiled_runs
+from experiments.harness.measuring import bar, cores
 from experiments.harness.rows import ROOT, Journal, Row
-from experiments.harness.workers import cores
-from experiments.linear.layers import checked
 from experiments.linear.methods import ACTIVATIONS, WEIGHTS, Method
+from experiments.linear.tables import checked
+from experiments.report.results import Results
+from experiments.report.targets import Target
 from experiments.runs.settings import Settings
-from experiments.speed.targets import IMPORT_TARGET, MISSING, TARGET_METRIC
+
+# Targets of experiment `speed`: the least ratios to other libraries, stored with each comparison, and import times.
+
+#: Most seconds that an import may add to that of its libraries.
+IMPORT_TARGET = 0.150
+#: Metrics of rows: the target of a comparison, and why there is no ratio.
+TARGET_METRIC, MISSING = "bar", "peer missing"
+
+
+def target_of(results: Results, setting: str, method: str) -> Target | None:
+    """The target of a comparison (a ratio) or of an import (a time); None where a row has none."""
+    limit = results.value(setting, method, TARGET_METRIC)
+    if limit is None:
+        return None
+    day = results.day(setting, method)
+    if method.startswith("import "):
+        return Target(
+            method, results.value(setting, method, "time"), limit, at_least=False, unit="ms", day=day
+        )
+    return Target(method, results.value(setting, method, "ratio"), limit, day=day)
+
 
 #: Threads that a runtime computes on: one in NumPy's loops, a pool over all cores in XLA, as set in torch.
 THREADS: dict[str, Callable[[], int]] = {"numpy": lambda: 1, "jax": cores, "torch": torch.get_num_threads}
@@ -162,14 +183,6 @@ def torch_mxfp8(x: np.ndarray) -> Pair:
     return Pair(ours, theirs, check)
 
 
-COMPARISONS = (
-    Comparison("NumPy encode to e4m3", "ml_dtypes astype", 1.0, "ml_dtypes", numpy_encode, "numpy"),
-    Comparison("JAX jit encode to e4m3", "XLA's own cast", 1.0, "jax", jax_encode, "jax"),
-    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", 0.5, "jax", jax_mxfp8, "jax"),
-    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", 1.0, "torchao", torch_mxfp8, "torch"),
-)
-
-
 def _equal(ours: np.ndarray, theirs: np.ndarray) -> None:
     """ValueError that shows the first difference."""
     if ours.shape != theirs.shape:
@@ -183,6 +196,14 @@ def _equal(ours: np.ndarray, theirs: np.ndarray) -> None:
             f"{wrong.size} of {ours.size} codes differ, first at {first}: ours {ours.flat[first]:#x}, theirs "
             f"{theirs.flat[first]:#x}; a wrong result is not timed"
         )
+
+
+COMPARISONS = (
+    Comparison("NumPy encode to e4m3", "ml_dtypes astype", 1.0, "ml_dtypes", numpy_encode, "numpy"),
+    Comparison("JAX jit encode to e4m3", "XLA's own cast", 1.0, "jax", jax_encode, "jax"),
+    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", 0.5, "jax", jax_mxfp8, "jax"),
+    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", 1.0, "torchao", torch_mxfp8, "torch"),
+)
 
 
 #: Longest time by scheme, in times of the dense layer.
@@ -242,15 +263,15 @@ def _comparison(scheme: str, dtype: torch.dtype, compiled: bool) -> Comparison:
     return Comparison(name, "the dense layer", 1 / LIMITS[scheme], "torch", build, "torch")
 
 
+SIZE = 2048
+
+
 CPU_LINEAR_LAYERS = tuple(
     _comparison(scheme, dtype, compiled)
     for compiled in (False, True)
     for dtype in (torch.float32, torch.bfloat16)
     for scheme in (COMPILED if compiled else LIMITS)
 )
-
-
-SIZE = 2048
 #: Configurations that people run on CPUs, which are measured in both dtypes; longest times in times of the dense layer.
 COMMON = ("int4 g128", "int4 g32", "int4 g128, zero points", "int8", "int8 g128")
 LIMIT, LIMIT_OF_OTHERS = 1.5, 3.0
@@ -305,7 +326,6 @@ CPU_ROW_LAYERS = tuple(
 
 
 EXPERIMENT = "speed"
-TITLE = "Speed of the reference on the CPU"
 COUNTS = {"quick": 2**24, "full": 2**24}
 REPEATS = 15
 #: Quantized layers beside dense ones: with one row of inputs, with several.

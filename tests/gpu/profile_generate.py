@@ -30,8 +30,7 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from experiments.generate.methods import BASE, METHODS
-from experiments.generate.stage import Stage
+from experiments.generate.tables import BASE, METHODS, Stage
 from tests.gpu.harness import traces
 from tests.gpu.harness.layer_calls import layer_calls
 

@@ -28,7 +28,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
-from experiments.models.output_check import COMPILED_LIMIT, Wrong, relative_change
+from experiments.models.llama import COMPILED_LIMIT, Wrong, relative_change
 
 BEGIN = time.monotonic()
 SCHEMES = ("int4_g128", "fp8_rowwise", "int8_rowwise", "nf4", "mxfp4", "nvfp4")

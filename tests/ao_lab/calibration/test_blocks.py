@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from ao_lab.calibration.blocks import block_lists, find_blocks
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 
 
 class Block(nn.Module):

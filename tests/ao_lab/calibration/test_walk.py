@@ -10,7 +10,7 @@ from torch import nn
 import ao_lab
 from ao_lab.calibration.blocks import find_blocks
 from ao_lab.calibration.walk import calibrating, captured, is_cache, leaves, replaced, walk
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 
 # What blocks hand to each other besides hidden states: the walk gives each block what the changed model would.
 

@@ -29,7 +29,7 @@ from ao_lab.checkpoint.export.plain_reader import reading
 from ao_lab.checkpoint.io.shards import INDEX, look_at
 from ao_lab.config.recipe import named
 from ao_lab.tensor.quantized_tensor import from_quantized
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 from reference import SCHEMES, Format, Quantized, register
 from tests.support.runs import forks
 

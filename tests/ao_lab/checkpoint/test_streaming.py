@@ -22,7 +22,7 @@ from ao_lab import (
 )
 from ao_lab.checkpoint.streaming import parameters_on_meta
 from ao_lab.quantization.api import StreamedWeights
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 

@@ -23,7 +23,7 @@ from ao_lab import (
     quantize_,
 )
 from ao_lab.gemm import choices
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

@@ -24,7 +24,7 @@ from ao_lab import (
 from ao_lab.checkpoint.streaming import parameters_on_meta
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.quantization import api
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 from tests.gpu import validate_quantize
 
 pytestmark = pytest.mark.usefixtures("few_objects")

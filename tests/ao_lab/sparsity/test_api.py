@@ -19,8 +19,7 @@ from ao_lab import (
 )
 from ao_lab.calibration.statistics import Hessian
 from ao_lab.sparsity import api
-from experiments.models.language_model import LanguageModel, ModelSettings
-from experiments.models.llama import rotary_tables
+from experiments.models.llama import LanguageModel, ModelSettings, rotary_tables
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -39,7 +38,7 @@ def is_sparse(w, kept=2, group=4):
 
 def by_hand(model, score):
     """The model pruned by the reference alone: inputs of each layer by hooks, block by block."""
-    from experiments.models.language_model import frequencies
+    from experiments.models.llama import frequencies
 
     positions = torch.arange(TOKENS[0].shape[-1])
     tables = rotary_tables(positions, frequencies(model.config, positions.device))

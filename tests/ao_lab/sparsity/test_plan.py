@@ -16,7 +16,7 @@ from ao_lab import (
     sparsify_,
 )
 from ao_lab.sparsity.plan import planned
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 
 TOKENS = [torch.arange(24).reshape(2, 12)]
 CONFIG, WANDA, GPT = (SparsityConfig(score=score) for score in ("magnitude", "wanda", "sparsegpt"))

@@ -24,8 +24,7 @@ from ao_lab.training.fused_modules import (
     swiglu_linear,
     unfuse_layers_,
 )
-from experiments.models.llama import Attention, rotary_tables, scaled_frequencies
-from experiments.models.llama_shapes import TINY_ONE_LAYER
+from experiments.models.llama import TINY_ONE_LAYER, Attention, rotary_tables, scaled_frequencies
 from reference.training import RECIPES
 
 # SwiGLU with the linear layer behind it: the bits of the two parts, and what is kept for backward.

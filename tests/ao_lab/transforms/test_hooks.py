@@ -25,7 +25,7 @@ from ao_lab import (
 )
 from ao_lab.config.recipe import named
 from ao_lab.transforms.hooks import Watch
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 
 BATCHES = [torch.arange(i, i + 24).reshape(2, 12) for i in (0, 50, 100)]
 INT8, FLOAT8 = Int8StaticActivationInt8WeightConfig(), Float8StaticActivationFloat8WeightConfig()

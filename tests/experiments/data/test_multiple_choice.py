@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from experiments.data.multiple_choice import CHOICES, MultipleChoiceSettings, multiple_choice, score
-from experiments.models.activation_schemes import is_weight_only
-from experiments.models.language_model import LanguageModel
-from experiments.models.quantized_model import quantized_model, rounding
+from experiments.models.llama import LanguageModel
+from experiments.models.quantized_model import is_weight_only, quantized_model, rounding
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 

@@ -8,7 +8,7 @@ import triton
 from triton.compiler import ASTSource
 
 from experiments.decode.model import CachedAttention, PositionTables
-from experiments.models.llama_shapes import TINY
+from experiments.models.llama import TINY
 from fast.kernels.layers.decode_attention import attention_kernel
 from fast.layers.decode_attention import WARPS, attend_one, checked_sizes
 from tests.emulator.interpreter_process import lines_of

@@ -10,16 +10,21 @@ from torch import nn
 
 import ao_lab
 from experiments.decode import run
-from experiments.decode.configs import BASE, CONFIGS, DEPENDENT, OUR_CONFIGS, OURS, Config, chosen
-from experiments.decode.generation import Decoding, Plan, compiled_programs, cuda_times, sample
-from experiments.decode.model import CachedLlama, random_llama
+from experiments.decode.methods import BASE, CONFIGS, DEPENDENT, OUR_CONFIGS, OURS, Config, chosen
+from experiments.decode.model import (
+    CachedLlama,
+    Decoding,
+    Plan,
+    compiled_programs,
+    cuda_times,
+    random_llama,
+    sample,
+)
 from experiments.decode.run import Bench, Memory, measure, stored_bytes
-from experiments.harness import libraries
-from experiments.harness.outcome import Wrong
+from experiments.harness import revision
+from experiments.harness.measuring import Wrong
 from experiments.harness.rows import Journal, read
-from experiments.models.llama import scaled_frequencies
-from experiments.models.llama_shapes import LLAMA_3_1_8B, TINY
-from experiments.models.output_check import relative_change
+from experiments.models.llama import LLAMA_3_1_8B, TINY, relative_change, scaled_frequencies
 from experiments.ptq import run as ptq
 from experiments.ptq.run import all_tasks
 from experiments.report.results import family
@@ -257,7 +262,7 @@ def test_programs_that_are_held_outlive_the_compilers_memory(monkeypatch):
 
 
 def test_a_missing_library_is_a_status(tmp_path, monkeypatch):
-    monkeypatch.setattr(libraries, "version_of", lambda library: "none")
+    monkeypatch.setattr(revision, "version_of", lambda library: "none")
     peer = next(config for config in CONFIGS if config.setting == "torchao")
     (row,) = measure(bench(tmp_path), [peer], Journal())
     assert row.metric == "status: missing: torchao is not installed"

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from experiments.decode import page as decode_page
-from experiments.decode.configs import CONFIGS, OUR_CONFIGS
+from experiments.decode.methods import CONFIGS, OUR_CONFIGS
 from experiments.decode.page import missed, published_speedup
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Row, publish, read
 from experiments.report import pages
-from experiments.report.published import decoding, published
-from experiments.report.results import Results
+from experiments.report.results import Results, decoding, published
 from experiments.runs import run as harness
 
 SPEEDS = {"int8wo": 1.6, "float8wo": 1.3, "int4wo-64": 2.0}

@@ -9,8 +9,8 @@ from torch import nn
 
 import fast
 from ao_lab import convert_for_training_
-from experiments.fp8_training.training.counters import BAD, LOST, SATURATED, SCALE_STEP, SQNR, counted
-from experiments.fp8_training.training.planted import FAULTS, Fault, Watcher, plant
+from experiments.fp8_training.convergence import BAD, LOST, SATURATED, SCALE_STEP, SQNR, counted
+from experiments.fp8_training.faults import FAULTS, Fault, Watcher, plant
 from reference.training import RECIPES
 
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from experiments.fp8_training.report import page
-from experiments.fp8_training.training import planted
+from experiments.fp8_training import faults, page
 from experiments.harness.rows import Row
 
 FACTS = {"experiment": "fp8_training", "unit": "", "device": "a GPU"}
@@ -77,8 +76,8 @@ def test_the_larger_model_is_compared_with_bfloat16():
 
 def test_faults_are_compared_with_the_training_without_one():
     rows = [
-        row(planted.KIND, "30m", "a fault", HELD, 2.1),
-        row(planted.KIND, "30m", planted.HEALTHY, HELD, 2.0),
+        row(faults.KIND, "30m", "a fault", HELD, 2.1),
+        row(faults.KIND, "30m", faults.HEALTHY, HELD, 2.0),
     ]
     assert page.of_trainings(rows)[0].endswith("a fault +5.00%.")
     assert page.of_trainings(rows[:1]) == []

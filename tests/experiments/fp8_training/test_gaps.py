@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.fp8_training.training.gaps import BEYOND, UNDECIDED, WITHIN, Gap, gap
+from experiments.fp8_training.convergence import BEYOND, UNDECIDED, WITHIN, Gap, gap
 
 
 def test_a_gap_is_paired_and_in_percent():

@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.fp8_training import blocks, convergence, linear
 from experiments.fp8_training import run as experiment
-from experiments.fp8_training.deadline import LATE
-from experiments.fp8_training.methods import PLAIN
-from experiments.fp8_training.speed import blocks, linear
-from experiments.fp8_training.training import convergence
-from experiments.fp8_training.training.plans import PAIRED, PLANS
-from experiments.harness.outcome import status
+from experiments.fp8_training.methods import PAIRED, PLAIN, PLANS
+from experiments.harness.measuring import LATE, status
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import read, table_parts, write
@@ -97,10 +94,10 @@ def test_all_parts_go_on(machine, tmp_path, monkeypatch):
     before = published(tmp_path)
     assert {table_parts(row.table)[0] for row in before} == {"linear", "blocks", "grid", "faults"}
     for place in (
-        "speed.linear.measure",
-        "speed.grid.measure",
-        "speed.blocks.measure",
-        "training.planted.measure",
+        "linear.measure",
+        "grid.measure",
+        "blocks.measure",
+        "faults.measure",
     ):
         monkeypatch.setattr(f"experiments.fp8_training.{place}", lambda *_: pytest.fail("measured again"))
     machine(only=("linear", "blocks", "grid", "faults"))

@@ -5,18 +5,24 @@ from dataclasses import replace
 import pytest
 
 from ao_lab.cli.app import main
+from experiments.fp8_training import blocks, convergence, grid, linear, page
+from experiments.fp8_training import faults as planted
 from experiments.fp8_training import run as experiment
-from experiments.fp8_training.methods import OURS, PLAIN, Method
-from experiments.fp8_training.report import page
-from experiments.fp8_training.report.page import of_grid, of_models
-from experiments.fp8_training.speed import blocks, grid, linear
-from experiments.fp8_training.training import convergence, planted
-from experiments.fp8_training.training.plans import KNOWN_SIZES, LONG, PAIRED, PLANS, SWEEP, Plan
+from experiments.fp8_training.methods import (
+    KNOWN_SIZES,
+    LONG,
+    OURS,
+    PAIRED,
+    PLAIN,
+    PLANS,
+    SWEEP,
+    Method,
+    Plan,
+)
+from experiments.fp8_training.page import of_grid, of_models
 from experiments.harness.rows import Journal, table_parts
-from experiments.models.language_model import ModelSettings
-from experiments.models.pretraining.settings import Budget
-from experiments.models.pretraining.sizes import Size
-from experiments.models.pretraining.training import pretrain
+from experiments.models.llama import ModelSettings
+from experiments.models.pretraining import Budget, Size, pretrain
 from tests.experiments.harness import tiny
 
 MODEL = ModelSettings(width=32, layers=2, heads=2, kv_heads=2, feed_forward=64, context=16)

@@ -6,12 +6,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import ao_lab
-from experiments.fp8_training.deadline import Deadline
+from experiments.fp8_training import blocks, grid, linear
+from experiments.fp8_training.linear import Rates, floor_seconds
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
-from experiments.fp8_training.speed import blocks, grid, grid_eager, linear
-from experiments.fp8_training.speed.floor import Rates, floor_seconds
-from experiments.fp8_training.speed.steady import SETTLE, SINGLE, after_pause, steady, steady_eager
-from experiments.harness.timing import AGAIN, Plan, Span
+from experiments.harness.bench import AGAIN, SETTLE, SINGLE, Plan, Span, after_pause, steady, steady_eager
+from experiments.harness.measuring import Deadline
 from reference.training.recipe import PRODUCTS, recipe_of
 from tests.experiments.harness.fake_watch import FakeWatch
 
@@ -81,20 +80,20 @@ def test_checkpointed_layers_give_the_same_gradients(kind):
 
 def test_groups_and_cells_are_those_of_the_published_tables():
     assert len(grid.CELLS) == 36 * 6
-    assert len(grid_eager.CELLS) == 36 * 3
+    assert len(grid.EAGER_CELLS) == 36 * 3
     assert {group.length for group in blocks.GPU_GROUPS if group.shape.layers == 2} == {4096, 8192}
     settings = [(group.shape.name, group.setting) for group in blocks.GPU_GROUPS]
     assert len(set(settings)) == len(settings)
     assert PLAIN.name == blocks.GPU_GROUPS[0].methods[0].name == "bfloat16"
 
 
-@pytest.mark.parametrize(("part", "launches"), [(grid, "graph"), (grid_eager, "eager")])
+@pytest.mark.parametrize(("part", "launches"), [(grid, "graph"), (grid, "eager")])
 def test_a_cell_has_values_of_all_three_sides_or_says_why_not(monkeypatch, part, launches):
     asked, real = [], ao_lab.tune
     monkeypatch.setattr(
         ao_lab, "tune", lambda *given, **named: asked.append(named["launches"]) or real(*given, **named)
     )
-    monkeypatch.setattr(grid.grid_cell, "SECONDS", 0.0)
+    monkeypatch.setattr(grid, "SECONDS", 0.0)
     found = part.measure("cpu", 0, (32, 32, 32))
     assert asked == [launches]
     assert [one.name for one in found] == ["bfloat16", grid.FORCED.name, grid.TUNED.name]
@@ -145,7 +144,7 @@ def test_what_is_timed_comes_after_its_own_calls(graph):
 def test_rounds_of_launches_one_by_one_keep_the_plans_seconds(monkeypatch):
     """Calls that settle the clock count."""
     clock = iter(range(0, 1000, 5))
-    monkeypatch.setattr("experiments.fp8_training.speed.steady.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("experiments.harness.bench.time.perf_counter", lambda: float(next(clock)))
     watch = Heating({"a": 1e-3})
     found = steady_eager(
         watch, {"a": Span(1, None, watch.call("a"))}, Plan(rounds=40, warmup=1, seconds=10.0)

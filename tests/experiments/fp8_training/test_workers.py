@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ao_lab.cli.app import main
-from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.training import convergence, workers
-from experiments.fp8_training.training.plans import PAIRED, Plan
-from experiments.fp8_training.training.workers import measure_each
+from experiments.fp8_training import convergence
+from experiments.fp8_training.methods import PAIRED, Plan
+from experiments.harness import processes
+from experiments.harness.measuring import Deadline
+from experiments.harness.processes import measure_each
 from experiments.harness.rows import Journal
-from experiments.models.language_model import ModelSettings
-from experiments.models.pretraining.settings import Budget
-from experiments.models.pretraining.sizes import Size
+from experiments.models.llama import ModelSettings
+from experiments.models.pretraining import Budget, Size
 from tests.experiments.fp8_training import works
 from tests.experiments.harness import tiny
 
@@ -43,14 +43,14 @@ def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
         "third": works.process,
     }
     found, before = {}, torch.get_num_threads()
-    monkeypatch.setattr(workers, "LOST", [])
+    monkeypatch.setattr(processes, "LOST", [])
     torch.set_num_threads(1)
     try:
         measure_each("x", given, 2, Deadline(None), gather(found))
     finally:
         torch.set_num_threads(before)
     assert set(found) == {"first", "second", "third"}
-    assert sorted(workers.LOST) == ["dies", "fails"]
+    assert sorted(processes.LOST) == ["dies", "fails"]
     assert found["second"] == [1]
     assert os.getpid() not in (*found["first"], *found["third"])
     err = capfd.readouterr().err
@@ -61,7 +61,7 @@ def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
 
 def test_a_run_that_lost_something_publishes_and_fails(monkeypatch, capsys):
     def run(*names, **options):
-        workers.LOST[:] = lost
+        processes.LOST[:] = lost
         return [("rows", "a file")]
 
     monkeypatch.setattr("experiments.runs.run.reproduce", run)
@@ -94,7 +94,7 @@ def test_a_stop_ends_the_processes(tmp_path, monkeypatch):
         assert all(is_alive(one.name) for one in begun)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers, "wait", stopped)
+    monkeypatch.setattr(processes, "wait", stopped)
     given = {name: partial(works.slow, tmp_path) for name in "abc"}
     with pytest.raises(KeyboardInterrupt):
         measure_each("x", given, 2, Deadline(None), gather({}))
@@ -106,7 +106,7 @@ def test_a_stop_ends_the_processes(tmp_path, monkeypatch):
 def plan(monkeypatch):
     model = ModelSettings(width=32, layers=1, heads=2, kv_heads=2, feed_forward=64, context=16)
     monkeypatch.setattr(
-        "experiments.fp8_training.training.plans.KNOWN_SIZES", {"micro": Size(model, batch=4, rate=1e-2)}
+        "experiments.fp8_training.methods.KNOWN_SIZES", {"micro": Size(model, batch=4, rate=1e-2)}
     )
     return Plan(paired="micro", budget=Budget(bytes=4 * 64), seeds=2, recipes=("mxfp4",), evaluated=64)
 

@@ -8,11 +8,19 @@ import torch
 
 import ao_lab
 from ao_lab.cli.app import main
-from experiments.generate import page, times
+from experiments.generate import page, run
 from experiments.generate import run as experiment
-from experiments.generate.methods import BASE, METHODS, TORCHAO
-from experiments.generate.stage import Stage
-from experiments.generate.tables import COMPILED, DECODE, EAGER_DECODE, Table, tables_of
+from experiments.generate.tables import (
+    BASE,
+    COMPILED,
+    DECODE,
+    EAGER_DECODE,
+    METHODS,
+    TORCHAO,
+    Stage,
+    Table,
+    tables_of,
+)
 from experiments.harness.rows import Journal
 from tests.experiments.harness import tiny
 
@@ -32,7 +40,7 @@ def test_rows_of_both_parts_and_their_page(settings):
     assert found == {
         (setting, name) for setting in ("batch 2, not compiled", "prefill of 64 tokens") for name in OURS
     }
-    changes = {row.method: row.value for row in rows if row.metric == times.CHANGE}
+    changes = {row.method: row.value for row in rows if row.metric == run.CHANGE}
     assert changes[BASE.name] == 0
     dynamic = {one.name for one in METHODS if one.dynamic}
     assert all(0 < changes[name] < 0.3 for name in dynamic.intersection(OURS))
@@ -60,8 +68,8 @@ def test_a_model_whose_products_are_wrong_is_not_timed():
             model.lm_head.register_forward_hook(lambda layer, inputs, outputs: outputs.flip(-1))
 
     wrong = Wrong(name="wrong", build=METHODS[1].build)
-    found = times.Bench(0).measure(Table(stage, EAGER_DECODE, (BASE, wrong), 1))
-    assert times.TIME in found[BASE.name]
+    found = run.Bench(0).measure(Table(stage, EAGER_DECODE, (BASE, wrong), 1))
+    assert run.TIME in found[BASE.name]
     (status,) = found["wrong"]
     assert status.startswith("status: wrong: outputs differ by")
 
@@ -73,9 +81,9 @@ def test_logits_are_those_of_what_is_stored():
         name="rough",
         build=lambda: ao_lab.IntxWeightOnlyConfig(weight_dtype="int2", granularity=ao_lab.PerGroup(32)),
     )
-    found = times.Bench(0).measure(Table(stage, EAGER_DECODE, (BASE, rough), 1))["rough"]
-    assert times.CHANGE in found, found
-    assert found[times.CHANGE][0] < 0.01
+    found = run.Bench(0).measure(Table(stage, EAGER_DECODE, (BASE, rough), 1))["rough"]
+    assert run.CHANGE in found, found
+    assert found[run.CHANGE][0] < 0.01
 
 
 def test_weights_of_a_library_that_does_not_say_what_they_are():
@@ -84,18 +92,18 @@ def test_weights_of_a_library_that_does_not_say_what_they_are():
             raise NotImplementedError
 
     weight = torch.randn(24, 16).to(torch.bfloat16)
-    assert torch.equal(times.dense_weight(weight.as_subclass(Hidden)).as_subclass(torch.Tensor), weight)
+    assert torch.equal(run.dense_weight(weight.as_subclass(Hidden)).as_subclass(torch.Tensor), weight)
 
 
 def test_the_model_that_others_are_copies_of_never_generates(monkeypatch):
     """transformers keeps the compiled call with the model: a copy of one that has generated would run that one's layers."""
-    bench = times.Bench(0)
+    bench = run.Bench(0)
     table = Table(Stage(1, "cpu", divide=32, new=8, calls=1), DECODE, (BASE, METHODS[1]), 1)
     made = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: made.append(function.__self__) or function)
-    monkeypatch.setattr(times, "unique_graphs", itertools.count().__next__)
+    monkeypatch.setattr(run, "unique_graphs", itertools.count().__next__)
     found = bench.measure(table)
-    assert all(times.TIME in found[method.name] for method in table.methods)
+    assert all(run.TIME in found[method.name] for method in table.methods)
     base = bench.base(table)
     assert "_compiled_call" not in vars(base)
     first, second = dict.fromkeys(map(id, made))
@@ -107,7 +115,7 @@ def test_what_torchao_sets_for_its_own_models_is_not_left_to_others():
 
     torchao = pytest.importorskip("torchao.quantization.utils")
     before = inductor.get_config_copy()
-    with times.kept_options():
+    with run.kept_options():
         torchao.recommended_inductor_config_setter()
         assert inductor.coordinate_descent_tuning
     assert inductor.get_config_copy() == before
@@ -116,7 +124,7 @@ def test_what_torchao_sets_for_its_own_models_is_not_left_to_others():
 def test_a_compiled_program_that_computes_something_else_is_not_timed():
     stage = Stage(1, "cpu", divide=32, new=8, calls=1)
     table = Table(stage, DECODE, (BASE,), 2)
-    model = times.Bench(0).base(table)
+    model = run.Bench(0).base(table)
     # As if nothing was compiled: the same bits. Then a program of other weights.
     plain = stage.logits(model, 2, compiled=False)
     assert plain.shape == (2, model.config.vocab_size)
@@ -130,18 +138,18 @@ def test_a_compiled_program_that_computes_something_else_is_not_timed():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "logits", other)
-        with pytest.raises(times.Wrong, match="from those of the same model, not compiled"):
-            times.change_by_compiling(table, BASE, model)
+        with pytest.raises(run.Wrong, match="from those of the same model, not compiled"):
+            run.change_by_compiling(table, BASE, model)
 
 
 def test_one_wrong_row_of_many_is_seen():
     right = torch.randn(64, 500)
     wrong = right.clone()
     wrong[63] = torch.randn(500)
-    assert times.checked(right * 1.1, right, 0.3, "from others") == pytest.approx(0.1)
+    assert run.checked(right * 1.1, right, 0.3, "from others") == pytest.approx(0.1)
     assert float((wrong - right).norm() / right.norm()) < 0.3
-    with pytest.raises(times.Wrong, match="in a row from others"):
-        times.checked(wrong, right, 0.3, "from others")
+    with pytest.raises(run.Wrong, match="in a row from others"):
+        run.checked(wrong, right, 0.3, "from others")
 
 
 def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
@@ -159,11 +167,11 @@ def test_calls_go_round_and_speeds_are_of_all_of_them(monkeypatch):
     monkeypatch.setattr(Stage, "steps", steps)
     ready = {BASE.name: object(), "a": object(), "b": object()}
     found = {name: {} for name in ready}
-    times.in_turn(Table(stage, EAGER_DECODE, (BASE,), 1), ready, found)
+    run.in_turn(Table(stage, EAGER_DECODE, (BASE,), 1), ready, found)
     assert order == [BASE.name, "a", "b", "a", "b", BASE.name, BASE.name, "a"]
     assert found["b"] == {"status: error: RuntimeError: stopped": (0.0, "")}
-    assert found["a"][times.SPEED] == (2.0, "ratio")
-    assert found[BASE.name][times.REPEAT][1] == "ratio"
+    assert found["a"][run.SPEED] == (2.0, "ratio")
+    assert found[BASE.name][run.REPEAT][1] == "ratio"
 
 
 def test_many_models_are_compiled_each_for_its_own_sizes():
@@ -179,7 +187,7 @@ def test_many_models_are_compiled_each_for_its_own_sizes():
     def double(x):
         return x * 2
 
-    with times.several_compiled():
+    with run.several_compiled():
         call = torch.compile(double, backend=backend)
         for size in range(2, 14):
             call(torch.zeros(size))
@@ -222,11 +230,11 @@ def test_beside_torchao_there_is_what_has_its_recipe():
 
 def test_a_model_that_runs_another_ones_program_is_not_timed(monkeypatch):
     """Two models whose guards hold for each other: what is timed would be one program."""
-    monkeypatch.setattr(times, "unique_graphs", lambda: 3)
+    monkeypatch.setattr(run, "unique_graphs", lambda: 3)
     monkeypatch.setattr(Stage, "steps", lambda self, model, batch, compiled: [1.0])
-    with pytest.raises(times.Wrong, match="another model's program"):
-        times.warmed(Table(Stage(1, "cpu", divide=32), DECODE, (BASE,), 1), object())
-    assert times.warmed(Table(Stage(1, "cpu", divide=32), EAGER_DECODE, (BASE,), 1), object()) >= 0
+    with pytest.raises(run.Wrong, match="another model's program"):
+        run.warmed(Table(Stage(1, "cpu", divide=32), DECODE, (BASE,), 1), object())
+    assert run.warmed(Table(Stage(1, "cpu", divide=32), EAGER_DECODE, (BASE,), 1), object()) >= 0
 
 
 @pytest.mark.parametrize(

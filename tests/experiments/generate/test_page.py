@@ -3,11 +3,19 @@
 import pytest
 
 from experiments.generate import page
-from experiments.generate.methods import METHODS
-from experiments.generate.run import PARTS
-from experiments.generate.stage import Stage
-from experiments.generate.tables import COMPILED, DEPTH, EAGER, KIND, LEAST, LONG, WHOLE, tables_of
-from experiments.generate.times import COMPILING, EAGERLY, REPEAT, SPEED, TIME
+from experiments.generate.run import COMPILING, EAGERLY, PARTS, REPEAT, SPEED, TIME
+from experiments.generate.tables import (
+    COMPILED,
+    DEPTH,
+    EAGER,
+    KIND,
+    LEAST,
+    LONG,
+    METHODS,
+    WHOLE,
+    Stage,
+    tables_of,
+)
 from experiments.harness.rows import Row
 from experiments.report.results import Results
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 import reference
-from experiments.harness.timing import Plan
+from experiments.harness.bench import Plan
 from experiments.kernels import run
-from experiments.kernels.cases.all_cases import CASES
-from experiments.kernels.outcome import Bench
+from experiments.kernels.cases import CASES
+from experiments.kernels.run import Bench
 from tests.experiments.harness import tiny
 
 SHAPE = (256, 512)

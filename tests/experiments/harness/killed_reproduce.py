@@ -21,7 +21,7 @@ from experiments.formats import run as formats
 from experiments.harness import registry, revision
 from experiments.harness.paths import Paths
 from experiments.harness.rows import PARTIAL, read
-from experiments.models import training_checkpoint
+from experiments.models import train
 from experiments.ptq import page as ptq_page
 from experiments.ptq import run as ptq
 from experiments.report import pages
@@ -99,7 +99,7 @@ def main(folder, kills, seed):
     harness_run.settings_for = tiny_settings
     # Naming ptq runs its parts as well, which take minutes.
     registry.chosen = lambda tables: list(tables)
-    training_checkpoint.Checkpoint.__init__.__defaults__ = (None, 0.0)
+    train.Checkpoint.__init__.__defaults__ = (None, 0.0)
     length = length_of(folder)
     whole, place, draws = values(folder / "whole"), folder / "killed", random.Random(seed)
     killed = finished = 0

@@ -9,18 +9,18 @@ import torch
 
 import experiments
 from experiments import EXPERIMENTS
-from experiments.data.errors import Error, mean_and_error
+from experiments.data.measures import Error, mean_and_error
 from experiments.formats import page
 from experiments.formats import run as formats
 from experiments.harness import registry
+from experiments.harness.measuring import measure_all
 from experiments.harness.paths import Paths
 from experiments.harness.rows import ROOT, Journal, read
-from experiments.harness.workers import measure_all
-from experiments.models import activation_schemes as pairing
+from experiments.models import quantized_model as pairing
 from experiments.ptq import run as ptq
 from experiments.runs import run as harness_run
+from experiments.runs.run import text_for
 from experiments.runs.settings import settings_for
-from experiments.runs.texts import text_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 from tests.support.record_samples import NAMES, STRUCTURES

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.harness import outcome, revision
+from experiments.harness import measuring, revision
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths
 from experiments.harness.rows import (
@@ -96,7 +96,12 @@ def test_a_compressed_file_has_the_same_rows_and_the_same_bytes(tmp_path):
 def test_a_row_says_when_where_and_with_what_it_was_measured(tmp_path):
     settings = tiny.settings(tmp_path)
     made = settings.rows(
-        "formats", "k", "d", "s", "m", {"time": (1.0, "us"), **outcome.kernel("gemv"), **outcome.status("ok")}
+        "formats",
+        "k",
+        "d",
+        "s",
+        "m",
+        {"time": (1.0, "us"), **measuring.kernel("gemv"), **measuring.status("ok")},
     )
     assert [(one.metric, one.kernel) for one in made] == [("time", "gemv"), ("status: ok", "gemv")]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", made[0].date)

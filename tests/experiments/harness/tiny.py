@@ -7,7 +7,7 @@ import torch
 
 from experiments.data.corpus import Corpus, Document
 from experiments.data.multiple_choice import MultipleChoiceSettings
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.train import Trained, TrainSettings
 from experiments.runs.settings import Settings
 

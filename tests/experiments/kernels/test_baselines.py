@@ -4,13 +4,11 @@ import pytest
 import torch
 
 import reference
-from experiments.kernels import run
-from experiments.kernels.baselines import BASELINES, Baseline, calls_of, is_kernel, offers
-from experiments.kernels.cases.all_cases import CASES, convention_cases
-from experiments.kernels.cases.case import LARGE
-from experiments.kernels.report import case_results
-from experiments.kernels.torch_expressions import expression
-from experiments.runs.merge import merged
+from experiments.kernels import page, run
+from experiments.kernels.baselines import BASELINES, Baseline, calls_of, expression, is_kernel, offers
+from experiments.kernels.cases import CASES, convention_cases
+from experiments.kernels.operations import LARGE
+from experiments.runs.run import merged
 from tests.experiments.harness.fake_watch import SHAPE, measured, values_of
 
 #: Cases of records of other projects, whose rules no torch expression has.
@@ -111,7 +109,7 @@ def baseline(find, name="torch eager"):
 
 def test_baselines_are_rows_with_ratios(tmp_path):
     rows = measured(tmp_path, ["quantize.mxfp4"], baselines=BASELINES[:1])
-    (line,) = [line for found in case_results.results_of(rows).values() for line in found]
+    (line,) = [line for found in page.results_of(rows).values() for line in found]
     assert [one.baseline for one in line.baselines] == ["torch eager"]
     assert line.best_baseline.ratio == pytest.approx(2.0)
     assert line.slower_than == []
@@ -125,7 +123,7 @@ def test_a_baseline_that_cannot_run_is_a_row_with_its_error(tmp_path):
 
     rows = measured(tmp_path, ["quantize.mxfp4"], baselines=[baseline(find, "torchao")])
     assert values_of(rows, "torchao") == {"status: error: ImportError: No module named 'torchao'": 0}
-    (line,) = [line for found in case_results.results_of(rows).values() for line in found]
+    (line,) = [line for found in page.results_of(rows).values() for line in found]
     assert (line.ok, line.best_baseline) == (True, None)
 
 

@@ -7,11 +7,10 @@ import pytest
 
 import reference
 from experiments.harness.rows import Journal
-from experiments.kernels import run
-from experiments.kernels.cases import floors
-from experiments.kernels.cases.all_cases import CASES, chosen, convention_cases, of_sparsity
-from experiments.kernels.cases.case import LARGE, SHAPES, at_least, at_most
-from experiments.kernels.report import case_results
+from experiments.kernels import operations as floors
+from experiments.kernels import page, run
+from experiments.kernels.cases import CASES, chosen, convention_cases, of_sparsity
+from experiments.kernels.operations import LARGE, SHAPES, at_least, at_most
 from experiments.report.results import FAMILIES, family
 from reference import SCHEMES
 from tests.experiments.harness.fake_watch import SHAPE, TINY, FakeWatch, bench, broken, measured, values_of
@@ -213,10 +212,10 @@ def test_targets_are_rows_and_judged(tmp_path, monkeypatch):
     case = CASES["quantize.fp8_rowwise"]
     rows = run.measure(bench(tmp_path), run.pairs([case], {"16384x4096": SHAPE}))
     assert values_of(rows, case.name)["target: fraction"] == 0.95
-    ((line,),) = case_results.results_of(rows).values()
+    ((line,),) = page.results_of(rows).values()
     assert line.verdict == "yes"
     slow = [replace(row, value=0.5) if row.metric == "fraction" else row for row in rows]
-    ((line,),) = case_results.results_of(slow).values()
+    ((line,),) = page.results_of(slow).values()
     assert line.verdict == "MISSED: fraction 0.5 of 0.95"
 
 

@@ -11,12 +11,11 @@ from ao_lab.cli.app import main
 from experiments.harness.paths import Paths
 from experiments.harness.rows import publish, read
 from experiments.kernels import bench as command
-from experiments.kernels import run
+from experiments.kernels import page, run
 from experiments.kernels.baselines import BASELINES
-from experiments.kernels.cases.all_cases import CASES
-from experiments.kernels.cases.case import LARGE, SHAPES, at_least
-from experiments.kernels.report import case_results, page
-from experiments.kernels.report.page import roof_of, roofline
+from experiments.kernels.cases import CASES
+from experiments.kernels.operations import LARGE, SHAPES, at_least
+from experiments.kernels.page import roof_of, roofline
 from experiments.report import plots
 from tests.experiments.harness.fake_watch import FakeWatch, bench, broken, flipped
 
@@ -36,7 +35,7 @@ def sample_rows(tmp_path_factory):
 
 
 def test_the_roofline_is_drawn_from_rows(sample_rows):
-    (found,) = case_results.results_of(sample_rows).values()
+    (found,) = page.results_of(sample_rows).values()
     text = plots.svg(roofline(found))
     for word in (
         "quantize.fp8_rowwise",
@@ -49,14 +48,14 @@ def test_the_roofline_is_drawn_from_rows(sample_rows):
         assert f"{word}</text>" in text.replace("\n", ""), word
     assert "small.fp8_rowwise" not in text
     slow = [replace(row, value=0.2) if row.metric == "fraction" else row for row in sample_rows]
-    (below,) = case_results.results_of(slow).values()
+    (below,) = page.results_of(slow).values()
     assert "below a target" in plots.svg(roofline(below))
     assert "below a target" not in text
     plots.svg(roofline([]))
 
 
 def test_the_roof_is_the_copies(sample_rows):
-    (found,) = case_results.results_of(sample_rows).values()
+    (found,) = page.results_of(sample_rows).values()
     ok = [line for line in found if line.ok and line.shape in LARGE]
     roof = roof_of(ok)
     assert [size for size, _ in roof] == [2 * 2 * 64 * 512 / 1e9]
@@ -141,7 +140,7 @@ def test_reproduce_without_a_gpu_is_one_line(monkeypatch, capsys, tmp_path):
 
 
 def test_bench_shows_what_it_measured(monkeypatch, capsys, tmp_path, sample_rows):
-    (found,) = case_results.results_of(sample_rows).values()
+    (found,) = page.results_of(sample_rows).values()
     monkeypatch.setattr(command, "has_device", lambda: True)
     monkeypatch.setattr(command, "part", lambda work, with_baselines: found if with_baselines else [])
     assert main(["bench", "mxfp4", "--json"]) == 0
@@ -163,7 +162,7 @@ def test_a_complete_run_is_published(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "PLAN", made.plan)
     monkeypatch.setattr(run, "host_times", lambda calls, *arguments, **options: dict.fromkeys(calls, 1e-6))
     # Calls from JAX have a test of their own, of a size for a CPU.
-    monkeypatch.setattr(run.jax_calls, "installed", lambda: False)
+    monkeypatch.setattr(run, "installed", lambda: False)
     monkeypatch.setitem(__import__("sys").modules, "fast", reference)
     places = Paths(tmp_path / "cache", tmp_path / "reports")
     found, written = command.complete(with_baselines=False, paths=places)

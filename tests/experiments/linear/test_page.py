@@ -1,10 +1,9 @@
 """The page of times and targets, from rows by hand."""
 
 from experiments.harness.rows import Row
-from experiments.linear import targets
+from experiments.linear import page
 from experiments.linear.methods import BASE, OF_OURS, PEERS, TORCHAO
-from experiments.linear.report import page
-from experiments.report import ratio_map
+from experiments.report import plots
 from experiments.report.plots import svg
 from experiments.report.results import by_run
 
@@ -18,7 +17,7 @@ def rows_of(part, rows, times, device="NVIDIA H200", data="14336x4096"):
         }  # fmt: skip
         found += [
             Row(
-                experiment="linear", table=f"{part}/full/{data}", setting=targets.setting_of(rows), method=method,
+                experiment="linear", table=f"{part}/full/{data}", setting=page.setting_of(rows), method=method,
                 metric=metric, value=value, unit="", device=device, seed=0, kernel="fused",
             )
             for metric, value in values.items()
@@ -62,7 +61,7 @@ def test_times_are_targets_of_one_device_and_all_of_one_shape():
     def names(device, data):
         found = rows_of("weights", 1, {"bfloat16": 31.0, "int4 g128": 10.0, "nf4": 15.0}, device, data)
         ((where, results),) = by_run(found, "weights").items()
-        return {one.name for one in targets.targets_of("weights", where, results)}
+        return {one.name for one in page.targets_of("weights", where, results)}
 
     assert "int4 g128, 1 row" in names("NVIDIA H200", "14336x4096")
     elsewhere = names("NVIDIA H100 80GB HBM3", "14336x4096")
@@ -72,7 +71,7 @@ def test_times_are_targets_of_one_device_and_all_of_one_shape():
 
 
 def test_every_target_is_of_a_method_and_of_rows_that_are_measured():
-    for one in targets.LIMITS:
+    for one in page.LIMITS:
         assert set(one.methods) <= set(OF_OURS)
         assert one.rows
     assert set(PEERS.values()) <= set(OF_OURS)
@@ -81,7 +80,7 @@ def test_every_target_is_of_a_method_and_of_rows_that_are_measured():
 
 def test_a_method_that_failed_is_named():
     failed = Row(
-        experiment="linear", table="weights/full/14336x4096", setting=targets.setting_of(1), method="nf4",
+        experiment="linear", table="weights/full/14336x4096", setting=page.setting_of(1), method="nf4",
         metric="status: wrong: no", value=0.0, unit="", device="NVIDIA H200", seed=0,
     )  # fmt: skip
     (section,) = page.sections([*ROWS[:20], failed])
@@ -91,7 +90,7 @@ def test_a_method_that_failed_is_named():
 
 
 def test_a_map_has_the_value_in_each_cell_and_the_same_distance_on_both_sides():
-    picture = svg(ratio_map.ratio_map(["a", "b"], ["1", "2"], [[0.5, 2.0], [None, 1.04]], "speed"))
+    picture = svg(plots.ratio_map(["a", "b"], ["1", "2"], [[0.5, 2.0], [None, 1.04]], "speed"))
     assert all(f">{text}<" in picture for text in ("0.50", "2.00", "1.04"))
-    assert ratio_map.power_of(2.0) == -ratio_map.power_of(0.5) == 1
-    assert all(ratio_map.power_of(value) != ratio_map.power_of(value) for value in (None, 0.0, float("inf")))
+    assert plots.power_of(2.0) == -plots.power_of(0.5) == 1
+    assert all(plots.power_of(value) != plots.power_of(value) for value in (None, 0.0, float("inf")))

@@ -6,10 +6,9 @@ import pytest
 
 from ao_lab.cli.app import main
 from experiments.harness.rows import Journal, table_parts
+from experiments.linear import page, tables
 from experiments.linear import run as experiment
-from experiments.linear import tables
 from experiments.linear.methods import ACTIVATIONS, EXPERTS, PARTS, PEERS, WEIGHTS
-from experiments.linear.report import page
 from tests.experiments.harness import tiny
 
 

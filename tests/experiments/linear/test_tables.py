@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from experiments.harness.outcome import Wrong
-from experiments.linear.layers import checked, kernel_of
+from experiments.harness.measuring import Wrong
 from experiments.linear.methods import BASE, OF_OURS
-from experiments.linear.tables import ExpertLayers, Experts, ends_of
+from experiments.linear.tables import ExpertLayers, Experts, checked, ends_of, kernel_of
 
 CPU = torch.device("cpu")
 
@@ -46,7 +45,7 @@ def test_rows_of_which_weights_are_made_dense(monkeypatch):
     """More than 64 an expert."""
     made, method = layers(), OF_OURS["int4 g128"]
     one = made.of(method, 8)[0]
-    monkeypatch.setattr("experiments.linear.layers.groups_reason", lambda w, dtype: None)
+    monkeypatch.setattr("experiments.linear.tables.groups_reason", lambda w, dtype: None)
     assert [kernel_of(method, one, rows) for rows in (8, 256, 257)] == ["fused", "fused", "dequantize"]
 
 

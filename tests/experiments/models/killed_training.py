@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.models import train, training_checkpoint
+from experiments.models import train
 from tests.experiments.harness import tiny
 
 SETTINGS = tiny.replace(tiny.TRAIN, steps=12, warmup=3)
@@ -14,8 +14,8 @@ SETTINGS = tiny.replace(tiny.TRAIN, steps=12, warmup=3)
 
 def main(folder, step):
     torch.set_num_threads(1)
-    training_checkpoint.Checkpoint.__init__.__defaults__ = (None, 0.0)
-    reached = training_checkpoint.Checkpoint.reached
+    train.Checkpoint.__init__.__defaults__ = (None, 0.0)
+    reached = train.Checkpoint.reached
     taken = []
 
     def counted(self, run):
@@ -24,5 +24,5 @@ def main(folder, step):
         if len(taken) == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training_checkpoint.Checkpoint.reached = counted
+    train.Checkpoint.reached = counted
     train.trained_model(SETTINGS, tiny.corpus(), "cpu", Path(folder))

@@ -6,8 +6,8 @@ from torch import nn
 
 import reference
 from ao_lab.config.recipe import named
-from experiments.data.storage import Stored, stored, stored_plain
-from experiments.models.language_model import LanguageModel, ModelSettings
+from experiments.data.measures import Stored, stored, stored_plain
+from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.quantized_model import PLAIN, quantized_model
 from tests.support.quantized_weights import same
 

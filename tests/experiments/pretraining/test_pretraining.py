@@ -5,14 +5,13 @@ import json
 import pytest
 
 from ao_lab.cli.app import main
-from experiments.data.corpora.split_corpus import SplitCorpus, SplitDocument
+from experiments.data.corpus import SplitCorpus, SplitDocument
 from experiments.harness.rows import Journal, read
-from experiments.models.pretraining.settings import Budget
-from experiments.models.pretraining.sizes import SIZES, Size
-from experiments.models.training_checkpoint import Checkpoint
+from experiments.models.pretraining import SIZES, Budget, Size
+from experiments.models.train import Checkpoint
 from experiments.pretraining import page
 from experiments.pretraining import run as experiment
-from experiments.pretraining.plans import settings_with, sweep
+from experiments.pretraining.run import settings_with, sweep
 from tests.experiments.harness import tiny
 from tests.experiments.models.pretraining.small import MODEL
 
@@ -90,7 +89,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
 
 def test_the_command_sweeps_and_publishes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("experiments.runs.texts.load", lambda name, path: prose())
+    monkeypatch.setattr("experiments.runs.run.load", lambda name, path: prose())
     common = ["pretrain", "tiny", "--megabytes", "0.000384", "--scale", "quick", "--device", "cpu"]
     where = ["--reports", str(tmp_path), "--corpus", "prose", "--corpus-path", str(tmp_path)]
     monkeypatch.setattr("experiments.report.pages.write_pages", lambda places: [])

@@ -12,9 +12,20 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, read
 from experiments.models import train
 from experiments.qat import page, run
-from experiments.qat.run import METHODS, PLANS, QUICK_METHODS, Method, Plan
-from experiments.qat.summary import STUDENT, Interval, deviations_of, interval, recovery
-from experiments.qat.targets import TARGETS, targets_of
+from experiments.qat.run import (
+    METHODS,
+    PLANS,
+    QUICK_METHODS,
+    STUDENT,
+    TARGETS,
+    Interval,
+    Method,
+    Plan,
+    deviations_of,
+    interval,
+    recovery,
+    targets_of,
+)
 from experiments.report import pages
 from experiments.report.results import Results
 from experiments.report.targets import Target

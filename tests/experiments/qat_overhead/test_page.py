@@ -5,10 +5,10 @@ import pytest
 from experiments.harness import registry
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Row, publish
-from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_TWO_LAYERS
+from experiments.models.llama import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_TWO_LAYERS
 from experiments.qat_overhead import page as qat_overhead_page
 from experiments.qat_overhead.page import MEMORY, TIME, missed, overheads, published
-from experiments.qat_overhead.variants import INT4, INT8_INT4, LORA, PLAIN, VARIANTS
+from experiments.qat_overhead.step import INT4, INT8_INT4, LORA, PLAIN, VARIANTS
 from experiments.report import pages
 from experiments.report.results import Results
 

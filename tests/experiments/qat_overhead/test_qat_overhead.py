@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.harness.outcome import Wrong
+from experiments.harness.bench import HostWatch, Plan
+from experiments.harness.measuring import Wrong
 from experiments.harness.rows import Journal
-from experiments.harness.timing import Plan
-from experiments.models.llama_shapes import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY, TINY_TWO_LAYERS
+from experiments.models.llama import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY, TINY_TWO_LAYERS
 from experiments.qat_overhead import run
-from experiments.qat_overhead.model import DecoderLayers, ModelWithLoss, random_model
 from experiments.qat_overhead.run import (
     COMPILED,
     EAGER,
@@ -23,16 +22,19 @@ from experiments.qat_overhead.run import (
     measure,
     remaining,
 )
-from experiments.qat_overhead.step import HostWatch, Trainer
-from experiments.qat_overhead.variants import (
+from experiments.qat_overhead.step import (
     INT4,
     INT8_INT4,
     OURS,
     PLAIN,
     RECIPES,
     VARIANTS,
+    DecoderLayers,
+    ModelWithLoss,
+    Trainer,
     Variant,
     linear_shapes,
+    random_model,
     rounding_bytes,
 )
 from experiments.report.targets import percent_over

@@ -2,7 +2,81 @@
 
 import pytest
 
-from experiments.report.targets import Target, counts, missed, percent_over
+from experiments.harness.paths import Paths
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import ROOT, read
+from experiments.report import pages
+from experiments.report.results import Where
+from experiments.report.targets import (
+    COLUMNS,
+    RunTargets,
+    Target,
+    counted,
+    counts,
+    missed,
+    missed_tables,
+    percent_over,
+)
+
+# What misses its target, by hand-made targets; and that the committed page is of the committed rows.
+
+REPORTS = ROOT / "reports"
+#: All with targets but `linear`, whose rows take long to read.
+SMALL = ("decode", "fp8_training", "generate", "kernels", "qat", "qat_overhead", "sparsity", "speed")
+
+
+def run(*targets, device="GPU", **names):
+    return RunTargets(Where("full", device, "4096x4096"), targets, **names)
+
+
+def test_rows_of_a_method_with_one_limit_share_a_line():
+    found = run(
+        Target("int4, 1 row", 10.5, 10.0, False, "us", ".1f", day="2026-11-28"),
+        Target("int4, 2 rows", 9.0, 10.0, False, "us", ".1f", day="2026-11-28"),
+        Target("int4, 4 rows", 12.0, 10.0, False, "us", ".1f", day="2026-11-28"),
+        Target("int4, 64 rows", 0.9, 1.0, value_format=".2f", day="2026-11-27"),
+        Target("int8, 64 rows", None, 1.0),
+        about="weights",
+        unit="times bfloat16",
+    )
+    (table,) = missed_tables([found])
+    assert (table.caption, tuple(table.columns)) == ("GPU: 1 of 4 reached, 1 not measured", COLUMNS)
+    about = "weights, 4096x4096"
+    assert table.lines == [
+        ["int4, 1, 4 rows", about, "10.5, 12.0 us", "at most 10", "5.0 to 20.0%", "2026-11-28"],
+        ["int4, 64 rows", about, "0.90 times bfloat16", "at least 1", "10.0%", "2026-11-27"],
+    ]
+    assert counted([found]) == "targets reached on GPU 1 of 4, 1 not measured"
+
+
+@pytest.mark.parametrize(("unit", "limit"), [("%", 0.5), ("", 0.0)])
+def test_percents_and_limits_of_zero_have_no_percentage(unit, limit):
+    (table,) = missed_tables([run(Target("gap", 2.0, limit, False, unit))])
+    assert table.lines[0][4] == ""
+
+
+def test_devices_have_tables_of_their_own_and_what_is_reached_has_none():
+    reached, late = Target("speed", 2.0, 1.0), Target("speed", 0.5, 1.0)
+    tables = missed_tables([run(reached, device="A"), run(late, device="B"), run(Target("speed", None, 1.0))])
+    assert [table.caption for table in tables] == ["B: 0 of 1 reached"]
+    assert counted([]) == ""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_committed_page_is_of_the_committed_rows(name):
+    page, module = (REPORTS / "limits.md").read_text(), EXPERIMENTS[name].page_module()
+    runs = module.targets_by_run(read(Paths.default(REPORTS).rows(name)))
+    assert f"| [{module.TITLE}]({name}.md) | {counted(runs)} |" in page
+    lines = [line for table in missed_tables(runs) for line in table.lines]
+    assert [line for line in lines if f"| {' | '.join(line)} |" not in page] == []
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS])
+def test_an_experiment_without_rows_has_nothing_to_say(name):
+    module = EXPERIMENTS[name].page_module()
+    assert module.QUESTION.endswith("?")
+    for function in ("headlines", "main_finding", "targets_by_run"):
+        assert not list(pages.optional(module, function, []))
 
 
 @pytest.mark.parametrize(

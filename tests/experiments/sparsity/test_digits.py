@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experiments.sparsity.accuracy import vision
-from experiments.sparsity.accuracy.vision import Collages, load
+from experiments.sparsity import subjects as vision
+from experiments.sparsity.subjects import Collages, load
 
 
 def test_the_file_holds_the_digits_that_scikit_learn_has():

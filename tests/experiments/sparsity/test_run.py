@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from ao_lab.cli.app import main
-from experiments.fp8_training.deadline import Deadline
+from experiments.harness.measuring import Deadline
 from experiments.harness.rows import Journal, table_parts
-from experiments.models.language_model import ModelSettings
+from experiments.models.llama import ModelSettings
+from experiments.sparsity import accuracy_page, page, pairs
 from experiments.sparsity import run as experiment
-from experiments.sparsity.accuracy import language, pairs, vision
-from experiments.sparsity.accuracy.training import Schedule
+from experiments.sparsity import subjects as vision
 from experiments.sparsity.methods import FINE_TUNINGS, METHODS, STORAGES, stored_as
-from experiments.sparsity.report import accuracy, page
+from experiments.sparsity.pairs import Schedule
 from tests.experiments.harness import tiny
 
 SHORT = Schedule(steps=2, batch=2, rate=1e-3)
@@ -26,8 +26,8 @@ def small(monkeypatch):
     )
     monkeypatch.setitem(vision.PLANS, "quick", images)
     model = ModelSettings(width=32, layers=1, heads=2, kv_heads=2, feed_forward=64, context=16)
-    text = language.Plan(model=model, start=SHORT, tune=SHORT, seeds=2, calibrated=4, evaluated=64)
-    monkeypatch.setitem(language.PLANS, "quick", text)
+    text = vision.LanguagePlan(model=model, start=SHORT, tune=SHORT, seeds=2, calibrated=4, evaluated=64)
+    monkeypatch.setitem(vision.LANGUAGE_PLANS, "quick", text)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_seeds_are_paired_and_a_killed_run_goes_on(settings, monkeypatch):
         return real(subject, model, tuning, seed)
 
     monkeypatch.setattr(pairs, "train_sparse", trained)
-    monkeypatch.setattr("experiments.harness.workers.cores", lambda: 1)
+    monkeypatch.setattr("experiments.harness.measuring.cores", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         experiment.run(only, journal)
     names = [one.name for one in FINE_TUNINGS]
@@ -113,7 +113,7 @@ def test_nothing_starts_after_the_limit(settings):
 
 
 def test_gaps_by_hand(settings):
-    images, text = vision.subject(settings), language.subject(settings)
+    images, text = vision.subject(settings), vision.language_subject(settings)
     # Points that are lost: 2 and 4; percent of more bits: 10 and 20. Student's 12.7062 / sqrt(2) times the deviation.
     lost = pairs.gap_of(images, [90.0, 80.0], [88.0, 76.0])
     assert (lost.mean, lost.half, lost.seeds) == (pytest.approx(3), pytest.approx(12.7062), 2)
@@ -139,7 +139,7 @@ def test_a_method_without_the_dense_models_seeds_has_no_gap(settings):
     assert {(one.method, one.metric, one.value) for one in made} == {
         ("b", "gap", 1.0), ("b", "gap, 95% interval", 0.0), ("b", "gap, seeds", 2.0)
     }  # fmt: skip
-    found = accuracy.gap_of(accuracy.Results(made), "b")
+    found = accuracy_page.gap_of(accuracy_page.Results(made), "b")
     assert (found.mean, found.verdict(vision.MARGIN)) == (1.0, "undecided")
 
 
@@ -152,8 +152,8 @@ def test_the_rate_rises_and_falls():
 
 
 def test_five_seeds_at_both_scales():
-    assert {language.PLANS["full"].seeds, vision.PLANS["full"].seeds} == {5}
-    assert language.PLANS["full"].model.name == "byte-level-30m"
+    assert {vision.LANGUAGE_PLANS["full"].seeds, vision.PLANS["full"].seeds} == {5}
+    assert vision.LANGUAGE_PLANS["full"].model.name == "byte-level-30m"
     assert Deadline(None).reason() is None
 
 

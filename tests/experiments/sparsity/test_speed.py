@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from experiments.fp8_training.deadline import Deadline
-from experiments.fp8_training.speed.watch import CpuWatch
-from experiments.harness.outcome import Wrong
+from experiments.harness.bench import HostWatch, Plan
+from experiments.harness.measuring import Deadline, Wrong
 from experiments.harness.rows import Journal, Row
-from experiments.harness.timing import Plan
-from experiments.models.sam_encoder import TINY, VIT_H, VIT_L
-from experiments.sparsity.report import page
-from experiments.sparsity.report import page as products_page
-from experiments.sparsity.speed import blocks, decode, encoders, linear, products, sides
-from experiments.sparsity.speed.products import BF16, FP8, Operands, operands
-from experiments.sparsity.speed.sides import DENSE, Side, Table
+from experiments.models.encoders import TINY, VIT_H, VIT_L
+from experiments.sparsity import decode, encoders, page, products, sides
+from experiments.sparsity import page as products_page
+from experiments.sparsity.products import BF16, FP8, Operands, operands
+from experiments.sparsity.sides import DENSE, Side, Table
 from tests.experiments.harness import tiny
 
 ONCE = Plan(rounds=2, warmup=0, seconds=0.1, fewest=1, span=0.0, most_calls=1)
@@ -41,7 +38,7 @@ def test_sides_are_timed_in_turn_and_one_that_fails_says_why():
         ),
         ONCE, images=4,
     )  # fmt: skip
-    found = sides.measure(CpuWatch(), table, 0.0)
+    found = sides.measure(HostWatch(), table, 0.0)
     assert found["broken"] == {"status: wrong: no": (0.0, "")}
     assert found["absent"] == {"status: missing: it": (0.0, "")}
     assert found[DENSE]["speed over dense"] == (1.0, "ratio")
@@ -54,12 +51,12 @@ def test_several_sets_are_rotated_and_operations_counted():
     asked = []
     several = [partial(asked.append, number) for number in range(2)]
     table = Table("k", "d", "s", (Side(DENSE, lambda: list(several)),), ONCE, operations=1e9)
-    values = sides.measure(CpuWatch(), table, 0.0)[DENSE]
+    values = sides.measure(HostWatch(), table, 0.0)[DENSE]
     assert set(asked) == {0, 1}
     assert values["TFLOP/s"][0] == pytest.approx(1e9 / (values["time"][0] * 1e-3) / 1e12)
 
 
-class Refusing(CpuWatch):
+class Refusing(HostWatch):
     """A watch whose capture fails."""
 
     def capture(self, calls):
@@ -107,24 +104,27 @@ def test_nothing_is_measured_after_the_limit_or_without_a_gpu(tmp_path, monkeypa
 
 
 def test_a_step_of_a_sparse_layer_has_the_masked_weights_product():
-    step = linear.sparse(SHAPE, "cpu", 0, "dense", torch.float32, renew=True)
+    step = products.sparse(SHAPE, "cpu", 0, "dense", torch.float32, renew=True)
     dx, dw, db = step()
     assert [tuple(one.shape) for one in (dx, dw, db)] == [(16, 64), (32, 64), (32,)]
     # Straight through: the weight gradient is dense, that of the input is of the masked weight.
-    _, plain, _ = linear.dense(SHAPE, "cpu", 0, torch.float32)()
+    _, plain, _ = products.linear_dense(SHAPE, "cpu", 0, torch.float32)()
     assert torch.equal(dw, plain)
-    assert not torch.equal(dx, linear.dense(SHAPE, "cpu", 0, torch.float32)()[0])
+    assert not torch.equal(dx, products.linear_dense(SHAPE, "cpu", 0, torch.float32)()[0])
 
 
 def test_a_wrong_product_gets_no_time(monkeypatch):
-    real = linear.expected
-    monkeypatch.setattr(linear, "expected", lambda weight, x: -real(weight, x))
+    real = products.expected
+    monkeypatch.setattr(products, "expected", lambda weight, x: -real(weight, x))
     with pytest.raises(Wrong, match=r"differs by 2\.0e"):
-        linear.sparse(SHAPE, "cpu", 0, "dense", torch.float32, renew=False)
+        products.sparse(SHAPE, "cpu", 0, "dense", torch.float32, renew=False)
 
 
 def test_the_tables_have_the_published_shapes():
-    assert [one.data for one in linear.tables("cpu", 0)] == ["13008x1024x4096", "13008x4096x1024"] * 2
+    assert [one.data for one in products.linear_tables("cpu", 0)] == [
+        "13008x1024x4096",
+        "13008x4096x1024",
+    ] * 2
     own, others = encoders.training_tables("cpu", 0)
     assert (own.data, own.setting) == (VIT_L.name, encoders.training_setting())
     # cuSPARSELt would take all of the time that there is for the others.
@@ -136,28 +136,37 @@ def test_the_tables_have_the_published_shapes():
 
 
 def test_layers_are_timed_as_graphs_first_and_cusparselt_last(monkeypatch):
-    monkeypatch.setattr(linear, "EAGER_PLAN", ONCE)
-    monkeypatch.setattr(linear, "GRAPH_PLAN", ONCE)
-    made = linear.tables("cpu", 0, (SHAPE,), "dense", "dense")
-    ours = [DENSE, linear.OWN, linear.OWN_KEPT, linear.PRUNING]
-    assert [(one.setting, one.graph) for one in made] == [(linear.GRAPH, True), (linear.EAGER, False)]
-    assert [[side.name for side in one.sides] for one in made] == [ours, [*ours, linear.SPARSE, linear.KEPT]]
-    assert [side.name for one in made for side in one.sides if side.foreign] == [linear.SPARSE, linear.KEPT]
+    monkeypatch.setattr(products, "EAGER_PLAN", ONCE)
+    monkeypatch.setattr(products, "GRAPH_PLAN", ONCE)
+    made = products.linear_tables("cpu", 0, (SHAPE,), "dense", "dense")
+    ours = [DENSE, products.LINEAR_OWN, products.OWN_KEPT, products.PRUNING]
+    assert [(one.setting, one.graph) for one in made] == [(products.GRAPH, True), (products.EAGER, False)]
+    assert [[side.name for side in one.sides] for one in made] == [
+        ours,
+        [*ours, products.SPARSE, products.KEPT],
+    ]
+    assert [side.name for one in made for side in one.sides if side.foreign] == [
+        products.SPARSE,
+        products.KEPT,
+    ]
     for one in made:
-        times = sides.measure(CpuWatch(), one, 0.0)
+        times = sides.measure(HostWatch(), one, 0.0)
         assert all("time" in times[side.name] for side in one.sides)
     renewed = []
-    monkeypatch.setattr(linear, "sparse", lambda *given, renew: renewed.append((given[3], renew)))
-    for side in linear.sides_of(SHAPE, "cpu", 0, "mine", ("theirs",))[1:]:
-        if side.name != linear.PRUNING:
+    monkeypatch.setattr(products, "sparse", lambda *given, renew: renewed.append((given[3], renew)))
+    for side in products.sides_of(SHAPE, "cpu", 0, "mine", ("theirs",))[1:]:
+        if side.name != products.PRUNING:
             side.build()
     assert renewed == [("mine", True), ("mine", False), ("theirs", True), ("theirs", False)]
 
 
 def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypatch):
-    place, data = (linear.OWN, "speed over dense"), "13008x1024x4096"
-    rows = [row("linear", data, *place, 1.1, linear.EAGER), row("linear", data, *place, 1.2, linear.GRAPH)]
-    rows.append(row("linear", data, linear.SPARSE, "speed over dense", 0.1, linear.EAGER))
+    place, data = (products.LINEAR_OWN, "speed over dense"), "13008x1024x4096"
+    rows = [
+        row("linear", data, *place, 1.1, products.EAGER),
+        row("linear", data, *place, 1.2, products.GRAPH),
+    ]
+    rows.append(row("linear", data, products.SPARSE, "speed over dense", 0.1, products.EAGER))
     (found,) = [one for one in page.comparisons(rows) if one.measured is not None]
     assert (found.measured, found.published) == (1.2, 1.24)
     assert found.measured_on == "a GPU, CUDA graph, own kernels"
@@ -165,7 +174,7 @@ def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypat
     assert (found.measured, found.measured_on) == (1.1, "a GPU, eager, own kernels")
     assert page.speed_findings(rows) == [
         f"Linear layers in training (full scale, a GPU, {data}), speed over dense: "
-        f"{linear.EAGER}: 2:4, own kernels 1.10, 2:4 0.10; {linear.GRAPH}: 2:4, own kernels 1.20."
+        f"{products.EAGER}: 2:4, own kernels 1.10, 2:4 0.10; {products.GRAPH}: 2:4, own kernels 1.20."
     ]
 
 
@@ -218,7 +227,7 @@ def test_shapes_and_methods_of_the_bars():
     ours = [products.OWN, products.CUSPARSELT]
     assert named == [[DENSE, products.DENSE_FP8, *ours, products.CUTLASS], [DENSE, *ours]]
     assert {"8192x8192x8192", "16384x4096x14336", "2048x4096x14336"} <= {one.data for one in found}
-    assert [one.data.split(", ")[1] for one in blocks.tables("cpu", 0)] == [
+    assert [one.data.split(", ")[1] for one in decode.tables("cpu", 0)] == [
         f"{count} rows" for count in (1, 16, 4, 2, 8)
     ]
 
@@ -258,24 +267,24 @@ def test_all_algorithms_are_looked_at_and_right_ones_taken(element, monkeypatch)
 
 def test_blocks_multiply_by_their_weights(monkeypatch):
     shapes = ((64, 128), (128, 64))
-    for name, convert in blocks.CONVERSIONS.items():
-        if name != blocks.SPARSE_FP8:
-            (call,) = blocks.calls(shapes, "cpu", 0, 3, convert)
+    for name, convert in decode.CONVERSIONS.items():
+        if name != decode.SPARSE_FP8:
+            (call,) = decode.calls(shapes, "cpu", 0, 3, convert)
             assert [tuple(one.shape) for one in call()] == [(3, 128), (3, 64)]
     tuned = []
     monkeypatch.setattr(
         decode.ao_lab, "tune", lambda model, x, **options: tuned.append((x.shape[1], options))
     )
-    blocks.calls(shapes, "cpu", 0, 3, blocks.CONVERSIONS[blocks.SPARSE_FP8])
+    decode.calls(shapes, "cpu", 0, 3, decode.CONVERSIONS[decode.SPARSE_FP8])
     assert tuned == [(k, {"rows": (16,), "launches": "graph"}) for k in (64, 128)]
     layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -(x @ self.weight.t()))
     with pytest.raises(Wrong, match=r"differs by 2\.0e"):
-        blocks.check(layer, torch.randn(3, 64).bfloat16())
+        decode.check(layer, torch.randn(3, 64).bfloat16())
 
 
 def test_the_llama_block_has_its_shapes():
-    found = blocks.shapes_of(blocks.LLAMA_3_1_8B)
+    found = decode.shapes_of(decode.LLAMA_3_1_8B)
     assert found == ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
@@ -313,7 +322,7 @@ def row(kind, data, method, metric, value, setting="s"):
 
 def test_published_values_stand_beside_the_same_shape(monkeypatch):
     rows = [
-        row("linear", "13008x1024x4096", linear.OWN, "speed over dense", 1.3, linear.EAGER),
+        row("linear", "13008x1024x4096", products.LINEAR_OWN, "speed over dense", 1.3, products.EAGER),
         row("vit", VIT_L.name, encoders.OWN, "time", 100.0, encoders.training_setting()),
         row("sam", VIT_H.name, DENSE, "images/s", 70.0),
     ]
@@ -333,7 +342,9 @@ def test_a_figure_is_of_what_its_gpu_measured_and_stands_once(monkeypatch):
     shown = []
     monkeypatch.setattr(page, "dots", lambda labels, series, *_, **__: shown.append(series))
     shapes = ("13008x1024x4096", "13008x4096x1024")
-    rows = [row("linear", shape, linear.OWN, "speed over dense", 1.3, linear.EAGER) for shape in shapes]
+    rows = [
+        row("linear", shape, products.LINEAR_OWN, "speed over dense", 1.3, products.EAGER) for shape in shapes
+    ]
     rows += [replace(one, device="NVIDIA H200", value=1.5) for one in rows]
     names = [one.name for section in page.speed_sections(rows) for one in section.drawings]
     assert sorted(names) == ["sparsity-linear-ratios-full", "sparsity-linear-ratios-full-a-gpu"]

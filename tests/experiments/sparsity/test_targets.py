@@ -3,9 +3,9 @@
 import pytest
 
 from experiments.harness.rows import Row
-from experiments.models.sam_encoder import VIT_L
-from experiments.sparsity.report.page import targets_by_run
-from experiments.sparsity.speed import encoders, linear
+from experiments.models.encoders import VIT_L
+from experiments.sparsity import encoders, products
+from experiments.sparsity.page import targets_by_run
 
 FACTS = {"unit": "", "device": "GPU", "seed": 0, "experiment": "sparsity", "date": "2026-11-27T"}
 
@@ -18,13 +18,16 @@ def row(table, setting, method, metric, value):
 def test_layers_are_held_to_the_published_speed_as_a_graph(speed, verdict):
     table = "linear/full/13008x4096x1024"
     rows = [
-        row(table, setting, linear.OWN, "speed over dense", value)
-        for setting, value in ((linear.EAGER, 0.5), (linear.GRAPH, speed))
+        row(table, setting, products.LINEAR_OWN, "speed over dense", value)
+        for setting, value in ((products.EAGER, 0.5), (products.GRAPH, speed))
     ]
     (run,) = targets_by_run(rows)
     (target,) = run.targets
     assert (target.limit, target.value, target.verdict, target.day) == (1.27, speed, verdict, "2026-11-27")
-    assert targets_by_run([row(table, linear.GRAPH, linear.OWN, "time", 1.0)])[0].targets[0].value is None
+    assert (
+        targets_by_run([row(table, products.GRAPH, products.LINEAR_OWN, "time", 1.0)])[0].targets[0].value
+        is None
+    )
 
 
 def test_a_step_is_held_to_speed_and_memory():

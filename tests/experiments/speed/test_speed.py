@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.harness.outcome import Wrong
+from experiments.harness.measuring import Wrong
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.linear.methods import OF_OURS
 from experiments.report.results import Results
 from experiments.runs import run as harness
 from experiments.speed import page, run
-from experiments.speed.run import COMPARISONS, Comparison, Pair
-from experiments.speed.targets import target_of
+from experiments.speed.run import COMPARISONS, Comparison, Pair, target_of
 from tests.experiments.harness import tiny
 
 X = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
@@ -122,6 +121,6 @@ def test_layers_with_several_rows_are_checked_too(name, monkeypatch):
     pair.check()
     assert comparison.name == f"2 rows, {name}, bfloat16"
     assert pair.ours().shape == pair.theirs().shape == (2, 384)
-    monkeypatch.setattr("experiments.linear.layers.LIMIT", 0.0)
+    monkeypatch.setattr("experiments.linear.tables.LIMIT", 0.0)
     with pytest.raises(Wrong, match="outputs differ"):
         pair.check()

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from ao_lab.quantization.prepared_products import PreparedProducts
-from experiments.generate.methods import METHODS
-from experiments.generate.stage import Stage
+from experiments.generate.tables import METHODS, Stage
 
 NAMES = ("bfloat16", "fp8 dynamic, rows", "int4 g128", "int8", "mxfp4")
 #: Linear layers of a decoder layer; calls before the first that counts; rounds.

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from experiments.data.corpora.record import load
-from experiments.data.corpora.split_corpus import evaluation_texts
-from experiments.fp8_training.training.convergence import converter
-from experiments.fp8_training.training.plans import BASE, PAIRED, PLANS
-from experiments.models.pretraining.evaluation import BATCH, windows
-from experiments.models.pretraining.training import pretrain
+from experiments.data.corpora import load
+from experiments.data.corpus import evaluation_texts
+from experiments.fp8_training.convergence import converter
+from experiments.fp8_training.methods import BASE, PAIRED, PLANS
+from experiments.models.pretraining import BATCH, pretrain, windows
 from experiments.models.train import text_of
 
 RARE = 10

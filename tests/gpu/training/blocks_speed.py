@@ -20,7 +20,7 @@ import torch
 
 import ao_lab
 from ao_lab.training.fused_modules import fuse_layers_, fusions
-from experiments.models.llama_shapes import LLAMA_3_8B_TWO_LAYERS
+from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
 from experiments.qat_overhead.step import GB, Trainer
 from reference.training import RECIPES
 

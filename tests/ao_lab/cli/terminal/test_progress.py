@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ao_lab.cli.terminal import progress
-from experiments.harness.progress import bar as bar_of_experiments
+from experiments.harness.measuring import bar as bar_of_experiments
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -58,7 +58,7 @@ def test_the_report():
 
 
 def test_blocks_are_selected_as_for_one_shot_pruning():
-    from experiments.models.language_model import LanguageModel, ModelSettings
+    from experiments.models.llama import LanguageModel, ModelSettings
 
     net = LanguageModel(ModelSettings(layers=2, width=32, feed_forward=64))
     once = sparsify_(copy.deepcopy(net), SparsityConfig())

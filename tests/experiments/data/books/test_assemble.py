@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.data.books import assemble
-from experiments.data.books.assemble import (
+from experiments.data import books as assemble
+from experiments.data.books import (
     HELD_OUT,
     body_files,
     by_hash,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from experiments.models.language_model import ModelSettings
-from experiments.models.pretraining.settings import Budget, PretrainSettings
+from experiments.models.llama import ModelSettings
+from experiments.models.pretraining import Budget, PretrainSettings
 
 MODEL = ModelSettings(width=32, layers=1, heads=2, kv_heads=2, feed_forward=64, context=16)
 #: Twelve steps of 64 bytes.

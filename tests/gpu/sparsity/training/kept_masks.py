@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import ao_lab
 from ao_lab.sparsity.training import api, layers, products
-from experiments.sparsity.speed.linear import SHAPES, dense, layer_of, step_of
+from experiments.sparsity.products import SHAPES, layer_of, linear_dense, step_of
 from fast.kernels import cublaslt
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
@@ -225,7 +225,7 @@ def one_stream(step: Step) -> Step:
 def time_layers(progress: Progress, shape: tuple[int, int, int]) -> None:
     """All sides, in turn."""
     steps = {
-        "dense": dense(shape, "cuda", 0),
+        "dense": linear_dense(shape, "cuda", 0),
         "found": layer(shape, config_of("recomputed"), counts=True),
         "kept": layer(shape, config_of("recomputed"), counts=False),
         "kept, one stream": one_stream(layer(shape, config_of("recomputed"), counts=False)),

@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/gpu/sparsity/training/profile_mlp_blocks.py [--blocks 6] [--batch 8] [--rounds 7]
 
 A block is what a ViT-L block has of an MLP: x + lin2(gelu(lin1(norm(x)))), at the rows of the step that is measured
-(`experiments.sparsity.speed.encoders`: 64 x 64 patches an image), float16, each block compiled by itself, masks found anew in
+(`experiments.sparsity.encoders`: 64 x 64 patches an image), float16, each block compiled by itself, masks found anew in
 each step. Printed are for both sides the MB that forward keeps and the peak of memory beside what was there before,
 microseconds that a block takes of a step (CUDA graphs, medians of rounds in turn), what the step of all of ViT-L would save,
 and the kernels that torch's profiler saw, by microseconds of a block, at the clocks of a GPU that was idle before. Exits with 1
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import ao_lab
-from experiments.models.sam_encoder import VIT_L, SamMlp, is_mlp
+from experiments.models.encoders import VIT_L, SamMlp, is_mlp
 from tests.gpu.sparsity.training.column_sums import replayed
 from tests.gpu.sparsity.training.profile_training_layer import graph_of
 

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import ao_lab
-from experiments.sparsity.speed.linear import SHAPES, dense, layer_of, sparse
+from experiments.sparsity.products import SHAPES, layer_of, linear_dense, sparse
 from fast.sparsity.compress_masked import DTYPES
 from tests.gpu.sparsity.progress import Progress
 from tests.gpu.sparsity.training import column_sums, kernels, linear_gradients
@@ -47,7 +47,7 @@ def sides(shape: tuple[int, int, int]) -> dict[str, Callable[[], Step]]:
     """What is timed, by name."""
     own = partial(sparse, shape, "cuda", 0, "sparse_wgmma")
     return {
-        "dense": partial(dense, shape, "cuda", 0),
+        "dense": partial(linear_dense, shape, "cuda", 0),
         "ours, masks found": partial(own, renew=True),
         "ours, masks kept": partial(own, renew=False),
     }

@@ -1,1 +1,0 @@
-"""Texts that experiments can run on: a module each, with a record of itself."""

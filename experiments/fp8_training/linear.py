@@ -1,0 +1,313 @@
+"""One linear layer, forward and backward, eager and from a CUDA graph: times, errors, host time, fraction of the floor.
+
+All methods of a shape are timed in turn, round by round, each after calls of its own, bfloat16 first and once more last; then
+in single calls after a pause. A method's outputs and gradients are compared with those of the same operands in float32 before
+it is timed. On a CPU small shapes take the same path; errors mean there what they mean on a GPU, times do not.
+
+The least time of a linear layer's forward and backward: its operations at the measured matrix rate, and the bytes of its
+casts at the measured copy rate.
+
+A recipe's product runs at the rate of the units that its operands need: 8-bit floats with one scale for a row or a tensor at
+that of `torch._scaled_mm`, all others (no Hopper multiplies MX blocks or dense operands otherwise) at that of bfloat16. A cast
+reads each tensor once, 2 bytes an element, and writes a byte (of 4-bit formats half a byte) in each of the two layouts that
+its products ask for. Nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ao_lab.training.products import is_one_scale
+from experiments.fp8_training.methods import FLOAT8, PLAIN, SUMMED_FAST, Method, methods
+from experiments.harness.bench import (
+    AGAIN,
+    IDLE,
+    SETTLE,
+    Plan,
+    Span,
+    Watch,
+    after_pause,
+    host_times,
+    prepare,
+    steady,
+    summary,
+    watch_of,
+)
+from experiments.harness.cuda_graph import compiled_runs
+from experiments.harness.measuring import Deadline, Values, Wrong, attempt, free, status
+from reference.training.recipe import Operand, Product, recipe_of
+
+#: Side of the products that say what the matrix units do, and bytes of the copy.
+SIDE, COPIED = 8192, 2**30
+RATES_PLAN = Plan(rounds=10, warmup=2, seconds=0.5, span=1e-3)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device was measured to do: operations a second of 8-bit floats and bfloat16, bytes a second of a copy."""
+
+    float8: float
+    bfloat16: float
+    copy: float
+
+
+def measure_rates(watch: Watch) -> Rates:
+    """Rates on random data, each of its own steady state, as layers are timed."""
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
+    one = torch.ones((), device="cuda")
+    source = torch.randn(COPIED // 4, device="cuda")
+    target = torch.empty_like(source)
+
+    def scaled() -> torch.Tensor:
+        return torch._scaled_mm(
+            a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    calls: dict[str, Callable[[], object]] = {
+        "float8": scaled,
+        "bfloat16": lambda: a @ b.t(),
+        # A kernel: the copy engines of a GPU are slower than its multiprocessors.
+        "copy": lambda: torch.neg(source, out=target),
+    }
+    spans = {name: prepare(watch, [call], RATES_PLAN) for name, call in calls.items()}
+    times = {name: summary(one).median for name, one in steady(watch, spans, RATES_PLAN).items()}
+    operations = 2 * SIDE**3
+    return Rates(operations / times["float8"], operations / times["bfloat16"], 2 * COPIED / times["copy"])
+
+
+def floor_seconds(shape: tuple[int, int, int], recipe: str, rates: Rates) -> float:
+    """Seconds of forward and backward of a layer (M, K, N) by a recipe; "" is bfloat16."""
+    m, k, n = shape
+    record = recipe_of(recipe or "bf16")
+    products = (record.output, record.input_grad, record.weight_grad)
+    work = sum(2 * m * k * n / rate_of(one, rates) for one in products)
+    sizes = {"x": m * k, "w": n * k, "g": m * n}
+    x, w, g, w_t, g_t, x_t = record.operands
+    casts = {"x": (x, x_t), "w": (w, w_t), "g": (g, g_t)}
+    return work + sum(cast_bytes(sizes[name], *pair) for name, pair in casts.items()) / rates.copy
+
+
+def rate_of(product: Product, rates: Rates) -> float:
+    """Operations a second of the units that a product's operands need."""
+    schemes = [operand.scheme for operand in (product.a, product.b)]
+    plain = all(
+        one is not None and one.element.startswith("float8_") and is_one_scale(one) for one in schemes
+    )
+    return rates.float8 if plain else rates.bfloat16
+
+
+def cast_bytes(elements: int, rows: Operand, columns: Operand) -> float:
+    """Bytes of a tensor's casts: one read for both copies; none where neither is quantized."""
+    made = [one.scheme.format.bits / 8 for one in (rows, columns) if one.scheme is not None]
+    return elements * (2 + sum(made)) if made else 0.0
+
+
+KIND = "linear"
+EAGER, GRAPH = "eager", "CUDA graph"
+#: Rows, inputs, outputs.
+Shape = tuple[int, int, int]
+SHAPES: tuple[Shape, ...] = (
+    (16384, 4096, 14336),
+    (8192, 4096, 4096),
+    (4096, 1024, 2048),
+    (2048, 1024, 1024),
+)
+STAND_INS: tuple[Shape, ...] = ((256, 128, 256),)
+MX = ("blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+PLAN = Plan(rounds=15, warmup=1, seconds=8.0, span=2e-3, most_calls=8)
+QUICK = Plan(rounds=2, warmup=0, seconds=0.5, fewest=2, most_calls=1)
+#: Largest relative error of an output or gradient; beyond it a method is wrong and gets no time. 4-bit formats reach 0.3.
+LIMIT = 0.6
+
+
+def all_methods(device: str) -> tuple[Method, ...]:
+    """Every recipe of ours and torchao's; on a GPU those of 8-bit floats compiled too, which is how torchao is meant to run,
+    and with fast sums, which on a CPU are no other sums."""
+    if device != "cuda":
+        return methods(*FLOAT8, *MX)
+    compiled = [one for one in methods(*FLOAT8, fast=SUMMED_FAST, compiled=True) if one.recipe]
+    return (*methods(*FLOAT8, *MX, fast=SUMMED_FAST), *compiled)
+
+
+def label(method: Method) -> str:
+    """The method of its rows."""
+    return f"{method.name}, compiled" if method.compiled else method.name
+
+
+@dataclass
+class Layer:
+    """A layer with its input and output gradient, random normal, and its forward and backward."""
+
+    module: nn.Linear
+    x: Tensor
+    g: Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, device: str, seed: int) -> Layer:
+        """The same values for the same shape and seed, in bfloat16."""
+        m, k, n = shape
+        generator = torch.Generator(device).manual_seed(seed)
+        draw = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+        module = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+        module.weight.data.normal_(std=k**-0.5, generator=generator)
+        return cls(module, torch.randn(m, k, **draw).requires_grad_(), torch.randn(m, n, **draw))
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, gradient of the input, gradient of the weight; nothing accumulates."""
+        y = self.module(self.x)
+        dx, dw = torch.autograd.grad(y, (self.x, self.module.weight), self.g)
+        return y, dx, dw
+
+    def exact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same in float32 without low precision anywhere."""
+        x, w, g = (one.detach().float() for one in (self.x, self.module.weight, self.g))
+        return x @ w.t(), g @ w, g.t() @ x
+
+
+@dataclass
+class Bench:
+    """What a table of linear layers is measured with."""
+
+    device: str
+    seed: int
+    watch: Watch
+    deadline: Deadline
+    rates: Rates | None = None
+    plan: Plan = field(default=PLAN)
+    #: Seconds of calls of its own before a method is timed.
+    settle: float = SETTLE
+    #: Seconds without work before a single call.
+    idle: float = IDLE
+
+    @classmethod
+    def of(cls, device: str, seed: int, deadline: Deadline) -> Bench:
+        """On a GPU with its rates, which the floor is made of; on a CPU nothing comes before a call: its times say nothing."""
+        watch = watch_of(device)
+        if device != "cuda":
+            return cls(device, seed, watch, deadline, plan=QUICK, settle=0.0, idle=0.0)
+        return cls(device, seed, watch, deadline, measure_rates(watch))
+
+
+def measure(
+    bench: Bench, shape: Shape, chosen: Sequence[Method] | None = None
+) -> dict[tuple[str, str], Values]:
+    """Values of each (setting, method) for a shape; a method that fails has a status instead."""
+    found: dict[tuple[str, str], Values] = {}
+    layers: dict[str, tuple[Method, Layer]] = {}
+    torch.compiler.reset()
+    for method in all_methods(bench.device) if chosen is None else chosen:
+        reason = method.missing() or bench.deadline.reason()
+        values = status(reason) if reason else attempt(lambda m=method: checked(bench, shape, m, layers))
+        found[EAGER, label(method)] = values
+    if layers:
+        time_eager(bench, shape, layers, found)
+    if layers and bench.device == "cuda":
+        time_graphs(bench, shape, layers, found)
+    layers.clear()
+    free()
+    return found
+
+
+def checked(bench: Bench, shape: Shape, method: Method, layers: dict[str, tuple[Method, Layer]]) -> Values:
+    """Errors of a method; it is added to the layers. `Wrong` where an error is not below LIMIT."""
+    layer = Layer.of(shape, bench.device, bench.seed)
+    expected = layer.exact()
+    if method.recipe:
+        method.prepare(holder := nn.Sequential(layer.module))
+        layer = replace(layer, module=holder[0])
+    if method.compiled:
+        layer.module.compile(dynamic=False)
+    values: Values = {}
+    for name, made, exact in zip(
+        ("output", "input gradient", "weight gradient"), layer.step(), expected, strict=True
+    ):
+        error = relative_error(made, exact)
+        if not error < LIMIT:
+            raise Wrong(f"the {name} differs by {error:.3f} of its size")
+        values[f"error of the {name}"] = (error, "ratio")
+    with compiled_runs(method.compiled):
+        layer.step()
+    layers[label(method)] = method, layer
+    return values
+
+
+def relative_error(made: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of what is exact."""
+    return float((made.detach().float() - exact).norm() / exact.norm())
+
+
+def time_eager(
+    bench: Bench, shape: Shape, layers: dict[str, tuple[Method, Layer]], found: dict[tuple[str, str], Values]
+) -> None:
+    """Add device times of launches one by one, and host times."""
+    calls: dict[str, Callable[[], object]] = {name: layer.step for name, (_, layer) in layers.items()}
+    spans = {name: Span(1, call, call) for name, call in calls.items()}
+    for call in calls.values():
+        call()
+    times = steady(bench.watch, spans, bench.plan, bench.settle, graph=False)
+    add_times(bench, shape, layers, times, found, EAGER)
+    add_single(bench, calls, found, EAGER)
+    if bench.device == "cuda":
+        for name, seconds in host_times(calls, bench.watch.sync, batches=4, batch=8).items():
+            found[EAGER, name]["host time"] = (seconds * 1e6, "us")
+
+
+def time_graphs(
+    bench: Bench, shape: Shape, layers: dict[str, tuple[Method, Layer]], found: dict[tuple[str, str], Values]
+) -> None:
+    """Add device times of CUDA graphs, of the methods that can be captured."""
+    spans: dict[str, Span] = {}
+    single: dict[str, Callable[[], object]] = {}
+    for name, (_, layer) in layers.items():
+
+        def capture(name: str = name, layer: Layer = layer) -> Values:
+            span = prepare(bench.watch, [layer.step], bench.plan)
+            single[name] = span.graph if span.count == 1 else bench.watch.capture([layer.step])
+            spans[name] = span
+            return {}
+
+        found[GRAPH, name] = attempt(capture)
+    if spans:
+        kept = {name: layers[name] for name in spans}
+        times = steady(bench.watch, spans, bench.plan, bench.settle)
+        add_times(bench, shape, kept, times, found, GRAPH)
+        add_single(bench, {name: single[name] for name in spans}, found, GRAPH)
+
+
+def add_single(
+    bench: Bench, calls: dict[str, Callable[[], object]], found: dict[tuple[str, str], Values], setting: str
+) -> None:
+    """Add medians of single calls after a pause."""
+    for name, seconds in after_pause(bench.watch, calls, bench.idle).items():
+        found[setting, name]["time after a pause"] = (summary(seconds).median * 1e3, "ms")
+
+
+def add_times(
+    bench: Bench, shape: Shape, layers: dict[str, tuple[Method, Layer]], times: dict[str, list[float]],
+    found: dict[tuple[str, str], Values], setting: str,
+) -> None:  # fmt: skip
+    """Median, quantiles, ratio to bfloat16 and fraction of the floor."""
+    base = summary(times[PLAIN.name]).median if PLAIN.name in times else None
+    for name, (method, _) in layers.items():
+        timing, values = summary(times[name]), found[setting, name]
+        values["time"] = (timing.median * 1e3, "ms")
+        values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
+        if base is not None:
+            values["time over bfloat16"] = (timing.median / base, "ratio")
+        if bench.rates is not None:
+            least = floor_seconds(shape, method.recipe, bench.rates)
+            values["fraction of the floor"] = (least / timing.median, "ratio")
+    if base is not None and AGAIN in times:
+        again = summary(times[AGAIN]).median
+        found[setting, PLAIN.name]["time again over the first"] = (again / base, "ratio")
+
+
+def data_of(shape: Shape) -> str:
+    """How tables call a shape."""
+    m, k, n = shape
+    return f"{m}x{k}x{n}"

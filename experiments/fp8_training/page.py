@@ -1,0 +1,532 @@
+"""The page of experiment `fp8_training`: gaps to bfloat16 first, then speed, with published tables beside ours.
+
+What others published about FP8 training, as tables, and as comparisons with measured rows of the same shapes and recipe.
+
+Their models are whole and run on many GPUs with an optimizer; ours are a few layers on one. So of their tables nothing but the
+grid of small modules, whose shapes are ours, has a measured value beside it; for the others pages show both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from experiments.fp8_training import blocks, convergence_page, faults, fsdp, grid, linear
+from experiments.fp8_training.blocks import LLAMA_3_2_3B_FOUR_LAYERS
+from experiments.fp8_training.convergence import BEYOND, GAPS, Gap
+from experiments.fp8_training.convergence_page import (
+    SPEED_RATIO,
+    of_blocks,
+    of_fsdp,
+    of_linear,
+    ours,
+    rate_of,
+    target_table,
+    verdict,
+)
+from experiments.fp8_training.convergence_page import targets_by_run as targets_by_run
+from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PLANS, SWEEP
+from experiments.harness.bench import IDLE, SETTLE, SINGLE
+from experiments.harness.revision import TORCHAO
+from experiments.harness.rows import Row
+from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
+from experiments.pretraining.run import BITS
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
+from experiments.report.plots import heatmap
+from experiments.report.results import (
+    FOLDER,
+    Columns,
+    Published,
+    Results,
+    Where,
+    best_run,
+    by_run,
+    failures,
+    number,
+    read,
+    table,
+)
+from experiments.report.targets import Target
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Metrics of the models' tables that are counted in tokens or gigabytes.
+TABLED = ("throughput", "throughput_per_gpu", "peak_memory", "peak_reserved_memory")
+SPEED = "speed over bfloat16, kernels"
+
+
+@lru_cache(maxsize=1)
+def of_models() -> tuple[Published, ...]:
+    """Rows of whole models."""
+    return read(FOLDER / "fp8_training.csv")
+
+
+@lru_cache(maxsize=1)
+def of_grid() -> dict[str, Published]:
+    """Speeds over bfloat16 of the grid, by cell."""
+    return {one.setting: one for one in read(FOLDER / "fp8_rowwise_grid.csv")}
+
+
+def model_table(model: str) -> Table:
+    """Published throughput, memory and speed over bfloat16 of a model; "" is all of them."""
+    lines: dict[tuple[str, str, str], dict[str, float]] = {}
+    for one in of_models():
+        if one.model == model:
+            lines.setdefault((one.method, one.hardware, one.setting), {})[one.metric] = one.value
+    cells = []
+    for (method, hardware, setting), values in lines.items():
+        base = next((found for key, found in lines.items() if key[1:] == (hardware, setting)), {})
+        speed = next((values[name] for name in TABLED[:2] if name in values), None)
+        first = next((base[name] for name in TABLED[:2] if name in base), None)
+        peak = next((values[name] for name in TABLED[2:] if name in values), None)
+        if speed is not None and first:
+            cells.append(
+                [method, hardware, setting, number(speed, 0), number(speed / first, 3), number(peak, 2)]
+            )
+    columns = ["training", "on", "setting", "tokens/s a GPU", "over bfloat16", "peak (GB)"]
+    return Table(f"Published: {model}", columns, cells)
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Every published value; ours beside it in the grid alone, by the sum of kernel times as there."""
+    runs = {
+        where: found
+        for where, found in by_run(rows, grid.KIND).items()
+        if where.scale == "full" and where.device != "cpu"
+    }
+    found = best_run(runs)
+    others = [
+        Comparison(
+            model=one.model,
+            method=one.method,
+            metric=one.metric.replace("_", " "),
+            unit=one.unit,
+            published=one.value,
+            published_on=one.hardware,
+            source=source_of(one),
+        )
+        for one in of_models()
+    ]
+    return others + [compared(one, found) for one in of_grid().values()]
+
+
+def compared(one: Published, found: tuple[Where, Results] | None) -> Comparison:
+    """A cell of the grid beside ours with the recipe forced."""
+    forced = grid.FORCED.name
+    measured = found[1].value(one.setting, forced, SPEED) if found else None
+    return Comparison(
+        f"{one.model} {one.setting}",
+        one.method,
+        "speed over bfloat16",
+        "ratio",
+        one.value,
+        one.hardware,
+        source_of(one),
+        measured,
+        f"{found[0].device}, eager" if found and measured is not None else "",
+    )
+
+
+def source_of(one: Published) -> str:
+    """Paper and place."""
+    return f"{one.paper}, {one.source}"
+
+
+# Sections about time and memory: single layers, decoder layers, the grid.
+
+LINEAR: Columns = {
+    "time": ("ms", 3, 1.0),
+    "time, 20%": ("20%", 3, 1.0),
+    "time, 80%": ("80%", 3, 1.0),
+    "time over bfloat16": ("over bfloat16", 3, 1.0),
+    "time after a pause": ("after a pause (ms)", 3, 1.0),
+    "fraction of the floor": ("of the floor", 3, 1.0),
+    "host time": ("host (us)", 0, 1.0),
+    "error of the output": ("error, output", 4, 1.0),
+    "error of the input gradient": ("error, dx", 4, 1.0),
+    "error of the weight gradient": ("error, dw", 4, 1.0),
+}
+BLOCKS: Columns = {
+    "time": ("ms", 2, 1.0),
+    "time, 20%": ("20%", 2, 1.0),
+    "time, 80%": ("80%", 2, 1.0),
+    "tokens/s": ("tokens/s", 0, 1.0),
+    "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
+    "peak memory": ("peak (GB)", 3, 1.0),
+    "peak memory over bfloat16": ("over bfloat16", 3, 1.0),
+    "kept for backward": ("saved for backward (MB)", 1, 1.0),
+}
+FSDP: Columns = {
+    "time": ("ms", 2, 1.0),
+    "time, 20%": ("20%", 2, 1.0),
+    "time, 80%": ("80%", 2, 1.0),
+    "tokens/s": ("tokens/s of a rank", 0, 1.0),
+    "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
+    "speed over bfloat16 all-gather": ("over bfloat16 all-gather", 3, 1.0),
+    "all-gather": ("gathered (MB)", 3, 1.0),
+    "reduce-scatter": ("gradients (MB)", 3, 1.0),
+    "peak memory": ("peak of a step (GB)", 3, 1.0),
+}
+SUMS = (
+    "**How sums are accumulated**: by default as the recipes say, which is as torchao does it: fast (the tensor core's own "
+    "accumulator) in the output, precise (partial sums added in float32) in both gradients; blockwise is precise in all three. "
+    "Methods named 'fast sums' are fast in all three products. On a CPU all sums are of float32."
+)
+LAYER = (
+    "One linear layer of M rows, K inputs and N outputs, forward and backward, bfloat16, random normal operands. All methods "
+    "of a shape run in turn in one process, bfloat16 first and last. Time is the median over rounds with the 20% and 80% "
+    "quantiles, by events; launched one by one (eager), or replayed from a CUDA graph. Errors are norms of differences from "
+    "float32 over norms. The floor is the operations at the rate of an 8192-cubed product measured in the same process (FP8 "
+    "with fast sums, or bfloat16 where a recipe's operands have no units), and the fewest bytes of the casts at the measured "
+    "copy rate.",
+    f"**Times, ratios and targets are of the steady state**: on a GPU a method is timed after at least {SETTLE * 1e3:.0f} ms "
+    f"of its own calls, as in training, when the clock is what these calls make of it near the power limit. At large shapes "
+    f"ratios depend on that. 'After a pause' is the other state: the median of {SINGLE} single calls, each after "
+    f"{IDLE * 1e3:.0f} ms without work and with nothing in the L2 cache; eager calls wait for their launches there.",
+    SUMS,
+)
+STEP = (
+    "Decoder layers with random weights on one GPU; a step is forward and backward in bfloat16 without optimizer. The "
+    "published tables are of whole models on several GPUs, sharded, with an optimizer: their ratios are what can be compared, "
+    "their tokens a second cannot, and no value of ours stands for one of theirs.",
+    SUMS,
+)
+TWO_RANKS = (
+    "Decoder layers under FSDP2 on two GPUs: forward, backward and AdamW, all sides in turn in the same two processes. Weights "
+    "travel in bfloat16, or as float8 codes and scales, which hold half the bytes; bytes are counted where a rank calls "
+    "collectives, and gradients are reduced in bfloat16 either way. On a CPU two processes train a tiny model: bytes mean what "
+    "they say.",
+)
+STAND_IN = "**A stand-in**: on a CPU recipes are emulated by the specification; errors mean what they say, times mean nothing."
+CELLS = (
+    "LayerNorm without parameters, linear layer without bias, sigmoid; forward and backward in bfloat16, both sides eager "
+    "(published: both compiled). The published measure is the sum of the GPU's kernel times from the profiler, which does not "
+    "see launches. Ours is forced to the recipe, or was tuned for CUDA graphs before.",
+)
+EAGER = (
+    "The same modules in eager mode, tuned for it: what a step takes is the larger of the GPU's time and the host's. Cells "
+    "that the GPU needs longer for than any host are left out."
+)
+#: Of cells: what a step takes in eager mode over bfloat16's, and the least of it, and of kernels, that counts as no loss.
+WALL, AS_FAST = "speed over bfloat16", 0.98
+
+
+def speed_headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Two compiled blocks by `rowwise`, beside torchao's."""
+    runs = {
+        where: one
+        for where, one in by_run(rows, blocks.KIND).items()
+        if where.data == LLAMA_3_8B_TWO_LAYERS.name
+    }
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    if run is None:
+        return []
+    setting, theirs = blocks.blocks(2, compiled=True).setting, f"{TORCHAO}, rowwise"
+    text = (
+        "Two compiled layers of Llama-3-8B train {ours:.2f} times as fast as in bfloat16 by the recipe rowwise, {fast:.2f} "
+        "with fast sums; torchao's rowwise {theirs:.2f}"
+    )
+    names = {"ours": ours("rowwise"), "fast": ours("rowwise", fast_sums=True), "theirs": theirs}
+    return headlines_of(text, **{name: run[1].row(setting, one, SPEED_RATIO) for name, one in names.items()})
+
+
+def speed_sections(rows: Sequence[Row]) -> list[Section]:
+    """Of all runs."""
+    found = [linear_section(where, results) for where, results in by_run(rows, linear.KIND).items()]
+    found += [blocks_section(where, results) for where, results in by_run(rows, blocks.KIND).items()]
+    found += [fsdp_section(where, results) for where, results in by_run(rows, fsdp.KIND).items()]
+    found += [grid_section(where, results) for where, results in by_run(rows, grid.KIND).items()]
+    return found + [eager_section(where, results) for where, results in by_run(rows, grid.EAGER_KIND).items()]
+
+
+def stand_in(where: Where) -> list[str]:
+    """What a section of a CPU or of quick scale says first."""
+    return [STAND_IN] if where.device == "cpu" else []
+
+
+def linear_section(where: Where, results: Results) -> Section:
+    """One shape."""
+    targets = of_linear(where, results)
+    text = [*verdict(targets), *stand_in(where), *failures(results), *LAYER]
+    tables = [*target_table(targets, results.rows), table("Forward and backward", results, LINEAR)]
+    return Section(f"Linear layer {where.data} ({where})", text, (), tables)
+
+
+def blocks_section(where: Where, results: Results) -> Section:
+    """One model."""
+    targets = of_blocks(where, results)
+    text = [*verdict(targets), *stand_in(where), *failures(results), *STEP]
+    tables = [*target_table(targets, results.rows), table("A training step", results, BLOCKS)]
+    if where.device != "cpu":
+        published = {LLAMA_3_8B_TWO_LAYERS.name: "Llama-3-8B", LLAMA_3_2_3B_FOUR_LAYERS.name: "Llama-3.2-3B"}
+        tables += [model_table(published[where.data])] if where.data in published else []
+        tables += [model_table("not stated")] if where.data == LLAMA_3_8B_TWO_LAYERS.name else []
+    return Section(f"Decoder layers: {where.data} ({where})", text, (), tables)
+
+
+def fsdp_section(where: Where, results: Results) -> Section:
+    """One model on two ranks."""
+    targets = of_fsdp(where, results)
+    text = [*verdict(targets), *stand_in(where), *failures(results), *TWO_RANKS]
+    tables = [*target_table(targets, results.rows), table("A training step", results, FSDP)]
+    return Section(f"Two ranks: {where.data} ({where})", text, (), tables)
+
+
+def grid_section(where: Where, results: Results) -> Section:
+    """The grid as heat maps, or as a table of its stand-ins."""
+    if where.scale != "full" or where.device == "cpu":
+        columns: Columns = {
+            "time": ("ms", 3, 1.0),
+            "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
+        }
+        text = [*stand_in(where), *failures(results), *CELLS]
+        return Section(f"LayerNorm, linear, sigmoid ({where})", text, (), [table("Cells", results, columns)])
+    drawings = [
+        drawing(where, results, f"{name}-kernels", method, SPEED)
+        for name, method in (("forced", grid.FORCED.name), ("tuned", grid.TUNED.name))
+    ]
+    drawings.append(published_drawing(where))
+    text = [*verdict(of_cells(results, SPEED)), *failures(results), *CELLS]
+    return Section(f"LayerNorm, linear, sigmoid ({where})", text, drawings)
+
+
+def eager_section(where: Where, results: Results) -> Section:
+    """Eager steps of the cells where the host is slower than the GPU, as heat maps."""
+    drawings = [
+        drawing(where, results, f"{name}-eager", method, WALL)
+        for name, method in (("forced", grid.FORCED.name), ("tuned", grid.TUNED.name))
+    ]
+    text = [*verdict(of_cells(results, WALL)), *failures(results), EAGER]
+    return Section(f"LayerNorm, linear, sigmoid: eager steps ({where})", text, drawings)
+
+
+def of_cells(results: Results, metric: str) -> list[Target]:
+    """Every cell, tuned, at bfloat16's speed."""
+    return [
+        Target(
+            name=f"{setting}, tuned", value=results.value(setting, grid.TUNED.name, metric), limit=AS_FAST,
+        )
+        for setting in results.settings
+    ]  # fmt: skip
+
+
+def drawing(where: Where, results: Results, name: str, method: str, metric: str) -> Drawing:
+    """A heat map of one method."""
+    values = {setting: results.value(setting, method, metric) for setting in results.settings}
+    return Drawing(
+        f"fp8-grid-{name}-{where.ending}", f"{method}: {metric}.", grid_figure(values, "speed over bfloat16")
+    )
+
+
+def published_drawing(where: Where) -> Drawing:
+    """The published grid."""
+    values = {setting: one.value for setting, one in of_grid().items()}
+    return Drawing(
+        f"fp8-grid-published-{where.ending}",
+        "Published (torchao, rowwise, H100, sums of kernel times).",
+        grid_figure(values, "speed over bfloat16"),
+    )
+
+
+def grid_figure(values: dict[str, float | None], label: str) -> Figure:
+    """36 lines (M, K) by 6 columns (N)."""
+    pairs = [(m, k) for m in grid.SIZES for k in grid.SIZES]
+    lines = [[values.get(grid.setting_of((m, k, n))) for n in grid.SIZES] for m, k in pairs]
+    return heatmap([f"M={m} K={k}" for m, k in pairs], [f"N={n}" for n in grid.SIZES], lines, label)
+
+
+# Findings about trainings as sentences: gaps, the learning rate, the larger model, faults.
+
+#: Recipes of the first page.
+QUOTED = ("rowwise", "mxfp8", "mxfp4", "nvfp4")
+
+
+def of_trainings(rows: Sequence[Row]) -> list[str]:
+    """Of the largest run of each kind, in the order of the sections."""
+    kinds = {GAPS: gaps_found, SWEEP: rates_found, LONG: larger_found, faults.KIND: faults_found}
+    found: list[str] = []
+    for kind, function in kinds.items():
+        best = best_run(by_run(rows, kind))
+        if best is not None:
+            found += function(*best)
+            if kind == GAPS:
+                found += base_found(rows, *best)
+    return found
+
+
+def found_headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Gaps of some recipes on held-out text, of the largest run."""
+    run = best_run(by_run(rows, GAPS))
+    metric = held_out(convergence_page.totals(run[1])) if run else None
+    if run is None or metric is None or run[0].scale == "quick":
+        return []
+    gaps, words, used = run[1], [], list[Row]()
+    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
+        one, row = (
+            convergence_page.gap_of(gaps, setting, method, metric),
+            gaps.row(setting, method, f"gap, {metric}"),
+        )
+        if method in QUOTED and one is not None and row is not None:
+            words.append(f"{method} {one.mean:+.2f} ± {one.half:.2f}% ({one.verdict(MARGIN)})")
+            used.append(row)
+    text = (
+        f"Loss on held-out books over bfloat16's, over paired trainings of a small Llama: {', '.join(words)}"
+    )
+    return [Headline(text, used)] if words else []
+
+
+def base_found(rows: Sequence[Row], where: Where, gaps: Results) -> list[str]:
+    """How far bfloat16 is from itself on another device: what one base can say at the margin."""
+    main = held_out([one for one in convergence_page.totals(gaps) if "/" not in one])
+    known = convergence_page.baseline_gap(rows, where, main) if main else None
+    if known is None:
+        return []
+    device, one = known
+    return [
+        f"bfloat16 against itself, the same seeds and text on {device}: {one.mean:+.2f} ± {one.half:.2f}%. Gaps nearer to the "
+        f"margin of {MARGIN}% than that would be judged otherwise with the other base."
+    ]
+
+
+def held_out(metrics: Sequence[str]) -> str | None:
+    """The metric of all text that was held out; None where there is none."""
+    return next((one for one in metrics if one.startswith(f"{BITS}, held") and "/" not in one), None)
+
+
+def gaps_found(where: Where, gaps: Results) -> list[str]:
+    """The gap of each recipe on held-out text; then the texts of other kinds where one is beyond the margin."""
+    metrics = [one for one in convergence_page.totals(gaps) if "/" not in one]
+    main = held_out(metrics)
+    if main is None:
+        return []
+    sentences = [f"Gap to bfloat16 on {name_of(main)} text, {where}: {listed(gaps, main, where)}."]
+    for metric in metrics:
+        if metric != main and metric.startswith(BITS):
+            words = listed(gaps, metric, where, beyond=True)
+            sentences += [f"Beyond the margin on {name_of(metric)}, {where}: {words}."] if words else []
+    return sentences
+
+
+def listed(gaps: Results, metric: str, where: Where, beyond: bool = False) -> str:
+    """Every recipe with its gap, or those beyond the margin alone; seeds where some are missing."""
+    words, planned = [], PLANS[where.scale].seeds
+    for setting, method in dict.fromkeys((row.setting, row.method) for row in gaps.rows):
+        one = convergence_page.gap_of(gaps, setting, method, metric)
+        if one is not None and (not beyond or one.verdict(MARGIN) == BEYOND):
+            words.append(f"{method} {shown(one, planned, verdict=not beyond)}")
+    return "; ".join(words)
+
+
+def shown(one: Gap, planned: int, verdict: bool) -> str:
+    """A gap as words."""
+    notes = [one.verdict(MARGIN)] if verdict else []
+    notes += [f"{one.seeds} of {planned} seeds"] if one.seeds < planned else []
+    ending = f" ({', '.join(notes)})" if notes else ""
+    return f"{one.mean:+.2f} ± {one.half:.2f}%{ending}"
+
+
+def rates_found(where: Where, results: Results) -> list[str]:
+    """The best learning rate of each size."""
+    metric, words = held_out(results.metrics), []
+    for setting in results.settings if metric else []:
+        bits = {row.method: row.value for row in results.with_setting(setting).rows if row.metric == metric}
+        best = min(bits, key=lambda method: bits[method])
+        others = "; ".join(f"{rate_of(method)}: {bits[method]:.3f}" for method in sorted(bits, key=rate_of))
+        words.append(f"{setting}: {rate_of(best):g} ({others})")
+    return [f"Best learning rate by held-out bits per byte, {where}: {'. '.join(words)}."] if words else []
+
+
+def larger_found(where: Where, results: Results) -> list[str]:
+    """Each recipe beside bfloat16: one pair each, so without an interval."""
+    sentences = []
+    for setting in results.settings:
+        mine = results.with_setting(setting)
+        base = next((name for name in BASE_NAMES.values() if name in mine.methods), None)
+        methods = sorted(mine.methods, key=lambda name: name != base)
+        words = [larger_words(mine, setting, method, base) for method in methods]
+        sentences.append(f"One training each of {setting}, {where}: {'; '.join(words)}.")
+    return sentences
+
+
+def larger_words(results: Results, setting: str, method: str, base: str | None) -> str:
+    """Bits, their distance from the base, speed."""
+    metric = held_out(results.metrics)
+    bits = results.value(setting, method, metric) if metric else None
+    words = [method] if bits is None else [f"{method} {bits:.4f} bits per byte held out"]
+    known = results.value(setting, base, metric) if base and base != method and metric else None
+    if bits is not None and known:
+        words.append(f"{100 * (bits / known - 1):+.2f}%{elsewhere(results, setting, method, base)}")
+    speed, share = (
+        results.value(setting, method, one) for one in ("tokens a second", "share of the bfloat16 peak")
+    )
+    words += [] if speed is None else [f"{speed / 1e3:.0f} thousand tokens a second"]
+    words += [] if share is None else [f"{share:.1f}% of the bfloat16 peak"]
+    return ", ".join(words)
+
+
+def elsewhere(results: Results, setting: str, method: str, base: str | None) -> str:
+    """The distance from the base on texts of other kinds."""
+    main = held_out(results.metrics)
+    metrics = [
+        one for one in results.metrics if one.startswith(f"{BITS}, ") and "/" not in one and one != main
+    ]
+    pairs = [
+        (name_of(one), results.value(setting, method, one), results.value(setting, base, one))
+        for one in metrics
+        if base
+    ]
+    words = [f"{100 * (mine / known - 1):+.1f}% on {name}" for name, mine, known in pairs if mine and known]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def faults_found(where: Where, results: Results) -> list[str]:
+    """What each fault adds to the held-out loss, beside what quantization itself does."""
+    metric, setting = held_out(results.metrics), results.settings[-1]
+    healthy = results.value(setting, faults.HEALTHY, metric) if metric else None
+    if metric is None or not healthy:
+        return []
+    words = [
+        f"{name} {100 * (value / healthy - 1):+.2f}%"
+        for name in dict.fromkeys(row.method for row in results.rows)
+        if name != faults.HEALTHY and (value := results.value(setting, name, metric)) is not None
+    ]
+    return [f"Held-out loss over that without a fault, {where}: {'; '.join(words)}."] if words else []
+
+
+def name_of(metric: str) -> str:
+    """The text of a metric of bits per byte."""
+    return metric.removeprefix(f"{BITS}, ")
+
+
+TITLE = "Low-precision training: speed and convergence"
+QUESTION = "Is training in 8, 6 and 4 bits faster than in bfloat16, and does it converge as well?"
+ABOUT = (
+    "Linear layers whose three matrix products run in low precision: what they cost or gain in time and memory beside "
+    "bfloat16 and torchao, and whether models converge as they do in bfloat16.",
+    f"Convergence is of byte-level language models from random weights over paired seeds; the margin was named beforehand: "
+    f"{MARGIN}% of the loss. On a CPU recipes are emulated and sizes are tiny.",
+)
+FEATURED = ("fp8-gaps-full", "fp8-gaps-full-prose", "fp8-gaps-quick")
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Trainings of the largest runs, and how many targets are reached."""
+    return [*of_trainings(rows), *convergence_page.finding(rows)]
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Speed of two blocks, and gaps of paired trainings."""
+    return [*speed_headlines(rows), *found_headlines(rows)]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """How many targets of speed and memory are reached, on the last device."""
+    words = convergence_page.finding(rows)
+    return words[-1].removesuffix(".") if words else ""
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Convergence, faults, then speed."""
+    return [*convergence_page.sections(rows), *speed_sections(rows)]

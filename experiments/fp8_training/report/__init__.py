@@ -1,1 +1,0 @@
-"""The page of experiment `fp8_training`."""

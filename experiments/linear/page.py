@@ -1,0 +1,345 @@
+"""The page of experiment `linear`: heat maps of speed over bfloat16, targets, a table for every number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from experiments.harness.rows import Row
+from experiments.linear.methods import BASE, EXPERTS, PARTS, PEERS, TORCHAO
+from experiments.linear.run import ERROR, FLOOR, HOST, SPEED, TIME
+from experiments.linear.tables import COMPILED_ROWS, EXPERT_ROWS, ROWS, SHAPES, TIMES, data_of, setting_of
+from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
+from experiments.report.plots import ratio_map
+from experiments.report.results import Results, Where, best_run, by_run, failures, number
+from experiments.report.targets import RunTargets, Target, counts, missed
+
+TITLE = "Quantized linear layers over rows of inputs"
+QUESTION = "How fast is one quantized layer beside bfloat16 and torchao, at 1 to 8192 rows of inputs?"
+ABOUT = (
+    "One linear layer of a user's model, `nn.Linear` in bfloat16 through `ao_lab.quantize_`, over 1 to 8192 rows of inputs: "
+    "what its rules choose without tuning, beside bfloat16 and torchao; and experts of a mixture, whose rows are sorted.",
+    "Outputs are compared with the product in float32 of what is stored before anything is timed. Times are of a GPU at full "
+    "scale; at quick scale errors and the kernels that were chosen are of small shapes on a CPU.",
+)
+FEATURED = ("linear-weights-14336x4096-full", "linear-weights-14336x4096-full-nvidia-h100-80gb-hbm3")
+#: Weights of the first page.
+QUOTED = ("int4 g128", "int8", "mxfp4")
+NOTHING = "Nothing is timed yet: times are of a GPU at full scale."
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Targets and slow rows of every GPU; errors at quick scale."""
+    words, timed = [], False
+    for part in PARTS:
+        for where, results in by_run(rows, part).items():
+            said = times_words(part, where, results) if where.device != "cpu" else []
+            timed, words = timed or bool(said), [*words, *said]
+    return [*words, *([] if timed else [NOTHING]), *outputs_words(rows)]
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """Times of one row and of 16 by the weight that has targets, on the last device."""
+    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    if run is None:
+        return []
+    text = (
+        "A layer of 14336 x 4096 with int4 weights in groups of 128 takes {one:.1f} us for one row of inputs, {speed:.2f} "
+        "times as fast as bfloat16, and {few:.1f} us for 16; with int8 weights {int8:.1f} us for one"
+    )
+    places = {
+        "one": (1, "int4 g128", TIME), "speed": (1, "int4 g128", SPEED), "few": (16, "int4 g128", TIME),
+        "int8": (1, "int8", TIME),
+    }  # fmt: skip
+    found = {name: run[1].row(setting_of(count), *place) for name, (count, *place) in places.items()}
+    return headlines_of(text, **found)
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """Where layers of the shape that has targets are slower than bfloat16, on the last device."""
+    runs = {where: one for where, one in by_run(rows, "weights").items() if where.data == SHAPE}
+    run = best_run({where: one for where, one in runs.items() if where.device != "cpu"})
+    slow = dict(slow_rows(run[1])) if run else {}
+    words = [f"{name} at {', '.join(map(str, slow[name]))}" for name in QUOTED if name in slow]
+    return f"slower than bfloat16, {SHAPE}: {'; '.join(words)} rows" if words else ""
+
+
+def times_words(part: str, where: Where, results: Results) -> list[str]:
+    """How many targets are met and which are not; where a method is slower than bfloat16."""
+    targets, name = targets_of(part, where, results), f"{part} ({where.data}, {where.device})"
+    held = [one for one in targets if one.reached is not None]
+    words = []
+    if held:
+        lost = missed(held)
+        rest = f"; missed: {grouped(lost)}" if lost else ""
+        words.append(f"{name}: {counts(held, ' targets are met')}{rest}.")
+    slow = [f"{method} at {', '.join(f'{rows}' for rows in at)}" for method, at in slow_rows(results)]
+    if slow:
+        words.append(f"{name}, slower than bfloat16: {'; '.join(slow)} rows.")
+    return words
+
+
+def grouped(targets: Sequence[Target]) -> str:
+    """Names of targets, rows of a method together."""
+    found: dict[str, list[str]] = {}
+    for one in targets:
+        method, _, rows = one.name.rpartition(", ")
+        found.setdefault(method, []).append(rows.partition(" ")[0])
+    return "; ".join(f"{method} at {', '.join(rows)}" for method, rows in found.items()) + " rows"
+
+
+def outputs_words(rows: Sequence[Row]) -> list[str]:
+    """The largest error of the small shapes."""
+    found = [row for row in rows if row.metric == ERROR and row.device == "cpu"]
+    if not found:
+        return []
+    worst = max(found, key=lambda row: row.value)
+    layers = len({row.line for row in found})
+    return [
+        f"{layers} layers on a CPU: outputs differ from the product of what is stored by at most {worst.value:.1e} of their "
+        f"size ({worst.method})."
+    ]
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Of all parts and runs."""
+    return [
+        (outputs_section if where.scale == "quick" or where.device == "cpu" else times_section)(
+            part, where, results
+        )
+        for part in PARTS
+        for where, results in by_run(rows, part).items()
+    ]
+
+
+SHAPE = data_of(SHAPES[0])
+#: The device whose times are targets.
+DEVICE = "H200"
+#: The kernels of others have groups of 128.
+INT4, INT4_G32 = ("int4 g128", "int4 g128, zero points"), "int4 g32"
+BITS8 = ("int8", "int8 g128", "fp8")
+BITS4 = ("mxfp4", "nvfp4", "nf4")
+FLOAT8 = ("fp8 dynamic, tensor", "fp8 dynamic, rows")
+#: Of torchao's, compiled, our speed over it is a target for these rows.
+OVER_TORCHAO, FEW = "speed over torchao", tuple(rows for rows in COMPILED_ROWS if rows <= 64)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of some methods over a range of rows, ends included. metric: TIME (at most, us), SPEED or OVER_TORCHAO."""
+
+    methods: tuple[str, ...]
+    first: int
+    last: int
+    metric: str
+    limit: float
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Those of the range that are measured."""
+        measured = FEW if self.metric == OVER_TORCHAO else ROWS
+        return tuple(rows for rows in measured if self.first <= rows <= self.last)
+
+
+LIMITS = (
+    Limit(INT4, 1, 4, TIME, 10.4),
+    Limit(INT4, 8, 16, TIME, 12.5),
+    Limit(INT4, 32, 32, TIME, 15.0),
+    Limit(INT4, 64, 64, TIME, 19.0),
+    Limit((*INT4, INT4_G32), 128, 8192, SPEED, 0.98),
+    Limit(BITS8, 1, 1, TIME, 15.3),
+    Limit(BITS8, 2, 16, TIME, 16.5),
+    Limit(BITS8, 32, 8192, SPEED, 1.0),
+    Limit(("int8 dynamic",), 1024, 1024, SPEED, 1.3),
+    Limit(("int8 dynamic",), 8192, 8192, SPEED, 1.5),
+    Limit(FLOAT8, 256, 8192, SPEED, 1.0),
+    Limit(("fp8 dynamic, rows",), 1, 64, OVER_TORCHAO, 1.1),
+    Limit(BITS4, 1, 16, SPEED, 2.0),
+    Limit(("mxfp8",), 1, 16, SPEED, 1.7),
+    Limit((*BITS4, "mxfp8"), 1024, 8192, SPEED, 0.95),
+)
+#: Of experts, 64 tokens.
+LIMITS_OF_EXPERTS = (Limit(("int4 g128", "fp8"), 128, 128, SPEED, 1.8),)
+
+
+def targets_of(part: str, where: Where, results: Results) -> list[Target]:
+    """The targets of a part at a shape; none of other shapes and of stand-ins."""
+    if not where.data.endswith(SHAPE) or where.scale != "full" or where.device == "cpu":
+        return []
+    limits = LIMITS_OF_EXPERTS if part == EXPERTS else LIMITS
+    methods, held = (
+        set(results.methods),
+        [one for one in limits if one.metric != TIME or DEVICE in where.device],
+    )
+    return [
+        target(one, results, method, rows)
+        for one in held
+        if (one.metric == OVER_TORCHAO) == (part == TORCHAO)
+        for method in one.methods
+        if method in methods
+        for rows in one.rows
+    ]
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of all parts on all GPUs."""
+    return [
+        RunTargets(where, targets_of(part, where, results), part, "times bfloat16")
+        for part in PARTS
+        for where, results in by_run(rows, part).items()
+    ]
+
+
+def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
+    """One of them."""
+    setting, is_time = setting_of(rows), limit.metric == TIME
+    value = (
+        over_torchao(results, setting, method)
+        if limit.metric == OVER_TORCHAO
+        else results.value(setting, method, limit.metric)
+    )
+    unit = "us" if is_time else "" if limit.metric == SPEED else "times torchao"
+    name = f"{method}, {rows} row{'s' * (rows > 1)}"
+    digits, day = ".1f" if is_time else ".2f", results.day(setting, method)
+    return Target(name, value, limit.limit, not is_time, unit, digits, day=day)
+
+
+def peer_of(method: str) -> list[str]:
+    """torchao's of the same weights and inputs; none where it has none."""
+    return [peer.name for peer, ours in PEERS.items() if ours == method]
+
+
+def over_torchao(results: Results, setting: str, method: str) -> float | None:
+    """torchao's time over ours of the same table; None where one is missing."""
+    ours, theirs = (results.value(setting, name, TIME) for name in (method, peer_of(method)[0]))
+    return None if ours is None or theirs is None else theirs / ours
+
+
+def slow_rows(results: Results) -> Iterator[tuple[str, list[int]]]:
+    """Of each method that is slower than bfloat16 somewhere, the numbers of rows where."""
+    for method in dict.fromkeys(row.method for row in results.rows if row.method != BASE.name):
+        speeds = {
+            rows: results.value(setting_of(rows), method, SPEED) for rows in sorted({*ROWS, *EXPERT_ROWS})
+        }
+        slow = [rows for rows, speed in speeds.items() if speed is not None and speed < 1]
+        if slow:
+            yield method, slow
+
+
+TITLES = {
+    "weights": "Quantized weights",
+    "activations": "Quantized weights and inputs",
+    EXPERTS: "Quantized experts",
+    TORCHAO: "Beside torchao",
+}
+TEXT = (
+    "Microseconds of a call as CUDA graphs, of layers and inputs in turn that exceed the L2 cache; quantizing inputs is in it. "
+    "Methods of a table take turns. From 1024 rows on each is timed after calls of its own, when the GPU's clock has settled.",
+    "The floor is what weight, inputs and outputs take once at the rate of a copy, or the operations at the rate of an "
+    "8192-cubed product of such elements, whichever is more; both rates were measured in the same process. Host: what the host "
+    "spends on a call in eager mode. Kernel: `dequantize` is a dense product after the weight was dequantized.",
+)
+GROUPED = (
+    "Rows are sorted by expert, two a token of experts drawn at random; bfloat16 is `torch._grouped_mm`. The floor reads those "
+    "experts alone that have rows."
+)
+COMPARED = (
+    "torchao's layers are compiled for each number of rows, but for int4wo, which is a kernel of its own."
+)
+NOTES = {TORCHAO: [COMPARED], EXPERTS: [GROUPED]}
+#: Of a metric: the column, digits.
+COLUMNS = {
+    TIME: ("us", 1),
+    f"{TIME}, 20%": ("20%", 1),
+    f"{TIME}, 80%": ("80%", 1),
+    SPEED: ("speed over bfloat16", 2),
+    FLOOR: ("of the floor", 2),
+    HOST: ("host (us)", 1),
+}
+
+
+def times_section(part: str, where: Where, results: Results) -> Section:
+    """One part at one shape on one GPU."""
+    text = [*TEXT, *NOTES.get(part, []), *failures(results)]
+    rows = [count for count in sorted({*ROWS, *EXPERT_ROWS}) if setting_of(count) in results.settings]
+    methods = list(dict.fromkeys(row.method for row in results.rows if row.metric == SPEED))
+    if not methods:
+        return Section(f"{TITLES[part]} ({where})", failures(results))
+    drawing = speed_map(part, where, results, methods, rows)
+    tables = [rows_table(results, count) for count in rows]
+    targets = target_table(targets_of(part, where, results), results.rows)
+    return Section(f"{TITLES[part]} ({where})", text, [drawing], [*targets, *tables])
+
+
+def speed_map(part: str, where: Where, results: Results, methods: list[str], rows: list[int]) -> Drawing:
+    """Speed over bfloat16, methods by rows; its own is 1."""
+    methods = [name for name in methods if name != BASE.name]
+    values = [[results.value(setting_of(count), name, SPEED) for count in rows] for name in methods]
+    figure = ratio_map(methods, [str(count) for count in rows], values, "speed over bfloat16")
+    caption = f"{TITLES[part]}, {where.data}, {where.device}: speed over bfloat16 by rows of inputs."
+    return Drawing(f"linear-{part}-{where.data}-{where.ending}", caption, figure)
+
+
+def rows_table(results: Results, rows: int) -> Table:
+    """All methods at one number of rows."""
+    setting, lines = setting_of(rows), []
+    for method in methods_of(results):
+        if results.value(setting, method, TIME) is not None:
+            values = [
+                number(results.value(setting, method, name), digits) for name, (_, digits) in COLUMNS.items()
+            ]
+            error = results.value(setting, method, ERROR)
+            cell = "" if error is None else f"{error:.1e}"
+            lines.append([method, *values, kernel(results, setting, method), cell])
+    names = ["layer", *(name for name, _ in COLUMNS.values()), "kernel", "relative error"]
+    return Table(setting.removesuffix(f", {TIMES}"), names, lines, results.with_setting(setting).rows)
+
+
+def target_table(targets: list[Target], rows: Sequence[Row]) -> list[Table]:
+    """Targets with values; none where there are none."""
+    lines = [[one.name, limit_of(one), one.measured, one.verdict] for one in targets]
+    return [Table("Targets", ["layer", "target", "measured", "reached"], lines, rows)] if lines else []
+
+
+def limit_of(one: Target) -> str:
+    """A target as a cell."""
+    sign, unit = "at least" if one.at_least else "at most", one.unit or "times bfloat16"
+    return f"{sign} {one.texts[1]} {unit}"
+
+
+OUTPUTS_TEXT = (
+    "The relative error is the norm of the difference over that of the product in float32 of the stored weight (and of the "
+    "quantized inputs). Rounding outputs to bfloat16 is 1.7e-3 of it; kernel `dequantize` rounds weights to bfloat16 first."
+)
+
+
+def outputs_section(part: str, where: Where, results: Results) -> Section:
+    """One shape."""
+    methods = methods_of(results)
+    tables = [outputs_table(results, methods)] if methods else []
+    text = [OUTPUTS_TEXT] if methods else []
+    return Section(f"Outputs: {part} ({where})", [*text, *failures(results)], (), tables)
+
+
+def methods_of(results: Results) -> list[str]:
+    """Those with an error, in the order of measurement."""
+    return list(dict.fromkeys(row.method for row in results.rows if row.metric == ERROR))
+
+
+def kernel(results: Results, setting: str, method: str) -> str:
+    """What computed a method."""
+    return next((row.kernel for row in results.with_setting(setting).of_method(method).rows), "")
+
+
+def outputs_table(results: Results, methods: list[str]) -> Table:
+    """Errors and kernels."""
+    settings, lines = results.settings, []
+    for method in methods:
+        cells = [method]
+        for setting in settings:
+            error = results.value(setting, method, ERROR)
+            cells += ["" if error is None else f"{error:.1e}", kernel(results, setting, method)]
+        lines.append(cells)
+    names = [name for setting in settings for name in (f"error, {setting.partition(',')[0]}", "kernel")]
+    return Table("Errors of outputs, and what computed them", ["layer", *names], lines, results.rows)

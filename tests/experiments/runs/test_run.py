@@ -1,0 +1,122 @@
+"""Rows of several runs in one file: the later of two wins, what is compared comes and goes together, nothing is lost."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ao_lab.cli.app import main
+from experiments.harness.paths import Paths
+from experiments.harness.rows import Row, read, write
+from experiments.runs.run import merge, merged, publish_run
+
+OLD, NEW = "2026-11-25T10:00:00Z", "2026-11-25T12:00:00Z"
+ROW = Row(
+    experiment="fp8_training", table="paired/full/prose-1-f09e1e60", setting="30m", method="bfloat16", metric="loss", value=1.0,
+    unit="bit", device="NVIDIA H100", seed=0, date=OLD, commit="0832d6b6",
+)  # fmt: skip
+CELL = replace(ROW, table="linear/full/64x32x32", setting="eager", metric="time")
+
+
+def same(found, expected):
+    return sorted(found, key=str) == sorted(expected, key=str)
+
+
+@pytest.fixture
+def reports(tmp_path):
+    """Writes a folder of reports with these rows."""
+
+    def folder(name, rows):
+        places = Paths(tmp_path / "cache", tmp_path / name)
+        write(places.rows("fp8_training"), rows)
+        return places
+
+    return folder
+
+
+def test_the_later_of_two_lines_wins_whichever_side_it_is_on():
+    ours, theirs = [ROW, replace(ROW, seed=1)], [replace(ROW, value=2.0, date=NEW), replace(ROW, seed=2)]
+    expected = [theirs[0], ours[1], theirs[1]]
+    assert same(merged("fp8_training", ours, theirs), expected)
+    assert same(merged("fp8_training", theirs, ours), expected)
+    assert same(merged("fp8_training", expected, expected), expected)
+
+
+def test_a_line_is_replaced_with_all_of_its_metrics():
+    """What the later one did not say any more is not put beside it."""
+    gone = replace(ROW, metric="tokens a second")
+    assert merged("fp8_training", [ROW, gone], [replace(ROW, date=NEW)]) == [replace(ROW, date=NEW)]
+
+
+def test_what_is_compared_leaves_as_a_whole():
+    gone, new = replace(CELL, method="torchao"), replace(CELL, method="ours", value=2.0, date=NEW)
+    again = replace(CELL, value=3.0, date=NEW)
+    assert same(merged("fp8_training", [CELL, gone], [again, new]), [again, new])
+
+
+@pytest.mark.parametrize("metric", ["status: not run: no time", "status: missing: torchao is not installed"])
+def test_a_reason_why_nothing_was_tried_takes_no_place(metric):
+    reason = replace(ROW, metric=metric, value=0.0, unit="", date=NEW)
+    assert merged("fp8_training", [ROW], [reason]) == [ROW]
+    assert merged("fp8_training", [replace(reason, date=OLD)], [ROW]) == [ROW]
+    assert merged("fp8_training", [], [reason]) == [reason]
+
+
+def test_a_reason_inside_a_whole_leaves_with_it():
+    """A later whole replaces the older one; what it did not try says why, and no older time stands beside its own."""
+    older = [CELL, replace(CELL, method="torchao")]
+    reason = replace(CELL, method="torchao", metric="status: missing: torchao is not installed", date=NEW)
+    newer = [replace(CELL, value=2.0, date=NEW), reason]
+    assert same(merged("fp8_training", older, newer), newer)
+    assert same(merged("fp8_training", older, [reason]), older)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_what_a_run_did_not_try_keeps_its_rows(reports, partial):
+    """And a complete run has no place for what no longer exists."""
+    places = reports("reports", [ROW, replace(ROW, method="gone"), replace(ROW, method="late", value=3.0)])
+    late = replace(ROW, method="late", metric="status: not run: the 9 s were over", date=NEW)
+    rows = [replace(ROW, value=2.0, date=NEW), late]
+    path = places.rows("fp8_training")
+    publish_run("fp8_training", path, rows, partial)
+    found = {row.method: row.value for row in read(path)}
+    assert found == {"bfloat16": 2.0, "late": 3.0, **({"gone": 1.0} if partial else {})}
+
+
+def test_rows_without_a_value_are_merged_once(reports):
+    places, other = reports("reports", []), reports("one", [replace(ROW, value=math.nan)])
+    assert merge([other.reports], places) != []
+    assert merge([other.reports], places) == []
+
+
+def test_a_broken_folder_changes_nothing(reports, tmp_path):
+    places, good = reports("reports", [ROW]), reports("one", [replace(ROW, seed=1)])
+    broken = reports("two", [ROW])
+    broken.rows("sparsity").write_bytes(broken.rows("fp8_training").read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"sparsity\.csv\.gz is cut short"):
+        merge([good.reports, broken.reports], places)
+    assert read(places.rows("fp8_training")) == [ROW]
+
+
+def test_a_failure_takes_the_place_of_an_older_value():
+    wrong = replace(ROW, metric="status: wrong: outputs differ", date=NEW)
+    assert merged("fp8_training", [ROW], [wrong]) == [wrong]
+
+
+def test_folders_of_several_machines_are_taken_in(reports, tmp_path):
+    places = reports("reports", [ROW, CELL])
+    one = reports("one", [ROW, replace(CELL, value=5.0, date=NEW)])
+    two = reports("two", [ROW, CELL, replace(ROW, seed=1)])
+    written = merge([one.reports, two.reports], places)
+    assert [what for what, _ in written] == ["fp8_training: 2 rows"]
+    assert same(
+        read(places.rows("fp8_training")), [replace(CELL, value=5.0, date=NEW), ROW, replace(ROW, seed=1)]
+    )
+    assert merge([one.reports, two.reports], places) == []
+
+
+def test_the_command_names_a_folder_without_rows(reports, tmp_path, capsys):
+    places = reports("reports", [ROW])
+    assert main(["merge", str(tmp_path / "none"), "--reports", str(places.reports)]) == 2
+    assert "give the folder that `--reports` named" in capsys.readouterr().err
+    assert read(places.rows("fp8_training")) == [ROW]
