@@ -18,7 +18,8 @@ from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
 from ao_lab.cli.terminal.progress import say, track_progress
 from ao_lab.cli.terminal.requirements import check_device, check_writable
 from ao_lab.install.extras import check_extra, is_clone
-from experiments.data.corpora import DEFAULT, CorpusRecord, corpora, corpus_record
+from experiments.data.corpora import corpora, corpus_record
+from experiments.data.corpus import DEFAULT, CorpusRecord
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS, LIMITED
 from experiments.kernels import bench

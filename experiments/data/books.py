@@ -33,8 +33,7 @@ from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
-from experiments.data.corpora import CorpusRecord, TextFile
-from experiments.data.corpus import SplitCorpus, SplitDocument
+from experiments.data.corpus import CorpusRecord, SplitCorpus, SplitDocument, TextFile
 
 FILES = (
     TextFile(

@@ -1,60 +1,19 @@
-"""The corpora: a record each, all of which `corpora` names.
-
-A record says what a corpus is, which splits and files it has, how they are identified, how they are read, where they come from,
-and how they are built.
-"""
+"""The corpora by name: a record each."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from experiments.data import corpus
-from experiments.data.corpus import Corpus
+from experiments.data.books import PROSE
+from experiments.data.corpus import DEFAULT, Corpus, CorpusRecord
 
 
 def read_sympy(path: Path | None) -> Corpus:
     """The source of the installed sympy."""
     return corpus.load()
-
-
-#: What every installation has.
-DEFAULT = "sympy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusRecord:
-    """What a corpus says of itself.
-
-    about: what the text is. splits: what each holds, by name. licence, origin: of the text, and where it comes from. identity:
-    what says which text it is. files: those that a folder of it holds; none where every installation has the text. read: the
-    corpus in such a folder (None where there are no files); ValueError where it is not the text of this record. build: writes
-    those files into a folder and calls a function after each document; None where there is nothing to build.
-    """
-
-    name: str
-    about: str
-    splits: Mapping[str, str]
-    licence: str
-    origin: str
-    identity: str
-    read: Callable[[Path | None], Corpus]
-    files: tuple[TextFile, ...] = ()
-    build: Callable[[Path, Callable[[str], None]], list[Path]] | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """The record as plain data."""
-        return {
-            **{name: getattr(self, name) for name in ("name", "about", "licence", "origin", "identity")},
-            "splits": dict(self.splits),
-            "files": [vars(one) for one in self.files],
-            "default": self.name == DEFAULT,
-            "can_be_built": self.build is not None,
-        }
 
 
 SYMPY = CorpusRecord(
@@ -68,22 +27,9 @@ SYMPY = CorpusRecord(
 )
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file of a corpus: its split, how many documents it has, bytes and SHA-256 of its uncompressed text."""
-
-    name: str
-    split: str
-    documents: int
-    bytes: int
-    sha256: str
-
-
 @cache
 def corpora() -> dict[str, CorpusRecord]:
     """All records by name, the default first."""
-    from experiments.data.books import PROSE
-
     return {one.name: one for one in (SYMPY, PROSE)}
 
 

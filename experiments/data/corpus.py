@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from ao_lab.eval.perplexity import SKIPPED, held_out
 
@@ -164,3 +165,49 @@ def _documents(root: Path) -> Iterable[Document]:
             data = (root / path).read_bytes().replace(b"\r\n", b"\n")
             if data:
                 yield Document(path, data)
+
+
+#: What every installation has.
+DEFAULT = "sympy"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a corpus: its split, how many documents it has, bytes and SHA-256 of its uncompressed text."""
+
+    name: str
+    split: str
+    documents: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusRecord:
+    """What a corpus says of itself.
+
+    about: what the text is. splits: what each holds, by name. licence, origin: of the text, and where it comes from. identity:
+    what says which text it is. files: those that a folder of it holds; none where every installation has the text. read: the
+    corpus in such a folder (None where there are no files); ValueError where it is not the text of this record. build: writes
+    those files into a folder and calls a function after each document; None where there is nothing to build.
+    """
+
+    name: str
+    about: str
+    splits: Mapping[str, str]
+    licence: str
+    origin: str
+    identity: str
+    read: Callable[[Path | None], Corpus]
+    files: tuple[TextFile, ...] = ()
+    build: Callable[[Path, Callable[[str], None]], list[Path]] | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The record as plain data."""
+        return {
+            **{name: getattr(self, name) for name in ("name", "about", "licence", "origin", "identity")},
+            "splits": dict(self.splits),
+            "files": [vars(one) for one in self.files],
+            "default": self.name == DEFAULT,
+            "can_be_built": self.build is not None,
+        }

@@ -3,18 +3,11 @@
 The module is that of the published grid: LayerNorm without parameters, a linear layer without bias, bfloat16. Both sides run
 eagerly here, compiled there. Two times are taken: the GPU's while the host is ahead of it, which like the published sum of the
 kernels' times does not see launches, and the larger of it and the host's, which is what an eager step takes. Ours runs with
-the recipe forced, and after `ao_lab.tune`.
+the recipe forced, and after `ao_lab.tune`; the three are timed in turns, operands come from memory. Shared by all: the input,
+the weight, the output's gradient.
 
-One cell of the grid of LayerNorm, linear layer and sigmoid: bfloat16, a recipe forced, and what `ao_lab.tune` left of it.
-
-LayerNorm has no parameters, the linear layer no bias. Times are of forward and backward on the GPU while the host is ahead of
-it, so launches do not count, as in the published grid (sums of kernels' times there); what the host takes is beside them. The
-three are timed in turns, operands come from memory. Shared by all: the input, the weight, the output's gradient.
-
-The cells of the grid whose eager steps wait for the host, tuned for eager mode: a recipe's speed over bfloat16's there.
-
-`grid` tunes for CUDA graphs, where launches cost nothing, and its times of kernels are what the published grid has. In eager
-mode a layer takes the larger of the GPU's time and the host's, and `ao_lab.tune` chooses by that by default.
+`grid` tunes for CUDA graphs, where launches cost nothing; `grid_eager` has the cells whose eager steps wait for the host, tuned
+for eager mode, in which a layer takes the larger of the GPU's time and the host's.
 """
 
 from __future__ import annotations
@@ -36,33 +29,23 @@ from experiments.fp8_training.methods import OURS, PLAIN, Method
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Values, attempt, status
 
-EAGER_KIND = "grid_eager"
+KIND, EAGER_KIND = "grid", "grid_eager"
+#: How tables call the module.
+MODULE = "layernorm-linear-sigmoid"
+#: Rows, inputs, outputs.
+Cell = tuple[int, int, int]
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+CELLS: tuple[Cell, ...] = tuple(product(SIZES, SIZES, SIZES))
+STAND_INS: tuple[Cell, ...] = ((128, 128, 128), (256, 128, 256))
 #: Cells of at most so many multiplications a product: others take the GPU longer than the host (1.2 ms in bfloat16, H200).
 EAGER_MOST = 2**37
-SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
-#: Rows, inputs, outputs.
-CELLS: tuple[Cell, ...] = tuple(product(SIZES, SIZES, SIZES))
 EAGER_CELLS = tuple(cell for cell in CELLS if prod(cell) <= EAGER_MOST)
 RECIPE = "rowwise"
 FORCED, TUNED = Method(library=OURS, recipe=RECIPE), Method(library=OURS, recipe=RECIPE, tuned=True)
-EAGER_SIDES = (PLAIN, FORCED, TUNED)
-
-
-def eager_measure(device: str, seed: int, cell: Cell) -> dict[Method, Values]:
-    """Values of bfloat16, the forced recipe and the one tuned for eager mode, timed in turns; a status where the cell fails."""
-    times: list[CellTimes] = []
-
-    def timed() -> Values:
-        times.append(time_cell(cell, RECIPE, device, launches="eager", seed=seed))
-        return {}
-
-    went = attempt(timed)
-    return {
-        method: {**(values_of(times[0], SIDES[method]) if times else {}), **went} for method in EAGER_SIDES
-    }
-
-
 CELL_PLAIN, CELL_FORCED, CELL_TUNED = "bfloat16", "forced", "tuned"
+SIDES = {PLAIN: CELL_PLAIN, FORCED: CELL_FORCED, TUNED: CELL_TUNED}
+#: Bytes beyond which a cell is not tried: operands, gradients, codes and outputs of all sides.
+MEMORY = 120e9
 #: Seconds of timing a cell, the fewest and most rounds.
 SECONDS, FEWEST, MOST = 0.15, 5, 40
 
@@ -159,25 +142,16 @@ def _timed(
     return {name: statistics.median(one) for name, one in times.items()}, host
 
 
-KIND = "grid"
-#: How tables call the module.
-MODULE = "layernorm-linear-sigmoid"
-Cell = tuple[int, int, int]
-STAND_INS: tuple[Cell, ...] = ((128, 128, 128), (256, 128, 256))
-SIDES = {PLAIN: CELL_PLAIN, FORCED: CELL_FORCED, TUNED: CELL_TUNED}
-#: Bytes beyond which a cell is not tried: operands, gradients, codes and outputs of all sides.
-MEMORY = 120e9
-
-
-def measure(device: str, seed: int, cell: Cell) -> dict[Method, Values]:
-    """Values of bfloat16, the forced recipe and the tuned one, timed in turns; a status where the cell fails."""
+def measure(device: str, seed: int, cell: Cell, launches: str = "graph") -> dict[Method, Values]:
+    """Values of bfloat16, the forced recipe and the tuned one, timed in turns; a status where the cell fails. launches: what
+    is tuned for."""
     m, k, n = cell
     if 2 * (4 * m * k + 4 * m * n + 6 * n * k) > MEMORY:
         return dict.fromkeys(SIDES, status("not run: it does not fit the memory"))
     times: list[CellTimes] = []
 
     def timed() -> Values:
-        times.append(time_cell(cell, RECIPE, device, launches="graph", seed=seed))
+        times.append(time_cell(cell, RECIPE, device, launches=launches, seed=seed))
         return {}
 
     went = attempt(timed)

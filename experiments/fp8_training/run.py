@@ -221,7 +221,9 @@ def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline:
 def grid_eager_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The smaller cells tuned for eager mode; on a CPU there are no launches, and `grid` says all."""
     cells = grid.EAGER_CELLS if published_shapes(settings) else ()
-    wholes = [cell_whole(settings, grid.EAGER_KIND, cell, grid.eager_measure) for cell in cells]
+    wholes = [
+        cell_whole(settings, grid.EAGER_KIND, cell, partial(grid.measure, launches="eager")) for cell in cells
+    ]
     measure_wholes("grid, eager", wholes, settings, journal, failed, deadline)
 
 

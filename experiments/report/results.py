@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ao_lab.config.recipe import INTEGER, named
-from experiments.data.corpora import DEFAULT
+from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
 from experiments.report.content import Table
 from reference import SCHEMES, Scheme

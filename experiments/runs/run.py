@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ao_lab.cli.terminal.progress import say
-from experiments.data.corpora import DEFAULT, corpus_record, load
-from experiments.data.corpus import Corpus
+from experiments.data.corpora import corpus_record, load
+from experiments.data.corpus import DEFAULT, Corpus
 from experiments.harness import registry, revision
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment, chosen

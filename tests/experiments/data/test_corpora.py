@@ -8,7 +8,7 @@ import pytest
 from ao_lab.eval.perplexity import NAMED
 from experiments.data import books as assemble
 from experiments.data import corpora
-from experiments.data.corpus import STRETCH, evaluation_texts
+from experiments.data.corpus import STRETCH, TextFile, evaluation_texts
 from tests.experiments.harness import tiny
 
 TEXTS = {
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     for split, text in TEXTS.items():
         (tmp_path / f"{split}.txt.xz").write_bytes(lzma.compress(text))
         digest = hashlib.sha256(text).hexdigest()
-        made.append(corpora.TextFile(f"{split}.txt.xz", split, 1, len(text), digest))
+        made.append(TextFile(f"{split}.txt.xz", split, 1, len(text), digest))
     monkeypatch.setattr(assemble, "FILES", tuple(made))
     return tmp_path
 
