@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fast.kernels.quantize.block_launch import POINTERS
+from fast.kernels.quantize.host import POINTERS
 from fast.kernels.quantize.kernel import blocks_kernel
 from fast.kernels.quantize.plan import Buffer, Pass
 from fast.launch.launcher import UNFUSED

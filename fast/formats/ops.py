@@ -17,13 +17,13 @@ Operands = Sequence[Any]
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    """A function of `kernels.encode.pointwise` as `Function` has it."""
+    """A function of `kernels.encode` as `Function` has it."""
 
     def run(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-        from fast.kernels.encode import pointwise
+        from fast.kernels import encode
 
         x, *words = operands
-        return getattr(pointwise, name)(x, record, *values, *words, key)
+        return getattr(encode, name)(x, record, *values, *words, key)
 
     return run
 
@@ -85,9 +85,9 @@ def unpack_op(packed: torch.Tensor, fmt: str, shape: list[int]) -> torch.Tensor:
 
 
 def _unpack_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.encode import pointwise
+    from fast.kernels import encode
 
-    return pointwise.unpack(operands[0], record, values, key)
+    return encode.unpack(operands[0], record, values, key)
 
 
 UNPACK = Function(

@@ -53,10 +53,10 @@ def _both_values(record: Any, values: Values, operands: Operands) -> Pair:
 
 
 def _both_values_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.values import host
+    from fast.kernels import both_axes
 
     x = operands[0]
-    made = host.both_values(x, record, key)
+    made = both_axes.both_values(x, record, key)
     return tuple(execute(FAKE_QUANTIZE, record, (axis,), (x,)) for axis in (1, 0)) if made is None else made
 
 
@@ -89,10 +89,10 @@ def _values_and_codes(record: Any, values: Values, operands: Operands) -> tuple[
 
 
 def _values_and_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.values import host
+    from fast.kernels import both_axes
 
     x = operands[0]
-    made = host.values_and_codes(x, record, key)
+    made = both_axes.values_and_codes(x, record, key)
     if made is not None:
         return made
     return execute(FAKE_QUANTIZE, record, (1,), (x,)), execute(QUANTIZE, record, CODES_DOWN, (x,))

@@ -37,7 +37,7 @@ def attend_one(
     ValueError for other sizes, and for a head_dim that is no power of two. The online softmax is that of Milakov and
     Gimelshein, 2018 (arXiv 1805.02867).
     """
-    from fast.kernels.layers.decode_attention import attention_kernel
+    from fast.kernels.layers.attention import attention_kernel
 
     kv_heads, length, width = checked_sizes(qkv, keys, values)
     heads = qkv.shape[-1] // width - 2 * kv_heads

@@ -20,9 +20,9 @@ def gather_transposed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def _gather(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if has_kernels(x):
-        from fast.kernels.grouped import gather
+        from fast.kernels import grouped
 
-        return gather.gather_transposed(x.detach().contiguous(), source)
+        return grouped.gather_transposed(x.detach().contiguous(), source)
     columns = torch.zeros((x.shape[1], source.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0]:
         # A choice, no product with 0: NaN of rows that are left out stays out.

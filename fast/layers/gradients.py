@@ -68,10 +68,10 @@ def _rms_norm_vjp_fake(
 
 
 def _rms_norm_vjp_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.layers import rms_norm_gradient
+    from fast.kernels.layers import rms_norm
 
     g, x, weight, more = operands
-    return rms_norm_gradient.rms_norm_vjp(g, x, weight, values[0], more, key)
+    return rms_norm.rms_norm_vjp(g, x, weight, values[0], more, key)
 
 
 def _norm_formula(g: Any, x: Any, weight: Any, more: Any, eps: float) -> Pair:
@@ -119,9 +119,9 @@ def swiglu_vjp_op(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> list
 
 
 def _swiglu_vjp_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.layers import swiglu_gradient
+    from fast.kernels.layers import swiglu
 
-    return swiglu_gradient.swiglu_vjp(*operands, key)
+    return swiglu.swiglu_vjp(*operands, key)
 
 
 def _swiglu_formula(g: Any, gate: Any, up: Any) -> Pair:

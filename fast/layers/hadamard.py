@@ -26,7 +26,7 @@ def hadamard(x: torch.Tensor, length: int, axis: int = -1) -> torch.Tensor:
         )
     columns = axis == 0 and x.dim() > 1
     if not is_traced(x) and has_kernels(x) and x.is_contiguous():
-        from fast.kernels.hadamard import host
+        from fast.kernels import hadamard as host
 
         matrix = x if columns else x.reshape(-1, x.shape[-1])
         rule = host.Rule(None, length, 0 if columns else 1)

@@ -30,11 +30,11 @@ def mixed_values(
     if not hadamard_length and scheme.rounding != "stochastic":
         return fake_quantize(x, scheme, axis=axis)
     if not is_traced(x) and has_kernels(x):
-        from fast.kernels.hadamard import host
+        from fast.kernels import hadamard as host
 
         rule = host.Rule(scheme, hadamard_length, axis)
         if host.covers(x, rule):
-            return host.values(x, rule, seed, stream)
+            return host.quantized_values(x, rule, seed, stream)
     mixed = _mixed(x, hadamard_length, axis)
     return fake_quantize(mixed, scheme, axis=axis, random_bits=words(mixed, scheme, axis, seed, stream))
 
@@ -51,7 +51,7 @@ def mixed_codes(
     """quantize(hadamard(x)) of a matrix (M, K) in blocks along an axis: codes (M, K), scales as `reference.quantize` has."""
     drawn = scheme.rounding == "stochastic"
     if (hadamard_length or drawn) and not is_traced(x) and has_kernels(x):
-        from fast.kernels.hadamard import host
+        from fast.kernels import hadamard as host
 
         rule = host.Rule(scheme, hadamard_length, axis)
         if host.covers(x, rule):
@@ -70,7 +70,7 @@ def words(x: torch.Tensor, scheme: Scheme, axis: int, seed: int, stream: int) ->
         return None
     shape = tuple(x.shape) if axis else tuple(x.shape)[::-1]
     if has_kernels(x):
-        from fast.kernels.encode.random_words import random_words
+        from fast.kernels.random_words import random_words
 
         drawn = random_words(shape, seed, stream, x.device)
     else:

@@ -64,7 +64,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.layers import rotary as kernels
+    from fast.kernels.layers import attention as kernels
 
     return kernels.rotary(*operands, values[0], key)
 

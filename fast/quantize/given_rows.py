@@ -77,12 +77,12 @@ def _operator(record: Any, values: Values, operands: Operands) -> Quantized:
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Quantized | None:
-    from fast.kernels.given_rows import host
+    from fast.kernels import static_scales
 
     x, scale, zero = operands
     _check(x)
     by_rows = rows_record(record_name(record))
-    return host.quantize_rows(x, record, by_rows, Scales(scale, None, zero), key)
+    return static_scales.quantize_rows(x, record, by_rows, Scales(scale, None, zero), key)
 
 
 def _reference(record: Any, values: Values, operands: Operands) -> Quantized:

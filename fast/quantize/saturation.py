@@ -22,9 +22,9 @@ def fake_quantize_with_mask(
     call = cache.find(key)
     result = None if call is None else call(x)
     if result is None and has_kernels(x):
-        from fast.kernels.quantize import saturation_host
+        from fast.kernels.quantize import host
 
-        result = saturation_host.noted(x.detach(), scheme, axis, key)
+        result = host.noted(x.detach(), scheme, axis, key)
     return result if result is not None else (forward(x, scheme, axis, None, None), None)
 
 
@@ -44,9 +44,9 @@ def mask_gradient(
         masked = call(g, x, mask)  # None where an address is odd
     if masked is not None:
         return masked
-    from fast.kernels.quantize import saturation_host
+    from fast.kernels.quantize import host
 
-    return saturation_host.clip(g, x.detach(), mask, scheme, axis, key)
+    return host.clip(g, x.detach(), mask, scheme, axis, key)
 
 
 __all__ = ["fake_quantize_with_mask", "mask_gradient"]

@@ -91,7 +91,7 @@ def _quantize_compressed_fake(
 
 
 def _quantize_compressed_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.sparsity.quantize_host import quantize_compressed
+    from fast.kernels.sparsity.host import quantize_compressed
 
     return quantize_compressed(record, *values, *operands, key)
 

@@ -47,7 +47,8 @@ def _copied(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> to
 
 
 def _kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> torch.Tensor | None:
-    from fast.kernels.sparsity import host, transposable_host
+    from fast.kernels.sparsity import host
+    from fast.kernels.sparsity import transposable as transposable_host
 
     w, out = operands
     pattern, transposable = values

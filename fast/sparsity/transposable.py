@@ -34,9 +34,9 @@ def compress_transposable(w: torch.Tensor) -> tuple[Compressed, Compressed]:
 
 
 def _prune_kernel(record: Any, values: Any, operands: Any, key: Any) -> Any:
-    from fast.kernels.sparsity import transposable_host
+    from fast.kernels.sparsity import transposable
 
-    return transposable_host.prune_transposable(*operands, *values, key)
+    return transposable.prune_transposable(*operands, *values, key)
 
 
 def prune_transposable_op(w: torch.Tensor, scores: torch.Tensor | None, method: str) -> torch.Tensor:
@@ -57,9 +57,9 @@ register(
 
 
 def _compress_kernel(record: Any, values: Any, operands: Any, key: Any) -> Any:
-    from fast.kernels.sparsity import transposable_host
+    from fast.kernels.sparsity import transposable
 
-    return transposable_host.compress_transposable(*operands, key)
+    return transposable.compress_transposable(*operands, key)
 
 
 def compress_transposable_op(w: torch.Tensor) -> list[torch.Tensor]:

@@ -14,12 +14,12 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
-from fast.kernels.encode import pointwise
+from fast.kernels import encode
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.quantize import outputs
-from fast.kernels.scheme import constants, element_constants
+from fast.kernels.quantize import plan
+from fast.kernels.scheme import constants
 from tests.emulator import ptx_opcodes, quick_interpreter
 from tests.emulator.ptx_opcodes import (
     OPCODES,
@@ -141,8 +141,8 @@ def install() -> None:
         setattr(builder, f"create_{name}numf", extremum(f"{name}.f32"))
         setattr(builder, f"create_{name}imumf", extremum(f"{name}.NaN.f32"))
     # `launch` still has to know: it runs kernels.
-    for module in (normalize, outputs, pointwise, quantizer, swiglu):
+    for module in (normalize, plan, encode, quantizer, swiglu):
         module.interpreted = lambda: False
     # The interpreter takes constants inside constants as the objects that they are.
-    for module in (constants, element_constants):
+    for module in (constants, constants):
         module.constant_part = lambda constant, _hardware: constant

@@ -191,7 +191,7 @@ def _layout(offsets: torch.Tensor, rows: int, step: int) -> tuple[torch.Tensor, 
     """ends, source and owners: by a kernel, or by torch operations."""
     places = padded_rows(rows, offsets.shape[0], step)
     if has_kernels(offsets) and places:
-        from fast.kernels.grouped import layout
+        from fast.kernels import grouped as layout
 
         if offsets.shape[0] <= layout.MOST_EXPERTS:
             return layout.group_layout(offsets.contiguous(), rows, places, step)
@@ -388,7 +388,7 @@ def _columns(
     """By kernels that read rows where they lie, or of gathered columns: the same bits."""
     x = x.detach()
     if has_kernels(x):
-        from fast.kernels.grouped.host import group_columns
+        from fast.kernels.grouped import group_columns
 
         made = group_columns(x.contiguous(), scheme, source, owners, layout.experts, layout.step)
         if made is not None:

@@ -233,10 +233,10 @@ def _grouped_mm(operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torc
 def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Tensor:
     """y with zeros where torch's grouped products write nothing."""
     if has_kernels(y):
-        from fast.kernels.grouped import zero
+        from fast.kernels import grouped
 
         y = y.contiguous()
-        (zero.zero_tail_ if rows else zero.zero_empty_)(y, ends)
+        (grouped.zero_tail_ if rows else grouped.zero_empty_)(y, ends)
         return y
     if rows:
         kept = torch.arange(y.shape[0], device=y.device)[:, None] < ends[-1]

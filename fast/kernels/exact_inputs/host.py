@@ -13,8 +13,8 @@ from fast.kernels.exact_inputs.kernel import block_values_kernel, row_codes_kern
 from fast.kernels.linear_small import host as product
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize import plan as plans
-from fast.kernels.quantize.block_launch import block_launch
 from fast.kernels.quantize.geometry import INT32, Geometry, power_above
+from fast.kernels.quantize.host import block_launch
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.kernels.sm90_w4a16_gemv import host as sm90_w4a16_gemv

@@ -13,12 +13,10 @@ import triton.language as tl
 
 from fast.kernels.bits import float_of, narrow, read, widened
 from fast.kernels.quantize.kernel import all_of, blocks_kernel
-from fast.kernels.rules.scaled import element_codes
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
-from fast.kernels.rules.values import unscaled
-from fast.kernels.tile.block_scales import choose_scales
-from fast.kernels.tile.fast_codes import multiplier
-from fast.kernels.tile.fast_values import rounded_values
+from fast.kernels.rules.values import element_codes, unscaled
+from fast.kernels.tile.fast_codes import multiplier, rounded_values
+from fast.kernels.tile.scales import choose_scales
 
 # Elements of a row that stay in registers.
 LONG = tl.constexpr(16384)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import widened
-from fast.kernels.layers.rms_norm_gradient import PARTS, add_pieces
+from fast.kernels.layers.rms_norm import PARTS, add_pieces
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch

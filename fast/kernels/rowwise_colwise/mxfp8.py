@@ -29,10 +29,9 @@ import triton.language as tl
 
 from fast.kernels.bits import NAN, bits_of, float_of, high_float, is_nan, low_float
 from fast.kernels.rules.elements import encode
-from fast.kernels.rules.scale_swizzle import scale_place
-from fast.kernels.rules.scales import power_scale
+from fast.kernels.rules.scales import power_scale, scale_place
 from fast.kernels.sm90.bit_tricks import E2M3_BYTES, E3M2_BYTES, e2m1_floats
-from fast.kernels.sm90.fp4 import larger_pair
+from fast.kernels.sm90.fp4_fp6 import larger_pair
 
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 EXPONENTS = tl.constexpr(0x7F807F80)

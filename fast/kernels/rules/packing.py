@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.sm90.bit_tricks import combined_digits
-from fast.kernels.sm90.pack_32 import load_quads, store_quads
+from fast.kernels.sm90.integers import load_quads, store_quads
 
 
 @triton.jit

@@ -6,19 +6,177 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import (
+    HIDDEN,
     INFINITY,
     LARGEST,
     MAGNITUDE,
+    MANTISSA,
     SIGN,
     bits_of,
     canonical,
     float_of,
     is_nan,
     narrow,
+    normalized,
     rounded,
     widened,
 )
-from fast.kernels.rules.elements import MARK, decode
+from fast.kernels.rules.elements import (
+    MARK,
+    clamp_integer,
+    decode,
+    encode,
+    encode_parts,
+    nearest_by_difference,
+    shifted_integer,
+    to_integer,
+)
+
+# Elements divided by their scale, and rounded: `reference.quantize.elements` as device functions. See `elements` for the
+# arguments.
+
+
+@triton.jit
+def element_codes(v, scale, outer, zero, random_bits, SCHEME: tl.constexpr):
+    """int32 codes of a tile (blocks, elements): v float32, scale (blocks, 1) float32, zero (blocks, 1) or None."""
+    if SCHEME.power_of_two:
+        codes = _shifted(v, scale, random_bits, SCHEME)
+    else:
+        codes = _scaled(v, scale, outer, zero, random_bits, SCHEME)
+    if SCHEME.nan == "ieee":
+        return codes
+    else:
+        poisoned = is_nan(scale)
+        if SCHEME.nan == "element":
+            b = bits_of(v)
+            sign = tl.where(b < 0, SCHEME.element.sign_mask, 0)
+            special = tl.where((b & MAGNITUDE) > INFINITY, SCHEME.poison_code, 0) | sign
+            special = tl.where((b & MAGNITUDE) == INFINITY, SCHEME.poison_code, special)
+            return tl.where(poisoned, special, codes)
+        elif SCHEME.poison_by_product:
+            # The scale's NaN has reached every element through the product, and the element's NaN code is the poison code.
+            return codes
+        else:
+            return tl.where(poisoned, SCHEME.poison_code, codes)
+
+
+@triton.jit
+def power_multiplier(scale, SCHEME: tl.constexpr):
+    """2**-e of an e8m0 scale 2**e as float32. 2**127 for the smallest scale, unless the record says else.
+
+    NaN for NaN, but where arithmetic decides: there its exponent is shifted by, like any other.
+    """
+    exponent = bits_of(scale) >> 23
+    if SCHEME.smallest_exponent is not None:
+        exponent = tl.where(exponent == 0, SCHEME.smallest_exponent + 127, exponent)
+    reciprocal_rn = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)
+    nan: tl.constexpr = 0x00200000 if SCHEME.nan == "ieee" else 0x7FC00000
+    return float_of(tl.where(exponent == 255, nan, reciprocal_rn))
+
+
+@triton.jit
+def _shifted(v, scale, random_bits, SCHEME: tl.constexpr):
+    """v * 2**-e, rounded once."""
+    if SCHEME.rounding == "nearest_even" and SCHEME.overflow == "saturate":
+        if SCHEME.house and SCHEME.kind == "float":
+            # Under a scale from outside an infinity counts as the largest float32.
+            largest = float_of(tl.full((), LARGEST, tl.int32))
+            v = tl.clamp(v, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+        # Exact, or below 2**-126, where every format rounds to zero.
+        return encode(v * power_multiplier(scale, SCHEME), random_bits, SCHEME.element)
+    else:
+        exponent = tl.maximum(bits_of(scale) >> 23, 0) - 127
+        if SCHEME.smallest_exponent is not None:
+            exponent = tl.where(exponent == -127, SCHEME.smallest_exponent, exponent)
+        b = bits_of(v)
+        magnitude = b & MAGNITUDE
+        if SCHEME.kind == "int":
+            own = tl.maximum(magnitude >> 23, 1) - 127 + (SCHEME.fraction_bits - exponent)
+            significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
+            made = clamp_integer(
+                shifted_integer(b, own, significand, random_bits, SCHEME.element), SCHEME.element
+            )
+            return tl.where(magnitude > INFINITY, 0, made)
+        else:
+            own, significand = normalized(magnitude)
+            significand = tl.where(magnitude == 0, 0, significand)
+            # A zero has the smallest exponent: any above it would show in the code.
+            own = tl.where(magnitude >= INFINITY, 128, own - exponent)
+            own = tl.where(magnitude == 0, SCHEME.element.emin, own)
+            return encode_parts(b, own, significand, random_bits, SCHEME.element)
+
+
+@triton.jit
+def _scaled(v, scale, outer, zero, random_bits, SCHEME: tl.constexpr):
+    """v divided by its scale in the order of the record, and rounded."""
+    if SCHEME.zero == "value":
+        return _from_minimum(v, scale, zero, random_bits, SCHEME)
+    else:
+        if SCHEME.apply == "encode":
+            scaled = rounded(v * scale, SCHEME.arithmetic)
+        elif SCHEME.apply == "divide":
+            divisor = scale
+            if SCHEME.has_outer:
+                divisor = rounded(tl.div_rn(scale, outer), SCHEME.arithmetic)
+            scaled = rounded(tl.div_rn(v, divisor), SCHEME.arithmetic)
+        else:
+            scaled = rounded(v * reciprocal(scale, outer, SCHEME), SCHEME.arithmetic)
+        if SCHEME.kind == "codebook" and SCHEME.by_difference:
+            return nearest_by_difference(scaled, SCHEME.element, SCHEME.arithmetic)
+        elif SCHEME.kind != "int":
+            return _special_codes(encode(scaled, random_bits, SCHEME.element), scaled, SCHEME)
+        else:
+            integer = to_integer(scaled, random_bits, SCHEME.element)
+            if SCHEME.zero == "code":
+                integer = integer + zero
+            return tl.where(is_nan(scaled), 0, clamp_integer(integer, SCHEME.element))
+
+
+@triton.jit
+def _special_codes(codes, scaled, SCHEME: tl.constexpr):
+    """A NaN that arithmetic made, and a scaled -0, where the convention writes a code of its own for them."""
+    if not SCHEME.negative_zero:
+        codes = tl.where(bits_of(scaled) == SIGN, 0, codes)
+    if SCHEME.nan_code is not None:
+        codes = tl.where(is_nan(scaled), SCHEME.nan_code, codes)
+    return codes
+
+
+@triton.jit
+def reciprocal(scale, outer, SCHEME: tl.constexpr):
+    """One correctly rounded reciprocal per block, with the outer scale in the record's order."""
+    if not SCHEME.has_outer:
+        return rounded(tl.div_rn(1.0, scale), SCHEME.arithmetic)
+    elif SCHEME.outer_order == "reciprocal_first":
+        first = rounded(tl.div_rn(1.0, outer), SCHEME.arithmetic)
+        return rounded(tl.div_rn(first, scale), SCHEME.arithmetic)
+    elif SCHEME.outer_order == "folded":
+        inner = rounded(scale * rounded(tl.div_rn(1.0, outer), SCHEME.arithmetic), SCHEME.arithmetic)
+        made = rounded(tl.div_rn(1.0, inner), SCHEME.arithmetic)
+        return tl.where(bits_of(made) == INFINITY, float_of(tl.full((), LARGEST, tl.int32)), made)
+    else:
+        product = rounded(outer * scale, SCHEME.arithmetic)
+        made = rounded(tl.div_rn(1.0, product), SCHEME.arithmetic)
+        if SCHEME.finite_reciprocal:
+            made = bounded(made)
+        return made
+
+
+@triton.jit
+def bounded(v):
+    """Infinity of either sign as the largest float32."""
+    b = bits_of(v)
+    return float_of(tl.where((b & MAGNITUDE) == INFINITY, b - 1, b))
+
+
+@triton.jit
+def _from_minimum(v, scale, zero, random_bits, SCHEME: tl.constexpr):
+    """tinygemm: round((v - (z - s * mid)) / s), every operation rounded to the input's dtype."""
+    step = rounded(scale * SCHEME.middle_input, SCHEME.arithmetic)
+    minimum = rounded(zero - step, SCHEME.arithmetic)
+    scaled = rounded(tl.div_rn(rounded(v - minimum, SCHEME.arithmetic), scale), SCHEME.arithmetic)
+    integer = to_integer(scaled, random_bits, SCHEME.element)
+    return tl.where(is_nan(scaled), 0, clamp_integer(integer, SCHEME.element))
 
 
 @triton.jit

@@ -2,6 +2,27 @@
 
 A sequence is right for some records only: each function says for which, and why. `constants` writes the answers into the
 constants.
+
+Records of other projects on ordinary blocks, where they need no rule for NaN, infinity, overflow or underflow.
+
+A block is ordinary if its largest magnitude lies between 2**-64 and 2**64 (`bounds` says it for each record), or if it is
+zero where the record has a scale for that. A kernel looks at the largest magnitudes of its tile. If all are ordinary, the
+sequences of `sm90` make the codes; otherwise the general rules do, in the same launch. So a precondition of a sequence
+that fails on rare blocks alone keeps no record from it.
+
+`on_ordinary_blocks` gives the record that equals another one there. What it drops, and why:
+
+* `nan`, `nan_code`: every element is finite, and every scale.
+* `smallest_exponent`: scales lie above 2**-127.
+* `rceil_log2` of 16-bit inputs is `rceil`: see `log2_is_exact`.
+* `dequantize="ieee"`: no value overflows, but in float16.
+
+What it keeps, and how the sequences round alike:
+
+* Scales in the input's dtype (`compute="input"`): the float32 quotient is rounded once more, as the general rules do.
+* `apply="divide"`: see `quotient_sequence`.
+* `arithmetic="input"`: what a product or quotient gives is rounded to the dtype before it is rounded to a code; the thresholds
+  of codebooks are those of numbers before that (`difference_thresholds`).
 """
 
 from __future__ import annotations
@@ -10,10 +31,207 @@ from dataclasses import replace
 from functools import lru_cache
 from math import frexp
 
-from fast.kernels.sm90.codebook16 import has_cubic
-from fast.kernels.sm90.uniform_codebook import is_stretched
+import numpy as np
+
+from fast.kernels.sm90.codebooks import has_cubic, is_stretched
+from reference.arrays.softfloat import steps_above
 from reference.formats.formats import FORMATS, Format
 from reference.schemes.schemes import Scale, Scheme
+
+# Bits of the significands of 16-bit dtypes.
+SIGNIFICANT = {"bfloat16": 8, "float16": 11, "float32": 24}
+LEAST, MOST = 2.0**-64, 2.0**64
+# Outer scales, and elements where a product that underflows would lose the sign of a zero that it makes.
+OUTER, SIGNED_OUTER, SIGNED_MOST = (2.0**-60, 2.0**60), (2.0**-12, 2.0**60), 2.0**16
+
+
+def on_ordinary_blocks(scheme: Scheme, dtype: str) -> Scheme | None:
+    """The record that makes the same codes, scales and zero points of ordinary blocks by a sequence; None without one."""
+    scale = scheme.scale
+    exact = (
+        scheme.rounding == "nearest_even" and scheme.overflow == "saturate" and scheme.codes_from == "stored"
+    )
+    if not exact or scale.stored != "decode" or scheme.apply == "encode":
+        return None
+    if dtype == "float32":
+        # The input's dtype is the one in which everything is computed anyway.
+        scale = replace(scale, compute="float32")
+        scheme = replace(scheme, arithmetic="float32")
+    if scale.rule == "rceil_log2" and log2_is_exact(dtype, scale.target):
+        scale = replace(scale, rule="rceil")
+    made = replace(scheme, scale=scale, nan="block", nan_code=None, smallest_exponent=None)
+    return made if ordinary_sequence(made, dtype) else None
+
+
+def ordinary_sequence(scheme: Scheme, dtype: str) -> str:
+    """Which sequence of `fast_codes` makes the codes of ordinary blocks; "" for none."""
+    scale, fmt = scheme.scale, scheme.format
+    if not _has_scales(scheme, dtype) or (scheme.apply == "divide" and not quotient_sequence(scheme, dtype)):
+        return ""
+    if fmt.kind == "int" and fmt.nan_code is None and fmt.bits <= 8:
+        return "int" if _has_integers(scheme, dtype) else ""
+    if fmt.kind == "codebook":
+        return "codebook" if _has_codebook(scheme, dtype) else ""
+    if scheme.zero is not None or scale.statistic != "absmax" or (fmt.bits == 6 and scale.target > fmt.max):
+        return ""
+    return ocp_name(fmt)
+
+
+def bounds(scheme: Scheme, dtype: str) -> tuple[float, float]:
+    """The least and the most magnitude of blocks that are ordinary."""
+    if dtype == "float16" and scheme.scale.compute == "input":
+        # Scales are normal numbers of float16, and ranges do not overflow.
+        return scheme.scale.target * 2.0**-14, 2.0**14
+    return LEAST, MOST if scheme.negative_zero or scheme.outer is None else SIGNED_MOST
+
+
+def outer_bounds(scheme: Scheme) -> tuple[float, float]:
+    """The same of outer scales."""
+    return OUTER if scheme.negative_zero else SIGNED_OUTER
+
+
+def has_zero_blocks(scheme: Scheme) -> bool:
+    """Whether a block of zeros goes by the sequence.
+
+    It does if its scale is not 0: its codes are those of 0 as in any other block. And if its scale is 0 and the element is an
+    8-bit float or an entry of a codebook: 1 / 0 is NaN in `reciprocal_rn`, and so is every product with it, as every 0 / 0 is
+    by the rules. Such a float's code is that of NaN; a codebook has none, and codes of blocks whose multiplier is NaN are 0.
+    """
+    raised = scheme.scale.power_of_two or scheme.scale.floor is not None or scheme.outer_order == "folded"
+    return raised or (
+        scheme.outer is None and (scheme.format.kind == "codebook" or ocp_name(scheme.format) in HARDWARE)
+    )
+
+
+def has_single_pairs(scheme: Scheme, dtype: str) -> bool:
+    """Whether 4-bit floats under e4m3 scales alone are made from pairs of bfloat16, as those under an outer scale are."""
+    single = (
+        scheme.outer is None and storage_kind(scheme.scale.storage) == "e4m3" and scheme.scale.block == 16
+    )
+    return single and dtype == "bfloat16" and ocp_name(scheme.format) == "e2m1"
+
+
+def quotient_sequence(scheme: Scheme, dtype: str) -> str:
+    """How the sequences divide elements by scales; "" where none is exact. p: bits of a significand of the dtype.
+
+    "product": x * (1 / s), rounded to bfloat16. A quotient a / b of two 8-bit significands is no midpoint c of bfloat16 (9
+    bits, odd): 256 a = b c asks for b = 256. It is at least 2**-17 of its size away from one, and the product 2**-23 from
+    it. So product and quotient are rounded to the same bfloat16.
+    "corrected": x * m + x * (1 - s m) m with m = 1 / s, whose error before its last rounding is below 2**-46 of its size.
+    Midpoints of float32 have 25 bits, so quotients of p-bit significands lie 2**-(p + 25) or more away from them: the
+    rounding is that of the quotient up to p = 11. Scales s of 24 bits, as those under an outer scale, have quotients as near
+    as 2**-48, but there only the sides of the ties t of e2m1 matter, of bfloat16 x. With integer significands X < 2**8 and
+    2**23 <= S < 2**24 and the midpoint (M 2**k +- 1) / 2**j beside t, M being 1, 3, 5 or 7 and k from 22 to 25, a quotient so
+    near asks for |X 2**i - S (M 2**k +- 1)| <= 8 with i of 39 or more. So S lies at most 8 from a multiple of 2**22, and the
+    terms below 2**39 cancel only if M = 1, t = 1/4 and S = 2**24 - 1. There (1 - s m) m rounded towards zero gives the right
+    side and rounded to nearest a tie (`reciprocal_error_cut`; a test tries every S).
+    """
+    scale = scheme.scale
+    if scheme.outer is not None:
+        own = scheme.outer_order == "encode" and ocp_name(scheme.format) == "e2m1"
+        return "corrected" if own and dtype == "bfloat16" else ""
+    if scale.compute != "input" or dtype == "float32":
+        return ""
+    return "product" if scheme.arithmetic == "input" and dtype == "bfloat16" else "corrected"
+
+
+@lru_cache(maxsize=64)
+def log2_is_exact(dtype: str, target: float) -> bool:
+    """Whether rounded logarithms of a / target lie above an integer exactly where a / target lies above a power of two.
+
+    They do where the quotient's fraction is 0 or above the steps that float32 loses, for every significand of the dtype.
+    """
+    if dtype == "float32":
+        return False
+    bits = SIGNIFICANT[dtype]
+    significands = np.arange(1 << (bits - 1), 1 << bits).astype(np.float32)
+    fractions = (significands / np.float32(target)).view(np.int32) & 0x7FFFFF
+    return bool(np.all((fractions == 0) | (fractions > steps_above().max())))
+
+
+@lru_cache(maxsize=64)
+def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
+    """The largest float32 with each code, if it is rounded to the dtype and the nearest entry by rounded differences decides.
+
+    None where codes do not keep the order of the values.
+
+    Of every value of the dtype from -1 to 1; torchao's NF4 rounds entries and differences to the dtype. Rounding keeps the
+    order too: the largest float32 that is rounded to the largest value with a code is the largest with it, and no instruction
+    rounds.
+    """
+    import ml_dtypes
+
+    kind = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
+    every = np.arange(1 << 16, dtype=np.uint16).view(kind).astype(np.float32)
+    y = np.sort(every[np.abs(every) <= 1])
+    table = np.asarray(fmt.table, np.float32).astype(kind).astype(np.float32)
+    code = np.abs((y[:, None] - table).astype(kind).astype(np.float32)).argmin(axis=1)
+    last = np.searchsorted(code, np.arange(len(table) - 1), side="right") - 1
+    # Midpoints of neighbours of the dtype are float32, and a tie goes to either.
+    middle = (y[last] + y[last + 1]) / 2
+    made = np.where(middle.astype(kind) == y[last], middle, np.nextafter(middle, np.float32(-np.inf)))
+    return tuple(float(v) for v in made) if np.all(np.diff(code) >= 0) else None
+
+
+def _has_scales(scheme: Scheme, dtype: str) -> bool:
+    """Whether the scales come from a sequence: powers of two, ratios in float32 or the input's dtype, e4m3 codes."""
+    scale, outer = scheme.scale, scheme.outer
+    if outer is not None and outer.statistic != "absmax_elements":
+        return False
+    if scale.power_of_two:
+        return outer is None and scale.rule != "rceil_log2"
+    storable = scale.storage == "float32" or (scale.storage == dtype and scale.compute == "input")
+    plain = scale.rule == "ratio" and has_quotient(scale.target) and scale.compute in ("float32", "input")
+    if storage_kind(scale.storage) == "e4m3":
+        return plain and _has_e4m3_scales(scheme)
+    return plain and storable and outer is None
+
+
+def _has_e4m3_scales(scheme: Scheme) -> bool:
+    """Block scales of 4-bit floats in e4m3, alone or in one of the orders of `outer_scales`."""
+    scale, outer = scheme.scale, scheme.outer
+    kind = "" if scale.floor is None else scale.floor[0]
+    if ocp_name(scheme.format) != "e2m1" or scheme.arithmetic != "float32":
+        return False
+    if outer is None:
+        return kind == "scale" and scheme.apply == "reciprocal" and scale.compute == "float32"
+    order = scheme.outer_order
+    return (
+        (
+            order == "reciprocal_first"
+            and kind == "scale"
+            and scale.compute == "float32"
+            and outer.stored == "decode"
+        )
+        or (order == "folded" and kind == "" and scale.compute == "float32" and outer.stored == "encode")
+        or (order == "encode" and kind == "zero" and outer.stored == "encode")
+    )
+
+
+def _has_integers(scheme: Scheme, dtype: str) -> bool:
+    """Signed integers without a zero point or with a code as one; unsigned ones with a float one, of bfloat16."""
+    scale, zero, fmt = scheme.scale, scheme.zero, scheme.format
+    if zero is None:
+        return fmt.signed and scale.statistic in ("absmax", "minmax_split")
+    if zero.rule == "code":
+        return fmt.signed and scale.statistic == "minmax_with_zero" and 1 <= scale.target <= 2**fmt.bits - 1
+    small = scale.statistic == "minmax" and not fmt.signed and fmt.fraction_bits == 0
+    same = (
+        scale.compute == scheme.arithmetic == "input"
+        and scheme.apply == "divide"
+        and zero.storage == "bfloat16"
+    )
+    return small and same and dtype == "bfloat16" and scale.floor is not None
+
+
+def _has_codebook(scheme: Scheme, dtype: str) -> bool:
+    """Codebooks of 16 between -1 and 1 under their maxima, where rounded differences decide."""
+    scale, fmt = scheme.scale, scheme.format
+    if scheme.arithmetic != "input" or dtype == "float32" or scale.target != 1.0 or scheme.zero is not None:
+        return False
+    thresholds = difference_thresholds(fmt, dtype) if fmt.bits == 4 else None
+    return thresholds is not None and scale.statistic == "absmax" and has_cubic(fmt, thresholds)
+
 
 # What kernels call the OCP formats: records with the same fields are the same format, whatever their names.
 OCP = {

@@ -12,10 +12,8 @@ Programs cover the metadata with its padding (`arrange`), where nothing is kept.
 import triton
 import triton.language as tl
 
-from fast.kernels.sparsity.groups import bytes_by, kept_halves
-from fast.kernels.sparsity.octets import split_fours, words_at
-from fast.kernels.sparsity.tiles import octet_of, turned
-from fast.kernels.sparsity.transposable import turned_columns
+from fast.kernels.sparsity.groups import bytes_by, kept_halves, split_fours, words_at
+from fast.kernels.sparsity.transposable import octet_of, turned, turned_columns
 
 #: Blocks of 8 x 8 that a program has down and across, and its elements.
 DOWN, ACROSS, TILE = 4, 8, 2048

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.sparsity.groups import bytes_by
-from fast.kernels.tile.fast_values import finished
+from fast.kernels.tile.fast_codes import finished
 
 #: Warps of a program; what they make at once, of two groups each, and how often.
 WARPS, TILE, STEPS = 4, 128, 4

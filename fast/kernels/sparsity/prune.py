@@ -16,28 +16,29 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, widened
-from fast.kernels.sparsity.groups import ONE, TWO, bytes_by, majority
-from fast.kernels.sparsity.marks import (
+from fast.kernels.sparsity.groups import (
+    ONE,
+    TWO,
+    bytes_by,
     half_key,
+    joined_fours,
     magnitude_lanes,
+    majority,
     marks_of_bytes,
     marks_of_halves,
     marks_of_words,
-    word_key,
-)
-from fast.kernels.sparsity.octets import (
-    joined_fours,
     read_fours,
     read_group,
     read_pairs,
     split_fours,
+    word_key,
     words_at,
     write_ones,
     write_pairs,
 )
 
 #: Elements of a program of other patterns.
-TILE = 2048
+MASK_TILE = 2048
 NAN_KEY = tl.constexpr(0x7F800001)
 
 
@@ -278,4 +279,4 @@ def _key(pointers, inside):
         return tl.where(wide > 0, wide - 1, ~wide)
 
 
-__all__ = ["TILE", "groups_kernel", "mask_kernel", "ranks_kernel"]
+__all__ = ["MASK_TILE", "groups_kernel", "mask_kernel", "ranks_kernel"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fast.kernels.scheme.element_constants import Constant
+from fast.kernels.scheme.constants import Constant
 
 
 class BlockOp(Constant):

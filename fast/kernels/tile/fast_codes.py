@@ -9,33 +9,188 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fast.kernels.bits import NAN, bits_of, float_of, is_nan
-from fast.kernels.rules.packing import store_packed
-from fast.kernels.rules.scaled import power_multiplier
-from fast.kernels.sm90.bf16x2 import rounded_once
+from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
+from fast.kernels.rules.packing import pairs, store_packed
+from fast.kernels.rules.values import power_multiplier
+from fast.kernels.sm90.bf16x2 import bfloat16_of, float16_of, rounded_once
 from fast.kernels.sm90.bit_tricks import (
     TO_INTEGER,
     bytes_of,
+    corrected_quotient,
     e2m1_floats,
+    e2m1_values,
     e2m1_words,
     e2m3_bytes,
+    e2m3_values,
     e3m2_bytes,
+    e3m2_values,
+    int4_values,
     int4_words,
+    integer_values,
     mask_unless_poisoned,
     nibble_words,
-    six_words,
-)
-from fast.kernels.sm90.codebook16 import codebook_floats
-from fast.kernels.sm90.division import (
-    corrected_quotient,
     reciprocal_error,
     reciprocal_error_cut,
     reciprocal_rn,
     round_to_dtype,
+    six_triples,
+    six_words,
+    store_words,
 )
-from fast.kernels.sm90.pack_32 import integer_quads, store_quads
-from fast.kernels.sm90.uniform_codebook import stretched_floats
-from fast.kernels.tile.strips import store_elements, store_words_of
+from fast.kernels.sm90.codebooks import (
+    codebook_floats,
+    codebook_values,
+    codebook_word_values,
+    stretched_floats,
+    stretched_values,
+)
+from fast.kernels.sm90.integers import integer_quads, load_quads, quad_values, store_quads
+
+# Values of codes by the instruction sequences of `sm90`: those of a tile that is quantized, and those of stored codes.
+
+
+@triton.jit
+def rounded_values(v, inv_scale, scale, zero, SCHEME: tl.constexpr):
+    """Decoded elements of a tile before scaling, without the codes; the scale of a poisoned block is NaN."""
+    if SCHEME.fast_path == "int":
+        n = integers(v, inv_scale, scale, zero, SCHEME) - TO_INTEGER
+        if SCHEME.zero == "code":
+            n = n - zero.to(tl.float32)
+        if SCHEME.fraction_bits != 0:
+            n = n * (1.0 / (1 << SCHEME.fraction_bits))
+        return n
+    elif SCHEME.fast_path == "codebook":
+        y = scaled(v, inv_scale, scale, zero, SCHEME)
+        return codebook_values(bits_of(codebook_floats(y, SCHEME.element)), SCHEME.element)
+    elif SCHEME.fast_path == "stretched":
+        return stretched_values(stretched_floats(v * inv_scale, SCHEME.element), SCHEME.element)
+    else:
+        y = scaled(v, inv_scale, scale, zero, SCHEME)
+        if SCHEME.fast_path == "e4m3":
+            return y.to(tl.float8e4nv).to(tl.float32)
+        else:
+            return _rounded_float(y, SCHEME.element)
+
+
+@triton.jit
+def _rounded_float(y, E: tl.constexpr):
+    """y rounded to a float format by adding and subtracting 1.5 * 2**(e + 23 - mantissa); saturating, sign kept."""
+    top: tl.constexpr = E.max_value
+    a = tl.minimum(tl.maximum(y, -top), top)
+    least = float_of(tl.full((), (E.emin + 127) << 23, tl.int32))
+    unit = float_of(
+        ((bits_of(tl.maximum(tl.abs(a), least)) & INFINITY) + ((23 - E.mantissa) << 23)) | 0x00400000
+    )
+    made = (a + unit) - unit
+    return float_of((bits_of(made) & MAGNITUDE) | (bits_of(y) & SIGN))
+
+
+@triton.jit
+def finished(product, scale, DTYPE: tl.constexpr):
+    """Products as the output dtype: finite values stay finite where the scale is, NaN canonical."""
+    finite = (bits_of(scale) & MAGNITUDE) < INFINITY
+    if DTYPE == "bfloat16":
+        limit = tl.where(finite, 0x7F7F, 0x7F80).to(tl.int16)
+        return bfloat16_of(product, tl.broadcast_to(limit, product.shape))
+    elif DTYPE == "float16":
+        limit = tl.where(finite, 0x7BFF, 0x7C00).to(tl.int16)
+        return float16_of(product, tl.broadcast_to(limit, product.shape))
+    else:
+        bound = float_of(tl.where(finite, LARGEST, INFINITY))
+        return narrow(tl.clamp(product, -bound, bound, propagate_nan=tl.PropagateNan.ALL), "float32", True)
+
+
+@triton.jit
+def load_values(
+    codes, at, inside, block, exists, zero, SCHEME: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """Decoded elements of a tile before scaling, less the zero point."""
+    value = load_elements(codes, at, inside, block, exists, SCHEME, PACKED, SIZE)
+    if SCHEME.zero == "code":
+        value = value - zero.to(tl.float32)
+    return value
+
+
+@triton.jit
+def load_elements(
+    codes, at, inside, block, exists, SCHEME: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """Decoded elements of a tile before scaling, read as words where they are packed; zero points are left out."""
+    if PACKED and SCHEME.bits == 4:
+        words = _load_words(codes, block, exists, SIZE // 8)
+        if SCHEME.kind == "int":
+            value = int4_values(words)
+        elif SCHEME.kind == "codebook":
+            value = codebook_word_values(words, SCHEME.element)
+        else:
+            value = e2m1_values(words)
+    elif PACKED and SCHEME.kind == "int":
+        value = quad_values(load_quads(codes, block, exists, SIZE, SCHEME.bits), SCHEME.bits)
+    elif PACKED:
+        COUNT: tl.constexpr = SIZE // 16
+        word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
+        a = tl.load(word, mask=exists, other=0)
+        b = tl.load(word + 1, mask=exists, other=0)
+        c = tl.load(word + 2, mask=exists, other=0)
+        if SCHEME.element.mantissa == 3:
+            value = e2m3_values(six_triples(a, b, c))
+        else:
+            value = e3m2_values(six_triples(a, b, c))
+    else:
+        code = tl.load(codes + at, mask=inside, other=0)
+        if SCHEME.kind == "int":
+            value = integer_values(code.to(tl.int8, bitcast=True), SCHEME.bits)
+        elif SCHEME.kind == "codebook":
+            value = codebook_values(code.to(tl.int32), SCHEME.element)
+        else:
+            value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if SCHEME.fraction_bits != 0:
+        value = value * (1.0 / (1 << SCHEME.fraction_bits))
+    return value
+
+
+@triton.jit
+def _load_words(codes, block, exists, COUNT: tl.constexpr):
+    out = codes.to(tl.pointer_type(tl.int32), bitcast=True) + block * COUNT + tl.arange(0, COUNT)[None, :]
+    return tl.load(out, mask=exists, other=0)
+
+
+# Tiles of two-dimensional blocks side by side: rows of all blocks in memory, one block after the other in registers.
+
+
+@triton.jit
+def of_blocks(strip):
+    """(rows, P, columns) as P blocks, (P, rows * columns); no element leaves its thread."""
+    return tl.reshape(tl.permute(strip, (1, 0, 2)), (strip.shape[1], strip.shape[0] * strip.shape[2]))
+
+
+@triton.jit
+def store_elements(pointers, made, inside):
+    """Elements of a tile (P, S) at pointers of the same shape, or of a strip (rows, P, columns), where all exist."""
+    if len(pointers.shape) == 3:
+        blocks = tl.reshape(made, (pointers.shape[1], pointers.shape[0], pointers.shape[2]))
+        tl.store(pointers, tl.permute(blocks, (1, 0, 2)))
+    else:
+        tl.store(pointers, made, mask=inside)
+
+
+@triton.jit
+def store_words_of(codes, at, words, block, exists):
+    """Words of eight codes of a tile, (P, S / 8), behind a pointer to bytes; at: of the words of a strip, else not used."""
+    if len(at.shape) == 3:
+        store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, words, None)
+    else:
+        store_words(codes, words, block, exists)
+
+
+@triton.jit
+def store_packed_of(codes, at, made, block, exists, BITS: tl.constexpr):
+    """int32 codes of a tile, packed; of a strip, whose codes have four bits, as words."""
+    if len(at.shape) == 3:
+        store_words_of(codes, at, pairs(pairs(pairs(made, 4), 8), 16), block, exists)
+    else:
+        store_packed(codes, made, block, exists, BITS)
 
 
 @triton.jit

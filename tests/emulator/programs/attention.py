@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import triton
 
-from fast.kernels.layers.decode_attention import attention_kernel
+from fast.kernels.layers.attention import attention_kernel
 from tests.emulator import quick_interpreter
 
 HEADS, KV_HEADS, WIDTH, LENGTH, STEP = 4, 2, 16, 40, 8

@@ -24,7 +24,7 @@ from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.geometry import power_above
 from fast.kernels.quantize.plan import first_level
 from fast.kernels.scheme.constants import constants_of, is_two_level
-from fast.kernels.scheme.ordinary_blocks import bounds, has_zero_blocks, outer_bounds
+from fast.kernels.scheme.fast_path_rules import bounds, has_zero_blocks, outer_bounds
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_torch
 from tests.emulator import ptx_interpreter

@@ -26,15 +26,15 @@ import triton
 import reference
 from ao_lab.testing.samples import Layout
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.encode import pointwise
+from fast.kernels import encode
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.geometry import Geometry, power_above
-from fast.kernels.scheme.element_constants import element_of
+from fast.kernels.scheme.constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, SEQUENCES
-from fast.kernels.sm90.codebook16 import CENTER, CUBIC, LINEAR
+from fast.kernels.sm90.codebooks import CENTER, CUBIC, LINEAR
 from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.arrays.torch_bridge import to_torch
 from tests.emulator import ptx_interpreter
@@ -334,7 +334,7 @@ def compare_encode(fraction: float) -> None:
     for name in (name for name, short in OCP.items() if short in SEQUENCES):
         for label, x in encode_inputs(name, fraction):
             if label != "float64":
-                made = pointwise.encode(to_torch(x), name, "nearest_even", "saturate", None)
+                made = encode.encode(to_torch(x), name, "nearest_even", "saturate", None)
                 assert_same_bits(made, reference.encode(to_torch(x), name))
         print(name, "encode", flush=True)
 

@@ -17,11 +17,12 @@ import reference
 from ao_lab.training.grouped import autograd, products
 from ao_lab.training.grouped import autograd as layouts
 from ao_lab.training.grouped.autograd import _layout, layout_of
-from fast.kernels.encode.random_words import random_words
-from fast.kernels.grouped import gather, host, layout, zero
+from fast.kernels import grouped
+from fast.kernels import grouped as layout
+from fast.kernels.random_words import random_words
 from fast.kernels.rowwise_colwise import host as batches
+from fast.kernels.rowwise_colwise import host as tiles
 from fast.kernels.rowwise_colwise import kernel as mx
-from fast.kernels.rowwise_colwise import tiles_host as tiles
 from fast.layers.gather import _gather
 from reference import SCHEMES
 from reference.training import RECIPES
@@ -48,7 +49,7 @@ def compare_gather(rows: int, ends: torch.Tensor) -> None:
         x = torch.randn(rows, width).to(dtype)
         x[int(ends[-1]) :] = NAN
         source = layout_of(ends, rows, step).source
-        found = gather.gather_transposed(x, source)
+        found = grouped.gather_transposed(x, source)
         assert torch.equal(found, _gather(x, source))
         assert found.isfinite().all()
 
@@ -72,7 +73,7 @@ def compare_columns(rows: int, ends: torch.Tensor) -> None:
         x[:, 2] = 0
         scheme, where = SCHEMES[name], layout_of(ends, rows, step)
         wanted = autograd.columns_operand(x, Operand(scheme=scheme), where)
-        found = host.group_columns(x, scheme, where.source, where.owners, where.experts, step)
+        found = grouped.group_columns(x, scheme, where.source, where.owners, where.experts, step)
         assert found is not None
         for got, one in zip(found, (wanted.matrix.codes, wanted.matrix.scale, wanted.table), strict=True):
             # What bits of NaN torch's maxima give depends on the shape.
@@ -106,7 +107,7 @@ def compare_instructions() -> None:
     """Columns of groups, and of batches of weights, by the instructions that a GPU runs."""
     ptx_interpreter.install()
     hardware = [
-        mock.patch.object(module, "interpreted", return_value=False) for module in (host, batches, tiles)
+        mock.patch.object(module, "interpreted", return_value=False) for module in (grouped, batches, tiles)
     ]
     # The interpreter takes the constants of a rule apart that it has run by.
     with hardware[0], hardware[1], hardware[2], mock.patch.object(mx, "is_mx", return_value=True):
@@ -132,13 +133,13 @@ def compare_zeros(rows: int, ends: torch.Tensor) -> None:
     for width, dtype in ((1024, torch.bfloat16), (1500, torch.float32), (3, torch.bfloat16)):
         y = torch.full((rows, width), NAN, dtype=dtype)
         wanted = products._with_zeros(y, ends, rows=True)
-        zero.zero_tail_(y, ends)
+        grouped.zero_tail_(y, ends)
         assert torch.equal(y.isnan(), wanted.isnan())
         assert torch.equal(y.nan_to_num(1), wanted.nan_to_num(1))
     for size in ((40, 30), (150, 120)):
         dw = torch.full((ends.shape[0], *size), NAN)
         wanted = products._with_zeros(dw, ends, rows=False)
-        zero.zero_empty_(dw, ends)
+        grouped.zero_empty_(dw, ends)
         assert torch.equal(dw.nan_to_num(1), wanted.nan_to_num(1))
 
 

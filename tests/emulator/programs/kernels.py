@@ -23,7 +23,7 @@ import triton.language as tl
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.encode import pointwise
+from fast.kernels import encode
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import host as layouts
@@ -206,13 +206,13 @@ def compare_formats() -> None:
             x = numbers(shape, dtype, specials=True)
             x.view(-1)[5] = -0.0
             codes = reference.encode(x, name)
-            assert_same_bits(pointwise.encode(x, name, "nearest_even", "saturate", None), codes)
-            assert_same_bits(pointwise.decode(codes, name), reference.decode(codes, name))
+            assert_same_bits(encode.encode(x, name, "nearest_even", "saturate", None), codes)
+            assert_same_bits(encode.decode(codes, name), reference.decode(codes, name))
         if fmt.kind != "codebook" and name != "float8_e8m0fnu":
             x = numbers((3, 41), torch.float32)
             drawn = words((3, 41))
             codes = reference.encode(x, name, rounding="stochastic", random_bits=drawn)
-            assert_same_bits(pointwise.encode(x, name, "stochastic", "saturate", drawn), codes)
+            assert_same_bits(encode.encode(x, name, "stochastic", "saturate", drawn), codes)
         print(name, flush=True)
     compare_packing()
 
@@ -225,8 +225,8 @@ def compare_packing() -> None:
             codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
             packed = reference.pack(codes, name)
             for offset in (0, 1, 4):
-                assert_same_bits(pointwise.pack(moved(codes, offset), name), packed)
-                made = pointwise.unpack(moved(packed, offset), name, shape)
+                assert_same_bits(encode.pack(moved(codes, offset), name), packed)
+                made = encode.unpack(moved(packed, offset), name, shape)
                 assert_same_bits(made, codes & ((1 << reference.FORMATS[name].bits) - 1))
         print(name, "packed", flush=True)
 

@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import reference
+from fast.kernels.layers import attention, rms_norm, swiglu
 from fast.kernels.layers import rms_norm as normalize
-from fast.kernels.layers import rms_norm_gradient, rotary, swiglu, swiglu_gradient
 from reference import Quantized
 from reference.layers import rotary as specified_rotary
 from reference.layers.normalize import rms_norm_vjp
@@ -151,7 +151,7 @@ def roughly_gated() -> int:
 
 def differentiated() -> int:
     """`rotary`, `rms_norm_vjp` and `swiglu_vjp`: dtypes, shapes, rows that are not finite, all gates, halves of a matrix."""
-    done, rms_norm_gradient.PARTS = roughly_differentiated(), 2
+    done, rms_norm.PARTS = roughly_differentiated(), 2
     for dtype in ("bfloat16", "float32"):
         for x in [*(normal(shape, dtype, 2) for shape in GRADIENT_SHAPES), extreme(dtype)[:7, :64]]:
             weight, g, other = (
@@ -160,7 +160,7 @@ def differentiated() -> int:
                 normal(x.shape, dtype, 5),
             )
             for more, eps in ((None, 1e-6), (other, 2.0**-140))[: 2 if dtype == "bfloat16" else 1]:
-                got = rms_norm_gradient.rms_norm_vjp(g, x, weight, eps, more)
+                got = rms_norm.rms_norm_vjp(g, x, weight, eps, more)
                 wanted = rms_norm_vjp(g, x, weight, eps=eps, residual_grad=more)
                 label = f"rms_norm_vjp {dtype} {tuple(x.shape)}"
                 done += sum(same(label, *part) for part in zip(got, wanted, strict=True))
@@ -175,7 +175,7 @@ def turned() -> int:
         tables = [normal((2, 5, 12), dtype, seed) for seed in (2, 3)]
         for inverse, (c, s) in ((False, tables), (True, [t[0] for t in tables])):
             wanted = specified_rotary.rotary(x.contiguous(), c, s, inverse=inverse)
-            done += same(f"rotary {dtype}", rotary.rotary(x, c, s, inverse).contiguous(), wanted)
+            done += same(f"rotary {dtype}", attention.rotary(x, c, s, inverse).contiguous(), wanted)
     return done
 
 
@@ -190,7 +190,7 @@ def _gates_differentiated(dtype: str) -> int:
         same(f"swiglu_vjp {dtype}", *part)
         for case in cases
         for part in zip(
-            swiglu_gradient.swiglu_vjp(*case),
+            swiglu.swiglu_vjp(*case),
             swiglu_vjp(*(t.contiguous() for t in case)),
             strict=True,
         )
@@ -201,10 +201,10 @@ def roughly_differentiated() -> int:
     """bfloat16's silu' with reciprocals that are wrong by two units, up and down by turns."""
     gate = torch.arange(65536).to(torch.int16).view(torch.bfloat16).reshape(-1, swiglu.ELEMENTS)
     gate = gate.repeat_interleave(2, 0)
-    one, exact = torch.ones_like(gate), swiglu_gradient.approximate_reciprocal
-    swiglu_gradient.approximate_reciprocal = rough_reciprocal
-    got, wanted = swiglu_gradient.swiglu_vjp(one, gate, one)[0], swiglu_vjp(one, gate, one)[0]
-    swiglu_gradient.approximate_reciprocal = exact
+    one, exact = torch.ones_like(gate), swiglu.approximate_reciprocal
+    swiglu.approximate_reciprocal = rough_reciprocal
+    got, wanted = swiglu.swiglu_vjp(one, gate, one)[0], swiglu_vjp(one, gate, one)[0]
+    swiglu.approximate_reciprocal = exact
     return same("silu' with a bad reciprocal", got, wanted)
 
 

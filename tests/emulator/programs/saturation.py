@@ -18,9 +18,9 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels.quantize import host as clipping
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
-from fast.kernels.quantize import saturation_host as clipping
 from fast.kernels.quantize.host import problem_of
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_torch

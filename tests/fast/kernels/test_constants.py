@@ -14,10 +14,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.quantize import plan as passes
-from fast.kernels.scheme.constants import constants_of
-from fast.kernels.scheme.element_constants import element_of
-from fast.kernels.scheme.fast_path_rules import OCP, ocp_name
-from fast.kernels.scheme.ordinary_blocks import difference_thresholds, log2_is_exact
+from fast.kernels.scheme.constants import constants_of, element_of
+from fast.kernels.scheme.fast_path_rules import OCP, difference_thresholds, log2_is_exact, ocp_name
 
 
 @pytest.fixture

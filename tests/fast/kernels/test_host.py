@@ -11,9 +11,8 @@ import triton
 import fast
 import reference
 from ao_lab.config.recipe import integer_scheme
-from fast.kernels.grouped.host import group_columns
-from fast.kernels.grouped.layout import group_layout
-from fast.kernels.quantize.block_launch import POINTERS
+from fast.kernels.grouped import group_columns, group_layout
+from fast.kernels.quantize.host import POINTERS
 from fast.kernels.rowwise_colwise.host import batch_columns
 from fast.launch import cache, direct
 from fast.launch.call import Call

@@ -12,7 +12,7 @@ if platform.system() != "Linux":
 import torch
 from triton.runtime.jit import JITFunction
 
-from fast.kernels.encode import pointwise
+from fast.kernels import encode
 from fast.kernels.quantize import plan as passes
 from tests.fast.kernels.compiling.kernel_calls import case, dequantize, quantize
 from tests.fast.kernels.compiling.kernel_compiler import compiling
@@ -78,7 +78,7 @@ def test_bits_of_long_rows_are_counted_in_64_bits(function, kernel, monkeypatch)
     with compiling([]):
         run = JITFunction.run
         monkeypatch.setattr(JITFunction, "run", lambda *args, **options: made.append(run(*args, **options)))
-        pointwise.pack(memory, "int4") if function == "pack" else pointwise.unpack(memory, "int4", (many,))
+        encode.pack(memory, "int4") if function == "pack" else encode.unpack(memory, "int4", (many,))
         monkeypatch.undo()
     (compiled,) = made
     assert compiled.metadata.name == kernel
@@ -89,7 +89,7 @@ def test_bits_of_long_rows_are_counted_in_64_bits(function, kernel, monkeypatch)
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 6])
 def test_rows_are_long_where_their_bits_leave_32(bits):
-    assert pointwise.width_of(2**20, 2**20, bits) is False
-    assert pointwise.width_of(2**31, 1024, bits) is True
-    assert pointwise.width_of(2**31 // bits, 2**31 // bits, bits) == 2
-    assert 2 * pointwise.width_of(2**31 // bits - 64, 2**31 // bits - 64, bits) < 4
+    assert encode.width_of(2**20, 2**20, bits) is False
+    assert encode.width_of(2**31, 1024, bits) is True
+    assert encode.width_of(2**31 // bits, 2**31 // bits, bits) == 2
+    assert 2 * encode.width_of(2**31 // bits - 64, 2**31 // bits - 64, bits) < 4

@@ -8,11 +8,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fast
 from fast.kernels.layers import column_sums as sums_host
+from fast.kernels.layers.attention import rotary_kernel
 from fast.kernels.layers.column_sums import PROCESSORS, WARP, WARPS, column_sums_kernel, plan_of
-from fast.kernels.layers.rms_norm_gradient import PIECE, add_pieces_kernel, norm_gradient_kernel
-from fast.kernels.layers.rotary import rotary_kernel
-from fast.kernels.layers.swiglu import place_of
-from fast.kernels.layers.swiglu_gradient import swiglu_gradient_kernel
+from fast.kernels.layers.rms_norm import PIECE, add_pieces_kernel, norm_gradient_kernel
+from fast.kernels.layers.swiglu import place_of, swiglu_gradient_kernel
 from fast.layers import column_sums as layer_sums
 from fast.layers.column_sums import column_sums, covers
 from tests.emulator.interpreter_process import lines_of

@@ -3,7 +3,7 @@
 import pytest
 
 from fast.kernels.layers.swiglu import ELEMENTS, place_of, swiglu_kernel
-from fast.kernels.quantize.outputs import _block_length
+from fast.kernels.quantize.plan import _block_length
 from reference import SCHEMES
 from tests.emulator.interpreter_process import printed_by
 from tests.fast.kernels.compiling.compiled_kernels import compiled, output_arguments

@@ -42,7 +42,7 @@ def test_in_a_compiled_program():
 
 
 def test_which_matrices_the_kernel_takes():
-    from fast.kernels.values.host import covers
+    from fast.kernels.both_axes import covers
 
     scheme = SCHEMES["mxfp8_e4m3"]
     assert all(covers(matrix(*shape), scheme) for shape in ((32, 32), (96, 160), (64, 1024)))
@@ -54,7 +54,7 @@ def test_which_matrices_the_kernel_takes():
 
 def test_which_schemes_the_kernel_takes():
     """MX floats of both rules and no other default scheme; neither drawn, nor those with other blocks."""
-    from fast.kernels.values.host import covers
+    from fast.kernels.both_axes import covers
 
     x = matrix(128, 128)
     assert [name for name, scheme in SCHEMES.items() if covers(x, scheme) and "." not in name] == MX

@@ -37,30 +37,28 @@ def test_without_kernels_there_is_no_mask():
 
 
 def test_a_gradient_that_is_not_like_its_tensor_is_refused():
-    from fast.kernels.quantize import saturation_host
+    from fast.kernels.quantize import host
 
     x, mask = torch.zeros(2, 64), torch.zeros(2, dtype=torch.uint8)
     for g in (torch.zeros(64, 2).t(), torch.zeros(2, 32), torch.zeros(2, 64, dtype=torch.float16)):
         with (
-            mock.patch.object(saturation_host, "Call", side_effect=AssertionError),
+            mock.patch.object(host, "Call", side_effect=AssertionError),
             pytest.raises(ValueError, match="clip: g is contiguous and like x"),
         ):
-            saturation_host.clip(g, x, mask, SCHEME, -1)
+            host.clip(g, x, mask, SCHEME, -1)
 
 
 @pytest.mark.parametrize(
     "mask", [torch.zeros(3, dtype=torch.uint8), torch.zeros(2), torch.zeros(2, dtype=torch.bool), torch.zeros(2, 64).byte()]
 )  # fmt: skip
 def test_a_mask_of_another_shape_or_dtype_is_refused(mask):
-    from fast.kernels.quantize import saturation_host
+    from fast.kernels.quantize import host
 
     x = torch.zeros(2, 64)
     with pytest.raises(ValueError, match="the saturation mask has one uint8 for each of 2 blocks"):
-        saturation_host.clip(torch.zeros(2, 64), x, mask, SCHEME, -1)
+        host.clip(torch.zeros(2, 64), x, mask, SCHEME, -1)
     with pytest.raises(ValueError, match="on one device"):
-        saturation_host.clip(
-            torch.zeros(2, 64), x, torch.zeros(2, dtype=torch.uint8, device="meta"), SCHEME, -1
-        )
+        host.clip(torch.zeros(2, 64), x, torch.zeros(2, dtype=torch.uint8, device="meta"), SCHEME, -1)
 
 
 def test_gradients_are_those_of_the_public_functions(capsys):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fast.kernels.sm90.division import divided, quotient, reciprocal_rn
+from fast.kernels.sm90.bit_tricks import divided, quotient, reciprocal_rn
 
 
 @triton.jit

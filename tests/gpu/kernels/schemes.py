@@ -1,5 +1,6 @@
 """Every scheme and every input dtype, all patterns of 16 bits, packed codes; encode and decode of every format, all 2**32
-float32 patterns; and the short divisions of `fast.kernels.sm90.division` against correctly rounded ones, for every significand.
+float32 patterns; and the short divisions of `fast.kernels.sm90.bit_tricks` against correctly rounded ones,
+for every significand.
 
 A quotient or reciprocal of normal numbers depends on the exponents only by a power of two, so all 2**23 significands at a few
 exponents are all cases, as long as nothing leaves the range that the functions promise.

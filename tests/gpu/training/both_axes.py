@@ -11,7 +11,7 @@ import torch
 
 import fast
 import reference
-from fast.kernels.values import host
+from fast.kernels import both_axes
 from fast.layers.both_axes import both_values, values_and_codes
 from reference import SCHEMES
 from tests.gpu.training.grouped_speed import milliseconds
@@ -46,7 +46,7 @@ def matrices(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[torch.Tenso
 
 def results(x: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
     """All outputs of both calls."""
-    assert host.covers(x, scheme)
+    assert both_axes.covers(x, scheme)
     (rows, columns), (values, q) = both_values(x, scheme), values_and_codes(x, scheme)
     return {"rows": rows, "columns": columns, "values": values, "codes": q.codes, "scales": q.scale}
 

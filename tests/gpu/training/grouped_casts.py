@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from ao_lab.training.grouped import autograd
-from fast.kernels.grouped.host import kind_of
+from fast.kernels.grouped import kind_of
 from fast.kernels.rowwise_colwise.host import batch_columns
 from reference.training import RECIPES
 from reference.training.grouped import group_step, padded_rows

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import reference
 from ao_lab.training import autograd
 from ao_lab.training.autograd import training_linear
-from fast.kernels.hadamard import host
+from fast.kernels import hadamard as host
 from reference.schemes.schemes import Scheme
 from reference.training import RECIPES, hadamard
 from tests.emulator.programs.training.hadamard import SEED, STREAM, along
@@ -68,7 +68,7 @@ def check_operand(scheme: Scheme, length: int, axis: int, kind: int) -> list[str
         words = torch.from_numpy(reference.random_bits(tuple(mixed.shape), seed=SEED, stream=STREAM))
     wanted = reference.quantize(mixed, scheme, random_bits=words)
     found = host.quantized(x.cuda(), rule, SEED, STREAM)
-    values = host.values(x.cuda(), rule, SEED, STREAM)
+    values = host.quantized_values(x.cuda(), rule, SEED, STREAM)
     agree = {
         "codes": same(found.codes, along(wanted.codes, axis)),
         "scales": same(found.scale, along(wanted.scale, axis)),

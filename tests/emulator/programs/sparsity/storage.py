@@ -24,7 +24,7 @@ import triton
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, packed_shape
-from fast.kernels.sparsity import host, quantize_host
+from fast.kernels.sparsity import host
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.patterns import PATTERNS, SHAPES, few_of_four, patterns
 
@@ -89,12 +89,12 @@ def compare_refusals(dtype: torch.dtype) -> None:
 
 def compare_codes(dtype: torch.dtype) -> None:
     """Pruned, scaled, rounded and compressed: rows that fill a program and that do not, scales that are hard."""
-    for name in quantize_host.SERVED:
+    for name in host.SERVED:
         for shape in SHAPES:
             w = patterns(dtype, shape)
             scales = torch.tensor(SCALES).repeat(shape[0])[: w.numel() // shape[-1]].reshape(*shape[:-1], 1)
             for scale in [scales] if "row" in name else [torch.tensor(SCALES[0])]:
-                made = quantize_host.quantize_compressed(name, "2:4", w, None, scale, None, None)
+                made = host.quantize_compressed(name, "2:4", w, None, scale, None, None)
                 assert made is not None
                 for one, other in zip(made, reference.quantize_compressed(w, name, scale), strict=True):
                     assert_same_bits(one, other)
@@ -121,7 +121,7 @@ def main(by_day: bool) -> None:
             few = by_day and dtype != torch.bfloat16
             compare_masks(dtype, ("2:4", "4:8", "8:16") if few else PATTERNS)
             print(dtype, "masks", flush=True)
-        for dtype in quantize_host.HALVES:
+        for dtype in host.HALVES:
             compare_codes(dtype)
             print(dtype, "codes", flush=True)
         for dtype in host.STORED:

@@ -20,7 +20,7 @@ import triton
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, packed_shape
-from fast.kernels.sparsity import transposable_host as host
+from fast.kernels.sparsity import transposable as host
 from tests.emulator import ptx_interpreter
 from tests.gpu.kernels.sparsity import KINDS, TILE_SHAPES, tiles
 

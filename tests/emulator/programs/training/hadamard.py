@@ -15,7 +15,7 @@ import torch
 import triton
 
 import reference
-from fast.kernels.hadamard import host
+from fast.kernels import hadamard as host
 from reference import SCHEMES
 from reference.training import hadamard
 from tests.emulator import quick_interpreter
@@ -87,7 +87,7 @@ def compare(name: str, length: int, axis: int, dtype: torch.dtype, stochastic: b
         assert_same(found.outer, wanted.outer)
     if dtype != torch.bfloat16 or scheme.outer is None:
         values = reference.dequantize(wanted, str(dtype).removeprefix("torch."))
-        assert_same(host.values(x, rule, SEED, STREAM), along(values, axis))
+        assert_same(host.quantized_values(x, rule, SEED, STREAM), along(values, axis))
 
 
 def compare_all() -> None:

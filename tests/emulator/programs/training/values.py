@@ -22,7 +22,7 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.values import host
+from fast.kernels import both_axes
 from reference import SCHEMES, Scheme
 from tests.emulator import ptx_interpreter
 from tests.emulator.programs import fast_codes
@@ -36,11 +36,11 @@ WIDE = 1 << 14
 
 def compare(x: torch.Tensor, scheme: Scheme) -> None:
     """Both outputs of both calls."""
-    assert host.covers(x, scheme)
+    assert both_axes.covers(x, scheme)
     along = [reference.fake_quantize(x, scheme, axis=axis) for axis in (1, 0)]
-    for made, wanted in zip(host.both_values(x, scheme), along, strict=True):
+    for made, wanted in zip(both_axes.both_values(x, scheme), along, strict=True):
         assert_same_bits(made, wanted)
-    values, q = host.values_and_codes(x, scheme)
+    values, q = both_axes.values_and_codes(x, scheme)
     assert_same_bits(values, along[0])
     assert_same_bits(q, reference.quantize(x, scheme, axis=0))
 
@@ -50,7 +50,7 @@ def compare_blocks(scheme: Scheme, dtype: str) -> None:
     made = [x.reshape(-1, 32) for _, x in fast_codes.inputs(scheme, dtype, 0.1)]
     blocks = torch.cat(made)
     blocks = torch.cat([blocks, blocks[: -len(blocks) % (WIDE // 32 * 32)]])
-    with mock.patch.object(host, "COLUMNS", WIDE):
+    with mock.patch.object(both_axes, "COLUMNS", WIDE):
         compare(blocks.reshape(32, -1), scheme)
         compare(blocks.t().contiguous(), scheme)
 
@@ -65,7 +65,7 @@ def compare_places(scheme: Scheme, dtype: str) -> None:
 
 def compare_all(names: tuple[str, ...] = NAMES, by_day: bool = False) -> None:
     """Compare some schemes, a line for each and a dtype."""
-    with mock.patch.object(host, "interpreted", return_value=False):
+    with mock.patch.object(both_axes, "interpreted", return_value=False):
         for at, name in enumerate(names):
             for dtype in DTYPES[at % 2 :][:1] if by_day else DTYPES:
                 compare_blocks(SCHEMES[name], dtype)

@@ -8,23 +8,24 @@ import torch
 
 import fast.kernels
 from ao_lab.config.recipe import named
-from fast.kernels.encode import pointwise, random_words
-from fast.kernels.given_rows import host as given_rows_host
-from fast.kernels.grouped import gather, zero
-from fast.kernels.grouped import host as groups_host
-from fast.kernels.grouped import layout as grouped_layout
-from fast.kernels.hadamard import host as hadamard
+from fast.kernels import both_axes as values_host
+from fast.kernels import encode as pointwise
+from fast.kernels import grouped as grouped_layout
+from fast.kernels import grouped as groups_host
+from fast.kernels import grouped as host
+from fast.kernels import hadamard as hadamard
+from fast.kernels import random_words
+from fast.kernels import static_scales as given_rows_host
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import select as products
+from fast.kernels.quantize import host as clipping
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.quantize import saturation_host as clipping
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import host as layouts_host
 from fast.kernels.rowwise_colwise import kernel as both
 from fast.kernels.scaled_mm import host as code_rows
 from fast.kernels.scheme.constants import constants_of
-from fast.kernels.values import host as values_host
 from fast.quantize.given_rows import rows_record
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.storage import packed_shape, storage_dtype
@@ -163,7 +164,7 @@ def unpack(fmt, shape=SOME):
 
 def gathered(dtype="bfloat16", shape=BIG, filled=16512):
     """Rows sorted by expert as columns, groups filled up."""
-    return gather.gather_transposed(empty(shape, dtype), empty((filled,), "int32"))
+    return host.gather_transposed(empty(shape, dtype), empty((filled,), "int32"))
 
 
 def arranged(experts=8, step=16, places=16512):
@@ -181,7 +182,7 @@ def grouped(name, dtype="bfloat16", shape=BIG, step=16, experts=8):
 def zeroed(which, dtype="bfloat16", shape=BIG):
     """Zeros where grouped products write nothing."""
     y = empty(shape, dtype)
-    getattr(zero, which)(y, empty((8,), "int32"))
+    getattr(host, which)(y, empty((8,), "int32"))
     return y
 
 
@@ -194,7 +195,7 @@ def mixing(name=None, length=32, axis=0, dtype="bfloat16", shape=BIG, values=Tru
     assert hadamard.covers(x, rule)
     if scheme is None:
         return hadamard.mixed(x, rule)
-    return (hadamard.values if values else hadamard.quantized)(x, rule, 2**62 + 5, 4)
+    return (hadamard.quantized_values if values else hadamard.quantized)(x, rule, 2**62 + 5, 4)
 
 
 def words(shape=BIG):

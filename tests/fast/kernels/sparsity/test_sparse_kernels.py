@@ -12,7 +12,7 @@ if platform.system() != "Linux":
 
 import fast
 from fast import dispatch
-from fast.kernels.sparsity import host, quantize_host
+from fast.kernels.sparsity import host
 from fast.launch import cache
 from tests.fast.kernels.compiling.kernel_compiler import launched
 
@@ -40,9 +40,7 @@ def pruned(dtype, pattern="2:4"):
 
 def rounded(dtype, scheme="fp8_rowwise", shape=SHAPE):
     scale = torch.ones(shape[0], 1) if "row" in scheme else torch.ones(())
-    return lambda: quantize_host.quantize_compressed(
-        scheme, "2:4", dense(dtype, shape), None, scale, None, None
-    )
+    return lambda: host.quantize_compressed(scheme, "2:4", dense(dtype, shape), None, scale, None, None)
 
 
 #: Calls, bytes of an octet that are read and written 16 and 8 at a time, and the most instructions of an octet.
@@ -144,7 +142,7 @@ def test_what_is_quantized_by_the_reference():
         ("fp8_rowwise", "2:4", w, None, scale[0], None, None),
         ("fp8_rowwise", "2:4", w, None, scale, scale, None), ("fp8_rowwise", "2:4", w[:, :12], None, scale, None, None),
     ):  # fmt: skip
-        assert quantize_host.quantize_compressed(*given) is None
+        assert host.quantize_compressed(*given) is None
 
 
 @pytest.mark.parametrize("length", [4096, 14336, 1024])

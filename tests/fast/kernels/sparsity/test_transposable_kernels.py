@@ -12,7 +12,7 @@ if platform.system() != "Linux":
 
 import fast
 from fast import dispatch
-from fast.kernels.sparsity import transposable_host as host
+from fast.kernels.sparsity import transposable as host
 from tests.fast.kernels.compiling.kernel_compiler import launched
 
 

@@ -1,1 +1,0 @@
-"""Elementwise encoding and packing."""

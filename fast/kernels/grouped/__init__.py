@@ -1,1 +1,0 @@
-"""Rows sorted by expert: gathered into padded columns, and zeros where a grouped product writes nothing."""
