@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-import reference
 from ao_lab import QuantizedTensor, Recipe, quantized
 from reference import SCHEMES
 from tests.support.linear_cases import ROUNDOFF, distance_allowed
@@ -12,9 +11,12 @@ from tests.support.quantized_weights import (
     DEVICES,
     KINDS,
     LAYERS,
+    STORED,
+    numbers,
     recorded_operations,
     same,
     specified,
+    stored,
     weight,
 )
 
@@ -47,13 +49,17 @@ def test_grouped_products(activation):
         torch._grouped_mm(t, x.view(1, 10, 128).mT, offs=ends)
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", STORED)
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_is_that_of_the_dequantized_weight(scheme, bias):
     """With the kernel that dequantizes, which on a CPU is the one that is chosen."""
-    dense, x = weight(128, 256), weight(2, 7, 256, seed=1)
-    added = weight(128, seed=2) if bias else None
-    t, value = dequantizing(quantized(dense, scheme)), specified(dense, scheme)
+    dense = numbers(scheme, 128, 256)
+    x, added = (
+        weight(2, 7, 256, seed=1, dtype=dense.dtype),
+        weight(128, seed=2, dtype=dense.dtype) if bias else None,
+    )
+    t = dequantizing(stored(scheme, 128, 256))
+    value = specified(dense, scheme) if scheme in KINDS else t.dequantize()
     assert same(functional.linear(x, t, added), functional.linear(x, value, added))
     with torch.no_grad():
         assert same(functional.linear(x, t, added), functional.linear(x, value, added))
@@ -62,8 +68,7 @@ def test_linear_is_that_of_the_dequantized_weight(scheme, bias):
         # Past `__torch_function__`, where inference mode keeps the operation whole.
         assert same(torch.ops.aten.linear.default(x, t, added), functional.linear(x, value, added))
     half = x.to(torch.bfloat16)
-    value = reference.dequantize(reference.quantize(dense, scheme), "bfloat16")
-    assert same(functional.linear(half, t), functional.linear(half, value))
+    assert same(functional.linear(half, t), functional.linear(half, t.dequantize(torch.bfloat16)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,10 +86,10 @@ def test_linear_is_inside_the_bound(scheme, dtype):
             assert ((functional.linear(x, t, added).double() - wanted).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", STORED)
 def test_products(scheme):
-    t, x = dequantizing(quantized(weight(128, 256), scheme)), weight(5, 128, seed=1)
-    value = t.dequantize()
+    t = dequantizing(stored(scheme, 128, 256))
+    x, value = weight(5, 128, seed=1, dtype=t.dtype), t.dequantize()
     assert same(x @ t, x @ value)
     assert same(t @ x.new_ones(256, 3), value @ x.new_ones(256, 3))
     assert same(torch.addmm(value[0], x, t), torch.addmm(value[0], x, value))
@@ -102,12 +107,12 @@ def test_products(scheme):
     assert same(torch.baddbmm(added, y, batch), torch.baddbmm(added, y, batch.dequantize()))
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", STORED)
 def test_gradient_of_the_input(scheme):
-    t = dequantizing(quantized(weight(128, 256), scheme))
+    t = dequantizing(stored(scheme, 128, 256))
     gradients = []
     for w in (t, t.dequantize()):
-        x = weight(6, 256, seed=1).requires_grad_()
+        x = weight(6, 256, seed=1, dtype=t.dtype).requires_grad_()
         functional.linear(x, w).square().sum().backward()
         gradients.append(x.grad)
     assert same(*gradients)
@@ -122,12 +127,12 @@ NO_MATRICES = {
 
 
 @pytest.mark.parametrize("inputs", NO_MATRICES.values(), ids=NO_MATRICES)
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", [*KINDS, "int8_rowwise_2:4", "int4_g32_asymmetric_2:4"])
 def test_inputs_that_are_no_matrix_in_memory(scheme, inputs):
     """With gradients torch repeats the weight for them. It is one matrix still: the bits are those of contiguous inputs, or
     torch's own where blocks are of the flattened tensor, which is made dense."""
-    t = quantized(weight(128, 256), scheme)
-    flat = bool(SCHEMES[scheme].scale.flat_size)
+    t = stored(scheme, 128, 256)
+    flat = bool(t.scheme.scale.flat_size)
     made = []
     for w, x in ((t, inputs()), (t.dequantize(), inputs()) if flat else (t, inputs().contiguous())):
         x = x.detach().requires_grad_()
@@ -146,9 +151,9 @@ def test_a_repeated_weight_is_made_dense_once(monkeypatch):
     assert shapes == [(256, 128)]
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", STORED)
 def test_embedding(scheme):
-    t = quantized(weight(128, 256), scheme)
+    t = stored(scheme, 128, 256)
     index = torch.tensor([[0, 5, 127], [5, 5, 1]])
     assert same(functional.embedding(index, t), functional.embedding(index, t.dequantize()))
     assert same(functional.embedding(index, t, padding_idx=5), functional.embedding(index, t.dequantize()))
@@ -164,10 +169,11 @@ def test_embedding_dequantizes_only_the_rows_it_needs(monkeypatch, scheme):
     assert shapes == [(2, 256)]
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", STORED)
 def test_a_weight_times_a_batch(scheme):
     """W @ x with a batch of x, as Mamba does with a layer's weight: torch repeats the matrix, and multiplies batches."""
-    t, x = dequantizing(quantized(weight(64, 128), scheme)), weight(3, 128, 5, seed=1)
+    t = dequantizing(stored(scheme, 64, 128))
+    x = weight(3, 128, 5, seed=1, dtype=t.dtype)
     assert same(t @ x, t.dequantize().expand(3, 64, 128) @ x)
     repeated = t.expand(2, 3, 64, 128)
     assert same(

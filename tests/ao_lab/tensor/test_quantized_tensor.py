@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.nn import functional
 from ao_lab import QuantizedTensor, Recipe, quantized
 from ao_lab.tensor.metadata import described, meta_from
 from reference import SCHEMES, Scales
-from tests.support.quantized_weights import KINDS, same, specified, weight
+from tests.support.quantized_weights import STORED, same, specified, stored, weight
 
 HOUSE = sorted(name for name in SCHEMES if "." not in name)
 
@@ -56,20 +57,23 @@ def test_only_floats_can_be_quantized():
         quantized(torch.ones(4, 32, dtype=torch.int64), "int8_rowwise")
 
 
-@pytest.mark.parametrize("scheme", KINDS)
-def test_saved_and_loaded_without_pickled_classes(scheme):
+@pytest.mark.parametrize("name", STORED)
+def test_saved_and_loaded_without_pickled_classes(name):
     layer = nn.Linear(256, 128)
-    recipe = Recipe(weight=SCHEMES[scheme], activation=SCHEMES["int8_tensorwise"])
-    t = quantized(weight(128, 256), recipe, input_scales=Scales(torch.tensor(0.5)))
+    t = stored(name, 128, 256)
+    t = t.with_recipe(activation=SCHEMES["int8_tensorwise"]).remade(
+        {**t.parts, "input_scale": torch.tensor(0.5)}
+    )
     layer.weight = nn.Parameter(t, requires_grad=False)
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert torch.equal(state["weight"], t)
+    assert torch.equal(pickle.loads(pickle.dumps(t.t())), t.t())
     fresh = nn.Linear(256, 128)
     fresh.load_state_dict(state, assign=True)
-    assert isinstance(fresh.weight, QuantizedTensor)
+    assert type(fresh.weight) is type(t)
     assert isinstance(fresh.weight, nn.Parameter)
     other = nn.Linear(256, 128)
     other.weight = nn.Parameter(torch.zeros_like(t), requires_grad=False)

@@ -1,9 +1,15 @@
-"""Compressed codes come back as the codes of the pruned weight, quantized; what cannot be stored is refused."""
+"""2:4 weights: codes come back as those of the pruned weight, quantized; what differs from dense storage, and is refused.
+
+What is the same of every storage (pieces, copies, products, files) is in test_view_ops, test_matmul_ops, test_fsdp.
+"""
+
+import copy
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import fast
 import reference
@@ -11,7 +17,7 @@ from ao_lab import QuantizedTensor, Recipe, SparseQuantizedTensor, quantized, qu
 from ao_lab.tensor import sparse_codes
 from ao_lab.tensor.sparse import check_stored, compressed
 from ao_lab.tensor.sparse_codes import dense_scheme, kept_metadata, sparse_scheme
-from reference import SCHEMES
+from reference import SCHEMES, Scales
 from reference.sparsity.stored_codes import unsupported_reason
 from tests.support.quantized_weights import SPARSE_KINDS, pair, pruned, same
 
@@ -187,3 +193,119 @@ def test_masks_are_decided_before_rounding():
     kept = fast.prune(w)
     t = quantized_compressed(w.masked_fill(~kept, 0), "fp8_rowwise")
     assert torch.equal(t.metadata, fast.compress(w, kept).metadata)
+
+
+@pytest.mark.parametrize("scheme", SPARSE_KINDS)
+def test_batches_of_one_matrix(scheme):
+    """As products with a batch ask for them: all parts are repeated."""
+    t, dense = pair(scheme, 128, 256)
+    batch, repeated = t.expand(3, 128, 256), dense.expand(3, 128, 256)
+    assert same(batch.dequantize(), repeated)
+    assert same(batch.transpose(1, 2)[1].dequantize(), dense.t())
+    x = torch.randn(3, 5, 256, dtype=torch.bfloat16)
+    assert same(torch.bmm(x, batch.transpose(1, 2)), torch.bmm(x, repeated.transpose(1, 2)))
+
+
+def test_copies_that_are_refused_change_nothing():
+    t = quantized_compressed(pruned(8, 32), "int8_rowwise")
+    before = t.clone()
+    for source, message in (
+        (torch.ones(8, 32), "prune first"),
+        (torch.zeros(8, 64), "must be the same"),
+        (quantized(pruned(8, 32), "int8_rowwise"), "a dense one into 2:4"),
+        (quantized_compressed(pruned(8, 32), "fp8_rowwise"), "must be the same"),
+        (
+            quantized_compressed(pruned(8, 32), "int8_rowwise", input_scales=Scales(torch.tensor(0.5))),
+            "input_scale",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            t.copy_(source)
+    with pytest.raises(ValueError, match="into a dense one"):
+        quantized(pruned(8, 32), "int8_rowwise").copy_(t)
+    assert torch.equal(t, before)
+
+
+def test_parts_and_orientation_of_earlier_pickles():
+    """Pickles of dense tensors had no metadata; the axis of 2:4 ones said which way round they were read."""
+    dense = quantized(pruned(8, 32), "int8_rowwise")
+    rebuild, (parts, *others) = dense.__reduce_ex__(2)
+    parts.pop("metadata")
+    assert torch.equal(rebuild(parts, *others), dense)
+    t = quantized_compressed(pruned(8, 32), "int8_rowwise").t()
+    rebuild, (parts, fields, *others) = t.__reduce_ex__(2)
+    assert torch.equal(rebuild(parts, {**fields, "axis": -2, "transposed": False}, *others), t)
+
+
+def test_modules():
+    layer = nn.Linear(32, 8, bias=False, dtype=torch.bfloat16)
+    t = quantized_compressed(pruned(8, 32), "int8_rowwise")
+    layer.weight = nn.Parameter(t, requires_grad=False)
+    other = copy.deepcopy(layer)
+    other.weight.copy_(pruned(8, 32, seed=1))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight, t)
+    assert layer.to(torch.float32).weight.dtype == torch.float32
+    other.weight.data = quantized_compressed(pruned(8, 32, seed=1), "int8_rowwise")
+    assert torch.equal(other.weight, quantized_compressed(pruned(8, 32, seed=1), "int8_rowwise"))
+    with pytest.raises(TypeError, match="SparseQuantizedTensor, not QuantizedTensor"):
+        other.weight.data = quantized(pruned(8, 32), "int8_rowwise")
+    shared = t.clone().share_memory_()
+    assert shared.metadata.is_shared()
+
+
+def test_quantized_inputs_are_those_of_the_dense_layer():
+    recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"], kernel="dequantize")
+    w, x = pruned(16, 64), torch.randn(3, 64, dtype=torch.bfloat16)
+    t, dense = quantized_compressed(w, recipe), quantized(w, recipe)
+    assert same(torch.nn.functional.linear(x, t), torch.nn.functional.linear(x, dense))
+    reference_recipe = dense.with_recipe(kernel="reference")
+    assert same(
+        torch.nn.functional.linear(x, t.with_recipe(kernel="reference")),
+        torch.nn.functional.linear(x, reference_recipe),
+    )
+
+
+@pytest.mark.parametrize("kernel", ["int8", "scaled_mm", "fused"])
+def test_kernels_of_dense_codes_do_not_take_it(kernel):
+    element = "int8_rowwise" if kernel == "int8" else "fp8_rowwise"
+    activation = None if kernel == "fused" else SCHEMES[element]
+    t = quantized_compressed(pruned(16, 64), Recipe(weight=SCHEMES[element], activation=activation))
+    with pytest.raises(
+        ValueError, match=f"kernel '{kernel}' does not take.*stored as .out, in.*dequantize, reference"
+    ):
+        torch.nn.functional.linear(torch.randn(3, 64, dtype=torch.bfloat16), t.with_recipe(kernel=kernel))
+
+
+def test_adapters_multiply_it_in_compiled_programs_too():
+    from ao_lab.qat import lora
+
+    t, dense = pair("int8_rowwise", 16, 64)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    for linear in (lora.frozen_linear, torch.compile(lora.frozen_linear, backend="aot_eager")):
+        inputs = x.clone().requires_grad_()
+        y = linear(inputs, t, None)
+        assert same(y, torch.nn.functional.linear(x, dense))
+        y.sum().backward()
+        assert same(inputs.grad, torch.ones(3, 16, dtype=torch.bfloat16) @ dense)
+
+
+def test_hashes_tell_storages_apart():
+    t = quantized_compressed(pruned(8, 32), "int8_rowwise")
+    same_again = quantized_compressed(pruned(8, 32, seed=1), "int8_rowwise")
+    dense = quantized(pruned(8, 32), "int8_rowwise")
+    assert t._stable_hash_for_caching() == same_again._stable_hash_for_caching()
+    others = (dense, t.t(), t.to(torch.float32), quantized_compressed(pruned(8, 64), "int8_rowwise"))
+    assert t._stable_hash_for_caching() not in {one._stable_hash_for_caching() for one in others}
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g32_asymmetric", "bfloat16"])
+def test_compiled_programs(scheme):
+    torch._dynamo.reset()
+    t, dense = pair(scheme, 16, 64)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    program = torch.compile(torch.nn.functional.linear, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert same(program(x, t), torch.nn.functional.linear(x, dense))
+        other, other_dense = pair("fp8_rowwise", 16, 64)
+        assert same(program(x, other), torch.nn.functional.linear(x, other_dense))
