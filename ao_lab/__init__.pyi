@@ -26,15 +26,32 @@ from ao_lab.checkpoint.transformers.config import HfConfig as HfConfig
 from ao_lab.compile.fused_linears import compile_options as compile_options
 from ao_lab.compile.generation import GenerationSettings as GenerationSettings
 from ao_lab.compile.generation import prepare_for_generate_ as prepare_for_generate_
+from ao_lab.config.base import FqnToConfig as FqnToConfig
 from ao_lab.config.base import SchemeConfig as SchemeConfig
-from ao_lab.config.float8 import (
+from ao_lab.config.classes import (
     Float8DynamicActivationFloat8WeightConfig as Float8DynamicActivationFloat8WeightConfig,
 )
-from ao_lab.config.float8 import (
+from ao_lab.config.classes import (
     Float8DynamicActivationInt4WeightConfig as Float8DynamicActivationInt4WeightConfig,
 )
-from ao_lab.config.float8 import Float8WeightOnlyConfig as Float8WeightOnlyConfig
-from ao_lab.config.fqn import FqnToConfig as FqnToConfig
+from ao_lab.config.classes import Float8WeightOnlyConfig as Float8WeightOnlyConfig
+from ao_lab.config.classes import Int4WeightOnlyConfig as Int4WeightOnlyConfig
+from ao_lab.config.classes import (
+    Int8DynamicActivationInt8WeightConfig as Int8DynamicActivationInt8WeightConfig,
+)
+from ao_lab.config.classes import (
+    Int8DynamicActivationIntxWeightConfig as Int8DynamicActivationIntxWeightConfig,
+)
+from ao_lab.config.classes import Int8WeightOnlyConfig as Int8WeightOnlyConfig
+from ao_lab.config.classes import IntxWeightOnlyConfig as IntxWeightOnlyConfig
+from ao_lab.config.classes import LowBitWeightOnlyConfig as LowBitWeightOnlyConfig
+from ao_lab.config.classes import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
+from ao_lab.config.classes import MXWeightOnlyConfig as MXWeightOnlyConfig
+from ao_lab.config.classes import NF4WeightOnlyConfig as NF4WeightOnlyConfig
+from ao_lab.config.classes import (
+    NVFP4DynamicActivationNVFP4WeightConfig as NVFP4DynamicActivationNVFP4WeightConfig,
+)
+from ao_lab.config.classes import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
 from ao_lab.config.granularity import MappingType as MappingType
 from ao_lab.config.granularity import PerAxis as PerAxis
 from ao_lab.config.granularity import PerBlock as PerBlock
@@ -42,23 +59,6 @@ from ao_lab.config.granularity import PerGroup as PerGroup
 from ao_lab.config.granularity import PerRow as PerRow
 from ao_lab.config.granularity import PerTensor as PerTensor
 from ao_lab.config.granularity import PerToken as PerToken
-from ao_lab.config.integer import Int4WeightOnlyConfig as Int4WeightOnlyConfig
-from ao_lab.config.integer import (
-    Int8DynamicActivationInt8WeightConfig as Int8DynamicActivationInt8WeightConfig,
-)
-from ao_lab.config.integer import (
-    Int8DynamicActivationIntxWeightConfig as Int8DynamicActivationIntxWeightConfig,
-)
-from ao_lab.config.integer import Int8WeightOnlyConfig as Int8WeightOnlyConfig
-from ao_lab.config.integer import IntxWeightOnlyConfig as IntxWeightOnlyConfig
-from ao_lab.config.low_bit import LowBitWeightOnlyConfig as LowBitWeightOnlyConfig
-from ao_lab.config.low_bit import NF4WeightOnlyConfig as NF4WeightOnlyConfig
-from ao_lab.config.mx import MXDynamicActivationMXWeightConfig as MXDynamicActivationMXWeightConfig
-from ao_lab.config.mx import MXWeightOnlyConfig as MXWeightOnlyConfig
-from ao_lab.config.mx import (
-    NVFP4DynamicActivationNVFP4WeightConfig as NVFP4DynamicActivationNVFP4WeightConfig,
-)
-from ao_lab.config.mx import NVFP4WeightOnlyConfig as NVFP4WeightOnlyConfig
 from ao_lab.config.recipe import Recipe as Recipe
 from ao_lab.config.recipe import SparseRecipe as SparseRecipe
 from ao_lab.config.torchao import as_torchao as as_torchao

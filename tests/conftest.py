@@ -26,7 +26,7 @@ os.environ.setdefault("AO_LAB_CACHE", str(Path(__file__).resolve().parents[1] / 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ao_lab.cli.terminal import progress
+from ao_lab.cli import terminal
 
 #: What a run says of its time (`--time-limit`), and parts of a suite (`--part`).
 pytest_plugins = ["tests.support.runs.time_budget"]
@@ -38,7 +38,7 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Lines of progress come by the clock, and how long a test takes is the machine's affair; their own tests set it back.
-progress.INTERVAL = 3600.0
+terminal.INTERVAL = 3600.0
 
 #: Folders and files below tests/ whose tests are not core.
 MARKERS = {
@@ -47,7 +47,7 @@ MARKERS = {
     "fast/linear": "compile",
     "ao_lab/checkpoint": "integration",
     "ao_lab/cli": "integration",
-    "ao_lab/eval": "integration",
+    "ao_lab/eval.py": "integration",
     "ao_lab/qat": "integration",
     "ao_lab/quantization": "integration",
     "ao_lab/tensor": "integration",

@@ -26,11 +26,10 @@ import torch
 from torch import nn
 
 import reference
-from ao_lab.config.base import Config, operands, static_scales
+from ao_lab.config.base import Config, Observer, operands, static_scales
+from ao_lab.config.classes import NO_LAYOUT, float8_scheme
 from ao_lab.config.compressed_tensors import OWN
-from ao_lab.config.float8 import NO_LAYOUT, float8_scheme
 from ao_lab.config.granularity import PER_ROW, PerTensor, block_of, is_asymmetric
-from ao_lab.config.observer import Observer
 from ao_lab.config.recipe import Recipe, integer_scheme
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor

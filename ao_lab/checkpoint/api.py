@@ -1,14 +1,20 @@
 """`save_pretrained` and `load_pretrained`: quantized models as safetensors and config.json, without pickled classes.
 
 Two layouts. "compressed-tensors": every weight in a format that transformers, vLLM and SGLang read
-(`ao_lab.checkpoint.export.compressed_tensors`), its values and how inputs are quantized bit for bit. "ao_lab": every part
-of every weight as a tensor of its own, NAME.codes, NAME.scale and so on, as `reference.quantize` makes them, for all
-schemes, embeddings and experts; transformers reads it after `import ao_lab`. "auto" takes the first where a plain
-`from_pretrained(folder)`, and vLLM's reading of scales in the model's dtype, compute the same model, and otherwise the second,
-with a UserWarning that says why and what to do. `config.for_layout("compressed-tensors")` makes the first kind.
+(`ao_lab.checkpoint.export`), its values and how inputs are quantized bit for bit. "ao_lab": every part of every weight as a
+tensor of its own, NAME.codes, NAME.scale and so on, as `reference.quantize` makes them, for all schemes, embeddings and
+experts; transformers reads it after `import ao_lab`. "auto" takes the first where a plain `from_pretrained(folder)`, and
+vLLM's reading of scales in the model's dtype, compute the same model, and otherwise the second, with a UserWarning that says
+why and what to do. `config.for_layout("compressed-tensors")` makes the first kind.
 
 In both, the metadata of the safetensors files holds, for each quantized weight, its whole record as JSON ("ao_lab"), so that
 `load_pretrained` gives back the same codes, scales and recipe; weights that modules share are stored once.
+
+Of our own layout `config.json` says quant_method "ao_lab". transformers skips a method that it does not know, and would go
+on with random weights where it finds no weight under the names that it expects. So two things keep it from that. The weights
+are not in model.safetensors, where programs look (`ao_lab.checkpoint.io.shards.OWN`). And "transformers_weights", the field
+by which a configuration names its file of weights, holds a sentence: transformers refuses a name that does not end as files
+of weights do, and shows it. Once `import ao_lab` has run, our quantizer puts the name of the file in its place.
 """
 
 from __future__ import annotations
@@ -23,39 +29,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.experts.conversion import converted
-from ao_lab.checkpoint.experts.export import TARGET, as_expert, ignored, published
-from ao_lab.checkpoint.export.config import check_groups, quantization_config
-from ao_lab.checkpoint.export.dequantizing import with_dequantizing
-from ao_lab.checkpoint.export.input_rank import flat_inputs
-from ao_lab.checkpoint.export.loadable import unsupported_reasons
-from ao_lab.checkpoint.export.plain_reader import Reading, made_in_bfloat16, reading, refusal
-from ao_lab.checkpoint.io.generation_settings import SETTINGS, read_settings, settings_text
-from ao_lab.checkpoint.io.plain_values import check_scheme_fields
-from ao_lab.checkpoint.io.shards import Folder, look_at, places_of_weights, remove_others, write_files
-from ao_lab.checkpoint.io.strict_json import read_object, shown
-from ao_lab.checkpoint.io.writing import refuse_folders, staged
+from ao_lab.checkpoint.experts import TARGET, as_expert, converted, ignored, published
+from ao_lab.checkpoint.export import check_groups, quantization_config
+from ao_lab.checkpoint.formats import records_of, tell
+from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.checkpoint.io.shards import (
+    COMMON,
+    OWN,
+    OWN_INDEX,
+    OWN_SINGLE,
+    Folder,
+    Tensors,
+    look_at,
+    places_of_weights,
+    remove_others,
+    write_files,
+)
+from ao_lab.checkpoint.io.strict_json import check_scheme_fields, read_object, shown
 from ao_lab.checkpoint.model_builder import (
     CONFIG,
+    NAMED_WEIGHTS,
     QUANTIZATION,
+    SETTINGS,
     built,
     check_kinds,
     check_state,
     fill,
     heads,
     planned_model,
+    read_settings,
+    settings_text,
 )
 from ao_lab.checkpoint.model_card import CARD, card_beside
-from ao_lab.checkpoint.native_layout import (
-    OURS,
-    configuration_of,
-    file_of_weights,
-    stem_of,
-    whole_configuration,
+from ao_lab.checkpoint.plain_readers import (
+    Reading,
+    flat_inputs,
+    made_in_bfloat16,
+    reading,
+    refusal,
+    unsupported_reasons,
+    with_dequantizing,
 )
 from ao_lab.checkpoint.records import KEY, Records, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
-from ao_lab.checkpoint.third_party import records_of, tell
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED, described
@@ -63,34 +79,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
 from reference.arrays.errors import choice
 
-# Biases of layers that have none: AutoGPTQ wrote zeros for every layer that it packed, whether it had a bias or not.
-
-REASON = "zeros in place of a bias that the layer does not have"
-
-
-def without_spare_biases(records: Records, folder: Folder, model: nn.Module) -> Records:
-    """The records without the biases of quantized layers that the model lacks, where all of their elements are 0.
-
-    Other tensors that the model lacks stay: who fills it compares names. Of the files only such biases are read.
-    """
-    state = model.state_dict(keep_vars=True)
-    stored = {name: name for name in records.dense}
-    stored |= {name: one.names[""] for name, one in records.computed.items() if set(one.names) == {""}}
-    unknown = {name: full for name, full in stored.items() if name not in state and name.endswith(".bias")}
-    beside = {n: full for n, full in unknown.items() if n.removesuffix("bias") + "weight" in records.weights}
-    spare = {name: full for name, full in beside.items() if not folder.read([full])[full].any()}
-    if not spare:
-        return records
-    return replace(
-        records,
-        dense=tuple(name for name in records.dense if name not in spare),
-        computed={name: one for name, one in records.computed.items() if name not in spare},
-        left_out={**records.left_out, **dict.fromkeys(spare.values(), REASON)},
-    )
-
-
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -496,12 +485,107 @@ def _place(value: torch.Tensor) -> tuple[Any, ...]:
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
 
 
+METHOD = "ao_lab"
+#: What config.json says of the quantization, beside "weights", the name of the file or the index.
+OURS = {"quant_method": METHOD, "version": 1}
+#: What transformers shows where ao_lab has not been imported.
+REFUSAL = (
+    "these weights are quantized in the layout of ao_lab; run `import ao_lab` before from_pretrained, or load them with "
+    "ao_lab.load_pretrained"
+)
+
+
+def stem_of(quantization: Mapping[str, Any]) -> str:
+    """How the files of weights are called under a description of the quantization."""
+    return OWN if quantization.get("quant_method") == METHOD else COMMON
+
+
+def whole_configuration(
+    config: Mapping[str, Any], quantization: Mapping[str, Any], files: int
+) -> dict[str, Any]:
+    """config.json of a model with this configuration, its weights quantized so and in so many files."""
+    result = {name: value for name, value in config.items() if name not in (NAMED_WEIGHTS, QUANTIZATION)}
+    if stem_of(quantization) == COMMON:
+        return {**result, QUANTIZATION: dict(quantization)}
+    # Other programs than transformers have no use for the sentence.
+    refusal = {NAMED_WEIGHTS: REFUSAL} if "model_type" in result else {}
+    weights = OWN_SINGLE if files == 1 else OWN_INDEX
+    return {**result, **refusal, QUANTIZATION: {**quantization, "weights": weights}}
+
+
+def configuration_of(model: nn.Module) -> dict[str, Any]:
+    """The configuration of a transformers model, as its save_pretrained would write it; {} for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {}
+    result: dict[str, Any] = config.to_dict()
+    result["architectures"] = [type(model).__name__]
+    result["dtype"] = str(model.dtype).removeprefix("torch.")
+    return {**result, "tie_word_embeddings": False} if is_untied(model) else result
+
+
+def file_of_weights(quantization: Mapping[str, Any], where: str) -> str | None:
+    """The file that a description names; None in folders of earlier versions, which have model.safetensors.
+
+    ValueError for another version of the layout, and for another file.
+    """
+    if quantization.get("version") != OURS["version"]:
+        raise ValueError(
+            f"{where}: version is {OURS['version']}, got {shown(quantization.get('version'))}; install another ao_lab"
+        )
+    name = quantization.get("weights")
+    if name not in (None, OWN_SINGLE, OWN_INDEX):
+        raise ValueError(
+            f"{where}: weights is {OWN_SINGLE} or {OWN_INDEX}, got {shown(name)}; fetch it again"
+        )
+    return name
+
+
+def saved_dtype(folder: Path) -> str | None:
+    """The dtype in which config.json says that a model was; None where it says none."""
+    if not (folder / CONFIG).is_file():
+        return None
+    fields = read_object(folder / CONFIG, nonfinite=True)
+    name = fields.get("dtype", fields.get("torch_dtype"))
+    return name if isinstance(name, str) else None
+
+
+# Biases of layers that have none: AutoGPTQ wrote zeros for every layer that it packed, whether it had a bias or not.
+
+REASON = "zeros in place of a bias that the layer does not have"
+
+
+def without_spare_biases(records: Records, folder: Folder, model: nn.Module) -> Records:
+    """The records without the biases of quantized layers that the model lacks, where all of their elements are 0.
+
+    Other tensors that the model lacks stay: who fills it compares names. Of the files only such biases are read.
+    """
+    state = model.state_dict(keep_vars=True)
+    stored = {name: name for name in records.dense}
+    stored |= {name: one.names[""] for name, one in records.computed.items() if set(one.names) == {""}}
+    unknown = {name: full for name, full in stored.items() if name not in state and name.endswith(".bias")}
+    beside = {n: full for n, full in unknown.items() if n.removesuffix("bias") + "weight" in records.weights}
+    spare = {name: full for name, full in beside.items() if not folder.read([full])[full].any()}
+    if not spare:
+        return records
+    return replace(
+        records,
+        dense=tuple(name for name in records.dense if name not in spare),
+        computed={name: one for name, one in records.computed.items() if name not in spare},
+        left_out={**records.left_out, **dict.fromkeys(spare.values(), REASON)},
+    )
+
+
 __all__ = [
+    "METHOD",
     "OURS",
+    "REFUSAL",
     "Saved",
     "check_configuration",
+    "file_of_weights",
     "load_pretrained",
     "obstacles",
     "save_pretrained",
+    "saved_dtype",
     "write_model",
 ]

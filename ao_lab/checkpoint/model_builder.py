@@ -1,15 +1,26 @@
 """The model that a folder's tensors go into: built by transformers where none is given, and filled all at once.
 
 A configuration is data from elsewhere. The model is first built without memory, where every parameter must be one that the
-folder has; it is built again with its buffers only when all names and shapes fit. Nothing of the configuration names code: keys
-that choose kernels or classes of other repositories are dropped.
+folder has; it is built again with its buffers only when all names and shapes fit. Nothing of the configuration names code:
+keys that choose kernels or classes of other repositories are dropped.
+
+generation_config.json says how `generate()` goes on and ends. What is written is what transformers' own save_pretrained
+writes: the settings that differ from its defaults, and never the compile_config, which holds functions. transformers refuses
+to write settings of which `generate()` ignores some, such as a temperature without do_sample, unless they are unchanged
+since they were read. Here these are written and told of in a warning: they do no harm, and weights that took hours to
+quantize are not to be lost over them.
 """
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,9 +35,9 @@ from torch.nn.modules.module import (
 
 import ao_lab.quantization.prepared_products
 import ao_lab.quantization.report  # noqa: F401  F.linear of eager inference, print(model)
-from ao_lab.checkpoint.io.generation_settings import check_settings
-from ao_lab.checkpoint.io.safetensors_header import Spec
 from ao_lab.checkpoint.io.shards import (
+    Spec,
+    Tensors,
     check_named_weights,
     check_pickled,
     has_weights,
@@ -34,7 +45,6 @@ from ao_lab.checkpoint.io.shards import (
     pickled_refusal,
 )
 from ao_lab.checkpoint.io.strict_json import read_object, shown
-from ao_lab.checkpoint.io.time_limit import limited_time
 from ao_lab.install.extras import needed
 from ao_lab.quantization.api import preshuffle
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -80,7 +90,6 @@ SPARE_ELEMENTS = 2**27
 LARGEST_BUFFERS = 2**30
 #: The last word of what a module's get_extra_state returns.
 EXTRA_STATE = "_extra_state"
-Tensors = dict[str, torch.Tensor]
 
 
 #: How many layers a model has: a negative number would make none, and all of their weights would be left out.
@@ -420,18 +429,150 @@ def fill(model: nn.Module, state: Tensors) -> None:
     preshuffle(model)
 
 
-__all__ = [
-    "CONFIG",
-    "NAMED_WEIGHTS",
-    "QUANTIZATION",
-    "built",
-    "check_kinds",
-    "check_state",
-    "checked_numbers",
-    "configuration",
-    "fill",
-    "forget_code",
-    "heads",
-    "model_class",
-    "planned_model",
-]
+SETTINGS = "generation_config.json"
+#: What transformers leaves out of files.
+COMPILED = "compile_config"
+
+
+def settings_text(model: Any) -> str | None:
+    """The JSON text of a model's generation settings; None for a model that has none.
+
+    ValueError for settings with which transformers would not read the folder again, and for values that are no JSON. A
+    UserWarning for those of which `generate()` ignores some.
+    """
+    given: Any = getattr(model, "generation_config", None)
+    if not hasattr(given, "to_json_string"):
+        return None
+    config = copy.copy(given)
+    config.compile_config = None
+    try:
+        config.validate()
+        text: str = config.to_json_string(use_diff=True)
+        changed = getattr(config, "_original_object_hash", None) != hash(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"model.generation_config cannot be saved, and nothing has been written: {error}; correct it, or delete what is "
+            f"not to be saved, and save again"
+        ) from error
+    if changed:
+        _warn_of_ignored(config)
+    return text
+
+
+def _warn_of_ignored(config: Any) -> None:
+    """A UserWarning with what transformers says of settings that `generate()` ignores, if there are any."""
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        warnings.warn(
+            f"{SETTINGS} is written as model.generation_config is, but generate() ignores a part of it, and save_pretrained of "
+            f"transformers would refuse it. {error}",
+            UserWarning,
+            stacklevel=5,  # the caller of save_pretrained
+        )
+
+
+def read_settings(folder: Path, model: Any) -> Any:
+    """The generation settings of a folder, of the class of those that the model has; None where either has none.
+
+    ValueError that names the file for what is no JSON, for values that transformers refuses, and for names that would hide a
+    method of the class. A compile_config is left out: it names a compiler.
+    """
+    path = folder / SETTINGS
+    kind: Any = type(getattr(model, "generation_config", None))
+    return _settings(path, kind) if path.exists() and hasattr(kind, "from_dict") else None
+
+
+def check_settings(folder: Path) -> None:
+    """ValueError as `read_settings` for a dense folder, whose settings transformers reads itself: it would go on without those
+    that are no JSON."""
+    path = folder / SETTINGS
+    if path.exists():
+        _settings(path, needed("transformers").GenerationConfig)
+
+
+def _settings(path: Path, kind: Any) -> Any:
+    """Settings of a class; ValueError as `read_settings` says."""
+    fields = read_object(path, nonfinite=True)
+    fields.pop(COMPILED, None)
+    if hidden := [name for name in fields if hasattr(kind, name)]:
+        raise ValueError(f"{path}: {shown(hidden[0])} is no setting; fetch it again, or remove it")
+    try:
+        config: Any = kind.from_dict(fields)
+        # As transformers notes it: what is unchanged since it was read may always be written again.
+        config._original_object_hash = hash(config)
+    except Exception as error:
+        # transformers raises what it likes for values of another type.
+        raise ValueError(
+            f"{path} holds no generation settings that transformers can read: {type(error).__name__}: {shown(str(error))}; "
+            "fetch it again, or remove it"
+        ) from error
+    return config
+
+
+# A limit of time for Python code that runs on data of others: lists that a number in a configuration makes too long, say.
+
+#: How often a thread is looked at, in seconds.
+EVERY = 0.05
+#: How long after an error the next one is raised, where a bare `except` has kept the first.
+AGAIN = 1.0
+#: Turns of a loop, at each of which an error arrives.
+ARRIVES = 1000
+
+
+class _OverTime(BaseException):
+    """Raised inside the code that takes too long; no `except Exception` on the way keeps it."""
+
+
+@contextmanager
+def limited_time(seconds: float, error: Exception) -> Iterator[None]:
+    """What runs inside may take so many seconds of its thread's own time; the error beyond.
+
+    The time is the processor's where the system tells it of a thread (Linux), else the wall's: a busy machine stops nothing.
+    The code is stopped between two steps of Python; one long call of C ends first.
+    """
+    owner, clock = threading.get_ident(), _clock()
+    lock, ended, raised = threading.Lock(), threading.Event(), threading.Event()
+    started = clock()
+
+    def watch() -> None:
+        pause = EVERY
+        while not ended.wait(pause):
+            with lock:
+                if not ended.is_set() and clock() - started > seconds:
+                    raised.set()
+                    _raise_in(owner, _OverTime)
+                    pause = AGAIN
+
+    watcher = threading.Thread(target=watch, name="ao_lab.limited_time", daemon=True)
+    watcher.start()
+    try:
+        try:
+            yield
+        finally:
+            with lock:
+                ended.set()
+            _arrive(raised)
+    except _OverTime:
+        ended.set()
+        raise error from None
+
+
+def _arrive(raised: threading.Event) -> None:
+    """Steps in which an error that was raised and has not arrived does so. It cannot be taken back: CPython 3.11 to 3.13 would
+    look for one before each call and each turn of a loop from then on, as long as the process lives."""
+    for _ in range(ARRIVES if raised.is_set() else 0):
+        pass
+
+
+def _clock() -> Callable[[], float]:
+    """Seconds of this thread, to be asked by another."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic
+    number = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: time.clock_gettime(number)
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raise an error in another thread at its next step."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))

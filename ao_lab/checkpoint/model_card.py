@@ -23,13 +23,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ao_lab.checkpoint.io.links import links_out, page
+from ao_lab.checkpoint.formats import quantization_of, records_of
+from ao_lab.checkpoint.io.files import links_out, page, write_text
 from ao_lab.checkpoint.io.shards import Folder, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.io.writing import write_text
 from ao_lab.checkpoint.model_builder import CONFIG, configuration
 from ao_lab.checkpoint.records import Records, Weight
-from ao_lab.checkpoint.third_party import quantization_of, records_of
 from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.versions import __version__

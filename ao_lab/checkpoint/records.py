@@ -7,25 +7,27 @@ the file, the weight and the rule; records never decide what is imported, called
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.export.compressed_tensors import EXPORTS, export_of
-from ao_lab.checkpoint.io.plain_values import check_scheme_fields, check_value
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
-from ao_lab.checkpoint.io.strict_json import parsed_object, shown
-from ao_lab.checkpoint.io.weight_specs import INPUT_SPECS, Specs, own_specs
+from ao_lab.checkpoint.export import EXPORTS, INPUT_SPECS, export_of
+from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
+from ao_lab.checkpoint.io.strict_json import check_scheme_fields, check_value, parsed_object, shown
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, SPARSE, Meta, meta_from, stored_shape
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
+from ao_lab.tensor.slicing import COLUMNS
 from ao_lab.tensor.sparse import check_stored
+from reference.formats.storage import packed_shape
+from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized
+from reference.quantize.scales import stored_parts
+from reference.quantize.stored import check_tiled, tiled_size
 from reference.schemes.schemes import flat_size
 
 KEY, SCALE = "ao_lab", "weight_scale"
@@ -43,7 +45,8 @@ FIELDS: dict[str, Any] = {"recipe": int, "shape": tuple[int, ...], "format": str
 OPTIONAL: dict[str, Any] = {"outer": float | None}
 #: Blocks may reach beyond a short axis, which is filled up; never so far that the filler is what takes the memory.
 LONGEST_BLOCK = 4096
-Tensors = dict[str, torch.Tensor]
+#: What weights may be in, by name.
+WEIGHT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ def _description(index: int, given: Any, folder: Folder) -> Meta:
         check_scheme_fields(given["weight"], "weight")
         if given["activation"] is not None:
             check_scheme_fields(given["activation"], "activation")
-        if given["dtype"] not in {str(dtype).removeprefix("torch.") for dtype in DTYPES}:
+        if given["dtype"] not in WEIGHT_DTYPES:
             raise ValueError(
                 f"dtype is one of torch's floating-point types that weights have, got {shown(given['dtype'])}"
             )
@@ -264,6 +267,46 @@ def _own(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...
     specs = own_specs(meta, shape, static)
     names = {part: f"{name}.{part}" for part in specs}
     return Weight(meta, shape, names, specs, lambda parts: QuantizedTensor(parts, meta, shape))
+
+
+#: Static scales of a layer's input in our layout.
+STATIC_SPECS = {"input_scale": Spec(torch.float32, ()), "input_zero": Spec(torch.int8, ())}
+
+
+def own_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...] = ()) -> Specs:
+    """Our layout: what `reference.quantize` makes, codes packed below 8 bits; `static` names the input's scale and zero point.
+
+    ValueError where the scheme's blocks do not fit the shape.
+    """
+    if meta.layout == SPARSE:
+        return _sparse_specs(meta, shape, static)
+    scheme, stored = meta.recipe.weight, stored_shape(meta, shape)
+    blocks = Blocks.of(stored, scheme.scale, meta.axis)
+    wide = torch.uint8 if scheme.format.bits <= 8 else torch.uint16
+    result = {"codes": Spec(wide, packed_shape(stored, scheme.format))}
+    for name, part in stored_parts(scheme, blocks).items():
+        if part is not None:
+            result[name] = Spec(getattr(torch, part[0]), part[1])
+    if meta.layout == "tiled":
+        check_tiled(scheme, stored, meta.axis)
+        rows, columns = blocks.scale_shape
+        result["scale"] = Spec(torch.uint8, (tiled_size((rows, columns)),))
+    return {**result, **{name: STATIC_SPECS[name] for name in static}}
+
+
+def _sparse_specs(meta: Meta, shape: tuple[int, ...], static: tuple[str, ...]) -> Specs:
+    """2:4 storage: half of the codes and a byte of metadata for 8 columns, along the last stored axis; scales of the dense
+    weight."""
+    stored = stored_shape(meta, shape)
+    if len(stored) < 2 or stored[-1] % 4 or meta.axis != -1:
+        raise ValueError(
+            f"2:4 storage holds matrices with groups of four along their blocks' axis, got shape {stored}"
+        )
+    scheme = meta.recipe.weight
+    dense = own_specs(replace(meta, layout="plain", transposed=False, flat=None), stored, static)
+    codes = packed_shape((*stored[:-1], stored[-1] // 2), scheme.format)
+    metadata = Spec(torch.uint8, (*stored[:-1], -(-stored[-1] // COLUMNS)))
+    return {**dense, "codes": Spec(dense["codes"].dtype, codes), "metadata": metadata}
 
 
 def _exported(name: str, record: Mapping[str, Any], meta: Meta, shape: tuple[int, ...]) -> Weight:
@@ -331,7 +374,7 @@ def _check_said(tensors: Tensors, shape: tuple[int, ...], outer: float | None) -
 
 
 def _reciprocal_or_same(stored: torch.Tensor, outer: float) -> bool:
-    """Whether a stored outer scale is what `ao_lab.checkpoint.export.compressed_tensors` writes: the scale, its
+    """Whether a stored outer scale is what `ao_lab.checkpoint.export` writes: the scale, its
     reciprocal, or a neighbour of that."""
     scale = torch.tensor(outer, dtype=torch.float32)
     exact = 1.0 / scale
@@ -339,11 +382,13 @@ def _reciprocal_or_same(stored: torch.Tensor, outer: float) -> bool:
     return any(torch.equal(stored, value) for value in (scale, exact, *near))
 
 
-def dense_names(weights: Mapping[str, Weight], folder: Folder) -> tuple[str, ...]:
-    """Tensors that no quantized weight is made of; ValueError where two claim one."""
-    used: dict[str, str] = {}
-    for name, weight in weights.items():
-        for full in weight.names.values():
+def dense_names(
+    made: Mapping[str, Weight | Computed], folder: Folder, left_out: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Tensors of which nothing is made and that are not left out; ValueError where two claim one."""
+    used = dict.fromkeys(left_out, "what is left out")
+    for name, one in made.items():
+        for full in one.names.values():
             if used.setdefault(full, name) != name:
                 raise ValueError(
                     f"{folder.path}: {shown(name)} and {shown(used[full])} are both made of {shown(full)}; fetch it again"
@@ -379,16 +424,3 @@ def _check_dense(given: Mapping[str, Any], records: Records, folder: Folder) -> 
             raise ValueError(
                 f"tensor {shown(name)} of {folder.places[name]} is {shown(dtype)}, got {spec}; fetch it again"
             )
-
-
-__all__ = [
-    "KEY",
-    "Computed",
-    "Records",
-    "Weight",
-    "check_quantized_tensor",
-    "check_specs",
-    "dense_names",
-    "read_records",
-    "whole_weights",
-]

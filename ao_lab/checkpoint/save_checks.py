@@ -146,6 +146,3 @@ def _check_state(model: nn.Module) -> None:
 
 def _sharded(value: torch.Tensor) -> bool:
     return hasattr(value, "full_tensor")
-
-
-__all__ = ["check_finished", "unwrapped"]

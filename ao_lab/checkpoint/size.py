@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.export.compressed_tensors import export_of
-from ao_lab.checkpoint.io.weight_specs import Specs, own_specs
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig
+from ao_lab.checkpoint.export import export_of
+from ao_lab.checkpoint.io.shards import Specs
+from ao_lab.checkpoint.records import own_specs
+from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.quantization.plan import Change, planned
 from ao_lab.tensor.metadata import SPARSE, Meta

@@ -4,12 +4,9 @@ The dense model never exists: it is built on the meta device, where tensors have
 says what becomes of each parameter, and each tensor is read, quantized and let go. Memory is the quantized model and one
 layer. The result is that of loading the folder and calling `quantize_`, bit for bit.
 
-Models of transformers are read by transformers itself, with a quantizer of ours
-(`ao_lab.checkpoint.streaming`): what it renames, merges into batched experts, ties or casts, and buffers that
-no file has, are its affair. Any other model is built by the caller's function; its folder holds safetensors under the
-names of its state_dict.
-
-Reading a folder of transformers tensor by tensor, by transformers: its loader asks a quantizer about each parameter.
+Models of transformers are read by transformers itself: what it renames, merges into batched experts, ties or casts, and buffers
+that no file has, are its affair. Its loader asks a quantizer about each parameter. Any other model is built by the caller's
+function; its folder holds safetensors under the names of its state_dict.
 
 The quantizer is that of `ao_lab.HfConfig` (`ao_lab.checkpoint.transformers.quantizer`), with more to carry: any filter, a
 device, observers, progress. Here it leaves nothing behind: the model is one that was loaded and then given to `quantize_`.
@@ -30,17 +27,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ao_lab.checkpoint.api import load_pretrained
-from ao_lab.checkpoint.experts.conversion import left_out_layers
+from ao_lab.checkpoint.experts import left_out_layers
+from ao_lab.checkpoint.formats import TORCHAO_KEY, quantization_of
 from ao_lab.checkpoint.io.shards import Folder, has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
 from ao_lab.checkpoint.model_builder import CONFIG, checked_numbers, forget_code, model_class
 from ao_lab.checkpoint.records import KEY
-from ao_lab.checkpoint.third_party import TORCHAO_KEY, quantization_of
 from ao_lab.checkpoint.transformers.config import HfConfig
-from ao_lab.checkpoint.transformers.job import Job
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig
-from ao_lab.config.observer import Observer
+from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.install.extras import needed
 from ao_lab.quantization.api import Progress, StreamedWeights, keep_report, quantize_
 from ao_lab.quantization.calibrate import required_observers
@@ -60,6 +54,8 @@ def read_by_transformers(
 ) -> nn.Module:
     """The quantized model of a folder; see `ao_lab.checkpoint.streaming`."""
     transformers = needed("transformers")
+    from ao_lab.checkpoint.transformers.quantizer import Job
+
     fields = described(folder)
     job = Job(config, filter_fn, device, observers, progress)
     load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained

@@ -21,8 +21,16 @@ from typing import Annotated
 import typer
 
 from ao_lab.cli.plugins import Commands
-from ao_lab.cli.terminal.interrupt import INTERRUPTED, TERMINATED, Stopped, Terminated, heeding_sigterm, leave
-from ao_lab.cli.terminal.output import WrongInput, printable
+from ao_lab.cli.terminal import (
+    INTERRUPTED,
+    TERMINATED,
+    Stopped,
+    Terminated,
+    WrongInput,
+    heeding_sigterm,
+    leave,
+    printable,
+)
 from ao_lab.install.extras import MissingExtra, explained
 
 app = typer.Typer(
@@ -74,7 +82,7 @@ def formats(
     as_json: AsJson = False,
 ) -> None:
     """Number formats: range, precision, specials; with a name the table of its values."""
-    from ao_lab.cli.formats import show_formats
+    from ao_lab.cli.listings import show_formats
 
     show_formats(name, as_json)
 
@@ -87,7 +95,7 @@ def schemes(
     as_json: AsJson = False,
 ) -> None:
     """Schemes: how a tensor is stored; with a name every field of its record."""
-    from ao_lab.cli.formats import show_schemes
+    from ao_lab.cli.listings import show_schemes
 
     show_schemes(name, as_json)
 
@@ -100,7 +108,7 @@ def configs(
     as_json: AsJson = False,
 ) -> None:
     """Configurations of ao-lab quantize; with a name its options and their defaults."""
-    from ao_lab.cli.configs import show_configs
+    from ao_lab.cli.listings import show_configs
 
     show_configs(name, as_json)
 
@@ -145,8 +153,7 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a model of transformers; the result loads there and in vLLM."""
-    from ao_lab.cli.terminal.long_task import work
-    from ao_lab.cli.terminal.requirements import whole_or_nothing
+    from ao_lab.cli.terminal import whole_or_nothing, work
 
     with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
         from ao_lab.cli.quantize import run_quantize
@@ -208,11 +215,11 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Perplexity, accuracy and distance from the base model, offline; tasks of lm-evaluation-harness where it is."""
-    from ao_lab.cli.terminal.long_task import work
+    from ao_lab.cli.terminal import work
 
     with work("eval", "no result was saved", as_json):
         from ao_lab.cli.evaluate import run_eval
-        from ao_lab.eval.harness import HarnessOptions
+        from ao_lab.eval import HarnessOptions
 
         run_eval(
             model_dir,
@@ -263,7 +270,7 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure which kernels a model's layers are quickest with on this device, and save the choices."""
-    from ao_lab.cli.terminal.long_task import work
+    from ao_lab.cli.terminal import work
 
     with work("tune", "no choice was saved", as_json):
         from ao_lab.cli.tune import Wanted, run_tune
@@ -310,7 +317,7 @@ def options(
 ) -> None:
     """Options that stand before the command."""
     if verbose:
-        from ao_lab.cli.terminal.output import log_to_stderr
+        from ao_lab.cli.terminal import log_to_stderr
 
         log_to_stderr(verbose)
 

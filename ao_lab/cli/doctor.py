@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ao_lab.cli import plugins
-from ao_lab.cli.terminal.output import print_json, print_table
+from ao_lab.cli.terminal import print_json, print_table
 from ao_lab.install.extras import is_clone, pip_install
 from ao_lab.install.packages import module_name
 from ao_lab.install.versions import TESTED, outside

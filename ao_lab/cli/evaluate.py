@@ -15,22 +15,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.io.links import links_out, page
+from ao_lab.checkpoint.io.files import links_out, page
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown
 from ao_lab.checkpoint.model_builder import checked_numbers, forget_code, model_class
-from ao_lab.cli.formats import known
-from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table, strict
-from ao_lab.cli.terminal.progress import track_progress
-from ao_lab.cli.terminal.requirements import check_device, check_writable, without_model
-from ao_lab.eval.harness import Harness, HarnessOptions, harness_note, harness_results, prepared
-from ao_lab.eval.perplexity import (
+from ao_lab.cli.listings import known
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_device,
+    check_writable,
+    console,
+    print_json,
+    print_table,
+    strict,
+    track_progress,
+    without_model,
+)
+from ao_lab.eval import (
     PAIRED,
     TASKS,
+    Harness,
+    HarnessOptions,
     Text,
     Tokens,
     check_text,
+    harness_note,
+    harness_results,
     measured,
+    prepared,
     results_of,
     text_of,
     weight_errors,
@@ -116,7 +128,7 @@ def check_before(folder: Path, against: Path | None, device: str | None, save: b
 
 def check_places(folder: Path) -> None:
     """WrongInput, or OSError, where `keep` could not write: results are put into a card, which is written anew."""
-    from ao_lab.checkpoint.io.writing import refuse_folders
+    from ao_lab.checkpoint.io.files import refuse_folders
     from ao_lab.checkpoint.model_card import CARD, RESULTS
 
     check_writable(folder, "--save into MODEL_DIR")
@@ -271,7 +283,7 @@ def check_vocabulary(model: nn.Module, ids: torch.Tensor, folder: Path) -> None:
 def loaded(folder: Path, device: str) -> nn.Module:
     """The model of a folder, quantized as it is where ao_lab can read it."""
     from ao_lab.checkpoint.api import load_pretrained
-    from ao_lab.checkpoint.formats.torchao import TORCHAO_KEY
+    from ao_lab.checkpoint.formats import TORCHAO_KEY
     from ao_lab.checkpoint.records import KEY
 
     check_folder(folder)
@@ -327,7 +339,7 @@ def with_harness(
 
 def keep(folder: Path, results: dict[str, Any]) -> None:
     """eval.json, and the results in the card where there is one."""
-    from ao_lab.checkpoint.io.writing import write_text
+    from ao_lab.checkpoint.io.files import write_text
     from ao_lab.checkpoint.model_card import CARD, RESULTS, with_results
 
     write_text(folder / RESULTS, json.dumps(strict(results), indent=2, allow_nan=False) + "\n")
@@ -357,6 +369,3 @@ def show(results: dict[str, Any], as_json: bool) -> None:
         console().print(f"comparable with {results['comparable']}", markup=False, highlight=False)
     if note := harness_note(results):
         console().print(note, markup=False, highlight=False)
-
-
-__all__ = ["run_eval"]

@@ -10,19 +10,21 @@ Layers are looked at without their weights: the model is built and quantized on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.cli.terminal.output import WrongInput, console
+from ao_lab.cli.terminal import WrongInput, console
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ao_lab.checkpoint.api import Saved
-    from ao_lab.cli.skipped_layers import SkippedLayers
     from ao_lab.config.base import Config
+    from ao_lab.quantization.api import Progress
+    from ao_lab.quantization.report import Layer
+
 
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"
 ASK = "give --layout ao_lab, a layout that transformers reads after `import ao_lab`"
@@ -126,7 +128,7 @@ def without_weights(source: Path) -> nn.Module | None:
 
 def check_layers(source: Path, model: nn.Module) -> None:
     """WrongInput where the files have whole layers that the model of their configuration lacks: it is another model."""
-    from ao_lab.checkpoint.experts.conversion import left_out_layers
+    from ao_lab.checkpoint.experts import left_out_layers
     from ao_lab.checkpoint.io.shards import has_weights, look_at
 
     found = left_out_layers(look_at(source), model) if has_weights(source) else []
@@ -140,7 +142,7 @@ def check_layers(source: Path, model: nn.Module) -> None:
 
 def plain(reason: str) -> str:
     """A reason of the library without its way out, which is Python."""
-    from ao_lab.checkpoint.export.plain_reader import WAY_OUT
+    from ao_lab.checkpoint.plain_readers import WAY_OUT
 
     return reason.replace(f"; {WAY_OUT}", "").partition("; ")[0]
 
@@ -171,7 +173,7 @@ def ways_out(model: nn.Module, reasons: Sequence[str], skip: Sequence[str]) -> s
 
 def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
     """The layout of what --layout and --config say; WrongInput where a named one cannot hold the configuration."""
-    from ao_lab.checkpoint.export.plain_reader import check_recipe
+    from ao_lab.checkpoint.plain_readers import check_recipe
     from ao_lab.config.compressed_tensors import changes
 
     if layout == OWN:
@@ -192,7 +194,7 @@ def select_layout(config: Config, name: str, layout: str) -> SelectedLayout:
 
 def _by_auto(config: Config) -> bool:
     """Whether --layout auto has something for a configuration."""
-    from ao_lab.checkpoint.export.plain_reader import check_recipe
+    from ao_lab.checkpoint.plain_readers import check_recipe
 
     try:
         check_recipe(config.for_layout(COMPRESSED).recipe())
@@ -214,4 +216,104 @@ def say(told: dict[str, Any]) -> None:
         out.print("  --layout ao_lab keeps the configuration as it was given", markup=False)
 
 
-__all__ = ["SelectedLayout", "say", "select_layout"]
+# `ao-lab quantize --sparsity`: a dense model pruned by magnitude, quantized, its weights stored as their kept codes.
+
+#: What the layout says of it.
+CHANGE = "weights are pruned to {} by magnitude and stored as their kept codes, which compressed-tensors has no format for"
+
+
+def select_sparse_layout(config: Config, sparsity: str, layout: str) -> SelectedLayout:
+    """Our own layout, and the configuration in 2:4 storage; WrongInput where either cannot be."""
+    if layout == COMPRESSED:
+        raise WrongInput(
+            f"--sparsity {sparsity}: compressed-tensors has no format of 2:4 weights; leave --layout out"
+        )
+    try:
+        sparse = replace(config, sparsity=sparsity)
+    except ValueError as error:
+        raise WrongInput(f"--sparsity {sparsity}: {error}") from error
+    return SelectedLayout(OWN, sparse, (CHANGE.format(sparsity),) if layout != OWN else ())
+
+
+#: What pruning leaves where --skip does not say it, as papers do.
+HEAD = ("lm_head",)
+
+
+def sparse_model(
+    source: Path, config: Config, accepts: Callable[[Any, str], bool], progress: Progress | None
+) -> Any:
+    """The model of a folder, pruned and quantized in memory: its linear layers that `accepts` takes; experts stay dense."""
+    from ao_lab.cli.evaluate import by_transformers
+    from ao_lab.quantization.api import quantize_
+    from ao_lab.sparsity.api import sparsify_
+    from ao_lab.sparsity.config import SparsityConfig
+    from ao_lab.transforms.layers import is_linear, tied_layers
+
+    def linear(module: Any, path: str) -> bool:
+        return accepts(module, path) and is_linear(module) and path not in tied
+
+    linear.leaves_routers = True  # type: ignore[attr-defined]
+    model = by_transformers(source, None)
+    check_layers(source, model)
+    tied = tied_layers(model)
+    sparsify_(model, SparsityConfig(config.sparsity or "2:4"), linear)
+    quantize_(model, config, linear, progress=progress)
+    return model
+
+
+# `--skip`: which layers of a model stay as they are.
+
+
+class SkippedLayers:
+    """A filter of linear layers and batched experts but those that `--skip` names; it remembers which names were met. Routers
+    stay dense.
+
+    A name is that of a layer, of a part of the model that holds it, or the end of either, whole between dots: vision_tower,
+    layers.0, q_proj. "re:" and a regular expression is for whole paths. A head that is tied to the embedding stays dense too.
+    `default`: what is left where --skip is not given, and may not be there.
+    """
+
+    leaves_routers = leaves_tied = True
+
+    def __init__(self, skip: list[str] | None, default: Sequence[str] = ()) -> None:
+        from ao_lab.config.base import PATTERN, compiled_pattern
+
+        self.given, self.met = skip is not None, set[str]()
+        self.skip = list(default) if skip is None else skip
+        try:
+            self.patterns = {n: compiled_pattern(n) for n in self.skip if n.startswith(PATTERN)}
+        except ValueError as error:
+            raise WrongInput(f"--skip: {str(error).removeprefix('FqnToConfig: ')}") from error
+
+    def __call__(self, module: Any, path: str) -> bool:
+        """Whether a module is to be quantized."""
+        from ao_lab.transforms.layers import linear_and_experts
+
+        found = self.names(path)
+        self.met.update(found)
+        return linear_and_experts(module, path) and not found
+
+    def names(self, path: str) -> list[str]:
+        """Which of --skip name a module."""
+        return [
+            name
+            for name in self.skip
+            if (self.patterns[name].fullmatch(path) if name in self.patterns else f".{name}." in f".{path}.")
+        ]
+
+    def told(self, layer: Layer) -> str:
+        """A report's reason in the words of the command line."""
+        skipped = self.names(layer.name.rpartition(".")[0])
+        kinds = "only linear layers and experts are quantized"
+        refused = f"--skip {skipped[0]}" if skipped else f"{layer.kind}: {kinds}"
+        return layer.reason.replace("accepted by filter_fn", layer.kind).replace(
+            "refused by filter_fn", refused
+        )
+
+    def check(self) -> None:
+        """WrongInput for names that were given and that no layer has."""
+        missing = [name for name in self.skip if name not in self.met]
+        if self.given and missing:
+            raise WrongInput(
+                f"--skip {', '.join(missing)}: no layer is called that, or lies in what is called so"
+            )

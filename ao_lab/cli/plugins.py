@@ -85,6 +85,3 @@ def unavailable(error: ImportError) -> Any:
 
     command.__doc__ = f"Not available: {error}"
     return command
-
-
-__all__ = ["GROUP", "Commands", "load", "registered"]

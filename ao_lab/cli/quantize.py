@@ -20,15 +20,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ao_lab.checkpoint.io.links import leads_out, links_out, resolved, roots
+from ao_lab.checkpoint.io.files import leads_out, links_out, resolved, roots
 from ao_lab.checkpoint.io.strict_json import LARGEST_FILE, parsed, regular_size, shown
-from ao_lab.cli.configs import check_name, config_classes, options_of
-from ao_lab.cli.layout import say, select_layout
-from ao_lab.cli.skipped_layers import SkippedLayers
-from ao_lab.cli.sparsity import HEAD, select_sparse_layout, sparse_model
-from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
-from ao_lab.cli.terminal.progress import track_progress
-from ao_lab.cli.terminal.requirements import check_room, check_writable, without_model
+from ao_lab.cli.layout import HEAD, SkippedLayers, say, select_layout, select_sparse_layout, sparse_model
+from ao_lab.cli.listings import check_name, config_classes, options_of
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_room,
+    check_writable,
+    print_json,
+    print_table,
+    track_progress,
+    without_model,
+)
 from ao_lab.install.extras import needed
 
 if TYPE_CHECKING:
@@ -170,10 +174,7 @@ def run_quantize(
     layout: str,
     as_json: bool,
 ) -> None:
-    """Quantize weight by weight while they are read, save, and say what became of each layer.
-
-    X
-    """
+    """Quantize weight by weight while they are read, save, and say what became of each layer."""
     check_folders(source, target)
     config = config_of(name, activation, options)
     if sparsity is None and config.sparsity is not None:
@@ -315,7 +316,7 @@ def stored_bytes(source: Path, model: Any) -> int:
 def unloaded(source: Path, model: Any) -> tuple[dict[str, Any], list[str]]:
     """Tensors of the folder that transformers does not load, and that go along as they are (heads that predict later tokens,
     for instance); and what is to be said of them and of those that no model of the class has."""
-    from ao_lab.checkpoint.experts.conversion import unused_names
+    from ao_lab.checkpoint.experts import unused_names
     from ao_lab.checkpoint.io.shards import has_weights, look_at
     from ao_lab.checkpoint.streaming import is_quantized
 
@@ -371,6 +372,3 @@ def show(
         "Folder", ["layout", "bytes before", "bytes"], [[saved.layout, str(before), str(saved.bytes)]]
     )
     say(told)
-
-
-__all__ = ["copy_the_rest", "run_quantize"]

@@ -17,13 +17,18 @@ from torch import nn
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.cli.evaluate import check_folder, config_of, longest
 from ao_lab.cli.evaluate import loaded as dense_model
+from ao_lab.cli.layout import HEAD, SkippedLayers
 from ao_lab.cli.quantize import config_of as quantization_of
 from ao_lab.cli.quantize import loaded
-from ao_lab.cli.skipped_layers import SkippedLayers
-from ao_lab.cli.sparsity import HEAD
-from ao_lab.cli.terminal.output import WrongInput, console, print_json, print_table
-from ao_lab.cli.terminal.progress import track_progress
-from ao_lab.cli.terminal.requirements import check_device, check_writable
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_device,
+    check_writable,
+    console,
+    print_json,
+    print_table,
+    track_progress,
+)
 from ao_lab.gemm.choices import device_name, path_of
 from ao_lab.gemm.problem import Choice, Problem
 from ao_lab.quantization.report import explain
@@ -228,6 +233,3 @@ def cells(row: dict[str, Any]) -> list[str]:
 def microseconds(seconds: float | None) -> str:
     """A time as the table has it."""
     return "-" if seconds is None else f"{seconds * 1e6:.1f}"
-
-
-__all__ = ["Wanted", "run_tune"]

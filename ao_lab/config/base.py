@@ -21,17 +21,18 @@ torchao's kernels, or an algorithm that is not here, raise ValueError unless the
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from ao_lab.config.recipe import Recipe, named, recipe_of
-from ao_lab.config.storage import check_sparsity
+from ao_lab.config.recipe import Recipe, check_sparsity, named, recipe_of
 from reference import Scales, Scheme
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from ao_lab.config.observer import Observer
 
 #: Every configuration that files and the command line may name, by its class's name.
 CONFIGS: dict[str, type[Config]] = {}
@@ -143,6 +144,61 @@ class SchemeConfig(Config):
     """Any scheme for the weight, any or none for the input: `SchemeConfig(scheme="mxfp4", activation_scheme="mxfp8_e4m3")`."""
 
 
+#: What is for all other layers, and how a regular expression begins.
+DEFAULT, PATTERN = "_default", "re:"
+
+
+@dataclass(frozen=True)
+class FqnToConfig:
+    """Configurations by the full name of a parameter or module; None leaves it as it is.
+
+    An exact name of a parameter comes first, then an exact name of a module, then "re:" and a regular expression that
+    matches the whole name of a parameter, or else of a module (the first in the order given), then "_default", which is for
+    nn.Linear (but a head that is tied to the embedding). Each name and pattern must match something.
+    """
+
+    fqn_to_config: Mapping[str, Config | None] = field(default_factory=dict)
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        for name, config in self.fqn_to_config.items():
+            if config is not None and not isinstance(config, Config):
+                raise TypeError(f"FqnToConfig: {name!r} is a configuration or None, got {kind_of(config)}")
+            if name.startswith(PATTERN):
+                compiled_pattern(name)
+
+    def for_layout(self, layout: str) -> FqnToConfig:
+        """Each of the configurations for a layout, see `Config.for_layout`."""
+        result = {}
+        for name, one in self.fqn_to_config.items():
+            try:
+                result[name] = None if one is None else one.for_layout(layout)
+            except ValueError as error:
+                raise ValueError(f"FqnToConfig {name!r}: {error}") from error
+        return replace(self, fqn_to_config=result)
+
+
+def compiled_pattern(name: str) -> re.Pattern[str]:
+    """The regular expression of a name that begins with "re:"; ValueError where it is none."""
+    try:
+        return re.compile(name.removeprefix(PATTERN))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"FqnToConfig: {name!r} is no regular expression: {error}") from error
+
+
+class Observer(Protocol):
+    """What a configuration may ask for before a weight is quantized: it observes the inputs of the weight's layers."""
+
+    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Take in the input of a layer, as its product sees it; `name` is the weight's full name."""
+
+    def unsupported_reason(self) -> str | None:
+        """Why no weight can be quantized yet; None where one can."""
+
+    def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> torch.Tensor:
+        """The quantized weight (a `QuantizedTensor`) of a dense one (out, in)."""
+
+
 def dtype_name(dtype: Any) -> str:
     """A torch dtype's name; torchao's "fp6_e2m3" and torch's float4 pairs by the names of `reference.FORMATS`."""
     name = str(dtype).removeprefix("torch.")
@@ -198,8 +254,13 @@ def kind_of(given: object) -> str:
 
 __all__ = [
     "CONFIGS",
+    "DEFAULT",
+    "PATTERN",
     "Config",
+    "FqnToConfig",
+    "Observer",
     "SchemeConfig",
+    "compiled_pattern",
     "dtype_name",
     "kind_of",
     "operands",

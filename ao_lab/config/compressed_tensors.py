@@ -382,25 +382,3 @@ def leaf_configs(config: Any) -> list[Any]:
     if hasattr(config, "fqn_to_config"):
         return [one for one in config.fqn_to_config.values() if one is not None]
     return [config]
-
-
-__all__ = [
-    "FORMATS",
-    "LAYOUTS",
-    "OWN",
-    "activation_as_read",
-    "changes",
-    "common_name",
-    "element_name",
-    "format_of",
-    "input_arguments",
-    "is_as_read",
-    "leaf_configs",
-    "plain_scales",
-    "reader_activation",
-    "recipe_for_layout",
-    "recipe_for_readers",
-    "short_name",
-    "weight_arguments",
-    "weight_for_readers",
-]

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ao_lab.config.base import Config, SchemeConfig, dtype_name, operands
-from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.base import Config, FqnToConfig, SchemeConfig, dtype_name, operands
+from ao_lab.config.classes import integer_bits
 from ao_lab.config.granularity import MappingType, PerRow, PerTensor, block_of
-from ao_lab.config.integer import integer_bits
 from ao_lab.config.recipe import block_name, named
 from reference import SCHEMES, Scheme
 from reference.arrays.errors import choice

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: By the module that is waited for, our function that registers with it. transformers reads and writes models in the first.
 AWAITED = {
     "transformers.modeling_utils": "ao_lab.checkpoint.transformers.quantizer:register",
-    "transformers.trainer": "ao_lab.checkpoint.transformers.trainer:register",
+    "transformers.trainer": "ao_lab.checkpoint.transformers.methods:register",
     "accelerate.utils.modeling": "ao_lab.tensor.libraries:register_accelerate",
     "accelerate.utils.fsdp_utils": "ao_lab.tensor.libraries:register_accelerate",
     "peft.peft_model": "ao_lab.tensor.libraries:register_peft",

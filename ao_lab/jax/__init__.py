@@ -17,7 +17,7 @@ try:
     from ao_lab.jax.exchange import from_torch, to_torch
     from ao_lab.jax.functions import choose_scales, dequantize, fake_quantize, quantize
     from ao_lab.jax.matmul import matmul
-    from ao_lab.jax.training.dot_general import dot_general
+    from ao_lab.jax.training import dot_general
 except ModuleNotFoundError as error:
     raise explained(error) from None
 

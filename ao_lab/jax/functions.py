@@ -1,22 +1,22 @@
 """`choose_scales`, `quantize`, `dequantize` and `fake_quantize` for JAX arrays; see `reference` for the rules.
 
 Arguments are checked by the code of `reference`, in its order, so that errors agree. Calls with concrete arrays are compiled
-once for each combination of record, axis and shapes, checks included; later calls only look the program up (`programs`).
+once for each combination of record, axis and shapes, checks included; later calls only look the program up (`run`).
 
-Compiled programs of eager calls, looked up by what they depend on, and their results made without JAX's pytrees.
+The keys of programs are those of `fast.launch.cache` with JAX arrays in them: class (a tracer's is another), shape
+and dtype, and where the first array lies. What is found is a program that takes and gives arrays alone; flattening a
+`Quantized` and making one again takes JAX longer than a small program runs. Programs check their arguments when they are
+traced, so a remembered call is a right one.
 
-The keys are those of `fast.launch.cache` with JAX arrays in them: class (a tracer's is another), shape and dtype,
-and where the first array lies. What is found is a program that takes and gives arrays alone; flattening a `Quantized` and
-making one again takes JAX longer than a small program runs. Programs check their arguments when they are traced, so a
-remembered call is a right one.
-
-What `ao_lab.jax` computes, once by kernels and once by the specification, as functions of named arrays.
-
-An `Operation` says what is wanted; arrays come and leave as dictionaries: x, g, words, codes, scale, outer, zero, y.
+What is computed, once by kernels and once by the specification, is an `Operation`. It says what is wanted; arrays come and
+leave as dictionaries: x, g, words, codes, scale, outer, zero, y.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,7 +26,6 @@ from typing import Any
 import jax
 
 import reference
-from ao_lab.jax.device import is_traced, place_of, require_array
 from fast.launch import cache
 from fast.launch.cache import scale_parts, settings
 from reference import Quantized, Scales, Scheme
@@ -42,6 +41,268 @@ from reference.quantize.quantize import check_quantized, with_tiled_scales
 from reference.quantize.scales import check_scales
 from reference.quantize.stored import check_tiled, tiled_size
 from reference.schemes.schemes import scheme_of
+
+
+def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
+    """Scales of x, as in `reference.choose_scales`."""
+    key, known = call("jax choose_scales", scheme, (axis,), x)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    place = _place(require_array(x, "choose_scales"), axis)
+    if place is None:
+        return reference.choose_scales(x, scheme, axis=axis)
+    made: Scales = _call(_choose_scales, (x,), (scheme, int(axis), place), key)
+    return made
+
+
+def quantize(
+    x: jax.Array,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | jax.Array | None = None,
+    random_bits: jax.Array | None = None,
+    packed: bool = False,
+    tiled: bool = False,
+) -> Quantized:
+    """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
+    key, known = call("jax quantize", scheme, (axis, packed, tiled), x, *scale_parts(scales), random_bits)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    place = _place(require_array(x, "quantize"), axis, scales, random_bits)
+    if place is None:
+        return reference.quantize(
+            x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
+        )
+    constants = (scheme, int(axis), place, bool(packed), bool(tiled))
+    made: Quantized = _call(_quantize, (x, scales, random_bits), constants, key)
+    return made
+
+
+def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> jax.Array:
+    """The tensor that q stands for; dtype as in `reference.dequantize`."""
+    dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
+    if not isinstance(q, Quantized) or dtype == "float64":
+        return reference.dequantize(q, dtype)
+    parts = (q.codes, q.scale, q.outer, q.zero)
+    key, known = call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)
+    if known is not None:
+        return known
+    place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(*parts[1:]))
+    if place is None:
+        return reference.dequantize(q, dtype)
+    check_quantized(q)
+    operation = Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed)
+    # Tiled scales are taken apart first.
+    made: jax.Array = _call(_dequantize, (q.codes, q.scales), (operation, place), None if q.tiled else key)
+    return made
+
+
+def fake_quantize(
+    x: jax.Array,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | jax.Array | None = None,
+    random_bits: jax.Array | None = None,
+) -> jax.Array:
+    """x rounded to what its scheme represents, in x's dtype, with the gradients of `reference.fake_quantize_vjp`.
+
+    Arguments and errors as in `reference.fake_quantize`.
+    """
+    key, known = call("jax fake_quantize", scheme, (axis,), x, *scale_parts(scales), random_bits)
+    if known is not None:
+        return known
+    place = _place(require_array(x, "fake_quantize"), axis, scales, random_bits)
+    if place is None:
+        return reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits)
+    made: jax.Array = _call(_fake_quantize, (x, scales, random_bits), (scheme, int(axis), place), key)
+    return made
+
+
+def _place(x: Any, axis: Any, *others: Any) -> str | None:
+    """`place_of` of x. None where the specification is called as it is: for arguments that are none of JAX's, so that it says
+    what is wrong, and for traced arrays that can meet no kernel.
+    """
+    leaves = [x, *(leaf for other in others for leaf in _leaves(other) if leaf is not None)]
+    known = all(isinstance(leaf, jax.Array) for leaf in leaves)
+    if not known or not hasattr(axis, "__index__") or isinstance(axis, bool):
+        return None
+    place = place_of(x)
+    return None if place == "" and any(map(is_traced, leaves)) else place
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value.scale, value.outer, value.zero] if isinstance(value, Scales) else [value]
+
+
+def _call(function: Callable[..., Any], arrays: tuple[Any, ...], constants: tuple[Any, ...], key: Any) -> Any:
+    """function(*constants, *arrays), as a program where all arrays are concrete. The key has the id of the first constant."""
+    if any(map(is_traced, jax.tree.leaves(arrays))):
+        return function(*constants, *arrays)
+    return run(function, constants, arrays, key, constants[0])
+
+
+def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scales:
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "choose_scales")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    operation = Operation("choose", scheme, blocks.shape, blocks.axis, name)
+    return scales_of(dispatch(operation, _named(x=x), place)) or Scales()
+
+
+def _quantize(
+    scheme: str | Scheme, axis: int, place: str, packed: bool, tiled: bool, x: Any, scales: Any, words: Any
+) -> Quantized:
+    scheme = scheme_of(scheme)
+    ns, x, name = float_input(x, "quantize")
+    check_mode(scheme.rounding, words)
+    if packed:
+        packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor
+    if tiled:
+        check_tiled(scheme, ns.shape(x), axis)
+    blocks, given = _checked(x, scheme, axis, scales, words)
+    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed, tiled)
+    made = dispatch(operation, _named(x=x, words=words, **_parts(given)), place)
+    q = quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
+    # Given scales are not tiled yet.
+    return replace(q, tiled=True) if tiled and "scale" in made else with_tiled_scales(q) if tiled else q
+
+
+def _checked(x: Any, scheme: Scheme, axis: int, scales: Any, words: Any) -> tuple[Blocks, Scales | None]:
+    """Blocks and given scales; ValueError as the specification raises it."""
+    ns, x, _ = float_input(x, "quantize")
+    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
+    given = check_scales(ns, scales, scheme, blocks)
+    check_random_bits(ns, x, words)
+    return blocks, given
+
+
+def _parts(given: Scales | None) -> Arrays:
+    return {} if given is None else {part: getattr(given, part) for part in PARTS}
+
+
+def _named(**arrays: Any) -> Arrays:
+    """The arrays that there are, without gradients: codes have none, and `fake_quantize` brings its own."""
+    return {name: jax.lax.stop_gradient(value) for name, value in arrays.items() if value is not None}
+
+
+def _dequantize(operation: Operation, place: str, codes: Any, scales: Scales) -> Any:
+    return dispatch(operation, _named(codes=codes, **vars(scales)), place)["y"]
+
+
+def _fake_quantize(scheme: str | Scheme, axis: int, place: str, x: Any, scales: Any, words: Any) -> Any:
+    scheme = scheme_of(scheme)
+    _, x, _ = float_input(x, "fake_quantize")
+    check_mode(scheme.rounding, words)
+    given = scales if scales is None or isinstance(scales, Scales) else Scales(scales)
+    return _differentiable()(x, given, words, scheme, axis, place)
+
+
+@lru_cache(maxsize=1)
+def _differentiable() -> Any:
+    """fake_quantize with its gradient."""
+    register_jax()
+    function = jax.custom_vjp(_forward, nondiff_argnums=(3, 4, 5))
+    function.defvjp(_forward_saved, _backward)
+    return function
+
+
+def _forward(x: Any, scales: Any, words: Any, scheme: Scheme, axis: int, place: str) -> Any:
+    blocks, given = _checked(x, scheme, axis, scales, words)
+    _, x, name = float_input(x, "fake_quantize")
+    operation = Operation("fake", scheme, blocks.shape, blocks.axis, name)
+    return dispatch(operation, _named(x=x, words=words, **_parts(given)), place)["y"]
+
+
+def _forward_saved(x: Any, scales: Any, words: Any, scheme: Scheme, axis: int, place: str) -> Any:
+    return _forward(x, scales, words, scheme, axis, place), (x, scales, words)
+
+
+def _backward(scheme: Scheme, axis: int, place: str, saved: Any, g: Any) -> Any:
+    """Straight through where nothing saturated, by a kernel; gradients of given scales by the specification."""
+    x, scales, words = saved
+    if scales is not None:
+        made = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
+        dx, dscale, dzero = made
+        return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
+    name = float_input(x, "fake_quantize")[2]
+    blocks = Blocks.of(x.shape, scheme.scale, axis)
+    operation = Operation("mask", scheme, blocks.shape, blocks.axis, name)
+    dx = dispatch(operation, _named(x=x, g=g, words=words), place)["y"]
+    return dx, None, no_cotangent(jax, words)
+
+
+# Which arrays the kernels take: those on CUDA devices of Hopper or later, with triton installed.
+
+OLDEST = 90
+
+
+def require_array(value: Any, what: str) -> Any:
+    """`value` if it is a JAX array; TypeError that names the way out otherwise."""
+    if not isinstance(value, jax.Array):
+        raise TypeError(
+            f"ao_lab.jax.{what} takes JAX arrays, got {type(value).__name__}; use jax.numpy.asarray, ao_lab.jax.from_torch, "
+            f"or ao_lab.{what} for NumPy arrays and torch tensors"
+        )
+    return value
+
+
+def is_traced(value: Any) -> bool:
+    """Whether an array stands for others, inside jit, vmap or grad."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def place_of(value: Any) -> str:
+    """Where kernels may run on an array: "cuda" (it lies there), "any" (a traced one: the compiler will know) or ""."""
+    if not has_kernels():
+        return ""
+    if is_traced(value):
+        return "any"
+    return "cuda" if all(device.platform == "gpu" for device in value.devices()) else ""
+
+
+@lru_cache(maxsize=1)
+def has_kernels() -> bool:
+    """Whether this process can run kernels. Where there is a GPU and they cannot run, a warning says once why."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return False
+    reason = missing(devices)
+    if reason:
+        warnings.warn(
+            f"ao_lab's kernels do not run in JAX here: {reason}. The same functions run as XLA operations, with the same bits, "
+            f"more slowly.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return not reason
+
+
+def missing(devices: list[Any]) -> str:
+    """Why there are no kernels on these devices, or nothing."""
+    oldest = min(devices, key=lambda device: float(device.compute_capability))
+    if float(oldest.compute_capability) * 10 < OLDEST:
+        return f"{oldest.device_kind} is older than compute capability {OLDEST / 10}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if not hasattr(jax.ffi, "ffi_call"):
+        return f"JAX {jax.__version__} has no jax.ffi.ffi_call; 0.6 and later do"
+    return (
+        ""
+        if _registered()
+        else f"JAX {jax.__version__} has no custom call for Triton kernels in its CUDA plugin"
+    )
+
+
+def _registered() -> bool:
+    """Whether the CUDA plugin brought the custom call: importing this module registers it."""
+    try:
+        return hasattr(importlib.import_module("jaxlib.gpu_triton"), "TritonKernelCall")
+    except ImportError:
+        return False
+
 
 Arrays = dict[str, Any]
 PARTS = ("scale", "outer", "zero")
@@ -320,193 +581,3 @@ def _finishing(like: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 register_jax()
-
-
-def choose_scales(x: jax.Array, scheme: str | Scheme, *, axis: int = -1) -> Scales:
-    """Scales of x, as in `reference.choose_scales`."""
-    key, known = call("jax choose_scales", scheme, (axis,), x)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    place = _place(require_array(x, "choose_scales"), axis)
-    if place is None:
-        return reference.choose_scales(x, scheme, axis=axis)
-    made: Scales = _call(_choose_scales, (x,), (scheme, int(axis), place), key)
-    return made
-
-
-def quantize(
-    x: jax.Array,
-    scheme: str | Scheme,
-    *,
-    axis: int = -1,
-    scales: Scales | jax.Array | None = None,
-    random_bits: jax.Array | None = None,
-    packed: bool = False,
-    tiled: bool = False,
-) -> Quantized:
-    """x as codes and scales. Arguments, edges and errors as in `reference.quantize`; no gradient flows through."""
-    key, known = call("jax quantize", scheme, (axis, packed, tiled), x, *scale_parts(scales), random_bits)
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    place = _place(require_array(x, "quantize"), axis, scales, random_bits)
-    if place is None:
-        return reference.quantize(
-            x, scheme, axis=axis, scales=scales, random_bits=random_bits, packed=packed, tiled=tiled
-        )
-    constants = (scheme, int(axis), place, bool(packed), bool(tiled))
-    made: Quantized = _call(_quantize, (x, scales, random_bits), constants, key)
-    return made
-
-
-def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> jax.Array:
-    """The tensor that q stands for; dtype as in `reference.dequantize`."""
-    dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
-    if not isinstance(q, Quantized) or dtype == "float64":
-        return reference.dequantize(q, dtype)
-    parts = (q.codes, q.scale, q.outer, q.zero)
-    key, known = call("jax dequantize", q.scheme, (dtype, *settings(q)), *parts)
-    if known is not None:
-        return known
-    place = _place(require_array(q.codes, "dequantize"), q.axis, Scales(*parts[1:]))
-    if place is None:
-        return reference.dequantize(q, dtype)
-    check_quantized(q)
-    operation = Operation("dequantize", q.scheme, q.shape, q.axis, dtype, q.packed)
-    # Tiled scales are taken apart first.
-    made: jax.Array = _call(_dequantize, (q.codes, q.scales), (operation, place), None if q.tiled else key)
-    return made
-
-
-def fake_quantize(
-    x: jax.Array,
-    scheme: str | Scheme,
-    *,
-    axis: int = -1,
-    scales: Scales | jax.Array | None = None,
-    random_bits: jax.Array | None = None,
-) -> jax.Array:
-    """x rounded to what its scheme represents, in x's dtype, with the gradients of `reference.fake_quantize_vjp`.
-
-    Arguments and errors as in `reference.fake_quantize`.
-    """
-    key, known = call("jax fake_quantize", scheme, (axis,), x, *scale_parts(scales), random_bits)
-    if known is not None:
-        return known
-    place = _place(require_array(x, "fake_quantize"), axis, scales, random_bits)
-    if place is None:
-        return reference.fake_quantize(x, scheme, axis=axis, scales=scales, random_bits=random_bits)
-    made: jax.Array = _call(_fake_quantize, (x, scales, random_bits), (scheme, int(axis), place), key)
-    return made
-
-
-def _place(x: Any, axis: Any, *others: Any) -> str | None:
-    """`place_of` of x. None where the specification is called as it is: for arguments that are none of JAX's, so that it says
-    what is wrong, and for traced arrays that can meet no kernel.
-    """
-    leaves = [x, *(leaf for other in others for leaf in _leaves(other) if leaf is not None)]
-    known = all(isinstance(leaf, jax.Array) for leaf in leaves)
-    if not known or not hasattr(axis, "__index__") or isinstance(axis, bool):
-        return None
-    place = place_of(x)
-    return None if place == "" and any(map(is_traced, leaves)) else place
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [value.scale, value.outer, value.zero] if isinstance(value, Scales) else [value]
-
-
-def _call(function: Callable[..., Any], arrays: tuple[Any, ...], constants: tuple[Any, ...], key: Any) -> Any:
-    """function(*constants, *arrays), as a program where all arrays are concrete. The key has the id of the first constant."""
-    if any(map(is_traced, jax.tree.leaves(arrays))):
-        return function(*constants, *arrays)
-    return run(function, constants, arrays, key, constants[0])
-
-
-def _choose_scales(scheme: str | Scheme, axis: int, place: str, x: Any) -> Scales:
-    scheme = scheme_of(scheme)
-    ns, x, name = float_input(x, "choose_scales")
-    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
-    operation = Operation("choose", scheme, blocks.shape, blocks.axis, name)
-    return scales_of(dispatch(operation, _named(x=x), place)) or Scales()
-
-
-def _quantize(
-    scheme: str | Scheme, axis: int, place: str, packed: bool, tiled: bool, x: Any, scales: Any, words: Any
-) -> Quantized:
-    scheme = scheme_of(scheme)
-    ns, x, name = float_input(x, "quantize")
-    check_mode(scheme.rounding, words)
-    if packed:
-        packed_shape(ns.shape(x), scheme.format)  # refuses a 0-d tensor
-    if tiled:
-        check_tiled(scheme, ns.shape(x), axis)
-    blocks, given = _checked(x, scheme, axis, scales, words)
-    operation = Operation("quantize", scheme, blocks.shape, blocks.axis, name, packed, tiled)
-    made = dispatch(operation, _named(x=x, words=words, **_parts(given)), place)
-    q = quantized(operation, made["codes"], scales_of({**_parts(given), **made}) or Scales())
-    # Given scales are not tiled yet.
-    return replace(q, tiled=True) if tiled and "scale" in made else with_tiled_scales(q) if tiled else q
-
-
-def _checked(x: Any, scheme: Scheme, axis: int, scales: Any, words: Any) -> tuple[Blocks, Scales | None]:
-    """Blocks and given scales; ValueError as the specification raises it."""
-    ns, x, _ = float_input(x, "quantize")
-    blocks = Blocks.of(ns.shape(x), scheme.scale, axis)
-    given = check_scales(ns, scales, scheme, blocks)
-    check_random_bits(ns, x, words)
-    return blocks, given
-
-
-def _parts(given: Scales | None) -> Arrays:
-    return {} if given is None else {part: getattr(given, part) for part in PARTS}
-
-
-def _named(**arrays: Any) -> Arrays:
-    """The arrays that there are, without gradients: codes have none, and `fake_quantize` brings its own."""
-    return {name: jax.lax.stop_gradient(value) for name, value in arrays.items() if value is not None}
-
-
-def _dequantize(operation: Operation, place: str, codes: Any, scales: Scales) -> Any:
-    return dispatch(operation, _named(codes=codes, **vars(scales)), place)["y"]
-
-
-def _fake_quantize(scheme: str | Scheme, axis: int, place: str, x: Any, scales: Any, words: Any) -> Any:
-    scheme = scheme_of(scheme)
-    _, x, _ = float_input(x, "fake_quantize")
-    check_mode(scheme.rounding, words)
-    given = scales if scales is None or isinstance(scales, Scales) else Scales(scales)
-    return _differentiable()(x, given, words, scheme, axis, place)
-
-
-@lru_cache(maxsize=1)
-def _differentiable() -> Any:
-    """fake_quantize with its gradient."""
-    register_jax()
-    function = jax.custom_vjp(_forward, nondiff_argnums=(3, 4, 5))
-    function.defvjp(_forward_saved, _backward)
-    return function
-
-
-def _forward(x: Any, scales: Any, words: Any, scheme: Scheme, axis: int, place: str) -> Any:
-    blocks, given = _checked(x, scheme, axis, scales, words)
-    _, x, name = float_input(x, "fake_quantize")
-    operation = Operation("fake", scheme, blocks.shape, blocks.axis, name)
-    return dispatch(operation, _named(x=x, words=words, **_parts(given)), place)["y"]
-
-
-def _forward_saved(x: Any, scales: Any, words: Any, scheme: Scheme, axis: int, place: str) -> Any:
-    return _forward(x, scales, words, scheme, axis, place), (x, scales, words)
-
-
-def _backward(scheme: Scheme, axis: int, place: str, saved: Any, g: Any) -> Any:
-    """Straight through where nothing saturated, by a kernel; gradients of given scales by the specification."""
-    x, scales, words = saved
-    if scales is not None:
-        made = reference.fake_quantize_vjp(g, x, scheme, axis=axis, scales=scales, random_bits=words)
-        dx, dscale, dzero = made
-        return dx, scale_cotangents(jax, scales, dscale, dzero), no_cotangent(jax, words)
-    name = float_input(x, "fake_quantize")[2]
-    blocks = Blocks.of(x.shape, scheme.scale, axis)
-    operation = Operation("mask", scheme, blocks.shape, blocks.axis, name)
-    dx = dispatch(operation, _named(x=x, g=g, words=words), place)["y"]
-    return dx, None, no_cotangent(jax, words)

@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.static import InputScales
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig
-from ao_lab.config.observer import Observer
+from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.forward import weight_as_stored
 from ao_lab.qat.layers import (

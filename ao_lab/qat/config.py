@@ -38,12 +38,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ao_lab.config.base import Config, SchemeConfig
-from ao_lab.config.float8 import float8_scheme
-from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.base import Config, FqnToConfig, Observer, SchemeConfig
+from ao_lab.config.classes import (
+    Int8DynamicActivationIntxWeightConfig,
+    IntxWeightOnlyConfig,
+    float8_scheme,
+    integer_bits,
+)
 from ao_lab.config.granularity import ROWS, PerGroup, PerRow, PerTensor, block_of
-from ao_lab.config.integer import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, integer_bits
-from ao_lab.config.observer import Observer
 from ao_lab.config.recipe import Recipe, integer_scheme
 from ao_lab.qat.layers import unsupported_reason
 from ao_lab.transforms.layers import check_model

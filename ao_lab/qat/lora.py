@@ -49,8 +49,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.select import product
 from ao_lab.qat import autograd

@@ -23,9 +23,7 @@ from torch import nn
 
 import ao_lab.quantization.prepared_products
 import ao_lab.quantization.report  # noqa: F401  F.linear of eager inference, print(model)
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig
-from ao_lab.config.observer import Observer
+from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
 from ao_lab.quantization.plan import ALREADY, Change, Device, JoinedScales, Plan, joined, largest, planned
 from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, held, warn_of_slower

@@ -15,9 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import FqnToConfig
-from ao_lab.config.observer import Observer
+from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.plan import Change, Plan, planned
 from ao_lab.transforms.hooks import unwatch, watch, watches, watching
 from ao_lab.transforms.layers import shorten

@@ -22,8 +22,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ao_lab.config.base import Config, kind_of
-from ao_lab.config.fqn import FqnToConfig
+from ao_lab.config.base import Config, FqnToConfig, kind_of
 from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.chunked import outer_scale

@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 
 import fast
-from ao_lab.config.recipe import Recipe, named
-from ao_lab.config.storage import unstorable_recipe
+from ao_lab.config.recipe import Recipe, named, unstorable_recipe
 from ao_lab.gemm import cusparselt as cusparselt  # enters its product, behind those of `gemm.sparse`
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.metadata import DTYPES, SPARSE, Meta

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ao_lab.config.base import Config
-from ao_lab.config.fqn import DEFAULT, PATTERN, FqnToConfig, compiled_pattern
+from ao_lab.config.base import DEFAULT, PATTERN, Config, FqnToConfig, compiled_pattern
 from ao_lab.transforms.layers import (
     first_matrix,
     is_experts,

@@ -12,11 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ao_lab.cli.formats import known
-from ao_lab.cli.terminal.interrupt import when_stopped
-from ao_lab.cli.terminal.output import WrongInput, print_json, print_table
-from ao_lab.cli.terminal.progress import say, track_progress
-from ao_lab.cli.terminal.requirements import check_device, check_writable
+from ao_lab.cli.listings import known
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_device,
+    check_writable,
+    print_json,
+    print_table,
+    say,
+    track_progress,
+    when_stopped,
+)
 from ao_lab.install.extras import check_extra, is_clone
 from experiments.data.corpora import corpora, corpus_record
 from experiments.data.corpus import DEFAULT, CorpusRecord

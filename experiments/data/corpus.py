@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ao_lab.eval.perplexity import SKIPPED, held_out
+from ao_lab.eval import SKIPPED, held_out
 
 # A corpus whose splits are given, document by document, and the texts that a model is evaluated on.
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from ao_lab.cli.terminal.progress import say
+from ao_lab.cli.terminal import say
 from experiments.fp8_training import blocks, convergence, faults, fsdp, grid, linear
 from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.autograd.profiler_legacy import profile
 
-from ao_lab.cli.terminal.progress import say
+from ao_lab.cli.terminal import say
 from experiments.harness.measuring import Wrong
 
 #: Distinct kernels that are named; of more, the first, and how many others there are.

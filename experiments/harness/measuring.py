@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from ao_lab.cli.terminal import progress
+from ao_lab.cli import terminal
 from experiments.harness.rows import Journal, Row
 
 # When a run starts nothing more, so that it ends in time and publishes what it has.
@@ -106,14 +106,14 @@ def one_torch_thread() -> Iterator[None]:
 @contextmanager
 def bar(description: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar of `total` steps; each call of the given function is one step, with a word about it."""
-    with progress.track_progress(description, total) as work:
+    with terminal.track_progress(description, total) as work:
         yield work.step
 
 
 @contextmanager
 def share(description: str) -> Iterator[Callable[[float, str], None]]:
     """A bar of percents; each call of the given function says which share is done, from 0 to 1, with a word about it."""
-    with progress.track_progress(description, 100) as work:
+    with terminal.track_progress(description, 100) as work:
         yield lambda done, word: work.at(min(100, int(100 * done)), word)
 
 

@@ -19,7 +19,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from ao_lab.cli.terminal.progress import say
+from ao_lab.cli.terminal import say
 from experiments.harness import revision
 from experiments.harness.measuring import Deadline, bar
 from experiments.harness.rows import Row

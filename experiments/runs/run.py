@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ao_lab.cli.terminal.progress import say
+from ao_lab.cli.terminal import say
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
 from experiments.harness import registry, revision
@@ -167,7 +167,7 @@ def reproduce(
 
 def run_all(names: Sequence[str], settings: Settings, paths: Paths) -> Written:
     """Run experiments at these settings, and write the pages; returns as `reproduce` does."""
-    from ao_lab.cli.terminal.progress import lines
+    from ao_lab.cli.terminal import lines
     from experiments.report.pages import write_pages
 
     written: Written = []

@@ -38,10 +38,9 @@ from ao_lab.checkpoint.formats.group_integers import (
     unpacked_rows,
     width_and_group,
 )
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.shards import Folder, Spec, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.checkpoint.records import Records, Tensors
+from ao_lab.checkpoint.records import Records
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scale, Scheme, Zero
 
@@ -146,5 +145,3 @@ def _made_gemv(integers: Integers, tensors: Tensors) -> QuantizedTensor:
 
 
 VERSIONS = {"gemm": _gemm, "gemv": _gemv}
-
-__all__ = ["RECORDS", "in_order", "read_awq_records"]

@@ -30,12 +30,9 @@ import torch
 
 import fast
 from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.io.plain_values import check_value
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
-from ao_lab.checkpoint.io.strict_json import parsed_object, shown
-from ao_lab.checkpoint.io.weight_specs import Specs
-from ao_lab.checkpoint.records import Records, Tensors, Weight
+from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
+from ao_lab.checkpoint.io.strict_json import check_value, parsed_object, shown
+from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
@@ -222,6 +219,3 @@ def packed_codes(stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         return (pairs >> 4 | pairs << 4).reshape(shape[0], shape[1] // 2)
     codes = torch.stack([pairs >> 4, pairs & 15], -1).reshape(-1)[: math.prod(shape)]
     return fast.pack(codes.reshape(shape), "uint4")
-
-
-__all__ = ["RECORDS", "maxima", "packed_codes", "read_bitsandbytes_records"]

@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.dense_tensors import model_dtype
-from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.formats import model_dtype, reader
+from ao_lab.checkpoint.io.shards import Folder, Spec, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.recipe import Recipe, block_name
@@ -45,7 +43,6 @@ STORAGE = {
     torch.uint8: E8M0,
 }
 WAY_OUT = "fetch the folder again, or quantize the original model with ao_lab"
-Tensors = dict[str, torch.Tensor]
 
 
 def block_of(fields: Mapping[str, Any], where: str) -> Block:
@@ -116,6 +113,3 @@ def weight_scheme(block: Block, storage: str) -> Scheme:
         scale = replace(scale, rule="rceil", floor=None)
     suffix = "" if storage == "float32" else f"_{storage}"
     return replace(base, name=f"finegrained_fp8.{block_name(block)}{suffix}", scale=scale, dequantize="ieee")
-
-
-__all__ = ["read", "weight_scheme"]

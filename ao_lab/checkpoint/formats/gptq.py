@@ -42,10 +42,9 @@ from ao_lab.checkpoint.formats.group_integers import (
     width_and_group,
     words_of,
 )
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.shards import Folder, Spec, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.checkpoint.records import Records, Tensors
+from ao_lab.checkpoint.records import Records
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scale, Scheme, Zero
 
@@ -176,6 +175,3 @@ def zero_points(words: torch.Tensor, bits: int, count: int, less_one: bool) -> t
         words = words + torch.tensor(ONES[bits], dtype=torch.int32)
     zeros = unpacked_rows(words, bits, count)
     return (zeros + 1) & ((1 << bits) - 1) if less_one and bits not in ONES else zeros
-
-
-__all__ = ["RECORDS", "read_gptq_records", "zero_points"]

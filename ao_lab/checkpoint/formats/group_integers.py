@@ -25,11 +25,9 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.checkpoint.io.weight_specs import Specs
-from ao_lab.checkpoint.records import Records, Tensors, Weight
+from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.recipe import Recipe, block_name
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
@@ -226,22 +224,3 @@ def width_and_group(
     where = f"{folder.path} ({', '.join(map(str, widths))} bits; groups of n > 0, or -1; {way_out})"
     bits = integer(config, ("bits", "w_bit"), widths.__contains__, where)
     return bits, integer(config, ("group_size", "q_group_size"), lambda n: n > 0 or n == -1, where)
-
-
-__all__ = [
-    "Found",
-    "Integers",
-    "Models",
-    "Tensors",
-    "integer",
-    "layers",
-    "records_of",
-    "regrouped",
-    "row_bytes",
-    "run_length",
-    "scale_dtype",
-    "spec_of",
-    "unpacked_rows",
-    "width_and_group",
-    "words_of",
-]

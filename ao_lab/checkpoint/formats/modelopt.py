@@ -27,13 +27,10 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.dense_tensors import model_dtype
-from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.formats import model_dtype, reader
+from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
-from ao_lab.checkpoint.io.weight_specs import Specs
-from ao_lab.checkpoint.records import Records, Tensors, Weight
+from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.recipe import Recipe, block_name
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
@@ -218,6 +215,3 @@ def _static(inputs: Scheme | None, tensors: Tensors) -> Scales | None:
         return None
     scale = tensors[INPUT].reshape(())
     return Scales(scale) if inputs.outer is None else Scales(None, scale)
-
-
-__all__ = ["LAYOUTS", "layout_of", "read", "scheme_of"]

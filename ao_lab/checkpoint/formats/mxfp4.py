@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from ao_lab.checkpoint.dense_tensors import model_dtype
-from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.formats import model_dtype, reader
+from ao_lab.checkpoint.io.shards import Folder, Spec, Tensors
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.recipe import Recipe
@@ -31,7 +29,6 @@ BLOCK_BYTES = 16
 NAN_SCALE = 255
 #: Products that leave float32 become infinite there.
 SCHEME = replace(SCHEMES["mxfp4"], name="gpt_oss.mxfp4", dequantize="ieee")
-Tensors = dict[str, torch.Tensor]
 
 
 @reader(METHOD)
@@ -65,6 +62,3 @@ def _weight(name: str, folder: Folder, dtype: torch.dtype) -> Weight:
         return QuantizedTensor({"codes": codes, "scale": tensors["scale"]}, meta, shape)
 
     return Weight(meta, shape, {"codes": name + BLOCKS, "scale": name + SCALES}, specs, build, METHOD)
-
-
-__all__ = ["read"]

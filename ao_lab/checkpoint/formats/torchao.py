@@ -23,22 +23,19 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.checkpoint.formats import reader
-from ao_lab.checkpoint.io.safetensors_header import Spec
-from ao_lab.checkpoint.io.shards import Folder
+from ao_lab.checkpoint.formats import TORCHAO_KEY, reader
+from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
 from ao_lab.checkpoint.io.strict_json import parsed, parsed_object, shown
-from ao_lab.checkpoint.io.weight_specs import Specs
-from ao_lab.checkpoint.records import Records, Tensors, Weight, check_recipe, dense_names
+from ao_lab.checkpoint.records import WEIGHT_DTYPES, Records, Weight, check_recipe, dense_names
 from ao_lab.config.recipe import Recipe
 from ao_lab.config.torchao import float8_record, int8_record, intx_record, mx_record
-from ao_lab.tensor.metadata import DTYPES, Meta
+from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import SCHEMES, Quantized, Scales, Scheme, untile_scales
 from reference.quantize.blocks import Blocks
 from reference.quantize.stored import tiled_size
 from reference.schemes.schemes import Block
 
-PlainTensors = dict[str, torch.Tensor]
 MX_ELEMENTS = {
     "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "float4_e2m1fn_x2": "float4_e2m1fn",
     "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn",
@@ -73,8 +70,8 @@ class Read:
     shape: tuple[int, ...]
     dtype: str
     specs: Specs
-    build: Callable[[PlainTensors], Quantized]
-    input_scales: Callable[[PlainTensors], Scales | None] = lambda tensors: None
+    build: Callable[[Tensors], Quantized]
+    input_scales: Callable[[Tensors], Scales | None] = lambda tensors: None
 
 
 def plain(value: Any) -> Any:
@@ -166,7 +163,7 @@ def _integers(
     if "act_quant_zero_point" in specs and (inputs is None or inputs.zero is None):
         raise ValueError(f"act_quant_zero_point belongs to asymmetric inputs; {WAY_OUT}")
 
-    def build(tensors: PlainTensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         codes = tensors["qdata"].view(torch.uint8) & ((1 << bits) - 1)
         scale = _kept(tensors["scale"]).reshape(blocks)
         zero = tensors["zero_point"].reshape(blocks) if "zero_point" in tensors else None
@@ -180,7 +177,7 @@ def _integers(
     )
 
 
-def static_scales(tensors: PlainTensors) -> Scales | None:
+def static_scales(tensors: Tensors) -> Scales | None:
     """Scales of the layer's input, found beforehand."""
     if "act_quant_scale" not in tensors:
         return None
@@ -229,7 +226,7 @@ def read_float8(given: Given) -> Read:
         raise ValueError(f"scales of {scheme.name} have shape {blocks}, got {counts}")
     specs = {"qdata": Spec(getattr(torch, element), shape), "scale": Spec(torch.float32, counts)}
 
-    def build(tensors: PlainTensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         scale = tensors["scale"].reshape(blocks)
         return Quantized(tensors["qdata"].view(torch.uint8), scale, None, None, shape, len(shape) - 1, scheme)
 
@@ -264,7 +261,7 @@ def read_mx(given: Given) -> Read:
     }
     tiled = given.data.get("is_swizzled_scales") is True
 
-    def build(tensors: PlainTensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         scale = plain_scales(tensors["scale"], scheme, shape, tiled)
         codes = tensors["qdata"].view(torch.uint8)
         q = Quantized(codes, scale, None, None, shape, len(shape) - 1, scheme, half)
@@ -306,7 +303,7 @@ def read_nvfp4(given: Given) -> Read:
         specs["per_tensor_scale"] = Spec(torch.float32, ())
     tiled = given.data.get("is_swizzled_scales") is True
 
-    def build(tensors: PlainTensors) -> Quantized:
+    def build(tensors: Tensors) -> Quantized:
         scale = plain_scales(tensors["scale"], scheme, shape, tiled)
         codes = tensors["qdata"].view(torch.uint8)
         return Quantized(
@@ -361,7 +358,6 @@ READERS: dict[str, Callable[[Given], Read]] = {
 }
 
 
-TORCHAO_KEY = "tensor_names"
 DENSE = "Tensor"
 
 
@@ -429,10 +425,9 @@ def _whole(read: Read, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
 
 
 def _float_dtype(name: str) -> torch.dtype:
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    if name not in known:
-        raise ValueError(f"the weight's dtype is one of {', '.join(known)}, got {shown(name)}")
-    return known[name]
+    if name not in WEIGHT_DTYPES:
+        raise ValueError(f"the weight's dtype is one of {', '.join(WEIGHT_DTYPES)}, got {shown(name)}")
+    return WEIGHT_DTYPES[name]
 
 
 def _check_parts(specs: Specs, folder: Folder, names: Mapping[str, str]) -> None:
@@ -454,6 +449,3 @@ def read(folder: Folder, given: Mapping[str, Any]) -> Records:
             "save the model with safetensors (torchao 0.15 or later)"
         )
     return read_torchao_records(folder)
-
-
-__all__ = ["TORCHAO_KEY", "read"]

@@ -192,5 +192,3 @@ PLACES: dict[Any, Callable[[str, int], bool]] = {
     CODES.AT_BOUNDARY: _boundary,
     CODES.AT_NON_BOUNDARY: lambda name, p: not _boundary(name, p),
 }
-
-__all__ = ["Pattern", "compiled"]

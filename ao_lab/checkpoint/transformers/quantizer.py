@@ -1,26 +1,17 @@
 """Our quantizer in transformers: weights are quantized while they are read, and folders in our layout are put together again.
 
-`HfQuantizer` is transformers' seam for both. It is asked about each parameter while a model is read, and stays with the model
-(`model.hf_quantizer`, `model.is_quantized`). This module imports transformers, and is imported when transformers is
+`HfQuantizer` is transformers' seam for both. It is asked about each parameter while a model is read, and stays with the
+model (`model.hf_quantizer`, `model.is_quantized`). This module imports transformers, and is imported when transformers is
 (`ao_lab.install.transformers_hook`): the classes stand at its top, so that models that carry them can be copied and pickled.
 
-Methods of transformers' models that look at a weight's memory or change its number of rows, for quantized weights.
-
-`get_memory_footprint()` counts bytes as they are stored. `resize_token_embeddings` draws new rows from the dequantized ones and
-leaves the table and the head quantized by their own schemes: rows that stay keep their codes and scales where a scale belongs
-to rows of its own, else the whole is quantized again. A table or a head in training (QAT, low precision) stays the layer that
-it is; one with tensors of its rows beside its weight (learned scales, adapters, masks) is refused before anything changes.
-
-A folder in our layout, as transformers reads it: checked before a tensor is read, put together weight by weight.
-
-transformers renames and casts what it reads and puts it where it belongs; `Stored` says which tensors are one weight, and makes
-it of them. Names in the folder are those of the model that was saved; of a model with more or less around the same trunk (a
-headless one, another head) they differ by the trunk's name, which transformers adds or takes off, and so does this.
+A folder in our layout is checked before a tensor is read, and put together weight by weight. transformers renames and casts
+what it reads and puts it where it belongs; `Stored` says which tensors are one weight, and makes it of them. Names in the
+folder are those of the model that was saved; of a model with more or less around the same trunk (a headless one, another
+head) they differ by the trunk's name, which transformers adds or takes off, and so does this.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -36,21 +27,26 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
-from ao_lab.checkpoint.api import check_configuration
+from ao_lab.checkpoint.api import METHOD, check_configuration, saved_dtype
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS
-from ao_lab.checkpoint.native_layout import METHOD, saved_dtype
 from ao_lab.checkpoint.records import KEY, Weight, check_quantized_tensor, read_records
-from ao_lab.checkpoint.transformers import saving
+from ao_lab.checkpoint.transformers import methods
 from ao_lab.checkpoint.transformers.config import HfConfig
-from ao_lab.checkpoint.transformers.job import Job
-from ao_lab.checkpoint.transformers.sharded import ShardedReading, dense, holds_quantized
-from ao_lab.config.fqn import FqnToConfig
-from ao_lab.quantization.api import preshuffle
+from ao_lab.checkpoint.transformers.methods import (
+    ShardedReading,
+    dense,
+    full_weight,
+    holds_quantized,
+    placed_as,
+)
+from ao_lab.config.base import Config, FqnToConfig, Observer
+from ao_lab.quantization.api import Progress, StreamedWeights, keep_report, preshuffle
+from ao_lab.quantization.calibrate import required_observers
+from ao_lab.quantization.plan import ALREADY, Device, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
-from ao_lab.transforms.layers import is_linear, linear_and_experts, training_state
+from ao_lab.transforms.layers import is_linear, linear_and_experts
 from ao_lab.transforms.select import Filter
 
 
@@ -168,121 +164,106 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, A
             )
 
 
-def put_in() -> None:
-    """Put these in place of transformers'; a second call does nothing."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    kind: Any = PreTrainedModel
-    if getattr(kind.get_memory_footprint, "of_ao_lab", False):
-        return
-    changed = {"get_memory_footprint": _footprint(kind.get_memory_footprint)}
-    for name in ("_get_resized_embeddings", "_get_resized_lm_head"):
-        changed[name] = _resizing(getattr(kind, name))
-    changed["_resize_token_embeddings"] = _checking(kind._resize_token_embeddings)
-    for name, method in changed.items():
-        method.of_ao_lab = True
-        setattr(kind, name, method)
+#: What quantizing a weight may raise: it does not fit into memory, or its recipe rejects its values.
+EXPECTED = (ValueError, TypeError, RuntimeError, MemoryError)
 
 
-def _footprint(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def get_memory_footprint(self: Any, return_buffers: bool = True) -> Any:
-        weights = [p for p in self.parameters() if holds_quantized(p)]
-        return plain(self, return_buffers) + sum(
-            _stored(p) - p.nelement() * p.element_size() for p in weights
+class Job:
+    """A plan for a model without weights, and its weights as they arrive."""
+
+    def __init__(
+        self,
+        config: Config | FqnToConfig,
+        filter_fn: Filter | None,
+        device: Device = None,
+        observers: Mapping[str, Observer] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config, self.filter_fn, self.device = config, filter_fn, device
+        self.observers, self.progress = observers, progress
+        self.loading: StreamedWeights | None = None
+        self.error: Exception | None = None
+        self.tied: set[str] = set()
+
+    def __deepcopy__(self, memo: Any) -> Job:
+        """Itself: transformers copies what it is given, and there is one model."""
+        return self
+
+    def start(self, model: Any) -> None:
+        """Plan, on the model without weights."""
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self.tied = {*ties, *ties.values()}
+        plan = planned(
+            model, self.config, self.filter_fn, self.device, streamed=True, tied=tied_to_tables(model, ties)
+        )
+        self.loading = StreamedWeights(
+            plan, required_observers(plan, self.observers), self.device, self.progress
         )
 
-    return get_memory_footprint
+    def changes(self, name: str) -> bool:
+        """Whether a parameter is to be quantized when it arrives.
 
+        Which weights are one tensor depends on what the folder has: those that may be wait until all is read.
+        """
+        return self.loading is not None and name in self.loading.changes and name not in self.tied
 
-def _stored(weight: Any) -> int:
-    """Bytes of a weight as it is stored; of a sharded one those of all ranks, as transformers counts dense ones."""
-    shard = getattr(weight, "_local_tensor", weight)
-    return int(shard.nbytes * weight.nelement() // max(shard.nelement(), 1))
+    def bits(self, name: str) -> float:
+        """About how many bits an element of a changed parameter takes: those of its codes and of its scales."""
+        if self.loading is None:
+            raise RuntimeError("nothing is planned before the model is known")
+        scheme = self.loading.changes[name].recipe.weight
+        block = scheme.scale.block
+        return scheme.format.bits + (32 / block if isinstance(block, int) and block > 0 else 0)
 
+    def arrived(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by their full names in the model, those of the plan quantized.
 
-def _checking(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def _resize_token_embeddings(
-        self: Any,
-        new_num_tokens: int | None,
-        pad_to_multiple_of: int | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        rows = len(self.get_input_embeddings().weight)
-        wanted, step = new_num_tokens or rows, pad_to_multiple_of or 1
-        if -(-wanted // step) * step != rows:
-            _check_rows_alone(self)
-        return plain(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-
-    return _resize_token_embeddings
-
-
-def _check_rows_alone(model: Any) -> None:
-    """ValueError where a table or a head in training has more tensors than its weight and bias, which would keep their rows."""
-    resized = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name, module in model.named_modules():
-        if not any(module is one for one in resized) or training_state(module) is None:
-            continue
-        held = [*module._parameters.items(), *module._buffers.items()]
-        beside = [each for each, tensor in held if tensor is not None and each not in ("weight", "bias")]
-        if beside:
-            raise ValueError(
-                f"resize_token_embeddings: {name} is in training with {', '.join(beside)} beside its weight, of as many rows "
-                "as it has; resize before the model is prepared (quantize_, sparsify_), or leave this layer out"
-            )
-
-
-def _resizing(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def resized(self: Any, old: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weight: Any = getattr(old, "weight", None)
-        if not isinstance(weight, QuantizedTensor):
-            return _in_place(old, plain(self, old, *args, **kwargs))
-        old.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+        After an error nothing more is made: transformers keeps exceptions as text and goes on. `finish` raises the first.
+        """
+        if self.error is not None:
+            return {}
         try:
-            new = plain(self, old, *args, **kwargs)
-            made = new.weight.detach()
-        finally:
-            old.weight = weight
-        if made.shape != weight.shape:
-            kept: Any = weight.detach()
-            new.weight = nn.Parameter(joined(kept, made), requires_grad=False)
-        return new
+            return {made: x for name, value in tensors.items() for made, x in self._made(name, value).items()}
+        except EXPECTED as error:
+            self.error = error
+            return {}
+        except Exception as error:
+            self.error = error
+            raise
 
-    return resized
+    def _made(self, name: str, value: Any) -> dict[str, Any]:
+        """What a tensor completes: itself, or with layers that it shares a scale with all of them, when the last has come."""
+        dense = value[0] if isinstance(value, list) else value
+        return self.loading.arrived(name, dense) if self.loading and self.changes(name) else {name: dense}
+
+    def finish(self, model: nn.Module) -> None:
+        """Raise what was raised; then weights that had to wait, or had no tensor of their own."""
+        if self.error is not None:
+            raise self.error
+        if self.loading is None:
+            raise RuntimeError("transformers has loaded the model without asking for its quantization")
+        plan = self.loading.plan
+        # Whether a head is tied, and stays dense therefore, is known when all is read: the folder may hold both.
+        if self.tied or any(not holds_quantized(change.parameter) for change in plan.changes.values()):
+            last = planned(model, self.config, self.filter_fn, self.device, again=True)
+            self.loading.go_on(last)
+            self.loading.observers = required_observers(last, self.observers)
+            for change in last.changes.values():
+                name, dense = next(iter(change.places)), change.parameter
+                if not holds_quantized(dense):
+                    change.put(placed_as(name, self.loading.parameter(name, full_weight(dense)), dense))
+            plan.reasons.update({name: why for name, why in last.reasons.items() if why != ALREADY})
+        if self.device is not None:
+            model.to(self.device)
+        preshuffle(model)
+        keep_report(model, plan)
 
 
-def _in_place(old: nn.Module, new: Any) -> Any:
-    """A head in training takes the rows of the plain one that transformers has made; as it does itself with tables."""
-    if new is old or training_state(old) is None:
-        return new
-    for name, parameter in old.named_parameters(recurse=False):
-        parameter.data, parameter.grad = getattr(new, name).data, None
-    old.out_features = new.out_features
-    return old
-
-
-def joined(kept: QuantizedTensor, dense: torch.Tensor) -> QuantizedTensor:
-    """`dense` in the scheme of `kept`, whose first rows (as many as both have) it has."""
-    rows = min(len(kept), len(dense))
-    if not _has_rows(kept) or kept.shape[1] != dense.shape[1]:
-        return kept.like(dense)
-    parts = [kept[:rows]]
-    if rows < len(dense):
-        parts.append(kept.like(dense[rows:]))
-    result: QuantizedTensor = torch.cat(parts) if len(parts) > 1 else parts[0].clone()  # type: ignore[assignment]
-    return result
-
-
-def _has_rows(weight: QuantizedTensor) -> bool:
-    """Whether each row has scales and zero points of its own."""
-    held = [name for name in ("scale", "outer", "zero") if weight.parts[name] is not None]
-    turned = weight.meta.transposed or weight.meta.axis != -1
-    if turned or is_flat(weight):
-        return False
-    return block_sizes(weight)[0] == 1 and all(has_pieces(weight, name, 0) for name in held)
+def tied_to_tables(model: nn.Module, ties: Mapping[str, str]) -> dict[str, str]:
+    """Modules that are to have the weight of an embedding, and of which, by names of parameters that are to be one."""
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    pairs = [(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in ties.items()]
+    return {a: b for pair in pairs for a, b in (pair, pair[::-1]) if b in tables and a not in tables}
 
 
 class Operation(ConversionOps):
@@ -447,7 +428,7 @@ class Quantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """`save_pretrained` is ours, see `ao_lab.checkpoint.transformers.saving`."""
+        """`save_pretrained` is ours, see `ao_lab.checkpoint.transformers.methods`."""
         return True
 
 
@@ -457,8 +438,4 @@ def register() -> None:
     tables.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, Quantizer)
     # Not by `register_quantization_config`, which asks for a base class of transformers; the table asks for from_dict alone.
     tables.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, HfConfig)
-    saving.put_in()
-    put_in()
-
-
-__all__ = ["Quantizer", "joined", "register"]
+    methods.put_in()

@@ -23,10 +23,9 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.checkpoint.export.compressed_tensors import export_of, value_read
-from ao_lab.checkpoint.export.config import quantization_config
-from ao_lab.checkpoint.export.plain_reader import reading
+from ao_lab.checkpoint.export import export_of, quantization_config, value_read
 from ao_lab.checkpoint.io.shards import INDEX, look_at
+from ao_lab.checkpoint.plain_readers import reading
 from ao_lab.config.recipe import named
 from ao_lab.tensor.quantized_tensor import from_quantized
 from experiments.models.llama import LanguageModel, ModelSettings

@@ -17,7 +17,7 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
-from ao_lab.checkpoint.io.generation_settings import read_settings
+from ao_lab.checkpoint.model_builder import read_settings
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import assert_same_weights, dense_model, quantized_model  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import ao_lab
-from ao_lab.checkpoint.dense_tensors import completed
+from ao_lab.checkpoint.formats import completed
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.records import Records, dense_names, read_records
 

@@ -18,7 +18,7 @@ from ao_lab import (
     save_pretrained,
     weight_size,
 )
-from ao_lab.checkpoint.export.plain_reader import reading
+from ao_lab.checkpoint.plain_readers import reading
 from ao_lab.checkpoint.size import Size
 from ao_lab.config.recipe import Recipe, named
 from reference import SCHEMES

@@ -18,8 +18,8 @@ import torch
 from ao_lab import __version__
 from ao_lab.cli import plugins
 from ao_lab.cli.app import main
-from ao_lab.cli.formats import bit_fields
-from ao_lab.cli.terminal.output import number, strict
+from ao_lab.cli.listings import bit_fields
+from ao_lab.cli.terminal import number, strict
 from reference import FORMATS, SCHEMES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ import torch
 
 from ao_lab import SchemeConfig, quantize_, save_pretrained
 from ao_lab.cli.app import main
-from ao_lab.eval.perplexity import NAMED
+from ao_lab.eval import NAMED
 from tests.support.models import small_llama
 from tests.support.models.small_llama import WORDS, save_llama
 

@@ -8,9 +8,9 @@ import torch
 
 from ao_lab import Int8WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_pretrained
 from ao_lab.cli.app import main
+from ao_lab.cli.layout import SkippedLayers
 from ao_lab.cli.quantize import config_of
-from ao_lab.cli.skipped_layers import SkippedLayers
-from ao_lab.cli.terminal.output import WrongInput
+from ao_lab.cli.terminal import WrongInput
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

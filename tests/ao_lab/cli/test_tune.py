@@ -8,7 +8,7 @@ import torch
 
 import ao_lab
 from ao_lab.cli.app import main
-from ao_lab.cli.terminal.output import WrongInput
+from ao_lab.cli.terminal import WrongInput
 from ao_lab.cli.tune import sample_of
 from ao_lab.gemm import choices
 

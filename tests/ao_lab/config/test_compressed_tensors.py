@@ -9,7 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
 import fast
 from ao_lab import NVFP4WeightOnlyConfig
-from ao_lab.checkpoint.export.plain_reader import reading
+from ao_lab.checkpoint.plain_readers import reading
 from ao_lab.config.compressed_tensors import activation_as_read, is_as_read, reader_activation
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized

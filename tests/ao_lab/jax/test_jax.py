@@ -19,7 +19,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from ao_lab import jax as functions  # noqa: E402  JAX is optional
-from ao_lab.jax import device  # noqa: E402
+from ao_lab.jax import functions as device  # noqa: E402
 from ao_lab.jax import functions as operations  # noqa: E402
 from ao_lab.jax import functions as programs  # noqa: E402
 

@@ -11,10 +11,10 @@ from torch import nn
 import ao_lab
 from ao_lab import SCHEMES, QuantizedTensor, calibrate, explain, load_pretrained, quantize_, quantized
 from ao_lab.checkpoint.formats import reader, readers
-from ao_lab.checkpoint.io.safetensors_header import Spec
+from ao_lab.checkpoint.io.shards import Spec
 from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.checkpoint.transformers.config import config_from, config_values
-from ao_lab.cli.configs import config_classes
+from ao_lab.cli.listings import config_classes
 from ao_lab.config.base import CONFIGS, Config
 from ao_lab.config.recipe import Recipe
 from ao_lab.quantization.api import Call, quantize_weights, transform

@@ -5,7 +5,7 @@ import lzma
 
 import pytest
 
-from ao_lab.eval.perplexity import NAMED
+from ao_lab.eval import NAMED
 from experiments.data import books as assemble
 from experiments.data import corpora
 from experiments.data.corpus import STRETCH, TextFile, evaluation_texts

@@ -181,7 +181,7 @@ def test_records_travel_as_text(scheme):
 
 def test_files_may_have_them(scheme):
     """What a saved model says of a record is checked field by field before it is one."""
-    from ao_lab.checkpoint.io.plain_values import check_scheme_fields
+    from ao_lab.checkpoint.io.strict_json import check_scheme_fields
 
     fields = json.loads(json.dumps(scheme_fields(scheme)))
     check_scheme_fields(fields, "weight")

@@ -17,7 +17,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 from ao_lab import HfConfig, SchemeConfig, explain, quantize_
-from ao_lab.checkpoint.transformers.sharded import holds_quantized
+from ao_lab.checkpoint.transformers.methods import holds_quantized
 from tests.support.distributed.ranks import start_ranks
 from tests.support.models.hf_models import assert_same_weights, dense_model, outputs
 

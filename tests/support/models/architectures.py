@@ -73,7 +73,7 @@ def row(kind: str, configs: Iterable[str] = ("int8", "int4")) -> dict[str, str]:
 def outcome(source: Path, target: Path, name: str, model_class: Any, inputs: dict[str, torch.Tensor]) -> str:
     """What becomes of a folder under a configuration: "refused: ...", or the layout and who reads it."""
     from ao_lab.cli.quantize import run_quantize
-    from ao_lab.cli.terminal.output import WrongInput
+    from ao_lab.cli.terminal import WrongInput
 
     config, options = CONFIGS[name]
     try:

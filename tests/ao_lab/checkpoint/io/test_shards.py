@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ao_lab.checkpoint.io.safetensors_header import read_header
-from ao_lab.checkpoint.io.shards import INDEX, check_pickled, look_at
+from ao_lab.checkpoint.io.shards import INDEX, check_pickled, look_at, read_header
 
 X = torch.arange(4, dtype=torch.float32)
 

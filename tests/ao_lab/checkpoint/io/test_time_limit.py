@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ao_lab.checkpoint.io import time_limit
-from ao_lab.checkpoint.io.time_limit import limited_time
+from ao_lab.checkpoint import model_builder
+from ao_lab.checkpoint.model_builder import limited_time
 
 
 def count(most):
@@ -53,13 +53,13 @@ def test_an_end_at_the_limit_is_either(seconds):
 @pytest.mark.parametrize("seconds", [10, 1e-9], ids=["in time", "too late"])
 def test_the_interpreter_is_left_as_it_was(monkeypatch, seconds):
     """An asynchronous error that is taken back leaves CPython looking for one before each step: some code never ends."""
-    given, raising = [], time_limit.ctypes.pythonapi.PyThreadState_SetAsyncExc
+    given, raising = [], model_builder.ctypes.pythonapi.PyThreadState_SetAsyncExc
 
     def raised(thread, error):
         given.append(error)
         return raising(thread, error)
 
-    monkeypatch.setattr(time_limit.ctypes.pythonapi, "PyThreadState_SetAsyncExc", raised)
-    with contextlib.suppress(ValueError), time_limit.limited_time(seconds, ValueError("too long")):
+    monkeypatch.setattr(model_builder.ctypes.pythonapi, "PyThreadState_SetAsyncExc", raised)
+    with contextlib.suppress(ValueError), model_builder.limited_time(seconds, ValueError("too long")):
         count(10**6 if seconds < 1 else 10)
     assert all(error is not None for error in given)

@@ -54,7 +54,7 @@ def test_code_of_every_architecture(kind, auto, task, served, tmp_path, monkeypa
     model, inputs = dense_model(kind)
     quantize_(model, SchemeConfig(scheme="int8_rowwise"))
     linear = any(isinstance(m, nn.Linear) for m in model.modules())
-    # transformers cannot load T5 and Wav2Vec2 with packed weights (tests/ao_lab/checkpoint/export/test_loadable.py).
+    # transformers cannot load T5 and Wav2Vec2 with packed weights (tests/ao_lab/checkpoint/test_loadable.py).
     ours = not linear or kind in ("GPT2LMHeadModel", "T5ForConditionalGeneration", "Wav2Vec2ForCTC")
     for layout in ("ao_lab",) if ours else ("ao_lab", "compressed-tensors"):
         save_pretrained(model, tmp_path / "little", layout=layout)

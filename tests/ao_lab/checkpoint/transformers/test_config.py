@@ -28,7 +28,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.checkpoint.transformers.config import config_from, config_values
-from ao_lab.cli.skipped_layers import SkippedLayers
+from ao_lab.cli.layout import SkippedLayers
 from ao_lab.config import base
 from ao_lab.transforms.layers import linear_and_experts
 

@@ -5,7 +5,7 @@ import torch
 
 import ao_lab
 from ao_lab import QuantizedTensor, quantized
-from ao_lab.checkpoint.transformers.quantizer import joined
+from ao_lab.checkpoint.transformers.methods import joined
 from tests.ao_lab.tensor.loops.situations import logits, with_tables
 from tests.support.quantized_weights import KINDS, same, weight
 

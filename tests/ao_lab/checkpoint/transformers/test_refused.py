@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ao_lab import save_pretrained
-from ao_lab.checkpoint.native_layout import REFUSAL
+from ao_lab.checkpoint.api import REFUSAL
 
 pytest.importorskip("transformers")
 from tests.support.models.hf_models import KINDS, quantized_model

@@ -16,7 +16,7 @@ from ao_lab import (
     quantize_,
     quantize_pretrained,
 )
-from ao_lab.checkpoint.transformers.saving import bytes_of
+from ao_lab.checkpoint.transformers.methods import bytes_of
 
 transformers = pytest.importorskip("transformers")
 from tests.support.models.hf_models import KINDS, assert_same_weights, dense_model, outputs, quantized_model  # noqa: E402

@@ -6,9 +6,9 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ao_lab.checkpoint.formats import third_party_records
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.records import whole_weights
-from ao_lab.checkpoint.third_party import third_party_records
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -1,1 +1,0 @@
-"""Checkpoints that plain transformers and vLLM read: compressed-tensors."""

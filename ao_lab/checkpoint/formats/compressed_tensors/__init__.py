@@ -1,1 +1,0 @@
-"""Reader of compressed-tensors checkpoints."""

@@ -1,0 +1,134 @@
+"""Files of a model's folder: which are its own, and how they are written.
+
+What lies in a folder that somebody else made is its own, what a link out of it leads to is not. The Hub's cache, whose folders
+are links into blobs of the same repository, counts as one folder.
+
+What the disk refuses is an OSError. Files are written into a new folder beside those that they replace, on the same file
+system, and renamed at the end; a write that fails, or that is interrupted, leaves the folder as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+#: Bytes of a page of text, such as a model card: the longest have some hundred thousand.
+LARGEST_PAGE = 16 * 2**20
+
+
+def roots(folder: Path) -> tuple[Path, ...]:
+    """Where the files of a folder may lie: in it, and for a snapshot of the Hub's cache in the blobs of its repository."""
+    place = folder.resolve()
+    blobs = place.parent.parent / "blobs"
+    return (place, blobs) if place.parent.name == "snapshots" and blobs.is_dir() else (place,)
+
+
+def resolved(path: Path) -> Path | None:
+    """Where a path leads; None for a link that leads in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        # RuntimeError up to Python 3.12; from 3.13 on there is no error, and nothing at the end of the path.
+        return None
+
+
+def leads_out(path: Path, places: tuple[Path, ...]) -> bool:
+    """Whether a file lies outside of all of these folders; what leads nowhere does not."""
+    place = resolved(path)
+    return place is not None and not any(place.is_relative_to(root) for root in places)
+
+
+def links_out(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of a folder's files that are links out of it."""
+    places = roots(folder)
+    return [name for name in names if (folder / name).is_symlink() and leads_out(folder / name, places)]
+
+
+def page(path: Path) -> str | None:
+    """The text of a folder's own file, such as its card; None where there is none, for what is no page of text, and for a link
+    out of the folder, whose text is not the folder's."""
+    if not path.is_file() or links_out(path.parent, [path.name]):
+        return None
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_PAGE:
+        return None
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+#: How folders of unfinished files begin.
+PARTIAL = ".ao_lab-partial-"
+
+
+def save_file(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors, contiguous and apart from each other, to one file; OSError that names it where that fails."""
+    import safetensors.torch
+    from safetensors import SafetensorError
+
+    try:
+        safetensors.torch.save_file(tensors, path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """No other process or thread replaces files of a folder meanwhile; they wait. Where the system, or its file system, has no
+    such locks, nobody waits."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def staged(folder: Path, then: Callable[[set[str]], None] | None = None) -> Iterator[Path]:
+    """An empty folder for new files of `folder`; when the block ends they replace those of the same names, weights first.
+
+    A block that raises changes nothing. Sub-folders are merged. Each file is replaced at once, the index and the configuration
+    after the weights that they describe. `then` is called with their names before another process replaces files: two that
+    removed what the other has just written would leave nothing.
+    """
+    place = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
+    try:
+        yield place
+        files = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
+        refuse_folders(folder / name for name in files)
+        with locked(folder):
+            for name in sorted(files, key=lambda name: (name.suffix == ".json", str(name))):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).replace(folder / name)
+            if then is not None:
+                then({str(name) for name in files})
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def refuse_folders(paths: Iterable[Path]) -> None:
+    """IsADirectoryError where a folder lies in the place of a file that is to be written or replaced."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            raise IsADirectoryError(f"{path} is a folder, and a file is to be written there; move it away")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text in one step: readers find the earlier one or all of the new one."""
+    with staged(path.parent) as place:
+        (place / path.name).write_text(text, encoding="utf-8")

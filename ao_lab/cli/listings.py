@@ -1,0 +1,336 @@
+"""`ao-lab formats`, `ao-lab schemes` and `ao-lab configs`: the records of the specification, and what `--config` takes.
+
+Everything shown is read from the records in `reference` and from the configurations; no number is typed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ao_lab.cli.terminal import WrongInput, console, number, print_json, print_table, short_number
+
+if TYPE_CHECKING:
+    from ao_lab.config.base import Config
+    from reference.formats.formats import Format
+    from reference.schemes.schemes import Scale, Scheme
+
+# Formats of up to this many bits are shown code by code, wider ones by their landmarks.
+TABLE_BITS = 8
+
+FORMAT_COLUMNS = (
+    "format",
+    "bits",
+    "exp",
+    "man",
+    "bias",
+    "max",
+    "min normal",
+    "smallest",
+    "epsilon",
+    "NaN",
+    "inf",
+    "-0",
+)
+TEXT_COLUMNS = ("format", "inf", "-0")
+
+
+def show_formats(name: str | None, as_json: bool) -> None:
+    """All formats as a table, or one with its values."""
+    from reference import FORMATS
+
+    if name is None:
+        rows = [describe_format(record) for record in FORMATS.values()]
+        if as_json:
+            print_json(rows)
+        else:
+            print_formats(rows)
+        return
+    record = known(name, FORMATS, "format")
+    details = describe_format(record)
+    if as_json:
+        key = "values" if record.bits <= TABLE_BITS else "landmarks"
+        print_json({**details, key: value_rows(record, listed_codes(record))})
+    else:
+        print_table(
+            f"Format {record.name}",
+            ["property", "value"],
+            [[key, cell(value)] for key, value in details.items()],
+        )
+        print_values(record)
+
+
+def known(name: str, records: Mapping[str, Record], what: str) -> Record:
+    """The record of this name; WrongInput names the nearest ones."""
+    from reference.arrays.errors import lookup
+
+    try:
+        return lookup(name, records, what)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+
+
+def describe_format(record: Format) -> dict[str, Any]:
+    """One format as plain data; what a kind of format does not have is None."""
+    is_float = record.kind == "float"
+    has_exponent = is_float or record.kind == "scale"
+    values = [float(value) for value in record.values]
+    return {
+        "name": record.name,
+        "kind": record.kind,
+        "bits": record.bits,
+        "exponent_bits": record.exponent_bits if has_exponent else None,
+        "mantissa_bits": record.mantissa_bits if is_float else None,
+        "bias": record.bias if has_exponent else None,
+        "max": record.max,
+        "min": record.min,
+        "smallest_normal": record.smallest_normal if is_float else None,
+        "smallest_subnormal": record.smallest_subnormal,
+        "epsilon": None if math.isnan(record.epsilon) else record.epsilon,
+        "nan_codes": sum(math.isnan(value) for value in values),
+        "infinity": any(math.isinf(value) for value in values),
+        "negative_zero": record.has_negative_zero,
+    }
+
+
+def print_formats(rows: list[dict[str, Any]]) -> None:
+    """Formats as a table, one a line."""
+    numbers = [column for column in FORMAT_COLUMNS if column not in TEXT_COLUMNS]
+    print_table("Number formats", FORMAT_COLUMNS, [format_cells(row) for row in rows], numbers)
+
+
+def format_cells(row: Mapping[str, Any]) -> list[str]:
+    """One format as a line of the table, long numbers shortened."""
+    fields = [row[key] for key in ("name", "bits", "exponent_bits", "mantissa_bits", "bias")]
+    limits = [row[key] for key in ("max", "smallest_normal", "smallest_subnormal", "epsilon")]
+    specials = [row[key] for key in ("nan_codes", "infinity", "negative_zero")]
+    shortened = ["-" if value is None else short_number(value) for value in limits]
+    return [*map(cell, fields), *shortened, *map(cell, specials)]
+
+
+def cell(value: Any) -> str:
+    """One property as text, exactly."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "-"
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def listed_codes(record: Format) -> list[int]:
+    """The codes worth listing: all of a narrow format, the landmarks of a wide one."""
+    return list(range(1 << record.bits)) if record.bits <= TABLE_BITS else landmarks(record)
+
+
+def landmarks(record: Format) -> list[int]:
+    """Codes of a wide float where something begins or ends, in ascending order."""
+    normal, sign = 1 << record.mantissa_bits, record.sign_mask
+    one = record.bias << record.mantissa_bits
+    positive = [0, 1, normal - 1, normal, one - 1, one, one + 1, record.max_code]
+    positive += [code for code in (record.infinity_code, record.nan_code) if code is not None]
+    return [*positive, *(code | sign for code in positive)] if sign else positive
+
+
+def value_rows(record: Format, codes: list[int]) -> list[dict[str, Any]]:
+    """Code, bit fields and value, one row a code."""
+    return [
+        {"code": code, "bits": bit_fields(record, code), "value": float(record.values[code])}
+        for code in codes
+    ]
+
+
+def bit_fields(record: Format, code: int) -> str:
+    """The code in binary, its fields set apart: sign, exponent, mantissa."""
+    digits = f"{code:0{record.bits}b}"
+    if record.kind != "float":
+        return digits
+    mantissa = record.bits - record.mantissa_bits
+    fields = (digits[: mantissa - record.exponent_bits], digits[mantissa - record.exponent_bits : mantissa])
+    return " ".join(part for part in (*fields, digits[mantissa:]) if part)
+
+
+def print_values(record: Format) -> None:
+    """The values in columns that fill the terminal, in the order of the codes."""
+    from rich.columns import Columns
+    from rich.text import Text
+
+    codes, digits = listed_codes(record), (record.bits + 3) // 4
+    title = "Values" if record.bits <= TABLE_BITS else "Landmarks"
+    width = max(len(number(record.values[code])) for code in codes)
+    cells = [
+        Text(
+            f"{code:0{digits}x}  {bit_fields(record, code)}  {number(record.values[code]):>{width}}",
+            no_wrap=True,
+        )
+        for code in codes
+    ]
+    console().print(f"{title}: code, bits, value")
+    console().print(Columns(cells, column_first=True, padding=(0, 4)))
+
+
+def show_schemes(name: str | None, as_json: bool) -> None:
+    """All schemes as a table, or one record whole."""
+    from reference import SCHEMES
+
+    if name is not None:
+        record = dataclasses.asdict(known(name, SCHEMES, "scheme"))
+        if as_json:
+            print_json(record)
+        else:
+            print_record(record)
+    elif as_json:
+        print_json([dataclasses.asdict(record) for record in SCHEMES.values()])
+    else:
+        columns = ["scheme", "element", "block", "scale", "stored as", "besides"]
+        print_table("Schemes", columns, [scheme_cells(record) for record in SCHEMES.values()])
+
+
+def scheme_cells(record: Scheme) -> list[str]:
+    """One scheme as a line of the table."""
+    besides = [f"outer scale per {record.outer.block}"] if record.outer else []
+    besides += [f"zero point as {record.zero.rule}"] if record.zero else []
+    besides += [f"deviations: {len(record.deviations)}"] if record.deviations else []
+    scale = record.scale
+    return [
+        record.name,
+        record.element,
+        str(scale.block),
+        scale_text(scale),
+        scale.storage,
+        ", ".join(besides),
+    ]
+
+
+def scale_text(scale: Scale) -> str:
+    """statistic/target and rule, as the tables of the design write them."""
+    return f"{scale.statistic}/{number(scale.target)} {scale.rule}"
+
+
+def print_record(record: Mapping[str, Any]) -> None:
+    """Every field of a record, a nested record as field.field."""
+    rows = [[key, field_text(value)] for key, value in flat_fields(record)]
+    print_table(f"Scheme {record['name']}", ["field", "value"], rows)
+
+
+def flat_fields(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """The fields in order, nested ones with their path."""
+    fields: list[tuple[str, Any]] = []
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            fields += flat_fields(value, f"{prefix}{key}.")
+        else:
+            fields.append((prefix + key, value))
+    return fields
+
+
+def field_text(value: Any) -> str:
+    """A field's value as text."""
+    if value is None or value == ():
+        return "-"
+    return "; ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+# `ao-lab configs`: the configurations that `--config` takes, their options and defaults, and the nearest to a wrong name.
+
+#: Options of the command line's own: --config SCHEME, --activation, --sparsity.
+OWN_FLAGS = ("scheme", "activation_scheme", "sparsity")
+#: Options that all configurations have; they come last.
+COMMON = ("kernel", "axis")
+#: Parameters that torchao's classes have, taken so that their calls run unchanged; nothing here depends on them.
+WITHOUT_EFFECT = ("set_inductor_config", "version", "int4_tile_packed_ntile", "use_triton_kernel", "alg_id")
+
+
+def config_classes() -> dict[str, type[Config]]:
+    """The configurations of quantized weights by name; without those that hold others, or are for training."""
+    from ao_lab import calibration as calibration  # registers configurations with static scales
+    from ao_lab.config.base import CONFIGS
+
+    return dict(sorted(CONFIGS.items()))
+
+
+def check_name(name: str) -> None:
+    """WrongInput, with the nearest names, for one that is neither a configuration's nor a scheme's."""
+    from reference import SCHEMES
+
+    names: Mapping[str, Any] = {**config_classes(), **SCHEMES}
+    try:
+        known(name, names, "config")
+    except WrongInput as error:
+        nearest = str(error).partition("; ")[2]
+        raise WrongInput(
+            f"--config {name} is no configuration (ao-lab configs lists them) and no scheme (ao-lab schemes); {nearest}"
+        ) from None
+
+
+def options_of(kind: type[Config]) -> dict[str, Any]:
+    """The options of a configuration that change something, with their defaults."""
+    found = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
+    common = {name: found.pop(name) for name in COMMON if name in found}
+    return {
+        name: value
+        for name, value in {**found, **common}.items()
+        if name not in (*OWN_FLAGS, *WITHOUT_EFFECT) and not _has_one_value(kind, name)
+    }
+
+
+def _has_one_value(kind: type[Config], name: str) -> bool:
+    """Whether a parameter may have no other value than its default; None and False say the same."""
+    return len({value or None for value in kind.ONLY.get(name, (0, 1))}) == 1
+
+
+def show_configs(name: str | None, as_json: bool) -> None:
+    """All configurations as a table, or one with its options."""
+    classes = config_classes()
+    if name is None:
+        rows = [{"name": key, "what": _sentence(kind), **_schemes(kind)} for key, kind in classes.items()]
+        if as_json:
+            print_json(rows)
+        else:
+            columns = ["configuration", "what it is", "weight", "activation"]
+            print_table("Configurations", columns, [[str(v or "-") for v in row.values()] for row in rows])
+        return
+    kind = known(name, classes, "config")
+    options = {key: _plain(value) for key, value in options_of(kind).items()}
+    details = {"name": name, "what": " ".join((kind.__doc__ or "").split()), **_schemes(kind)}
+    if as_json:
+        print_json({**details, "options": options})
+        return
+    properties = [[key, str(value or "-")] for key, value in details.items()]
+    print_table(f"Configuration {name}", ["property", "value"], properties)
+    defaults = [
+        [key, value if isinstance(value, str) else json.dumps(value)] for key, value in options.items()
+    ]
+    print_table("Options", ["--option NAME=VALUE", "default"], defaults)
+
+
+def _sentence(kind: type[Config]) -> str:
+    """The first sentence of a configuration's description."""
+    text = " ".join((kind.__doc__ or "").split())
+    return text.partition(". ")[0].removesuffix(".") + "."
+
+
+def _schemes(kind: type[Config]) -> dict[str, str | None]:
+    """The schemes of weight and input by default; None where there is none, or the configuration has to be told."""
+    try:
+        recipe = kind().recipe()
+    except (TypeError, ValueError):
+        return {"weight": None, "activation": None}
+    return {
+        "weight": recipe.weight.name,
+        "activation": None if recipe.activation is None else recipe.activation.name,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A default as it is typed: JSON, or a granularity by name."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    given = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    numbers = [item for item in given if isinstance(item, int) and item > 0]
+    return type(value).__name__ + (f"({', '.join(map(str, numbers))})" if numbers else "")
+
+
+Record = TypeVar("Record")

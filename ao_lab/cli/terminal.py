@@ -1,0 +1,422 @@
+"""How the command line speaks: results to stdout, progress and errors to stderr, JSON without NaN.
+
+Progress is a bar on a terminal, elsewhere a plain line at least every ten seconds of work: logs, pipes, CI and editors
+(TERM=dumb) are no terminals, and silence there cannot be told from a program that hangs. The lines are written by a thread of
+their own, so one long step does not silence them. Work of less than ten seconds says nothing.
+
+Ctrl-C and SIGTERM give one line that says what was kept and how to go on, and the exit code that shells expect. A thread that
+computes cannot be interrupted. What commands keep is on disk whenever they are stopped, so the process ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# Output that goes to a file or a pipe is laid out for this width, whatever the terminal of the moment.
+PIPE_WIDTH = 160
+SHORT_NUMBER = 9
+# A narrower terminal wraps whole lines, which reads better than columns of one letter.
+NARROWEST = 100
+
+
+class WrongInput(Exception):
+    """The user asked for something that does not exist: one line, exit code 2."""
+
+
+def printable(text: str) -> str:
+    """A text without what terminals take for commands: control characters and half surrogates become their escapes.
+
+    Names of layers, tensors and files may be anybody's.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def console() -> Console:
+    """The terminal, at least as wide as tables need; of a fixed width where there is none. Text on it is `printable`."""
+    from rich.console import Console
+
+    class PlainConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **options)
+
+    width = max(shutil.get_terminal_size().columns, NARROWEST) if sys.stdout.isatty() else PIPE_WIDTH
+    # What is shown holds brackets and colons of its own, which are no markup.
+    return PlainConsole(highlight=False, markup=False, emoji=False, width=width)
+
+
+def log_to_stderr(verbose: int) -> None:
+    """Show what the logger "ao_lab" says: steps, or from 2 on details as well; a second call changes the level alone."""
+    import logging
+
+    logger = logging.getLogger("ao_lab")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout. Numbers that JSON lacks become the strings "nan", "inf" and "-inf"."""
+    sys.stdout.write(json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
+
+
+def strict(value: Any) -> Any:
+    """The same value from what JSON has: NaN and infinities as strings, tuples as lists, keys as strings."""
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = ()
+) -> None:
+    """A table on stdout; the columns named in `numbers` are set to the right."""
+    from rich import box
+    from rich.table import Table
+
+    right = set(numbers)
+    table = Table(
+        title=printable(title),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        # Names stay whole, however narrow the terminal.
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == columns[0])
+    for row in rows:
+        table.add_row(*map(printable, row))
+    console().print(table)
+
+
+def number(value: float) -> str:
+    """A float32 value in as few digits as tell it from its neighbours."""
+    import numpy as np
+
+    return str(np.float32(value)).removesuffix(".0")
+
+
+def short_number(value: float) -> str:
+    """The same where it is short, and three significant digits otherwise."""
+    exact = number(value)
+    return exact if len(exact) <= SHORT_NUMBER else f"{value:.3g}"
+
+
+# What is asked of a machine before work begins: a device that is there, a folder that can be written, room for the result.
+
+#: Names of models on the Hub.
+ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+
+
+def check_device(device: str | None) -> None:
+    """WrongInput where CUDA is asked for and torch sees no GPU."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise WrongInput(
+                "--device cuda: torch sees no GPU here; use --device cpu, or see why with ao-lab doctor"
+            )
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """WrongInput unless files can be made in a folder, which need not exist yet; nothing stays behind.
+
+    what: how the message calls the folder, for instance "OUT_DIR".
+    """
+    if folder.is_symlink() and not folder.exists():
+        raise WrongInput(f"{what} {folder} is a link that leads nowhere; remove it, or choose another folder")
+    place = nearest(folder)
+    if not place.is_dir():
+        raise WrongInput(f"{what} {folder}: {place} is a file, and a folder is needed there; choose another")
+    try:
+        with tempfile.TemporaryDirectory(dir=place, prefix=".ao_lab-") as result:
+            (Path(result) / "written").write_bytes(b"x")
+    except OSError as error:
+        raise WrongInput(
+            f"{what} {folder} cannot be written: {error.strerror or error}; choose another folder"
+        ) from error
+
+
+def without_model(folder: Path, writers: str) -> str:
+    """What to say of a folder that has no config.json; of a name on the Hub, the command that fetches it."""
+    if not folder.exists() and ON_HUB.fullmatch(str(folder)):
+        name = folder.name
+        return (
+            f"there is no folder {folder}; names on the Hub are not fetched: hf download {folder} --local-dir {name} does, "
+            f"then give {name}"
+        )
+    return f"{folder} has no config.json; give a folder that {writers} wrote"
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the nearest of those above it that exists."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def check_room(folder: Path, least: int, what: str) -> None:
+    """WrongInput where a disk has fewer bytes left than a result takes at least."""
+    free = shutil.disk_usage(nearest(folder)).free
+    if free < least:
+        raise WrongInput(
+            f"{what} {folder}: {free} bytes are free on its disk and the result takes at least {least}; make room, or choose "
+            "another disk"
+        )
+
+
+@contextmanager
+def whole_or_nothing(folder: Path) -> Iterator[None]:
+    """A folder that was not there, or empty, is so again when what goes on inside fails or is stopped."""
+    was_there = folder.is_dir()
+    ours = not folder.exists() or (was_there and not any(folder.iterdir()))
+    try:
+        yield
+    except BaseException:
+        if ours and folder.is_dir():
+            empty(folder)
+            if not was_there:
+                folder.rmdir()
+        raise
+
+
+def empty(folder: Path) -> None:
+    """Delete what lies in a folder."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+# What every long command does: says that it goes on, and when it is stopped, what was saved.
+
+
+@contextmanager
+def work(name: str, kept: str, as_json: bool) -> Iterator[None]:
+    """Lines about the command `name` (on a terminal too beside JSON, where there are no bars); `kept` where it is stopped."""
+    with when_stopped(lambda: f"{kept}; the same command starts again"), lines(name, always=as_json):
+        yield
+
+
+#: Seconds between two lines.
+INTERVAL = 10.0
+#: Values of TERM of terminals that cannot move the cursor.
+DUMB = ("dumb", "unknown")
+
+
+@dataclass(eq=False)
+class Work:
+    """One thing that is under way: its name, how much of it is done, and a word about it."""
+
+    name: str
+    total: int | None = None
+    done: int = 0
+    word: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    def step(self, word: str = "") -> None:
+        """One more step is done."""
+        self.at(self.done + 1, word)
+
+    def at(self, done: int, word: str = "", total: int | None = None) -> None:
+        """So many steps are done; a word stays until another comes."""
+        self.done, self.word, self.total = done, word or self.word, total or self.total
+
+    def __str__(self) -> str:
+        """As a line says it."""
+        count = "" if self.total is None else f" {self.done} of {self.total}"
+        parts = [f"{self.name}{count}", self.word, f"{time.monotonic() - self.started:.0f} s"]
+        return ", ".join(part for part in parts if part)
+
+
+class Lines:
+    """Writes a line about the innermost work every INTERVAL seconds, while there is any."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Work] = []
+        self.lock = threading.Lock()
+        self.stop = threading.Event()
+
+    def begin(self, work: Work) -> None:
+        """Add work; the first starts the thread."""
+        with self.lock:
+            self.under_way.append(work)
+            if len(self.under_way) > 1:
+                return
+            self.stop = threading.Event()
+            threading.Thread(target=self._write, args=(self.stop,), daemon=True, name="progress").start()
+
+    def end(self, work: Work) -> None:
+        """Take work away; with the last the thread ends."""
+        with self.lock:
+            self.under_way.remove(work)
+            if not self.under_way:
+                self.stop.set()
+
+    def _write(self, stop: threading.Event) -> None:
+        while not stop.wait(INTERVAL):
+            with self.lock:
+                line = str(self.under_way[-1]) if self.under_way else ""
+            if line:
+                say(line)
+
+
+LINES = Lines()
+
+
+def say(line: str) -> None:
+    """A line on stderr now. A stderr that is closed does not end the work that it was to tell of."""
+    try:
+        sys.stderr.write(f"ao-lab: {printable(line)}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+
+
+def is_live() -> bool:
+    """Whether stderr is a terminal on which a bar can move."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in DUMB
+
+
+@contextmanager
+def lines(name: str, total: int | None = None, *, always: bool = False) -> Iterator[Work]:
+    """Plain lines about work, inside which there may be other work.
+
+    On a terminal, where bars show what goes on, nothing unless `always`.
+    """
+    work = Work(name, total)
+    if is_live() and not always:
+        yield work
+        return
+    LINES.begin(work)
+    try:
+        yield work
+    finally:
+        LINES.end(work)
+
+
+@contextmanager
+def track_progress(
+    name: str, total: int | None = None, *, plain: bool = False, transient: bool = False
+) -> Iterator[Work]:
+    """A bar on a terminal, else lines. The yielded work's `step(word)` and `at(done, word, total)` move it.
+
+    plain: lines even on a terminal. transient: the bar leaves with the work. Bars do not lie inside each other.
+    """
+    if plain or not is_live():
+        with lines(name, total, always=plain) as work:
+            yield work
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        # Names of layers and methods hold brackets, which are no markup.
+        TextColumn("{task.description:<24}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[word]}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=transient) as shown:
+        task = shown.add_task(name, total=total, word="")
+
+        class Shown(Work):
+            def at(self, done: int, word: str = "", total: int | None = None) -> None:
+                super().at(done, word, total)
+                shown.update(task, completed=self.done, total=self.total, word=printable(self.word))
+
+        yield Shown(name, total)
+
+
+#: 128 and the signal's number, as shells count.
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Terminated(BaseException):
+    """SIGTERM came. Like KeyboardInterrupt it is no Exception, so that nothing on the way takes it for a failure."""
+
+
+class Stopped(Exception):
+    """A command was stopped; the message says what was kept, `code` is the exit code."""
+
+    def __init__(self, kept: str, code: int) -> None:
+        super().__init__(f"stopped; {kept}")
+        self.code = code
+
+
+@contextmanager
+def when_stopped(kept: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM inside become Stopped, with what `kept` says then."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Stopped(kept(), INTERRUPTED) from error
+    except Terminated as error:
+        raise Stopped(kept(), TERMINATED) from error
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[None]:
+    """SIGTERM raises Terminated inside; only the main thread can have it so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated
+
+
+def leave(code: int) -> NoReturn:
+    """End the process; at once where it was stopped."""
+    if code in (INTERRUPTED, TERMINATED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,1 +1,0 @@
-"""What every command shares: output, progress, interruption, requirements."""

@@ -1,0 +1,222 @@
+"""Folders with packed zero points or float32 scales: plain transformers has the weights' values, or nothing is written."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import (
+    FqnToConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    QuantizedTensor,
+    SchemeConfig,
+    load_pretrained,
+    quantize_,
+    save_pretrained,
+)
+from ao_lab import save_pretrained as save
+from ao_lab.checkpoint.plain_readers import flat_inputs
+from tests.ao_lab.quantization.test_models_transformers import MODELS
+
+# Layers whose inputs have two axes: transformers finds one scale for all their tokens, so their export is refused.
+
+pytest.importorskip("compressed_tensors")
+CONFIG = Int8DynamicActivationInt8WeightConfig().for_layout("compressed-tensors")
+INPUT_RANK_SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def opt():
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        **INPUT_RANK_SIZES, ffn_dim=128, max_position_embeddings=32, word_embed_proj_dim=64
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**INPUT_RANK_SIZES, intermediate_size=128, max_position_embeddings=32)
+    return transformers.BertForSequenceClassification(config)
+
+
+def linears(model):
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize(
+    ("make", "flat"),
+    [(opt, ["fc1", "fc2"]), (classifier, ["bert.pooler.dense", "classifier"])],
+)
+def test_flat_layers_are_found_and_refused(make, flat, tmp_path):
+    model = make().train()
+    inner = [name for name in linears(model) if name != "lm_head"]
+    found, unseen = flat_inputs(model, inner)
+    assert [name.rsplit(".", 1)[-1] if make is opt else name for name in found] == flat
+    assert unseen == []
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    quantize_(model, CONFIG, lambda module, name: name in inner)
+    with pytest.raises(ValueError, match=r"its inputs have two axes.*PerTensor"):
+        save_pretrained(model, tmp_path / "a", layout="compressed-tensors")
+    with pytest.warns(UserWarning, match="two axes"):
+        assert save_pretrained(model, tmp_path / "b").layout == "ao_lab"
+    kept = make()
+    quantize_(kept, CONFIG, lambda module, name: name in inner and name not in found)
+    assert save_pretrained(kept, tmp_path / "c").layout == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "WhisperForConditionalGeneration", "ViTForImageClassification"]
+)
+def test_models_of_other_inputs_are_reached(name):
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**MODELS[name][0]))
+    _, unseen = flat_inputs(model, linears(model))
+    assert unseen == []
+
+
+def test_models_of_ones_own_are_not_run():
+    assert flat_inputs(nn.Sequential(nn.Linear(4, 4)), ["0"]) is None
+
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+COMPRESSED = "compressed-tensors"
+BF16, F32 = torch.bfloat16, torch.float32
+SIZES = {
+    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+TOKENS = torch.arange(24).reshape(2, 12)
+GATE = ".gate_proj"
+
+
+def inner(module, name):
+    return isinstance(module, nn.Linear) and "head" not in name
+
+
+def every(module, name):
+    return isinstance(module, nn.Linear)
+
+
+def scheme(name):
+    return SchemeConfig(scheme=name)
+
+
+def made(config, dtype=BF16, filter_fn=inner, **sizes):
+    torch.manual_seed(0)
+    config_of = transformers.LlamaConfig(**{**SIZES, **sizes})
+    model = transformers.AutoModelForCausalLM.from_config(config_of).to(dtype).eval()
+    quantize_(model, config, None if isinstance(config, FqnToConfig) else filter_fn)
+    return model
+
+
+def field(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"].get("dequantize")
+
+
+def values(model):
+    """Every parameter as numbers of the model's dtype; of a folder that keeps codes, those of its first forward pass."""
+    with torch.no_grad():
+        model(TOKENS)
+    quantized = {name: p for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+    dense = {name: p.detach() for name, p in model.named_parameters() if name not in quantized}
+    return dense | {name: t.dequantize(model.dtype) for name, t in quantized.items()}
+
+
+def read_alike(folder, model):
+    """Whether plain transformers has the model's values, and `load_pretrained` its codes, scales and zero points."""
+    theirs = values(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())
+    for name, wanted in values(model).items():
+        assert theirs[name].dtype == wanted.dtype, name
+        assert torch.equal(theirs[name], wanted), name
+    again = dict(load_pretrained(folder).named_parameters())
+    for name, t in model.named_parameters():
+        if isinstance(t, QuantizedTensor):
+            parts = again[name].parts
+            assert all(p is None or torch.equal(p, parts[key]) for key, p in t.parts.items()), name
+
+
+#: The configuration, the filter, and sizes: lengths of groups, rows that fill no words, widths, a head that was tied.
+READ = {
+    "groups of 128": (Int4WeightOnlyConfig(group_size=128), inner, {}),
+    "groups of 64": (Int4WeightOnlyConfig(group_size=64), inner, {"hidden_size": 256}),
+    "groups of 32": (Int4WeightOnlyConfig(group_size=32), inner, {}),
+    "100 rows": (Int4WeightOnlyConfig(group_size=32), lambda m, name: GATE in name, {"intermediate_size": 100}),
+    "12 rows": (Int4WeightOnlyConfig(group_size=32), lambda m, name: GATE in name, {"intermediate_size": 12}),
+    "8 rows, one group": (scheme("int4_rowwise_asymmetric"), lambda m, name: GATE in name, {"intermediate_size": 8}),
+    "symmetric": (scheme("int4_g128"), inner, {}),
+    "int3": (scheme("int3_g32_asymmetric"), inner, {}),
+    "int8 groups": (scheme("int8_g32_asymmetric"), inner, {}),
+    "int8 rows": (scheme("int8_rowwise_asymmetric"), inner, {}),
+    "fp8": (scheme("fp8_rowwise"), inner, {}),
+    "head": (Int4WeightOnlyConfig(group_size=32), every, {}),
+    "tied head": (Int4WeightOnlyConfig(group_size=32), every, {"tie_word_embeddings": True}),
+    "two alike": (FqnToConfig({"re:.*q_proj": scheme("int4_g32_asymmetric"),
+        "re:.*k_proj": SchemeConfig(scheme="int4_g32_asymmetric", kernel="dequantize")}), None, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("name", READ)
+def test_plain_transformers_has_the_values(name, dtype, tmp_path):
+    config, filter_fn, sizes = READ[name]
+    model = made(config, dtype, filter_fn, **sizes)
+    saved = save(model, tmp_path, layout=COMPRESSED)
+    read_alike(tmp_path, model)
+    zeros = any(t.zero is not None for t in model.parameters() if isinstance(t, QuantizedTensor))
+    assert field(tmp_path) == (True if zeros or dtype == BF16 else None)
+    assert any("dequantize: config.json" in line for line in saved.limits) == bool(field(tmp_path))
+    assert not any("several schemes" in line for line in saved.limits)
+
+
+@pytest.mark.parametrize(
+    "config", [Int4WeightOnlyConfig(group_size=128), scheme("int8_rowwise"), scheme("mxfp4")]
+)
+def test_what_is_read_as_it_is_does_not_ask(config, tmp_path):
+    model = made(config.for_layout(COMPRESSED))
+    save(model, tmp_path, layout=COMPRESSED)
+    assert field(tmp_path) is None
+    read_alike(tmp_path, model)
+
+
+#: The configuration, the dtype and sizes, the weight that the error names, and its rule.
+REFUSED = {
+    "8 rows": (Int4WeightOnlyConfig(group_size=32), BF16, {"intermediate_size": 8}, "mlp.gate_proj.weight", "of 8 rows"),
+    "zero points that are numbers": (scheme("torchao.int4_g32_tinygemm"), BF16, {}, "mlp.gate_proj.weight", "no format"),
+    "bfloat16 scales": (scheme("int4_g32_asymmetric_bf16"), F32, {}, "mlp.gate_proj.weight", "dtype of their scales, bfloat16"),
+    "two schemes": (FqnToConfig({"re:.*q_proj": scheme("int4_g32"), "re:.*k_proj": scheme("int4_g32_asymmetric")}), BF16, {},
+        "self_attn.k_proj.weight", "scheme of the first"),
+    "inputs elsewhere": (FqnToConfig({"re:.*k_proj": scheme("int4_g32_asymmetric"),
+        "re:.*q_proj": SchemeConfig(scheme="int8_rowwise_cast", activation_scheme="compressed_tensors.int8_token")}), BF16, {},
+        "self_attn.k_proj.weight", "inputs of some layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_plain_transformers_cannot_read_is_refused_before_a_file_is_written(name, tmp_path):
+    config, dtype, sizes, weight, rule = REFUSED[name]
+    model = made(config, dtype, lambda m, path: GATE in path, **sizes)
+    with pytest.raises(ValueError, match=rule) as error:
+        save(model, tmp_path / "out", layout=COMPRESSED)
+    assert f"model.layers.0.{weight}: " in str(error.value)
+    assert 'for_layout("compressed-tensors")' in str(error.value)
+    assert 'layout="ao_lab"' in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(scheme("int4_g32_asymmetric_bf16"), BF16), (Int4WeightOnlyConfig(group_size=128), F32)],
+)
+def test_zero_points_alone_keep_auto_from_nothing(config, dtype, tmp_path):
+    """Scales of the model's dtype: readers that keep codes compute the same, and the card's code is the plain one."""
+    model = made(config, dtype)
+    saved = save(model, tmp_path)
+    assert (saved.layout, saved.reasons, field(tmp_path)) == (COMPRESSED, (), True)
+    read_alike(tmp_path, model)
+    card = (tmp_path / "README.md").read_text()
+    assert ".from_pretrained(" in card
+    assert "quantization_config=" not in card
