@@ -32,13 +32,21 @@ from experiments.report.results import (
     number,
     published,
 )
-from experiments.report.targets import BASELINE_TOLERANCE, RunTargets, Target, known, rest
+from experiments.report.targets import RunTargets, Target, known, limits, rest
 
-RATE, SIZE = "tokens/s", "model size"
+EXPERIMENT = "decode"
+RATE, SIZE, OVER_BFLOAT16 = "tokens/s", "model size", "tokens/s over bfloat16"
+QUANTIZING = ("quantize time", "quantize peak memory")
+#: How targets are called, by their metrics.
+NAMES = {
+    OVER_BFLOAT16: "published speedup",
+    RATE: "torchao's tokens/s",
+    SIZE: "published size",
+    "quantize time": "seconds to quantize",
+    "quantize peak memory": "peak of quantization",
+}
 #: Forms of bfloat16, and metrics of other rows that hold a rate of the first.
 FORMS, BFLOAT16_RATES = (BFLOAT16, LIBRARY, DEPENDENT), ("bfloat16 before", "bfloat16 after")
-#: A size may exceed the published by this part; quantization may take so many seconds, and so many times the model's memory.
-SIZE_TOLERANCE, QUANTIZE_SECONDS, QUANTIZE_PEAK = 0.01, 30.0, 1.1
 
 
 def published_speedup(method: str) -> float | None:
@@ -66,18 +74,18 @@ def over_fastest(results: Results, setting: str, method: str) -> float | None:
 
 def targets_of(results: Results, method: str) -> list[Target]:
     """The targets of one of our configurations."""
-    found = list[Target]()
-    if method in WITH_SPEED_TARGET and (speedup := published_speedup(method)) is not None:
-        found.append(Target("published speedup", over_fastest(results, OURS, method), speedup))
-    if (rate := results.value(TORCHAO, method, RATE)) is not None:
-        limit = rate * (1 - BASELINE_TOLERANCE)
-        found.append(Target("torchao's tokens/s", results.value(OURS, method, RATE), limit))
-    if (size := published(method).get(SIZE)) is not None:
-        limit = size * (1 + SIZE_TOLERANCE)
-        found.append(Target("published size", results.value(OURS, method, SIZE), limit, at_least=False))
-    seconds, peak = (results.value(OURS, method, f"quantize {what}") for what in ("time", "peak memory"))
-    found.append(Target("seconds to quantize", seconds, QUANTIZE_SECONDS, at_least=False))
-    found.append(Target("peak of quantization", peak, QUANTIZE_PEAK, at_least=False))
+    ours = {metric: results.value(OURS, method, metric) for metric in (RATE, SIZE, *QUANTIZING)}
+    ours[OVER_BFLOAT16] = over_fastest(results, OURS, method)
+    bases = {
+        OVER_BFLOAT16: published_speedup(method) if method in WITH_SPEED_TARGET else None,
+        RATE: results.value(TORCHAO, method, RATE),
+        SIZE: published(method).get(SIZE),
+    }
+    found = [
+        one.target(NAMES[one.metric], ours[one.metric], bases.get(one.metric, 1.0) or 1.0)
+        for one in limits(EXPERIMENT)
+        if bases.get(one.metric, 1.0) is not None
+    ]
     return [replace(target, day=results.day(OURS, method)) for target in found]
 
 

@@ -35,8 +35,19 @@ from experiments.pretraining.run import BITS
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import curves, dots
 from experiments.report.results import Columns, Results, Where, best_run, by_run, number
-from experiments.report.targets import RunTargets, Target, by_device, counts, known, missed, rest
+from experiments.report.targets import (
+    RunTargets,
+    Target,
+    by_device,
+    counts,
+    known,
+    limit_of,
+    limits,
+    missed,
+    rest,
+)
 
+EXPERIMENT = "fp8_training"
 TIME, TIME_RATIO, SPEED_RATIO = "time", "time over bfloat16", "speed over bfloat16"
 MEMORY_RATIO = "peak memory over bfloat16"
 
@@ -46,47 +57,41 @@ def ours(recipe: str, *, fast_sums: bool = False) -> str:
     return Method(library=OURS, recipe=recipe, fast_sums=fast_sums).name
 
 
-#: Largest times of a linear layer over bfloat16's, eager and from a CUDA graph, by shape and method.
-TIMES = {
-    ("16384x4096x14336", ours("rowwise", fast_sums=True)): 0.60,
-    ("16384x4096x14336", ours("tensorwise", fast_sums=True)): 0.58,
-    ("16384x4096x14336", ours("rowwise")): 0.66,
-    ("16384x4096x14336", ours("tensorwise")): 0.66,
-    ("16384x4096x14336", ours(MXFP8)): 1 / 0.9,
-    ("8192x4096x4096", ours("rowwise")): 0.74,
-}
-#: Shapes that launches dominate, where an eager layer of ours is to take at most this part of torchao's time at its best.
-SMALL, OF_TORCHAO = ("4096x1024x2048", "2048x1024x1024"), 0.5
-#: Smallest speeds over bfloat16 of two blocks of Llama-3-8B, two texts of 8192 tokens, no checkpointing.
-SPEEDS = {"tensorwise": 1.38, "rowwise": 1.30}
-#: Smallest speed of a step on two GPUs whose weights are gathered as float8, over the same gathered as bfloat16; largest part
-#: of the bytes: one of two of each weight, and scales.
-OF_GATHER, OF_BYTES, OF_WIDE, GATHERED = 1.05, 0.52, "speed over bfloat16 all-gather", "all-gather"
-#: Largest eager time there over the compiled one, and largest peak of memory over bfloat16's.
-OF_COMPILED, OF_MEMORY = 1.10, 1.0
+#: Metrics of targets that no row has.
+OVER_TORCHAO, EAGER_OVER_COMPILED = "time over torchao's best", "time of eager over compiled"
+#: Ours over the same gathered as bfloat16 on two GPUs, and the bytes that are gathered.
+OF_WIDE, GATHERED = "speed over bfloat16 all-gather", "all-gather"
+#: How text shows the values of targets.
+SHOWN = {"value_format": ".3f"}
 
 
 def of_linear(where: Where, results: Results) -> list[Target]:
     """Targets of one shape."""
     if where.device == "cpu":
         return []
-    limits = [(method, limit) for (data, method), limit in TIMES.items() if data == where.data]
+    mine = [one for one in limits(EXPERIMENT) if one.parts[0] == where.data]
     found = [
-        at_most(
-            f"{method}, {setting}: {TIME_RATIO}", results.value(setting, method, TIME_RATIO), limit,
-            results.day(setting, method),
+        one.target(
+            f"{method}, {setting}: {TIME_RATIO}",
+            results.value(setting, method, TIME_RATIO),
+            day=results.day(setting, method),
+            **SHOWN,
         )
-        for method, limit in limits
+        for one in mine
+        for method in one.parts[1:]
         for setting in (linear.EAGER, linear.GRAPH)
-    ]  # fmt: skip
-    recipes = FLOAT8 if where.data in SMALL else ()
+    ]
     return found + [
-        at_most(
-            f"{ours(one)}, {linear.EAGER}: time over torchao's best", over_torchao(results, one), OF_TORCHAO,
-            results.day(linear.EAGER, ours(one)),
+        one.target(
+            f"{ours(recipe)}, {linear.EAGER}: {OVER_TORCHAO}",
+            over_torchao(results, recipe),
+            day=results.day(linear.EAGER, ours(recipe)),
+            **SHOWN,
         )
-        for one in recipes
-    ]  # fmt: skip
+        for one in mine
+        if one.metric == OVER_TORCHAO
+        for recipe in FLOAT8
+    ]
 
 
 def over_torchao(results: Results, recipe: str) -> float | None:
@@ -105,31 +110,35 @@ def of_blocks(where: Where, results: Results) -> list[Target]:
     """Targets of two blocks of Llama-3-8B; other models have none."""
     if where.device == "cpu" or where.data != LLAMA_3_8B_TWO_LAYERS.name:
         return []
-    names = [(ours(one, fast_sums=fast), SPEEDS[one]) for one in SUMMED_FAST for fast in (False, True)]
-    found = [target for name, limit in names for target in of_method(results, name, limit)]
-    others = [ours(one) for one in (*FLOAT8, MXFP8) if one not in SPEEDS]
+    fast = [one for one in SUMMED_FAST for _ in (False, True)]
+    names = [ours(one, fast_sums=bool(number % 2)) for number, one in enumerate(fast)]
+    found = [
+        target for name, one in zip(names, fast, strict=True) for target in of_method(results, name, one)
+    ]
+    others = [ours(one) for one in (*FLOAT8, MXFP8) if one not in SUMMED_FAST]
     return found + [target for name in others for target in of_memory(results, name)]
 
 
-def of_method(results: Results, name: str, limit: float) -> Iterator[Target]:
+def of_method(results: Results, name: str, recipe: str) -> Iterator[Target]:
     """Speed over bfloat16, eager over compiled, and memory both ways."""
     eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
     speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
     fastest = max((one for one in speeds if one is not None), default=None)
-    day = results.day(compiled, name)
-    yield at_least(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, limit, day)
     times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
-    yield at_most(f"{name}: time of eager over {COMPILED}", ratio(*times), OF_COMPILED, day)
+    speed = limit_of(EXPERIMENT, recipe, SPEED_RATIO)
+    shown = {"day": results.day(compiled, name), **SHOWN}
+    yield speed.target(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, **shown)
+    over_compiled = limit_of(EXPERIMENT, blocks.KIND, EAGER_OVER_COMPILED)
+    yield over_compiled.target(f"{name}: {EAGER_OVER_COMPILED}", ratio(*times), **shown)
     yield from of_memory(results, name)
 
 
 def of_memory(results: Results, name: str) -> Iterator[Target]:
     """The largest peak of memory over bfloat16's, eager and compiled."""
+    memory = limit_of(EXPERIMENT, blocks.KIND, MEMORY_RATIO)
     for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
-        yield at_most(
-            f"{name}, {setting}: {MEMORY_RATIO}", results.value(setting, name, MEMORY_RATIO), OF_MEMORY,
-            results.day(setting, name),
-        )  # fmt: skip
+        value, day = results.value(setting, name, MEMORY_RATIO), results.day(setting, name)
+        yield memory.target(f"{name}, {setting}: {MEMORY_RATIO}", value, day=day, **SHOWN)
 
 
 def of_fsdp(where: Where, results: Results) -> list[Target]:
@@ -140,11 +149,11 @@ def of_fsdp(where: Where, results: Results) -> list[Target]:
     base = results.value(setting, fsdp.SIDES[0].name, GATHERED)
     for side in fsdp.SIDES:
         if side.codes:
-            speed = results.value(setting, side.name, OF_WIDE)
-            day = results.day(setting, side.name)
-            found.append(at_least(f"{side.name}: {OF_WIDE}", speed, OF_GATHER, day))
-            bytes_ratio = ratio(results.value(setting, side.name, GATHERED), base)
-            found.append(at_most(f"{side.name}: {GATHERED} over bfloat16's", bytes_ratio, OF_BYTES, day))
+            shown = {"day": results.day(setting, side.name), **SHOWN}
+            speed, sent = (results.value(setting, side.name, metric) for metric in (OF_WIDE, GATHERED))
+            faster, fewer = (limit_of(EXPERIMENT, fsdp.KIND, metric) for metric in (OF_WIDE, GATHERED))
+            found.append(faster.target(f"{side.name}: {OF_WIDE}", speed, **shown))
+            found.append(fewer.target(f"{side.name}: {GATHERED} over bfloat16's", ratio(sent, base), **shown))
     return found
 
 
@@ -164,19 +173,16 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value / base
 
 
-def at_most(name: str, value: float | None, limit: float, day: str = "") -> Target:
-    """A target that is an upper limit."""
-    return Target(name, value, limit, at_least=False, value_format=".3f", day=day)
-
-
-def at_least(name: str, value: float | None, limit: float, day: str = "") -> Target:
-    """One that is a lower limit."""
-    return Target(name, value, limit, value_format=".3f", day=day)
-
-
 #: What has targets, by kind of table, and how its tables are called.
 TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ...]]] = {
-    linear.KIND: (of_linear, tuple(dict.fromkeys([*(data for data, _ in TIMES), *SMALL]))),
+    linear.KIND: (
+        of_linear,
+        tuple(
+            dict.fromkeys(
+                one.parts[0] for one in limits(EXPERIMENT) if one.metric in (TIME_RATIO, OVER_TORCHAO)
+            )
+        ),
+    ),
     blocks.KIND: (of_blocks, (LLAMA_3_8B_TWO_LAYERS.name,)),
     fsdp.KIND: (of_fsdp, (LLAMA_3_8B_TWO_LAYERS.name,)),
 }

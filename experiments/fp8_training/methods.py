@@ -15,6 +15,7 @@ from experiments.harness import revision
 from experiments.harness.revision import TORCHAO
 from experiments.models.llama import ModelSettings
 from experiments.models.pretraining import SIZES, Budget, PretrainSettings, Size
+from experiments.report.targets import limit_of
 from reference.training.recipe import PRODUCTS, Recipe, recipe_of
 
 # What is trained to compare recipes: paired seeds of a small model, sweeps of learning rates, long trainings.
@@ -31,7 +32,7 @@ RECIPES = (*FLOAT8, "blockwise", MXFP8, "mxfp6", "mxfp4", "nvfp4")
 LONG_RECIPES = (BASE, "rowwise", MXFP8)
 RATES = (1.25e-4, 2.5e-4, 5e-4, 1e-3)
 #: The largest gap to bfloat16 that counts as none, in percent of bfloat16's loss. Named before anything was trained.
-MARGIN = 0.5
+MARGIN = limit_of("fp8_training", PAIRED, "gap").bound
 
 #: A stand-in of seconds a training where quantization is emulated by the specification itself; blocks of 128 divide its layers.
 MICRO = ModelSettings(

@@ -29,7 +29,6 @@ from experiments.generate.tables import (
     EAGER,
     KIND,
     LEAST,
-    LONG,
     METHODS,
     PREFILL,
     WHOLE,
@@ -42,41 +41,23 @@ from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
-from experiments.report.targets import RunTargets, Target, counts, missed
+from experiments.report.targets import RunTargets, Target, counts, limits, missed
 
-WEIGHTS = ("int4 g128", "int4 g128, zero points", "int8", "mxfp4")
-PREFILL_PART = f"prefill of {LONG} tokens"
-#: By layers: methods, settings, the least speed.
-LIMITS = {
-    WHOLE: (
-        (("int4 g128",), (f"batch 1, {COMPILED}",), 1.45),
-        (("int8",), (f"batch 1, {COMPILED}",), 1.35),
-        (("int4 g128",), (f"batch 16, {COMPILED}",), 1.3),
-        (("int8",), (f"batch 16, {COMPILED}",), 1.2),
-        (("int4 g128, prepared",), (f"batch 1, {COMPILED}",), 1.7),
-    ),
-    DEPTH: (
-        (("fp8 dynamic, rows",), (PREFILL_PART,), 1.3),
-        (WEIGHTS, (PREFILL_PART,), 0.97),
-        (WEIGHTS, tuple(f"batch {batch}, {EAGER}" for batch in (1, 16, 64)), 1.0),
-    ),
-}
+EXPERIMENT = "generate"
 
 
 def targets_of(data: str, results: Results) -> list[Target]:
     """All of a model, by its name in rows; what was not measured has no value, and is open."""
-    asked = next((limits for layers, limits in LIMITS.items() if Stage(layers, "").data == data), ())
     return [
-        Target(
+        one.target(
             f"{method}, {setting}",
-            results.value(setting, method, SPEED),
-            limit,
+            results.value(setting, method, one.metric),
             value_format=".2f",
             day=results.day(setting, method),
         )
-        for methods, settings, limit in asked
-        for setting in settings
-        for method in methods
+        for one in limits(EXPERIMENT)
+        for model, setting, method in [one.parts]
+        if model == data
     ]
 
 

@@ -35,12 +35,9 @@ from experiments.kernels.operations import (
     Inputs,
     Sample,
     Shape,
-    at_least,
-    at_most,
     both,
     compare_quantized,
     fake_quantize,
-    fraction_target,
     normal,
     quantize,
     quantized_piece,
@@ -50,7 +47,6 @@ from experiments.kernels.operations import (
     storage,
     whole,
 )
-from experiments.report.targets import Target
 from reference import SCHEMES, Compressed, Quantized, Scheme
 from reference.matmul.linear import transposed
 from reference.schemes.conventions import conventions
@@ -117,7 +113,6 @@ def linear(scheme: Scheme, rows: int = 1, *, wrapped: bool = False) -> Case:
         beside={"dense": dense, "unfused": unfused},
         host=rows == 1,
         wraps=unwrapped if wrapped else None,
-        targets=(at_most("host time, added", 10.0),) if wrapped else (),
         options={"packed": packed},
     )
 
@@ -265,7 +260,7 @@ def stored(element_bytes: float) -> float:
 
 
 def case(
-    operation: str, element: str, read: float, written: float, *, call: Any, compare: Compare, target: float | None = None,
+    operation: str, element: str, read: float, written: float, *, call: Any, compare: Compare,
     variant: str = "", make: Any = None, of_row: float = 0,
 ) -> Case:  # fmt: skip
     """A case by the bytes of an element that it reads and writes, and of what it reads for each row."""
@@ -279,11 +274,10 @@ def case(
         make=make or (lambda fast, shape, device, seed: {"x": normal(shape, device, seed)}),
         call=call,
         compare=compare,
-        targets=fraction_target(target),
     )
 
 
-def prune(pattern: str = "2:4", target: float | None = None) -> Case:
+def prune(pattern: str = "2:4") -> Case:
     """`fast.prune` of a bfloat16 matrix."""
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
@@ -291,12 +285,12 @@ def prune(pattern: str = "2:4", target: float | None = None) -> Case:
 
     variant = "" if pattern == "2:4" else pattern.replace(":", "of")
     return case(
-        "prune", "bfloat16", operations.WIDE, 1, target=target, variant=variant, compare=compare,
+        "prune", "bfloat16", operations.WIDE, 1, variant=variant, compare=compare,
         call=lambda fast, inputs: fast.prune(inputs["x"], pattern=pattern),
     )  # fmt: skip
 
 
-def compress(element: str, target: float | None = None) -> Case:
+def compress(element: str) -> Case:
     """`fast.compress`: of bfloat16 by magnitude, of 8-bit floats, which are not ranked, what is 2:4 already."""
     dtype = getattr(torch, element)
     pattern = "2:4" if dtype == torch.bfloat16 else None
@@ -309,12 +303,12 @@ def compress(element: str, target: float | None = None) -> Case:
         return compare_stored(got, reference.compress(sample.rows(inputs["x"]), pattern), sample)
 
     return case(
-        "compress", element, dtype.itemsize, stored(dtype.itemsize), target=target, make=make, compare=compare,
+        "compress", element, dtype.itemsize, stored(dtype.itemsize), make=make, compare=compare,
         call=lambda fast, inputs: fast.compress(inputs["x"], pattern),
     )  # fmt: skip
 
 
-def decompress(element: str, target: float | None = None) -> Case:
+def decompress(element: str) -> Case:
     """`fast.decompress` of what `compress` makes."""
     dtype = getattr(torch, element)
 
@@ -327,12 +321,12 @@ def decompress(element: str, target: float | None = None) -> Case:
         return [("values", sample.rows(got), reference.decompress(values, metadata))]
 
     return case(
-        "decompress", element, stored(dtype.itemsize), dtype.itemsize, target=target, make=make, compare=compare,
+        "decompress", element, stored(dtype.itemsize), dtype.itemsize, make=make, compare=compare,
         call=lambda fast, inputs: fast.decompress(*inputs["x"]),
     )  # fmt: skip
 
 
-def quantize_compressed(name: str, target: float | None = None) -> Case:
+def quantize_compressed(name: str) -> Case:
     """`fast.quantize_compressed` of a bfloat16 matrix with a scale for each row at hand."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -344,25 +338,25 @@ def quantize_compressed(name: str, target: float | None = None) -> Case:
         return compare_stored(got, reference.quantize_compressed(x, name, scale), sample)
 
     return case(
-        "quantize_compressed", name, operations.WIDE, stored(operations.code_bytes(SCHEMES[name], packed=False)), target=target,
+        "quantize_compressed", name, operations.WIDE, stored(operations.code_bytes(SCHEMES[name], packed=False)),
         of_row=4, make=make, compare=compare,
         call=lambda fast, inputs: fast.quantize_compressed(inputs["x"], name, inputs["scale"]),
     )  # fmt: skip
 
 
-def prune_transposable(target: float | None = None) -> Case:
+def prune_transposable() -> Case:
     """`fast.prune_transposable` of a bfloat16 matrix."""
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         return [("mask", sample.rows(got), reference.prune_transposable(sample.rows(inputs["x"])))]
 
     return case(
-        "prune_transposable", "bfloat16", operations.WIDE, 1, target=target, compare=compare,
+        "prune_transposable", "bfloat16", operations.WIDE, 1, compare=compare,
         call=lambda fast, inputs: fast.prune_transposable(inputs["x"]),
     )  # fmt: skip
 
 
-def compress_transposable(target: float | None = None) -> Case:
+def compress_transposable() -> Case:
     """`fast.compress_transposable` of a bfloat16 matrix: masks, and both orientations, from one reading."""
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
@@ -379,7 +373,7 @@ def compress_transposable(target: float | None = None) -> Case:
         ]
 
     return case(
-        "compress_transposable", "bfloat16", operations.WIDE, 2 * stored(operations.WIDE), target=target, compare=compare,
+        "compress_transposable", "bfloat16", operations.WIDE, 2 * stored(operations.WIDE), compare=compare,
         call=lambda fast, inputs: fast.compress_transposable(inputs["x"]),
     )  # fmt: skip
 
@@ -394,11 +388,8 @@ def compare_stored(got: Compressed, expected: Compressed, sample: Sample) -> lis
 
 # Builders of cases around a quantizer: dequantization, and activations fused with quantization.
 
-#: Fused into one kernel against its two halves, one after the other.
-FUSED_SPEEDUP = at_least("speedup over unfused", 1.8)
 
-
-def dequantize(name: str, *, packed: bool = False, target: float | None = None, huge: bool = False) -> Case:
+def dequantize(name: str, *, packed: bool = False, huge: bool = False) -> Case:
     """Stored tensor to bfloat16. It is quantized by `fast`, and whatever it holds is dequantized by the reference as well."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -427,13 +418,12 @@ def dequantize(name: str, *, packed: bool = False, target: float | None = None, 
         make=make,
         call=lambda fast, inputs: fast.dequantize(inputs["q"], "bfloat16"),
         compare=compare,
-        targets=(at_least("fraction", target),) if target is not None else (),
         shapes=(*LARGE, HUGE) if huge else LARGE,
         options={"packed": packed},
     )
 
 
-def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] = ()) -> Case:
+def rms_norm(name: str, *, residual: bool = False) -> Case:
     """RMS norm and quantization in one kernel; with a residual, which is added first and written back."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -472,13 +462,12 @@ def rms_norm(name: str, *, residual: bool = False, targets: tuple[Target, ...] =
         make=make,
         call=call,
         compare=compare,
-        targets=targets,
         beside={"unfused": unfused},
         options={"residual": residual},
     )
 
 
-def swiglu(name: str, *, targets: tuple[Target, ...] = ()) -> Case:
+def swiglu(name: str) -> Case:
     """silu(gate) * up and quantization in one kernel."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -501,13 +490,8 @@ def swiglu(name: str, *, targets: tuple[Target, ...] = ()) -> Case:
         make=make,
         call=lambda fast, inputs: fast.swiglu_quantize(inputs["gate"], inputs["up"], name),
         compare=compare,
-        targets=targets,
         beside={"unfused": unfused},
     )
-
-
-#: What every convention has to reach of the copy rate.
-FRACTION = 0.85
 
 
 def of_configurations() -> Iterator[Scheme]:
@@ -541,62 +525,59 @@ def convention_cases() -> list[Case]:
 def convention_case(scheme: Scheme) -> Case:
     """The case of a record. Where scales are quantized themselves, codes are compared on a tensor of its own."""
     if scheme.outer is not None and scheme.outer.statistic != "absmax_elements":
-        return whole(scheme.name, target=FRACTION)
+        return whole(scheme.name)
     packed = scheme.format.kind == "float" and scheme.format.bits < 8
-    return quantize(scheme, packed=packed, target=FRACTION)
+    return quantize(scheme, packed=packed)
 
 
 WITH_HUGE = (*LARGE, HUGE)
-FUSED = (at_least("fraction", 0.85), FUSED_SPEEDUP)
-#: A small tensor takes little more than any kernel does, and the host launches it quickly.
-SMALL = (at_most("time over elementwise", 1.2), at_most("host time", 15.0))
 
 
 def with_target() -> list[Case]:
     """Cases with a target."""
     return [
-        quantize("fp8_rowwise", target=0.95, shapes=WITH_HUGE),
-        quantize("fp8_1x128", target=0.95),
-        quantize("mxfp8_e4m3", target=0.95, shapes=WITH_HUGE),
-        quantize("mxfp8_e4m3_rceil", target=0.95),
-        quantize("int8_rowwise", target=0.95),
-        quantize("int4_g32", target=0.95),
-        quantize("int4_g128", target=0.95),
-        fake_quantize("int4_g32", target=0.95),
-        quantize("mxfp6_e2m3", packed=True, target=0.90),
-        quantize("mxfp6_e3m2", packed=True, target=0.90),
-        quantize("mxfp4", packed=True, target=0.90, shapes=WITH_HUGE),
-        quantize("nvfp4", packed=True, given=True, target=0.85),
-        dequantize("fp8_rowwise", target=0.92, huge=True),
-        dequantize("mxfp8_e4m3", target=0.92),
-        dequantize("mxfp4", packed=True, target=0.92),
-        dequantize("nvfp4", packed=True, target=0.92),
-        dequantize("int4_g128", target=0.92),
-        dequantize("int8_rowwise", target=0.92),
-        both("fp8_tensorwise", given=True, target=0.90),
-        both("mxfp8_e4m3", target=0.85),
-        quantize("fp8_tensorwise", target=0.92),
-        quantize("nvfp4", packed=True, target=0.85),
-        rms_norm("fp8_rowwise", targets=FUSED),
-        rms_norm("mxfp8_e4m3", targets=FUSED),
-        swiglu("fp8_rowwise", targets=FUSED),
-        swiglu("mxfp8_e4m3", targets=FUSED),
-        small("fp8_rowwise", SMALL),
+        quantize("fp8_rowwise", shapes=WITH_HUGE),
+        quantize("fp8_1x128"),
+        quantize("mxfp8_e4m3", shapes=WITH_HUGE),
+        quantize("mxfp8_e4m3_rceil"),
+        quantize("int8_rowwise"),
+        quantize("int4_g32"),
+        quantize("int4_g128"),
+        fake_quantize("int4_g32"),
+        quantize("mxfp6_e2m3", packed=True),
+        quantize("mxfp6_e3m2", packed=True),
+        quantize("mxfp4", packed=True, shapes=WITH_HUGE),
+        quantize("nvfp4", packed=True, given=True),
+        dequantize("fp8_rowwise", huge=True),
+        dequantize("mxfp8_e4m3"),
+        dequantize("mxfp4", packed=True),
+        dequantize("nvfp4", packed=True),
+        dequantize("int4_g128"),
+        dequantize("int8_rowwise"),
+        both("fp8_tensorwise", given=True),
+        both("mxfp8_e4m3"),
+        quantize("fp8_tensorwise"),
+        quantize("nvfp4", packed=True),
+        rms_norm("fp8_rowwise"),
+        rms_norm("mxfp8_e4m3"),
+        swiglu("fp8_rowwise"),
+        swiglu("mxfp8_e4m3"),
+        small("fp8_rowwise"),
         *of_sparsity(),
         *convention_cases(),
     ]
 
 
 def of_sparsity() -> list[Case]:
-    """Cases of 2:4, all with one target."""
+    """Cases of 2:4 with a target."""
     return [
-        prune(target=0.90),
-        prune("4:8", target=0.90),
-        compress("bfloat16", target=0.90),
-        compress("float8_e4m3fn", target=0.90),
-        decompress("bfloat16", target=0.90),
-        quantize_compressed("fp8_rowwise", target=0.90),
-        compress_transposable(target=0.90),
+        prune(),
+        prune("4:8"),
+        compress("bfloat16"),
+        compress("float8_e4m3fn"),
+        decompress("bfloat16"),
+        quantize_compressed("fp8_rowwise"),
+        compress_transposable(),
     ]
 
 

@@ -20,6 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -28,10 +29,11 @@ import torch
 
 import fast.quantize.saturation  # noqa: F401  `function_of` finds imported modules, and `fast` does not import it
 import reference
-from experiments.report.targets import Target
+from experiments.report.targets import Target, limits
 from reference import FORMATS, SCHEMES, Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 
+EXPERIMENT = "kernels"
 #: Bytes of a bfloat16, in which all inputs of quantizers come.
 WIDE = 2
 Shape = tuple[int, int]
@@ -109,14 +111,8 @@ HUGE = "524289x4096"
 SMALL = "16x4096"
 
 
-def at_least(metric: str, limit: float) -> Target:
-    """The target that a metric of a case's row is no smaller than a limit."""
-    return Target(metric, None, limit, value_format=".4g", limit_format="g")
-
-
-def at_most(metric: str, limit: float) -> Target:
-    """The target that a metric of a case's row is no larger than a limit."""
-    return Target(metric, None, limit, at_least=False, value_format=".4g", limit_format="g")
+#: How text shows the values and limits of a case's targets.
+SHOWN = {"value_format": ".4g", "limit_format": "g"}
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,6 @@ class Case:
     make: Callable[[Any, Shape, str, int], Inputs]
     call: Work
     compare: Callable[[Any, Inputs, Any, Sample], list[Compared]]
-    targets: tuple[Target, ...] = ()
     shapes: tuple[str, ...] = LARGE
     beside: Mapping[str, Work] = field(default_factory=dict)
     host: bool = False
@@ -163,6 +158,12 @@ class Case:
     wraps: Work | None = None
     #: What of the operation the expressions of baselines need to know: packed, axis, given, residual, both.
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Those of its name, without values."""
+        found = (one for one in limits(EXPERIMENT) if fnmatchcase(self.name, one.key))
+        return tuple(one.target(one.metric, None, **SHOWN) for one in found)
 
     def missing(self, fast: Any) -> list[str]:
         """Which of `needs` this `fast` does not have."""
@@ -275,11 +276,6 @@ def compare_columns(got: Quantized, expected: Quantized, sample: Sample) -> list
     ]
 
 
-def fraction_target(fraction: float | None) -> tuple[Target, ...]:
-    """The target of the fraction of the copy rate, where there is one."""
-    return (at_least("fraction", fraction),) if fraction is not None else ()
-
-
 def tensor_wide(scheme: Scheme) -> bool:
     """Whether a scale over the whole tensor has to be known before the first code."""
     return scheme.scale.block == "tensor" or (
@@ -293,7 +289,6 @@ def quantize(
     packed: bool = False,
     axis: int = -1,
     given: bool = False,
-    target: float | None = None,
     **more: Any,
 ) -> Case:
     """`fast.quantize` of a bfloat16 matrix; given: with the tensor-wide scale at hand, which saves one reading."""
@@ -335,27 +330,24 @@ def quantize(
         make=make,
         call=call,
         compare=compare,
-        targets=more.pop("targets", None) or fraction_target(target),
         options={"packed": packed, "axis": axis, "given": given},
         **more,
     )
 
 
-def small(name: str, targets: tuple[Target, ...] = ()) -> Case:
+def small(name: str) -> Case:
     """The same on 16 rows, where launches and not bytes decide, beside the cheapest kernel that torch has."""
 
     def elementwise(fast: Any, inputs: Inputs) -> Any:
         return inputs["x"] * 2
 
-    case = quantize(
-        name, targets=targets, shapes=("16x4096",), beside={"elementwise": elementwise}, host=True
-    )
+    case = quantize(name, shapes=("16x4096",), beside={"elementwise": elementwise}, host=True)
     return replace(case, name=f"small.{name}", operation="small")
 
 
-def whole(name: str, *, target: float | None = None) -> Case:
+def whole(name: str) -> Case:
     """A scheme whose second level spans the tensor in ways that rows do not show: compared on a tensor of its own."""
-    case = quantize(name, target=target)
+    case = quantize(name)
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         part = inputs["x"][sample.start : sample.stop].contiguous()
@@ -410,7 +402,7 @@ def saturation_mask(name: str) -> Case:
     )
 
 
-def fake_quantize(name: str, *, target: float | None = None, gradient: bool = False) -> Case:
+def fake_quantize(name: str, *, gradient: bool = False) -> Case:
     """Rounding in place, as training simulates it; gradient: its vector-Jacobian product instead."""
 
     def make(fast: Any, shape: Shape, device: str, seed: int) -> Inputs:
@@ -443,11 +435,10 @@ def fake_quantize(name: str, *, target: float | None = None, gradient: bool = Fa
         make=make,
         call=backward if gradient else forward,
         compare=compare,
-        targets=fraction_target(target),
     )
 
 
-def both(name: str, *, given: bool = False, target: float | None = None) -> Case:
+def both(name: str, *, given: bool = False) -> Case:
     """Row blocks and the transposed copy in column blocks, from one reading."""
     scheme = SCHEMES[name]
 
@@ -480,7 +471,6 @@ def both(name: str, *, given: bool = False, target: float | None = None) -> Case
         make=make,
         call=call,
         compare=compare,
-        targets=fraction_target(target),
         options={"given": given},
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.harness.rows import Row
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases import CASES
-from experiments.kernels.operations import HUGE, LARGE, SHAPES, SMALL, at_least, at_most
+from experiments.kernels.operations import HUGE, LARGE, SHAPES, SHOWN, SMALL
 from experiments.kernels.run import BASELINE_TABLE, CAST, KERNELS, KIND, MOST, PROGRAM, TORCH, WAYS
 from experiments.kernels.run import KIND as JAX
 from experiments.report.content import Drawing, Headline, Section, Table
@@ -134,8 +134,8 @@ def line(key: tuple[str, str], found: Found, baselines: Results | None) -> CaseR
 def target_of(row: Row, values: Mapping[str, float]) -> Target:
     """The target that a row states, with the value that was measured."""
     metric = row.metric.removeprefix(TARGET)
-    target = at_most(metric, row.value) if metric in LESS else at_least(metric, row.value)
-    return replace(target, value=values.get(metric), day=row.date[:10])
+    value, day = values.get(metric), row.date[:10]
+    return Target(metric, value, row.value, metric not in LESS, day=day, **SHOWN)
 
 
 def status_of(rows: Sequence[Row]) -> str:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from experiments.harness.rows import Row
 from experiments.linear.methods import BASE, EXPERTS, PARTS, PEERS, TORCHAO
 from experiments.linear.run import ERROR, FLOOR, HOST, SPEED, TIME
-from experiments.linear.tables import COMPILED_ROWS, EXPERT_ROWS, ROWS, SHAPES, TIMES, data_of, setting_of
+from experiments.linear.tables import (
+    COMPILED_ROWS,
+    EXPERIMENT,
+    EXPERT_ROWS,
+    ROWS,
+    SHAPES,
+    TIMES,
+    data_of,
+    setting_of,
+)
 from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import ratio_map
 from experiments.report.results import Results, Where, best_run, by_run, failures, number
-from experiments.report.targets import RunTargets, Target, counts, missed
+from experiments.report.targets import Limit, RunTargets, Target, counts, limits, missed
 
 TITLE = "Quantized linear layers over rows of inputs"
 QUESTION = "How fast is one quantized layer beside bfloat16 and torchao, at 1 to 8192 rows of inputs?"
@@ -114,71 +122,32 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 SHAPE = data_of(SHAPES[0])
-#: The device whose times are targets.
-DEVICE = "H200"
-#: The kernels of others have groups of 128.
-INT4, INT4_G32 = ("int4 g128", "int4 g128, zero points"), "int4 g32"
-BITS8 = ("int8", "int8 g128", "fp8")
-BITS4 = ("mxfp4", "nvfp4", "nf4")
-FLOAT8 = ("fp8 dynamic, tensor", "fp8 dynamic, rows")
+#: The device whose times are targets, and how keys of experts' targets begin.
+DEVICE, OF_EXPERTS = "H200", "experts: "
 #: Of torchao's, compiled, our speed over it is a target for these rows.
-OVER_TORCHAO, FEW = "speed over torchao", tuple(rows for rows in COMPILED_ROWS if rows <= 64)
+OVER_TORCHAO, TORCHAO_ROWS = "speed over torchao", tuple(rows for rows in COMPILED_ROWS if rows <= 64)
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit of some methods over a range of rows, ends included. metric: TIME (at most, us), SPEED or OVER_TORCHAO."""
-
-    methods: tuple[str, ...]
-    first: int
-    last: int
-    metric: str
-    limit: float
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Those of the range that are measured."""
-        measured = FEW if self.metric == OVER_TORCHAO else ROWS
-        return tuple(rows for rows in measured if self.first <= rows <= self.last)
-
-
-LIMITS = (
-    Limit(INT4, 1, 4, TIME, 10.4),
-    Limit(INT4, 8, 16, TIME, 12.5),
-    Limit(INT4, 32, 32, TIME, 15.0),
-    Limit(INT4, 64, 64, TIME, 19.0),
-    Limit((*INT4, INT4_G32), 128, 8192, SPEED, 0.98),
-    Limit(BITS8, 1, 1, TIME, 15.3),
-    Limit(BITS8, 2, 16, TIME, 16.5),
-    Limit(BITS8, 32, 8192, SPEED, 1.0),
-    Limit(("int8 dynamic",), 1024, 1024, SPEED, 1.3),
-    Limit(("int8 dynamic",), 8192, 8192, SPEED, 1.5),
-    Limit(FLOAT8, 256, 8192, SPEED, 1.0),
-    Limit(("fp8 dynamic, rows",), 1, 64, OVER_TORCHAO, 1.1),
-    Limit(BITS4, 1, 16, SPEED, 2.0),
-    Limit(("mxfp8",), 1, 16, SPEED, 1.7),
-    Limit((*BITS4, "mxfp8"), 1024, 8192, SPEED, 0.95),
-)
-#: Of experts, 64 tokens.
-LIMITS_OF_EXPERTS = (Limit(("int4 g128", "fp8"), 128, 128, SPEED, 1.8),)
+def rows_of(limit: Limit) -> tuple[int, ...]:
+    """The numbers of rows that a limit is of, ends included, which are measured."""
+    first, last = map(int, limit.parts[1].split("-"))
+    measured = TORCHAO_ROWS if limit.metric == OVER_TORCHAO else ROWS
+    return tuple(rows for rows in measured if first <= rows <= last)
 
 
 def targets_of(part: str, where: Where, results: Results) -> list[Target]:
     """The targets of a part at a shape; none of other shapes and of stand-ins."""
     if not where.data.endswith(SHAPE) or where.scale != "full" or where.device == "cpu":
         return []
-    limits = LIMITS_OF_EXPERTS if part == EXPERTS else LIMITS
-    methods, held = (
-        set(results.methods),
-        [one for one in limits if one.metric != TIME or DEVICE in where.device],
-    )
+    methods = set(results.methods)
     return [
         target(one, results, method, rows)
-        for one in held
+        for one in limits(EXPERIMENT)
+        for method in [one.parts[0].removeprefix(OF_EXPERTS)]
+        if (part == EXPERTS) == one.key.startswith(OF_EXPERTS) and method in methods
         if (one.metric == OVER_TORCHAO) == (part == TORCHAO)
-        for method in one.methods
-        if method in methods
-        for rows in one.rows
+        and (one.metric != TIME or DEVICE in where.device)
+        for rows in rows_of(one)
     ]
 
 
@@ -202,7 +171,7 @@ def target(limit: Limit, results: Results, method: str, rows: int) -> Target:
     unit = "us" if is_time else "" if limit.metric == SPEED else "times torchao"
     name = f"{method}, {rows} row{'s' * (rows > 1)}"
     digits, day = ".1f" if is_time else ".2f", results.day(setting, method)
-    return Target(name, value, limit.limit, not is_time, unit, digits, day=day)
+    return limit.target(name, value, unit=unit, value_format=digits, day=day)
 
 
 def peer_of(method: str) -> list[str]:

@@ -255,7 +255,7 @@ LLAMA_3_1_8B = LlamaConfig(
     kv_heads=8,
     feed_forward=14336,
 )
-#: Two decoder layers of Llama-3-8B, as issues and pages of other projects name them. It differs from 3.1 in the rotary factor
+#: Two decoder layers of Llama-3-8B, as pages of other projects name them. It differs from 3.1 in the rotary factor
 #: alone, which costs nothing, so that of 3.1 stays.
 LLAMA_3_8B_TWO_LAYERS = replace(LLAMA_3_1_8B, name="llama-3-8b-two-blocks-random", layers=2)
 LLAMA_3_2_3B = LlamaConfig(

@@ -9,19 +9,19 @@ from experiments.models.quantized_model import PLAIN, activations_of
 from experiments.qat.run import (
     BASELINE,
     DEVIATIONS,
+    EXPERIMENT,
     NO_PERCENTAGE,
     PTQ,
     QAT,
     RECOVERED,
     RECOVERY,
     RUNS,
-    TARGETS,
     targets_of,
 )
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import RunTargets, Target
+from experiments.report.targets import RunTargets, Target, limits
 
 TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"
 QUESTION = "How much of the loss of post-training quantization does training with fake quantization recover?"
@@ -76,13 +76,11 @@ def headlines(rows: Sequence[Row]) -> list[Headline]:
     if found is None or found[0].scale == "quick":
         return []
     words, used = [], list[Row]()
-    for bits in TARGETS:
-        mine = [
-            row for row in found[1].rows if row.metric == RECOVERED and row.method.startswith(f"int{bits}_")
-        ]
+    for prefix in (one.key.removesuffix("*") for one in limits(EXPERIMENT)):
+        mine = [row for row in found[1].rows if row.metric == RECOVERED and row.method.startswith(prefix)]
         if mine:
             values = [row.value for row in mine]
-            words.append(f"{min(values):.1f} to {max(values):.1f}% with int{bits} weights")
+            words.append(f"{min(values):.1f} to {max(values):.1f}% with {prefix.removesuffix('_')} weights")
             used += mine
     text = f"Of the loss that quantization costs a small language model, QAT recovers {', '.join(words)}"
     return [Headline(text, used)] if words else []

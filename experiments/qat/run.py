@@ -1,24 +1,16 @@
 """Experiment `qat`: how much of the loss by post-training quantization (PTQ) quantization-aware training (QAT) recovers.
 
-Stand-in: a small model trained here on the source of sympy, so no published number stands beside these rows; targets are those
-of this experiment's issue. All models continue from one trained model, those of a seed on the same text, for as many steps,
-with the same optimizer: one without QAT (the baseline, which is then quantized: PTQ), and one per method in `QATConfig`'s step
-"prepare", converted at its end (QAT).
+Stand-in: a small model trained here on the source of sympy, so no published number stands beside these rows. All models
+continue from one trained model, those of a seed on the same text, for as many steps, with the same optimizer: one without QAT
+(the baseline, which is then quantized: PTQ), and one per method in `QATConfig`'s step "prepare", converted at its end (QAT).
 
 Measured are bits per held-out byte of the models as they would be served: converted, in float32. Every linear layer is
-quantized, lm_head too. Rows of table "runs" are one seed each; those of table "recovery" are over seeds
-(`experiments.qat.run`).
+quantized, lm_head too. Rows of table "runs" are one seed each; those of table "recovery" are over seeds: of the losses of the
+model trained in full precision (base), of that model quantized (ptq), and of the one trained for quantization (qat), all
+differences are taken seed by seed.
 
-Methods of experiment `qat` as data, and how long and on what text each scale of it trains.
-
-A new method is one line of METHODS: a configuration of `quantize_`, whether its scales are learned (only float32 scales can
-be), and its target, if it has one.
-
-Means over paired seeds, with intervals, and the part of the PTQ loss that QAT recovers.
-
-Of each seed there are three losses on the same text: of the model trained in full precision (base), of that model quantized
-(ptq), and of the model trained for quantization from the same start, on the same text, for as many steps, then quantized
-(qat). All differences are taken seed by seed.
+A new method is one line of METHODS: a configuration of `quantize_`, and whether its scales are learned (only float32 scales can
+be).
 """
 
 from __future__ import annotations
@@ -28,6 +20,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from statistics import fmean, stdev
 
 import numpy as np
@@ -52,13 +45,11 @@ from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.quantized_model import PLAIN, quantized_model, setting_name
 from experiments.models.train import TrainSettings, cache_key, fit, trainable, trained_model
 from experiments.report.results import Results
-from experiments.report.targets import Target
+from experiments.report.targets import Target, limits
 from experiments.runs.settings import Settings
 
 # Targets of experiment `qat`: the percentage of the PTQ loss that QAT is to recover, mean over seeds.
 
-#: Percent to recover, by bits of the weights.
-TARGETS = {4: 90.0, 3: 80.0}
 #: Metrics of rows: the target of a method, and what it reached.
 TARGET_METRIC, RECOVERED = "bar", "recovered"
 
@@ -137,13 +128,17 @@ def recovery(base: Sequence[float], ptq: Sequence[float], qat: Sequence[float]) 
     return Recovery(interval(lost), interval(remaining), deviations, recovered)
 
 
+def target_of(method: str) -> float | None:
+    """Percent of the PTQ loss to recover; None where a method has no target."""
+    return next((one.bound for one in limits(EXPERIMENT) if fnmatchcase(method, one.key)), None)
+
+
 @dataclass(frozen=True)
 class Method:
     """A configuration to train for and to quantize with, and its options in `QATConfig`."""
 
     config: Config
     learn_scales: bool = False
-    target: float | None = None
 
     @property
     def name(self) -> str:
@@ -164,11 +159,11 @@ class Method:
 
 
 METHODS = (
-    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32)), True, TARGETS[4]),
-    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(256)), True, TARGETS[4]),
-    Method(Int4WeightOnlyConfig(128), True, TARGETS[4]),
-    Method(IntxWeightOnlyConfig("int3", PerGroup(32)), True, TARGETS[3]),
-    Method(IntxWeightOnlyConfig("int3", PerGroup(128)), True, TARGETS[3]),
+    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32)), True),
+    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(256)), True),
+    Method(Int4WeightOnlyConfig(128), True),
+    Method(IntxWeightOnlyConfig("int3", PerGroup(32)), True),
+    Method(IntxWeightOnlyConfig("int3", PerGroup(128)), True),
     Method(IntxWeightOnlyConfig("int2", PerGroup(32)), True),
     Method(LowBitWeightOnlyConfig(1.58, PerGroup(32)), True),
     Method(MXDynamicActivationMXWeightConfig(activation_dtype="float4_e2m1fn", weight_dtype="float4_e2m1fn")),
@@ -458,7 +453,7 @@ def summary(settings: Settings, plan: Plan, rows: list[Row]) -> list[Row]:
     ]
     for method in plan.methods:
         key = (method.setting, method.name)
-        values = of_method(recovery(base, seeds(*key, PTQ), seeds(*key, QAT)), method.target)
+        values = of_method(recovery(base, seeds(*key, PTQ), seeds(*key, QAT)), target_of(method.name))
         if method.learn_scales:
             values |= loss_rows("loss, PTQ clipped", base, seeds(*key, CLIPPED))
         over += [

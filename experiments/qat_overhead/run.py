@@ -1,6 +1,6 @@
 """Experiment `qat_overhead`: time and memory of a quantization-aware training step, ours and torchao's, over bfloat16 training.
 
-Published numbers: overheads in torchao's documentation and issues (`experiments/published/qat_overhead.csv`), of whole
+Published numbers: overheads in torchao's documentation and discussions (`experiments/published/qat_overhead.csv`), of whole
 fine-tuning runs. Measured here: forward and backward, without the optimizer, of two decoder layers of Llama-3-8B over 8192
 tokens, eager and compiled layer by layer, and of Llama-3.2-3B whole, eager; all variants in turn, round by round in one
 process. Stand-in: without a GPU, or at quick scale, tiny models, whose rows check the code and say nothing of time.

@@ -5,21 +5,79 @@ misses no target: its row says why it is absent.
 
 What misses its target: the page ``reports/limits.md``, from the targets of every experiment and its rows.
 
-An experiment whose page module has `targets_by_run(rows)` contributes to it.
+An experiment whose page module has `targets_by_run(rows)` contributes to it. The bounds are data: ``experiments/targets.csv``.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from experiments.report.content import Table
 from experiments.report.results import Where
 
+FILE = Path(__file__).resolve().parents[1] / "targets.csv"
 COLUMNS = ("target", "of", "measured", "limit", "off by", "measured on")
 #: A target at one of several numbers of rows; those of one method with one limit share a line.
 AT_ROWS = re.compile(r"(?P<name>.+), (?P<rows>\d+) rows?")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A line of ``targets.csv``: the bound of a metric of an experiment's rows.
+
+    key: of what, in the experiment's own words, its parts between bars; a `*` stands for anything. of: what the bound is a
+    multiple of (a published value, that of another method of the same run); nothing: it is the value itself.
+    """
+
+    key: str
+    metric: str
+    at_least: bool
+    bound: float
+    of: str
+    reason: str
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of the key."""
+        return self.key.split(" | ")
+
+    def target(self, name: str, value: float | None, base: float = 1.0, **shown: Any) -> Target:
+        """The target of a value, as many times `base`. shown: fields of the target that say how."""
+        return Target(name, value, self.bound * base, self.at_least, **shown)
+
+
+@cache
+def limits(experiment: str) -> tuple[Limit, ...]:
+    """The lines of an experiment, in the order of the file."""
+    with FILE.open(newline="", encoding="utf-8") as file:
+        return tuple(
+            Limit(
+                one["key"],
+                one["metric"],
+                one["comparison"] == "at least",
+                float(Fraction(one["bound"])),
+                one["of"],
+                one["reason"],
+            )
+            for one in csv.DictReader(file)
+            if one["experiment"] == experiment
+        )
+
+
+def limit_of(experiment: str, key: str, metric: str) -> Limit:
+    """The first line whose key matches; KeyError without one."""
+    for one in limits(experiment):
+        if one.metric == metric and fnmatchcase(key, one.key):
+            return one
+    raise KeyError(f"no target of {metric!r} of {key!r} in {FILE.name} of {experiment}")
 
 
 @dataclass(frozen=True)

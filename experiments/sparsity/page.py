@@ -25,7 +25,7 @@ from experiments.report.results import (
     read,
     table,
 )
-from experiments.report.targets import RunTargets, Target
+from experiments.report.targets import RunTargets, Target, limit_of
 from experiments.sparsity import accuracy_page, decode, encoders, pairs, products
 from experiments.sparsity.accuracy_page import TASKS, gap_of
 from experiments.sparsity.methods import METHODS, STORAGES, stored_as
@@ -400,8 +400,6 @@ def ratio_drawing(kind: str, where: Where, rows: Sequence[Row]) -> Drawing:
 # Targets of 2:4 sparsity: published speeds over dense, memory of a training step, and the margins of fine-tuned models.
 
 SPEED, MEMORY = "speed over dense", "peak memory"
-#: Largest peak of memory of a sparse training step over the dense one's.
-OF_DENSE = 1.0
 #: Methods that train on are held to the margin; pruning at once is what they are compared with.
 TRAINED_ON = tuple(method for method in METHODS if method.startswith("fine-tuned"))
 
@@ -439,7 +437,9 @@ def speed_target(results: Results, place: Place, limit: float) -> Target:
     setting = setting_of(results, place)
     value = results.value(setting, place.method, place.metric)
     name = f"{place.method}, {setting}: {SPEED}"
-    return Target(name, value, limit, value_format=".3f", day=results.day(setting, place.method))
+    return limit_of(pairs.EXPERIMENT, place.kind, SPEED).target(
+        name, value, limit, value_format=".3f", day=results.day(setting, place.method)
+    )
 
 
 def memory_target(results: Results, place: Place) -> Target:
@@ -448,7 +448,7 @@ def memory_target(results: Results, place: Place) -> Target:
     own, dense = (results.value(setting, method, MEMORY) for method in (place.method, DENSE))
     value = own / dense if own is not None and dense else None
     name, day = f"{place.method}, {setting}: {MEMORY} over dense", results.day(setting, place.method)
-    return Target(name, value, OF_DENSE, at_least=False, value_format=".4f", day=day)
+    return limit_of(pairs.EXPERIMENT, place.kind, MEMORY).target(name, value, value_format=".4f", day=day)
 
 
 def setting_of(results: Results, place: Place) -> str:

@@ -6,20 +6,9 @@ percent) are those of the ratios of neighbouring calls. A library that is not in
 as the runtimes set them, and recorded: how many each side may use, and how many cores it kept busy. Import times are medians
 over fresh processes, beyond the time of what is imported first.
 
-Experiment `speed`: a quantized linear layer on a CPU with several rows of inputs over the same layer dense.
-
-A 2048 x 2048 layer, eager, as `ao_lab.quantize_` makes it of each configuration of experiment `linear`. The target is the
-fraction of the dense layer's speed that it is to reach: 1/1.5 for weights alone in 8 or 4-bit integers, 1/3 for all others.
-
-Experiment `speed`: a linear layer on a CPU with one row of inputs, weights quantized by a scheme, over the same layer dense.
-
-A 2048 x 2048 layer in float32 and in bfloat16, eager and compiled. The target of a scheme is the fraction of the dense layer's
-speed that it is to reach: 1/1.5 for 8-bit integers with one scale a row, 1/2.5 for 4-bit integers, 1/6 for all others.
-
-Comparisons of experiment `speed`: ours and another library's function, on the same input.
-
-Each pair is built by a function that returns two calls and a check. The check runs first: a call whose result is wrong is not
-timed.
+Quantized linear layers of 2048 x 2048 stand beside the same layer dense: with one row of inputs, weights quantized by a scheme,
+in float32 and bfloat16, eager and compiled; with several rows, eager, as `ao_lab.quantize_` makes them of each configuration of
+experiment `linear`.
 """
 
 from __future__ import annotations
@@ -50,13 +39,12 @@ from experiments.harness.rows import ROOT, Journal, Row
 from experiments.linear.methods import ACTIVATIONS, WEIGHTS, Method
 from experiments.linear.tables import checked
 from experiments.report.results import Results
-from experiments.report.targets import Target
+from experiments.report.targets import Target, limit_of
 from experiments.runs.settings import Settings
 
 # Targets of experiment `speed`: the least ratios to other libraries, stored with each comparison, and import times.
 
-#: Most seconds that an import may add to that of its libraries.
-IMPORT_TARGET = 0.150
+EXPERIMENT = "speed"
 #: Metrics of rows: the target of a comparison, and why there is no ratio.
 TARGET_METRIC, MISSING = "bar", "peer missing"
 
@@ -91,16 +79,20 @@ class Pair:
 class Comparison:
     """A pair by name.
 
-    baseline: what ours is compared with. target: the least ratio, their time over ours. library: what has to be installed.
+    baseline: what ours is compared with. library: what has to be installed.
     build: the pair on an input. runtime: of both sides, a key of THREADS.
     """
 
     name: str
     baseline: str
-    target: float
     library: str
     build: Callable[[np.ndarray], Pair]
     runtime: str
+
+    @property
+    def target(self) -> float:
+        """The least ratio, their time over ours."""
+        return limit_of(EXPERIMENT, self.name, "ratio").bound
 
     @property
     def missing(self) -> bool:
@@ -199,31 +191,18 @@ def _equal(ours: np.ndarray, theirs: np.ndarray) -> None:
 
 
 COMPARISONS = (
-    Comparison("NumPy encode to e4m3", "ml_dtypes astype", 1.0, "ml_dtypes", numpy_encode, "numpy"),
-    Comparison("JAX jit encode to e4m3", "XLA's own cast", 1.0, "jax", jax_encode, "jax"),
-    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", 0.5, "jax", jax_mxfp8, "jax"),
-    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", 1.0, "torchao", torch_mxfp8, "torch"),
+    Comparison("NumPy encode to e4m3", "ml_dtypes astype", "ml_dtypes", numpy_encode, "numpy"),
+    Comparison("JAX jit encode to e4m3", "XLA's own cast", "jax", jax_encode, "jax"),
+    Comparison("JAX jit MXFP8 quantizer", "XLA's plain cast", "jax", jax_mxfp8, "jax"),
+    Comparison("MXFP8 on torch CPU tensors", "torchao's eager to_mx", "torchao", torch_mxfp8, "torch"),
 )
 
 
-#: Longest time by scheme, in times of the dense layer.
-LIMITS = {
-    "int8_rowwise": 1.5,
-    "int4_g32": 2.5,
-    "int4_g128_asymmetric": 2.5,
-    "int8_g32_asymmetric": 6.0,
-    "ternary_rowwise": 6.0,
-    "int2_g32": 6.0,
-    "int3_g32": 6.0,
-    "int5_g32": 6.0,
-    "int6_g32": 6.0,
-    "fp8_rowwise": 6.0,
-    "mxfp8_e4m3": 6.0,
-    "mxfp6_e2m3": 6.0,
-    "mxfp4": 6.0,
-    "nvfp4": 6.0,
-    "nf4": 6.0,
-}
+#: Schemes of weights.
+ONE_ROW = (
+    "int8_rowwise", "int4_g32", "int4_g128_asymmetric", "int8_g32_asymmetric", "ternary_rowwise", "int2_g32", "int3_g32",
+    "int5_g32", "int6_g32", "fp8_rowwise", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4", "nf4",
+)  # fmt: skip
 COMPILED = ("int8_rowwise", "int4_g32", "int6_g32", "fp8_rowwise", "mxfp4", "nvfp4", "nf4")
 
 
@@ -260,7 +239,7 @@ def cpu_linear_pair(x: np.ndarray, scheme: str, dtype: torch.dtype, compiled: bo
 def _comparison(scheme: str, dtype: torch.dtype, compiled: bool) -> Comparison:
     name = f"one row, {scheme}, {str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}"
     build = partial(cpu_linear_pair, scheme=scheme, dtype=dtype, compiled=compiled)
-    return Comparison(name, "the dense layer", 1 / LIMITS[scheme], "torch", build, "torch")
+    return Comparison(name, "the dense layer", "torch", build, "torch")
 
 
 SIZE = 2048
@@ -270,11 +249,10 @@ CPU_LINEAR_LAYERS = tuple(
     _comparison(scheme, dtype, compiled)
     for compiled in (False, True)
     for dtype in (torch.float32, torch.bfloat16)
-    for scheme in (COMPILED if compiled else LIMITS)
+    for scheme in (COMPILED if compiled else ONE_ROW)
 )
-#: Configurations that people run on CPUs, which are measured in both dtypes; longest times in times of the dense layer.
+#: Configurations that people run on CPUs, which are measured in both dtypes.
 COMMON = ("int4 g128", "int4 g32", "int4 g128, zero points", "int8", "int8 g128")
-LIMIT, LIMIT_OF_OTHERS = 1.5, 3.0
 ROWS, ROWS_OF_OTHERS = (2, 4, 16, 64, 512), (2, 16, 512)
 
 
@@ -301,13 +279,11 @@ def cpu_row_pair(x: np.ndarray, method: Method, rows: int, dtype: torch.dtype) -
 def comparisons(method: Method, dtype: torch.dtype) -> list[Comparison]:
     """Those of a configuration, fewest rows first."""
     common = method.name in COMMON
-    target = 1 / (LIMIT if common else LIMIT_OF_OTHERS)
     word = str(dtype).removeprefix("torch.")
     return [
         Comparison(
             f"{rows} rows, {method.name}, {word}",
             "the dense layer",
-            target,
             "torch",
             partial(cpu_row_pair, method=method, rows=rows, dtype=dtype),
             "torch",
@@ -325,7 +301,6 @@ CPU_ROW_LAYERS = tuple(
 )
 
 
-EXPERIMENT = "speed"
 COUNTS = {"quick": 2**24, "full": 2**24}
 REPEATS = 15
 #: Quantized layers beside dense ones: with one row of inputs, with several.
@@ -429,7 +404,7 @@ def import_times(first: str, timed: str) -> dict[str, tuple[float, str]]:
         "time": (float(middle) * 1e3, "ms"),
         "time, 20%": (float(low) * 1e3, "ms"),
         "time, 80%": (float(high) * 1e3, "ms"),
-        TARGET_METRIC: (IMPORT_TARGET * 1e3, "ms"),
+        TARGET_METRIC: (limit_of(EXPERIMENT, f"import {timed}", "time").bound, "ms"),
     }
 
 

@@ -18,6 +18,7 @@ from experiments.generate.tables import (
 )
 from experiments.harness.rows import Row
 from experiments.report.results import Results
+from experiments.report.targets import limits
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 BATCH1, BATCH16, NOT_COMPILED = f"batch 1, {COMPILED}", f"batch 16, {COMPILED}", f"batch 1, {EAGER}"
@@ -137,5 +138,4 @@ def test_a_host_whose_speed_changed_is_told(layers, setting, again, said):
 
 
 def test_targets_are_of_known_methods():
-    limits = [one for of_layers in page.LIMITS.values() for one in of_layers]
-    assert {name for methods, _, _ in limits for name in methods} <= {one.name for one in METHODS}
+    assert {one.parts[-1] for one in limits("generate")} <= {one.name for one in METHODS}

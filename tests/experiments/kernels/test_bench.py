@@ -10,8 +10,9 @@ from experiments.harness.rows import Journal
 from experiments.kernels import operations as floors
 from experiments.kernels import page, run
 from experiments.kernels.cases import CASES, chosen, convention_cases, of_sparsity
-from experiments.kernels.operations import LARGE, SHAPES, at_least, at_most
+from experiments.kernels.operations import LARGE, SHAPES, SHOWN
 from experiments.report.results import FAMILIES, family
+from experiments.report.targets import Target
 from reference import SCHEMES
 from tests.experiments.harness.fake_watch import SHAPE, TINY, FakeWatch, bench, broken, measured, values_of
 
@@ -67,7 +68,7 @@ def test_every_target_has_its_case():
 
 
 def test_targets_that_are_no_fraction():
-    faster = at_least("speedup over unfused", 1.8)
+    faster = Target("speedup over unfused", None, 1.8, **SHOWN)
     fused = [name for name, case in CASES.items() if faster in case.targets]
     assert fused == [
         f"{operation}.{name}"
@@ -75,7 +76,10 @@ def test_targets_that_are_no_fraction():
         for name in ("fp8_rowwise", "mxfp8_e4m3")
     ]
     small = CASES["small.fp8_rowwise"]
-    assert small.targets == (at_most("time over elementwise", 1.2), at_most("host time", 15.0))
+    assert small.targets == (
+        Target("time over elementwise", None, 1.2, at_least=False, **SHOWN),
+        Target("host time", None, 15.0, at_least=False, **SHOWN),
+    )
     assert (small.shapes, small.host, list(small.beside)) == (("16x4096",), True, ["elementwise"])
 
 
@@ -220,7 +224,7 @@ def test_targets_are_rows_and_judged(tmp_path, monkeypatch):
 
 
 def test_less_is_better_for_times():
-    small = at_most("host time", 15.0)
+    small = Target("host time", None, 15.0, at_least=False, **SHOWN)
     assert replace(small, value=14.0).reached
     assert not replace(small, value=16.0).reached
     assert str(replace(small, value=16.0)) == "host time 16 of 15"

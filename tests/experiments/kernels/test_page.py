@@ -14,9 +14,10 @@ from experiments.kernels import bench as command
 from experiments.kernels import page, run
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases import CASES
-from experiments.kernels.operations import LARGE, SHAPES, at_least
+from experiments.kernels.operations import LARGE, SHAPES, SHOWN
 from experiments.kernels.page import roof_of, roofline
 from experiments.report import plots
+from experiments.report.targets import Target
 from tests.experiments.harness.fake_watch import FakeWatch, bench, broken, flipped
 
 
@@ -100,7 +101,7 @@ def test_tables_name_the_rows_of_their_lines(sample_rows):
 
 
 def test_a_miss_by_little_shows_enough_digits():
-    assert str(replace(at_least("speedup", 1.8), value=1.7958)) == "speedup 1.796 of 1.8"
+    assert str(Target("speedup", 1.7958, 1.8, **SHOWN)) == "speedup 1.796 of 1.8"
 
 
 def test_list_needs_no_gpu(monkeypatch, capsys):

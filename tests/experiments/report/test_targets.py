@@ -1,5 +1,7 @@
 """Targets: reached or not, and what a page says of them."""
 
+import csv
+
 import pytest
 
 from experiments.harness.paths import Paths
@@ -9,10 +11,13 @@ from experiments.report import pages
 from experiments.report.results import Where
 from experiments.report.targets import (
     COLUMNS,
+    FILE,
     RunTargets,
     Target,
     counted,
     counts,
+    limit_of,
+    limits,
     missed,
     missed_tables,
     percent_over,
@@ -126,3 +131,15 @@ def test_values_that_were_not_measured_are_counted():
     assert str(targets[0]) == "a 2 of 1"
     assert counts(targets, " are met") == "1 of 2 are met, 1 not measured"
     assert counts(targets[1:2]) == "0 of 1"
+
+
+def test_bounds_are_data_of_known_experiments():
+    lines = {name: limits(name) for name in EXPERIMENTS}
+    with FILE.open(newline="") as file:
+        assert sum(map(len, lines.values())) == sum(1 for _ in csv.DictReader(file))
+    for name, found in lines.items():
+        assert len({(one.key, one.metric) for one in found}) == len(found), name
+        assert all(limit_of(name, one.key, one.metric).bound >= 0 for one in found)
+    assert limit_of("speed", "one row, int4_g32, float32", "ratio").bound == 0.4
+    with pytest.raises(KeyError, match="no target of 'ratio' of 'x'"):
+        limit_of("qat", "x", "ratio")

@@ -25,7 +25,7 @@ def test_a_wrong_result_is_not_timed():
     def refuse():
         raise ValueError("3 of 4 codes differ")
 
-    comparison = Comparison("ours", "theirs", 1.0, "numpy", lambda x: Pair(list, list, refuse), "numpy")
+    comparison = Comparison("ours", "theirs", "numpy", lambda x: Pair(list, list, refuse), "numpy")
     with pytest.raises(ValueError, match="codes differ"):
         run.compared(comparison, X)
 
@@ -38,7 +38,7 @@ def test_ours_is_right(comparison):
 
 
 def test_a_missing_library_has_a_row_that_says_so(tmp_path):
-    comparison = Comparison("ours", "theirs", 1.0, "no_such_library", lambda x: pytest.fail("made"), "numpy")
+    comparison = Comparison("ours", "theirs", "no_such_library", lambda x: pytest.fail("made"), "numpy")
     rows = run.rows_of(tiny.settings(tmp_path), "ours", "theirs", run.compared(comparison, X))
     assert [row.metric for row in rows] == ["bar", "peer missing: install no_such_library"]
     (section,) = page.sections(rows)
@@ -48,7 +48,7 @@ def test_a_missing_library_has_a_row_that_says_so(tmp_path):
 def test_ratios_are_theirs_over_ours(monkeypatch, tmp_path):
     times = iter([9.0, 9.0] + [1.0, 2.0] * run.REPEATS)
     monkeypatch.setattr(run, "seconds", lambda call: next(times))
-    comparison = Comparison("ours", "theirs", 1.0, "numpy", lambda x: Pair(list, list, list), "numpy")
+    comparison = Comparison("ours", "theirs", "numpy", lambda x: Pair(list, list, list), "numpy")
     values = run.compared(comparison, X)
     assert values["ratio"] == values["ratio, 20%"] == (2.0, "ratio")
     rows = run.rows_of(tiny.settings(tmp_path), "ours", "theirs", values)
@@ -100,7 +100,7 @@ def test_import_times_come_from_fresh_processes(monkeypatch):
         run.import_times("sys", "no_such_module")
 
 
-@pytest.mark.parametrize("scheme", run.LIMITS)
+@pytest.mark.parametrize("scheme", run.ONE_ROW)
 def test_layers_are_checked_before_they_are_timed(scheme, monkeypatch):
     monkeypatch.setattr(run, "SIZE", 256)
     x = np.random.default_rng(0).standard_normal(256 * 257, dtype=np.float32)
