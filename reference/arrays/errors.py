@@ -12,6 +12,10 @@ import numpy as np
 Record = TypeVar("Record")
 #: How many names a message gives.
 NAMED = 3
+#: Of how many it gives all where no command lists them.
+LONGEST_LIST = 16
+#: Of which records `ao-lab formats`, `ao-lab schemes` and `ao-lab configs` list the names.
+LISTED = ("format", "scheme", "config")
 
 
 def lookup(name: object, table: Mapping[str, Record], what: str) -> Record:
@@ -38,9 +42,10 @@ def _nearest(name: str, table: Mapping[str, object], what: str) -> str:
     if close:
         return f"the nearest are {', '.join(close)}"
     known = sorted(table)
-    if len(known) <= NAMED:
+    if len(known) <= (NAMED if what in LISTED else LONGEST_LIST):
         return f"known are {', '.join(known)}"
-    return f"known are {', '.join(known[:NAMED])} and {len(known) - NAMED} more; `ao-lab {what}s` lists them"
+    some = f"known are {', '.join(known[:NAMED])} and {len(known) - NAMED} more"
+    return f"{some}; `ao-lab {what}s` lists them" if what in LISTED else some
 
 
 #: How a dtype may be given: its name ("float16", "f2"), np.dtype, a scalar type (np.float16, ml_dtypes.bfloat16, jnp.float16)

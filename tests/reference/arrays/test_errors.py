@@ -1,4 +1,4 @@
-"""Every argument that names a dtype takes every spelling of it, with the same bits."""
+"""Arguments that are names: every spelling of a dtype, with the same bits; and hints for unknown names that can be followed."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,8 +10,10 @@ import ao_lab
 import ao_lab.jax
 import fast
 import reference
+from ao_lab.cli.app import main
 from ao_lab.testing import assert_same_bits, fill
-from reference.arrays.errors import spelled
+from experiments.harness.registry import EXPERIMENTS
+from reference.arrays.errors import LISTED, lookup, spelled
 
 SPELLINGS = {
     "float16": ["float16", "f2", "half", np.float16, np.dtype("float16"), jnp.float16, torch.float16],
@@ -63,3 +65,20 @@ def test_sparse_products():
         assert reference.linear_sparse(w, *stored, out_dtype=out_dtype).dtype == torch.float16
     with pytest.raises(ValueError, match="out_dtype is one of float32, bfloat16, float16, int32"):
         fast.linear_sparse(w, *stored, out_dtype="int4")
+
+
+@pytest.mark.parametrize("what", LISTED)
+def test_what_a_hint_names_is_a_command(what, capsys):
+    names = dict.fromkeys("abcde")
+    with pytest.raises(ValueError, match=f"known are a, b, c and 2 more; `ao-lab {what}s` lists them"):
+        lookup("nosuch", names, what)
+    assert main([f"{what}s"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_names_that_no_command_lists_are_given():
+    assert main(["reproduce", "nosuch"]) == 2
+    with pytest.raises(ValueError, match=f"known are {', '.join(sorted(EXPERIMENTS))}$"):
+        lookup("nosuch", EXPERIMENTS, "experiment")
+    with pytest.raises(ValueError, match=r"known are 0, 1, 10 and 97 more$"):
+        lookup("nosuch", dict.fromkeys(map(str, range(100))), "task")
