@@ -33,7 +33,7 @@ ELEMENTS = "tests/reference/quantize/test_elements.py"
 ROUNDING = "tests/reference/formats/test_rounding.py"
 SCALES = "tests/reference/quantize/test_scales.py"
 SOFTFLOAT = "tests/reference/arrays/test_softfloat.py -k integer_rules"
-STATISTICS = "tests/reference/quantize/test_statistics.py"
+STATISTICS = "tests/reference/quantize/test_scales.py"
 BLOCKS = "tests/reference/quantize/test_blocks.py"
 MX = "tests/reference/schemes/torchao/test_mx.py"
 SPARSITY = "tests/reference/sparsity/test_"
@@ -135,14 +135,14 @@ REFERENCE = [
              "tests/reference/quantize/test_quantize.py -k 'rounded_product or finite_stays'"),
     Mutation("infinity hides a NaN", "reference/quantize/statistics.py",
              "nan = largest > INFINITY", "nan = largest >= INFINITY",
-             "tests/reference/schemes/torchao/test_integers.py tests/reference/quantize/test_statistics.py"),
+             "tests/reference/schemes/torchao/test_affine.py tests/reference/quantize/test_scales.py"),
     Mutation("means of subnormals round up", "reference/quantize/statistics.py",
              "(values + ((values >> 1) & 1)) >> 1", "(values + 1) >> 1", STATISTICS),
     Mutation("the range may miss zero", "reference/quantize/statistics.py",
              "ns.where(span.high < 0, 0, span.high)", "span.high", STATISTICS),
     Mutation("logarithms rounded as numbers are not", "reference/arrays/softfloat.py",
              "spacing / (4 if toward_zero and", "spacing / (2 if toward_zero and",
-             MX + " tests/reference/schemes/torchao/test_fp8.py"),
+             MX + " tests/reference/schemes/torchao/test_affine.py"),
     Mutation("compress takes -0 for a weight", "reference/sparsity/compress.py",
              "(bits != 0) & (bits != negative)", "bits != 0", SPARSITY + "compress.py"),
     Mutation("RIA without its square root", "reference/sparsity/prune.py",

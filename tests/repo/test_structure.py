@@ -41,11 +41,17 @@ SHARED_PREFIXES = {
 }
 #: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.
 TESTED_BY = {
+    "formats.arithmetic": "formats/test_rounding.py",
     "formats.encode_bits": "formats/test_encode.py",
     "layers.rotary": "layers/test_gradients.py",
+    "matmul.operands": "matmul/test_matmul.py",
     "quantize.power_scales": "quantize/test_scales.py",
-    "schemes.conventions": "schemes/test_compressed_tensors.py",
-    "schemes.torchao": "schemes/torchao/test_integers.py",
+    "quantize.statistics": "quantize/test_scales.py",
+    "schemes.torchao": "schemes/torchao/test_affine.py",
+    "sparsity.activation": "sparsity/test_prune.py",
+    "sparsity.linear_sparse_int4": "sparsity/test_linear_sparse.py",
+    "sparsity.stored_codes": "sparsity/test_compress.py",
+    "training.hadamard": "training/test_linear.py",
 }
 #: Tests of a folder of a package that stand in a folder of another name.
 TEST_FOLDERS = {

@@ -138,7 +138,7 @@ def compare(stored: torch.Tensor, ours: ao_lab.QuantizedTensor, weight: torch.Te
     q = ours.quantized
     if isinstance(stored, NF4Tensor):
         assert_words(ours.codes, nibbles_swapped(stored.quantized_data), "codes", weight)
-        # The order in which torch adds scales for their mean is the machine's; tests/reference/schemes/torchao/test_nf4.py
+        # The order in which torch adds scales for their mean is the machine's; tests/reference/schemes/torchao/test_nvfp4.py
         # says more.
         if not torch.equal(q.zero, stored.scaler_mean.float()):
             return

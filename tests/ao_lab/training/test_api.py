@@ -2,12 +2,20 @@
 
 import copy
 import io
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import nn
 
 import ao_lab
+from ao_lab.training.float8 import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    ScalingType,
+)
 from ao_lab.training.layers import LowPrecisionLinear
 from reference.training import RECIPES
 
@@ -169,3 +177,130 @@ def test_compiled_in_one_graph(name):
         step(torch.ones(16, 128).bfloat16()).float().sum().backward()
         grads.append(net[0].weight.grad.clone())
     assert torch.equal(*grads)
+
+
+# Compiled layers with an open number of rows.
+
+#: A block of 32 rows or several: torch itself compiles one scale along an axis apart from several.
+TWO = ("mxfp8", "mxfp6")
+#: The others draw random numbers, and run between compiled programs.
+TRACED = tuple(name for name, recipe in RECIPES.items() if not recipe.is_stochastic)
+
+
+# torch's tracer makes an instance of the function, of which torch itself warns.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["rowwise", *(pytest.param(one, marks=pytest.mark.nightly) for one in TRACED if one != "rowwise")],
+)
+def test_one_program_for_any_number_of_rows(name):
+    """The bits of the layer that is not compiled, whether blocks divide the rows or not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64))
+    ao_lab.convert_for_training_(net, name, pad=True)
+    torch.compiler.reset()
+    programs, aot_eager = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def counted(*given):
+        programs.append(given)
+        return aot_eager(*given)
+
+    compiled = torch.compile(net, backend=counted, dynamic=True, fullgraph=True)
+    for rows in (8, 33, 64, 100):
+        x = torch.randn(rows, 64)
+        made = []
+        for step in (compiled, net):
+            net.zero_grad()
+            y = step(x)
+            y.square().sum().backward()
+            made.append((y.detach(), net[0].weight.grad.clone()))
+        assert torch.equal(made[0][0], made[1][0])
+        assert torch.equal(made[0][1], made[1][1])
+    torch.compiler.reset()
+    assert len(programs) == (2 if name in TWO else 1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_of_no_memory(name):
+    """Shapes and dtypes of a training step on the meta device, as estimates of memory ask for; it has no autocast."""
+    net = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    ao_lab.convert_for_training_(net, name)
+    x = torch.ones(16, 128, device="meta", requires_grad=True)
+    y = net.to("meta")(x)
+    y.sum().backward()
+    assert (y.shape, y.device.type, y.dtype) == (x.shape, "meta", x.dtype)
+    assert (x.grad.shape, net[0].weight.grad.shape) == (x.shape, (128, 128))
+
+
+# torchao's configurations mean the recipes of these names.
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_recipes_by_name(name):
+    assert Float8LinearConfig.from_recipe_name(name).recipe() is RECIPES[name]
+
+
+def test_defaults_are_tensorwise():
+    assert Float8LinearConfig().recipe() is RECIPES["tensorwise"]
+    net = ao_lab.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+    assert isinstance(net[0], LowPrecisionLinear)
+
+
+def test_fields_reach_the_recipe():
+    row = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e5m2)
+    config = Float8LinearConfig(
+        cast_config_weight=row, gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=True)
+    )
+    recipe = config.recipe()
+    assert recipe.output.b.scheme.name == "fp8_rowwise_e5m2"
+    assert recipe.input_grad.b.scheme.name == "fp8_rowwise_e5m2"
+    assert recipe.output.a.scheme.name == "fp8_tensorwise"
+    assert [p.accumulation for p in (recipe.output, recipe.input_grad, recipe.weight_grad)] == [
+        "fast",
+        "precise",
+        "fast",
+    ]
+    assert (
+        Float8LinearConfig(round_scales_to_power_of_2=True).recipe().output.a.scheme.scale.rule
+        == "ratio_pow2"
+    )
+
+
+def test_one_cast_for_two_tensors_keeps_its_dtype_apart():
+    """torchao fills the dtype in place, so that an instance for inputs and gradients makes gradients e4m3."""
+    shared = CastConfig()
+    recipe = Float8LinearConfig(cast_config_input=shared, cast_config_grad_output=shared).recipe()
+    assert (recipe.output.a.scheme.element, recipe.input_grad.a.scheme.element) == (
+        "float8_e4m3fn",
+        "float8_e5m2",
+    )
+    assert shared.target_dtype is None
+
+
+def test_wrong_configurations():
+    with pytest.raises(ValueError, match="tensorwise, rowwise, rowwise_with_gw_hp"):
+        Float8LinearConfig.from_recipe_name("blockwise")
+    with pytest.raises(ValueError, match="target_dtype"):
+        CastConfig(target_dtype=torch.float16)
+    with pytest.raises(ValueError, match="both operands of output"):
+        Float8LinearConfig(cast_config_input=CastConfig(ScalingType.DISABLED))
+    with pytest.raises(TypeError, match="Float8LinearConfig"):
+        ao_lab.convert_to_float8_training(nn.Linear(32, 32), config="rowwise")
+
+
+def test_padding_and_emulation():
+    net = nn.Sequential(nn.Linear(20, 30))
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=True)
+    ao_lab.convert_to_float8_training(net, config=config)
+    assert net(torch.randn(3, 20)).shape == (3, 30)
+
+
+@pytest.mark.parametrize("name", ["CastConfig", "Float8GemmConfig", "Float8LinearConfig"])
+def test_fields_and_defaults_are_those_of_torchao(name):
+    """Same names in the same order, so that a user switches by changing the import."""
+    theirs = getattr(pytest.importorskip("torchao.float8.config"), name)
+    ours = getattr(ao_lab, name)
+    assert [field.name for field in fields(ours)] == [field.name for field in fields(theirs)]
+    for mine, other in zip(fields(ours), fields(theirs), strict=True):
+        if isinstance(mine.default, bool | None):
+            assert mine.default == other.default, mine.name

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from reference import random_bits
 from reference.arrays.namespace import namespace_of
+from reference.formats.arithmetic import to_dtype_bits
+from reference.formats.formats import FORMATS
 from reference.formats.rounding import (
     LARGEST_SHIFT,
     MODES,
@@ -22,7 +24,8 @@ from reference.formats.rounding import (
     philox,
     round_shift,
 )
-from tests.support.oracles import Array
+from tests.support import oracles
+from tests.support.oracles import SIXTEEN_BIT, Array
 
 # Philox against the published test vectors, and the layout of words in a tensor.
 
@@ -206,3 +209,30 @@ def test_check_mode() -> None:
         check_mode("stochastic", None)
     with pytest.raises(ValueError, match="takes no random_bits"):
         check_mode("up", np.zeros(1, np.uint32))
+
+
+# float32 bit patterns become an array of a float dtype with one rounding, against NumPy's and ml_dtypes' casts.
+
+NUMPY = namespace_of(np.zeros(1))
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("name", ["float32", "float64", *SIXTEEN_BIT])
+def test_float32_bits_become_a_dtype(name: str, saturate: bool) -> None:
+    """`to_dtype_bits` against NumPy's and ml_dtypes' casts; saturated, only what was infinite is."""
+    rng = np.random.default_rng(4)
+    bits = np.concatenate(
+        [rng.integers(0, 1 << 32, 1 << 15, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32) << 16]
+    )
+    x = bits.view(np.float32)
+    ours = to_dtype_bits(NUMPY, bits.view(np.int32), name, saturate=saturate)
+    assert ours.dtype == oracles.dtype_of(name)
+    with np.errstate(all="ignore"):
+        truth = x.astype(oracles.dtype_of(name)).astype(np.float64)
+        wide = ours.astype(np.float64)
+    if saturate and name in FORMATS:
+        limit = FORMATS[name].max
+        truth = np.where(np.isinf(x), truth, np.clip(truth, -limit, limit))
+    nan = np.isnan(x)
+    assert (wide.view(np.uint64) == truth.view(np.uint64))[~nan].all()
+    assert np.isnan(wide[nan]).all()

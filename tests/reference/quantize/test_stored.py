@@ -1,4 +1,4 @@
-"""The tiled layout of block scales: the documented byte offsets, torchao's `to_blocked`, every library."""
+"""What is stored: the tiled layout of block scales, `packed=True`, and a `Quantized` made by hand, in every library."""
 
 from dataclasses import replace
 
@@ -10,18 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ao_lab
+import ao_lab.jax
 import fast
-from ao_lab.testing.strategies import assert_same_bits
+import reference
+from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, fill
 from reference import (
     SCHEMES,
     Quantized,
     dequantize,
     matmul,
+    pack,
     quantize,
     quantize_both,
     tile_scales,
     untile_scales,
 )
+from reference.arrays.torch_bridge import to_torch
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.quantize.stored import tiled_size
 from tests.support.record_samples import sampled
@@ -195,3 +200,173 @@ def test_padding_is_zero_and_is_dropped():
 def test_what_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+# `packed=True`: the codes that `pack` makes, in every library, back through `dequantize` and into `matmul`.
+
+# 2, 3, 4, 6 and 8 bits; two levels, zero points, a codebook.
+PACKED_NAMES = [
+    "int2_g32",
+    "int3_g32",
+    "mxfp4",
+    "nvfp4",
+    "int4_g32_asymmetric",
+    "mxfp6_e2m3",
+    "mxfp8_e4m3",
+    "nf4",
+]
+PACKED_X = fill("normals", (2, 32, 96))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("name", PACKED_NAMES)
+def test_packed_is_pack_of_the_codes(name, axis):
+    x = np.moveaxis(PACKED_X, -1, axis)
+    q, plain = quantize(x, name, axis=axis, packed=True), quantize(x, name, axis=axis)
+    assert q.packed is True
+    assert plain.packed is False
+    assert_same_quantized(q, replace(plain, codes=pack(plain.codes, SCHEMES[name].element), packed=True))
+    assert_same_bits(dequantize(q), dequantize(plain))
+
+
+def assert_packed(q, expected):
+    assert q.packed is True
+    assert_same_quantized(q, expected)
+    assert_same_bits(dequantize(q), dequantize(expected))
+
+
+@pytest.mark.parametrize("name", PACKED_NAMES)
+def test_torch(name):
+    """torch shares NumPy's memory and by `__wrapped__` runs its own."""
+    expected, tensor = quantize(PACKED_X, name, packed=True), torch.from_numpy(PACKED_X.copy())
+    for function in (quantize, quantize.__wrapped__):
+        assert_packed(function(tensor, name, packed=True), expected)
+
+
+# A width that fills bytes evenly and one that does not; the others, a second level and zero points at night.
+@pytest.mark.parametrize("name", sampled({"int3_g32", "mxfp4"}, PACKED_NAMES))
+def test_jax(name):
+    """JAX keeps the flag as a static part."""
+    expected = quantize(PACKED_X, name, packed=True)
+    result = quantize(jnp.asarray(PACKED_X), name, packed=True)
+    assert_packed(result, expected)
+    assert_packed(jax.jit(lambda x: quantize(x, name, packed=True))(PACKED_X), expected)
+    assert_same_bits(jax.jit(dequantize)(expected), dequantize(expected))
+    plain = jax.eval_shape(lambda x: quantize(x, name), PACKED_X)
+    assert jax.tree.structure(result) != jax.tree.structure(plain)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int3_g32"])
+def test_operands_of_matmul(name):
+    other = fill("normals", (96, 4), seed=1)
+    q = quantize(PACKED_X, name, packed=True)
+    for accumulation in ("exact", "blocked"):
+        expected = ao_lab.matmul(quantize(PACKED_X, name), other, accumulation=accumulation)
+        assert_same_bits(ao_lab.matmul(q, other, accumulation=accumulation), expected)
+    assert_same_bits(
+        reference.matmul_error_bound(q, other), reference.matmul_error_bound(quantize(PACKED_X, name), other)
+    )
+
+
+def test_vmap_of_packed():
+    stacked = jax.jit(jax.vmap(lambda x: quantize(x, "mxfp4", packed=True)))(jnp.asarray(PACKED_X))
+    assert stacked.codes.shape == (2, 32, 48)
+    assert stacked.shape == (32, 96)
+    assert_same_bits(jax.jit(jax.vmap(dequantize))(stacked), dequantize(quantize(PACKED_X, "mxfp4")))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (0,)])
+def test_empty(shape):
+    q = quantize(np.zeros(shape, np.float32), "mxfp4", packed=True)
+    assert q.codes.shape == (*shape[:-1], shape[-1] // 2)
+    assert dequantize(q).shape == shape
+
+
+def packed_test_what_is_refused():
+    with pytest.raises(ValueError, match="pack needs at least one axis"):
+        quantize(np.float32(1), "nvfp4", packed=True)
+    q = quantize(PACKED_X, "mxfp4", packed=True)
+    with pytest.raises(ValueError, match=r"^codes .* \(2, 32, 96\), got \(2, 32, 48\);.*packed=True"):
+        dequantize(replace(q, packed=False))
+    with pytest.raises(ValueError, match=r"^packed codes .* \(2, 32, 48\), got \(2, 32, 96\);.*packed=False"):
+        dequantize(replace(quantize(PACKED_X, "mxfp4"), packed=True))
+    # A byte per code needs no packing, so 0-d stays possible.
+    assert quantize(np.float32(1), "fp8_tensorwise", packed=True).codes.shape == ()
+
+
+# A `Quantized` made by hand: what does not fit is refused by every library with one text; bits above a code are ignored.
+
+FIELD_X = fill("normals", (4, 256), seed=3)
+# name, what is replaced, the error, its text.
+WRONG = {
+    "no scale": ("fp8_rowwise", {"scale": None}, ValueError, r"scale = float32 of shape \(4, 1\).*got none"),
+    "scale shape": ("fp8_rowwise", {"scale": np.ones(4, np.float32)}, ValueError, r"got float32 of shape \(4,\)"),
+    "scale dtype": ("mxfp4", {"scale": np.ones((4, 8), np.int8)}, ValueError, r"uint8 of.*got int8 of"),
+    "no outer": ("nvfp4", {"outer": None}, ValueError, r"outer = float32 of shape \(\).*got none"),
+    "outer shape": ("nvfp4", {"outer": np.ones(4, np.float32)}, ValueError, r"outer = float32 of shape \(\), got"),
+    "outer too many": ("mxfp4", {"outer": np.ones((), np.float32)}, ValueError, "outer = none"),
+    "no center": ("nf4", {"zero": None}, ValueError, r"zero = float32 of shape \(\).*got none"),
+    "groups": ("nf4", {"outer": np.ones(3, np.float32)}, ValueError, r"outer = float32 of shape \(1,\), got"),
+    "zero shape": (
+        "int4_g32_asymmetric", {"zero": np.ones((4, 1), np.int8)}, ValueError, r"zero = int8 of shape \(4, 8\), got",
+    ),
+    "zero dtype": ("int4_g32_asymmetric", {"zero": np.ones((4, 8), np.uint8)}, ValueError, "got uint8 of"),
+    "codes dtype": ("mxfp4", {"codes": np.zeros((4, 256), np.int8)}, TypeError, "uint8 or uint16, got int8"),
+    "codes width": ("mxfp4", {"codes": np.zeros((4, 256), np.uint16)}, TypeError, "float4_e2m1fn are uint8, got uint16"),
+    "codes shape": ("mxfp4", {"codes": np.zeros((4, 128), np.uint8)}, ValueError, r"\(4, 256\), got \(4, 128\)"),
+    "shape": ("mxfp4", {"shape": (2, 512)}, ValueError, r"have shape \(2, 512\), got \(4, 256\)"),
+    "shape's type": ("mxfp4", {"shape": 1024}, TypeError, "tuple of integers, got 1024"),
+    "lengths": ("mxfp4", {"shape": (4, 256.0)}, TypeError, r"tuple of integers, got \(4, 256.0\)"),
+    "axis": ("fp8_rowwise", {"axis": 0}, ValueError, r"scale = float32 of shape \(1, 256\), got"),
+    "axis outside": ("fp8_rowwise", {"axis": 2}, ValueError, "axis 2 is outside"),
+    "axis type": ("fp8_rowwise", {"axis": 1.0}, TypeError, "axis is an integer, got float"),
+    "scheme": ("fp8_rowwise", {"scheme": "fp8_rowwise"}, TypeError, "record, got str: 'fp8_rowwise'"),
+    "tiled": ("mxfp4", {"tiled": True}, ValueError, r"uint8 of shape \(1024,\), got uint8 of shape \(4, 8\)"),
+    "never tiled": ("fp8_rowwise", {"tiled": True}, ValueError, "tiled=True takes a scheme"),
+}  # fmt: skip
+LIBRARIES = {
+    "numpy": (np.asarray, reference.dequantize),
+    "torch's operations": (to_torch, reference.dequantize.__wrapped__),
+    "fast": (to_torch, fast.dequantize),
+    "jax": (jax.numpy.asarray, ao_lab.jax.dequantize),
+}
+
+
+def in_library(q, convert):
+    """q with arrays of another library."""
+    arrays = {part: getattr(q, part) for part in ("codes", "scale", "outer", "zero")}
+    return replace(q, **{part: None if a is None else convert(a) for part, a in arrays.items()})
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused(library, case):
+    name, wrong, error, said = WRONG[case]
+    convert, dequantize = LIBRARIES[library]
+    q = in_library(replace(quantize(FIELD_X, name), **wrong), convert)
+    with pytest.raises(error, match=said):
+        dequantize(q)
+
+
+def test_scales_of_another_library():
+    q = quantize(FIELD_X, "fp8_rowwise")
+    with pytest.raises(ValueError, match="in the codes' library, got a ArrayImpl"):
+        reference.dequantize(replace(q, scale=jax.numpy.asarray(q.scale), codes=to_torch(q.codes)))
+
+
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "int4_g32", "int4_g32_asymmetric", "torchao.int4_g32_tinygemm", "nf4"]
+)
+def test_bits_above_a_code_are_ignored(name):
+    q = quantize(FIELD_X, name)
+    more = replace(q, codes=q.codes | np.uint8(0xB0))
+    assert_same_bits(reference.dequantize(more), reference.dequantize(q))
+    if SCHEMES[name].zero is None or SCHEMES[name].zero.rule == "code":
+        w = fill("normals", (256, 2), seed=4)
+        assert_same_bits(reference.matmul(more, w), reference.matmul(q, w))
+
+
+def test_matmul_refuses_as_well():
+    q = quantize(FIELD_X, "fp8_rowwise")
+    with pytest.raises(ValueError, match="takes scale = float32"):
+        reference.matmul(replace(q, scale=None), FIELD_X.T)
