@@ -40,7 +40,7 @@ TESTS = (
     "tests/ao_lab/quantization/test_models_transformers.py",
     "tests/ao_lab/qat/test_loops.py",
     "tests/ao_lab/sparsity/test_api.py",
-    "tests/ao_lab/tensor/libraries",
+    "tests/ao_lab/tensor/test_libraries.py",
     "tests/ao_lab/tensor/test_view_ops.py",
     "tests/ao_lab/training/test_fused_modules.py",
     "tests/ao_lab/training/test_fused_modules.py",

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from ao_lab import QuantizedTensor, Recipe, quantized
-from ao_lab.tensor.metadata import described, meta_from
+from ao_lab.gemm.sparse import kept
+from ao_lab.tensor.metadata import PARTS, described, meta_from
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import STORED, same, specified, stored, weight
 
@@ -139,3 +140,86 @@ def test_caches_of_programs_tell_recipes_apart():
     ]
     assert t._stable_hash_for_caching() == same_description._stable_hash_for_caching()
     assert len({x._stable_hash_for_caching() for x in [t, *others]}) == 7
+
+
+# A part of a weight that another takes the place of: products, guards and copies see the new one.
+
+X = torch.linspace(-2, 2, 3 * 64).reshape(3, 64)
+REPLACED = ["int8_rowwise", "int4_g32_asymmetric", "nvfp4", "int8_rowwise_static"]
+
+
+def made(scheme, seed):
+    dense = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+    if scheme.endswith("_static"):
+        recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_tensorwise"])
+        return quantized(dense, recipe, input_scales=Scales(torch.tensor(0.02 * (1 + seed))))
+    return quantized(dense, scheme)
+
+
+def replaced(make, names, x=X):
+    """Whether after each replacement the product is that of a fresh weight of the same parts."""
+    w, other = make(0), make(1)
+    for name in names:
+        if getattr(w, name) is None:
+            continue
+        w.stored, functional.linear(x, w), w.__tensor_flatten__()
+        before = w.dequantize()
+        setattr(w, name, getattr(other, name).clone())
+        fresh = w.remade(w.parts)
+        assert torch.equal(functional.linear(x, w), functional.linear(x, fresh)), name
+        assert torch.equal(w.dequantize(), fresh.dequantize())
+        assert name.startswith("input") or not torch.equal(w.dequantize(), before), name
+    assert torch.equal(functional.linear(x, w), functional.linear(x, other))
+
+
+@pytest.mark.parametrize("scheme", REPLACED)
+def test_products_see_it(scheme):
+    with torch.no_grad():
+        replaced(lambda seed: made(scheme, seed), PARTS)
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise_2:4", "int4_g32_asymmetric_2:4"])
+def test_products_of_sparse_weights_see_it(scheme):
+    with torch.no_grad():
+        replaced(lambda seed: stored(scheme, 32, 64, seed=seed), PARTS)
+
+
+def test_the_description_too():
+    w, other = made("int8_rowwise", 0), made("int8_rowwise_static", 0)
+    with torch.no_grad():
+        functional.linear(X, w)
+        w.input_scale, w.meta = other.input_scale, other.meta
+        assert torch.equal(functional.linear(X, w), functional.linear(X, other))
+
+
+def test_a_compiled_program_sees_it():
+    torch.compiler.reset()
+    layer = nn.Linear(64, 32, bias=False)
+    layer.weight = nn.Parameter(made("int8_rowwise", 0), requires_grad=False)
+    compiled, other = (
+        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+        made("int4_g32_asymmetric", 1),
+    )
+    with torch.no_grad():
+        compiled(X)
+        for name in PARTS:
+            setattr(layer.weight, name, getattr(other, name))
+        layer.weight.meta = other.meta
+        torch.testing.assert_close(compiled(X), functional.linear(X, other))
+
+
+def test_what_is_arranged_of_codes_is_made_anew_for_other_memory():
+    codes, metadata = torch.ones(2, 4, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8)
+    first = kept(codes, metadata, "product", lambda: codes.clone())
+    codes.data = torch.full((2, 4), 7, dtype=torch.uint8)
+    assert kept(codes, metadata, "product", lambda: codes.clone()) is not first
+
+
+def test_another_attribute_takes_nothing_away():
+    w = made("int8_rowwise", 0)
+    with torch.no_grad():
+        functional.linear(X, w)
+    known = w.stored
+    w.note = "mine"
+    assert w.stored is known
+    assert isinstance(w, QuantizedTensor)

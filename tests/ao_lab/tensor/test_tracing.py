@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.fx.passes.utils.source_matcher_utils import get_source_partitions
 
 from ao_lab import Recipe, SchemeConfig, quantize_, quantized
 from reference import SCHEMES, Scales
@@ -125,17 +126,6 @@ def test_compiled_with_static_scales():
         assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
-def test_a_weight_of_another_recipe_compiles_anew():
-    x = torch.ones(2, 128)
-    layer = nn.Linear(128, 64)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    dense = layer.weight.detach().clone()
-    for scheme in ("int4_g32", "int4_g64", "mxfp4", "nvfp4"):
-        layer.weight = nn.Parameter(quantized(dense, scheme), requires_grad=False)
-        with torch.no_grad():
-            assert torch.equal(compiled(x), layer(x)), scheme
-
-
 def test_the_host_kernel_cannot_be_traced():
     net = network("int8_rowwise", None, kernel="reference")
     net(TOKENS)
@@ -152,3 +142,71 @@ def test_one_program_for_weights_of_several_shapes(scheme):
         w = quantized(torch.randn(rows, columns, dtype=torch.bfloat16), scheme)
         x = torch.randn(1, columns, dtype=torch.bfloat16)
         assert torch.equal(compiled(x, w), torch.nn.functional.linear(x, w))
+
+
+# Exported programs: what backends read of the nodes that a layer was decomposed to, and what compiles them.
+
+X = torch.linspace(-2, 2, 3 * 64).reshape(3, 64)
+EXPORTED = [
+    ("int8_rowwise", None),
+    ("int8_g32", "int8_rowwise"),
+    ("fp8_rowwise", "fp8_rowwise"),
+    ("nvfp4", "nvfp4"),
+]
+
+
+def frozen_layers(scheme, activation):
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
+    quantize_(net, SchemeConfig(scheme=scheme, activation_scheme=activation))
+    return net.eval().requires_grad_(False)
+
+
+def operators(nodes):
+    return {str(node.target) for node in nodes if node.op == "call_function"}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec:FutureWarning"
+)  # torch's own tools call each other what they deprecate
+@pytest.mark.parametrize(
+    ("scheme", "activation", "strict"),
+    [
+        (*EXPORTED[1], False),
+        *(
+            pytest.param(*pair, strict, marks=pytest.mark.nightly)
+            for pair in EXPORTED
+            for strict in (False, True)
+        ),
+    ],
+)
+def test_a_layers_source_holds_none_of_our_operators(scheme, activation, strict):
+    """ExecuTorch's partitioner takes all that comes from nn.Linear for movements of its weight, and reads codes as float32."""
+    program = torch.export.export(frozen_layers(scheme, activation), (X,), strict=strict).run_decompositions(
+        {}
+    )
+    assert any("ao_lab" in name for name in operators(program.graph.nodes))
+    linear = [nn.Linear, nn.functional.linear, "linear"]
+    partitions = [one for of in get_source_partitions(program.graph, linear).values() for one in of]
+    assert not any("ao_lab" in name for one in partitions for name in operators(one.nodes))
+    # Programs are saved with what nodes come from.
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(X), program.module()(X))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize(
+    ("scheme", "activation"), [EXPORTED[0], ("int8_rowwise", "int8_rowwise"), EXPORTED[3]]
+)
+def test_compiled_ahead_of_time(scheme, activation, tmp_path):
+    net = frozen_layers(scheme, activation)
+    with torch.no_grad():
+        program = torch.export.export(
+            net, (X,), dynamic_shapes=({0: torch.export.Dim("rows", min=1, max=64)},)
+        )
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "net.pt2"))
+        compiled = torch._inductor.aoti_load_package(path)
+        for x in (X, X[:1], torch.cat([X, X])):
+            torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Two processes that try loops of torch.distributed with every kind of quantized layer; run by tensor/loops/test_distributed.
+"""Two processes that try loops of torch.distributed with every kind of quantized layer; run by test_loops.
 
     python tests/support/distributed/loops_ranks.py RANKS DIRECTORY [KIND ...]
 

@@ -1,4 +1,4 @@
-"""Sizes and resized tables of transformers' models with quantized weights; tests/ao_lab/tensor/loops has all kinds."""
+"""Sizes and resized tables of transformers' models with quantized weights; tests/ao_lab/tensor/test_loops.py has all kinds."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import ao_lab
 from ao_lab import QuantizedTensor, quantized
 from ao_lab.checkpoint.transformers.methods import joined
-from tests.ao_lab.tensor.loops.situations import logits, with_tables
+from tests.support.loops import logits, with_tables
 from tests.support.quantized_weights import KINDS, same, weight
 
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tests.ao_lab.tensor.loops.situations import ANSWERS, DAY, KINDS, LOOPS, tried
+from tests.support.distributed.ranks import check_on_ranks
+from tests.support.loops import ANSWERS, DAY, KINDS, LOOPS, tried
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -30,3 +31,9 @@ def test_the_answer_is_that_of_the_table(loop, kind, tmp_path):
 def test_every_answer_is_of_a_loop():
     assert {loop for loop, _ in ANSWERS} <= set(LOOPS)
     assert {kind for _, kind in ANSWERS} - {""} <= set(KINDS)
+
+
+@pytest.mark.parametrize("kinds", [["int8 dynamic", "nf4"], pytest.param([], marks=pytest.mark.nightly)])
+def test_on_two_ranks(kinds, tmp_path):
+    """FSDP1, FSDP2, DDP and none: training beside frozen layers, states by DCP and from rank 0; two ways to cut a layer."""
+    check_on_ranks("loops_ranks.py", tmp_path, *kinds)

@@ -1,9 +1,14 @@
-"""What a compiled call asks of quantized weights: no comparison of records, no `__torch_function__`, parts as plain inputs."""
+"""What torch's compiler, TorchScript and other libraries ask of quantized weights, and what they get.
+
+A compiled call compares no records, calls no `__torch_function__` and has the parts as plain inputs.
+"""
 
 import copy
+import io
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +19,11 @@ from torch._guards import TracingContext
 import ao_lab
 from ao_lab import QuantizedTensor, quantize_, quantized
 from ao_lab.config.recipe import Recipe
-from ao_lab.tensor import torch_changes as unwrapping
+from ao_lab.tensor import torch_changes
+from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.torch_changes import DTENSOR, PENDING, make_changes
 from reference import Scheme
+from tests.support.quantized_weights import pair, same, weight
 
 CONFIGS = {
     "int8wo": lambda: ao_lab.Int8WeightOnlyConfig(),
@@ -41,7 +48,7 @@ def network(config=None, depth=3, seed=0):
         nn.init.normal_(parameter, std=0.1, generator=generator)
     if config is not None:
         quantize_(net, config)
-    return net.requires_grad_(False)
+    return net.eval().requires_grad_(False)
 
 
 def parts_of(net):
@@ -202,12 +209,12 @@ def fake_meta(size=(64, 64), stride=(64, 1)):
 def test_known_parts_are_those_of_torchs_order():
     w = quantized(torch.randn(64, 64), "int4_g32_asymmetric")
     names, _ = w.__tensor_flatten__()
-    found = unwrapping.known_parts(w, fake_meta())
+    found = torch_changes.known_parts(w, fake_meta())
     assert [id(part) for part in found] == [id(getattr(w, name)) for name in names]
     for meta in (fake_meta(size=(None, 64)), fake_meta(stride=(None, 1))):
-        assert unwrapping.known_parts(w, meta) is None
+        assert torch_changes.known_parts(w, meta) is None
     nested = w.remade({**w.parts, "scale": nn.Parameter(w.scale)})
-    assert unwrapping.known_parts(nested, fake_meta()) is None
+    assert torch_changes.known_parts(nested, fake_meta()) is None
 
 
 def test_what_torch_is_left_with():
@@ -217,7 +224,7 @@ def test_what_torch_is_left_with():
         asked.append((args, subclass_metas))
         return ["torch"]
 
-    unwrap = unwrapping.unwrapping(plain, QuantizedTensor)
+    unwrap = torch_changes.unwrapping(plain, QuantizedTensor)
     w = quantized(torch.randn(64, 64), "int8_rowwise")
     dense, other = torch.zeros(2), nn.Buffer(torch.zeros(2)).as_subclass(type("Other", (torch.Tensor,), {}))
     open_meta, known = fake_meta(size=(None, 64)), fake_meta()
@@ -237,7 +244,18 @@ def test_changes_are_made_once():
 
     make_changes(QuantizedTensor)
     assert DTENSOR not in PENDING
-    assert unwrapping.WRAPPERS not in PENDING
+    assert torch_changes.WRAPPERS not in PENDING
+
+
+class Watched(Meta):
+    """A description that notes who looks at its fields."""
+
+    looked = 0
+
+    @property
+    def _fields(self):
+        Watched.looked += 1
+        return super()._fields
 
 
 def test_descriptions_are_equal_by_value_and_never_copied():
@@ -248,7 +266,11 @@ def test_descriptions_are_equal_by_value_and_never_copied():
     assert first != quantized(torch.ones(64, 64), "int4_g64").meta
     assert first != first.swapped_axes
     assert first != "int4_g32"
-    assert copy.deepcopy(first) is first
+    watched = Watched(*first._fields)
+    kept = copy.deepcopy(watched)
+    assert kept is watched
+    assert watched == kept
+    assert Watched.looked == 0
 
 
 def test_names_of_parts_follow_the_data():
@@ -290,3 +312,112 @@ def test_modules_and_names_stay():
         torch.compile(net, backend="aot_eager")(X)
     assert list(copy.deepcopy(net).state_dict()) == ["0.weight", "0.bias", "1.weight", "2.weight", "2.bias"]
     assert all(type(layer) is nn.Linear for layer in net)
+
+
+# TorchScript traces layers (tests/ao_lab/tensor/test_transforms.py), and never writes them as what they are not.
+
+torchscript = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@torchscript
+def test_an_embedding_is_traced():
+    table = nn.Embedding(16, 64)
+    quantize_(table, CONFIGS["int8wo"](), lambda module, name: True)
+    tokens, more = torch.tensor([1, 5]), torch.tensor([[3], [15], [0]])
+    assert torch.equal(torch.jit.trace(table, (tokens,))(more), table(more))
+
+
+@torchscript
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_file_is_refused_and_not_begun(frozen, tmp_path):
+    """torch would copy from address 0, and end the process."""
+    net, file = torch.jit.trace(network(CONFIGS["int8dq"]()), (X,)), io.BytesIO()
+    net = torch.jit.freeze(net) if frozen else net
+    for write in (
+        lambda: torch.jit.save(net, file),
+        lambda: net.save(tmp_path / "net.pt"),
+        net.save_to_buffer,
+    ):
+        with pytest.raises(ValueError, match=r"is a QuantizedTensor, .* torch.export.save"):
+            write()
+    assert not file.getvalue()
+    assert not list(tmp_path.iterdir())
+
+
+@torchscript
+def test_dense_modules_are_written():
+    net, file = torch.jit.trace(nn.Linear(64, 3), (X,)), io.BytesIO()
+    torch.jit.save(torch.jit.freeze(net.eval()), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(X), net(X))
+
+
+@torchscript
+def test_the_tracing_exporter_to_onnx_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(ValueError, match=r"dynamo=False.*weight\.dequantize\(\)"):
+        torch.jit.trace(network(CONFIGS["int8wo"]()), (X,))
+
+
+def test_other_libraries_read_no_memory_of_it():
+    with pytest.raises(TypeError, match=r"dequantize\(\) it first"):
+        torch.from_dlpack(network(CONFIGS["int8wo"]())[0].weight)
+
+
+# Addresses, sizes, storages and arrays of quantized weights, as other libraries ask for them.
+
+
+def weights():
+    return quantized(weight(32, 64), "int4_g32_asymmetric"), pair("int8_rowwise", 32, 64)[0]
+
+
+def test_addresses_tell_weights_apart():
+    """accelerate takes weights of one address for tied ones."""
+    t, other = weights()
+    assert 0 not in {t.data_ptr(), other.data_ptr()}
+    assert t.data_ptr() not in {other.data_ptr(), t.clone().data_ptr(), copy.deepcopy(t).data_ptr()}
+    assert t.data_ptr() == t.detach().data_ptr() == t.t().data_ptr() == nn.Parameter(t, False).data_ptr()
+    assert t.to("meta").data_ptr() == 0
+
+
+def test_bytes_are_those_stored():
+    for t in weights():
+        assert (
+            t.nbytes
+            == sum(part.nbytes for part in t.parts.values() if part is not None)
+            < 32 * 64 * t.element_size()
+        )
+
+
+def test_there_is_no_storage_and_no_array():
+    from safetensors.torch import save
+
+    for t in weights():
+        for ask in (t.storage, lambda t=t: save({"weight": t})):
+            with pytest.raises(ValueError, match=r"several tensors, .* safe_serialization=False"):
+                ask()
+        for ask in (t.numpy, lambda t=t: np.asarray(t), lambda t=t: t.bfloat16().view(torch.int16)):
+            with pytest.raises(TypeError, match=r"is no NumPy array, .* dequantize\(\) gives its values"):
+                ask()
+
+
+def test_reshape_copies_where_there_is_no_view():
+    for t in weights():
+        dense = t.dequantize()
+        made = t.reshape(8, 4, 16, 4)
+        assert type(made) is torch.Tensor
+        assert same(made, dense.reshape(8, 4, 16, 4))
+        assert isinstance(t.reshape(-1), QuantizedTensor)
+        with pytest.raises(ValueError, match="dequantize"):
+            t.view(8, 4, 16, 4)
+
+
+def test_a_class_makes_parameters():
+    """As accelerate makes them of the class of a parameter, when it moves one."""
+    for t in weights():
+        made = type(t)(t.clone(), requires_grad=False)
+        assert isinstance(made, nn.Parameter)
+        assert type(made) is type(t)
+        assert torch.equal(made, t)
+        with pytest.raises(TypeError, match="made of parts"):
+            type(t)(t.parts)
