@@ -5,8 +5,7 @@ same bits; where no kernel covers a tensor, the same rules run as torch operatio
 in autograd. Arrays that are no torch tensors raise TypeError.
 """
 
-from fast.formats.encode import decode, encode
-from fast.formats.pack import pack, unpack
+from fast.formats import decode, encode, pack, unpack
 from fast.layers.normalize import rms_norm, rms_norm_quantize
 from fast.layers.swiglu import swiglu, swiglu_quantize
 from fast.matmul.linear import linear, linear_of_codes
@@ -15,13 +14,11 @@ from fast.matmul.matmul import matmul, matmul_error_bound
 from fast.quantize.fake_quantize import fake_quantize, fake_quantize_vjp
 from fast.quantize.quantize import choose_scales, dequantize, quantize
 from fast.quantize.rowwise_colwise import quantize_both
-from fast.sparsity.compress import compress, decompress
+from fast.sparsity.compress import compress, decompress, quantize_compressed
 from fast.sparsity.linear_sparse import arrange_sparse_metadata, linear_sparse
 from fast.sparsity.linear_sparse_int4 import linear_sparse_int4
-from fast.sparsity.prune import prune
-from fast.sparsity.quantize_compressed import quantize_compressed
+from fast.sparsity.prune import compress_transposable, prune, prune_transposable
 from fast.sparsity.sparsegpt import sparsegpt
-from fast.sparsity.transposable import compress_transposable, prune_transposable
 
 __all__ = [
     "arrange_sparse_metadata",

@@ -18,9 +18,8 @@ from fast.matmul.linear import LINEAR
 from fast.matmul.preshuffled.dynamic import CODES, LINEAR_SMALL_DYNAMIC, inputs_record, kind_of
 from fast.matmul.preshuffled.linear import LINEAR_SMALL, MOST_ROWS
 from fast.quantize.fake_quantize import FAKE_QUANTIZE
-from fast.quantize.given_rows import QUANTIZE_ROWS, quantize_rows
-from fast.quantize.ops import QUANTIZE, operands_of
-from fast.quantize.quantize import quantize
+from fast.quantize.quantize import QUANTIZE, operands_of, quantize
+from fast.quantize.static_scales import QUANTIZE_ROWS, quantize_rows
 from reference import Quantized, Scales, Scheme
 
 

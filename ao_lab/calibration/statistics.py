@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fast.quantize.statistics import tree_sum
+from fast.quantize.least_error import tree_sum
 
 #: Tokens of one piece, a power of two: a subtree of the sum of all, so that pieces change no bit.
 PIECE = 4096

@@ -7,7 +7,7 @@ row of inputs each launch loses time at its beginning and end, and the compiler,
 itself, cannot look into an operator. This pass over the compiled graph fuses them: silu of one times the other as one launch
 (`fast.linear_swiglu`, which rounds as the layers by themselves do), others two and two (`fast.linear_pair`). Preshuffled
 weights have operators of their own (`fast.matmul.preshuffled.pair`), and so have 4-bit integers in 2:4 storage
-(`fast.sparsity.linear_sparse_int4_pair`), both for up to 16 rows.
+(`fast.sparsity.linear_sparse_int4`), both for up to 16 rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fast.matmul.preshuffled import pair
-from fast.sparsity import linear_sparse_int4_pair as sparse_pair
+from fast.sparsity import linear_sparse_int4 as sparse_pair
 
 # That is: silu(gate) * up in a compiled graph, found by what the compiler makes of silu in the version of torch at hand.
 

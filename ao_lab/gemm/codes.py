@@ -22,11 +22,11 @@ import fast
 from ao_lab.gemm.dense import capability, cpu_scales_rows, dequantized, is_host, is_unbacked, loses_nan
 from ao_lab.gemm.fused import STORED
 from ao_lab.gemm.operand import QuantizedWeight
-from fast.cpu.int8 import integer_sums
+from fast.cpu.linear import integer_sums
 from fast.device import OLDEST
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, takes_codes
-from fast.quantize.given_rows import quantize_rows
+from fast.quantize.static_scales import quantize_rows
 from reference import Quantized, Scheme
 
 #: What products of codes write.

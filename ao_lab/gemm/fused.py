@@ -15,7 +15,7 @@ import fast
 from ao_lab.gemm.dense import capability, dequantized, rounded, sums_along_blocks
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.linear import takes as takes_one_row
-from fast.cpu.rows import takes_rows
+from fast.cpu.linear import takes_rows
 from fast.device import OLDEST
 from fast.matmul.cpu_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import inputs_reason, linear_small_dynamic

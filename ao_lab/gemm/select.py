@@ -6,7 +6,7 @@ one gets that one or ValueError. Nothing is measured here.
 
 * ``int8``: exact integer sums; then the input's scale, the weight's scale and the bias in float32, and one rounding
   to the output's dtype. That is `reference.matmul(..., accumulation="blocked")` with one block, bit for bit. On
-  Hopper GPUs all of it is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.int8` and what
+  Hopper GPUs all of it is one kernel (`fast.linear_of_codes`), elsewhere `torch._int_mm` or `fast.cpu.linear` and what
   follows.
 * ``scaled_mm``: `torch._scaled_mm` of float8 codes, within `reference.matmul_error_bound` of the exact product; on
   Hopper GPUs with scales of blocks too, 1x128 of inputs and 128x128 or 1x128 of weights. On a CPU one scale is given
@@ -14,7 +14,7 @@ one gets that one or ValueError. Nothing is measured here.
   it is `fast.linear.linear_of_codes`, which reads the weight once, inside the same bound, with other bits than that
   row has among several; of several rows too, where that was measured to be faster (`codes_beat_torch`).
 * ``fused``: for weights alone, codes are decoded on the way to the products: on a GPU by `fast.linear`, of one row or
-  of a few, on a CPU by `fast.cpu.rows`; within `reference.linear_error_bound` of the exact product. On a CPU several
+  of a few, on a CPU by `fast.cpu.linear`; within `reference.linear_error_bound` of the exact product. On a CPU several
   rows are multiplied by weights of 131,072 elements or more, by smaller ones a single row; where it has products of
   bfloat16, several rows of such inputs by the weight rounded to it, as ``dequantize`` rounds; inputs in a scheme are
   rounded as there. A preshuffled weight is multiplied by `fast.matmul.preshuffled`, of up to 128 rows of 16-bit

@@ -25,7 +25,7 @@ import torch
 import fast
 from ao_lab.qat.forward import Given, Rule, gradients, needs_input, rule_of, values, with_nan
 from fast.device import PLAIN, functional_transform, is_traced
-from fast.second_derivatives import once_differentiable
+from fast.ops import once_differentiable
 from reference import Scales, Scheme
 from reference.schemes.schemes import record_of
 

@@ -12,7 +12,7 @@ Straight through: dx = g fq(W) where x did not saturate, dW = g' fq(x) where W d
 gradient of `fake_quantize_vjp`. Both roundings are made again, the same bits, the larger operand first: its rounded copy is
 gone before the other and its product are there, so that backward holds one rounded operand beyond what plain training holds.
 
-Where a kernel marks which blocks saturate while it rounds them again (`fast.quantize.saturation`), gradients are masked in
+Where a kernel marks which blocks saturate while it rounds them again (`fast.quantize.fake_quantize`), gradients are masked in
 place, in those blocks alone.
 """
 
@@ -31,7 +31,7 @@ from ao_lab.tensor.chunked import PIECE, quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from fast.device import has_kernels
 from fast.ops import record_name
-from fast.quantize import saturation
+from fast.quantize import fake_quantize
 from reference import Scales, Scheme
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks
@@ -82,7 +82,7 @@ def again(
         return x.detach(), None
     if not has_kernels(x) or scales is not None or x.dtype != dtype or cannot_saturate(scheme):
         return rounded(x, scheme, axis, scales, dtype, started), None
-    result, mask = saturation.fake_quantize_with_mask(own(x), scheme, axis)
+    result, mask = fake_quantize.fake_quantize_with_mask(own(x), scheme, axis)
     if started is not None:
         result, mask = torch.where(started, result, x), None if mask is None else mask * started
     return result, mask
@@ -101,7 +101,7 @@ def straight_through(
     if scales is None and cannot_saturate(scheme):
         return g, None, None
     if mask is not None:
-        return saturation.mask_gradient(g, own(x), mask, scheme, axis), None, None
+        return fake_quantize.mask_gradient(g, own(x), mask, scheme, axis), None, None
     dx, dscale, dzero = fast.fake_quantize_vjp(g, own(x), scheme, axis=axis, scales=scales)
     if started is None:
         return dx, dscale, dzero

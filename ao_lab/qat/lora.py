@@ -68,7 +68,7 @@ from ao_lab.training.layers import RAN, mark_run
 from ao_lab.transforms.layers import check_model, offloaded, quantizable_parameters, refuse_offloaded
 from ao_lab.transforms.select import Filter, selection
 from fast.device import functional_transform, is_traced
-from fast.second_derivatives import once_differentiable
+from fast.ops import once_differentiable
 
 
 def needs_input(weight: QuantizedTensor) -> bool:

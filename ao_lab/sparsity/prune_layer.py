@@ -15,7 +15,7 @@ from torch import nn
 import fast
 import reference
 from ao_lab.sparsity.config import SparsityConfig
-from fast.sparsity.prune_into import prune_into
+from fast.sparsity.prune import prune_into
 
 # What a weight says of itself: whether it can be written in place, which pattern its zeros have, whether it is finite.
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.tensor.torch_changes import refuse_array
-from fast.formats.storage import times_power_of_two
+from fast.formats import times_power_of_two
 from reference.formats.storage import SCALED
 from reference.schemes.schemes import Scheme
 from reference.sparsity.stored_codes import is_plain

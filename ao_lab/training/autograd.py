@@ -39,7 +39,7 @@ from ao_lab.training.reuse import Step, complete
 from ao_lab.training.reuse import find as prepared_step
 from fast.device import PLAIN
 from fast.layers.column_sums import column_sums
-from fast.second_derivatives import once_differentiable
+from fast.ops import once_differentiable
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
 
 Grad = torch.Tensor | None

@@ -138,7 +138,7 @@ def words(x: torch.Tensor, operand: Operand, seed: int | None, stream: int) -> t
         return None
     shape, seed = tuple(x.shape), 0 if seed is None else seed
     if has_kernels(x):
-        from fast.kernels.random_words import random_words
+        from fast.kernels.encode import random_words
 
         return random_words(shape, seed, stream, x.device)
     return torch.from_numpy(random_bits(shape, seed=seed, stream=stream)).to(x.device)

@@ -19,13 +19,12 @@ from ao_lab.training.casts import STREAMS, reads_once
 from ao_lab.training.products import has_fp8
 from fast.device import PLAIN, has_kernels
 from fast.launch.cache import settings
-from fast.layers.both_axes import both_values, values_and_codes
 from fast.layers.column_sums import column_sums
-from fast.layers.mixed import mixed_codes, mixed_values
+from fast.layers.hadamard import mixed_codes, mixed_values
+from fast.ops import once_differentiable
 from fast.quantize.fake_quantize import FAKE_QUANTIZE
-from fast.quantize.ops import DEQUANTIZE, QUANTIZE
-from fast.quantize.quantize import dequantize
-from fast.second_derivatives import once_differentiable
+from fast.quantize.quantize import DEQUANTIZE, QUANTIZE, dequantize
+from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import Quantized, Scheme
 from reference.training.recipe import Operand, Recipe
 

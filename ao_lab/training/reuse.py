@@ -36,7 +36,7 @@ from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
 from fast.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
-from fast.quantize.ops import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
+from fast.quantize.quantize import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
 from reference import Scheme
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
 

@@ -7,7 +7,7 @@ beside the modules of `experiments.models.llama`:
 * keys and values go into a cache of fixed length, and nothing depends on the host, so a step can be compiled and captured;
 * a layer hands its feed-forward output on unadded (`pending`): the next layer adds it in the kernel that normalizes the sum.
 
-Unlike there, attention of a single token on a GPU is a kernel (`fast.layers.decode_attention`). For a prompt, query heads that
+Unlike there, attention of a single token on a GPU is a kernel (`fast.layers.attention`). For a prompt, query heads that
 share keys are laid out as rows of one head, which makes grouped attention plain attention over fewer heads.
 
 Generation, token by token: a step of three compiled functions, captured in a CUDA graph where there is a GPU.
@@ -41,7 +41,7 @@ from experiments.models.llama import (
     scaled_frequencies,
     split_heads,
 )
-from fast.layers.decode_attention import attend_one, supports
+from fast.layers.attention import attend_one, supports
 
 WARMUP = 3
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-import fast.quantize.saturation  # noqa: F401  `function_of` finds imported modules, and `fast` does not import it
+import fast.quantize.fake_quantize  # noqa: F401  `function_of` finds imported modules, and `fast` does not import it
 import reference
 from experiments.report.targets import Target, limits
 from reference import FORMATS, SCHEMES, Quantized, Scales, Scheme

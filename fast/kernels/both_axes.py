@@ -36,7 +36,7 @@ import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, high_float, low_float, widened
 from fast.kernels.hadamard import values_of
-from fast.kernels.rowwise_colwise.mxfp8 import (
+from fast.kernels.rowwise_colwise.mx import (
     EXPONENTS,
     LOW_BYTES,
     MAGNITUDES,

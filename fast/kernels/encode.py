@@ -8,6 +8,7 @@ other widths words of 32 codes (see `pack_32`), of codes 8 or 16 bytes.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +29,39 @@ from reference.formats.encode import check_overflow, check_random_bits
 from reference.formats.formats import Format, format_of
 from reference.formats.rounding import check_mode
 from reference.formats.storage import packed_shape
+
+# `random_words`: the words of `reference.random_bits`, drawn where they are used.
+
+#: Counters of a program; each gives four words.
+RANDOM_TILE, WARPS = 512, 4
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "stream"])
+def random_words_kernel(out, count, seed_low, seed_high, stream, TILE: tl.constexpr):
+    """Words 4 i to 4 i + 3 are those of counter (low half of i, high half, stream, 0)."""
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    seed = seed_low.to(tl.uint64) | (seed_high.to(tl.uint64) << 32)
+    zero = (i * 0).to(tl.uint32)
+    low, high = (i & 0xFFFFFFFF).to(tl.uint32), (i >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE, 4))
+    at = i[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out + at, words, mask=at < count)
+
+
+def random_words(shape: tuple[int, ...], seed: int, stream: int, device: torch.device) -> torch.Tensor:
+    """uint32 words of a shape on a device. seed: 0 to 2**64 - 1; stream: 0 to 2**32 - 1."""
+    out = torch.empty(shape, dtype=torch.uint32, device=device)
+    count = prod(shape)
+    if count:
+        options = {} if interpreted() else {"num_warps": WARPS}
+        grid = (-(-count // (4 * RANDOM_TILE)),)
+        with torch.cuda.device(out.get_device()):
+            random_words_kernel[grid](
+                out, count, seed & 0xFFFFFFFF, seed >> 32, stream, TILE=RANDOM_TILE, **options
+            )
+    return out
+
 
 # Codes of these widths are packed in groups of 32, as words; of 2 and 4 bits eight are a word or half of one.
 GROUPED = (3, 5, 6, 7)

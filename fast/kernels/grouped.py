@@ -39,8 +39,8 @@ import triton.language as tl
 
 from fast.kernels.bits import high_float, low_float
 from fast.kernels.quantize.geometry import ceil_div, power_above
-from fast.kernels.rowwise_colwise import kernel as mx
-from fast.kernels.rowwise_colwise.mxfp8 import (
+from fast.kernels.rowwise_colwise import mx as mx
+from fast.kernels.rowwise_colwise.mx import (
     LOW_HALF,
     MAGNITUDES,
     along_columns,
@@ -48,8 +48,13 @@ from fast.kernels.rowwise_colwise.mxfp8 import (
     largest_halves,
     patchwise,
 )
-from fast.kernels.rowwise_colwise.pairs import column_codes, largest_of_columns, turned_words
-from fast.kernels.rowwise_colwise.tiles import as_float32, scales_of
+from fast.kernels.rowwise_colwise.tiles import (
+    as_float32,
+    column_codes,
+    largest_of_columns,
+    scales_of,
+    turned_words,
+)
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
 from fast.launch import cache

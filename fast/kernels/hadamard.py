@@ -43,10 +43,9 @@ from fast.kernels.bits import (
 )
 from fast.kernels.rules.statistics import larger
 from fast.kernels.rules.values import combined, element_codes, reciprocal, unscaled, values
-from fast.kernels.scheme.constants import SchemeConstants, constants_of
+from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op, constants_of
 from fast.kernels.scheme.fast_path_rules import is_fast_stochastic, is_under_outer
 from fast.kernels.sm90.bf16x2 import rounded_once
-from fast.kernels.tile.block_op import BlockOp, block_op
 from fast.kernels.tile.fast_codes import finished, multiplier, rounded_values
 from fast.kernels.tile.quantize import load_outer, stochastic_codes
 from fast.kernels.tile.scales import choose_scales

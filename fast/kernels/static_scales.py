@@ -1,4 +1,4 @@
-"""`fast.quantize.given_rows` of tensors on a GPU: one launch, whatever the shape.
+"""`fast.quantize.static_scales` of tensors on a GPU: one launch, whatever the shape.
 
 Codes of rows under given scales, with a scale for each row: the given one, or NaN where the row holds a NaN.
 
@@ -30,7 +30,7 @@ from reference.schemes.schemes import scheme_of
 
 # A number of rows gets no kernel of its own for being a multiple of 16, or 1.
 @triton.jit(do_not_specialize=["rows"])
-def given_rows_kernel(
+def static_scales_kernel(
     x, scale, zero, codes, row_scale, row_zero, rows,
     LENGTH: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr, SCHEME: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -99,7 +99,7 @@ def _launch(of: Problem, count: int, length: int) -> CompiledLaunch:
     wide = count * length > INT32 - size
     tail = (count, length, size, together, each, wide, of.rule, pdl and not interpreted())
     options = {"launch_pdl": True} if pdl else {}
-    return CompiledLaunch(given_rows_kernel, ceil_div(count, together), tail, warps, **options)
+    return CompiledLaunch(static_scales_kernel, ceil_div(count, together), tail, warps, **options)
 
 
 __all__ = ["quantize_rows"]

@@ -14,7 +14,7 @@ import reference
 from fast.dispatch import Function, execute
 from fast.layers.gradients import rms_norm_vjp, swiglu_vjp
 from fast.ops import constant_record, no_gradient, record_name, register
-from fast.quantize.ops import QUANTIZE, fresh_codes, fresh_scales, quantized_of
+from fast.quantize.quantize import QUANTIZE, fresh_codes, fresh_scales, quantized_of
 from reference import Quantized
 from reference.schemes.schemes import record_of
 

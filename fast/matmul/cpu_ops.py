@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fast.cpu.rows import linear_of_rows
+from fast.cpu.linear import linear_of_rows
 from fast.dispatch import run
 from fast.launch.cache import settings
 from fast.matmul.linear import linear_function
@@ -23,7 +23,7 @@ CPU_LINEAR, _ = linear_function("cpu_linear", _compute)
 
 
 def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
-    """`fast.cpu.rows.linear_of_rows`, recorded where a tracer listens; differentiable in x and bias."""
+    """`fast.cpu.linear.linear_of_rows`, recorded where a tracer listens; differentiable in x and bias."""
     y: torch.Tensor = run(CPU_LINEAR, w.scheme, settings(w), (x, *parts(w), bias))
     return y
 

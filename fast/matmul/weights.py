@@ -19,7 +19,7 @@ import torch
 from fast.dispatch import execute, require_tensor
 from fast.kernels.scaled_mm.tiles import is_faster
 from fast.launch.cache import settings
-from fast.quantize.ops import DEQUANTIZE
+from fast.quantize.quantize import DEQUANTIZE
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized, with_plain_scales

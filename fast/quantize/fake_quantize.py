@@ -1,4 +1,10 @@
-"""`fake_quantize` for torch tensors, with autograd; see `reference.fake_quantize` for values and gradients."""
+"""`fake_quantize` for torch tensors, with autograd; see `reference.fake_quantize` for values and gradients.
+
+Fake quantization whose gradient costs no pass over memory: what saturates is marked in forward, block by block.
+
+Two steps of `fake_quantize_vjp` for those who round x anyway before its gradient is there, as a layer does that rounds its
+operands again in backward. Marked are blocks with an element beyond the codes; a gradient is read and written only there.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,49 @@ from typing import Any
 import torch
 
 import reference
-from fast.device import is_traced, is_transformed
+from fast.device import has_kernels, is_traced, is_transformed
 from fast.dispatch import Function, execute, require_tensor, run, wants_gradient
-from fast.ops import given_of, in_own_memory, no_gradient, record_name, register
-from fast.quantize.ops import GIVEN, Operands, Values, given, operands_of, parts_of
-from fast.second_derivatives import once_differentiable
+from fast.launch import cache
+from fast.ops import given_of, in_own_memory, no_gradient, once_differentiable, record_name, register
+from fast.quantize.quantize import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference import Scales, Scheme
 from reference.schemes.schemes import record_of
+
+
+def fake_quantize_with_mask(
+    x: torch.Tensor, scheme: str | Scheme, axis: int = -1
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(`fake_quantize` without autograd, uint8 mask of the blocks); None in place of the mask where no kernel makes it."""
+    key = cache.key_of("fake_quantize_with_mask", scheme, (axis,), (x,))
+    call = cache.find(key)
+    result = None if call is None else call(x)
+    if result is None and has_kernels(x):
+        from fast.kernels.quantize import host
+
+        result = host.noted(x.detach(), scheme, axis, key)
+    return result if result is not None else (forward(x, scheme, axis, None, None), None)
+
+
+def mask_gradient(
+    g: torch.Tensor, x: torch.Tensor, mask: torch.Tensor | None, scheme: str | Scheme, axis: int = -1
+) -> torch.Tensor:
+    """The gradient of x for a gradient g of `fake_quantize_with_mask`'s values: in g's own memory where there is a mask.
+
+    ValueError for a g that is not contiguous or not like x, and for a mask that is not one uint8 for each block on x's device.
+    """
+    if mask is None:
+        return fake_quantize_vjp(g, x, scheme, axis=axis)[0]
+    key = cache.key_of("mask_gradient", scheme, (axis,), (g, x, mask))
+    call = cache.find(key)
+    masked: torch.Tensor | None = None
+    if call is not None and g.is_contiguous() and not g.is_neg():
+        masked = call(g, x, mask)  # None where an address is odd
+    if masked is not None:
+        return masked
+    from fast.kernels.quantize import host
+
+    return host.clip(g, x.detach(), mask, scheme, axis, key)
+
 
 # Fake quantization and its gradient below their signatures: kernel, reference and operator; see `fast.dispatch`.
 
@@ -101,7 +143,7 @@ def _fake_quantize_kernel(record: Any, values: Values, operands: Operands, key: 
 
 
 def _fake_quantize_reference(record: Any, values: Values, operands: Operands) -> Any:
-    from fast.cpu.fake_quantize import fake_quantize as by_rows
+    from fast.cpu.quantize import fake_quantize as by_rows
 
     scales, words = given(operands)
     made = None

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from fast.formats.encode import decode, encode
-from fast.quantize.derived import derived
+from fast.formats import decode, encode
+from fast.ops import derived
 from fast.quantize.quantize import choose_scales
 from reference import Scheme
 from reference.schemes.schemes import Scale, record_of

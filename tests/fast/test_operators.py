@@ -5,11 +5,11 @@ import torch
 from torch.autograd import forward_ad
 
 import fast
-import fast.layers.both_axes
+import fast.layers.attention
 import fast.layers.column_sums
 import fast.layers.linear_gradients
-import fast.layers.rotary
 import fast.matmul.cpu_ops  # registers cpu_linear, which layers import when they need it
+import fast.quantize.rowwise_colwise
 from tests.support.examples import normals
 
 X, WIDE = normals(8, "cpu"), normals(64, "cpu", dtype=torch.bfloat16)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/gpu/validate_qat.py [--device cpu]
 
-A mask of the blocks that saturate (`fast.quantize.saturation`) stands in for a look at every gradient; here both are made,
+A mask of the blocks that saturate (`fast.quantize.fake_quantize`) stands in for a look at every gradient; here both are made,
 called twice, so that remembered calls are compared too. After it, where there is a GPU, bytes a second of each pass at the
 sizes of Llama-3-8B beside those of a copy. Exits with 1 on any difference.
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import fast
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.qat.forward import Given, Rule, gradients
-from fast.quantize import saturation
+from fast.quantize import fake_quantize
 
 DYNAMIC, WEIGHTS = "int8_rowwise_asymmetric", "int4_g128_asymmetric"
 #: (scheme of inputs, of weights, rows, inputs, outputs): either operand the larger, rows that fill no tile.
@@ -101,15 +101,15 @@ def passes(scheme: str, rows: int, columns: int) -> None:
     """What the passes of one operand take, and bytes a second of those that read and write it once."""
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     g, y = torch.randn_like(x), torch.empty_like(x)
-    _, mask = saturation.fake_quantize_with_mask(x, scheme)
+    _, mask = fake_quantize.fake_quantize_with_mask(x, scheme)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: y.copy_(x),
         "fake_quantize": lambda: fast.fake_quantize(x, scheme),
         "fake_quantize_vjp": lambda: fast.fake_quantize_vjp(g, x, scheme),
     }
     if mask is not None:
-        calls["fake_quantize_with_mask"] = lambda: saturation.fake_quantize_with_mask(x, scheme)
-        calls["mask_gradient"] = lambda: saturation.mask_gradient(g, x, mask, scheme)
+        calls["fake_quantize_with_mask"] = lambda: fake_quantize.fake_quantize_with_mask(x, scheme)
+        calls["mask_gradient"] = lambda: fake_quantize.mask_gradient(g, x, mask, scheme)
         print(f"{scheme} {rows}x{columns}: {mask.float().mean():.2%} of the blocks saturate", flush=True)
     for name, call in calls.items():
         took = microseconds(call)

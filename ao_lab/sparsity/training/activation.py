@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fast.device import functional_transform
-from fast.second_derivatives import once_differentiable
+from fast.ops import once_differentiable
 from reference.sparsity.activation import squared_relu_24
 
 

@@ -54,7 +54,7 @@ from ao_lab.sparsity.training.masks import (
 from ao_lab.sparsity.training.products import PRODUCTS, masked
 from fast.device import functional_transform
 from fast.kernels.sm90_sparse24_gemm.bits import unpack_bits
-from fast.second_derivatives import once_differentiable
+from fast.ops import once_differentiable
 
 Grad = torch.Tensor | None
 

@@ -4,7 +4,7 @@
 nothing is kept from forward to backward; the inputs' gradient takes the transposed weight, which is 2:4 where masks are
 transposable, and is a dense product else. The first multiplies by cuSPARSELt. The second multiplies by `fast.linear_sparse`,
 the sparse tensor cores of Hopper, after one kernel that reads weight and mask once and writes what that one reads
-(`fast.sparsity.compress_masked`), of the transpose too; the host waits for neither, and a CUDA graph may capture both.
+(`fast.sparsity.compress`), of the transpose too; the host waits for neither, and a CUDA graph may capture both.
 
 cuSPARSELt compresses the first operand of A B, so y^T = W x^T and dx^T = W^T g^T, whose transposes it writes itself. Its second
 operand is read by its strides, as contiguous or as transposed and packed: x and g are made contiguous first. Rows of x are
@@ -27,7 +27,7 @@ from fast.device import is_traced, is_transformed
 from fast.dispatch import execute
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
-from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
+from fast.sparsity.compress import DTYPES, compress_masked, masked
 from fast.sparsity.linear_sparse import HOPPER, LINEAR_SPARSE
 
 #: What lengths of a 2:4 matrix are multiples of.
@@ -41,7 +41,7 @@ OLDEST = (8, 0)
 class Product(NamedTuple):
     """output(x, w, mask, bias), input_grad(g, w, mask, transposable) for g (M, N), why a weight cannot be taken, what a bias
     gets of g, what weight and bias get of g and x (M, K), and where it is not just one after the other, all three of
-    (g, x, w, mask, transposable). Masks are bool, or uint8 of bits (`fast.sparsity.compress_masked`)."""
+    (g, x, w, mask, transposable). Masks are bool, or uint8 of bits (`fast.sparsity.compress`)."""
 
     output: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     input_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]

@@ -27,10 +27,9 @@ from ao_lab.training.grouped.products import Columns, columns_product, rows_prod
 from fast.device import has_kernels, is_traced, is_transformed
 from fast.layers.gather import gather_transposed
 from fast.layers.hadamard import hadamard
-from fast.quantize.derived import derived
-from fast.quantize.ops import fresh_codes, fresh_scales
+from fast.ops import derived, once_differentiable
+from fast.quantize.quantize import fresh_codes, fresh_scales
 from fast.quantize.two_levels import scales_of_two_levels, without_outer
-from fast.second_derivatives import once_differentiable
 from reference import Quantized, Scheme
 from reference.schemes.schemes import record_of
 from reference.training.grouped import group_step, padded_rows

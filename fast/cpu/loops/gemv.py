@@ -26,11 +26,33 @@ from pathlib import Path
 import numpy as np
 from llvmlite import ir
 from numba import config, njit, types
+from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from fast.cpu.loops.decoding import FLOAT, INTEGER, Decoding
-from fast.cpu.loops.kept_files import is_own_cache
+from fast.cpu.elements import FLOAT, INTEGER, Decoding
+from fast.user_cache import UntrustedFile, refuse_foreign, warn_once
+
+# Numba's files of compiled kernels are pickles: they are read only where nobody else can have written them.
+
+
+def is_own_cache(kernel: Callable[..., None]) -> bool:
+    """Whether nobody else can have written the files of a kernel; one warning where somebody can.
+
+    A folder beside the source is as trustworthy as the source. Raises what Numba does where it has no place for files.
+    """
+    folder = Path(FunctionCache(kernel).cache_path)
+    if folder.parent == Path(kernel.__code__.co_filename).parent:
+        return True
+    try:
+        refuse_foreign(folder)
+        for file in folder.glob(f"*{kernel.__qualname__}*"):
+            refuse_foreign(file)
+    except UntrustedFile as error:
+        warn_once(f"{error}; Numba's compiled kernels there are not used, each process compiles its own")
+        return False
+    return True
+
 
 #: Sums may be taken in any order and products contracted; NaN and infinities keep their meaning.
 OPTIONS = {"fastmath": {"reassoc", "contract", "nsz"}, "nogil": True, "error_model": "numpy"}
@@ -158,4 +180,5 @@ if hasattr(os, "register_at_fork"):
         after_in_child=global_compiler_lock.release,
     )
 
-__all__ = ["WIDEST", "compiled", "config", "group_of", "splat"]
+
+__all__ = ["WIDEST", "compiled", "config", "group_of", "is_own_cache", "splat"]

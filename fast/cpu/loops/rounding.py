@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit, types
 
-from fast.cpu.loops.gemv import CACHE_ERRORS
-from fast.cpu.loops.kept_files import is_own_cache
+from fast.cpu.loops.gemv import CACHE_ERRORS, is_own_cache
 
 #: How a block's scale is found: amax over a target; from a table by amax; amax over a target and an outer scale, then stored.
 RATIO, TABLE, OUTER = 0, 1, 2

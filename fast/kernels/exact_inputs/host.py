@@ -15,10 +15,9 @@ from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.geometry import INT32, Geometry, power_above
 from fast.kernels.quantize.host import block_launch
-from fast.kernels.scheme.constants import constants_of
+from fast.kernels.scheme.constants import block_op, constants_of
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.kernels.sm90_w4a16_gemv import host as sm90_w4a16_gemv
-from fast.kernels.tile.block_op import block_op
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.quantize.blocks import Blocks

@@ -16,7 +16,7 @@ from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted
 
-# The kernel of `fast.layers.decode_attention`: one program per query head, online softmax over the cache.
+# The kernel of `fast.layers.attention`: one program per query head, online softmax over the cache.
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _table(table, i, half, like, HAS_PTX: tl.constexpr):
 def rotary(
     x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool, key: Any = None
 ) -> torch.Tensor | None:
-    """`fast.layers.rotary.rotary` by a kernel, or None where the reference has to answer."""
+    """`fast.layers.attention.rotary` by a kernel, or None where the reference has to answer."""
     if not _covers(x, cosine, sine):
         return None
     batch, heads, length, width = x.shape

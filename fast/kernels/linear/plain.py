@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow, read
-from fast.kernels.rules.elements import decode
-from fast.kernels.rules.packing import load_packed
+from fast.kernels.rules.elements import decode, load_packed
 from fast.kernels.rules.scales import double_scale, loaded_scale
 from fast.kernels.rules.values import combined, loaded_zero
 from fast.kernels.tile.fast_codes import load_elements

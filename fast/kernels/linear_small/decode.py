@@ -28,7 +28,7 @@ takes two registers of a lane, which have to be these words: a matter of the com
 import triton
 import triton.language as tl
 
-from fast.codebook_scales import TERMS
+from fast.scale_factors import TERMS
 
 
 @triton.constexpr_function
@@ -96,7 +96,7 @@ def _in_order(p0, p1, p2, p3, p4, p5, p6, p7, NB: tl.constexpr, KB: tl.constexpr
 
 @triton.jit
 def tile_levels(w, NB: tl.constexpr, KB: tl.constexpr, DTYPE: tl.constexpr):
-    """(64 NB, 64 KB) first and second terms of the levels of w, see `fast.codebook_scales`."""
+    """(64 NB, 64 KB) first and second terms of the levels of w, see `fast.scale_factors`."""
     p0, p1, p2, p3, p4, p5, p6, p7, q0, q1, q2, q3, q4, q5, q6, q7 = level_pairs(w, DTYPE)
     first = _in_order(p0, p1, p2, p3, p4, p5, p6, p7, NB, KB)
     return first, _in_order(q0, q1, q2, q3, q4, q5, q6, q7, NB, KB)

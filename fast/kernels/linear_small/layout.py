@@ -3,7 +3,7 @@
 words   int32 (atoms along N, atoms along K, words of an atom), the order of `elements`: as many bytes as the codes
 scale   float32 (blocks, rows): what a program reads of a block lies side by side; narrower storage is widened, exactly;
         or int32 (rows of words, rows / 2) of scales that are multiplied into the elements (`fast.scale_factors`);
-        of nf4 int32 (rows of words, rows), their parts behind them (`fast.codebook_scales`)
+        of nf4 int32 (rows of words, rows), their parts behind them (`fast.scale_factors`)
 zero    int32 (blocks, rows / 2): the zero points of rows n and n + 8, 16 bits each
 
 Rows are filled to a multiple of 128, columns too. Nothing of the weight is kept twice: `restored_codes` gives the codes back.
@@ -16,14 +16,21 @@ from typing import Any
 
 import torch
 
-from fast.codebook_scales import BLOCK, LEAST, element_with_levels, scales_with_parts
 from fast.kernels.linear.select import Weight, weight_of
 from fast.kernels.linear_small.arrange import arrange_kernel, restore_kernel
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scheme.fast_path_rules import ocp_name
 from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch, same_device
-from fast.scale_factors import element_with_factors, factors_of, values_reason
+from fast.scale_factors import (
+    BLOCK,
+    LEAST,
+    element_with_factors,
+    element_with_levels,
+    factors_of,
+    scales_with_parts,
+    values_reason,
+)
 from reference import Quantized
 from reference.formats.formats import FORMATS
 from reference.quantize.quantize import check_quantized

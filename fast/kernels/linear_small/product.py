@@ -28,7 +28,7 @@ Sums are rounded to the dtype before silu, as two products by themselves round t
 import triton
 import triton.language as tl
 
-from fast import codebook_scales
+from fast import scale_factors
 from fast.kernels.bits import narrow
 from fast.kernels.layers.swiglu import silu
 from fast.kernels.linear_small.decode import (
@@ -353,4 +353,4 @@ def sum_pair_splits_kernel(
 
 
 #: What second terms of levels are multiplied by.
-SECOND = tl.constexpr(codebook_scales.SECOND)
+SECOND = tl.constexpr(scale_factors.SECOND)

@@ -81,7 +81,7 @@ def _registers(step: Pass) -> dict[str, int]:
     return {"maxnreg": ROUNDING_REGISTERS} if large and plain and (rounded or quantized) else {}
 
 
-# Host side of `fast.quantize.saturation`: a mask of the blocks that saturate, and gradients masked by it.
+# Host side of `fast.quantize.fake_quantize`: a mask of the blocks that saturate, and gradients masked by it.
 
 
 def noted(

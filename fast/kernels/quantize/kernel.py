@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow, order_key, read, widened
-from fast.kernels.rules.packing import load_packed
+from fast.kernels.rules.elements import load_packed
 from fast.kernels.rules.scales import double_scale, leave_averages, loaded_scale, quantize_groups
 from fast.kernels.rules.statistics import absmax, value_range
 from fast.kernels.rules.values import combined, loaded_zero, values

@@ -24,8 +24,7 @@ from fast.kernels.quantize.geometry import (
     geometry,
     power_above,
 )
-from fast.kernels.scheme.constants import SchemeConstants, constants_of, is_two_level
-from fast.kernels.tile.block_op import BlockOp, block_op
+from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op, constants_of, is_two_level
 from fast.launch.launcher import interpreted
 from reference import Quantized
 from reference.formats.formats import FORMATS

@@ -11,9 +11,8 @@ import torch
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.geometry import ceil_div, flat_geometry
 from fast.kernels.quantize.host import block_launch
-from fast.kernels.rowwise_colwise import kernel
-from fast.kernels.rowwise_colwise.pairs import pairs_kernel
-from fast.kernels.rowwise_colwise.tiles import INT32, leave_maxima, tiles_kernel
+from fast.kernels.rowwise_colwise import mx as kernel
+from fast.kernels.rowwise_colwise.tiles import INT32, leave_maxima, pairs_kernel, tiles_kernel
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
 from fast.launch import cache

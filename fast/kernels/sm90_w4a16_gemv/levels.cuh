@@ -1,4 +1,4 @@
-// NF4: a level is HI + SECOND * MID, terms of one sign and one high byte (`fast/codebook_scales.py`); a byte of a word has the codes of
+// NF4: a level is HI + SECOND * MID, terms of one sign and one high byte (`fast/scale_factors.py`); a byte of a word has the codes of
 // two columns, which are a register of either term. Rows n and n + 8 have a product each, whose operand has HI as its row n and MID as
 // its row n + 8: what a 64-bit load brings is two registers of one operand, and none is moved.
 //

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fast.codebook_scales import SECOND
-from fast.codebook_scales import TERMS as LEVELS
+from fast.scale_factors import SECOND
+from fast.scale_factors import TERMS as LEVELS
 
 FOLDER = Path(__file__).parent
 #: Headers beside the sources.

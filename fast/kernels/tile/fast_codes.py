@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import INFINITY, LARGEST, MAGNITUDE, NAN, SIGN, bits_of, float_of, is_nan, narrow
-from fast.kernels.rules.packing import pairs, store_packed
+from fast.kernels.rules.elements import pairs, store_packed
 from fast.kernels.rules.values import power_multiplier
 from fast.kernels.sm90.bf16x2 import bfloat16_of, float16_of, rounded_once
 from fast.kernels.sm90.bit_tricks import (

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import MAGNITUDE, bits_of, float_of, is_nan, narrow, order_key, read, widened
-from fast.kernels.rules.elements import TO_INTEGER
-from fast.kernels.rules.packing import store_packed
+from fast.kernels.rules.elements import TO_INTEGER, store_packed
 from fast.kernels.rules.scales import double_scale, floored, loaded_scale, outer_scale
 from fast.kernels.rules.statistics import block_absmax, bound, value_range
 from fast.kernels.rules.values import (

@@ -4,7 +4,7 @@ operations on any device.
 codes   int32 (N / 64, K / 64, words): atoms of 64 rows by 64 columns, 512 words of 4-bit codes or 1024 of 8-bit ones
 scale   float32 (blocks, N): what a program reads of a block lies side by side; narrower storage is widened, exactly;
         or int32 (rows of words, N / 2) of scales that are multiplied into elements, and an outer one (`fast.scale_factors`);
-        of nf4 int32 (rows of words, N), their parts behind them (`fast.codebook_scales`)
+        of nf4 int32 (rows of words, N), their parts behind them (`fast.scale_factors`)
 zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each; None without
 
 Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.
@@ -25,9 +25,18 @@ from typing import Any
 
 import torch
 
-from fast.codebook_scales import BLOCK, LEAST, element_with_levels, parts_of, scales_with_parts
 from fast.device import is_traced
-from fast.scale_factors import element_with_factors, factors_of, scales_of, values_reason
+from fast.scale_factors import (
+    BLOCK,
+    LEAST,
+    element_with_factors,
+    element_with_levels,
+    factors_of,
+    parts_of,
+    scales_of,
+    scales_with_parts,
+    values_reason,
+)
 from reference import Quantized, Scheme
 
 #: Rows and columns are multiples of this.

@@ -9,7 +9,7 @@ import ao_lab
 from ao_lab import Recipe, quantized
 from ao_lab.gemm import choices, codes, select
 from ao_lab.gemm.select import select_kernel
-from fast.cpu import int8
+from fast.cpu import linear
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import weight as numbers
 
@@ -127,7 +127,7 @@ def test_a_layer_computes_in_the_dtype_of_its_inputs_whatever_its_bias_has(confi
 @pytest.mark.parametrize("has_vnni", [False, True])
 def test_inputs_of_another_length_are_refused(monkeypatch, has_vnni):
     """Integer sums are added in parts, which may fit each other where the lengths do not."""
-    monkeypatch.setattr(int8, "HAS_VNNI", has_vnni)
+    monkeypatch.setattr(linear, "HAS_VNNI", has_vnni)
     recipe = Recipe(weight=SCHEMES["int8_rowwise"], activation=SCHEMES["int8_rowwise"])
     w = quantized(torch.ones(8, 2048), recipe)
     with pytest.raises(ValueError, match=r"inputs of shape \(2, 1024\).*inputs have 2048 columns"):

@@ -17,7 +17,7 @@ ALL = (True, True, False, False, False, False)
 
 
 class Masks:
-    """`fast.quantize.saturation` without a GPU: masks are those of rows, made by the public functions."""
+    """`fast.quantize.fake_quantize` without a GPU: masks are those of rows, made by the public functions."""
 
     def __init__(self):
         self.rounded, self.masked, self.alive = [], [], []

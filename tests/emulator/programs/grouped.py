@@ -19,10 +19,10 @@ from ao_lab.training.grouped import autograd as layouts
 from ao_lab.training.grouped.autograd import _layout, layout_of
 from fast.kernels import grouped
 from fast.kernels import grouped as layout
-from fast.kernels.random_words import random_words
+from fast.kernels.encode import random_words
 from fast.kernels.rowwise_colwise import host as batches
 from fast.kernels.rowwise_colwise import host as tiles
-from fast.kernels.rowwise_colwise import kernel as mx
+from fast.kernels.rowwise_colwise import mx as mx
 from fast.layers.gather import _gather
 from reference import SCHEMES
 from reference.training import RECIPES

@@ -27,8 +27,8 @@ from fast.kernels import encode
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import host as layouts
-from fast.kernels.rowwise_colwise import kernel as both
-from fast.kernels.rowwise_colwise.mxfp8 import _scales
+from fast.kernels.rowwise_colwise import mx as both
+from fast.kernels.rowwise_colwise.mx import _scales
 from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES, Scales
 from reference.schemes.schemes import scheme_of

@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 from experiments.decode.model import CachedAttention, PositionTables
 from experiments.models.llama import TINY
 from fast.kernels.layers.attention import attention_kernel
-from fast.layers.decode_attention import WARPS, attend_one, checked_sizes
+from fast.layers.attention import WARPS, attend_one, checked_sizes
 from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import TARGET, machine
 

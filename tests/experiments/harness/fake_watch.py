@@ -66,7 +66,7 @@ def measured(folder, names, **changes):
 
 
 def saturation_mask(x, scheme):
-    """What `fast.quantize.saturation.fake_quantize_with_mask` makes where there are no kernels."""
+    """What `fast.quantize.fake_quantize.fake_quantize_with_mask` makes where there are no kernels."""
     return reference.fake_quantize(x, scheme), None
 
 

@@ -41,7 +41,6 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gate,
     gathered,
     given_both,
-    given_rows,
     gradient,
     grouped,
     layouts,
@@ -51,6 +50,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     noted,
     pack,
     quantize,
+    static_scales,
     unpack,
     words,
     zeroed,
@@ -137,8 +137,8 @@ COMPILED = (
     case(quantize, "torchao.intx8_rowwise_asymmetric"),
     case(quantize, "compressed_tensors.int4_g128", packed=True),
     # Under given scales, with scales of rows: rows that fill no tile, rows in parts.
-    case(given_rows, "int8_tensorwise", "float32", (33, 77), kernels=("given_rows_kernel",)),
-    case(given_rows, "torchao.int8_tensorwise_asymmetric", "float16", (2, 17008), kernels=("given_rows_kernel",)),
+    case(static_scales, "int8_tensorwise", "float32", (33, 77), kernels=("static_scales_kernel",)),
+    case(static_scales, "torchao.int8_tensorwise_asymmetric", "float16", (2, 17008), kernels=("static_scales_kernel",)),
     # Back, in every dtype.
     case(dequantize, "fp8_rowwise_e5m2", "float16"),
     case(dequantize, "fp8_1x128", "float32", (200, 48), axis=0),

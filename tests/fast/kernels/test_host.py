@@ -16,7 +16,7 @@ from fast.kernels.quantize.host import POINTERS
 from fast.kernels.rowwise_colwise.host import batch_columns
 from fast.launch import cache, direct
 from fast.launch.call import Call
-from fast.layers.both_axes import both_values, values_and_codes
+from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
 

@@ -8,7 +8,7 @@ import torch
 import fast
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
-from fast.kernels.rowwise_colwise import kernel as both
+from fast.kernels.rowwise_colwise import mx as both
 from fast.kernels.rowwise_colwise.host import fused_both
 from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES, Scales

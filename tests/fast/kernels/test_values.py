@@ -7,7 +7,7 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.layers.both_axes import both_values, values_and_codes
+from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES
 
 MX = [name for name in SCHEMES if name.startswith(("mxfp8", "mxfp6", "mxfp4"))]

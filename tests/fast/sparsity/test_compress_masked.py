@@ -12,8 +12,8 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
-from fast.sparsity import compress_masked as module
-from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
+from fast.sparsity import compress as module
+from fast.sparsity.compress import DTYPES, compress_masked, masked
 from tests.gpu.sparsity.training.masked_weights import weights
 
 

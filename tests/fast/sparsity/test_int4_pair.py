@@ -10,8 +10,8 @@ import fast
 import reference
 from ao_lab.compile.fused_linears import FuseLinears
 from ao_lab.testing.strategies import assert_same_bits
-from fast.sparsity import linear_sparse_int4_pair as pair
-from fast.sparsity.linear_sparse_int4_pair import linear_sparse_int4_pair, linear_sparse_int4_swiglu
+from fast.sparsity import linear_sparse_int4 as pair
+from fast.sparsity.linear_sparse_int4 import linear_sparse_int4_pair, linear_sparse_int4_swiglu
 from tests.fast.linear.test_linear_pair import targets
 from tests.fast.linear.test_linear_swiglu import compiled
 from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case

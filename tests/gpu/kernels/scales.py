@@ -1,6 +1,6 @@
 """Gradients of given scales: every scheme, every shape of tiles, sums of many parts; and that kernels made them.
 
-`fast.quantize.saturation`: values with a mask of the blocks that saturate, and gradients masked by them in place.
+`fast.quantize.fake_quantize`: values with a mask of the blocks that saturate, and gradients masked by them in place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import reference
-from fast.quantize import saturation
+from fast.quantize import fake_quantize
 from reference import SCHEMES, Scales, Scheme
 from reference.arrays.torch_bridge import to_torch
 from tests.gpu.harness.inputs import REPRESENTATIVE, Array, normals
@@ -183,7 +183,7 @@ def saturation_place_case(
 def saturation_compare(run: Run, label: str, x: Array, scheme: Any, axis: int) -> None:
     """Values, the mask of blocks of which an element saturates, and gradients zero there and elsewhere untouched."""
     placed = run.put(x)
-    made = run.guarded(lambda: saturation.fake_quantize_with_mask(placed, scheme, axis))
+    made = run.guarded(lambda: fake_quantize.fake_quantize_with_mask(placed, scheme, axis))
     if isinstance(made, Failure):
         run.compare("saturation.fake_quantize_with_mask", label, made, None)
         return
@@ -206,5 +206,5 @@ def saturation_compare(run: Run, label: str, x: Array, scheme: Any, axis: int) -
         if made[1] is None:
             wanted = run.expect("fake_quantize_vjp", g, x, scheme, axis=axis)[0]
         mine = run.put(g)
-        got = run.guarded(lambda mine=mine: saturation.mask_gradient(mine, placed, made[1], scheme, axis))
+        got = run.guarded(lambda mine=mine: fake_quantize.mask_gradient(mine, placed, made[1], scheme, axis))
         run.compare("saturation.mask_gradient", f"{label} {text}", got, wanted, x=x)

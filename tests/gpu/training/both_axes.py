@@ -12,7 +12,7 @@ import torch
 import fast
 import reference
 from fast.kernels import both_axes
-from fast.layers.both_axes import both_values, values_and_codes
+from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES
 from tests.gpu.training.grouped_speed import milliseconds
 

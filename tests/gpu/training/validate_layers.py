@@ -19,8 +19,8 @@ from torch.nn import functional
 
 import fast
 from experiments.models.llama import apply_rotary
+from fast.layers.attention import rotary
 from fast.layers.gradients import rms_norm_vjp, swiglu_vjp
-from fast.layers.rotary import rotary
 from reference.layers import normalize as specified_normalize
 from reference.layers import rotary as specified_rotary
 from reference.layers import swiglu as specified_swiglu

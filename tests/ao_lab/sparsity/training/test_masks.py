@@ -12,7 +12,7 @@ from ao_lab import SparseTrainingConfig, finish_sparsity_, sparsify_, step_spars
 from ao_lab.sparsity.training import api, masks, products
 from ao_lab.sparsity.training.masks import find_mask, stored_as, stored_dtype, zero_pruned_
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
-from fast.sparsity import compress_masked, prune_into
+from fast.sparsity import compress, prune
 
 # Counts of steps: read from their buffers when the host cannot know them, and not else.
 
@@ -379,7 +379,7 @@ def test_a_step_is_one_launch(kernels, monkeypatch, masks, kernel):
     net, told = sparse(SparseTrainingConfig(products="sparse_wgmma", masks=masks, transposable=True)), []
     step_sparsity_(net)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for module, name in ((compress_masked, "keep"), (prune_into, "prune")):
+    for module, name in ((compress, "keep"), (prune, "prune")):
         monkeypatch.setattr(
             module, "execute", lambda f, r, v, operands, name=name: told.append(name) or operands[-1]
         )

@@ -25,7 +25,6 @@ from ao_lab.gemm import select
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
-from fast.codebook_scales import LEAST, SECOND, TERMS
 from fast.kernels.linear_small import grouped, host, pair
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import restored_codes
@@ -33,6 +32,7 @@ from fast.kernels.linear_small.tilings import Tiling
 from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.linear import linear_small
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
+from fast.scale_factors import LEAST, SECOND, TERMS
 from reference import Quantized
 from tests.emulator import ptx_interpreter
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight

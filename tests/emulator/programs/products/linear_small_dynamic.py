@@ -28,8 +28,7 @@ from fast import dispatch
 from fast.kernels.exact_inputs import host
 from fast.kernels.exact_inputs.kernel import row_codes_kernel
 from fast.kernels.quantize.geometry import power_above
-from fast.kernels.scheme.constants import constants_of
-from fast.kernels.tile.block_op import block_op
+from fast.kernels.scheme.constants import block_op, constants_of
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.dynamic import CODES, kind_of, linear_small_dynamic
 from reference import Quantized, Scheme

@@ -16,11 +16,10 @@ from fast import user_cache
 from fast.cpu import dequantize as tiled
 from fast.cpu import linear as cpu
 from fast.cpu import threads
-from fast.cpu.elements import Element, single_table
+from fast.cpu.elements import TABLE, Decoding, Element, single_table
 from fast.cpu.loops import gemv
-from fast.cpu.loops.decoding import TABLE, Decoding
 from fast.cpu.loops.gemv import compiled, group_of
-from fast.cpu.scratch import KEPT, scratch
+from fast.cpu.threads import KEPT, scratch
 from reference import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -76,8 +76,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], warps: int) -> Machine:
 
 def output_arguments(name: str | None, dtype: str) -> dict[str, Any]:
     """What a kernel that makes a tensor takes for its outputs: a scheme's codes and scales, or the tensor itself."""
-    from fast.kernels.scheme.constants import constants_of
-    from fast.kernels.tile.block_op import block_op
+    from fast.kernels.scheme.constants import block_op, constants_of
 
     common = {"DTYPE": dtype, "HAS_PTX": True}
     if name is None:

@@ -10,12 +10,12 @@ import fast.kernels
 from ao_lab.config.recipe import named
 from fast.kernels import both_axes as values_host
 from fast.kernels import encode as pointwise
+from fast.kernels import encode as random_words
 from fast.kernels import grouped as grouped_layout
 from fast.kernels import grouped as groups_host
 from fast.kernels import grouped as host
 from fast.kernels import hadamard as hadamard
-from fast.kernels import random_words
-from fast.kernels import static_scales as given_rows_host
+from fast.kernels import static_scales as static_scales_host
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.linear import select as products
@@ -23,10 +23,10 @@ from fast.kernels.quantize import host as clipping
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import host as layouts_host
-from fast.kernels.rowwise_colwise import kernel as both
+from fast.kernels.rowwise_colwise import mx as both
 from fast.kernels.scaled_mm import host as code_rows
 from fast.kernels.scheme.constants import constants_of
-from fast.quantize.given_rows import rows_record
+from fast.quantize.static_scales import rows_record
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
@@ -69,10 +69,10 @@ def quantize(
     return quantizer.quantize(empty(shape, dtype), scheme, axis, scales, words, packed, tiled)
 
 
-def given_rows(name, dtype="bfloat16", shape=SOME):
+def static_scales(name, dtype="bfloat16", shape=SOME):
     scheme = SCHEMES[name]
     scales, by_rows = scales_of(scheme, shape, -1), rows_record(scheme.key)
-    return given_rows_host.quantize_rows(empty(shape, dtype), scheme, by_rows, scales)
+    return static_scales_host.quantize_rows(empty(shape, dtype), scheme, by_rows, scales)
 
 
 def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):

@@ -14,13 +14,13 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gate,
     gathered,
     given_both,
-    given_rows,
     grouped,
     layouts,
     mx_both,
     norm,
     pack,
     quantize,
+    static_scales,
     unpack,
 )
 
@@ -57,7 +57,10 @@ class Moves:
 HOT = (
     (case(gathered, kernels=("gather_transposed_kernel",)), (Moves(2, 2, 6.4),)),
     (case(quantize, "fp8_rowwise", shape=BIG), (Moves(2, 1, 7.2),)),
-    (case(given_rows, "int8_tensorwise", shape=BIG, kernels=("given_rows_kernel",)), (Moves(2, 1, 19.3),)),
+    (
+        case(static_scales, "int8_tensorwise", shape=BIG, kernels=("static_scales_kernel",)),
+        (Moves(2, 1, 19.3),),
+    ),
     (case(quantize, "fp8_1x128", shape=BIG), (Moves(2, 1, 8.5),)),
     (case(quantize, "fp8_128x128", shape=BIG), (Moves(2, 1, 9.6),)),
     (case(quantize, "fp8_tensorwise", shape=BIG, kernels=TWICE), (Moves(2, 0, 4.8), Moves(2, 1, 5.2))),

@@ -7,11 +7,11 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.codebook_scales import BLOCK
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemm.host import weight_of
 from fast.kernels.sm90_w4a16_gemm.variants import Variant, Weight
 from fast.matmul.preshuffled import layout
+from fast.scale_factors import BLOCK
 from tests.emulator.device.mixed_stand_in import MixedStandIn
 from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc

@@ -8,12 +8,12 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.codebook_scales import SECOND, TERMS
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemv.select import choose
 from fast.kernels.sm90_w4a16_gemv.variants import ATOMS, Form, Variant, sources
 from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
+from fast.scale_factors import SECOND, TERMS
 from tests.emulator.device.machine import Machine
 from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc

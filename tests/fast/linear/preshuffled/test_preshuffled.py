@@ -10,10 +10,9 @@ import torch
 import fast
 import reference
 from ao_lab.checkpoint.formats.bitsandbytes import RECORDS
-from fast.codebook_scales import LEAST, SECOND, TERMS
 from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.linear import linear_small
-from fast.scale_factors import element_with_factors
+from fast.scale_factors import LEAST, SECOND, TERMS, element_with_factors
 from reference import SCHEMES
 from tests.support.linear_cases import inputs, weight
 

@@ -9,11 +9,11 @@ from itertools import product
 import torch
 
 from ao_lab.config.recipe import named
-from fast.codebook_scales import SECOND, TERMS
 from fast.kernels.linear_small import host
 from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
 from fast.kernels.sm90_w4a16_gemv.select import choose
 from fast.matmul.preshuffled import layout
+from fast.scale_factors import SECOND, TERMS
 from reference import Quantized
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.linear.skinny.candidates import dtypes, form_named, variants

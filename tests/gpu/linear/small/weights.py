@@ -9,10 +9,9 @@ import torch
 
 import fast
 from ao_lab.config.recipe import named
-from fast.codebook_scales import rows_with_parts
 from fast.kernels.linear_small import host
 from fast.kernels.linear_small.layout import FACTORED, WORDS, ArrangedWeight, filled
-from fast.scale_factors import rows_of_words
+from fast.scale_factors import rows_of_words, rows_with_parts
 from reference import Quantized
 from tests.support.linear_cases import exact_levels
 

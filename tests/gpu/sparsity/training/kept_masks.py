@@ -40,8 +40,8 @@ from fast.kernels import cublaslt
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.layers import linear_gradients
-from fast.sparsity.compress_masked import DTYPES, compress_masked, masked
-from fast.sparsity.prune_into import prune_into
+from fast.sparsity.compress import DTYPES, compress_masked, masked
+from fast.sparsity.prune import prune_into
 from tests.gpu.sparsity.progress import Progress
 from tests.gpu.sparsity.training.column_sums import replayed
 from tests.gpu.sparsity.training.masked_weights import weights

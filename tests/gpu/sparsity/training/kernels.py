@@ -16,7 +16,7 @@ from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, fitted, sources
 from fast.launch.nvrtc import cached_cubin
-from fast.sparsity.compress_masked import COMPRESS_MASKED, DTYPES, compress_masked
+from fast.sparsity.compress import COMPRESS_MASKED, DTYPES, compress_masked
 from tests.gpu.sparsity.progress import Progress
 from tests.gpu.sparsity.training.masked_weights import SHAPES, weights
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import ao_lab
 from experiments.sparsity.products import SHAPES, layer_of, linear_dense, sparse
-from fast.sparsity.compress_masked import DTYPES
+from fast.sparsity.compress import DTYPES
 from tests.gpu.sparsity.progress import Progress
 from tests.gpu.sparsity.training import column_sums, kernels, linear_gradients
 

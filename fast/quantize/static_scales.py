@@ -14,9 +14,8 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
-from fast.ops import record_name, register
-from fast.quantize.derived import derived
-from fast.quantize.ops import without_history
+from fast.ops import derived, record_name, register
+from fast.quantize.quantize import without_history
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import record_of
 

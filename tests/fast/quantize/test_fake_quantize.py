@@ -1,4 +1,4 @@
-"""`fast.quantize.saturation`: values with a mask of the blocks that reach beyond the codes, and gradients masked by them in
+"""`fast.quantize.fake_quantize`: values with a mask of the blocks that reach beyond the codes, and gradients masked by them in
 place."""
 
 import platform
@@ -9,7 +9,7 @@ import torch
 
 import fast
 from ao_lab.testing.strategies import assert_same_bits
-from fast.quantize import saturation
+from fast.quantize import fake_quantize
 from tests.emulator.interpreter_process import lines_of
 from tests.gpu import validate_qat
 
@@ -25,11 +25,11 @@ def test_kernels_agree_with_the_reference(group, cases):
 def test_without_kernels_there_is_no_mask():
     """Then the gradient is that of `fake_quantize_vjp`, in memory of its own."""
     x = torch.tensor([[-127.5, 0.5, 127.5], [1.0, 2.0, 3.0]])
-    y, mask = saturation.fake_quantize_with_mask(x, SCHEME)
+    y, mask = fake_quantize.fake_quantize_with_mask(x, SCHEME)
     assert mask is None
     assert_same_bits(y, fast.fake_quantize(x, SCHEME))
     g = torch.full_like(x, 5.0)
-    dx = saturation.mask_gradient(g, x, mask, SCHEME)
+    dx = fake_quantize.mask_gradient(g, x, mask, SCHEME)
     assert_same_bits(dx, fast.fake_quantize_vjp(g, x, SCHEME)[0])
     # The scale is 1: both ends round away from zero, and the zero point is that of the lower one.
     assert dx[0].tolist() == [5.0, 5.0, 0.0]

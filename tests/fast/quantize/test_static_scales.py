@@ -7,7 +7,7 @@ import torch
 
 import fast
 from ao_lab.testing.strategies import assert_same_bits
-from fast.quantize.given_rows import quantize_rows, rows_record
+from fast.quantize.static_scales import quantize_rows, rows_record
 from reference import SCHEMES, Scales
 from tests.emulator.interpreter_process import lines_of
 

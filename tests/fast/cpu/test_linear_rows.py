@@ -9,9 +9,9 @@ import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.quantized_tensor import quantized
-from fast.cpu import decoder, rows
-from fast.cpu.rows import SMALLEST, linear_of_rows
-from tests.fast.cpu.test_decoder import normal, stored
+from fast.cpu import dequantize, linear
+from fast.cpu.linear import SMALLEST, linear_of_rows
+from tests.fast.cpu.test_dequantize import normal, stored
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Outputs and inputs of the smallest weight that is decoded on the way.
@@ -45,8 +45,8 @@ def within(got, x, w, bias):
 def test_inside_the_bound(scheme, dtype, few, monkeypatch):
     """By the loop, and by torch of decoded tiles of some rows and a rest."""
     if not few:
-        monkeypatch.setattr(rows, "_few", lambda dtype: 0)
-        monkeypatch.setattr(rows, "KEPT", 100 * K * 4)
+        monkeypatch.setattr(linear, "_few", lambda dtype: 0)
+        monkeypatch.setattr(linear, "KEPT", 100 * K * 4)
     w, bias = stored(scheme, (N, K)), normal(N, seed=2).to(dtype)
     for count in (2, 5):
         x = normal(count, K, seed=count).to(dtype)
@@ -59,7 +59,7 @@ def test_inside_the_bound(scheme, dtype, few, monkeypatch):
 
 def test_without_products_of_bfloat16_operands_are_float32(monkeypatch):
     """The weight keeps the bits that bfloat16 has not: inside `linear_error_bound`."""
-    monkeypatch.setattr(rows, "_operands", lambda x: torch.float32)
+    monkeypatch.setattr(linear, "_operands", lambda x: torch.float32)
     w, x = stored("int8_rowwise", (N, K)), normal(3, K).to(BF16)
     exact = x.double() @ reference.dequantize(w).double().t()
     assert ((linear_of_rows(x, w).double() - exact).abs() <= reference.linear_error_bound(x, w)).all()
@@ -69,8 +69,8 @@ def test_without_products_of_bfloat16_operands_are_float32(monkeypatch):
 def test_what_the_loop_leaves_is_dequantized(missing, monkeypatch):
     w, x = stored("int8_rowwise", (N, K)), normal(3, K)
     if missing == "numba":
-        monkeypatch.setattr(decoder, "numba_missing", lambda: "No module named 'numba'")
-        monkeypatch.setattr(rows, "numba_missing", lambda: "No module named 'numba'")
+        monkeypatch.setattr(dequantize, "numba_missing", lambda: "No module named 'numba'")
+        monkeypatch.setattr(linear, "numba_missing", lambda: "No module named 'numba'")
     else:
         w.scale[3] = float("inf")
     want = functional.linear(x, reference.dequantize(w))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits, fill
-from fast.formats.storage import times_power_of_two
+from fast.formats import times_power_of_two
 from reference.formats import storage as specified
 from reference.formats.storage import SCALED
 

@@ -8,10 +8,43 @@ import torch
 
 import fast
 import reference
-from fast.cpu import activations
+from fast.cpu import quantize
+from fast.cpu import quantize as by_rows
 from reference import SCHEMES
 from reference.formats.formats import FORMATS, Format
-from tests.fast.cpu.test_decoder import same_bits
+from tests.fast.cpu.test_dequantize import normal, same_bits
+
+# Rows that are quantized some at a time have the reference's bits.
+
+FAKE_QUANTIZE_SOME = (
+    "int8_rowwise",
+    "int8_rowwise_asymmetric",
+    "fp8_rowwise",
+    "mxfp8_e4m3",
+    "mxfp4",
+    "nvfp4",
+    "fp8_tensorwise",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", FAKE_QUANTIZE_SOME)
+def test_bits_are_the_reference_s(scheme, dtype, monkeypatch):
+    monkeypatch.setattr(by_rows, "PART", 3 * 64)
+    x = normal(2, 5, 64).to(dtype)
+    x[0, 1, 3], x[1, 2, 5], x[1, 4] = float("nan"), float("inf"), 0.0
+    x[0, 3, ::2] = -0.0
+    want = reference.fake_quantize(x, scheme)
+    got = by_rows.fake_quantize(x, SCHEMES[scheme], -1)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert same_bits(fast.fake_quantize(x, scheme).nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_blocks_along_other_axes_are_left_to_the_reference():
+    assert by_rows.fake_quantize(normal(128, 128), SCHEMES["fp8_128x128"], -1) is None
+    assert by_rows.fake_quantize(normal(64, 64), SCHEMES["int8_rowwise"], 0) is None
+
 
 #: One of each rule: ratios by row, block and tensor, zero points, powers of two, two levels.
 SOME = (
@@ -24,7 +57,7 @@ SOME = (
     "mxfp4_rceil",
     "nvfp4",
 )
-TAKEN = tuple(name for name in SCHEMES if activations._rule(SCHEMES[name], True, False) is not None)
+TAKEN = tuple(name for name in SCHEMES if quantize._rule(SCHEMES[name], True, False) is not None)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
@@ -56,7 +89,7 @@ def spread_out(dtype, rows=96, length=256):
 
 def check(scheme, dtype):
     for x in (every_number(scheme, dtype), spread_out(dtype)):
-        got = activations.values(x, SCHEMES[scheme])
+        got = quantize.values(x, SCHEMES[scheme])
         assert got is not None
         assert same_bits(got, reference.fake_quantize(x, scheme))
 
@@ -76,7 +109,7 @@ def test_numbers_of_every_record_are_the_reference_s(scheme, dtype):
 @pytest.mark.parametrize("scheme", ["int8_rowwise", "int8_rowwise_asymmetric", "int8_g32"])
 def test_codes_scales_and_zero_points_are_the_reference_s(scheme):
     for x in (every_number(scheme, BFLOAT16), spread_out(BFLOAT16).view(4, 24, 256)):
-        got, want = activations.quantized(x, SCHEMES[scheme], -1), reference.quantize(x, scheme)
+        got, want = quantize.quantized(x, SCHEMES[scheme], -1), reference.quantize(x, scheme)
         assert (got.shape, got.axis, got.scheme, got.packed) == (want.shape, want.axis, want.scheme, False)
         for part in ("codes", "scale", "zero"):
             one, other = getattr(got, part), getattr(want, part)
@@ -89,7 +122,7 @@ def test_what_a_row_with_such_a_number_is_the_reference_says(scheme, number):
     """NaN and infinities; scales near the ends of float32."""
     x = torch.zeros(16, 256, dtype=BFLOAT16)
     x[4, 7] = number
-    found = activations.values(x, SCHEMES[scheme])
+    found = quantize.values(x, SCHEMES[scheme])
     want, got = reference.fake_quantize(x, scheme), fast.fake_quantize(x, SCHEMES[scheme])
     assert found is None or same_bits(found, want)
     assert found is None or abs(number) < 1
@@ -100,30 +133,30 @@ def test_what_a_row_with_such_a_number_is_the_reference_says(scheme, number):
 def test_views_are_read_as_what_they_are():
     x = spread_out(BFLOAT16)
     for view in (x.t().contiguous().t(), x[::2], x[:, 1:]):
-        got = activations.values(view, SCHEMES["fp8_rowwise"])
+        got = quantize.values(view, SCHEMES["fp8_rowwise"])
         assert got.is_contiguous()
         assert same_bits(got, reference.fake_quantize(view, "fp8_rowwise"))
 
 
 def test_what_the_loop_is_not_for_is_left_to_the_reference():
     x = spread_out(BFLOAT16)
-    assert activations.values(x[:15], SCHEMES["int8_rowwise"]) is None  # too small to compile for
-    assert activations.values(x[:, :-1], SCHEMES["fp8_1x128"]) is None  # a short last block
-    assert activations.values(x.half(), SCHEMES["int8_rowwise"]) is None
-    assert activations.quantized(x, SCHEMES["int8_rowwise"], 0) is None
-    assert activations.quantized(x, SCHEMES["fp8_rowwise"], 1) is None
+    assert quantize.values(x[:15], SCHEMES["int8_rowwise"]) is None  # too small to compile for
+    assert quantize.values(x[:, :-1], SCHEMES["fp8_1x128"]) is None  # a short last block
+    assert quantize.values(x.half(), SCHEMES["int8_rowwise"]) is None
+    assert quantize.quantized(x, SCHEMES["int8_rowwise"], 0) is None
+    assert quantize.quantized(x, SCHEMES["fp8_rowwise"], 1) is None
     other = [name for name in SCHEMES if name not in TAKEN and FORMATS[SCHEMES[name].element].bits <= 8]
     assert {"nf4", "fp8_128x128", "int4_g128_asymmetric"} & set(other)
 
 
 def test_threads_change_no_bit(monkeypatch):
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((300, 512), dtype=np.float32)).to(BFLOAT16)
-    one = activations.values(x, SCHEMES["nvfp4"])
+    one = quantize.values(x, SCHEMES["nvfp4"])
     monkeypatch.setattr("fast.cpu.threads.WORTH", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert same_bits(activations.values(x, SCHEMES["nvfp4"]), one)
+        assert same_bits(quantize.values(x, SCHEMES["nvfp4"]), one)
     finally:
         torch.set_num_threads(before)
 

@@ -1,6 +1,6 @@
 """`quantize_rows` by its kernel on CPU tensors in Triton's interpreter, against the codes and scales of the reference.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/products/given_rows.py
+    TRITON_INTERPRET=1 python tests/emulator/programs/products/static_scales.py
 
 See `programs/kernels.py` for what the interpreter can show.
 """
@@ -15,7 +15,7 @@ import triton
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels import static_scales
-from fast.quantize.given_rows import quantize_rows, rows_record
+from fast.quantize.static_scales import quantize_rows, rows_record
 from reference import SCHEMES, Scales
 from tests.emulator import quick_interpreter
 

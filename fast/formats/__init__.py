@@ -1,1 +1,0 @@
-"""`encode`, `decode`, `pack` and `unpack` for torch tensors."""
