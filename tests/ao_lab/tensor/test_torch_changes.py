@@ -31,8 +31,6 @@ CONFIGS = {
     "int8dq": lambda: ao_lab.Int8DynamicActivationInt8WeightConfig(),
     "nvfp4wo": lambda: ao_lab.NVFP4WeightOnlyConfig(),
 }
-#: Of other weights: the first is that of "int8wo".
-SCHEMES = ("int8_rowwise", "int4_g32", "nvfp4")
 X = torch.linspace(-2, 2, 5 * 64).reshape(5, 64)
 
 
@@ -129,39 +127,6 @@ def test_as_many_programs_as_for_dense_weights():
                 assert torch.equal(compiled(X[:rows]), net(X[:rows]))
         counts.append(counter.frame_count)
     assert len(set(counts)) == 1
-
-
-def replace_parameter(net, other):
-    net[1].weight = nn.Parameter(other, requires_grad=False)
-
-
-def replace_data(net, other):
-    net[1].weight.data = other
-
-
-def copy_values(net, other):
-    net[1].weight.copy_(other)
-
-
-def load_assigned(net, other):
-    net.load_state_dict({**net.state_dict(), "1.weight": other}, assign=True)
-
-
-@pytest.mark.parametrize(
-    ("put", "scheme"),
-    [
-        *((put, scheme) for put in (replace_parameter, replace_data, load_assigned) for scheme in SCHEMES),
-        (copy_values, SCHEMES[0]),  # between weights of one recipe
-    ],
-)
-def test_a_weight_put_in_its_place_is_heard(put, scheme):
-    net = network(CONFIGS["int8wo"]())
-    compiled = torch.compile(net, backend="aot_eager")
-    with torch.no_grad():
-        before = compiled(X)
-        put(net, quantized(network(seed=1)[1].weight, scheme))
-        assert torch.equal(compiled(X), net(X))
-        assert not torch.equal(compiled(X), before)
 
 
 def test_functional_call_is_heard():
