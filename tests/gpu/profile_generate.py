@@ -1,13 +1,13 @@
-"""Where the time of a token of transformers' `generate()` goes, bfloat16 beside int4: GPU, graphs, host, one layer's call.
+"""Where the time of a token of transformers' `generate()` goes, bfloat16 beside int4: GPU, graphs, host.
 
     PYTHONPATH=. python tests/gpu/profile_generate.py [--layers 8 --configs bfloat16 "int4 g128" --budget 200]
     PYTHONPATH=. python tests/gpu/profile_generate.py --device cpu --divide 32 --layers 1
 
 The models of experiment `generate` at batch 1, compiled and eager. Of each: milliseconds a token without a profiler; by
 torch.profiler over --steps steps of decoding in steady state what the GPU does (in all, inside graphs, between them), its
-largest kernels, and the host by names of operations; of eager mode cProfile of 10 steps. Then microseconds that one call of a
-linear layer takes the host, and parts of it, in chunks of which each begins with an idle GPU. Times under a profiler are
-longer than without: compare them with each other alone. If OUT is set, all of it is in $OUT/profile_generate.json.
+largest kernels, and the host by names of operations; of eager mode cProfile of 10 steps. Times under a profiler are longer
+than without: compare them with each other alone. What one layer's call takes the host says `linear/eager_host.py`. If OUT
+is set, all of it is in $OUT/profile_generate.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from experiments.generate.tables import BASE, METHODS, Stage
 from tests.gpu.harness import traces
-from tests.gpu.harness.layer_calls import layer_calls
 
 #: Steps before the window: prompt, and what is slow in the first ones; those that the profiler runs before it counts.
 BEFORE, WARM, PYTHON_STEPS, LARGEST, MOST_KERNELS = 16, 4, 10, 25, 15
@@ -165,7 +164,7 @@ def show(mode: str, found: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Both modes, then calls of one layer."""
+    """Both modes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=8)
@@ -186,7 +185,6 @@ def main() -> int:
         "transformers": transformers.__version__,
     }
     print(", ".join(f"{key} {value}" for key, value in result.items()), flush=True)
-    result["layer"] = layer_calls(args.device, args.divide)
     models = {name: configured(base, name) for name in args.configs}
     for compiled, mode in ((True, "compiled"), (False, "eager")):
         if time.perf_counter() - began > args.budget:

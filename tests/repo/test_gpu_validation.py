@@ -1,4 +1,4 @@
-"""The validator of the kernels (tests/gpu/validate_kernels.py) on CPU: it passes what is right and sees what is wrong."""
+"""The programs of tests/gpu on a CPU: they pass what is right and see what is wrong."""
 
 import json
 import os
@@ -12,10 +12,12 @@ import torch
 
 import fast
 import reference
-from tests.gpu import validate_kernels
+from tests.gpu import validate, validate_kernels
+from tests.gpu.harness import subject as harness
 from tests.gpu.harness.poison import WroteBeyond, poisoned
 from tests.gpu.harness.pool import Job, perform, run_jobs
 from tests.gpu.harness.run import Run, Settings
+from tests.gpu.harness.subject import Asked, Subject, beyond, differs, told
 from tests.gpu.kernels import errors as kernel_errors
 from tests.gpu.kernels import schemes as kernel_formats
 from tests.gpu.kernels import schemes as kernel_schemes
@@ -264,3 +266,86 @@ def test_a_test_that_raises_is_an_error():
     found = checks(lambda run: 1 / 0, fast=fast)
     assert statuses(found) == {"error"}
     assert "ZeroDivisionError" in text(found)
+
+
+@pytest.mark.parametrize("module", validate.MODULES)
+def test_subjects_are_where_they_are_looked_for(module):
+    """And say what they are about in a line."""
+    names = validate.MODULES[module]
+    found = [validate.subject(name) for name in names]
+    assert [one.name for one in found] == [*names]
+    assert all(one.about and "\n" not in one.about for one in found)
+
+
+@pytest.mark.parametrize("name", ["sparsegpt", "sparse_training"])
+def test_subjects_agree_on_a_cpu(name, capsys):
+    asked = ["--device", "cpu", "--only", {"sparsegpt": "exact", "sparse_training": "(1, 16, 16)"}[name]]
+    assert validate.main([name, *asked]) == 0
+    assert "0 wrong" in capsys.readouterr().out
+
+
+def checked(*lines, seconds=60.0, times=None, out=None):
+    """The exit code of a subject with one check a line: "" is right, a word is wrong, an exception is raised."""
+
+    def call(line):
+        if isinstance(line, Exception):
+            raise line
+        return [line] if line else []
+
+    checks = [(f"check {at}", lambda line=line: call(line)) for at, line in enumerate(lines)]
+    asked = Asked(device="cpu" if times is None else "there", seconds=seconds, out=out)
+    return harness.perform(Subject("subject", "about", lambda asked: checks, times), asked)
+
+
+def test_what_is_wrong_is_said(capsys):
+    assert checked("", "") == 0
+    assert checked("", "bits differ", ValueError("no such tile")) == 1
+    text = capsys.readouterr().out
+    assert "check 1: 1 WRONG" in text
+    assert "bits differ" in text
+    assert "ValueError: no such tile (call:" in text
+    assert "3 checks, 2 wrong" in text
+
+
+def test_what_no_time_is_left_for_has_not_passed(capsys):
+    assert checked("", "", seconds=-1.0) == 2
+    assert "NOT REACHED, no time: check 0; check 1" in capsys.readouterr().out
+
+
+def test_rows_of_times_are_written(tmp_path, monkeypatch, capsys):
+    """Until the time is over."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    row = {
+        "shape": (2, 3),
+        "rows": 1,
+        "rule": "ours",
+        "us": {"bf16": 3.0, "ours": 2.0},
+        "failed": {"other": "no"},
+    }
+    assert checked(times=lambda asked: iter([row, row]), out=tmp_path) == 0
+    found = json.loads((tmp_path / "subject.json").read_text())
+    assert (found["device"], len(found["times"]), found["wrong"]) == ("a GPU", 2, [])
+    assert told(row) == "shape (2, 3) rows 1 rule ours: bf16 3.00  ours 2.00  (rule x1.500)  FAILED other: no"
+    assert checked(times=lambda asked: iter([row, row]), out=tmp_path, seconds=-1.0) == 0
+    assert len(json.loads((tmp_path / "subject.json").read_text())["times"]) == 1
+    assert "the time is over" in capsys.readouterr().out
+
+
+def test_differences_are_lines():
+    x = torch.arange(6.0).view(2, 3)
+    other = x.clone()
+    other[1, 2] = torch.nan
+    assert list(differs("x", x, x)) == []
+    assert list(differs("x", other, x)) == ["x: 1 of 6 differ, first at [[1, 2]]"]
+    assert list(differs("x", None, x)) == ["x: the kernel does not take this"]
+    assert "not torch.float64" in next(differs("x", x, x.double()))
+    assert list(beyond("x", x, x.double() + 0.5, torch.full_like(x, 0.5).double())) == []
+    assert list(beyond("x", other, x.double(), x.double())) == [
+        "x: 1 of 6 outside of the bound, first at [[1, 2]]"
+    ]
+
+
+def test_unknown_subjects_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        validate.main(["sm90_w4a17_gemm"])
+    assert "no subject is called sm90_w4a17_gemm" in capsys.readouterr().err

@@ -30,12 +30,7 @@ SHARED_PREFIXES = {
     "fast/sparsity/linear_": "the same of 2:4 weights",
     "fast/sparsity/linear_sparse_": "the same of 2:4 weights",
     "tests/fast/linear/linear_": "the tests of these, by function or subject",
-    "tests/gpu/kernels/linear_": "the same on a GPU",
     "tests/gpu/validate_": "commands that a person starts",
-    "tests/gpu/linear/validate_": "the same of linear layers",
-    "tests/gpu/linear/validate_linear_": "the same, a function each",
-    "tests/gpu/training/validate_": "the same for training",
-    "tests/gpu/sparsity/validate_": "the same for sparsity",
     "tests/emulator/ptx_": "the parts of one interpreter",
     "tests/fast/kernels/compiling/kernel_": "what compiles kernels, calls them and knows their limits",
 }

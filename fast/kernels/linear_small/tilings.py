@@ -11,7 +11,7 @@ What limits a product of few rows:
 `tiling_of` is a rule of what was fastest (`reports/data/linear_small_tiles.json`, to which the tests hold it; 4-bit codes in
 groups of 128, 8-bit codes by rows): 128 rows of the weight by 128 columns a step, K in parts until each multiprocessor has two
 programs, or one where 8-bit codes meet more than 8 rows. Tiles of 8 rows of X are never taken. `estimate` is
-the sum above in microseconds; it puts the other candidates, which `validate_linear_small.py` of the tests times, in an order.
+the sum above in microseconds; it puts the other candidates, which `tests/gpu/validate.py` times, in an order.
 NF4, whose tiles were not timed, has sums of two terms and registers for 64 rows of X at most.
 """
 

@@ -1,5 +1,5 @@
 """cuSPARSELt's product: what it takes, what it is called with, and which algorithms are used. A stand-in plays the library
-here; `tests/gpu/sparsity/validate_tensor.py` has the library itself."""
+here; `tests/gpu/sparsity/layers.py` has the library itself."""
 
 import json
 

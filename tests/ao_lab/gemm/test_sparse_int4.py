@@ -1,7 +1,7 @@
 """The product of 2:4 weights of int4 as they are stored: what it takes, that layers and `explain` choose it, and its numbers.
 
 The test for a GPU is taken away here, so that the reference computes; the kernels are in
-`tests/gpu/sparsity/validate_linear_sparse_int4.py`."""
+`tests/gpu/sparsity/int4.py`."""
 
 import platform
 from dataclasses import replace

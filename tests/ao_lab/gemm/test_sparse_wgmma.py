@@ -1,7 +1,7 @@
 """The product of 2:4 weights by sparse tensor cores: what it takes, where it is the default, what is kept, and its numbers.
 
 The test for a GPU is taken away here, so that the reference computes; the kernels are in
-`tests/gpu/sparsity/validate_linear_sparse.py`."""
+`tests/gpu/sparsity/gemm.py`."""
 
 import copy
 import io

@@ -10,7 +10,7 @@ from ao_lab.config.recipe import Recipe, named
 from ao_lab.qat import forward
 from ao_lab.qat.forward import Given, Rule, gradients
 from ao_lab.testing.strategies import assert_same_bits
-from tests.gpu.validate_qat import expected, numbers
+from tests.gpu.models.qat import expected, numbers
 
 INPUTS, WEIGHTS = "int8_rowwise_asymmetric", "int4_g32_asymmetric"
 ALL = (True, True, False, False, False, False)

@@ -25,7 +25,8 @@ from ao_lab.checkpoint.streaming import parameters_on_meta
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.quantization import api
 from experiments.models.llama import LanguageModel, ModelSettings
-from tests.gpu import validate_quantize
+from tests.gpu.harness.subject import Asked
+from tests.gpu.models import quantize as quantize_on_gpu
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -278,10 +279,8 @@ def test_fake_tensors_are_quantized_as_such(config):
         assert model(torch.randn(2, 2048)).shape == (2, 2048)
 
 
-def test_the_measurement_for_gpus_runs(monkeypatch, capsys):
-    """tests/gpu/validate_quantize.py, on small shapes: one line for each configuration, with the bits of the host."""
-    monkeypatch.setattr(
-        "sys.argv", ["validate_quantize.py", "--device", "cpu", "--layers", "1", "--divide", "32"]
-    )
-    assert validate_quantize.main() == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(validate_quantize.CONFIGS)
+def test_the_measurement_for_gpus_runs():
+    """tests/gpu/models/quantize.py, on small shapes: every configuration, with the bits of the host."""
+    checks = list(quantize_on_gpu.checks(Asked(device="cpu")))
+    assert len(checks) == len(quantize_on_gpu.CONFIGS)
+    assert [line for _, check in checks for line in check()] == []

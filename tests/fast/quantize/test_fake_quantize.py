@@ -11,7 +11,8 @@ import fast
 from ao_lab.testing.strategies import assert_same_bits
 from fast.quantize import fake_quantize
 from tests.emulator.interpreter_process import lines_of
-from tests.gpu import validate_qat
+from tests.gpu.harness.subject import Asked
+from tests.gpu.models import qat
 
 SCHEME = "int8_rowwise_asymmetric"
 
@@ -61,9 +62,8 @@ def test_a_mask_of_another_shape_or_dtype_is_refused(mask):
         host.clip(torch.zeros(2, 64), x, torch.zeros(2, dtype=torch.uint8, device="meta"), SCHEME, -1)
 
 
-def test_gradients_are_those_of_the_public_functions(capsys):
-    """The program that compares them on a GPU, where it runs the reference."""
-    assert validate_qat.main(["--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 * len(validate_qat.CASES) + 1
-    assert lines[-1] == "agreed"
+def test_gradients_are_those_of_the_public_functions():
+    """The checks of a GPU, where they run the reference."""
+    checks = list(qat.checks(Asked(device="cpu")))
+    assert len(checks) == 3 * len(qat.CASES)
+    assert [line for _, check in checks for line in check()] == []

@@ -14,13 +14,13 @@ from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.sparsity import compress as module
 from fast.sparsity.compress import DTYPES, compress_masked, masked
-from tests.gpu.sparsity.training.masked_weights import weights
+from tests.gpu.sparsity.patterns import masked_weights
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_weights_come_back(dtype, turned):
-    for w, mask in weights((80, 48), dtype, turned):
+    for w, mask in masked_weights((80, 48), dtype, turned):
         values, metadata = compress_masked(w, mask, turned)
         for one, other in zip(compress_masked(w, pack_bits(mask), turned), (values, metadata), strict=True):
             assert_same_bits(one, other)

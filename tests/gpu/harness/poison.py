@@ -2,7 +2,8 @@
 
 While `poisoned` is active, torch.empty and its relatives return memory filled with one byte, cut out of a larger buffer. On
 the way out the bytes around every output must still be that byte. What is allocated in C++ or by a compiled program does not
-come this way; for that, `fill_freed` leaves the byte in memory that the allocator hands out next.
+come this way; for that, `fill_freed` leaves the byte in memory that the allocator hands out next. `outputs` gives the same to
+launchers that allocate by `direct.allocator`.
 """
 
 from __future__ import annotations
@@ -91,3 +92,12 @@ def fill_freed(sizes: Iterable[int], device: torch.device, byte: int) -> None:
     """Leave `byte` in freed memory of these sizes, which the allocator gives to the next output of that size."""
     buffers = [_EMPTY(max(size, 1), dtype=torch.uint8, device=device).fill_(byte) for size in sizes]
     del buffers
+
+
+def outputs(byte: int, buffers: Buffers) -> Callable[..., torch.Tensor]:
+    """What allocates contiguous outputs as `direct.allocator` would, poisoned; `check_guards` looks at the buffers after it."""
+
+    def make(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return _surrounded(_EMPTY(shape, dtype=dtype, device="cuda"), byte, buffers)
+
+    return make

@@ -16,9 +16,9 @@ import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Run, Settings, outcome
+from tests.gpu.sparsity.cases import case, wanted
+from tests.gpu.sparsity.int4_cases import EXACT, as_tensors, exact_case
 from tests.gpu.sparsity.patterns import PATTERNS, SHAPES, few_of_four, generator, patterns
-from tests.gpu.sparsity.products.inputs import case, wanted
-from tests.gpu.sparsity.products.int4_cases import EXACT, as_tensors, exact_case
 from tests.support.linear_cases import exact_result
 
 STORED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "int32")

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python tests/emulator/programs/products/linear_small.py [day | SCHEME]
 
 Prints what agreed, a line for each scheme; raises at the first difference. Registers and their order are the compiler's:
-that is for `tests/gpu/linear/validate_linear_small.py`.
+that is for `tests/gpu/linear/preshuffled.py`.
 """
 
 from __future__ import annotations

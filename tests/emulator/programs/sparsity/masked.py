@@ -20,7 +20,7 @@ from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.kernels.sm90_sparse24_gemm.masked_host import compress_masked, keep
 from fast.sparsity.compress import COMPRESS_MASKED, DTYPES
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.training.masked_weights import SHAPES, weights
+from tests.gpu.sparsity.patterns import MASKED_SHAPES, masked_weights
 
 
 def compare_full(w: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ def compare_full(w: torch.Tensor) -> None:
 def compare_kept(dtype: torch.dtype) -> None:
     """The same bits or +0, also of 32 bits and in place; whole programs and one that is cut."""
     for shape in ((64, 64), (24, 104)):
-        for w, mask in weights(shape, dtype, False):
+        for w, mask in masked_weights(shape, dtype, False):
             for given in (w, w.float()):
                 right = torch.where(mask, given, 0)
                 assert_same_bits(keep(given, pack_bits(mask), None), right)
@@ -53,15 +53,15 @@ def main() -> None:
     for dtype in DTYPES:
         if sys.argv[1:] not in ([], [str(dtype)]):
             continue
-        for shape in SHAPES[1:4]:
+        for shape in MASKED_SHAPES[1:4]:
             for turned in (False, True):
-                for w, mask in weights(shape, dtype, turned):
+                for w, mask in masked_weights(shape, dtype, turned):
                     wanted = COMPRESS_MASKED.reference(None, (turned,), (w, mask))
                     for given in (mask, pack_bits(mask)):
                         for one, other in zip(compress_masked(w, given, turned), wanted, strict=True):
                             assert_same_bits(one, other)
         compare_kept(dtype)
-        compare_full(next(weights((16, 16), dtype, False))[0])
+        compare_full(next(masked_weights((16, 16), dtype, False))[0])
         print(dtype, flush=True)
     print("agreed", flush=True)
 

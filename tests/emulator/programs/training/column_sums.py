@@ -15,7 +15,7 @@ import torch
 
 from fast.kernels.layers.column_sums import Plan, column_sums, plan_of
 from tests.emulator import quick_interpreter
-from tests.gpu.sparsity.training.sum_model import bound, model
+from tests.gpu.sparsity.sum_model import bound, model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Rows and columns: chunks that end within a step, columns that fill no program, one chunk, three axes.

@@ -10,10 +10,8 @@ import torch
 
 import fast
 from fast.kernels.sm90_sparse24_gemm.select import RATES, Rates, Terms, choose
-from tests.gpu.sparsity.products.timing import Method
-from tests.gpu.sparsity.wgmma import model_times
-from tests.gpu.sparsity.wgmma.fit_linear_sparse import main
-from tests.gpu.sparsity.wgmma.model_fit import choices, described_now, fitted, microseconds, spread
+from tests.gpu.sparsity import gemm
+from tests.gpu.sparsity.rates import choices, described_now, fitted, main, microseconds, spread
 
 TIMES = Path(__file__).resolve().parents[4] / "reports/data/linear_sparse_times.json"
 TRUE = Rates(l2=48.0, memory=12.0, multiply=1.3, begin=5200.0, token=7.0, clock=1.6)
@@ -23,10 +21,10 @@ def rows(rates=TRUE, noise=0.0, seed=0):
     """What `--model` would write if times were those of `rates`."""
     random = np.random.default_rng(seed)
     found = []
-    for shape in model_times.SHAPES:
-        for name in model_times.BITS:
-            for variant in model_times.chosen(shape, name):
-                row = model_times.described(shape, name, variant)
+    for shape in gemm.SHAPES:
+        for name in gemm.BITS:
+            for variant in gemm.chosen(shape, name):
+                row = gemm.described(shape, name, variant)
                 us = microseconds(Terms(**row["terms"]), rates) * float(
                     np.exp(noise * random.standard_normal())
                 )
@@ -47,14 +45,13 @@ def test_the_choice_is_among_the_quickest_of_what_an_h200_took():
 
 
 def test_three_variants_of_each_shape_the_choice_first():
-    for shape in model_times.SHAPES:
+    for shape in gemm.SHAPES:
         m, n, k = shape
-        for name, bits in model_times.BITS.items():
-            found = model_times.chosen(shape, name)
+        for name, bits in gemm.BITS.items():
+            found = gemm.chosen(shape, name)
             assert found[0] == choose(m, n, k * bits // 8, bits, False)
             assert len(found) == len(set(found)) <= 3
             assert len({v[:3] for v in found}) > 1
-    assert len(list(model_times.jobs(["fp8"]))) >= 2 * len(model_times.SHAPES)
 
 
 def test_constants_come_back():
@@ -94,39 +91,26 @@ def test_choices_and_what_they_lose():
         fitted([slow, quick])
 
 
-def test_a_run_writes_what_is_right_and_says_what_is_wrong(tmp_path, monkeypatch):
-    """The reference in place of the kernel, and a clock that stands still; one variant in three is wrong."""
-    wrong = model_times.chosen((128, 64, 256), "bf16")[1].name
+def test_rows_say_what_is_right(monkeypatch):
+    """The reference in place of the kernel, and a clock that stands still; one variant in three is wrong and not timed."""
+    wrong = gemm.chosen((128, 64, 256), "bf16")[1].name
 
-    def method(cases, variant, *, scaled):
-        def call(i):
-            one = cases[i]
-            scales = {"x_scale": one.x_scale, "scale": one.scale} if scaled else {}
-            y = fast.linear_sparse(one.x, one.values, one.metadata, **scales, out_dtype=torch.bfloat16)
+    def product_of(one, variant, scaled):
+        def call(x, values, metadata, bias, x_scale, scale):
+            y = fast.linear_sparse(
+                one.x, one.values, one.metadata, x_scale=x_scale, scale=scale, out_dtype=torch.bfloat16
+            )
             return -y if variant.name == wrong and not scaled else y
 
-        return Method(variant.name, call)
+        return call
 
-    def prepare(made, count):
-        made.replay, made.how = (lambda: None), "graph"
-
-    def times(methods, count, seconds):
-        return {one.name: (2.0, 1.0, 3.0) for one in methods if one.replay is not None}
-
-    monkeypatch.setattr(model_times, "case", partial(model_times.case, device="cpu"))
-    monkeypatch.setattr(model_times, "SHAPES", ((128, 64, 256),))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    for name, function in (("method", method), ("prepare", prepare), ("times", times)):
-        monkeypatch.setattr(model_times, name, function)
-    said, path = [], tmp_path / "linear_sparse_model.json"
-    assert not model_times.measured(said.append, lambda: 60.0, path, ["fp8", "bf16"])
-    found = json.loads(path.read_text())["rows"]
-    assert [row["right"] for row in found if row["dtype"] == "fp8"] == [True] * 3
-    assert [row["right"] for row in found if row["dtype"] == "bf16"] == [True, False, True]
+    monkeypatch.setattr(gemm, "case", partial(gemm.case, device="cpu"))
+    monkeypatch.setattr(gemm, "product_of", product_of)
+    monkeypatch.setattr(gemm, "measured", lambda methods: {"us": dict.fromkeys(methods, 2.0)})
+    found = [row for name in ("fp8", "bf16") for row in gemm.table((128, 64, 256), name)]
+    assert [row["right"] for row in found] == [True] * 4 + [False, True]
     assert [row.get("us") for row in found] == [2.0] * 4 + [None, 2.0]
-    assert any("WRONG by 2.0e+00" in line for line in said)
-    assert model_times.measured(said.append, lambda: 1.0, path, ["fp8"])
-    assert said[-1].startswith("no time for (128, 64, 256) fp8")
+    assert json.loads(json.dumps(found))
 
 
 def test_the_script(tmp_path, capsys):

@@ -12,7 +12,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import TWO, Form, Variant, f
 from fast.kernels.sparse_linear import host as sparse_linear
 from fast.launch import nvrtc
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
-from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case
+from tests.gpu.sparsity.int4_cases import as_tensors, exact_case
 
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (128256, 4096), (100, 256), (4096, 11008))
 INT4 = Form(128, False, False)

@@ -29,7 +29,7 @@ from tests.emulator.device.stand_in import _bytes
 from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
 from tests.fast.kernels.sm90_sparse24_w4a16_gemv.emulated import Device
-from tests.gpu.sparsity.products.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case
 from tests.support.linear_cases import exact_result, outside
 
 BF16, F16, WIDE = "bfloat16", "float16", "float32"

@@ -28,7 +28,7 @@ from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
 from tests.fast.kernels.sm90_sparse24_gemm.machine_code import disassembled, uses_in_flight
 from tests.fast.kernels.sm90_w4a16_gemm.test_compile import INTEGERS, THREADS, complaints
 from tests.fast.kernels.sm90_w4a16_gemm.test_emulated import expected, stored
-from tests.gpu.linear.mixed.compared import weight_named
+from tests.gpu.linear.weights import decoded
 
 TIMES = Path(__file__).resolve().parents[4] / "reports/data/mixed_mm_experts.json"
 BF16, F16 = torch.bfloat16, torch.float16
@@ -159,7 +159,7 @@ MEASURED = json.loads(TIMES.read_text())["rows"]
 def losses(pick):
     """How much slower the picked variants are than the quickest of those that were timed."""
     for row in MEASURED:
-        weight = weight_named(row["scheme"])
+        weight = decoded(row["scheme"])
         every = [*candidates(weight)]
         times = [row["times"][one.name] for one in every]
         yield row["times"][pick(row, weight, every).name] / min(times)

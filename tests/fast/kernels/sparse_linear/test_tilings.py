@@ -1,5 +1,5 @@
-"""The rule of choice of `linear_sparse_int4` against times: of an H100, what `validate_linear_sparse_int4.py --tune` found for
-inputs in place, and of an H200, what `--choices` found for all that the rule chooses among."""
+"""The rule of choice of `linear_sparse_int4` against times: of an H100 for inputs in place, and of an H200 for all that
+the rule chooses among (`tests/gpu/validate.py triton_mma_sparse_small_m --part times`)."""
 
 import json
 import platform

@@ -1,0 +1,220 @@
+"""What `tests/gpu/validate.py` knows by a name: checks that yield what is wrong, and rows of times; and one run of them.
+
+A check is a label and a call whose result is what is wrong, a line each; what it raises is wrong too, and the others go
+on. Rows of times are dictionaries with microseconds by method under "us". After `Asked.seconds` nothing new of a part
+starts; what was not compared is named, and has not passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Check = tuple[str, Callable[[], Iterable[str] | None]]
+Row = dict[str, Any]
+PARTS = ("bits", "times")
+#: Lines of a check that are printed.
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line chose. Of schemes, rows and shapes a subject has defaults; every: all variants of a kernel."""
+
+    device: str = "cuda"
+    parts: Sequence[str] = PARTS
+    only: str = ""
+    seconds: float = 60.0
+    schemes: Sequence[str] = ()
+    rows: Sequence[int] = ()
+    shapes: Sequence[tuple[int, ...]] = ()
+    every: bool = False
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A name, what it is about, its checks, its times, and whether its checks run on a CPU too, where `fast` is the
+    reference."""
+
+    name: str
+    about: str
+    checks: Callable[[Asked], Iterable[Check]]
+    times: Callable[[Asked], Iterator[Row]] | None = None
+    on_cpu: bool = False
+
+
+class Progress:
+    """What a subject has found so far, printed as it comes and written into a folder where one was asked for."""
+
+    def __init__(self, name: str, asked: Asked) -> None:
+        self.name, self.asked, self.begin = name, asked, time.monotonic()
+        self.done, self.wrong, self.left_out, self.rows = 0, list[str](), list[str](), list[Row]()
+
+    def say(self, text: str) -> None:
+        """Print with the seconds that have passed."""
+        sys.stdout.write(f"[{time.monotonic() - self.begin:6.1f}] {self.name}: {text}\n")
+        sys.stdout.flush()
+
+    def attempt(self, label: str, call: Callable[[], Iterable[str] | None]) -> None:
+        """Make a check. SystemExit where the GPU is lost to this process."""
+        begin, lost = time.monotonic(), False
+        try:
+            found = list(call() or ())
+        except Exception as error:  # noqa: BLE001  others go on
+            found, lost = [described(error)], is_lost()
+        self.done += 1
+        self.wrong += [f"{label}: {line}" for line in found]
+        took = f"{time.monotonic() - begin:.1f} s"
+        self.say(
+            "\n    ".join([f"{label}: {f'{len(found)} WRONG' if found else 'right'}, {took}", *found[:SHOWN]])
+        )
+        if lost:
+            self.say("the GPU is lost to this process")
+            raise SystemExit(self.verdict())
+
+    def add(self, row: Row) -> None:
+        """Keep a row."""
+        self.rows.append(row)
+        self.say(told(row))
+        self.write()
+
+    def write(self) -> None:
+        """NAME.json in the folder: device, what is wrong, what was left out, and the rows."""
+        if self.asked.out is not None:
+            about = {
+                "device": device_name(self.asked.device),
+                "torch": torch.__version__,
+                "wrong": self.wrong,
+            }
+            text = json.dumps({**about, "left out": self.left_out, "times": self.rows}, indent=1, default=str)
+            (self.asked.out / f"{self.name}.json").write_text(text + "\n")
+
+    def verdict(self) -> int:
+        """Print the sum; 1 where something was wrong, 2 where something was left out, else 0."""
+        self.say(f"{self.done} checks, {len(self.wrong)} wrong, {len(self.rows)} rows of times")
+        if self.left_out:
+            self.say(f"NOT REACHED, no time: {'; '.join(self.left_out)}")
+        self.write()
+        return 1 if self.wrong else 2 if self.left_out else 0
+
+
+def perform(subject: Subject, asked: Asked) -> int:
+    """All that was asked of a subject; see `Progress.verdict`."""
+    progress = Progress(subject.name, asked)
+    if "bits" in asked.parts:
+        for label, call in subject.checks(asked):
+            if asked.only not in label:
+                continue
+            if time.monotonic() - progress.begin > asked.seconds:
+                progress.left_out.append(label)
+            else:
+                progress.attempt(label, call)
+    if "times" in asked.parts and subject.times is not None and asked.device != "cpu":
+        end = time.monotonic() + asked.seconds
+        for row in subject.times(asked):
+            progress.add(row)
+            if time.monotonic() > end:
+                progress.say("the time is over: rows that would follow are not measured")
+                break
+    return progress.verdict()
+
+
+def told(row: Row) -> str:
+    """A row as a line: what it is of, microseconds by method, and how many times as fast as the first method the rule's is."""
+    about = " ".join(
+        f"{key} {value}" for key, value in row.items() if not isinstance(value, dict) and value is not None
+    )
+    times = row.get("us", {})
+    times = times if isinstance(times, dict) else {}
+    each = "  ".join(f"{name} {us:.2f}" for name, us in times.items())
+    text = f"{about}: {each}" if each else about
+    if row.get("rule") in times:
+        text += f"  (rule x{next(iter(times.values())) / times[row['rule']]:.3f})"
+    return text + "".join(f"  FAILED {name}: {why}" for name, why in row.get("failed", {}).items())
+
+
+def described(error: Exception) -> str:
+    """The first line of what was raised, and where."""
+    places = traceback.extract_tb(error.__traceback__)
+    where = " < ".join(f"{one.name}:{one.lineno}" for one in reversed(places[-3:]))
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]} ({where})"
+
+
+def is_lost() -> bool:
+    """Whether nothing of this process runs on the GPU any more, as after an illegal access."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def device_name(device: str) -> str:
+    """The GPU's, or the device's."""
+    return torch.cuda.get_device_name() if device != "cpu" else device
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Shapes, dtypes and all bits, those of NaN and of zeros too, wherever the tensors lie."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pair = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*pair)
+
+
+def differs(label: str, got: Any, wanted: torch.Tensor) -> Iterator[str]:
+    """A line where a tensor has other values (a NaN among them) than another one, or is none."""
+    if got is None:
+        yield f"{label}: the kernel does not take this"
+    elif got.shape != wanted.shape or got.dtype != wanted.dtype:
+        yield f"{label}: {got.dtype} of shape {tuple(got.shape)}, not {wanted.dtype} of shape {tuple(wanted.shape)}"
+    elif not torch.equal(got, wanted.to(got.device)):
+        places = (got != wanted.to(got.device)).nonzero()
+        yield f"{label}: {len(places)} of {got.numel()} differ, first at {places[:3].tolist()}"
+
+
+def beyond(label: str, got: Any, truth: torch.Tensor, allowed: torch.Tensor) -> Iterator[str]:
+    """A line where results are farther from float64 ones than allowed, or not numbers, or are none."""
+    if got is None:
+        yield f"{label}: the kernel does not take this"
+        return
+    far = ~((got.to(truth.device).double() - truth).abs() <= allowed)
+    if far.any():
+        yield f"{label}: {int(far.sum())} of {got.numel()} outside of the bound, first at {far.nonzero()[:3].tolist()}"
+
+
+def in_threads(function: Callable[[Any], object], tasks: Iterable[Any]) -> None:
+    """Calls side by side that let other threads run, as NVRTC does."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(function, dict.fromkeys(tasks)))
+
+
+def in_processes(function: Callable[[Any], object], tasks: Iterable[Any]) -> None:
+    """Calls side by side of what takes seconds each, such as Triton's compiler, into caches on the disk. Failures show again
+    where a kernel is used."""
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
+        futures = [pool.submit(function, task) for task in dict.fromkeys(tasks)]
+    failed = [str(one.exception())[:300] for one in futures if one.exception()]
+    if failed:
+        print(f"{len(failed)} of {len(futures)} were not compiled: {failed[0]}", flush=True)
+
+
+__all__ = [
+    "PARTS", "Asked", "Check", "Progress", "Row", "Subject", "beyond", "described", "differs", "in_processes", "in_threads",
+    "perform", "same_bits", "told",
+]  # fmt: skip

@@ -1,0 +1,223 @@
+"""`sm90_sparse24_gemm`: every tile with every cluster bit for bit on integers, within the bound on others, the same every time;
+and times that say most about the model of its choice.
+
+Timed are of a shape the model's first choice, the best with other tiles, and the best of its own tiles in other clusters; a
+result is compared with the dense product before. `rates.py` reads such rows (`reports/data/linear_sparse_times.json`). Beside
+other libraries' products it is timed by the experiment `sparsity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import reference
+from fast.kernels.sm90_sparse24_gemm import host
+from fast.kernels.sm90_sparse24_gemm.select import (
+    CLUSTERS,
+    MULTIPROCESSORS,
+    RATES,
+    TILES,
+    WIDE,
+    candidates,
+    cycles_of,
+    terms,
+)
+from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, fitted, sources
+from fast.launch.nvrtc import cached_cubin
+from tests.gpu.harness.poison import check_guards, outputs
+from tests.gpu.harness.subject import Asked, Check, Row, Subject, beyond, differs, in_threads
+from tests.gpu.harness.timing import measured
+from tests.gpu.sparsity.cases import Case, case, wanted
+
+Shape = tuple[int, int, int]
+Dtypes = tuple[str, str]
+#: Of values and x, and every how many variants are compared; "promoted" sums are added up outside of the tensor core.
+DTYPES: dict[str, tuple[Dtypes, bool, int]] = {
+    "fp8": (("float8_e4m3fn",) * 2, False, 1), "bf16": (("bfloat16",) * 2, False, 1), "int8": (("int8",) * 2, False, 4),
+    "fp16": (("float16",) * 2, False, 5), "fp8 promoted": (("float8_e4m3fn",) * 2, True, 3),
+    "e4m3 x e5m2": (("float8_e4m3fn", "float8_e5m2"), False, 9), "e5m2 x e4m3": (("float8_e5m2", "float8_e4m3fn"), False, 9),
+    "e5m2": (("float8_e5m2",) * 2, False, 9),
+}  # fmt: skip
+#: Odd and whole sizes: (tokens above a tile's, features, K in groups of 32 elements of 8 bits or 16 of 16).
+COMPARED = ((-3, 72, 5), (0, 256, 32), (1, 331, 17), (70, 640, 64))
+REPEATS, POISON = 20, 0xA5
+#: Bits of an element, by the dtypes of rows.
+BITS = {"fp8": 8, "bf16": 16}
+#: Tokens, then features and K: in the order in which they say most.
+TOKENS, WEIGHTS = (16, 128, 2048, 8192), ((8192, 8192), (14336, 4096), (4096, 14336))
+SHAPES: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in TOKENS)
+#: Largest difference of a timed result, relative to its norm: one rounding to bfloat16 and sums that are cut; rows compared.
+LIMIT, FIRST = 1e-2, 256
+
+
+def variants(bits: int, promote: bool) -> Iterator[Variant]:
+    """Every tile with every cluster."""
+    for tokens, groups, panels in TILES + WIDE:
+        for pair, splits in CLUSTERS:
+            whole = tokens // pair >= 8 and tokens // pair % 8 == 0
+            if whole and not (tokens > 128 and (splits > 1 or promote)):
+                yield fitted(tokens, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
+
+
+def kinds(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype]:
+    """torch's."""
+    return getattr(torch, dtypes[0]), getattr(torch, dtypes[1])
+
+
+def result_dtypes(dtypes: Dtypes) -> tuple[torch.dtype, ...]:
+    """Of the output that are compared."""
+    return torch.bfloat16, torch.int32 if dtypes[0] == "int8" else torch.float32
+
+
+def compile_all(jobs: Iterable[tuple[Variant, Dtypes, torch.dtype]]) -> None:
+    """Into the cache of cubins."""
+    tasks = [(one, ELEMENTS[dtypes], str(out).removeprefix("torch.")) for one, dtypes, out in jobs]
+    in_threads(lambda task: cached_cubin(*sources(*task)), tasks)
+
+
+def checks(asked: Asked) -> Iterator[Check]:
+    """Small clusters first, so that a short run has seen something of each tile and dtype."""
+    jobs = [
+        (name, one, dtypes)
+        for name, (dtypes, promote, step) in DTYPES.items()
+        if not asked.schemes or name in asked.schemes
+        for one in list(variants(ELEMENTS[dtypes].bits, promote))[:: 1 if asked.every else step]
+    ]
+    jobs.sort(key=lambda job: (job[1].cluster, job[1].pair, job[1].tokens))
+    compile_all((one, dtypes, out) for _, one, dtypes in jobs for out in result_dtypes(dtypes))
+    for name, one, dtypes in jobs:
+        yield f"{one.name} {name}", partial(wrong_of, one, dtypes)
+
+
+def run(variant: Variant, one: Case, out: torch.dtype, scaled: bool, arranged: bool = True) -> torch.Tensor:
+    """The result of a variant; WroteBeyond where it wrote more than that."""
+    extra = (one.bias, one.x_scale, one.scale) if scaled else (None, None, None)
+    operands = (one.x, one.values, one.arranged if arranged else one.metadata, *extra)
+    call = host.product(str(out).removeprefix("torch."), True, operands, variant)
+    buffers: list[tuple[torch.Tensor, int]] = []
+    call.allocate = outputs(POISON, buffers)
+    made = call(*operands)
+    torch.cuda.synchronize()
+    check_guards(buffers, POISON)
+    assert made is not None
+    return made
+
+
+def wrong_of(variant: Variant, dtypes: Dtypes) -> Iterator[str]:
+    """On integers; then on random numbers, of which sums of int8 are exact and were seen."""
+    bits = ELEMENTS[dtypes].bits
+    for more, features, groups in COMPARED:
+        tokens = max(1, variant.tokens + more)
+        one = case(tokens, features, groups * (32 if bits == 8 else 16), kinds(dtypes), whole=True)
+        for out in result_dtypes(dtypes):
+            scaled = out != torch.int32
+            label = f"{tokens} x {features} {out}"
+            yield from differs(label, run(variant, one, out, scaled), wanted(one, out, scaled))
+    if variant.pair <= 2 and dtypes[0] != "int8":
+        yield from wrong_random(variant, dtypes)
+
+
+def wrong_random(variant: Variant, dtypes: Dtypes) -> Iterator[str]:
+    """Bits that differ between calls or orders of metadata, or errors beyond the bound."""
+    one = case(96, 200, 2048, kinds(dtypes), whole=False)
+    first = run(variant, one, torch.float32, True)
+    for _ in range(REPEATS):
+        yield from differs("another call", run(variant, one, torch.float32, True), first)
+    yield from differs("canonical metadata", run(variant, one, torch.float32, True, arranged=False), first)
+    given = [part.cpu() for part in (one.x, one.values, one.metadata, one.bias)]
+    scales = {"x_scale": one.x_scale.cpu(), "scale": one.scale.cpu()}
+    bound: Any = reference.linear_sparse_error_bound(*given, **scales, fast_sums=not variant.promote)
+    sums = one.x.double().cpu() @ one.dense.double().cpu().T
+    truth = sums * scales["x_scale"].double() * scales["scale"].double().T + given[3].double()
+    yield from beyond("random numbers", first, truth, bound)
+
+
+def chosen(shape: Shape, name: str) -> list[Variant]:
+    """At most three variants, the model's choice first."""
+    m, n, k = shape
+    bits = BITS[name]
+    length = k * bits // 8
+
+    def modelled(one: Variant) -> float:
+        return cycles_of(terms(one, m, n, length, bits, MULTIPROCESSORS), RATES)
+
+    best, *order = sorted(candidates(m, bits, False), key=modelled)
+    tiles = next((one for one in order if one[:3] != best[:3]), None)
+    same = (
+        one for one in order if one[:3] == best[:3] and (one.pair, one.splits) != (best.pair, best.splits)
+    )
+    return [best, *(one for one in (tiles, next(same, None)) if one is not None)]
+
+
+def described(shape: Shape, name: str, variant: Variant) -> Row:
+    """A variant and what the model says of it."""
+    m, n, k = shape
+    parts = terms(variant, m, n, k * BITS[name] // 8, BITS[name], MULTIPROCESSORS)
+    cycles = cycles_of(parts, RATES)
+    return {
+        "shape": shape, "dtype": name, "name": variant.name, "variant": variant._asdict(), "terms": parts._asdict(),
+        "predicted": cycles / RATES.clock / 1e3,
+    }  # fmt: skip
+
+
+def times(asked: Asked) -> Iterator[Row]:
+    """A row for each variant of a shape: what the model says, and microseconds; `right`: whether its result is."""
+    names = [name for name in asked.schemes or BITS if name in BITS]
+    shapes = [shape for shape in asked.shapes or SHAPES if len(shape) == 3]
+    compile_all(
+        (one, DTYPES[name][0], torch.bfloat16)
+        for shape in shapes
+        for name in names
+        for one in chosen(shape, name)
+    )
+    for m, n, k in shapes:
+        for name in names:
+            yield from table((m, n, k), name)
+
+
+def table(shape: Shape, name: str) -> Iterator[Row]:
+    """Of a shape and dtype, variants in turn."""
+    m, n, k = shape
+    dtypes = kinds(DTYPES[name][0])
+    size = dtypes[0].itemsize * (m * k + n * k // 2) + m * n * 2
+    cases = [
+        case(m, n, k, dtypes, whole=False, dense=not at)
+        for at in range(max(2, min(8, (1 << 28) // size + 1)))
+    ]
+    scaled, methods, right = name == "fp8", {}, {}
+    for variant in chosen(shape, name):
+        call = product_of(cases[0], variant, scaled)
+        calls = [partial(call, *operands(one, scaled)) for one in cases]
+        right[variant.name] = error_of(cases[0], calls[0](), scaled=scaled) <= LIMIT
+        methods |= {variant.name: calls} if right[variant.name] else {}
+    found = measured(methods)
+    for variant in chosen(shape, name):
+        row = described(shape, name, variant) | {"right": right[variant.name]}
+        yield row | ({"us": found["us"][variant.name]} if variant.name in found["us"] else {})
+
+
+def operands(one: Case, scaled: bool) -> tuple[Any, ...]:
+    """Of a call."""
+    return (one.x, one.values, one.arranged, None, *((one.x_scale, one.scale) if scaled else (None, None)))
+
+
+def product_of(one: Case, variant: Variant, scaled: bool) -> Any:
+    """The call of a variant."""
+    return host.product("bfloat16", True, operands(one, scaled), variant)
+
+
+def error_of(one: Case, y: Any, *, scaled: bool) -> float:
+    """The difference of the first rows from the product in float32, over its norm."""
+    if y is None:
+        return float("inf")
+    exact = one.x[:FIRST].float() @ one.dense.float().t()
+    if scaled:
+        exact = exact * one.x_scale[:FIRST] * one.scale.t()
+    return float((y[:FIRST].float() - exact).norm() / exact.norm())
+
+
+SUBJECTS = (Subject("sm90_sparse24_gemm", "any rows by weights in 2:4 storage", checks, times),)
