@@ -238,7 +238,7 @@ def compile_s8(pairs: Iterable[tuple[Problem, Any]]) -> None:
 def by_tiles(x: Quantized, w: Quantized, given: Any = None, tile: Any = None, allocate: Any = None) -> Any:
     """The product by `triton_int_scaled_mm`."""
     bias, dtype = given or (None, BF16)
-    return scaled_host.linear_of_codes(x, w, bias, dtype, None, tile)
+    return scaled_host.linear_of_codes(x, w, bias, dtype, None, tile=tile)
 
 
 def tiles_of(problem: Problem, every: bool) -> list[Tile]:
