@@ -93,6 +93,9 @@ def test_another_weight_of_the_form_is_another_weight():
     step.net[1].weight.data = parameter("int4_g32", 8)
     step.net[1].weight.copy_(torch.randn(128, 128))
     assert step.agrees() == 1
+    for scheme, programs in (("int4_g32", 1), ("int8_rowwise", 2), ("nvfp4", 3)):
+        step.net.load_state_dict({"1.weight": parameter(scheme, 5)}, strict=False, assign=True)
+        assert step.agrees() == programs
 
 
 def strided(weight):
@@ -129,7 +132,7 @@ def test_a_weight_of_another_form_is_seen(other):
     step.agrees()
     step.net[1].weight = OTHERS[other]()
     assert step.agrees() == 2
-    step.net.load_state_dict({"1.weight": parameter("int4_g32", 5)}, strict=False, assign=True)
+    step.net[1].weight = parameter("int4_g32", 5)
     assert step.agrees() == 2
 
 
