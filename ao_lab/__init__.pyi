@@ -2,16 +2,16 @@
 
 from ao_lab import jax as jax
 from ao_lab import testing as testing
-from ao_lab.calibration.static import AbsMax as AbsMax
 from ao_lab.calibration.static import (
     Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
 )
 from ao_lab.calibration.static import (
     Int8StaticActivationInt8WeightConfig as Int8StaticActivationInt8WeightConfig,
 )
-from ao_lab.calibration.static import MinMax as MinMax
-from ao_lab.calibration.static import MovingAverage as MovingAverage
-from ao_lab.calibration.static import Percentile as Percentile
+from ao_lab.calibration.statistics import AbsMax as AbsMax
+from ao_lab.calibration.statistics import MinMax as MinMax
+from ao_lab.calibration.statistics import MovingAverage as MovingAverage
+from ao_lab.calibration.statistics import Percentile as Percentile
 from ao_lab.checkpoint.api import Saved as Saved
 from ao_lab.checkpoint.api import load_pretrained as load_pretrained
 from ao_lab.checkpoint.api import save_pretrained as save_pretrained
@@ -86,8 +86,8 @@ from ao_lab.quantization.report import Report as Report
 from ao_lab.quantization.report import explain as explain
 from ao_lab.sparsity.api import sparsify_ as sparsify_
 from ao_lab.sparsity.config import SparsityConfig as SparsityConfig
-from ao_lab.sparsity.report import SparseLayer as SparseLayer
-from ao_lab.sparsity.report import SparsityReport as SparsityReport
+from ao_lab.sparsity.plan import SparseLayer as SparseLayer
+from ao_lab.sparsity.plan import SparsityReport as SparsityReport
 from ao_lab.sparsity.training.activation import SparseSquaredReLU as SparseSquaredReLU
 from ao_lab.sparsity.training.activation import sparse_squared_relu as sparse_squared_relu
 from ao_lab.sparsity.training.api import SparsityStep as SparsityStep

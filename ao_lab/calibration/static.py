@@ -1,31 +1,26 @@
 """Configurations with one scale for all inputs of a layer, given or found by calibration; see `ao_lab.config.base`.
 
 Without act_quant_scale the scale of each layer comes from its inputs: `quantize_(..., forward_loop=...)`, or torchao's
-step="prepare", data, step="convert" (`ao_lab.transforms.hooks`). `statistic` says what is kept of the inputs: "minmax"
+step="prepare", data, step="convert" (`ao_lab.transforms.data`). `statistic` says what is kept of the inputs: "minmax"
 (exact, as if all were one tensor), "absmax", "moving_average", "percentile", or a function that makes an
-`ao_lab.calibration.static.Statistic`.
+`ao_lab.calibration.statistics.Statistic`.
 
-Observers of the inputs of layers while data runs through the model, before weights are quantized.
-
-An `Observer` belongs to one weight: it sees the inputs of the layers that have it, and quantizes the weight at the end.
+An observer belongs to one weight: it sees the inputs of the layers that have it, and quantizes the weight at the end.
 `InputScales` is the one for static scales; methods that choose codes from data (GPTQ, AWQ) are others, which a configuration
 names in `Config.observer`.
-
-A `Statistic` is what `InputScales` stores: a few running values, never the data. Its `sample` is a small tensor whose
-scales, by `reference.choose_scales`, are those to be used. For `MinMax` that is exact: the scales, and zero points, of
-everything seen, put together as one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
 import reference
+from ao_lab.calibration.statistics import STATISTICS, MinMax, Statistic
 from ao_lab.config.base import Config, Observer, operands, static_scales
 from ao_lab.config.classes import NO_LAYOUT, float8_scheme
 from ao_lab.config.compressed_tensors import OWN
@@ -35,128 +30,6 @@ from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scales, Scheme
 from reference.arrays.errors import choice
-
-
-class Statistic(Protocol):
-    """Values that are updated while data runs."""
-
-    def update(self, x: torch.Tensor) -> None:
-        """Take in a tensor that is not empty."""
-
-    def sample(self) -> torch.Tensor:
-        """Values whose range is that of what was seen, on its device; called only after an update."""
-
-
-@dataclass
-class MinMax:
-    """The least and the greatest value seen."""
-
-    low: torch.Tensor | None = None
-    high: torch.Tensor | None = None
-
-    def update(self, x: torch.Tensor) -> None:
-        """Widen the range."""
-        low, high = torch.aminmax(x)
-        if self.low is None or self.high is None:
-            self.low, self.high = low, high
-        else:
-            self.low = torch.minimum(self.low, low.to(self.low.device))
-            self.high = torch.maximum(self.high, high.to(self.high.device))
-
-    def sample(self) -> torch.Tensor:
-        """Both ends."""
-        return _both(self.low, self.high)
-
-
-class AbsMax(MinMax):
-    """The largest magnitude seen: a range that is the same on both sides of zero, whatever the scheme."""
-
-    def sample(self) -> torch.Tensor:
-        """The largest magnitude with both signs."""
-        most = super().sample().abs().amax()
-        return torch.stack([-most, most])
-
-
-@dataclass
-class MovingAverage:
-    """The ends of the range, each moved by `constant` of the way to that of the next tensor (torch.ao's rule), in float32."""
-
-    constant: float = 0.01
-    low: torch.Tensor | None = None
-    high: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.constant <= 1:
-            raise ValueError(f"the constant of a moving average lies in (0, 1], got {self.constant}")
-
-    def update(self, x: torch.Tensor) -> None:
-        """Move both ends."""
-        low, high = (end.to(torch.float32) for end in torch.aminmax(x))
-        if self.low is None or self.high is None:
-            self.low, self.high = low, high
-        else:
-            self.low = self.low + self.constant * (low.to(self.low.device) - self.low)
-            self.high = self.high + self.constant * (high.to(self.high.device) - self.high)
-
-    def sample(self) -> torch.Tensor:
-        """Both ends."""
-        return _both(self.low, self.high)
-
-
-#: Values of bfloat16 in order: magnitude with sign.
-BINS = 65536
-#: The place that both zeros share.
-MIDDLE = 32768
-#: The magnitude of infinity.
-INFINITE = 0x7F80
-
-
-@dataclass
-class Percentile:
-    """The range that holds `percent` of all values, equally many outside at either end.
-
-    Values are counted as bfloat16 (others are rounded to it): 65,536 counters, exact for bfloat16. Of n values
-    floor(n * (100 - percent) / 200) are dropped at each end; the next ones are the range.
-    """
-
-    percent: float = 99.99
-    counts: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.percent <= 100:
-            raise ValueError(f"a percentile lies in (0, 100], got {self.percent}")
-
-    def update(self, x: torch.Tensor) -> None:
-        """Count. Finite values that bfloat16 rounds to infinity are its largest ones."""
-        rounded, largest = x.to(torch.bfloat16), torch.finfo(torch.bfloat16).max
-        if x.dtype in (torch.float32, torch.float64):
-            rounded = torch.where(x.isfinite(), rounded.clamp(-largest, largest), rounded)
-        bits = rounded.view(torch.int16).reshape(-1).to(torch.int32)
-        magnitude = bits & 0x7FFF
-        counts = torch.bincount(torch.where(bits < 0, -magnitude, magnitude) + MIDDLE, minlength=BINS)
-        self.counts = counts if self.counts is None else self.counts + counts.to(self.counts.device)
-
-    def sample(self) -> torch.Tensor:
-        """Both ends, in bfloat16; NaN where NaN or infinity was seen, however rare."""
-        if self.counts is None:
-            raise ValueError("nothing was seen")
-        running = self.counts.cumsum(0)
-        total = int(running[-1])
-        dropped = int(total * (100 - self.percent) / 200)
-        if bool((self.counts[: MIDDLE - INFINITE + 1].sum() + self.counts[MIDDLE + INFINITE :].sum()) > 0):
-            return torch.full((2,), torch.nan, dtype=torch.bfloat16, device=running.device)
-        ends = torch.tensor([dropped, total - 1 - dropped], device=running.device)
-        found = (torch.searchsorted(running, ends, right=True) - MIDDLE).to(torch.int32)
-        values = found.abs().to(torch.int16).view(torch.bfloat16)
-        return torch.where(found < 0, -values, values)
-
-
-STATISTICS: dict[str, Callable[[], Statistic]] = {
-    "minmax": MinMax,
-    "absmax": AbsMax,
-    "moving_average": MovingAverage,
-    "percentile": Percentile,
-}
 
 
 def statistic_of(wanted: Any) -> Callable[[], Statistic]:
@@ -209,12 +82,6 @@ class InputScales:
     def weight(self, dense: torch.Tensor, recipe: Recipe, axis: int) -> QuantizedTensor:
         """The weight, rounded to nearest, with the input's scales."""
         return quantized_weight(dense, recipe, axis=axis, input_scales=self.scales())
-
-
-def _both(low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
-    if low is None or high is None:
-        raise ValueError("nothing was seen")
-    return torch.stack([low, high])
 
 
 #: Torchao's: watch inputs; take the scales that were found.
@@ -333,15 +200,4 @@ def _of_input(granularity: Any) -> Any:
     return operands(granularity)[0] if isinstance(granularity, (list, tuple)) else PerTensor()
 
 
-__all__ = [
-    "STATISTICS",
-    "AbsMax",
-    "Float8StaticActivationFloat8WeightConfig",
-    "InputScales",
-    "Int8StaticActivationInt8WeightConfig",
-    "MinMax",
-    "MovingAverage",
-    "Observer",
-    "Percentile",
-    "statistic_of",
-]
+__all__ = ["Float8StaticActivationFloat8WeightConfig", "Int8StaticActivationInt8WeightConfig"]

@@ -1,20 +1,25 @@
-"""What methods of calibration keep of a layer's inputs: sums of squares by channel, or the Hessian. Never the inputs.
+"""What calibration keeps of a layer's inputs, a few running values: ranges, sums of squares by channel, or the Hessian.
 
-Both take a layer's calls in their order, one update each, so how a calibration set is cut into batches is part of the result.
+A range (`Statistic`) is what static scales are made of: its `sample` is a small tensor whose scales, by
+`reference.choose_scales`, are those to be used. For `MinMax` that is exact: the scales, and zero points, of everything seen,
+put together as one tensor.
 
-`Statistics` keeps one for every layer of a block, and layers with the same input (queries, keys and values; gate and up) share
-one: a Hessian is 64 MiB at 4096 channels in float32, twice that in float64, which is what sums are kept in here.
+Sums (`Sums`) are what methods of calibration read. They take a layer's calls in their order, one update each, so how a
+calibration set is cut into batches is part of the result. `Statistics` keeps one for every layer of a block, and layers with
+the same input (queries, keys and values; gate and up) share one: a Hessian is 64 MiB at 4096 channels in float32, twice that
+in float64, which is what sums are kept in here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from ao_lab.transforms.data import Seen
 from fast.quantize.least_error import tree_sum
 
 #: Tokens of one piece, a power of two: a subtree of the sum of all, so that pieces change no bit.
@@ -22,20 +27,150 @@ PIECE = 4096
 
 
 class Statistic(Protocol):
-    """Running sums over the inputs of one or more layers."""
+    """Values that are updated while data runs."""
 
     def update(self, x: torch.Tensor) -> None:
-        """Take in an input, (..., channels)."""
+        """Take in a tensor that is not empty."""
 
-    def is_usable(self) -> bool:
-        """Whether all sums are finite, and within float32."""
+    def sample(self) -> torch.Tensor:
+        """Values whose range is that of what was seen, on its device; called only after an update."""
 
 
 @dataclass
-class SquareSums:
-    """`reference.square_sums` of all inputs, bit for bit, in float32 operations of torch on the inputs' device."""
+class MinMax:
+    """The least and the greatest value seen."""
+
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+
+    def update(self, x: torch.Tensor) -> None:
+        """Widen the range."""
+        low, high = torch.aminmax(x)
+        if self.low is None or self.high is None:
+            self.low, self.high = low, high
+        else:
+            self.low = torch.minimum(self.low, low.to(self.low.device))
+            self.high = torch.maximum(self.high, high.to(self.high.device))
+
+    def sample(self) -> torch.Tensor:
+        """Both ends."""
+        return _both(self.low, self.high)
+
+
+class AbsMax(MinMax):
+    """The largest magnitude seen: a range that is the same on both sides of zero, whatever the scheme."""
+
+    def sample(self) -> torch.Tensor:
+        """The largest magnitude with both signs."""
+        most = super().sample().abs().amax()
+        return torch.stack([-most, most])
+
+
+@dataclass
+class MovingAverage:
+    """The ends of the range, each moved by `constant` of the way to that of the next tensor (torch.ao's rule), in float32."""
+
+    constant: float = 0.01
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.constant <= 1:
+            raise ValueError(f"the constant of a moving average lies in (0, 1], got {self.constant}")
+
+    def update(self, x: torch.Tensor) -> None:
+        """Move both ends."""
+        low, high = (end.to(torch.float32) for end in torch.aminmax(x))
+        if self.low is None or self.high is None:
+            self.low, self.high = low, high
+        else:
+            self.low = self.low + self.constant * (low.to(self.low.device) - self.low)
+            self.high = self.high + self.constant * (high.to(self.high.device) - self.high)
+
+    def sample(self) -> torch.Tensor:
+        """Both ends."""
+        return _both(self.low, self.high)
+
+
+#: Values of bfloat16 in order: magnitude with sign.
+BINS = 65536
+#: The place that both zeros share.
+MIDDLE = 32768
+#: The magnitude of infinity.
+INFINITE = 0x7F80
+
+
+@dataclass
+class Percentile:
+    """The range that holds `percent` of all values, equally many outside at either end.
+
+    Values are counted as bfloat16 (others are rounded to it): 65,536 counters, exact for bfloat16. Of n values
+    floor(n * (100 - percent) / 200) are dropped at each end; the next ones are the range.
+    """
+
+    percent: float = 99.99
+    counts: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent <= 100:
+            raise ValueError(f"a percentile lies in (0, 100], got {self.percent}")
+
+    def update(self, x: torch.Tensor) -> None:
+        """Count. Finite values that bfloat16 rounds to infinity are its largest ones."""
+        rounded, largest = x.to(torch.bfloat16), torch.finfo(torch.bfloat16).max
+        if x.dtype in (torch.float32, torch.float64):
+            rounded = torch.where(x.isfinite(), rounded.clamp(-largest, largest), rounded)
+        bits = rounded.view(torch.int16).reshape(-1).to(torch.int32)
+        magnitude = bits & 0x7FFF
+        counts = torch.bincount(torch.where(bits < 0, -magnitude, magnitude) + MIDDLE, minlength=BINS)
+        self.counts = counts if self.counts is None else self.counts + counts.to(self.counts.device)
+
+    def sample(self) -> torch.Tensor:
+        """Both ends, in bfloat16; NaN where NaN or infinity was seen, however rare."""
+        if self.counts is None:
+            raise ValueError("nothing was seen")
+        running = self.counts.cumsum(0)
+        total = int(running[-1])
+        dropped = int(total * (100 - self.percent) / 200)
+        if bool((self.counts[: MIDDLE - INFINITE + 1].sum() + self.counts[MIDDLE + INFINITE :].sum()) > 0):
+            return torch.full((2,), torch.nan, dtype=torch.bfloat16, device=running.device)
+        ends = torch.tensor([dropped, total - 1 - dropped], device=running.device)
+        found = (torch.searchsorted(running, ends, right=True) - MIDDLE).to(torch.int32)
+        values = found.abs().to(torch.int16).view(torch.bfloat16)
+        return torch.where(found < 0, -values, values)
+
+
+STATISTICS: dict[str, Callable[[], Statistic]] = {
+    "minmax": MinMax,
+    "absmax": AbsMax,
+    "moving_average": MovingAverage,
+    "percentile": Percentile,
+}
+
+
+def _both(low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
+    if low is None or high is None:
+        raise ValueError("nothing was seen")
+    return torch.stack([low, high])
+
+
+@dataclass
+class Sums:
+    """Running sums over the inputs of one or more layers."""
 
     value: torch.Tensor | None = None
+
+    def update(self, x: torch.Tensor) -> None:
+        """Take in an input, (..., channels)."""
+        raise NotImplementedError
+
+    def is_usable(self) -> bool:
+        """Whether all sums are finite, and within float32."""
+        raise NotImplementedError
+
+
+class SquareSums(Sums):
+    """`reference.square_sums` of all inputs, bit for bit, in float32 operations of torch on the inputs' device."""
 
     def update(self, x: torch.Tensor) -> None:
         """Add the squares of one call."""
@@ -47,11 +182,8 @@ class SquareSums:
         return self.value is None or bool(self.value.isfinite().all())
 
 
-@dataclass
-class Hessian:
+class Hessian(Sums):
     """The sum of x x^T over all tokens, (channels, channels) in float64: no TF32, no order that matters to a float32."""
-
-    value: torch.Tensor | None = None
 
     def update(self, x: torch.Tensor) -> None:
         """Add the products of one call."""
@@ -74,29 +206,11 @@ def square_sums(x: torch.Tensor) -> torch.Tensor:
     return tree_sum(torch.stack(sums), 0)
 
 
-class Seen:
-    """A tensor as it was: held, so that no other takes its place in memory, with a count of what was written to it."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.tensor, self.place = x, place_of(x)
-
-    def is_still(self, x: torch.Tensor) -> bool:
-        """Whether x is a view of the same values, and nothing has written to them since."""
-        return self.place is not None and place_of(x) == self.place
-
-
-def place_of(x: torch.Tensor) -> tuple[Any, ...] | None:
-    """Memory, shape and version; None of inference tensors, which count no writes."""
-    if x.is_inference():
-        return None
-    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version
-
-
 @dataclass
 class Shared:
     """A statistic, the layers that share it by name with the calls of each, and the input of the last update."""
 
-    statistic: Statistic
+    statistic: Sums
     calls: dict[str, int] = field(default_factory=dict)
     updates: int = 0
     tokens: int = 0
@@ -105,13 +219,13 @@ class Shared:
 
 @dataclass
 class Statistics:
-    """A statistic of each layer's inputs. An observer for `ao_lab.transforms.hooks.watching`, the same for all layers.
+    """A statistic of each layer's inputs. An observer for `ao_lab.transforms.data.observe`, the same for all layers.
 
     A layer whose first input is the very tensor that another layer's statistic has just taken in, as its first, shares it from
     then on. Where such a layer later sees something else, that is an error: their sums could not be told apart any more.
     """
 
-    make: Callable[[], Statistic]
+    make: Callable[[], Sums]
     layers: dict[str, Shared] = field(default_factory=dict)
     #: Whose inputs were seen last.
     current: Shared | None = None
@@ -154,4 +268,4 @@ class Statistics:
         self.current = None
 
 
-__all__ = ["Hessian", "Seen", "Shared", "SquareSums", "Statistic", "Statistics", "place_of", "square_sums"]
+__all__ = ["AbsMax", "MinMax", "MovingAverage", "Percentile"]

@@ -16,11 +16,12 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from ao_lab.qat.layers import QATModule
 from ao_lab.qat.lora import LoRALinear
-from ao_lab.quantization.report import ATTRIBUTE, Report
+from ao_lab.quantization.report import Report
 from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
-from ao_lab.transforms.hooks import watches
+from ao_lab.transforms.data import watches
 from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.report import ATTRIBUTE
 
 CONVERT = "call quantize_(model, QATConfig(config, step='convert')) first"
 #: How `quantize_` tells of weights that it did not come to.

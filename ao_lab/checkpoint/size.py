@@ -122,14 +122,14 @@ def model_size(
     changes = {} if config is None else planned(model, config, filter_fn, streamed=True).changes
     check_model(model)
     layers: dict[int, LayerSize] = {}
-    for path, module, name, parameter in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
+    for slot in quantizable_parameters(model):
+        parameter, kind = slot.parameter, type(slot.module).__name__
         change, size, scheme = changes.get(id(parameter)), _dense(parameter), _scheme(parameter)
         if change is not None:
             shape = tuple(parameter.shape)[::-1] if change.transposed else tuple(parameter.shape)
             size = _size_of(change, shape)
             scheme = change.recipe.weight.name
-        layers.setdefault(id(parameter), LayerSize(full, type(module).__name__, scheme, size))
+        layers.setdefault(id(parameter), LayerSize(slot.full, kind, scheme, size))
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
     return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
 

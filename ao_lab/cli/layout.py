@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from ao_lab.checkpoint.api import Saved
     from ao_lab.config.base import Config
-    from ao_lab.quantization.api import Progress
     from ao_lab.quantization.report import Layer
+    from ao_lab.transforms.plan import Progress
 
 
 COMPRESSED, OWN = "compressed-tensors", "ao_lab"

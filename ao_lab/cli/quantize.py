@@ -38,8 +38,8 @@ from ao_lab.install.extras import needed
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved
     from ao_lab.config.base import Config
-    from ao_lab.quantization.api import Progress
     from ao_lab.quantization.report import Report
+    from ao_lab.transforms.plan import Progress
 
 #: Files of the model's own folder that are made anew: its weights in any program's format, and results of evaluations.
 REMADE = re.compile(

@@ -42,20 +42,21 @@ from ao_lab.qat.lora import (
 )
 from ao_lab.quantization.api import Call, keep_report, report_of, transform
 from ao_lab.quantization.calibrate import calibrated, required_observers
-from ao_lab.quantization.plan import ALREADY, Change, Device, Plan, planned
+from ao_lab.quantization.plan import ALREADY, Change, QuantizationPlan, planned
 from ao_lab.quantization.report import Report, known_reasons
-from ao_lab.quantization.saved_state import warn_of_saved_state
 from ao_lab.training.layers import never_ran
-from ao_lab.training.selection import check_called
-from ao_lab.transforms.hooks import unwatch
+from ao_lab.transforms.data import unwatch
 from ao_lab.transforms.layers import (
     computed_reason,
+    full_name,
     offloaded,
     quantizable_parameters,
     refuse_offloaded,
     shorten,
 )
-from ao_lab.transforms.select import Filter, Filtered, Patterns, selection
+from ao_lab.transforms.plan import Device, all_or_none
+from ao_lab.transforms.report import warn_of_saved_state
+from ao_lab.transforms.select import Filter, Filtered, Patterns, check_called, selection
 from reference import Scales
 
 
@@ -93,16 +94,11 @@ def prepare_qat(call: Call) -> Report:
     if call.forward_loop is not None:
         observers = calibrated(plan, model, call.forward_loop)
     known = required_observers(plan, observers)
-    undo: list[nn.Module] = []
-    try:
+    with all_or_none(plain_again) as begun:
         for change in plan.changes.values():
-            _prepare_one(change, known, undo)
+            _prepare_one(change, known, begun)
         if device is not None:
             model.to(device)
-    except BaseException:
-        for module in undo:
-            plain_again(module)
-        raise
     adapted = [
         c for c in plan.changes.values() if isinstance(c.config, QATConfig) and c.config.lora is not None
     ]
@@ -115,7 +111,7 @@ def prepare_qat(call: Call) -> Report:
     return report_of(model)
 
 
-def _check_untouched(plan: Plan) -> None:
+def _check_untouched(plan: QuantizationPlan) -> None:
     """ValueError where something that is to be trained is quantized, or trains already."""
     quantized = [name for name, reason in plan.reasons.items() if reason == ALREADY]
     training = [name for name, reason in plan.reasons.items() if reason.startswith("it is prepared for QAT")]
@@ -129,14 +125,14 @@ def _check_untouched(plan: Plan) -> None:
         )
 
 
-def _prepare_one(change: Change, known: Mapping[str, Observer], undo: list[nn.Module]) -> None:
+def _prepare_one(change: Change, known: Mapping[str, Observer], begun: list[nn.Module]) -> None:
     """Make every layer of a weight train; what is learned or static is shared by them."""
     config = change.config
     if not isinstance(config, QATConfig):
         raise TypeError(f"a QATConfig, got {type(config).__name__}")
     added = _added(change, config, known)
     for module, _ in change.places.values():
-        undo.append(module)
+        begun.append(module)
         embedding = isinstance(module, nn.Embedding)
         recipe = config.recipe()
         if embedding:
@@ -231,7 +227,7 @@ def convert_qat(call: Call) -> Report:
         if device is not None:
             model.to(device)
     finally:
-        keep_report(model, Plan(reasons=reasons))
+        keep_report(model, QuantizationPlan(reasons=reasons))
     return report_of(model)
 
 
@@ -246,13 +242,13 @@ def _select_layers(
     reasons = known_reasons(model)
     _check_computed(model, select)
     plain: list[str] = []
-    for path, module, name, _ in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
-        wanted: Any = select(path, module, full)[0]
+    for slot in quantizable_parameters(model):
+        full, module = slot.full, slot.module
+        wanted: Any = select(slot.path, module, full)[0]
         if not isinstance(module, (QATModule, LoRALinear)):
             plain += [full] if wanted is not None else []
             continue
-        if wanted is not None and name == "weight":
+        if wanted is not None and slot.name == "weight":
             selected.append((full, module, wanted))
             ended = "QAT ended; dense again" if wanted.base_config is None else "trained by QAT"
             reasons[full] = (
@@ -272,7 +268,7 @@ def _check_computed(model: nn.Module, select: Filtered | Patterns) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, (QATModule, LoRALinear)) or (reason := computed_reason(module)) is None:
             continue
-        name = f"{path}.weight" if path else "weight"
+        name = full_name(path, "weight")
         if select(path, module, name)[0] is not None:
             raise ValueError(f"step='convert' changed nothing. {name}: {reason}")
 
@@ -283,7 +279,7 @@ def _tell_never_ran(
     """The reason in the report of layers whose forward never ran while others' did, and a UserWarning where they trained."""
     training = (QATModule, LoRALinear)
     modules = {path: module for path, module in model.named_modules() if isinstance(module, training)}
-    idle = {f"{path}.weight" if path else "weight" for path in never_ran(modules)}
+    idle = {full_name(path, "weight") for path in never_ran(modules)}
     names = []
     for name, module, _ in selected:
         if name not in idle:
@@ -353,6 +349,3 @@ def _convert_one(places: list[tuple[str, QATModule, QATConfig]], device: Device)
         plain_again(place)
         if result is not None:
             place._parameters["weight"] = result
-
-
-__all__ = ["convert_qat", "prepare_qat", "train_quantized"]

@@ -313,6 +313,3 @@ def qat_linear(
     else:
         y = QATLinearFunction.apply(rows, weight, bias, rule, *given.tensors)  # type: ignore[no-untyped-call]
     return y if x.dim() == 2 else y.reshape((*x.shape[:-1], weight.shape[0]))
-
-
-__all__ = ["QATLinearFunction", "ScaledGradient", "linear", "qat_linear", "refuse_dtensor", "rounded"]

@@ -272,19 +272,3 @@ def needs_input(rule: Rule, given: Given, wanted: tuple[bool, ...]) -> bool:
         return True
     scheme = rule.recipe.activation
     return wanted[0] and scheme is not None and (given.input_scale is not None or not cannot_saturate(scheme))
-
-
-__all__ = [
-    "Given",
-    "Rule",
-    "again",
-    "cannot_saturate",
-    "gradients",
-    "needs_input",
-    "own",
-    "rounded",
-    "rule_of",
-    "straight_through",
-    "values",
-    "weight_as_stored",
-]

@@ -26,6 +26,7 @@ from ao_lab.qat import autograd
 from ao_lab.qat.autograd import qat_linear, refuse_dtensor
 from ao_lab.qat.forward import Given, Rule, with_nan
 from ao_lab.training.layers import RAN, mark_run
+from ao_lab.transforms.layers import ConvertedModule
 from fast.device import PLAIN, functional_transform
 from fast.ops import record_name
 from reference import Scales, Scheme
@@ -155,7 +156,7 @@ def with_scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.T
     return made
 
 
-class QATModule(nn.Module):
+class QATModule(ConvertedModule, nn.Module):
     """What both layers have."""
 
     qat: Training
@@ -308,20 +309,3 @@ def plain_again(module: nn.Module) -> None:
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
-
-
-__all__ = [
-    "ADAPTERS",
-    "ADDED",
-    "QATEmbedding",
-    "QATLinear",
-    "QATModule",
-    "Training",
-    "count_writes",
-    "first_scales",
-    "plain_again",
-    "squared_error",
-    "train_as",
-    "unsupported_reason",
-    "was_written",
-]

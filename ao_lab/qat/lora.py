@@ -58,14 +58,22 @@ from ao_lab.qat.config import LoRA, QATConfig
 from ao_lab.qat.forward import cannot_saturate, straight_through
 from ao_lab.qat.layers import ADAPTERS, WRITES, QATLinear, QATModule, count_writes
 from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
-from ao_lab.quantization.plan import Device, Plan
+from ao_lab.quantization.plan import QuantizationPlan
 from ao_lab.quantization.report import ADAPTER, Report, known_reasons
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.metadata import PARTS, Meta, described, meta_from
 from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.layers import RAN, mark_run
-from ao_lab.transforms.layers import check_model, offloaded, quantizable_parameters, refuse_offloaded
+from ao_lab.transforms.layers import (
+    ConvertedModule,
+    check_model,
+    full_name,
+    offloaded,
+    quantizable_parameters,
+    refuse_offloaded,
+)
+from ao_lab.transforms.plan import Device
 from ao_lab.transforms.select import Filter, selection
 from fast.device import functional_transform, is_traced
 from fast.ops import once_differentiable
@@ -241,7 +249,7 @@ def frozen_linear(rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tenso
     return y
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(ConvertedModule, nn.Linear):
     """nn.Linear of a frozen quantized weight, with adapters; made by `add_adapters`, in place."""
 
     preparation: ClassVar[str] = "with adapters"
@@ -286,10 +294,6 @@ class LoRALinear(nn.Linear):
         product = self.lora_b.detach().float() @ self.lora_a.detach().float()
         result: torch.Tensor = self.weight.detach().dequantize(torch.float32) + self.lora.factor * product  # type: ignore[call-arg]
         return result
-
-    def unsupported_reason(self) -> str | None:
-        """None: its weight is quantized."""
-        return None
 
     def parameter_reason(self, name: str) -> str | None:
         """Why a parameter is as it is, for `explain`."""
@@ -409,7 +413,7 @@ def lora_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """The adapters of a model by full name; `model.load_state_dict(state, strict=False)` reads them into a prepared one."""
     check_model(model)
     return {
-        f"{path}.{name}" if path else name: getattr(layer, name).detach()
+        full_name(path, name): getattr(layer, name).detach()
         for path, layer in model.named_modules()
         if isinstance(layer, (LoRALinear, LoRASumLinear))
         for name in ADAPTERS
@@ -444,7 +448,7 @@ def prepare_lora(call: Call) -> Report:
         else:
             reasons[name] = "LoRA: quantized and frozen, without adapters"
     freeze_rest(model, (wanted.lora for _, _, wanted in selected if wanted.lora is not None))
-    keep_report(model, Plan(reasons=reasons))
+    keep_report(model, QuantizationPlan(reasons=reasons))
     return report_of(model)
 
 
@@ -455,14 +459,14 @@ def _select_layers(
     decide = selection(config, filter_fn)
     selected: list[Place] = []
     reasons = known_reasons(model)
-    for path, module, name, _ in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
-        wanted, reason = decide(path, module, full)
+    for slot in quantizable_parameters(model):
+        full, module = slot.full, slot.module
+        wanted, reason = decide(slot.path, module, full)
         if not isinstance(wanted, QATConfig):
             reasons.setdefault(full, reason)
             continue
         _check_state(full, module, wanted)
-        if type(module) in (nn.Linear, nn.Embedding) and name == "weight":
+        if type(module) in (nn.Linear, nn.Embedding) and slot.name == "weight":
             selected.append((full, module, wanted))
         else:
             kind = type(module).__name__
@@ -514,18 +518,4 @@ def merge(layer: LoRALinear, config: QATConfig, device: Device) -> None:
     layer._parameters["weight"] = result
 
 
-__all__ = [
-    "FrozenLinear",
-    "LoRA",
-    "LoRALinear",
-    "LoRASumLinear",
-    "add_adapters",
-    "check_mergeable",
-    "fold",
-    "freeze",
-    "freeze_rest",
-    "frozen_linear",
-    "lora_state_dict",
-    "merge",
-    "prepare_lora",
-]
+__all__ = ["lora_state_dict"]

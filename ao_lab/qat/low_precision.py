@@ -95,6 +95,3 @@ def class_of(layer: QATLinear) -> type[LowPrecisionLinear] | str:
 
 
 CLASSES[QATLinear] = class_of
-
-
-__all__ = ["LowPrecisionQATLinear", "class_of"]

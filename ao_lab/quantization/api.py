@@ -21,104 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 
-import ao_lab.quantization.prepared_products
-import ao_lab.quantization.report  # noqa: F401  F.linear of eager inference, print(model)
+import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.calibrate import ForwardLoop, calibrated, prepare, required_observers
-from ao_lab.quantization.plan import ALREADY, Change, Device, JoinedScales, Plan, joined, largest, planned
-from ao_lab.quantization.report import ATTRIBUTE, Report, described, explain, held, warn_of_slower
+from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
+from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.preshuffled import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse_codes import kept_metadata, positive_zeros
-from ao_lab.transforms.hooks import unwatch
-from ao_lab.transforms.layers import check_model, quantizable_parameters, training_state, untying
+from ao_lab.transforms.data import unwatch
+from ao_lab.transforms.layers import check_model, is_converted, quantizable_parameters, untying
+from ao_lab.transforms.plan import Device, Progress, Transforms, noting
+from ao_lab.transforms.report import ATTRIBUTE
 from ao_lab.transforms.select import Filter
 
-# The weights of a finished model in the layout that products on its device read best.
-
-
-def preshuffle(model: nn.Module) -> bool:
-    """Make of each quantized weight what `ao_lab.tensor.preshuffled.for_products` says; whether any is another one now.
-
-    One after the other, in every place that has it. Tables that are looked up in stay, tied ones
-    too, as do weights of layers that train.
-    """
-    changed = False
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        parameters: dict[str, Any] = module._parameters
-        for name, parameter in parameters.items():
-            if type(parameter) is QuantizedTensor:
-                places.setdefault(id(parameter), []).append((module, name))
-    for each in places.values():
-        modules = [module for module, _ in each]
-        if any(isinstance(m, nn.Embedding) for m in modules) or any(map(training_state, modules)):
-            continue
-        weight: Any = each[0][0]._parameters[each[0][1]]
-        made = for_products(weight)
-        if made is not weight:
-            parameter = nn.Parameter(made, requires_grad=False)
-            for module, name in each:
-                module._parameters[name] = parameter
-            changed = True
-    return changed
-
-
-# Weights that are quantized as they arrive, one after the other, by a plan that was made of their shapes.
-
-
-class StreamedWeights:
-    """A plan, and the quantized weight of each dense one that arrives."""
-
-    def __init__(
-        self, plan: Plan, observers: Mapping[str, Observer], device: Device, progress: Progress | None
-    ) -> None:
-        self.plan, self.observers, self.device, self.progress = plan, observers, device, progress
-        self.changes = {name: change for change in plan.changes.values() for name in change.places}
-        self.done, self.total = 0, len(plan.changes)
-        #: Layers that share an outer scale, and what has arrived of those whose others have not.
-        self.groups = {
-            name: [next(iter(one.places)) for one in group]
-            for name, group in joined(plan.changes.values()).items()
-        }
-        self.waiting: dict[str, torch.Tensor] = {}
-
-    def arrived(self, name: str, dense: torch.Tensor) -> dict[str, nn.Parameter]:
-        """The quantized weights that can be made with this one: itself, or nothing, or all that it shares a scale with."""
-        group = self.groups.get(name)
-        if group is None:
-            return {name: self.parameter(name, dense)}
-        # What comes from a file may be a view of it.
-        self.waiting[name] = dense.clone() if dense.device.type == "cpu" else dense
-        if not all(one in self.waiting for one in group):
-            return {}
-        weights = {one: self.waiting.pop(one) for one in group}
-        outer = largest(weights.values(), self.changes[name].recipe.weight)
-        return {one: self.parameter(one, weight, outer) for one, weight in weights.items()}
-
-    def go_on(self, plan: Plan) -> None:
-        """With the changes of another plan, which are the last."""
-        self.changes = {name: change for change in plan.changes.values() for name in change.places}
-        self.total = self.done + len(plan.changes)
-
-    def parameter(self, name: str, dense: torch.Tensor, outer: torch.Tensor | None = None) -> nn.Parameter:
-        """The quantized weight of a parameter that the plan changes. outer: what it shares with others."""
-        change: Change = self.changes[name]
-        observer = next((self.observers[place] for place in change.layers if place in self.observers), None)
-        weight = nn.Parameter(
-            quantize_weight(change, dense, self.device, observer, outer), requires_grad=False
-        )
-        self.done += 1
-        if self.progress is not None:
-            self.progress(name, self.done, self.total)
-        return weight
-
-
 LOG = logging.getLogger(__name__)
-#: Told of each weight when it is quantized: its full name, how many are, of how many.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -136,7 +55,7 @@ class Call:
 
 #: What a configuration does with a model. It leaves a report with the model (`keep_report`), and returns it.
 Transform = Callable[[Call], Report]
-_TRANSFORMS: dict[type[Config], Transform] = {}
+TRANSFORMS: Transforms[Transform] = Transforms()
 
 
 def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
@@ -144,29 +63,19 @@ def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
 
     A class without a transform of its own has its weights quantized as its recipe says (`quantize_weights`).
     """
-
-    def register(function: Transform) -> Transform:
-        if _TRANSFORMS.setdefault(kind, function) is not function:
-            raise ValueError(f"{kind.__name__} has a transform already: {_TRANSFORMS[kind]}")
-        return function
-
-    return register
+    return TRANSFORMS.register(kind)
 
 
 def transform_of(config: object) -> Transform:
     """The transform of a configuration, or of those that FqnToConfig names; ValueError where these have several."""
     configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
-    found = {
-        next((_TRANSFORMS[kind] for kind in type(one).__mro__ if kind in _TRANSFORMS), quantize_weights): one
-        for one in configs
-        if one is not None
-    }
-    for function, one in found.items():
+    wanted = {TRANSFORMS.of(one) or quantize_weights: one for one in configs if one is not None}
+    for function, one in wanted.items():
         _check_sparsity_of(function, one)
-    if len(found) > 1:
-        names = " and ".join(sorted(type(one).__name__ for one in found.values()))
+    if len(wanted) > 1:
+        names = " and ".join(sorted(type(one).__name__ for one in wanted.values()))
         raise ValueError(f"FqnToConfig: {names} do different things to a model; call quantize_ for each")
-    return next(iter(found), quantize_weights)
+    return next(iter(wanted), quantize_weights)
 
 
 def _check_sparsity_of(function: Transform, config: object) -> None:
@@ -199,7 +108,7 @@ def quantize_(
     there is none.
     `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. On the
     meta device the quantized weights are there too, to be filled by load_state_dict(assign=True).
-    `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.transforms.hooks`;
+    `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.transforms.data`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
     On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.preshuffled`): the same codes and scales in
@@ -242,12 +151,12 @@ def quantize_weights(call: Call) -> Report:
     return report
 
 
-def _refuse_sharded(plan: Plan) -> None:
+def _refuse_sharded(plan: QuantizationPlan) -> None:
     """TypeError for a weight of which each process has a piece: scales would be those of pieces."""
     for change in plan.changes.values():
         if hasattr(change.parameter, "full_tensor"):
             raise TypeError(
-                f"{next(iter(change.places))} is a DTensor, which quantize_ does not take; it changed nothing. Quantize the "
+                f"{change.name} is a DTensor, which quantize_ does not take; it changed nothing. Quantize the "
                 f"model first, then shard it; from_pretrained of transformers does both where it is given "
                 f"quantization_config=ao_lab.HfConfig(config) beside tp_plan or distributed_config"
             )
@@ -259,42 +168,39 @@ def _quantize_all(
     """Quantize and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens."""
     done, shared = 0, JoinedScales(quantizing.values())
     placing: tuple[Change, nn.Parameter] | None = None
-    try:
+
+    def stopped() -> str:
+        if placing is not None:
+            placing[0].put(placing[1])
+        return (
+            f"quantize_ stopped with {done} of {len(quantizing)} weights quantized; the others are as they were. "
+            f"ao_lab.explain(model) lists both, and the same call goes on where this one stopped"
+        )
+
+    with noting(stopped):
         for change in quantizing.values():
-            observer = next((known[name] for name in change.layers if name in known), None)
-            placing = change, quantize_parameter(change, device, observer, shared.of(change))
+            outer = shared.of(change)
+            placing = change, quantize_parameter(change, change.parameter, device, known, outer)
             change.put(placing[1])
             for module in change.layers.values():
                 unwatch(module)
             done += 1
             if progress is not None:
-                progress(next(iter(change.places)), done, len(quantizing))
-    except BaseException as error:
-        if placing is not None:
-            placing[0].put(placing[1])
-        error.add_note(
-            f"quantize_ stopped with {done} of {len(quantizing)} weights quantized; the others are as they were. "
-            f"ao_lab.explain(model) lists both, and the same call goes on where this one stopped"
-        )
-        raise
+                progress(change.name, done, len(quantizing))
 
 
 def quantize_parameter(
-    change: Change, device: Device, observer: Observer | None = None, outer: torch.Tensor | None = None
-) -> nn.Parameter:
-    """The quantized weight; `observer`, where there is one, quantizes it. outer: what it shares with other layers."""
-    weight = quantize_weight(change, change.parameter, device, observer, outer)
-    return nn.Parameter(weight, requires_grad=False)
-
-
-def quantize_weight(
     change: Change,
     parameter: torch.Tensor,
     device: Device,
-    observer: Observer | None = None,
+    observers: Mapping[str, Observer],
     outer: torch.Tensor | None = None,
-) -> QuantizedTensor:
-    """The quantized weight of a dense one that belongs where `change` says. outer: what it shares with other layers."""
+) -> nn.Parameter:
+    """The quantized weight of a dense one that belongs where `change` says, by its observer where there is one.
+
+    outer: what it shares with other layers.
+    """
+    observer = next((observers[name] for name in change.layers if name in observers), None)
     dense = parameter.detach()
     dense = dense if device is None else dense.to(device)
     dense = dense.transpose(-2, -1).contiguous() if change.transposed else dense
@@ -307,7 +213,7 @@ def quantize_weight(
         weight = quantized_weight(dense, change.recipe, axis=change.axis, input_scales=static, outer=outer)
     if change.config.sparsity is not None:
         weight = _compressed(change, dense, weight)
-    return weight.transposed() if change.transposed else weight  # type: ignore[no-any-return]
+    return nn.Parameter(weight.transposed() if change.transposed else weight, requires_grad=False)
 
 
 def _compressed(change: Change, dense: torch.Tensor, weight: QuantizedTensor) -> QuantizedTensor:
@@ -319,10 +225,10 @@ def _compressed(change: Change, dense: torch.Tensor, weight: QuantizedTensor) ->
             raise ValueError(reason)
         return compressed(weight, kept_metadata(dense))
     except ValueError as error:
-        raise ValueError(f"{next(iter(change.places))}: {error}") from error
+        raise ValueError(f"{change.name}: {error}") from error
 
 
-def _observers(plan: Plan, quantizing: dict[int, Change], call: Call) -> Mapping[str, Observer]:
+def _observers(plan: QuantizationPlan, quantizing: dict[int, Change], call: Call) -> Mapping[str, Observer]:
     """`required_observers`, after the data have run where there is a loop."""
     if call.forward_loop is not None and call.observers is not None:
         raise ValueError("observers have seen their data; leave forward_loop out")
@@ -330,11 +236,11 @@ def _observers(plan: Plan, quantizing: dict[int, Change], call: Call) -> Mapping
     if call.forward_loop is None and given is None and not any(c.config.observer() for c in changes):
         return {}
     if call.forward_loop is not None:
-        given = calibrated(Plan(quantizing), call.model, call.forward_loop)
-    return required_observers(Plan(quantizing), given)
+        given = calibrated(QuantizationPlan(quantizing), call.model, call.forward_loop)
+    return required_observers(QuantizationPlan(quantizing), given)
 
 
-def _prepare(plan: Plan, quantizing: dict[int, Change]) -> None:
+def _prepare(plan: QuantizationPlan, quantizing: dict[int, Change]) -> None:
     """Watch the layers of step "prepare"."""
     for key, change in plan.changes.items():
         if key not in quantizing:
@@ -344,13 +250,13 @@ def _prepare(plan: Plan, quantizing: dict[int, Change]) -> None:
             )
 
 
-def keep_report(model: nn.Module, plan: Plan) -> None:
+def keep_report(model: nn.Module, plan: QuantizationPlan) -> None:
     """Keep with the model why each layer is as it is now."""
     known = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     quantized = {
-        f"{path}.{leaf}" if path else leaf
-        for path, _, leaf, parameter in quantizable_parameters(model)
-        if isinstance(held(parameter), QuantizedTensor)
+        slot.full
+        for slot in quantizable_parameters(model)
+        if isinstance(held(slot.parameter), QuantizedTensor)
     }
     # What was quantized before is as it is for the reason of that time, whatever the filter says now.
     before = {name for name, reason in plan.reasons.items() if reason == ALREADY} | (plan.refused & quantized)
@@ -374,18 +280,78 @@ def report_of(model: nn.Module) -> Report:
     return report
 
 
-__all__ = [
-    "Call",
-    "Progress",
-    "StreamedWeights",
-    "Transform",
-    "keep_report",
-    "preshuffle",
-    "quantize_",
-    "quantize_parameter",
-    "quantize_weight",
-    "quantize_weights",
-    "report_of",
-    "transform",
-    "transform_of",
-]
+def preshuffle(model: nn.Module) -> bool:
+    """Make of each quantized weight what `ao_lab.tensor.preshuffled.for_products` says; whether any is another one now.
+
+    One after the other, in every place that has it. Tables that are looked up in stay, tied ones
+    too, as do weights of layers that train.
+    """
+    changed = False
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            if type(parameter) is QuantizedTensor:
+                places.setdefault(id(parameter), []).append((module, name))
+    for each in places.values():
+        modules = [module for module, _ in each]
+        if any(isinstance(module, nn.Embedding) or is_converted(module) for module in modules):
+            continue
+        weight: Any = each[0][0]._parameters[each[0][1]]
+        shuffled = for_products(weight)
+        if shuffled is not weight:
+            parameter = nn.Parameter(shuffled, requires_grad=False)
+            for module, name in each:
+                module._parameters[name] = parameter
+            changed = True
+    return changed
+
+
+class StreamedWeights:
+    """A plan that was made of shapes, and the quantized weight of each dense one that arrives, one after the other."""
+
+    def __init__(
+        self,
+        plan: QuantizationPlan,
+        observers: Mapping[str, Observer],
+        device: Device,
+        progress: Progress | None,
+    ) -> None:
+        self.plan, self.observers, self.device, self.progress = plan, observers, device, progress
+        self.changes = {name: change for change in plan.changes.values() for name in change.places}
+        self.done, self.total = 0, len(plan.changes)
+        #: Layers that share an outer scale, and what has arrived of those whose others have not.
+        self.groups = {
+            name: [one.name for one in group] for name, group in joined(plan.changes.values()).items()
+        }
+        self.waiting: dict[str, torch.Tensor] = {}
+
+    def arrived(self, name: str, dense: torch.Tensor) -> dict[str, nn.Parameter]:
+        """The quantized weights that can be made with this one: itself, or nothing, or all that it shares a scale with."""
+        group = self.groups.get(name)
+        if group is None:
+            return {name: self.parameter(name, dense)}
+        # What comes from a file may be a view of it.
+        self.waiting[name] = dense.clone() if dense.device.type == "cpu" else dense
+        if not all(one in self.waiting for one in group):
+            return {}
+        weights = {one: self.waiting.pop(one) for one in group}
+        outer = largest(weights.values(), self.changes[name].recipe.weight)
+        return {one: self.parameter(one, weight, outer) for one, weight in weights.items()}
+
+    def go_on(self, plan: QuantizationPlan) -> None:
+        """With the changes of another plan, which are the last."""
+        self.changes = {name: change for change in plan.changes.values() for name in change.places}
+        self.total = self.done + len(plan.changes)
+
+    def parameter(self, name: str, dense: torch.Tensor, outer: torch.Tensor | None = None) -> nn.Parameter:
+        """The quantized weight of a parameter that the plan changes. outer: what it shares with others."""
+        change: Change = self.changes[name]
+        weight = quantize_parameter(change, dense, self.device, self.observers, outer)
+        self.done += 1
+        if self.progress is not None:
+            self.progress(name, self.done, self.total)
+        return weight
+
+
+__all__ = ["quantize_"]

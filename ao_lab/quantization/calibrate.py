@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from ao_lab.config.base import Config, FqnToConfig, Observer
-from ao_lab.quantization.plan import Change, Plan, planned
-from ao_lab.transforms.hooks import unwatch, watch, watches, watching
+from ao_lab.quantization.plan import Change, QuantizationPlan, planned
+from ao_lab.transforms.data import Watched, observe, unwatch, watch, watches
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.select import Filter
 
@@ -40,7 +40,7 @@ def calibrate(
     return calibrated(planned(model, config, filter_fn, watching=True), model, forward_loop)
 
 
-def calibrated(plan: Plan, model: nn.Module, forward_loop: ForwardLoop) -> dict[str, Observer]:
+def calibrated(plan: QuantizationPlan, model: nn.Module, forward_loop: ForwardLoop) -> dict[str, Observer]:
     """`calibrate` of a plan; TypeError, before data runs, for batches where their function belongs."""
     if not callable(forward_loop):
         raise TypeError(
@@ -50,8 +50,7 @@ def calibrated(plan: Plan, model: nn.Module, forward_loop: ForwardLoop) -> dict[
     observers = fresh_observers(plan.changes.values())
     if not observers:
         raise ValueError("forward_loop: this configuration needs no calibration; leave it out")
-    with watching(watched(plan, observers)):
-        forward_loop(model)
+    observe(watched(plan, observers), lambda: forward_loop(model))
     return observers
 
 
@@ -71,7 +70,7 @@ def fresh_observers(changes: Iterable[Change]) -> dict[str, Observer]:
     return result
 
 
-def watched(plan: Plan, observers: Observers) -> list[tuple[str, nn.Module, Observer]]:
+def watched(plan: QuantizationPlan, observers: Observers) -> list[Watched]:
     """The layers of a plan that have an observer, and the observer."""
     return [
         (name, module, observers[name])
@@ -94,7 +93,9 @@ def prepared(change: Change) -> dict[str, Observer]:
     return {name: found[0].observer for name, module in change.layers.items() if (found := watches(module))}
 
 
-def required_observers(plan: Plan, given: Mapping[str, Observer] | None = None) -> Mapping[str, Observer]:
+def required_observers(
+    plan: QuantizationPlan, given: Mapping[str, Observer] | None = None
+) -> Mapping[str, Observer]:
     """The observer of each weight that needs one: of those given, or of those that step "prepare" has left with the model.
 
     By the full names of its layers; ValueError where one is missing, or has not seen enough.
@@ -126,12 +127,4 @@ def _check_seen(observers: Mapping[str, Observer]) -> None:
         )
 
 
-__all__ = [
-    "ForwardLoop",
-    "calibrate",
-    "calibrated",
-    "fresh_observers",
-    "prepare",
-    "prepared",
-    "required_observers",
-]
+__all__ = ["calibrate"]

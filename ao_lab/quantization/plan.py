@@ -3,19 +3,12 @@
 A plan touches no weight and holds none, so that each can be freed when its time comes. All that can be known from shapes,
 dtypes and devices is found here: blocks that do not divide a shape leave the weight dense with that reason; a kernel that
 does not take a weight raises, as do filters and patterns that match nothing.
-
-Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.
-
-vLLM and SGLang load q_proj, k_proj and v_proj of a layer as one weight. Its blocks keep their scales; of the outer scales, one
-for each tensor, one is taken for all rows, and the others' weights would be off by the ratio. `for_layout` gives such schemes
-(nvfp4_pow2) a power of two as outer scale, and layers of them that are joined get the largest of theirs, as llm-compressor
-does. Every other scheme keeps each tensor's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,6 +23,7 @@ from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, quantized
 from ao_lab.tensor.sparse import not_sparse, quantized_compressed, unstorable
 from ao_lab.transforms.layers import (
+    Slot,
     check_model,
     contraction_axis,
     is_transposed,
@@ -41,73 +35,18 @@ from ao_lab.transforms.layers import (
     tied_layers,
     unsupported_reason,
 )
+from ao_lab.transforms.plan import Device, Plan, WeightChange
 from ao_lab.transforms.select import Filter, passed_over, selection
 from reference import Scheme
 from reference.quantize.blocks import Blocks
 from reference.sparsity.stored_codes import is_plain
 
-#: Names of layers of one module that are joined: `packed_modules_mapping` of vLLM's models, and weights of experts.
-JOINED = (
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("query", "key", "value"), ("query_proj", "key_proj", "value_proj"), ("wq", "wk", "wv"), ("w_gate", "w_up"),
-    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("fc1_g", "fc1_x"), ("wi_0", "wi_1"), ("c_fc_0", "c_fc_1"),
-)  # fmt: skip
-PLACES = {name: names for names in JOINED for name in names}
-
-
-def shares_outer(scheme: Scheme) -> bool:
-    """Whether a scheme's outer scale is one that joined layers share."""
-    outer = scheme.outer
-    return outer is not None and outer.rule == "ratio_pow2" and outer.statistic == "absmax_elements"
-
-
-def group_of(name: str) -> tuple[str, tuple[str, ...]] | None:
-    """What a weight "PATH.q_proj.weight" is joined in: the path and the names of the layers; None for others."""
-    path, _, leaf = name.removesuffix(".weight").rpartition(".")
-    return (path, PLACES[leaf]) if name.endswith(".weight") and leaf in PLACES else None
-
-
-def joined(changes: Iterable[Change]) -> dict[str, list[Change]]:
-    """For the first name of each weight that shares an outer scale all weights that do, itself included."""
-    groups: dict[object, list[Change]] = {}
-    for change in changes:
-        place = group_of(next(iter(change.places)))
-        if place is not None and shares_outer(change.recipe.weight):
-            groups.setdefault((place, change.recipe), []).append(change)
-    return {next(iter(one.places)): group for group in groups.values() if len(group) > 1 for one in group}
-
-
-class JoinedScales:
-    """The outer scales of the weights of a plan, found when the first of a group is asked for."""
-
-    def __init__(self, changes: Iterable[Change]) -> None:
-        self.groups = joined(changes)
-        self.known: dict[str, torch.Tensor] = {}
-
-    def of(self, change: Change) -> torch.Tensor | None:
-        """The outer scale that a weight shares, of the dense weights of the model; None where it has its own."""
-        name = next(iter(change.places))
-        if name in self.groups and name not in self.known:
-            members = {next(iter(one.places)): one for one in self.groups[name]}
-            scale = largest([one.parameter for one in members.values()], change.recipe.weight)
-            self.known.update(dict.fromkeys(members, scale))
-        return self.known.pop(name, None)
-
-
-def largest(weights: Iterable[torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """The largest outer scale of dense weights in a scheme."""
-    found = [outer_scale(weight.detach(), scheme) for weight in weights]
-    return torch.stack([one if one.is_meta else one.cpu() for one in found]).max()
-
-
-Device = torch.device | str | int | None
-
 ALREADY = "already quantized"
 
 
 @dataclass
-class Change:
-    """One weight to be replaced, wherever it is."""
+class Change(WeightChange):
+    """One weight to be quantized, wherever it is."""
 
     config: Config
     recipe: Recipe
@@ -115,40 +54,9 @@ class Change:
     transposed: bool
     #: Along which its blocks run: the configuration's axis, or else the contraction axis.
     axis: int = -1
-    #: (module, parameter's name) of every place that has it, by full name.
-    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        """The weight as it is now."""
-        module, name = next(iter(self.places.values()))
-        found = module._parameters[name]
-        if found is None:
-            raise ValueError(f"{next(iter(self.places))} was taken out of the model")
-        return found
-
-    @property
-    def layers(self) -> dict[str, nn.Module]:
-        """Those of its modules that multiply with it: all but embeddings."""
-        return {
-            name: module for name, (module, _) in self.places.items() if not isinstance(module, nn.Embedding)
-        }
-
-    def put(self, result: nn.Parameter) -> None:
-        """The new weight in every place."""
-        for module, name in self.places.values():
-            module._parameters[name] = result
 
 
-@dataclass
-class Plan:
-    """What is to be changed, and why each parameter (by full name) is as it will be."""
-
-    #: By the identity of the weight: what was shared stays shared.
-    changes: dict[int, Change] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    #: Names of parameters that the filter or the patterns leave as they are.
-    refused: set[str] = field(default_factory=set)
+QuantizationPlan = Plan[Change]
 
 
 def planned(
@@ -161,7 +69,7 @@ def planned(
     again: bool = False,
     watching: bool = False,
     tied: Mapping[str, str] | None = None,
-) -> Plan:
+) -> QuantizationPlan:
     """The plan; raises as `quantize_` says. `streamed`: values of weights on the meta device are to come. `again`: of a model
     that was quantized by this configuration before, so that nothing may be left to do. `watching`: only
     inputs are to be seen, so that weights may be offloaded by accelerate. `tied`: layers that are going to
@@ -172,24 +80,23 @@ def planned(
             f"quantize_ takes a configuration of ao_lab, got {kind_of(config)}; ao_lab has torchao's under the same names"
         )
     decide = selection(config, filter_fn, routers(model), {**tied_layers(model), **(tied or {})})
-    plan, matched, check = Plan(), 0, Checks(device, streamed)
+    plan, matched, check = QuantizationPlan(), 0, Checks(device, streamed)
     away = frozenset() if streamed or again or watching else offloaded(model)
-    for path, module, name, parameter in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
-        wanted, reason = decide(path, module, full)
+    for slot in quantizable_parameters(model):
+        wanted, reason = decide(slot.path, slot.module, slot.full)
         matched += wanted is not None
         if wanted is None:
-            plan.refused.add(full)
+            plan.refused.add(slot.full)
         else:
-            if not isinstance(parameter, QuantizedTensor):
-                refuse_offloaded([full], away)
-            reason = _entered(plan, wanted, (full, module, name), parameter, check) or reason
-        plan.reasons[full] = reason
+            if not isinstance(slot.parameter, QuantizedTensor):
+                refuse_offloaded([slot.full], away)
+            reason = _entered(plan, wanted, slot, check) or reason
+        plan.reasons[slot.full] = reason
     others = passed_over(model, lambda path, module, full: decide(path, module, full)[0] is not None)
     plan.reasons.update({full: other_reason(module) for full, (module, _) in others.items()})
     matched += len(others)
     decide.check_all_matched(model)
-    _say_what_was_shared(plan, model)
+    plan.find_others(model)
     if not plan.changes and not again:
         raise ValueError(_nothing(plan, matched))
     return plan
@@ -255,11 +162,9 @@ class Checks:
         return None
 
 
-def _entered(
-    plan: Plan, config: Config, place: tuple[str, nn.Module, str], parameter: torch.Tensor, check: Checks
-) -> str | None:
+def _entered(plan: QuantizationPlan, config: Config, slot: Slot, check: Checks) -> str | None:
     """Put a parameter into the plan; the reason where it cannot be quantized. ValueError for one weight in two schemes."""
-    full, module, name = place
+    full, (_, module, name, parameter) = slot.full, slot
     recipe, transposed = config.recipe(), is_transposed(module)
     if isinstance(module, nn.Embedding):
         recipe = changed_recipe(recipe, activation=None, kernel="auto")
@@ -324,20 +229,7 @@ def _axis(config: Config, module: nn.Module, full: str, parameter: torch.Tensor)
     return axis
 
 
-def _say_what_was_shared(plan: Plan, model: nn.Module) -> None:
-    """Add to the reasons where a changed weight is elsewhere left as it was."""
-    owners: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
-    for key, change in plan.changes.items():
-        others = [name for name in owners[key] if name not in change.places]
-        for full in change.places if others else ():
-            verb = "stays" if len(others) == 1 else "stay"
-            plan.reasons[full] += f"; was shared with {', '.join(others)}, which {verb} dense"
-
-
-def _nothing(plan: Plan, matched: int) -> str:
+def _nothing(plan: QuantizationPlan, matched: int) -> str:
     """Why a call would change nothing."""
     if not plan.reasons:
         return "quantize_: the model has no nn.Linear, no nn.Embedding and no batched weights"
@@ -352,16 +244,62 @@ def _nothing(plan: Plan, matched: int) -> str:
     return f"quantize_: the filter {what}. Of {len(plan.reasons)} parameters: " + "; ".join(first)
 
 
-__all__ = [
-    "ALREADY",
-    "JOINED",
-    "Change",
-    "Device",
-    "Filter",
-    "JoinedScales",
-    "Plan",
-    "group_of",
-    "joined",
-    "largest",
-    "planned",
-]
+# Layers that programs join into one matrix, and that need one outer scale for that: queries, keys and values; gate and up.
+#
+# vLLM and SGLang load q_proj, k_proj and v_proj of a layer as one weight. Its blocks keep their scales; of the outer scales,
+# one for each tensor, one is taken for all rows, and the others' weights would be off by the ratio. `for_layout` gives such
+# schemes (nvfp4_pow2) a power of two as outer scale, and layers of them that are joined get the largest of theirs, as
+# llm-compressor does. Every other scheme keeps each tensor's own.
+
+#: Names of layers of one module that are joined: `packed_modules_mapping` of vLLM's models, and weights of experts.
+JOINED = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("query", "key", "value"), ("query_proj", "key_proj", "value_proj"), ("wq", "wk", "wv"), ("w_gate", "w_up"),
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("fc1_g", "fc1_x"), ("wi_0", "wi_1"), ("c_fc_0", "c_fc_1"),
+)  # fmt: skip
+PLACES = {name: names for names in JOINED for name in names}
+
+
+def shares_outer(scheme: Scheme) -> bool:
+    """Whether a scheme's outer scale is one that joined layers share."""
+    outer = scheme.outer
+    return outer is not None and outer.rule == "ratio_pow2" and outer.statistic == "absmax_elements"
+
+
+def group_of(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """What a weight "PATH.q_proj.weight" is joined in: the path and the names of the layers; None for others."""
+    path, _, leaf = name.removesuffix(".weight").rpartition(".")
+    return (path, PLACES[leaf]) if name.endswith(".weight") and leaf in PLACES else None
+
+
+def joined(changes: Iterable[Change]) -> dict[str, list[Change]]:
+    """For the first name of each weight that shares an outer scale all weights that do, itself included."""
+    groups: dict[object, list[Change]] = {}
+    for change in changes:
+        place = group_of(change.name)
+        if place is not None and shares_outer(change.recipe.weight):
+            groups.setdefault((place, change.recipe), []).append(change)
+    return {one.name: group for group in groups.values() if len(group) > 1 for one in group}
+
+
+class JoinedScales:
+    """The outer scales of the weights of a plan, found when the first of a group is asked for."""
+
+    def __init__(self, changes: Iterable[Change]) -> None:
+        self.groups = joined(changes)
+        self.known: dict[str, torch.Tensor] = {}
+
+    def of(self, change: Change) -> torch.Tensor | None:
+        """The outer scale that a weight shares, of the dense weights of the model; None where it has its own."""
+        name = change.name
+        if name in self.groups and name not in self.known:
+            members = {one.name: one for one in self.groups[name]}
+            scale = largest([one.parameter for one in members.values()], change.recipe.weight)
+            self.known.update(dict.fromkeys(members, scale))
+        return self.known.pop(name, None)
+
+
+def largest(weights: Iterable[torch.Tensor], scheme: Scheme) -> torch.Tensor:
+    """The largest outer scale of dense weights in a scheme."""
+    found = [outer_scale(weight.detach(), scheme) for weight in weights]
+    return torch.stack([one if one.is_meta else one.cpu() for one in found]).max()

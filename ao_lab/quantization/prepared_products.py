@@ -138,6 +138,3 @@ def is_captured() -> bool:
 def on_gpu(weight: QuantizedTensor) -> bool:
     """Whether a weight's parts are a GPU's."""
     return weight.codes.is_cuda
-
-
-__all__ = ["MOST_SHAPES", "PreparedProducts", "is_captured", "on_gpu", "prepared_linear"]

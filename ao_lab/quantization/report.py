@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -27,14 +27,17 @@ from ao_lab.gemm.select import families_by_rows, inference_keys, select_kernel
 from ao_lab.tensor.metadata import SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
+    ConvertedModule,
+    Slot,
     check_model,
     contraction_axis,
     first_matrix,
+    full_name,
     other_reason,
     quantizable_parameters,
-    training_state,
     unsupported_reason,
 )
+from ao_lab.transforms.report import ATTRIBUTE, SPARSITY, LayerLine, ModelReport
 from fast.gemm.choose import Range
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 from fast.matmul.preshuffled.linear import ALL_ROWS
@@ -60,10 +63,6 @@ for _kind in _KINDS:
     _kind.extra_repr = _with_schemes(_kind.extra_repr)
 
 
-#: Where a model keeps its report.
-ATTRIBUTE = "ao_lab_report"
-#: Where it keeps, by names of parameters, how they were pruned (`ao_lab.sparsify_`).
-SPARSITY = "ao_lab_sparsity"
 #: The reason of adapters, which are parameters beside a layer and no layers.
 ADAPTER = "an adapter; it trains"
 #: That of a layer that another has replaced since it was prepared.
@@ -73,14 +72,9 @@ SLOWER = "dequantize, slower than bfloat16"
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(LayerLine):
     """One parameter that can be quantized."""
 
-    #: Full name of the parameter.
-    name: str
-    #: Class of the module that has it.
-    kind: str
-    shape: tuple[int, ...]
     #: Schemes as text; "" where it is dense.
     scheme: str
     #: The function that computes with it; "" where that is torch's own.
@@ -104,24 +98,22 @@ class Layer:
         """Whether it is quantized."""
         return bool(self.scheme)
 
+    def told(self, width: int) -> list[str]:
+        """Its scheme, what computes with it, and the reason; below it what multiplies by rows, and what was tuned."""
+        what = "prepared" if self.prepared else "left"
+        what = f"{self.scheme} ({self.kernel})" if self.changed else what
+        what += f", {self.sparsity}" if self.sparsity else ""
+        what += f", {self.storage}, {self.bytes} bytes" if self.storage != "dense" else ""
+        lines = [f"  {self.name:<{width}}  {what}: {self.reason}"]
+        lines += [f"    {', '.join(map(str, self.families))}"] if self.families else []
+        return lines + [f"    tuned: {choice}" for choice in self.tuned]
+
 
 @dataclass(frozen=True)
-class Report:
+class Report(ModelReport[Layer]):
     """Every layer of a model that `quantize_` looked at, in the order of its modules."""
 
-    layers: tuple[Layer, ...] = field(default_factory=tuple)
-
-    @property
-    def changed(self) -> tuple[Layer, ...]:
-        """Those that are quantized."""
-        return tuple(layer for layer in self.layers if layer.changed)
-
-    @property
-    def left(self) -> tuple[Layer, ...]:
-        """Those that are not."""
-        return tuple(layer for layer in self.layers if not layer.changed)
-
-    def _heading(self) -> str:
+    def heading(self) -> str:
         """How many of them are quantized, and prepared."""
         total, counts = f"of {sum(layer.reason != ADAPTER for layer in self.layers)} layers", {}
         for how in ("for QAT", "with adapters"):
@@ -130,24 +122,6 @@ class Report:
         quantized = [f"{len(self.changed)} {total} quantized"] if self.changed or not told else []
         return ", ".join((*quantized, *told))
 
-    def __str__(self) -> str:
-        lines = [self._heading()]
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        for layer in self.layers:
-            what = (
-                f"{layer.scheme} ({layer.kernel})"
-                if layer.changed
-                else "prepared"
-                if layer.prepared
-                else "left"
-            )
-            what += f", {layer.sparsity}" if layer.sparsity else ""
-            what += f", {layer.storage}, {layer.bytes} bytes" if layer.storage != "dense" else ""
-            lines.append(f"  {layer.name:<{width}}  {what}: {layer.reason}")
-            lines += [f"    {', '.join(map(str, layer.families))}"] if layer.families else []
-            lines += [f"    tuned: {choice}" for choice in layer.tuned]
-        return "\n".join(lines)
-
 
 def known_reasons(model: nn.Module) -> dict[str, str]:
     """Reasons of the report that a model has, by names of parameters; of a layer that another has replaced that it was so."""
@@ -155,14 +129,14 @@ def known_reasons(model: nn.Module) -> dict[str, str]:
     result = {}
     for layer in getattr(model, ATTRIBUTE, Report()).layers:
         module = modules.get(layer.name.rpartition(".")[0])
-        replaced = getattr(layer, "prepared", "") and module is not None and not _preparation(module)
+        replaced = getattr(layer, "prepared", "") and module is not None and not preparation(module)
         result[layer.name] = REPLACED if replaced else layer.reason
     return result
 
 
-def _preparation(module: nn.Module) -> str:
+def preparation(module: nn.Module) -> str:
     """How step "prepare" has prepared a module; "" where it has not."""
-    return str(getattr(type(module), "preparation", ""))
+    return module.preparation if isinstance(module, ConvertedModule) else ""
 
 
 def explain(model: nn.Module) -> Report:
@@ -179,9 +153,9 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     """The report of a model, with these reasons by names of parameters."""
     pruned: dict[str, str] = getattr(model, SPARSITY, {})
     layers = []
-    for path, module, name, parameter in quantizable_parameters(model):
-        shape, parameter = tuple(parameter.shape), held(parameter)
-        layer = replace(described_layer(path, module, name, parameter, reasons), shape=shape)
+    for slot in quantizable_parameters(model):
+        shape, parameter = tuple(slot.parameter.shape), held(slot.parameter)
+        layer = replace(described_layer(slot._replace(parameter=parameter), reasons), shape=shape)
         storage = "compressed" if isinstance(parameter, SparseQuantizedTensor) else "dense"
         layers.append(
             replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage)
@@ -200,8 +174,8 @@ def _others(model: nn.Module, reasons: dict[str, str]) -> list[Layer]:
     found = []
     for path, module in model.named_modules():
         name = first_matrix(module)
-        full = f"{path}.{name}" if path else name
-        if name is not None and full is not None and reasons.get(full) == other_reason(module):
+        full = "" if name is None else full_name(path, name)
+        if name is not None and reasons.get(full) == other_reason(module):
             weight = module.get_parameter(name)
             shape = tuple(weight.shape)
             found.append(Layer(full, type(module).__name__, shape, "", "", weight.nbytes, reasons[full]))
@@ -224,19 +198,17 @@ def stores_zero(scheme: Scheme) -> bool:
     return bool(decode(encode(np.zeros(1, np.float32), scheme.element), scheme.element)[0] == 0)
 
 
-def described_layer(
-    path: str, module: nn.Module, name: str, parameter: torch.Tensor, reasons: dict[str, str]
-) -> Layer:
+def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
     """One line of a report."""
-    full = f"{path}.{name}" if path else name
+    full, (_, module, name, parameter) = slot.full, slot
     computed = (
         unsupported_reason(module, name, parameter) if isinstance(module, ParametrizationList) else None
     )
     reason = reasons.get(full, computed or "never given to quantize_")
-    if (state := training_state(module)) is not None:
-        reason = state.parameter_reason(name) or reason
+    if isinstance(module, ConvertedModule):
+        reason = module.parameter_reason(name) or reason
     kind, shape = type(module).__name__, tuple(parameter.shape)
-    prepared = _preparation(module) if name == "weight" else ""
+    prepared = preparation(module) if name == "weight" else ""
     if not isinstance(parameter, QuantizedTensor):
         chosen = training_choices(module, parameter) if name == "weight" or parameter.dim() == 3 else ()
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared)
@@ -323,4 +295,4 @@ def warn_of_slower(report: Report, names: Iterable[str]) -> None:
     )
 
 
-__all__ = ["Layer", "Report", "described", "explain", "held", "known_reasons", "warn_of_slower"]
+__all__ = ["Layer", "Report", "explain"]

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ao_lab.calibration.blocks import find_blocks
 from ao_lab.calibration.statistics import Hessian, SquareSums, Statistics
-from ao_lab.calibration.walk import Block, Capture, calibrating, captured, walk
 from ao_lab.sparsity.config import SparsityConfig
-from ao_lab.sparsity.plan import Plan, Target, planned
+from ao_lab.sparsity.plan import (
+    TRANSFORMS,
+    SparseLayer,
+    SparsityPlan,
+    SparsityReport,
+    Target,
+    block_of,
+    planned,
+)
 from ao_lab.sparsity.prune_layer import NOT_FINITE, prune_weight
-from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
-from ao_lab.sparsity.selection import block_of
-from ao_lab.sparsity.transforms import Registered, transformed
-from ao_lab.transforms.hooks import watching
-from ao_lab.transforms.layers import check_model, quantizable_parameters, shorten, untying
+from ao_lab.transforms.data import calibrating, observe
+from ao_lab.transforms.layers import check_model, shorten, untying
+from ao_lab.transforms.plan import Progress, noting
+from ao_lab.transforms.report import remember_pruned
 from ao_lab.transforms.select import Filter
+from ao_lab.transforms.walk import Block, Capture, captured, find_blocks, walk
 
-#: Told of each weight when it is pruned: its full name, how many are, of how many.
-Progress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from ao_lab.sparsity.training.config import SparseTrainingConfig
 
 
 def sparsify_(
     model: nn.Module,
-    config: SparsityConfig | Registered,
+    config: SparsityConfig | SparseTrainingConfig,
     filter_fn: Filter | None = None,
     *,
     calibration: Iterable[Any] | None = None,
@@ -49,7 +54,7 @@ def sparsify_(
 
     calibration: for every score but "magnitude", an iterable of batches (a tensor, a tuple of arguments, or a mapping of
     keywords of a call of the model). The blocks are walked in their order, and each is pruned by the inputs that the pruned
-    ones before it make (`ao_lab.calibration.walk`); in eval mode, without gradients and caches. Sums over inputs are made call
+    ones before it make (`ao_lab.transforms.walk`); in eval mode, without gradients and caches. Sums over inputs are made call
     by call, so batches are part of the result. blocks: the name of the list of blocks, found by itself where one is the
     longest; "" takes the whole model as one. offload: inputs wait in host memory. progress(name, done, total) is called after
     each weight. "sparsegpt" computes in float64.
@@ -62,22 +67,27 @@ def sparsify_(
     overflow behind pruned blocks, an interruption) each weight is as it was or pruned; a note at the error says which.
     """
     check_model(model)
-    if isinstance(config, Registered):
-        given = {"calibration": calibration is not None, "blocks": blocks is not None, "offload": offload}
-        return transformed(model, config, filter_fn, **given, progress=progress)
-    needed = isinstance(config, SparsityConfig) and config.calibrates
-    _check_calibration(config, calibration, needed, blocks)
-    found = find_blocks(model, blocks) if needed else None
+    if (transform := TRANSFORMS.of(config)) is not None:
+        further = {"calibration": calibration is not None, "blocks": blocks is not None, "offload": offload}
+        further["progress"] = progress is not None
+        return transform(model, config, filter_fn, tuple(name for name, given in further.items() if given))
+    if not isinstance(config, SparsityConfig):
+        raise TypeError(
+            f"sparsify_ takes a SparsityConfig, got {type(config).__name__}; configurations of quantize_ come after it, in a "
+            f"call of quantize_"
+        )
+    _check_calibration(config, calibration, blocks)
+    found = find_blocks(model, blocks) if config.calibrates else None
     job = Job(model, config, planned(model, config, filter_fn, found), progress)
     if calibration is None or found is None:
-        with untying(model), job.noting():
-            job.prune(job.plan.targets.values(), None)
-        return job.report()
+        with untying(model), noting(job.stopped):
+            job.prune(job.plan.changes.values(), None)
+        return job.plan.report(model, job.done)
     with calibrating(model):
         capture = _captured(job, calibration, found, offload)
-        with untying(model), job.noting():
+        with untying(model), noting(job.stopped):
             walk(capture, partial(job.visit, names=tuple(found)))
-    return job.report()
+    return job.plan.report(model, job.done)
 
 
 @dataclass
@@ -86,28 +96,18 @@ class Job:
 
     model: nn.Module
     config: SparsityConfig
-    plan: Plan
+    plan: SparsityPlan[Target]
     progress: Progress | None = None
     #: What was done, by full names of weights.
     done: dict[str, SparseLayer] = field(default_factory=dict)
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """A note at an error says which weights are pruned."""
-        try:
-            yield
-        except BaseException as error:
-            error.add_note(self._stopped())
-            raise
-
     def visit(self, block: Block, names: tuple[str, ...]) -> None:
         """Prune one block by the inputs that its layers have now."""
-        mine = [t for t in self.plan.targets.values() if block_of(t.name, names) == block.name]
+        mine = [t for t in self.plan.changes.values() if block_of(t.name, names) == block.name]
         if not mine:
             return
         statistics = Statistics(Hessian if self.config.score == "sparsegpt" else SquareSums)
-        with watching((t.name, module, statistics) for t in mine for module, _ in t.places.values()):
-            block.run()
+        observe([(t.name, module, statistics) for t in mine for module, _ in t.places.values()], block.run)
         statistics.forget_inputs()
         _check_usable(statistics)
         self.prune(mine, statistics)
@@ -130,7 +130,7 @@ class Job:
         if self.config.storage == "compressed":
             size = target.put_compressed(pruned.weights)
         else:
-            target.put(pruned.weights)
+            target.put_pruned(pruned.weights)
         zeros = float((pruned.weights == 0).sum()) / pruned.weights.numel()
         for full, (module, _) in target.places.items():
             reason = self.plan.reasons[full]
@@ -142,36 +142,27 @@ class Job:
                 full, type(module).__name__, shape, reason, self.config.pattern, pruned.score, zeros,
                 0 if shared is None else shared.tokens, storage=self.config.storage, bytes=size, **pruned.facts,
             )  # fmt: skip
-            remember(self.model, full, f"{self.config.pattern} by {pruned.score}")
+            remember_pruned(self.model, full, f"{self.config.pattern} by {pruned.score}")
         if self.progress is not None:
-            self.progress(target.name, len(self.pruned), len(self.plan.targets))
+            self.progress(target.name, len(self.pruned), len(self.plan.changes))
 
     @property
     def pruned(self) -> list[str]:
         """The weights that are pruned, each by its first name."""
-        return [t.name for t in self.plan.targets.values() if t.name in self.done]
+        return [t.name for t in self.plan.changes.values() if t.name in self.done]
 
-    def _stopped(self) -> str:
+    def stopped(self) -> str:
         if not self.done:
             return "sparsify_ stopped before it changed a weight"
         return (
-            f"sparsify_ stopped with {len(self.pruned)} of {len(self.plan.targets)} weights pruned ({shorten(self.pruned)}); "
+            f"sparsify_ stopped with {len(self.pruned)} of {len(self.plan.changes)} weights pruned ({shorten(self.pruned)}); "
             f"the others are as they were. Load the model again, or prune the others by a filter_fn that leaves these out"
         )
-
-    def report(self) -> SparsityReport:
-        """What was done to every parameter."""
-        layers = []
-        for path, module, name, parameter in quantizable_parameters(self.model):
-            full = f"{path}.{name}" if path else name
-            left = SparseLayer(full, type(module).__name__, tuple(parameter.shape), self.plan.reasons[full])
-            layers.append(self.done.get(full, left))
-        return SparsityReport((*layers, *self.plan.others))
 
 
 def _captured(job: Job, calibration: Iterable[Any], found: dict[str, nn.Module], offload: bool) -> Capture:
     """What the walk needs; ValueError where data do not reach a layer."""
-    targets = job.plan.targets.values()
+    targets = job.plan.changes.values()
     layers = [(t.name, module) for t in targets for module, _ in t.places.values()]
     capture = captured(job.model, calibration, found, offload=offload, layers=layers)
     missing = [t.name for t in targets if t.name not in capture.reached]
@@ -192,17 +183,17 @@ def _check_usable(statistics: Statistics) -> None:
         )
 
 
-def _check_calibration(config: SparsityConfig, calibration: object, needed: bool, blocks: object) -> None:
-    if needed and calibration is None:
+def _check_calibration(config: SparsityConfig, calibration: object, blocks: object) -> None:
+    if config.calibrates and calibration is None:
         raise ValueError(
             f"score {config.score!r} reads the inputs of layers: give calibration=, an iterable of batches; score 'magnitude' "
             f"needs none"
         )
-    if not needed and isinstance(config, SparsityConfig) and (calibration is not None or blocks is not None):
+    if not config.calibrates and (calibration is not None or blocks is not None):
         raise ValueError(
             "score 'magnitude' reads weights alone; leave calibration= and blocks= out, or choose score 'wanda', 'ria' or "
             "'sparsegpt'"
         )
 
 
-__all__ = ["Progress", "sparsify_"]
+__all__ = ["sparsify_"]

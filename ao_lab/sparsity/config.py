@@ -104,4 +104,4 @@ class SparsityConfig:
         return f"{self.pattern} by {self.score}{more}"
 
 
-__all__ = ["SCORES", "STORAGES", "SparsityConfig", "is_number"]
+__all__ = ["SparsityConfig"]

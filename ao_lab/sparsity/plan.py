@@ -1,15 +1,16 @@
-"""What `sparsify_` is going to prune, and why other layers stay: everything that can be refused is, before a weight changes.
+"""What `sparsify_` is going to prune, once or in training, and why other layers stay; the report of what it did.
 
-Pruned are linear layers: nn.Linear, along its last axis, and transformers' Conv1D, which stores (in, out), along its first.
-What is no linear layer, or not selected, stays and is listed. What was selected and cannot be pruned is an error, as a model
-that is sparse but for a layer in the middle would be found out much later: so are batched experts, which hold most weights of
-their model, where a filter accepts them.
+All that can be refused is, before a weight changes. Pruned are linear layers: nn.Linear, along its last axis, and
+transformers' Conv1D, which stores (in, out), along its first. What is no linear layer, or not selected, stays and is listed.
+What was selected and cannot be pruned is an error, as a model that is sparse but for a layer in the middle would be found out
+much later: so are batched experts, which hold most weights of their model, where a filter accepts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,21 +21,27 @@ from ao_lab.sparsity.prune_layer import (
     in_place_reason,
     layout_reason,
     most_kept,
+    torch_prune_reason,
 )
-from ao_lab.sparsity.report import SparseLayer
-from ao_lab.sparsity.selection import Selection, block_of
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.tensor.sparse import quantized_compressed
 from ao_lab.transforms.layers import (
+    Slot,
     check_model,
+    is_experts,
     is_linear,
     is_transposed,
     quantizable_parameters,
+    routers,
     shorten,
     unsupported_reason,
 )
-from ao_lab.transforms.select import Filter, passed_over
+from ao_lab.transforms.plan import Plan, Transforms, WeightChange
+from ao_lab.transforms.report import LayerLine, ModelReport
+from ao_lab.transforms.select import ROUTES, Filter, Selection, passed_over
+from ao_lab.transforms.walk import block_lists
 
+EXPERTS = "batched experts are not pruned, only linear layers are; a call without filter_fn leaves them and their routers dense"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPRESSED_DTYPES = (torch.bfloat16, torch.float16)
 #: By score, why weights are finite.
@@ -44,30 +51,65 @@ SPREAD = {
 }
 
 
+@dataclass(frozen=True)
+class SparseLayer(LayerLine):
+    """One parameter that `sparsify_` looked at."""
+
+    #: Why it was pruned, or left.
+    reason: str
+    #: "2:4"; "" where it was left.
+    pattern: str = ""
+    #: The score that decided: magnitude where no input told the channels apart; in training "its own zeros" where masks are
+    #: those of an earlier pruning, after it "training".
+    score: str = ""
+    #: The share of its elements that are zero now.
+    zeros: float = 0.0
+    #: Tokens that its statistic has seen.
+    tokens: int = 0
+    #: SparseGPT's error of the layer's outputs, and the damping and the floor that its Hessian took.
+    loss: float | None = None
+    damping: float | None = None
+    floor: float | None = None
+    #: "compressed" where kept elements alone are stored, and the bytes that they and their places take; 0 where it is dense.
+    storage: str = "dense"
+    bytes: int = 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was pruned."""
+        return bool(self.pattern)
+
+    def __str__(self) -> str:
+        if not self.changed:
+            return f"left: {self.reason}"
+        told = f"{self.pattern} by {self.score}, {100 * self.zeros:.1f} % zeros"
+        if self.loss is not None:
+            told += f", loss {self.loss:.3g}, damping {self.damping:g}"
+            told += f", floor {self.floor:g}" if self.floor else ""
+        told += f", compressed, {self.bytes} bytes" if self.storage == "compressed" else ""
+        return f"{told}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class SparsityReport(ModelReport[SparseLayer]):
+    """Every layer that `sparsify_` looked at, in the order of the model's modules."""
+
+    def heading(self) -> str:
+        """How many of them were pruned."""
+        return f"{len(self.changed)} of {len(self.layers)} layers pruned"
+
+
 @dataclass
-class Target:
+class Target(WeightChange):
     """One weight to be pruned, wherever it is."""
 
-    #: Whether it is stored (in, out).
-    transposed: bool
-    #: (module, parameter's name) of every place that is selected, by full name.
-    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-    #: Full names of places that have it and are not selected: they keep the dense weight.
-    others: list[str] = field(default_factory=list)
     #: Whether NaN or infinity are among its values.
     not_finite: bool = False
 
     @property
-    def name(self) -> str:
-        """The first of its full names."""
-        return next(iter(self.places))
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The weight as it is now."""
-        module, name = next(iter(self.places.values()))
-        found: nn.Parameter = getattr(module, name)
-        return found
+    def transposed(self) -> bool:
+        """Whether it is stored (in, out)."""
+        return is_transposed(self.places[self.name][0])
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -80,99 +122,135 @@ class Target:
         """A frozen parameter in 2:4 storage in every place, of a pruned (out, in); the bytes that it takes."""
         element = str(matrix.dtype).removeprefix("torch.")
         weight = quantized_compressed(matrix, element)
-        new = nn.Parameter(weight.transposed() if self.transposed else weight, requires_grad=False)
-        for module, name in self.places.values():
-            module._parameters[name] = new
+        self.put(nn.Parameter(weight.transposed() if self.transposed else weight, requires_grad=False))
         return sum(part.nbytes for part in weight.parts.values() if part is not None)
 
     @torch.no_grad()
-    def put(self, matrix: torch.Tensor) -> None:
+    def put_pruned(self, matrix: torch.Tensor) -> None:
         """New values, in the parameter itself; a new parameter where others keep the dense one."""
         values, old = matrix.T if self.transposed else matrix, self.parameter
-        if not self.others:
+        if self.others:
+            self.put(nn.Parameter(values.contiguous(), requires_grad=old.requires_grad))
+        else:
             old.copy_(values)
-            return
-        new = nn.Parameter(values.contiguous(), requires_grad=old.requires_grad)
-        for module, name in self.places.values():
-            module._parameters[name] = new
+
+
+#: What `sparsify_` does for a class of configurations that do something else than prune once: a function of the model, the
+#: configuration, the filter and the names of further arguments that were given.
+TRANSFORMS: Transforms[Callable[[nn.Module, Any, Filter | None, tuple[str, ...]], SparsityReport]] = (
+    Transforms()
+)
+
+T = TypeVar("T", bound=WeightChange)
 
 
 @dataclass
-class Plan:
-    """The weights to be pruned, and the reason of each parameter (by full name) that was looked at."""
+class SparsityPlan(Plan[T]):
+    """The weights to be pruned, and the reason of each parameter that was looked at."""
 
-    targets: dict[int, Target] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    #: Reasons of those that were selected and cannot be pruned, by full name.
+    unable: dict[str, str] = field(default_factory=dict)
     #: What the filter accepts and is no linear layer, as the report lists it.
-    others: tuple[SparseLayer, ...] = ()
+    passed_over: tuple[SparseLayer, ...] = ()
+
+    def check(self) -> None:
+        """ValueError with the layers that were selected and cannot be pruned, and why; none where there are none."""
+        alike: dict[str, list[str]] = {}
+        for name, why in self.unable.items():
+            alike.setdefault(why, []).append(name)
+        if alike:
+            told = shorten([f"{shorten(names)}: {why}" for why, names in alike.items()], 3)
+            raise ValueError(f"sparsify_ changed nothing. {told}. Or leave these layers out by filter_fn")
+
+    def report(self, model: nn.Module, done: dict[str, SparseLayer]) -> SparsityReport:
+        """What was done to every parameter: these lines, and those of what was left."""
+        layers = []
+        for slot in quantizable_parameters(model):
+            left = SparseLayer(
+                slot.full, type(slot.module).__name__, tuple(slot.parameter.shape), self.reasons[slot.full]
+            )
+            layers.append(done.get(slot.full, left))
+        return SparsityReport((*layers, *self.passed_over))
+
+
+def selected(
+    model: nn.Module,
+    filter_fn: Filter | None,
+    make: type[T],
+    walked: tuple[str, ...] | None = None,
+    module_reason: Callable[[nn.Module], str | None] = lambda module: None,
+) -> SparsityPlan[T]:
+    """A plan of the linear layers that are selected: by a filter, or those of the model's blocks.
+
+    A model that has lists of blocks keeps what stands outside of them, embeddings and head, as the papers do. Batched experts
+    are selected where a filter accepts them; their reason is why they cannot be pruned. walked: names of blocks outside of
+    which nothing is selected without a filter, in place of those lists. module_reason: why a linear layer cannot be pruned.
+    """
+    check_model(model)
+    lists = tuple(block_lists(model)) if walked is None else walked
+
+    def in_blocks(module: nn.Module, path: str) -> tuple[bool, str]:
+        if lists and not is_inside(path, lists):
+            return False, f"outside of the blocks ({shorten(lists, 2)})"
+        return True, type(module).__name__
+
+    stay = dict.fromkeys(routers(model), ROUTES.replace("quantizes", "prunes"))
+    select, plan = Selection(filter_fn, in_blocks, stay), SparsityPlan[T]()
+    for slot in quantizable_parameters(model):
+        wanted, reason = _decided(select, slot)
+        plan.reasons[slot.full] = reason
+        if wanted:
+            why = module_reason(slot.module) if is_linear(slot.module) else reason
+            if why is not None:
+                plan.unable[slot.full] = why
+            else:
+                change = plan.changes.setdefault(id(slot.parameter), make())
+                change.places[slot.full] = (slot.module, slot.name)
+    plan.passed_over = tuple(
+        SparseLayer(full, kind, tuple(weight.shape), f"{kind}: only linear layers are pruned")
+        for full, (module, weight) in _passed_over(model, filter_fn).items()
+        for kind in (type(module).__name__,)
+    )
+    plan.reasons.update((layer.name, layer.reason) for layer in plan.passed_over)
+    if not plan.changes and not plan.unable:
+        raise ValueError(_nothing(plan))
+    plan.find_others(model)
+    return plan
+
+
+def _decided(select: Selection, slot: Slot) -> tuple[bool, str]:
+    """Whether a parameter is selected, and the reason."""
+    path, module, name, parameter = slot
+    if not is_linear(module):
+        reason = unsupported_reason(module, name, parameter)
+        if reason is None and parameter.dim() == 3 and is_experts(module) and select.filter_fn is not None:
+            return select.accepts(module, path), EXPERTS
+        return False, reason or f"{type(module).__name__}: only linear layers are pruned"
+    if name != "weight" or parameter.dim() != 2:
+        return False, torch_prune_reason(
+            module, name
+        ) or "it is not the matrix that the layer multiplies with"
+    return select(module, path)
+
+
+def _passed_over(model: nn.Module, filter_fn: Filter | None) -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """What a filter accepts and is no linear layer."""
+    if filter_fn is None:
+        return {}
+    return passed_over(model, lambda path, module, full: filter_fn(module, path))
 
 
 def planned(
     model: nn.Module, config: SparsityConfig, filter_fn: Filter | None, blocks: Iterable[str] | None = None
-) -> Plan:
+) -> SparsityPlan[Target]:
     """The plan; raises as `sparsify_` says. `blocks`: names of the blocks that calibration walks, where it does."""
-    check_model(model)
-    if not isinstance(config, SparsityConfig):
-        raise TypeError(
-            f"sparsify_ takes a SparsityConfig, got {type(config).__name__}; configurations of quantize_ come after it, in a "
-            f"call of quantize_"
-        )
     walked = None if blocks is None else tuple(blocks)
-    select, plan, refused = Selection(model, filter_fn, walked), Plan(), {}
-    for path, module, name, parameter in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
-        wanted, plan.reasons[full] = select(path, module, name, parameter)
-        if wanted and not is_linear(module):
-            refused[full] = plan.reasons[full]
-        elif wanted:
-            target = plan.targets.setdefault(id(parameter), Target(is_transposed(module)))
-            target.places[full] = (module, name)
-    plan.others = others(model, filter_fn)
-    plan.reasons.update((layer.name, layer.reason) for layer in plan.others)
-    if not plan.targets and not refused:
-        raise ValueError(_nothing(plan))
-    _find_others(model, plan)
-    for target in plan.targets.values():
+    plan = selected(model, filter_fn, Target, walked)
+    for target in plan.changes.values():
         if (why := _refused(target, config, walked)) is not None:
-            refused[target.name] = why
-    raise_refused(refused)
+            plan.unable[target.name] = why
+    plan.check()
     return plan
-
-
-def others(model: nn.Module, filter_fn: Filter | None) -> tuple[SparseLayer, ...]:
-    """Lines of a report for what a filter accepts and is no linear layer."""
-
-    def accepts(path: str, module: nn.Module, full: str) -> bool:
-        return bool(filter_fn and filter_fn(module, path))
-
-    return tuple(
-        SparseLayer(full, kind, tuple(weight.shape), f"{kind}: only linear layers are pruned")
-        for full, (module, weight) in (passed_over(model, accepts) if filter_fn is not None else {}).items()
-        for kind in (type(module).__name__,)
-    )
-
-
-def _find_others(model: nn.Module, plan: Plan) -> None:
-    """Note where else each weight is, and say so."""
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            target, full = plan.targets.get(id(parameter)), f"{path}.{name}" if path else name
-            if target is not None and full not in target.places:
-                target.others.append(full)
-    for target in plan.targets.values():
-        for full in target.places if target.others else ():
-            stay = "stays" if len(target.others) == 1 else "stay"
-            plan.reasons[full] += f"; was shared with {', '.join(target.others)}, which {stay} dense"
-
-
-def raise_refused(refused: dict[str, str]) -> None:
-    """ValueError with the layers that were selected and cannot be pruned, and why; none where there are none."""
-    alike: dict[str, list[str]] = {}
-    for name, why in refused.items():
-        alike.setdefault(why, []).append(name)
-    if alike:
-        told = shorten([f"{shorten(names)}: {why}" for why, names in alike.items()], 3)
-        raise ValueError(f"sparsify_ changed nothing. {told}. Or leave these layers out by filter_fn")
 
 
 def _refused(target: Target, config: SparsityConfig, walked: tuple[str, ...] | None) -> str | None:
@@ -262,12 +340,22 @@ def _value_reason(target: Target, config: SparsityConfig) -> str | None:
     return SPREAD[config.score] if target.not_finite and config.score in SPREAD else None
 
 
-def _nothing(plan: Plan) -> str:
+def _nothing(plan: SparsityPlan[T]) -> str:
     """Why a call would change nothing."""
     if not plan.reasons:
-        return "sparsify_: the model has no linear layers"
+        return "sparsify_: no linear layer is selected, since the model has no linear layers"
     told = shorten([f"{name}: {reason}" for name, reason in plan.reasons.items()])
     return f"sparsify_: no linear layer is selected, so that nothing would change. Of {len(plan.reasons)} parameters: {told}"
 
 
-__all__ = ["Plan", "Target", "planned", "raise_refused"]
+def is_inside(path: str, names: Iterable[str]) -> bool:
+    """Whether a module is one of those named, or in one; "" is the whole model."""
+    return any(not name or f"{path}.".startswith(f"{name}.") for name in names)
+
+
+def block_of(full: str, blocks: Iterable[str]) -> str | None:
+    """The block that a parameter is in; None where it is in none."""
+    return next((name for name in blocks if is_inside(full, [name])), None)
+
+
+__all__ = ["SparseLayer", "SparsityReport"]

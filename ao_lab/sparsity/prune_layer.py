@@ -143,18 +143,3 @@ def _by_sparsegpt(w: torch.Tensor, config: SparsityConfig, hessian: torch.Tensor
     result = fast.sparsegpt(w, hessian, pattern=config.pattern, block=config.columns, damping=config.damping)
     facts = {"loss": result.loss, "damping": result.damping, "floor": result.floor}
     return Pruned(result.weights, "sparsegpt", facts)
-
-
-__all__ = [
-    "NOT_FINITE",
-    "PIECE",
-    "Pruned",
-    "in_place_reason",
-    "layout_reason",
-    "mask_of",
-    "most_kept",
-    "prune_weight",
-    "pruned_pattern",
-    "scores_of",
-    "torch_prune_reason",
-]

@@ -7,13 +7,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ao_lab.training.fused_modules import fuse_layers_, fusions, unfuse_layers_
-from ao_lab.training.grouped.experts import LowPrecisionExperts, plain_experts_again, train_experts_by
-from ao_lab.training.layers import LowPrecisionLinear, Settings, never_ran, plain_again, train_by
+from ao_lab.training.grouped.experts import (
+    LowPrecisionExperts,
+    experts_reason,
+    plain_experts_again,
+    train_experts_by,
+)
+from ao_lab.training.layers import (
+    LowPrecisionLinear,
+    Settings,
+    class_of,
+    never_ran,
+    plain_again,
+    train_by,
+    unsupported_reason,
+)
 from ao_lab.training.products import PRODUCTS
-from ao_lab.training.selection import Filter, selected
-from ao_lab.transforms.layers import check_model, shorten
+from ao_lab.transforms.layers import check_model, is_experts, is_linear, routers, shorten
+from ao_lab.transforms.plan import all_or_none
+from ao_lab.transforms.select import REFUSED, Filter, Selection, check_called
 from reference.arrays.errors import choice
 from reference.training.recipe import Recipe, recipe_of
 
@@ -87,19 +102,110 @@ def convert_for_training_(
     settings, kinds = Settings(record, pad, kernel), fusions(fuse)
     found = selected(model, settings, filter_fn, experts)
     linears = {name: module for name, module in found.chosen.items() if isinstance(module, nn.Linear)}
-    try:
+    with all_or_none(_restore) as begun:
         for module in found.modules:
+            begun.append(module)
             if isinstance(module, nn.Linear):
                 train_by(module, settings)
             else:
                 train_experts_by(module, settings)
         gathered_whole = _gather(model, linears) if fsdp_float8_all_gather else {}
         fused, not_fused = fuse_layers_(model, kinds)
-    except BaseException:
-        for module in found.modules:
-            _restore(module)
-        raise
     return Converted(record, tuple(found.chosen), found.left, gathered_whole, fused, not_fused)
+
+
+ROUTER = "it routes tokens to experts"
+
+
+@dataclass
+class Chosen:
+    """Modules by name that are to train by a recipe, and the reasons of those that stay."""
+
+    chosen: dict[str, nn.Module] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The chosen modules, each once."""
+        return list({id(module): module for module in self.chosen.values()}.values())
+
+
+def selected(model: nn.Module, settings: Settings, filter_fn: Filter | None, experts: bool) -> Chosen:
+    """What is to be converted; ValueError where nothing is, for lazy layers, or where torch would compute past what is."""
+    found, unsupported = Chosen(), list[str]()
+
+    def linear_or_experts(module: nn.Module, name: str) -> tuple[bool, str]:
+        return is_candidate(module, experts) or isinstance(module, nn.Linear), REFUSED
+
+    routing = dict.fromkeys(routers(model), ROUTER) if filter_fn is None else {}
+    select = Selection(filter_fn, linear_or_experts, routing)
+    for name, module in model.named_modules(remove_duplicate=False):
+        candidate = is_candidate(module, experts)
+        if not candidate and not holds_matrices(module):
+            continue
+        wanted, reason = select(module, name)
+        if not wanted:
+            found.left.update({name: reason} if candidate else {})
+            continue
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise ValueError(
+                f"{name or 'the model itself'}: a {type(module).__name__} has no shape yet; run one forward of "
+                f"the model first, which gives it one"
+            )
+        unable = _reason(settings, module) if candidate else other_reason(module)
+        if unable is None:
+            found.chosen[name] = module
+        else:
+            found.left[name] = unable
+            unsupported.append(name)
+    _check_any(found, unsupported, settings)
+    check_called(model, found.chosen.values())
+    return found
+
+
+def _check_any(found: Chosen, unsupported: list[str], settings: Settings) -> None:
+    if found.chosen:
+        return
+    if not unsupported:
+        raise ValueError(
+            "no layer is to be converted: filter_fn refused all, or the model has none beside routers"
+        )
+    first = unsupported[0]
+    where = f"{first}: " if first else ""
+    raise ValueError(
+        f"recipe {settings.recipe.name!r} takes none of {shorten(unsupported)}: {where}{found.left[first]}"
+    )
+
+
+def _reason(settings: Settings, module: nn.Module) -> str | None:
+    """Why a linear layer or experts cannot train by a recipe; None where they can."""
+    if not is_linear(module):
+        return experts_reason(settings, module)
+    known = class_of(module)
+    if isinstance(known, str) or not isinstance(module, nn.Linear):
+        return str(known)
+    return unsupported_reason(settings.recipe, module, settings.pad)
+
+
+def is_candidate(module: nn.Module, experts: bool) -> bool:
+    """Whether a module is one that recipes train."""
+    return is_linear(module) or (experts and is_experts(module))
+
+
+def holds_matrices(module: nn.Module) -> bool:
+    """Whether a module has parameters of two axes or more of its own that a filter may have meant; lazy ones have none yet."""
+    return any(
+        not is_lazy(parameter) and parameter.dim() > 1 for parameter in module.parameters(recurse=False)
+    )
+
+
+def other_reason(module: nn.Module) -> str:
+    """Why a module that holds matrices is none that recipes train."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention multiplies with its weight without calling it"
+    if is_experts(module):
+        return "experts=False"
+    return f"recipes train nn.Linear and batched experts, and this is a {type(module).__name__}"
 
 
 def _gather(model: nn.Module, chosen: dict[str, nn.Linear]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from ao_lab.training.autograd import (
     prepare,
     training_linear,
 )
+from ao_lab.transforms.layers import ConvertedModule
 from fast.device import PLAIN
 from reference.training.linear import multiple_of
 from reference.training.recipe import Operand, Recipe
@@ -41,7 +42,7 @@ class Settings:
         prepare(self.recipe)
 
 
-class LowPrecisionLinear(nn.Linear):
+class LowPrecisionLinear(ConvertedModule, nn.Linear):
     """nn.Linear whose three products run as a recipe says; `ao_lab.convert_for_training_` makes it of an nn.Linear in place.
 
     state_dict, parameters and hooks are those of nn.Linear, so checkpoints load both ways. Inputs in another dtype than the

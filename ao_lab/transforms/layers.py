@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,27 @@ def check_model(model: object) -> None:
         raise TypeError(f"the model is a torch.nn.Module, got {type(model).__name__}: {model!r:.60}")
 
 
-def quantizable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """(module's name, module, parameter's name, parameter) of all that could be quantized, or that one would expect to be.
+class Slot(NamedTuple):
+    """A parameter where it is: the name of its module, the module, its own name there, and itself."""
+
+    path: str
+    module: nn.Module
+    name: str
+    parameter: torch.Tensor
+
+    @property
+    def full(self) -> str:
+        """Its full name."""
+        return full_name(self.path, self.name)
+
+
+def full_name(path: str, name: str) -> str:
+    """The name in the model of what a module has under a name; the model itself has no path."""
+    return f"{path}.{name}" if path else name
+
+
+def quantizable_parameters(model: nn.Module) -> Iterator[Slot]:
+    """Every parameter that could be quantized, or that one would expect to be.
 
     Matrices of nn.Linear, transformers' Conv1D and nn.Embedding (subclasses too), those that a parametrization holds instead,
     and floating-point parameters with three axes: batched experts. `unsupported_reason` says which of them cannot be.
@@ -42,13 +61,13 @@ def quantizable_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, s
             if is_lazy(parameter):
                 if layer:
                     raise ValueError(
-                        f"{path}{'.' * bool(path)}{name} of a {type(module).__name__} has no shape yet; run one forward of the "
+                        f"{full_name(path, name)} of a {type(module).__name__} has no shape yet; run one forward of the "
                         f"model first, which gives it one"
                     )
                 continue
             experts = parameter.dim() == 3 and parameter.is_floating_point() and not is_no_batch(module)
             if experts or (layer and parameter.dim() >= 2):
-                yield path, module, name, parameter
+                yield Slot(path, module, name, parameter)
 
 
 def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) -> str | None:
@@ -65,8 +84,7 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
         return f"max_norm={module.max_norm} changes rows of the table in every forward pass; set it to None first"
     if isinstance(module, nn.Embedding) and not looks_up(module):
         return f"{type(module).__name__} reads its table otherwise than nn.Embedding does"
-    state = training_state(module)
-    return None if state is None else state.unsupported_reason()
+    return module.unsupported_reason() if isinstance(module, ConvertedModule) else None
 
 
 def first_matrix(module: nn.Module) -> str | None:
@@ -107,20 +125,24 @@ def computed_reason(module: nn.Module) -> str | None:
     return None
 
 
-class TrainingState(Protocol):
-    """A layer in a state of its own, such as quantization-aware training, which says so itself."""
+class ConvertedModule:
+    """Base of the classes that a module gets in place, such as layers in training, which say themselves how they are."""
+
+    #: How step "prepare" has prepared it, for reports; "" where it has not.
+    preparation: ClassVar[str] = ""
 
     def unsupported_reason(self) -> str | None:
         """Why its weight cannot be quantized as it is; None where the weight alone decides."""
+        return None
 
     def parameter_reason(self, name: str) -> str | None:
         """Why one of its parameters is as it is, for a report; None where nothing is to be said."""
+        return None
 
 
-def training_state(module: nn.Module) -> TrainingState | None:
-    """The module as a `TrainingState`; None where it is a plain one."""
-    kind: Any = type(module)
-    return module if hasattr(kind, "parameter_reason") else None  # type: ignore[return-value]
+def is_converted(module: nn.Module) -> bool:
+    """Whether a module is of a class that it got in place."""
+    return isinstance(module, ConvertedModule)
 
 
 def looks_up(table: nn.Embedding) -> bool:
@@ -323,7 +345,7 @@ def offloaded(model: nn.Module) -> frozenset[str]:
             continue
         inside = any(getattr(one, "place_submodules", False) for one in away)
         own = module.named_parameters(recurse=inside, remove_duplicate=False)
-        found.update(f"{path}.{name}" if path else name for name, x in own if x.is_meta)
+        found.update(full_name(path, name) for name, x in own if x.is_meta)
     return frozenset(found)
 
 
@@ -366,27 +388,4 @@ def shorten(names: Sequence[str], most: int = 5) -> str:
 #: without a filter.
 linear_and_experts.leaves_routers = linear_and_experts.leaves_tied = True  # type: ignore[attr-defined]
 
-__all__ = [
-    "check_model",
-    "computed_reason",
-    "contraction_axis",
-    "first_matrix",
-    "is_experts",
-    "is_linear",
-    "is_transposed",
-    "is_untied",
-    "linear_and_experts",
-    "never_called",
-    "offloaded",
-    "other_reason",
-    "quantizable_parameters",
-    "refuse_offloaded",
-    "routers",
-    "says_its_axis",
-    "shorten",
-    "table_or_head",
-    "tied_layers",
-    "training_state",
-    "unsupported_reason",
-    "untying",
-]
+__all__ = ["linear_and_experts"]

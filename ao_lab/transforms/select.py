@@ -1,12 +1,13 @@
-"""Which configuration each parameter of a model has: by a filter, or by the names and patterns of `FqnToConfig`.
+"""Which parameters of a model a transform is to change: by a filter, or by the names and patterns of `FqnToConfig`.
 
-Every pass over a model that is given a configuration goes this way: `quantize_`, both steps of quantization-aware training, and
-adapters. A selection is called with each parameter's place and says its configuration (None: it stays) and the reason.
+Every pass over a model goes this way: `quantize_`, both steps of quantization-aware training, adapters, `sparsify_` and
+`convert_for_training_`. A `Selection` says of a module whether it is meant, and why; `selection` of a configuration says of
+each parameter which configuration it has (None: it stays), and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,14 +16,17 @@ from torch import nn
 from ao_lab.config.base import DEFAULT, PATTERN, Config, FqnToConfig, compiled_pattern
 from ao_lab.transforms.layers import (
     first_matrix,
+    full_name,
     is_experts,
     is_linear,
+    never_called,
     quantizable_parameters,
     says_its_axis,
     unsupported_reason,
 )
 
 Filter = Callable[[nn.Module, str], bool]
+REFUSED = "refused by filter_fn"
 ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
 
 #: Of a layer whose weight is also an embedding's.
@@ -36,10 +40,41 @@ NO_EXPERTS = (
 )
 
 
+@dataclass
+class Selection:
+    """Whether a module is meant, and the reason: a filter's, or what a transform takes without one.
+
+    Names of layers that route tokens, and of those whose weight is an embedding's, have a reason why they stay: without a
+    filter, and with one that has the attribute `leaves_routers` or `leaves_tied`.
+    """
+
+    filter_fn: Filter | None
+    #: Of a module and its name, where there is no filter.
+    default: Callable[[nn.Module, str], tuple[bool, str]]
+    routers: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, path: str) -> tuple[bool, str]:
+        """Of a module by its name."""
+        for kind, reasons in (("routers", self.routers), ("tied", self.tied)):
+            if path in reasons and getattr(self.filter_fn, f"leaves_{kind}", self.filter_fn is None):
+                return False, reasons[path]
+        if self.filter_fn is None:
+            return self.default(module, path)
+        return (True, "accepted by filter_fn") if self.filter_fn(module, path) else (False, REFUSED)
+
+    def accepts(self, module: nn.Module, path: str) -> bool:
+        """Whether the filter accepts what is no linear layer; one that asks for what only these have does not."""
+        try:
+            return self.filter_fn is not None and bool(self.filter_fn(module, path))
+        except AttributeError:
+            return False
+
+
 def selection(
     config: Config | FqnToConfig,
     filter_fn: Filter | None,
-    routers: frozenset[str] = frozenset(),
+    routers: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
 ) -> Filtered | Patterns:
     """What selects the configuration of each parameter of a model; ValueError for a filter beside FqnToConfig.
@@ -52,45 +87,37 @@ def selection(
             f"filter_fn is a function of a module and its name that says whether it is meant, got {filter_fn!r:.60}; "
             f"FqnToConfig takes names and patterns"
         )
+    stays = {name: TIED.format(table) for name, table in (tied or {}).items()}
     if not isinstance(config, FqnToConfig):
-        return Filtered(config, filter_fn, routers, tied or {})
+        select = Selection(filter_fn, _linear_layers, dict.fromkeys(routers, ROUTES), stays)
+        return Filtered(config, select)
     if filter_fn is not None:
         raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
-    return Patterns(config, tied or {})
+    return Patterns(config, stays)
+
+
+def _linear_layers(module: nn.Module, path: str) -> tuple[bool, str]:
+    kind = type(module).__name__
+    return (True, kind) if is_linear(module) else (False, f"{kind}: without filter_fn only nn.Linear")
 
 
 @dataclass
 class Filtered:
-    """One configuration for the modules that a function accepts."""
+    """One configuration for the modules that are selected."""
 
     config: Config
-    filter_fn: Filter | None
-    #: Names of layers that route tokens to experts.
-    routers: frozenset[str] = frozenset()
-    #: Names of layers whose weight is an embedding's, and of that embedding.
-    tied: Mapping[str, str] = field(default_factory=dict)
+    select: Selection
 
     def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
         """The configuration of a parameter (None: it stays) and the reason."""
-        kind = type(module).__name__
-        if path in self.routers and self._leaves("routers"):
-            return None, ROUTES
-        if path in self.tied and self._leaves("tied"):
-            return None, TIED.format(self.tied[path])
-        if self.filter_fn is None:
-            good = is_linear(module)
-            return (self.config, f"{kind}") if good else (None, f"{kind}: without filter_fn only nn.Linear")
-        if self.filter_fn(module, path):
-            return self.config, "accepted by filter_fn"
-        automatic = getattr(self.filter_fn, "leaves_routers", False)
-        unsaid = automatic and not is_linear(module) and is_experts(module) and not says_its_axis(module)
-        name = full.rpartition(".")[2]
-        why = (unsupported_reason(module, name, module._parameters[name]) or NO_EXPERTS) if unsaid else ""  # type: ignore[arg-type]
-        return None, why or "refused by filter_fn"
-
-    def _leaves(self, kind: str) -> bool:
-        """Whether the filter is one that leaves layers of a kind dense, as no filter does."""
-        return self.filter_fn is None or bool(getattr(self.filter_fn, f"leaves_{kind}", False))
+        wanted, reason = self.select(module, path)
+        if wanted:
+            return self.config, reason
+        automatic = reason == REFUSED and getattr(self.select.filter_fn, "leaves_routers", False)
+        if automatic and not is_linear(module) and is_experts(module) and not says_its_axis(module):
+            name = full.rpartition(".")[2]
+            reason = unsupported_reason(module, name, module._parameters[name]) or NO_EXPERTS  # type: ignore[arg-type]
+        return None, reason
 
     def check_all_matched(self, model: nn.Module) -> None:
         """A filter that accepts nothing is found by the caller, which counts."""
@@ -110,12 +137,11 @@ class Patterns:
         hits = [*self._hits(full), *self._hits(path)]
         self.matched.update(hits)
         exact = [name for name in hits if not name.startswith(PATTERN)]
-        patterns = [name for name in hits if name.startswith(PATTERN)]
-        if exact or patterns:
-            name = (exact or patterns)[0]
+        if hits:
+            name = (exact or hits)[0]
         elif DEFAULT in self.configs and is_linear(module):
             if path in self.tied:
-                return None, TIED.format(self.tied[path])
+                return None, self.tied[path]
             name = DEFAULT
         else:
             return None, "no name or pattern of FqnToConfig matches it"
@@ -130,9 +156,9 @@ class Patterns:
         """ValueError for names that matched nothing."""
         unused = [name for name in self.configs if name not in self.matched and name != DEFAULT]
         if unused:
-            raise ValueError(
-                f"FqnToConfig: {', '.join(map(repr, unused))} match nothing; names are {_some(model)}"
-            )
+            names = [name for name, _ in model.named_modules() if name]
+            some = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+            raise ValueError(f"FqnToConfig: {', '.join(map(repr, unused))} match nothing; names are {some}")
 
 
 def passed_over(
@@ -143,23 +169,29 @@ def passed_over(
     By the full name of their first. A filter that asks for what only linear layers have does not accept them. `accepts` is
     given a module's name, the module and the full name of that parameter.
     """
-    known, found = {id(module) for _, module, _, _ in quantizable_parameters(model)}, {}
+    known, passed = {id(slot.module) for slot in quantizable_parameters(model)}, {}
     for path, module in model.named_modules():
         if id(module) in known or (first := first_matrix(module)) is None:
             continue
-        full = f"{path}.{first}" if path else first
+        full = full_name(path, first)
         try:
             accepted = accepts(path, module, full)
         except AttributeError:
             accepted = False
         if accepted:
-            found[full] = (module, module.get_parameter(first))
-    return found
+            passed[full] = (module, module.get_parameter(first))
+    return passed
 
 
-def _some(model: nn.Module) -> str:
-    names = [name for name, _ in model.named_modules() if name]
-    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "before") -> None:
+    """ValueError where torch would multiply with the dense weights of converted layers in eval mode, past these.
 
-
-__all__ = ["Filter", "Filtered", "Patterns", "passed_over", "selection"]
+    when: the words for when the fast path is to be switched off.
+    """
+    inside = never_called(model)
+    encoder = next((inside[id(module)] for module in chosen if id(module) in inside), None)
+    if encoder is not None:
+        raise ValueError(
+            f"in eval mode torch's fast path of {encoder} computes with dense weights and calls no layer; "
+            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
+        )

@@ -35,9 +35,10 @@ from ao_lab.checkpoint.records import (
     dense_names,
     read_records,
 )
-from ao_lab.quantization.report import ATTRIBUTE, Report, described_layer
+from ao_lab.quantization.report import Report, described_layer
 from ao_lab.tensor.metadata import stored_shape
 from ao_lab.transforms.layers import quantizable_parameters
+from ao_lab.transforms.report import ATTRIBUTE
 
 #: Of a folder and its `quantization_config`; ValueError that names the folder and the rule for what no scheme represents.
 Reader = Callable[[Folder, Mapping[str, Any]], Records]
@@ -122,7 +123,7 @@ def tell(model: nn.Module, records: Records, folder: Folder) -> None:
     """Keep with a filled model where its weights are from, for `explain`; a warning for tensors that were left out."""
     reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
     reasons |= {name: f"loaded, as {_source(weight)} stored it" for name, weight in records.weights.items()}
-    found = [described_layer(*place, reasons) for place in quantizable_parameters(model)]
+    found = [described_layer(slot, reasons) for slot in quantizable_parameters(model)]
     object.__setattr__(model, ATTRIBUTE, Report(tuple(found)))
     for reason in dict.fromkeys(records.left_out.values()):
         names = [name for name, why in records.left_out.items() if why == reason]

@@ -47,7 +47,7 @@ from ao_lab.sparsity.training.layers import ADDED as SPARSE_ADDED
 from ao_lab.sparsity.training.layers import SparseLinear
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat
-from ao_lab.transforms.layers import training_state
+from ao_lab.transforms.layers import is_converted
 
 #: Arguments of transformers' save_pretrained that choose another format, and when they are not used.
 OTHER_FORMATS: dict[str, tuple[Any, ...]] = {
@@ -268,7 +268,7 @@ def _check_rows_alone(model: Any) -> None:
     """ValueError where a table or a head in training has more tensors than its weight and bias, which would keep their rows."""
     resized = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
-        if not any(module is one for one in resized) or training_state(module) is None:
+        if not any(module is one for one in resized) or not is_converted(module):
             continue
         held = [*module._parameters.items(), *module._buffers.items()]
         beside = [each for each, tensor in held if tensor is not None and each not in ("weight", "bias")]
@@ -301,7 +301,7 @@ def _resizing(plain: Any) -> Any:
 
 def _in_place(old: nn.Module, new: Any) -> Any:
     """A head in training takes the rows of the plain one that transformers has made; as it does itself with tables."""
-    if new is old or training_state(old) is None:
+    if new is old or not is_converted(old):
         return new
     for name, parameter in old.named_parameters(recurse=False):
         parameter.data, parameter.grad = getattr(new, name).data, None

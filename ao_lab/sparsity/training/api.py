@@ -2,24 +2,21 @@
 
 Which layers train sparse, and why others do not: all that can be refused is, before anything changes.
 
-Selected are the layers that one-shot pruning selects (`ao_lab.sparsity.selection`), of these nn.Linear itself and what has
+Selected are the layers that one-shot pruning selects (`ao_lab.sparsity.plan.selected`), of these nn.Linear itself and what has
 registered beside it (layers prepared for QAT): what computes otherwise, or trains by a recipe already, would lose that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
-from ao_lab.quantization.saved_state import warn_of_saved_state
-from ao_lab.sparsity.plan import DTYPES, others, raise_refused
+from ao_lab.sparsity.plan import DTYPES, TRANSFORMS, SparseLayer, SparsityPlan, SparsityReport, selected
 from ao_lab.sparsity.prune_layer import in_place_reason, layout_reason
-from ao_lab.sparsity.report import SparseLayer, SparsityReport, remember
-from ao_lab.sparsity.selection import Selection
 from ao_lab.sparsity.training.config import (
     SPARSE_PHASE,
     WARMUP_PHASE,
@@ -39,17 +36,17 @@ from ao_lab.sparsity.training.masks import (
     zero_pruned_,
 )
 from ao_lab.sparsity.training.products import PRODUCTS
-from ao_lab.sparsity.transforms import Call, transform
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
+    ConvertedModule,
     check_model,
     computed_reason,
-    is_linear,
+    full_name,
     never_called,
     quantizable_parameters,
-    shorten,
-    training_state,
 )
+from ao_lab.transforms.plan import WeightChange, all_or_none
+from ao_lab.transforms.report import remember_pruned, warn_of_saved_state
 from ao_lab.transforms.select import Filter
 
 STORED = (
@@ -59,89 +56,52 @@ STORED = (
 
 
 @dataclass
-class Group:
-    """The layers that share one weight, by full names of it."""
-
-    layers: dict[str, nn.Linear] = field(default_factory=dict)
-    #: Full names of places that have it and do not train sparse.
-    others: list[str] = field(default_factory=list)
+class Group(WeightChange):
+    """The layers that share one weight."""
 
     @property
-    def weight(self) -> torch.Tensor:
-        """The weight."""
-        return next(iter(self.layers.values())).weight
+    def linears(self) -> dict[str, nn.Linear]:
+        """They, by full names of the weight."""
+        return cast("dict[str, nn.Linear]", self.layers)
 
 
-@dataclass
-class Plan:
-    """Layers to convert by the identity of their weight, and the reason of each parameter, by full name."""
-
-    groups: dict[int, Group] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    #: What the filter accepts and is no linear layer, as the report lists it.
-    others: tuple[SparseLayer, ...] = ()
-
-
-def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | None) -> Plan:
+def planned(model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | None) -> SparsityPlan[Group]:
     """The plan; ValueError where nothing is selected, or something that cannot train sparse."""
-    check_model(model)
-    select, plan, refused = Selection(model, filter_fn, None), Plan(), {}
-    for path, module, name, parameter in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
-        wanted, plan.reasons[full] = select(path, module, name, parameter)
-        if not wanted:
-            continue
-        if not is_linear(module):
-            refused[full] = plan.reasons[full]
-        elif isinstance(module, nn.Linear) and type(module) in TRAINS_AS:
-            plan.groups.setdefault(id(parameter), Group()).layers[full] = module
-        else:
-            refused[full] = _module_reason(module)
-    plan.others = others(model, filter_fn)
-    plan.reasons.update((layer.name, layer.reason) for layer in plan.others)
-    if not plan.groups and not refused:
-        told = shorten([f"{name}: {reason}" for name, reason in plan.reasons.items()])
-        raise ValueError(f"sparsify_: no linear layer is selected, so that nothing would change. {told}")
-    _find_others(model, plan)
-    for group in plan.groups.values():
+    plan = selected(model, filter_fn, Group, module_reason=_module_reason)
+    for group in plan.changes.values():
         reason = _weight_reason(group, config)
-        refused.update(dict.fromkeys(group.layers, reason) if reason is not None else {})
-    refused.update(_passed_by(model, plan, config))
-    raise_refused(refused)
+        plan.unable.update(dict.fromkeys(group.layers, reason) if reason is not None else {})
+    plan.unable.update(_passed_by(model, plan, config))
+    plan.check()
     return plan
 
 
-def _passed_by(model: nn.Module, plan: Plan, config: SparseTrainingConfig) -> dict[str, str]:
+def _passed_by(model: nn.Module, plan: SparsityPlan[Group], config: SparseTrainingConfig) -> dict[str, str]:
     """Layers that torch's fast path of encoder layers multiplies without, in eval mode: with weights that are not masked."""
     inside = {} if config.masks == "fixed" else never_called(model)
     return {
         full: f"in eval mode torch's fast path of {inside[id(layer)]} computes with weights that are not "
         f"masked; call torch.backends.mha.set_fastpath_enabled(False) before"
-        for group in plan.groups.values()
+        for group in plan.changes.values()
         for full, layer in group.layers.items()
         if id(layer) in inside
     }
 
 
-def _module_reason(module: nn.Module) -> str:
-    """Why a module cannot train sparse."""
-    state, kind = training_state(module), type(module).__name__
-    said = None if state is None else state.unsupported_reason() or state.parameter_reason("weight")
-    return said or f"nn.Linear itself trains sparse; a {kind} may compute otherwise"
-
-
-def _find_others(model: nn.Module, plan: Plan) -> None:
-    """Note where else each weight is."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False):
-            group, full = plan.groups.get(id(parameter)), f"{path}.{name}" if path else name
-            if group is not None and not any(module is layer for layer in group.layers.values()):
-                group.others.append(full)
+def _module_reason(module: nn.Module) -> str | None:
+    """Why a linear layer cannot train sparse; None where it can."""
+    if isinstance(module, nn.Linear) and type(module) in TRAINS_AS:
+        return None
+    if isinstance(module, ConvertedModule):
+        said = module.unsupported_reason() or module.parameter_reason("weight")
+        if said is not None:
+            return said
+    return f"nn.Linear itself trains sparse; a {type(module).__name__} may compute otherwise"
 
 
 def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
     """Why a weight cannot train sparse, and the way out."""
-    w, (_, size) = group.weight, config.scoring().kept_of
+    w, (_, size) = group.parameter, config.scoring().kept_of
     shape = tuple(w.shape)
     if isinstance(w, SparseQuantizedTensor):
         return STORED
@@ -175,44 +135,45 @@ def _weight_reason(group: Group, config: SparseTrainingConfig) -> str | None:
 OWN_ZEROS = "its own zeros"
 
 
-@transform(SparseTrainingConfig)
-def train(call: Call) -> SparsityReport:
+@TRANSFORMS.register(SparseTrainingConfig)
+def train(
+    model: nn.Module, config: SparseTrainingConfig, filter_fn: Filter | None, further: tuple[str, ...]
+) -> SparsityReport:
     """Convert linear layers to train sparse, from step 0 on. `zeros` in the report are what products take as zero.
 
     Raises ValueError for keywords of one-shot pruning, and as `ao_lab.sparsity.training.api` says; nothing has changed then.
     """
-    model, config = call.model, call.config
-    if not isinstance(config, SparseTrainingConfig):
-        raise TypeError(f"a SparseTrainingConfig, got {type(config).__name__}")
-    if call.further:
+    if further:
         raise ValueError(
-            f"SparseTrainingConfig finds masks by magnitude, without data; leave {', '.join(call.further)} out (prune once by "
+            f"SparseTrainingConfig finds masks by magnitude, without data; leave {', '.join(further)} out (prune once by "
             f"SparsityConfig first: fixed masks are the zeros that are there)"
         )
     # Masks of inference mode could be saved for no backward.
     with torch.inference_mode(False), torch.no_grad():
-        plan = planned(model, config, call.filter_fn)
+        plan = planned(model, config, filter_fn)
         own = _convert(plan, config)
-        names = {name: config.pattern for group in plan.groups.values() for name in group.layers}
+        names = {name: config.pattern for group in plan.changes.values() for name in group.layers}
         for name in names:
-            remember(model, name, f"{config.pattern} in training")
+            remember_pruned(model, name, f"{config.pattern} in training")
         if config.masks == "recomputed" or config.warmup or config.cooldown:
             warn_of_saved_state(model, ADDED, "sparsify_")
         report = _report(model, names, plan.reasons, dict.fromkeys(own, OWN_ZEROS))
-        return SparsityReport((*report.layers, *plan.others))
+        return SparsityReport((*report.layers, *plan.passed_over))
 
 
-def _convert(plan: Plan, config: SparseTrainingConfig) -> list[str]:
+def _convert(plan: SparsityPlan[Group], config: SparseTrainingConfig) -> list[str]:
     """Make layers train sparse; the names of those whose masks are the zeros that were there."""
     masks: dict[int, torch.Tensor] = {}
     own: list[str] = []
-    for key, group in plan.groups.items():
+    for key, group in plan.changes.items():
         masks[key], is_own = _first_mask(group, config)
         own += group.layers if is_own else []
-    for key, group in plan.groups.items():
-        step = torch.zeros((), dtype=torch.int64, device=group.weight.device)
-        for layer in group.layers.values():
-            train_sparse(layer, config, masks[key], step).settle(0)
+    with all_or_none(plain_again) as begun:
+        for key, group in plan.changes.items():
+            step = torch.zeros((), dtype=torch.int64, device=group.parameter.device)
+            for layer in group.linears.values():
+                begun.append(layer)
+                train_sparse(layer, config, masks[key], step).settle(0)
     return own
 
 
@@ -220,10 +181,10 @@ def _first_mask(group: Group, config: SparseTrainingConfig) -> tuple[torch.Tenso
     """The mask of a weight before the first step, as it is stored; whether it is the weight's zeros."""
     own = False
     if phase(config, 0) == SPARSE_PHASE:
-        mask = find_mask(group.weight, config)
-        own = config.masks == "fixed" and torch.equal(mask, group.weight != 0)
+        mask = find_mask(group.parameter, config)
+        own = config.masks == "fixed" and torch.equal(mask, group.parameter != 0)
     else:
-        mask = torch.ones(group.weight.shape, dtype=torch.bool, device=group.weight.device)
+        mask = torch.ones(group.parameter.shape, dtype=torch.bool, device=group.parameter.device)
     return stored_as(mask, stored_dtype(config)), own
 
 
@@ -330,13 +291,13 @@ def finish_sparsity_(model: nn.Module) -> SparsityReport:
     _check_finished(layers)
     patterns, reasons = {}, {}
     for path, layer in layers.items():
-        config, name = layer.sparse, f"{path}.weight" if path else "weight"
+        config, name = layer.sparse, full_name(path, "weight")
         sparse = phase(config, int(layer.sparse_step)) == SPARSE_PHASE
         if sparse:
             zero_pruned_(layer.weight, layer.stored_mask)
         patterns[name] = config.pattern if sparse else ""
         reasons[name] = f"trained sparse, masks {config.masks}" if sparse else "dense in its cool-down"
-        remember(model, name, f"{config.pattern} by training" if sparse else "")
+        remember_pruned(model, name, f"{config.pattern} by training" if sparse else "")
     report = _report(model, patterns, reasons, dict.fromkeys(patterns, "training"))
     for layer in layers.values():
         plain_again(layer)
@@ -348,7 +309,7 @@ def check_plain_weights(layers: dict[str, SparseLinear], what: str) -> None:
     for name, layer in layers.items():
         if (reason := computed_reason(layer)) is not None:
             raise ValueError(
-                f"{what} changed nothing. {f'{name}.' * bool(name)}weight: {reason}, and call it then"
+                f"{what} changed nothing. {full_name(name, 'weight')}: {reason}, and call it then"
             )
 
 
@@ -375,8 +336,8 @@ def _report(
 ) -> SparsityReport:
     """What was done to every parameter, while layers have their masks. scores: what decided, where that was not magnitude."""
     layers = []
-    for path, module, name, parameter in quantizable_parameters(model):
-        full = f"{path}.{name}" if path else name
+    for slot in quantizable_parameters(model):
+        (_, module, _, parameter), full = slot, slot.full
         pattern, shape = patterns.get(full, ""), tuple(parameter.shape)
         kind = (module.plain if isinstance(module, SparseLinear) else type(module)).__name__
         line = SparseLayer(full, kind, shape, reasons.get(full, "it does not train sparse"))
@@ -387,4 +348,4 @@ def _report(
     return SparsityReport(tuple(layers))
 
 
-__all__ = ["SparsityStep", "finish_sparsity_", "sparse_layers", "step_sparsity_", "train"]
+__all__ = ["SparsityStep", "finish_sparsity_", "step_sparsity_"]

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ao_lab.sparsity.config import SparsityConfig, is_number
-from ao_lab.sparsity.transforms import Registered
 from reference.arrays.errors import choice
 from reference.sparsity.prune import LARGEST_DECAY
 
@@ -66,7 +65,7 @@ SPARSE = PRODUCTS[1:]
 
 
 @dataclass(frozen=True)
-class SparseTrainingConfig(Registered):
+class SparseTrainingConfig:
     """How sparse layers train; see the module text.
 
     pattern: "N:M", N of every M consecutive weights along the contraction axis stay. transposable: 2:4 masks whose transpose is
@@ -150,13 +149,4 @@ class SparseTrainingConfig(Registered):
         return f"{self.pattern}, masks {self.masks}{renewed}{turned}, gradient {self.gradient}"
 
 
-__all__ = [
-    "GRADIENTS",
-    "MASKS",
-    "PRODUCTS",
-    "SPARSE_PHASE",
-    "WARMUP_PHASE",
-    "SparseTrainingConfig",
-    "finds_masks",
-    "phase",
-]
+__all__ = ["SparseTrainingConfig"]

@@ -51,10 +51,12 @@ from ao_lab.sparsity.training.masks import (
     stored_as,
     zero_pruned_,
 )
-from ao_lab.sparsity.training.products import PRODUCTS, masked
+from ao_lab.sparsity.training.products import PRODUCTS
+from ao_lab.transforms.layers import ConvertedModule
 from fast.device import functional_transform
 from fast.kernels.sm90_sparse24_gemm.bits import unpack_bits
 from fast.ops import once_differentiable
+from fast.sparsity.compress import masked
 
 Grad = torch.Tensor | None
 
@@ -292,7 +294,7 @@ MASK, STEP = "sparse_mask", "sparse_step"
 ADDED = (MASK, STEP)
 
 
-class SparseLinear(nn.Linear):
+class SparseLinear(ConvertedModule, nn.Linear):
     """nn.Linear that trains with an N:M sparse weight; see the module text."""
 
     sparse: SparseTrainingConfig
@@ -440,28 +442,13 @@ def train_sparse(
     return layer
 
 
-def plain_again(module: SparseLinear) -> None:
-    """Undo `train_sparse`; the weight stays as it is."""
+def plain_again(module: nn.Module) -> None:
+    """Undo `train_sparse`, also where it was not finished; the weight stays as it is."""
     for name in ADDED:
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
     forget(module)
     for name in ("sparse", "sparse_rule"):
         module.__dict__.pop(name, None)
-    module.__class__ = module.plain  # type: ignore[assignment]
-
-
-__all__ = [
-    "ADDED",
-    "TRAINS_AS",
-    "MaskedLinear",
-    "Rule",
-    "SparseLinear",
-    "mask_weight",
-    "masked_linear",
-    "plain_again",
-    "rule",
-    "settle",
-    "train_sparse",
-    "weight_gradient",
-]
+    if isinstance(module, SparseLinear):
+        module.__class__ = module.plain  # type: ignore[assignment]

@@ -214,20 +214,3 @@ def stored_as(mask: torch.Tensor, dtype: torch.dtype, length: int = 0) -> torch.
 def bool_mask(mask: torch.Tensor, length: int) -> torch.Tensor:
     """A stored mask of rows of this length as bool; the tensor itself where it is."""
     return mask if mask.dtype == torch.bool else unpack_bits(mask, length)
-
-
-__all__ = [
-    "bool_mask",
-    "count",
-    "counted_in_graph",
-    "find_mask",
-    "has_pattern",
-    "is_capturing",
-    "is_distributed",
-    "other_pattern_reason",
-    "share_of_zeros",
-    "stored_as",
-    "stored_dtype",
-    "whole",
-    "zero_pruned_",
-]

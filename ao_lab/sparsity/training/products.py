@@ -264,12 +264,3 @@ PRODUCTS: dict[str, Product] = {
     "cusparselt": Product(_cusparselt_output, _cusparselt_input_grad, _sparse_reason),
     "sparse_wgmma": Product(_wgmma_output, _wgmma_input_grad, _wgmma_reason, all_grads=_wgmma_all_grads),
 }
-
-__all__ = [
-    "PRODUCTS",
-    "Product",
-    "cusparselt_linear",
-    "masked",
-    "sparse_wgmma_gradients",
-    "sparse_wgmma_linear",
-]

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from ao_lab.training.autograd import check_experts_traced
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.layers import Settings, autocast, mark_run, restore_class
-from ao_lab.transforms.layers import is_batch
+from ao_lab.transforms.layers import ConvertedModule, is_batch
 
 # Tokens sorted by expert and back, on their device: no count is read by the host.
 
@@ -369,7 +369,7 @@ def run_intercepted(
     return result
 
 
-class LowPrecisionExperts:
+class LowPrecisionExperts(ConvertedModule):
     """What a module of experts has beside its own class while it trains by a recipe."""
 
     low_precision: Settings

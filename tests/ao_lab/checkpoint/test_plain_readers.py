@@ -18,7 +18,7 @@ from ao_lab import (
 )
 from ao_lab import save_pretrained as save
 from ao_lab.checkpoint.plain_readers import flat_inputs
-from tests.ao_lab.quantization.test_models_transformers import MODELS
+from tests.ao_lab.quantization.test_models import MODELS
 
 # Layers whose inputs have two axes: transformers finds one scale for all their tokens, so their export is refused.
 

@@ -14,6 +14,15 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.config.recipe import named
 from ao_lab.qat.layers import PARTS, SMALLEST, first_scales, squared_error
 from reference import Scales
+from tests.support.distributed.ranks import check_on_ranks
+
+# Layers in training under FSDP2: two ranks on this machine give the bits of one.
+
+
+def test_two_ranks():
+    """Outputs and gradients; weights that are distributed are not converted."""
+    check_on_ranks("qat_ranks.py")
+
 
 SCHEMES = ("int2_g32", "int3_g32", "int3_g64_asymmetric", "int4_rowwise", "int4_tensorwise", "fp8_128x128")
 

@@ -30,7 +30,7 @@ from ao_lab import (
     step_sparsity_,
 )
 from ao_lab.sparsity.training.layers import SparseLinear
-from tests.ao_lab.quantization.test_models_transformers import transformers
+from tests.ao_lab.quantization.test_models import transformers
 
 WEIGHTS, DYNAMIC = IntxWeightOnlyConfig("int8"), ao_lab.Int8DynamicActivationInt8WeightConfig()
 KINDS = {

@@ -1,22 +1,152 @@
 """Which layers are selected, and everything that is refused before a weight changes."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
+import reference
 from ao_lab import (
     Int8WeightOnlyConfig,
+    LowBitWeightOnlyConfig,
     QATConfig,
     QuantizedTensor,
+    SparseLayer,
     SparseTrainingConfig,
     SparsityConfig,
+    SparsityReport,
+    explain,
     linear_and_experts,
     quantize_,
     sparsify_,
 )
+from ao_lab.quantization.report import stores_zero
 from ao_lab.sparsity.plan import planned
+from ao_lab.transforms.report import remember_pruned
 from experiments.models.llama import LanguageModel, ModelSettings
+
+# What the report says in text.
+
+
+def test_lines():
+    report = SparsityReport((
+        SparseLayer("a.weight", "Linear", (8, 8), "Linear", "2:4", "sparsegpt", 0.5, 40, 1.5, 0.02, 1e-6),
+        SparseLayer("head.weight", "Linear", (8, 8), "refused by filter_fn"),
+    ))  # fmt: skip
+    assert [layer.name for layer in report.changed] == ["a.weight"]
+    assert [layer.name for layer in report.left] == ["head.weight"]
+    assert str(report).splitlines() == [
+        "1 of 2 layers pruned",
+        "  a.weight     2:4 by sparsegpt, 50.0 % zeros, loss 1.5, damping 0.02, floor 1e-06: Linear",
+        "  head.weight  left: refused by filter_fn",
+    ]
+
+
+def test_explain_says_how_a_layer_was_pruned():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    remember_pruned(model, "0.weight", "2:4 by wanda")
+    assert [layer.sparsity for layer in explain(model).layers] == ["2:4 by wanda", ""]
+    assert "0.weight  left, 2:4 by wanda: never given to quantize_" in str(explain(model))
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int4_g128_asymmetric", "torchao.int4_g128_tinygemm", "nf4", "fp8_rowwise",
+                                    "ternary_rowwise", "stretched2_rowwise"])  # fmt: skip
+def test_which_schemes_store_a_zero(scheme):
+    """As quantizing says, of blocks whose values lie on one side."""
+    x = np.random.default_rng(0).standard_normal((4, 256), dtype=np.float32) + 1
+    x[:, ::3] = 0
+    kept = bool((np.asarray(reference.fake_quantize(x, scheme))[:, ::3] == 0).all())
+    assert stores_zero(reference.SCHEMES[scheme]) == kept
+    assert kept == (scheme not in ("stretched2_rowwise", "torchao.int4_g128_tinygemm"))
+
+
+def test_the_report_names_a_scheme_without_a_zero():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8))
+    sparsify_(model, SparsityConfig())
+    report = quantize_(model, LowBitWeightOnlyConfig(bits=2))
+    assert report.layers[0].sparsity.startswith("2:4 by magnitude, whose zeros stretched2")
+    assert explain(model).layers[0].sparsity == report.layers[0].sparsity
+
+
+@pytest.mark.parametrize("config", [SparsityConfig(), SparseTrainingConfig()])
+def test_what_a_filter_accepts_and_is_no_linear_layer_is_listed(config):
+    kinds = {
+        "conv": nn.Conv2d(4, 4, 1), "lstm": nn.LSTM(8, 8), "cell": nn.GRUCell(8, 8), "pair": nn.Bilinear(4, 4, 4),
+        "bag": nn.EmbeddingBag(8, 8), "heads": nn.MultiheadAttention(8, 2),
+    }  # fmt: skip
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), **kinds, "norm": nn.LayerNorm(8)})
+    report = sparsify_(model, config, lambda module, name: name != "heads.out_proj")
+    left = {layer.name.partition(".")[0]: layer.reason for layer in report.left}
+    assert left == {
+        name: f"{type(module).__name__}: only linear layers are pruned" for name, module in kinds.items()
+    }
+    assert [layer.name for layer in report.changed] == ["fc.weight"]
+    assert not [
+        layer for layer in sparsify_(nn.ModuleDict({"fc": nn.Linear(8, 8), **kinds}), config, linear).left
+        if layer.name.startswith("conv")
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"conv\.weight: Conv2d: only linear layers are pruned"):
+        sparsify_(
+            nn.ModuleDict({"fc": nn.Linear(8, 8), **kinds}), config, lambda module, name: name == "conv"
+        )
+
+
+def linear(module, name):
+    """A filter that asks for what a linear layer has."""
+    return module.in_features == 8
+
+
+@pytest.mark.parametrize("config", [SparsityConfig(), SparseTrainingConfig()])
+def test_a_layer_without_a_shape_is_named(config):
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), "late": nn.LazyLinear(4)})
+    with pytest.raises(ValueError, match=r"late\.weight of a LazyLinear has no shape yet; run one forward"):
+        sparsify_(model, config)
+    assert (model["fc"].weight != 0).all()
+
+
+# What a `SparsityConfig` refuses, and what it says of itself.
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"score": "norm"}, r"score is one of magnitude, wanda, ria, sparsegpt; got 'norm'"),
+        ({"pattern": "4:2"}, r"1 <= N <= M.*got '4:2'"),
+        ({"pattern": "4:4"}, r"'4:4' keeps every weight"),
+        ({"transposable": True, "pattern": "1:4"}, r"transposable masks are 2:4.*got '1:4' by 'magnitude'"),
+        ({"transposable": True, "score": "sparsegpt"}, r"transposable masks are 2:4.*by 'sparsegpt'"),
+        ({"damping": -0.1}, r"damping is a share.*got -0.1"),
+        ({"damping": float("nan")}, r"damping is a share.*got nan"),
+        ({"damping": "a"}, "damping is a share of the mean diagonal, 0 to 1, got 'a'"),
+        ({"damping": None}, "damping is a share of the mean diagonal, 0 to 1, got None"),
+        ({"block": 6}, r"block is a positive multiple of the 4 of '2:4', got 6"),
+        ({"block": 0}, r"block is a positive multiple.*got 0"),
+        ({"block": True}, r"block is a positive multiple.*got True"),
+    ],
+)
+def test_values_outside_of_the_rules(given, said):
+    with pytest.raises(ValueError, match=said):
+        SparsityConfig(**given)
+
+
+def config_test_types():
+    with pytest.raises(TypeError, match="got tuple"):
+        SparsityConfig((2, 4))
+    with pytest.raises(TypeError, match="transposable is True or False, got 1"):
+        SparsityConfig(transposable=1)
+
+
+def test_columns_of_sparsegpt_are_a_multiple_of_the_group():
+    assert SparsityConfig().columns == 128
+    assert SparsityConfig("3:5").columns == 130
+    assert SparsityConfig(block=8).columns == 8
+
+
+def test_text():
+    assert str(SparsityConfig(score="wanda", transposable=True)) == "2:4 by wanda, transposable"
+
 
 TOKENS = [torch.arange(24).reshape(2, 12)]
 CONFIG, WANDA, GPT = (SparsityConfig(score=score) for score in ("magnitude", "wanda", "sparsegpt"))
@@ -28,7 +158,7 @@ def language_model(layers=2):
 
 
 def selected(model, filter_fn=None, blocks=None):
-    return [name for t in planned(model, CONFIG, filter_fn, blocks).targets.values() for name in t.places]
+    return [name for t in planned(model, CONFIG, filter_fn, blocks).changes.values() for name in t.places]
 
 
 def values(parameter):
@@ -243,7 +373,7 @@ def test_a_filter_that_asks_for_what_linear_layers_have_accepts_no_experts():
 
 def test_routers_and_batched_experts_stay():
     plan = planned(Experts(), CONFIG, None)
-    assert [t.name for t in plan.targets.values()] == ["out.weight"]
+    assert [t.name for t in plan.changes.values()] == ["out.weight"]
     assert plan.reasons["gate.weight"].startswith("it routes tokens to experts and stays dense")
     assert plan.reasons["experts.down_proj"] == "Module: only linear layers are pruned"
     linear = selected(Experts(), lambda module, name: isinstance(module, nn.Linear))

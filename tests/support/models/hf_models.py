@@ -5,7 +5,7 @@ from torch import nn
 
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
 from ao_lab.transforms.layers import linear_and_experts
-from tests.ao_lab.quantization.test_models_transformers import MODELS, transformers
+from tests.ao_lab.quantization.test_models import MODELS, transformers
 
 KINDS = (
     "LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "WhisperForConditionalGeneration", "MixtralForCausalLM",

@@ -13,7 +13,7 @@ from ao_lab.checkpoint.model_card import CARD, SERVED_ARCHITECTURES, TASKS, is_o
 
 transformers = pytest.importorskip("transformers")
 yaml = pytest.importorskip("yaml")
-from tests.ao_lab.quantization.test_models_transformers import MODELS  # noqa: E402
+from tests.ao_lab.quantization.test_models import MODELS  # noqa: E402
 from tests.support.models.hf_models import dense_model, outputs, quantized_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(

@@ -17,8 +17,8 @@ from ao_lab import (
     quantize_,
     sparsify_,
 )
-from ao_lab.quantization.saved_state import names_in
-from tests.ao_lab.quantization.test_models_transformers import transformers
+from ao_lab.transforms.report import names_in
+from tests.ao_lab.quantization.test_models import transformers
 from tests.support.models.hf_models import dense_model, everything
 
 INT8 = IntxWeightOnlyConfig("int8")

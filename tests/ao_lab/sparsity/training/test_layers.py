@@ -1,6 +1,7 @@
 """Layers that train sparse: hooks, names, saved training, checkpoints of dense models."""
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -12,8 +13,17 @@ from torch.nn import functional as F
 
 import reference
 from ao_lab import SparseTrainingConfig, finish_sparsity_, sparsify_, step_sparsity_
+from ao_lab.sparsity.training import layers
 from ao_lab.sparsity.training.layers import Rule, masked_linear, sr_ste_gradient, weight_gradient
+from tests.support.distributed.ranks import check_on_ranks
 from tests.support.models.qat_models import same as same_bits
+
+# Sparse training under FSDP2: two ranks on this machine have the weights and masks of one.
+
+
+def test_two_ranks():
+    check_on_ranks("sparse_training_ranks.py")
+
 
 # The masked linear layer: bit for bit torch's own of the masked weight, and the weight's gradient by each rule.
 
@@ -354,3 +364,94 @@ def test_description():
     assert repr(sparse(CONFIGS[0])[0]) == (
         "SparseLinear(in_features=16, out_features=32, bias=True, 2:4, masks fixed, gradient masked)"
     )
+
+
+# Steps that were not counted are found in the next one, before it changes anything.
+
+
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+
+
+def watched():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
+    sparsify_(net, SparseTrainingConfig(masks="recomputed"))
+    return net
+
+
+def step_once(net, optimizer, run=None):
+    optimizer.zero_grad()
+    (run or net)(X).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_every_optimizer(kind, how, compiled):
+    net = watched()
+    optimizer = kind(net.parameters(), lr=0.01, **how)
+    run = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+    step_once(net, optimizer, run)
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"step\(\) was called twice without ao_lab.step_sparsity_\(watched\)"
+    ):
+        step_once(net, optimizer, run)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+    assert step_sparsity_(net).step == 1
+    step_once(net, optimizer, run)
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_other_models_and_frozen_weights():
+    """Optimizers that hold other weights, or weights without gradients, step_once as they like."""
+    net, other = watched(), nn.Linear(16, 8)
+    optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, other))
+    step_once(net, optimizer)
+    for _ in range(2):
+        step_once(other, theirs)
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_have_their_own_count(copied):
+    net = watched()
+    step_once(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    other = copied(net)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    step_once(other, optimizer)
+    with pytest.raises(RuntimeError, match="called twice"):
+        step_once(other, optimizer)
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_finished_and_forgotten_models():
+    gc.collect()
+    watched = len(layers._watched)
+    net = watched()
+    assert len(layers._watched) == watched + 2
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step_once(net, optimizer)
+    finish_sparsity_(net)
+    step_once(net, optimizer)
+    assert len(layers._watched) == watched
+    net = watched()
+    del net
+    gc.collect()
+    assert len(layers._watched) == watched
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_loading_settles():
+    net = watched()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step_once(net, optimizer)
+    net.load_state_dict(watched().state_dict())
+    step_once(net, optimizer)

@@ -1,21 +1,18 @@
-"""Calibration block by block: each block sees inputs that the changed blocks before it have made, and memory stays bounded.
+"""A model block by block: each block sees inputs that the changed blocks before it have made, and memory stays bounded.
 
-First every batch runs through the whole model once, as it is. That run keeps the input of the first block and the other
-arguments of every block (masks, positions; most are the same tensors for all), notes which of them are outputs of blocks before
-(`ao_lab.calibration.walk`), and finds what would make the walk another computation than the model: blocks that are skipped,
-repeated or called in another order, something between two blocks that changes what they hand on, arguments that blocks write
-to, caches, NaN and infinity, layers that no data reach. All of it is an error before anything changes.
+Where the blocks are (`find_blocks`): candidates are every `nn.ModuleList` whose entries have one class and hold linear layers,
+but those inside another candidate (a block's experts). The longest is the list; where two are equally long (an encoder and a
+decoder) the caller names one.
 
-Then block by block: `visit` gets the block, runs the data through it as often as it likes (once, with hooks, is usual) and
-changes it; after that the data run once more, and these outputs, all that later blocks take, are their inputs. What is held are
-these tensors for every batch, in host memory where `offload` says so, and what `visit` keeps.
+First (`captured`) every batch runs through the whole model once, as it is. That run keeps the input of the first block and the
+other arguments of every block (masks, positions; most are the same tensors for all), notes which of them are outputs of blocks
+before, and finds what would make the walk another computation than the model: blocks that are skipped, repeated or called in
+another order, something between two blocks that changes what they hand on, arguments that blocks write to, caches, NaN and
+infinity, layers that no data reach. All of it is an error before anything changes.
 
-The state of autocast where a block is called, for calls of it outside of the model's forward.
-
-A model may enter autocast in its own forward, or a caller around it: a block that is called again without it would multiply in
-other dtypes than in the model, or fail.
-
-What blocks hand to each other: which arguments of a block are outputs of blocks before it, and these while they wait.
+Then (`walk`) block by block: `visit` gets the block, runs the data through it as often as it likes (once, with hooks, is usual)
+and changes it; after that the data run once more, and these outputs, all that later blocks take, are their inputs. What is held
+are these tensors for every batch, in host memory where `offload` says so, and what `visit` keeps.
 
 A block may return several tensors (hidden states and a residual, keys and values that later layers share), and a later block
 may take any of them. An argument is such an output where it is the same memory, and nothing has written to it since. What is no
@@ -24,11 +21,10 @@ output of a block has to be the same whatever the blocks compute: masks, positio
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,57 +32,82 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.calibration.statistics import place_of
-from ao_lab.transforms.hooks import watching
+from ao_lab.transforms.data import Autocast, Call, calls_of, described, observe, place_of, taken
 
-# Batches of calibration as calls of a model: their arguments, the input among these, and what is said of one that fails.
-
-#: Values of a batch that an error describes.
-MOST_TOLD = 8
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+#: The name that makes the whole model one block.
+WHOLE = ""
 
 
-def calls_of(calibration: Iterable[Any]) -> Iterator[Call]:
-    """The arguments of a call for each batch."""
-    if isinstance(calibration, (torch.Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+def block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """The candidates by name, in the order of the model's modules."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and isinstance(module, nn.ModuleList) and _is_list_of_blocks(module):
+            found[name] = module
+    return found
+
+
+def _is_list_of_blocks(modules: nn.ModuleList) -> bool:
+    """One class, with linear layers inside; a list of linear layers or of norms is no list of blocks."""
+    return len({type(module) for module in modules}) == 1 and any(map(_holds_linears, modules))
+
+
+def _holds_linears(block: nn.Module) -> bool:
+    """Whether nn.Linear, or transformers' Conv1D by its name, is inside."""
+    return any(
+        isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        for module in block.modules()
+        if module is not block
+    )
+
+
+def find_blocks(model: nn.Module, blocks: str | None = None) -> dict[str, nn.Module]:
+    """The blocks by full name, in order. `blocks`: the name of their nn.ModuleList or nn.Sequential, "" for the whole model as
+    one block; None looks for the longest list.
+
+    Raises ValueError where there is no list, where two are equally long, and for a name that is none; TypeError for no string.
+    """
+    if blocks is None:
+        blocks = _longest(model)
+    if not isinstance(blocks, str):
         raise TypeError(
-            f"calibration is an iterable of batches, such as a list or a DataLoader, got {type(calibration).__name__}; put a "
-            f"single batch into a list"
+            f"blocks is the name of a list of modules, got {type(blocks).__name__}: {blocks!r:.60}"
         )
-    for batch in calibration:
-        if isinstance(batch, torch.Tensor):
-            yield (batch,), {}
-        elif isinstance(batch, Mapping):
-            yield (), dict(batch)
-        elif isinstance(batch, (tuple, list)):
-            yield tuple(batch), {}
-        else:
-            raise TypeError(
-                f"a batch of calibration is a tensor, a tuple of arguments or a mapping of keywords, got {type(batch).__name__}"
-            )
+    if blocks == WHOLE:
+        return {WHOLE: model}
+    module = dict(model.named_modules()).get(blocks)
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
+        kind = (
+            "no module" if module is None else f"a {type(module).__name__} of {len(list(module.children()))}"
+        )
+        raise ValueError(
+            f"blocks={blocks!r} is {kind} of this model; name an nn.ModuleList or nn.Sequential that its forward runs through"
+            f"{_known(model)}, or give blocks='' to take the whole model as one block"
+        )
+    return {f"{blocks}.{name}": block for name, block in module.named_children()}
 
 
-def described(value: Any) -> str:
-    """Dtypes and shapes of a batch, or of one of its values."""
-    if isinstance(value, torch.Tensor):
-        where = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{where}"
-    if not isinstance(value, (Mapping, tuple, list)):
-        return type(value).__name__
-    values = list(value.items()) if isinstance(value, Mapping) else [("", one) for one in value]
-    told = [(f"{key}: " if key else "") + described(one) for key, one in values[:MOST_TOLD]]
-    return ", ".join([*told, *(["..."] if len(values) > MOST_TOLD else [])])
+def _longest(model: nn.Module) -> str:
+    """The name of the longest list; ValueError for none, or for several."""
+    lists = block_lists(model)
+    most = max(map(len, lists.values()), default=0)
+    longest = [name for name, modules in lists.items() if len(modules) == most]
+    if len(longest) == 1:
+        return longest[0]
+    if not longest:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList of blocks of one class that hold linear layers; name the list by "
+            f"blocks=, or give blocks='' to take the whole model as one block"
+        )
+    raise ValueError(
+        f"{' and '.join(longest)} are lists of {most} blocks each, so that it is open which one to walk; name it by blocks="
+    )
 
 
-def taken(model: nn.Module) -> str:
-    """What a model takes, as far as it says: arguments of its forward, dtype and device of its weights."""
-    try:
-        arguments = ", ".join(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):  # a forward that is no Python function
-        arguments = "..."
-    weights = {f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in model.parameters()}
-    return f"{type(model).__name__} takes ({arguments}), its weights are {' and '.join(sorted(weights)) or 'none'}"
+def _known(model: nn.Module) -> str:
+    names = list(block_lists(model))
+    return f" (here {', '.join(names[:5])})" if names else ""
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> torch.Tensor:
@@ -247,33 +268,6 @@ def check_no_cache(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> 
         )
 
 
-@dataclass(frozen=True)
-class Autocast:
-    """Whether autocast is on and to which dtype, of the kinds of devices that a block may multiply on."""
-
-    states: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @staticmethod
-    def now(device: torch.device) -> Autocast:
-        """The state of the moment. A block may move its input, which waits on a host, to a GPU by itself."""
-        kinds = dict.fromkeys((device.type, "cpu", *(["cuda"] if torch.cuda.is_available() else [])))
-        return Autocast(
-            tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in kinds
-                if torch.amp.is_autocast_available(kind)
-            )
-        )
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """The same state inside. Casts of weights are not kept, since weights change between two calls."""
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self.states:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield
-
-
 BETWEEN = "which a walk over blocks would leave out; give blocks='' to take the whole model as one block"
 LEAVE_OUT = "leave the batch out, or look for the weights that make it"
 
@@ -313,6 +307,20 @@ class Capture:
     #: Names of layers that data reach, and what is to be said of the one that was reached last in this batch.
     reached: set[str] = field(default_factory=set)
     at: str = ""
+
+    def begin(self) -> None:
+        """A new batch."""
+        self.calls.append([])
+        self.autocasts.append([])
+        self.at, self.known, self.last = "", Known(), None
+
+    def check_all_ran(self) -> None:
+        """ValueError for a block that the batch has not reached."""
+        if missing := list(self.blocks)[len(self.calls[-1]) :]:
+            raise ValueError(
+                f"{missing[0]} was not called by the model's forward: a walk needs blocks that run once each, in their order; "
+                f"name another list by blocks=, or give blocks='' to take the whole model as one block"
+            )
 
     def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
         """Note that data reach a layer; ValueError where no statistic can be kept of its input."""
@@ -442,16 +450,13 @@ def captured(
     handles: list[Any] = []
     try:
         for index, module in enumerate(blocks.values()):
-            handles.append(module.register_forward_pre_hook(_before(capture, index), with_kwargs=True))
-            handles.append(module.register_forward_hook(_after(capture, index)))
-        with watching((name, module, capture) for name, module in layers):
-            for index, batch in enumerate(calls_of(calibration)):
-                capture.calls.append([])
-                capture.autocasts.append([])
-                capture.at, capture.known, capture.last = "", Known(), None
-                with _noting(model, capture, index, batch):
-                    _run_until_enough(model, batch)
-                    _check_all_ran(capture)
+            before, after = _hooks(capture, index)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        observe(
+            [(name, module, capture) for name, module in layers],
+            partial(_run_batches, model, capture, calibration),
+        )
     finally:
         for handle in handles:
             handle.remove()
@@ -459,6 +464,15 @@ def captured(
     if not capture.calls:
         raise ValueError("calibration has no batches; give some, of the data that the model is for")
     return capture
+
+
+def _run_batches(model: nn.Module, capture: Capture, calibration: Iterable[Any]) -> None:
+    for index, (args, kwargs) in enumerate(calls_of(calibration)):
+        capture.begin()
+        with _noting(model, capture, index, (args, kwargs)):
+            with suppress(_Enough):
+                model(*args, **kwargs)
+            capture.check_all_ran()
 
 
 def walk(capture: Capture, visit: Visit) -> None:
@@ -469,39 +483,16 @@ def walk(capture: Capture, visit: Visit) -> None:
             capture.advance(index)
 
 
-@contextmanager
-def calibrating(model: nn.Module) -> Iterator[None]:
-    """Without gradients, in eval mode and without caches of keys and values inside; everything as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if getattr(config, "use_cache", None) is True}
-    try:
-        model.eval()
-        for config in configs.values():
-            config.use_cache = False
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        # Casts of weights as they were: inside a caller's autocast those of the first run would multiply on.
-        torch.clear_autocast_cache()
-        for config in configs.values():
-            config.use_cache = True
-        for module, training in modes:
-            module.training = training
+def _hooks(capture: Capture, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks of a block, before and after it runs."""
 
-
-def _before(capture: Capture, index: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         capture.before(index, args, kwargs)
 
-    return hook
-
-
-def _after(capture: Capture, index: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         capture.after(index, output)
 
-    return hook
+    return before, after
 
 
 @contextmanager
@@ -515,20 +506,6 @@ def _noting(model: nn.Module, capture: Capture, index: int, call: Call) -> Itera
             f"batch {index} of calibration is {told}; {taken(model)}{capture.at}. Nothing has changed"
         )
         raise
-
-
-def _run_until_enough(model: nn.Module, call: Call) -> None:
-    with suppress(_Enough):
-        model(*call[0], **call[1])
-
-
-def _check_all_ran(capture: Capture) -> None:
-    missing = list(capture.blocks)[len(capture.calls[-1]) :]
-    if missing:
-        raise ValueError(
-            f"{missing[0]} was not called by the model's forward: a walk needs blocks that run once each, in their order; name "
-            f"another list by blocks=, or give blocks='' to take the whole model as one block"
-        )
 
 
 def _check_finite(x: torch.Tensor, what: str) -> None:
@@ -548,6 +525,3 @@ def _used(calls: Iterable[Call]) -> set[Handed]:
         for leaf in leaves([args, list(kwargs.values())])
         if isinstance(leaf, Handed)
     }
-
-
-__all__ = ["Block", "Capture", "Visit", "calibrating", "captured", "changed", "leaves", "walk"]

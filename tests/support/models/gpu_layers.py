@@ -143,9 +143,3 @@ def given(launch: Sequence[Any], fixed: set[int]) -> list[Any]:
     least = 1 << 28
     made = [isinstance(value, int) and value > least and value not in fixed for value in launch]
     return ["made" if new else value for value, new in zip(launch, made, strict=True)]
-
-
-__all__ = [
-    "CONFIGS", "DYNAMIC", "OTHERS", "PRESHUFFLED", "ROWS", "WIDTH", "addresses_of", "given", "inputs", "kept", "layer",
-    "pretend", "pretend_hopper", "run",
-]  # fmt: skip

@@ -9,7 +9,8 @@ from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import FIRST_ROWS, MOST_SHAPES
 from fast.gemm import choose
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
-from tests.ao_lab.quantization.prepared.layers import (
+from tests.fast.kernels.compiling.recorded_launches import Flat
+from tests.support.models.gpu_layers import (
     DYNAMIC,
     PRESHUFFLED,
     ROWS,
@@ -23,7 +24,6 @@ from tests.ao_lab.quantization.prepared.layers import (
     pretend_hopper,
     run,
 )
-from tests.fast.kernels.compiling.recorded_launches import Flat
 
 #: A multiple of 16: products of blocks pad others, so that nothing is found of them.
 MANY = 304

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab.calibration.blocks import find_blocks
-from ao_lab.calibration.walk import calibrating, captured, is_cache, leaves, replaced, walk
+from ao_lab.transforms.data import calibrating
+from ao_lab.transforms.walk import block_lists, captured, find_blocks, is_cache, leaves, replaced, walk
 from experiments.models.llama import LanguageModel, ModelSettings
 
 # What blocks hand to each other besides hidden states: the walk gives each block what the changed model would.
@@ -579,3 +579,60 @@ def test_weights_that_changed_multiply_inside_the_callers_autocast():
         inside = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(model(x), inside)
+
+
+# Where the blocks are: the longest list of one class, by name, or the whole model.
+
+
+class Listed(nn.Module):
+    def __init__(self, experts=0):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(experts))
+
+
+def model_of(**lists):
+    return nn.ModuleDict({name: nn.ModuleList(modules) for name, modules in lists.items()})
+
+
+def test_blocks_of_a_language_model():
+    model = LanguageModel(ModelSettings(layers=3))
+    found = find_blocks(model)
+    assert list(found) == ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert list(found.values()) == list(model.model.layers)
+
+
+def test_the_longest_list_wins_and_experts_inside_blocks_do_not():
+    model = model_of(few=[Listed()], blocks=[Listed(experts=8), Listed(experts=8)])
+    assert list(block_lists(model)) == ["few", "blocks"]
+    assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
+
+
+def test_lists_of_layers_and_of_mixed_classes_are_none():
+    model = model_of(
+        heads=[nn.Linear(4, 4)] * 5, norms=[nn.LayerNorm(4)] * 5, mixed=[Listed(), nn.Sequential(Listed())]
+    )
+    with pytest.raises(ValueError, match=r"has no nn.ModuleList of blocks.*blocks=''"):
+        find_blocks(model)
+    assert list(find_blocks(model, "mixed")) == ["mixed.0", "mixed.1"]
+
+
+def test_of_two_equal_lists_one_is_named():
+    model = model_of(encoder=[Listed(), Listed()], decoder=[Listed(), Listed()])
+    with pytest.raises(
+        ValueError, match=r"encoder and decoder are lists of 2 blocks each.*name it by blocks="
+    ):
+        find_blocks(model)
+    assert list(find_blocks(model, "decoder")) == ["decoder.0", "decoder.1"]
+
+
+def test_names():
+    model = nn.Sequential(nn.Sequential(Listed(), Listed()), nn.Linear(4, 4))
+    assert list(find_blocks(model, "0")) == ["0.0", "0.1"]
+    assert find_blocks(model, "") == {"": model}
+    with pytest.raises(ValueError, match=r"blocks='1' is a Linear of 0 of this model"):
+        find_blocks(model, "1")
+    with pytest.raises(ValueError, match=r"blocks='layer' is no module.*\(here layers\)"):
+        find_blocks(model_of(layers=[Listed()]), "layer")
+    with pytest.raises(TypeError, match=r"blocks is the name of a list of modules, got int: 3"):
+        find_blocks(model, 3)

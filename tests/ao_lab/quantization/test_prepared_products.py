@@ -14,7 +14,8 @@ from ao_lab.gemm.problem import Choice, Problem
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import MOST_SHAPES
 from fast.launch import direct
-from tests.ao_lab.quantization.prepared.layers import (
+from tests.fast.kernels.compiling.recorded_launches import Flat, Nested
+from tests.support.models.gpu_layers import (
     CONFIGS,
     DYNAMIC,
     PRESHUFFLED,
@@ -28,7 +29,6 @@ from tests.ao_lab.quantization.prepared.layers import (
     pretend,
     run,
 )
-from tests.fast.kernels.compiling.recorded_launches import Flat, Nested
 
 
 @pytest.fixture(params=[Flat, Nested])

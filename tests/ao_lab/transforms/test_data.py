@@ -24,7 +24,7 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab.config.recipe import named
-from ao_lab.transforms.hooks import Watch
+from ao_lab.transforms.data import Watch
 from experiments.models.llama import LanguageModel, ModelSettings
 
 BATCHES = [torch.arange(i, i + 24).reshape(2, 12) for i in (0, 50, 100)]
