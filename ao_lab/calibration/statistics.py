@@ -135,9 +135,9 @@ class Percentile:
         if bool((self.counts[: MIDDLE - INFINITE + 1].sum() + self.counts[MIDDLE + INFINITE :].sum()) > 0):
             return torch.full((2,), torch.nan, dtype=torch.bfloat16, device=running.device)
         ends = torch.tensor([dropped, total - 1 - dropped], device=running.device)
-        found = (torch.searchsorted(running, ends, right=True) - MIDDLE).to(torch.int32)
-        values = found.abs().to(torch.int16).view(torch.bfloat16)
-        return torch.where(found < 0, -values, values)
+        ends_of_range = (torch.searchsorted(running, ends, right=True) - MIDDLE).to(torch.int32)
+        values = ends_of_range.abs().to(torch.int16).view(torch.bfloat16)
+        return torch.where(ends_of_range < 0, -values, values)
 
 
 STATISTICS: dict[str, Callable[[], Statistic]] = {

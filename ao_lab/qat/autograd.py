@@ -77,8 +77,8 @@ class StraightThrough(torch.autograd.Function):
                 f"QAT: learned scales of shape {tuple(scale.shape)} have no forward-mode derivative (torch.func.jvp, jacfwd, "
                 f"hessian); use reverse mode (grad, vjp, jacrev), or leave qat_scale out of what is differentiated"
             )
-        made = torch.zeros_like(x) if t is None else _masked(t, x, scale, zero, ctx.settings)
-        return made.to(ctx.settings[2])
+        tangent = torch.zeros_like(x) if t is None else _masked(t, x, scale, zero, ctx.settings)
+        return tangent.to(ctx.settings[2])
 
 
 def _vjp(g: torch.Tensor, x: torch.Tensor, scale: Any, zero: Any, settings: tuple[Any, ...]) -> Any:
@@ -126,8 +126,8 @@ def linear(
     if recipe.activation is not None:
         static = None if given.input_scale is None else Scales(given.input_scale, None, given.input_zero)
         x = rounded(x, recipe.activation, -1, static, x.dtype, given.started)
-    made: torch.Tensor = torch.nn.functional.linear(x, dense, bias)
-    return made
+    product: torch.Tensor = torch.nn.functional.linear(x, dense, bias)
+    return product
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -153,8 +153,8 @@ class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         """The tangent times the factor."""
-        made: torch.Tensor = tangents[0] * ctx.factor
-        return made
+        tangent: torch.Tensor = tangents[0] * ctx.factor
+        return tangent
 
 
 class QATLinearFunction(torch.autograd.Function):
@@ -267,8 +267,8 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     x, weight, *tensors = ctx.saved_tensors
     wanted = list(_wanted(ctx.needs_input_grad, 3))
     result = iter(torch.ops.ao_lab.qat_linear_backward(g, x, weight, *tensors, ctx.rule, wanted))
-    found = [next(result) if want else None for want in wanted]
-    return (*found, None, None, None)
+    gradients_of = [next(result) if want else None for want in wanted]
+    return (*gradients_of, None, None, None)
 
 
 qat_linear_op.register_autograd(_backward, setup_context=_keep)

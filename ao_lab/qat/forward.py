@@ -227,8 +227,8 @@ def scales_with_nan(x: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) 
     if scheme.format.nan_code is not None or not bool(x.isnan().any()):
         return scales
     blocks, ns = Blocks.of(tuple(x.shape), scheme.scale, axis), namespace_of(x)
-    found = blocks.expose(blocks.split(ns, x.isnan().to(torch.float32), zeros=True).sum(-1)[..., None], ns)
-    return Scales(torch.where(found > 0, torch.nan, scales.scale), None, scales.zero)
+    counts = blocks.expose(blocks.split(ns, x.isnan().to(torch.float32), zeros=True).sum(-1)[..., None], ns)
+    return Scales(torch.where(counts > 0, torch.nan, scales.scale), None, scales.zero)
 
 
 def values(

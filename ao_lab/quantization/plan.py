@@ -150,11 +150,11 @@ class Checks:
         device: torch.device,
     ) -> str | None:
         # A kernel is asked about the weight as it will be stored: of 2:4 storage there are some that take no other.
-        made = quantized if sparsity is None else quantized_compressed
+        quantize = quantized if sparsity is None else quantized_compressed
         try:
             Blocks.of(shape, recipe.weight.scale, axis)
             with self.mode:
-                result = made(torch.empty(shape, dtype=dtype, device=device), recipe, axis=axis)
+                result = quantize(torch.empty(shape, dtype=dtype, device=device), recipe, axis=axis)
         except ValueError as error:
             return str(error)
         if recipe.kernel != "auto":
@@ -301,5 +301,5 @@ class JoinedScales:
 
 def largest(weights: Iterable[torch.Tensor], scheme: Scheme) -> torch.Tensor:
     """The largest outer scale of dense weights in a scheme."""
-    found = [outer_scale(weight.detach(), scheme) for weight in weights]
-    return torch.stack([one if one.is_meta else one.cpu() for one in found]).max()
+    scales = [outer_scale(weight.detach(), scheme) for weight in weights]
+    return torch.stack([one if one.is_meta else one.cpu() for one in scales]).max()

@@ -75,9 +75,9 @@ class PreparedProducts:
         if len(self.programs) >= MOST_SHAPES:
             self.programs.clear()
         key = _one(key)
-        turned = w.transposed()
-        shape = (*x.shape[:-1], turned.shape[1])
-        self.programs[key] = prepared_product(x.reshape(rows, x.shape[-1]), turned, bias, shape)
+        transposed = w.transposed()
+        shape = (*x.shape[:-1], transposed.shape[1])
+        self.programs[key] = prepared_product(x.reshape(rows, x.shape[-1]), transposed, bias, shape)
 
     def _is_new(self, key: Any) -> bool:
         """Whether a key comes for the first time, of the last MOST_SHAPES."""
@@ -110,9 +110,9 @@ def prepared_linear(
     settled = weight.__dict__.get("_settled") if isinstance(weight, QuantizedTensor) else None
     known: PreparedProducts | None = None if settled is None else settled.get(PROGRAMS)
     if known is not None and _is_plain(input, bias):
-        made = known(input, bias)
-        if made is not None:
-            return made
+        product = known(input, bias)
+        if product is not None:
+            return product
     result: torch.Tensor | None = eager_linear(input, weight, bias)
     if result is not None and on_gpu(weight):
         with torch._C.DisableTorchFunctionSubclass():

@@ -171,15 +171,15 @@ def held(parameter: torch.Tensor) -> torch.Tensor:
 
 def _others(model: nn.Module, reasons: dict[str, str]) -> list[Layer]:
     """What a filter accepted and is none of the modules whose weights are quantized."""
-    found = []
+    layers = []
     for path, module in model.named_modules():
         name = first_matrix(module)
         full = "" if name is None else full_name(path, name)
         if name is not None and reasons.get(full) == other_reason(module):
             weight = module.get_parameter(name)
             shape = tuple(weight.shape)
-            found.append(Layer(full, type(module).__name__, shape, "", "", weight.nbytes, reasons[full]))
-    return found
+            layers.append(Layer(full, type(module).__name__, shape, "", "", weight.nbytes, reasons[full]))
+    return layers
 
 
 def _sparsity(pruned: str, parameter: torch.Tensor) -> str:
@@ -235,8 +235,8 @@ def training_choices(module: nn.Module, weight: torch.Tensor) -> tuple[Choice, .
     settings = getattr(module, "low_precision", None)
     if settings is None or weight.dim() not in (2, 3) or weight.is_meta or settings.kernel != "auto":
         return ()
-    turned = weight.dim() == 3 and contraction_axis(module, weight) == -2
-    (n, k), (_, step_n, step_k) = weight.shape[-2:][:: -1 if turned else 1], settings.steps
+    is_transposed = weight.dim() == 3 and contraction_axis(module, weight) == -2
+    (n, k), (_, step_n, step_k) = weight.shape[-2:][:: -1 if is_transposed else 1], settings.steps
     lengths, operands = (n + -n % step_n, k + -k % step_k), training_operands(settings.recipe)
     counts = (weight.shape[0], 1) if weight.dim() == 3 else (0,)
     table = choices_for(weight.device)

@@ -77,16 +77,16 @@ def sparsify_(
             f"call of quantize_"
         )
     _check_calibration(config, calibration, blocks)
-    found = find_blocks(model, blocks) if config.calibrates else None
-    job = Job(model, config, planned(model, config, filter_fn, found), progress)
-    if calibration is None or found is None:
+    walked = find_blocks(model, blocks) if config.calibrates else None
+    job = Job(model, config, planned(model, config, filter_fn, walked), progress)
+    if calibration is None or walked is None:
         with untying(model), noting(job.stopped):
             job.prune(job.plan.changes.values(), None)
         return job.plan.report(model, job.done)
     with calibrating(model):
-        capture = _captured(job, calibration, found, offload)
+        capture = _captured(job, calibration, walked, offload)
         with untying(model), noting(job.stopped):
-            walk(capture, partial(job.visit, names=tuple(found)))
+            walk(capture, partial(job.visit, names=tuple(walked)))
     return job.plan.report(model, job.done)
 
 
@@ -160,11 +160,11 @@ class Job:
         )
 
 
-def _captured(job: Job, calibration: Iterable[Any], found: dict[str, nn.Module], offload: bool) -> Capture:
+def _captured(job: Job, calibration: Iterable[Any], blocks: dict[str, nn.Module], offload: bool) -> Capture:
     """What the walk needs; ValueError where data do not reach a layer."""
     targets = job.plan.changes.values()
     layers = [(t.name, module) for t in targets for module, _ in t.places.values()]
-    capture = captured(job.model, calibration, found, offload=offload, layers=layers)
+    capture = captured(job.model, calibration, blocks, offload=offload, layers=layers)
     missing = [t.name for t in targets if t.name not in capture.reached]
     if missing:
         raise ValueError(

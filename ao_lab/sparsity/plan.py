@@ -313,16 +313,16 @@ def _walk_reason(target: Target, walked: tuple[str, ...] | None) -> str | None:
     """Calibration sees the layers of one block at a time."""
     if walked is None:
         return None
-    found = {block_of(full, walked) for full in target.places}
-    if None in found:
+    blocks = {block_of(full, walked) for full in target.places}
+    if None in blocks:
         return (
             f"it is outside of the blocks ({walked[0]} and on) that calibration walks; prune it by magnitude in a call of its "
             f"own, or give blocks='' to take the whole model as one block"
         )
     return (
         None
-        if len(found) == 1
-        else f"blocks {' and '.join(sorted(map(str, found)))} share it; prune it by magnitude"
+        if len(blocks) == 1
+        else f"blocks {' and '.join(sorted(map(str, blocks)))} share it; prune it by magnitude"
     )
 
 

@@ -58,20 +58,20 @@ def torch_prune_reason(module: nn.Module, name: str) -> str | None:
     )
 
 
-def most_kept(kept: torch.Tensor, group: int) -> int:
+def most_kept(mask: torch.Tensor, group: int) -> int:
     """The largest number of True in any group of a bool matrix's rows."""
-    return int(kept.reshape(-1, group).sum(-1).max())
+    return int(mask.reshape(-1, group).sum(-1).max())
 
 
-def pruned_pattern(kept: torch.Tensor, group: int) -> str | None:
+def pruned_pattern(mask: torch.Tensor, group: int) -> str | None:
     """ "N:M" of a bool matrix whose groups of M along its rows have N True each: some pruning left these zeros.
 
     M is `group`, or one of `GROUPS`, and rows have more than one group. Groups that are False altogether do not count, and a
     few may have fewer. None of dense weights, of a matrix that is False altogether, and of zeros here and there.
     """
     for size in dict.fromkeys((group, *GROUPS)):
-        if size > 1 and kept.numel() and kept.shape[-1] % size == 0 and kept.shape[-1] > size:
-            counts = kept.reshape(-1, size).sum(-1)
+        if size > 1 and mask.numel() and mask.shape[-1] % size == 0 and mask.shape[-1] > size:
+            counts = mask.reshape(-1, size).sum(-1)
             most, some = int(counts.max()), counts[counts > 0]
             if 0 < most < size and float((some == most).float().mean()) >= USUAL:
                 return f"{most}:{size}"
@@ -111,8 +111,8 @@ def scores_of(w: torch.Tensor, score: str, sums: torch.Tensor | None) -> torch.T
     if score == "magnitude" or sums is None:
         return None
     function: Any = {"wanda": reference.wanda_scores, "ria": reference.ria_scores}[score]
-    found: torch.Tensor = function(w, sums.to(w.device))
-    return found
+    scores: torch.Tensor = function(w, sums.to(w.device))
+    return scores
 
 
 def mask_of(
@@ -125,11 +125,11 @@ def mask_of(
         if out is None:
             return _mask(ranked, config)
         return prune_into(ranked, out, pattern=config.pattern, transposable=config.transposable)
-    made = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device) if out is None else out
+    mask = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device) if out is None else out
     for start in range(0, ranked.shape[0], rows):
-        place, piece = made[start : start + rows], ranked[start : start + rows]
-        prune_into(piece, place, pattern=config.pattern, transposable=config.transposable)
-    return made
+        part, piece = mask[start : start + rows], ranked[start : start + rows]
+        prune_into(piece, part, pattern=config.pattern, transposable=config.transposable)
+    return mask
 
 
 def _mask(ranked: torch.Tensor, config: SparsityConfig) -> torch.Tensor:

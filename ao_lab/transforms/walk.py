@@ -144,17 +144,17 @@ INPUT = Handed(-1, 0)
 
 
 @dataclass(frozen=True)
-class Kept:
+class HeldTensor:
     """A copy that no block can write to, and the device that it was on."""
 
     value: torch.Tensor
     device: torch.device
 
     @staticmethod
-    def of(x: torch.Tensor, offload: bool) -> Kept:
+    def of(x: torch.Tensor, offload: bool) -> HeldTensor:
         """A copy, in host memory with `offload`."""
         x = x.detach()
-        return Kept(x.to("cpu", copy=True) if offload else x.clone(), x.device)
+        return HeldTensor(x.to("cpu", copy=True) if offload else x.clone(), x.device)
 
     def taken(self) -> torch.Tensor:
         """A tensor that a block may write to."""
@@ -179,10 +179,10 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """A value with `change` of each leaf in its place; the value itself where none is another."""
     if not isinstance(value, (tuple, list)):
         return change(value)
-    made = [replaced(one, change) for one in value]
-    if all(new is old for new, old in zip(made, value, strict=True)):
+    values = [replaced(one, change) for one in value]
+    if all(new is old for new, old in zip(values, value, strict=True)):
         return value
-    return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
 
 
 def changed(call: Call, change: Callable[[Any], Any]) -> Call:
@@ -214,9 +214,9 @@ class Known:
 
     def take(self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the arguments of a block that is about to run, x its input among them."""
-        found = [one for one in tensors([args, list(kwargs.values())]) if self.handed(one) is None]
-        self.given = [(one, place_of(one)) for one in found if one is not x]
-        self.arguments.extend((weakref.ref(one), place_of(one)) for one in found)
+        new = [one for one in tensors([args, list(kwargs.values())]) if self.handed(one) is None]
+        self.given = [(one, place_of(one)) for one in new if one is not x]
+        self.arguments.extend((weakref.ref(one), place_of(one)) for one in new)
 
     def written(self) -> torch.Tensor | None:
         """An argument that the block has written to, which is no output."""
@@ -258,12 +258,12 @@ def is_cache(value: Any) -> bool:
 
 def check_no_cache(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
     """ValueError where a block is given a cache: by its value, or by a name under which models hand one on."""
-    given = [key for key in CACHES if kwargs.get(key) is not None]
-    given += [key for key, value in kwargs.items() if any(map(is_cache, leaves(value)))]
-    given += [f"a {type(value).__name__}" for value in leaves(args) if is_cache(value)]
-    if given:
+    caches = [key for key in CACHES if kwargs.get(key) is not None]
+    caches += [key for key, value in kwargs.items() if any(map(is_cache, leaves(value)))]
+    caches += [f"a {type(value).__name__}" for value in leaves(args) if is_cache(value)]
+    if caches:
         raise ValueError(
-            f"{name or 'the model'} was given {given[0]}, which grows with every run; give batches without it, and with "
+            f"{name or 'the model'} was given {caches[0]}, which grows with every run; give batches without it, and with "
             f"use_cache=False where they name use_cache"
         )
 
@@ -296,7 +296,7 @@ class Capture:
     blocks: dict[str, nn.Module]
     offload: bool = False
     #: Of each batch: what the block whose turn it is and those behind it take of the ones before.
-    held: list[dict[Handed, Kept]] = field(default_factory=list)
+    held: list[dict[Handed, HeldTensor]] = field(default_factory=list)
     #: Of each batch and block: the arguments; a `Handed` stands where an output of a block before it goes.
     calls: list[list[Call]] = field(default_factory=list)
     #: Of each batch and block: whether the model casts there, which its forward may ask for.
@@ -354,7 +354,7 @@ class Capture:
         if index == 0:
             where = f"where {name or 'the model'} begins"
             _check_finite(x, f"batch {len(self.calls) - 1} holds NaN or infinity {where}")
-            self.held.append({INPUT: Kept.of(x, self.offload)})
+            self.held.append({INPUT: HeldTensor.of(x, self.offload)})
             handed = {id(x): INPUT}
         else:
             handed = self._handed(x, args, kwargs, name)
@@ -371,13 +371,13 @@ class Capture:
             raise ValueError(
                 f"the input of {name} is not the output of {before}: the model changes it in between, {BETWEEN}"
             )
-        found = {}
+        handed_on = {}
         for key, value in (*enumerate(args), *kwargs.items()):
             for one in leaves(value):
                 self._check_followed(one, f"argument {key} of {name}")
                 if isinstance(one, torch.Tensor) and (handed := self.known.handed(one)) is not None:
-                    found[id(one)] = handed
-        return found
+                    handed_on[id(one)] = handed
+        return handed_on
 
     def _check_followed(self, value: Any, what: str) -> None:
         """ValueError where a walk would not know how an argument follows from what blocks return."""
@@ -424,9 +424,13 @@ class Capture:
         """The outputs of a block beside those of others that later blocks take, in place of its inputs."""
         for batch, output in self.outputs(index):
             needed = _used(self.calls[batch][index + 1 :])
-            made = {Handed(index, place): x for place, x in enumerate(tensors(output))}
-            kept = {handed: Kept.of(x, self.offload) for handed, x in made.items() if handed in needed}
-            self.held[batch] = {key: one for key, one in self.held[batch].items() if key in needed} | kept
+            outputs = {Handed(index, place): x for place, x in enumerate(tensors(output))}
+            needed_later = {
+                handed: HeldTensor.of(x, self.offload) for handed, x in outputs.items() if handed in needed
+            }
+            self.held[batch] = {
+                key: one for key, one in self.held[batch].items() if key in needed
+            } | needed_later
 
 
 def captured(

@@ -51,8 +51,8 @@ def activated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.library.custom_op("ao_lab::squared_relu_24", mutates_args=())
 def squared_relu_24_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.squared_relu_24` of a tensor."""
-    made = squared_relu_24(x)
-    return made.values, made.mask
+    result = squared_relu_24(x)
+    return result.values, result.mask
 
 
 @squared_relu_24_op.register_vmap

@@ -75,8 +75,8 @@ def is_capturing(steps: Sequence[torch.Tensor]) -> bool:
 
 def _number(group: Iterable[torch.Tensor], capturing: bool) -> int | None:
     """What the host knows of a buffer by all tensors that are its memory; None where that is nothing, or not the same."""
-    found = {_of_tensor(step, capturing) for step in group}
-    return found.pop() if len(found) == 1 else None
+    numbers = {_of_tensor(step, capturing) for step in group}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _of_tensor(step: torch.Tensor, capturing: bool) -> int | None:
@@ -142,10 +142,10 @@ def find_mask(w: torch.Tensor, config: SparseTrainingConfig, out: torch.Tensor |
     return mask_of(values, config.scoring(), None, out)
 
 
-def has_pattern(kept: torch.Tensor, config: SparseTrainingConfig) -> bool:
+def has_pattern(mask: torch.Tensor, config: SparseTrainingConfig) -> bool:
     """Whether a bool matrix keeps at most N of every M, in rows (of columns too where masks are transposable), not nothing."""
     most, group = config.scoring().kept_of
-    sides = (kept, kept.T) if config.transposable else (kept,)
+    sides = (mask, mask.T) if config.transposable else (mask,)
     counts = [most_kept(side, group) for side in sides]
     return counts[0] > 0 and max(counts) <= most
 
@@ -153,12 +153,12 @@ def has_pattern(kept: torch.Tensor, config: SparseTrainingConfig) -> bool:
 @torch.no_grad()
 def other_pattern_reason(w: torch.Tensor, config: SparseTrainingConfig) -> str | None:
     """Why a fixed mask may not be found for a weight (out, in), and the way out: it was pruned, and not as `config` says."""
-    kept, scoring = whole(w) != 0, config.scoring()
-    if config.masks != "fixed" or has_pattern(kept, config):
+    mask, scoring = whole(w) != 0, config.scoring()
+    if config.masks != "fixed" or has_pattern(mask, config):
         return None
-    if (found := pruned_pattern(kept, scoring.kept_of[1])) is None:
+    if (pattern := pruned_pattern(mask, scoring.kept_of[1])) is None:
         return None
-    if most_kept(kept, scoring.kept_of[1]) <= scoring.kept_of[0]:
+    if most_kept(mask, scoring.kept_of[1]) <= scoring.kept_of[0]:
         asked, first = (
             "masks that are 2:4 in both directions",
             "prune the dense weights by SparsityConfig(transposable=True)",
@@ -170,8 +170,8 @@ def other_pattern_reason(w: torch.Tensor, config: SparseTrainingConfig) -> str |
             f"prune by SparsityConfig({config.pattern!r}{more}) first if that is meant",
         )
     return (
-        f"it is {found} sparse already, and fixed masks are the zeros that are there: {asked} would prune it again. Train with "
-        f"SparseTrainingConfig({found!r}), or {first}"
+        f"it is {pattern} sparse already, and fixed masks are the zeros that are there: {asked} would prune it again. "
+        f"Train with SparseTrainingConfig({pattern!r}), or {first}"
     )
 
 
