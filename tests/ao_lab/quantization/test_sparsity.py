@@ -59,8 +59,8 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def gpu(monkeypatch):
     """Weights count as lying on a GPU that has the kernels."""
-    for module in (sparse_products,):
-        monkeypatch.setattr(module, "_device_reason", lambda w: None)
+    for name in ("_device_reason", "_wgmma_device_reason"):
+        monkeypatch.setattr(sparse_products, name, lambda w: None)
 
 
 def kernel_model(lengths=(64, 128)):
