@@ -266,7 +266,7 @@ ALL = (True, True, False, False, False, False)
 
 
 class Masks:
-    """`fast.quantize.saturation` without a GPU: masks are those of rows, made by the public functions."""
+    """`fast.quantize.fake_quantize` without a GPU: masks are those of rows, made by the public functions."""
 
     def __init__(self):
         self.rounded, self.masked, self.alive = [], [], []
@@ -288,7 +288,7 @@ class Masks:
 @pytest.fixture
 def masks(monkeypatch):
     made = Masks()
-    monkeypatch.setattr(forward, "saturation", made)
+    monkeypatch.setattr(forward, "fake_quantize", made)
     monkeypatch.setattr(forward, "has_kernels", lambda x: True)
     return made
 
