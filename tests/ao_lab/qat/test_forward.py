@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.gpu.models.qat import expected as expected_gradients
-from tests.gpu.models.qat import numbers as operands
 from torch import nn
 
 import ao_lab
@@ -20,6 +18,8 @@ from ao_lab.qat import forward
 from ao_lab.qat.forward import Given, Rule, cannot_saturate, gradients
 from ao_lab.testing.strategies import assert_same_bits
 from reference import SCHEMES, Scales
+from tests.gpu.models.qat import expected as expected_gradients
+from tests.gpu.models.qat import numbers as operands
 from tests.support.models.qat_models import same
 
 #: Weight and input: rows, tiles, groups with zero points, scales that clip (e8m0 floor, e4m3), codebook, static.
