@@ -72,7 +72,7 @@ TRANSPOSABLE = TESTS + "sparsity/test_transposable_kernels.py -k bits_are"
 NORMALIZE = TESTS + "test_normalize.py -k bits_in"
 SWIGLU = TESTS + "test_swiglu.py -k bits_in"
 SPARSE_LINEAR = TESTS + "sparse_linear/test_mma_sparse.py"
-GIVEN_ROWS = "tests/fast/quantize/test_static_scales.py -k kernel_agrees"
+STATIC_SCALES = "tests/fast/quantize/test_static_scales.py -k kernel_agrees"
 SATURATION = "tests/fast/quantize/test_fake_quantize.py -k kernels_agree"
 GEMV = "tests/fast/linear/test_gemv_w4a16.py"
 SHARDS = "tests/ao_lab/checkpoint/io/test_shards.py -k "
@@ -133,12 +133,12 @@ REFERENCE = [
     Mutation("finite products overflow", "reference/quantize/quantize.py",
              "return ns.where(overflow, (product & SIGN) | LARGEST, product)", "return product",
              "tests/reference/quantize/test_quantize.py -k 'rounded_product or finite_stays'"),
-    Mutation("infinity hides a NaN", "reference/quantize/least_error.py",
+    Mutation("infinity hides a NaN", "reference/quantize/statistics.py",
              "nan = largest > INFINITY", "nan = largest >= INFINITY",
              "tests/reference/schemes/torchao/test_affine.py tests/reference/quantize/test_scales.py"),
-    Mutation("means of subnormals round up", "reference/quantize/least_error.py",
+    Mutation("means of subnormals round up", "reference/quantize/statistics.py",
              "(values + ((values >> 1) & 1)) >> 1", "(values + 1) >> 1", STATISTICS),
-    Mutation("the range may miss zero", "reference/quantize/least_error.py",
+    Mutation("the range may miss zero", "reference/quantize/statistics.py",
              "ns.where(span.high < 0, 0, span.high)", "span.high", STATISTICS),
     Mutation("logarithms rounded as numbers are not", "reference/arrays/softfloat.py",
              "spacing / (4 if toward_zero and", "spacing / (2 if toward_zero and",
@@ -149,9 +149,9 @@ REFERENCE = [
              "square_root(ns, norms) if exponent == 0.5 else norms", "norms", SPARSITY + "prune.py -k score"),
     Mutation("a zero weight on an infinite norm", "reference/sparsity/prune.py",
              "(score == 0) & ~is_nan(norms)", "score < 0", SPARSITY + "prune.py -k score"),
-    Mutation("an infinity counts as a NaN in a tile", "reference/sparsity/prune.py",
+    Mutation("an infinity counts as a NaN in a tile", "reference/sparsity/transposable.py",
              "NAN_COUNT = 9", "NAN_COUNT = 1", SPARSITY + "transposable.py"),
-    Mutation("rows of a tile added one by one", "reference/sparsity/prune.py",
+    Mutation("rows of a tile added one by one", "reference/sparsity/transposable.py",
              "plus(plus(rows[0], rows[1]), plus(rows[2], rows[3]))", "plus(plus(plus(rows[0], rows[1]), rows[2]), rows[3])",
              SPARSITY + "transposable.py"),
     Mutation("no update behind a block", "reference/sparsity/sparsegpt.py",
@@ -179,7 +179,7 @@ REFERENCE = [
              "tests/reference/training/test_grouped.py -k sixteen"),
     Mutation("24 aligned bits of 16-bit operands", "reference/training/linear.py",
              '"frac_bits": 25', '"frac_bits": 24', "tests/reference/training/test_linear.py -k aligned"),
-    Mutation("wide codes through the table of bytes", "reference/formats.py",
+    Mutation("wide codes through the table of bytes", "reference/formats/encode.py",
              "bits <= 6 and fmt.bits <= 8", "bits <= 6", "tests/reference/formats/test_formats.py -k floats"),
     Mutation("masked arrays are read as others", "reference/arrays/namespace.py",
              "isinstance(x, np.ma.MaskedArray)", "False", "tests/reference/arrays/test_namespace.py -k 'masked and quantize'"),
@@ -297,7 +297,7 @@ KERNELS = [
     Mutation("e8m0 of -0 is NaN", "fast/kernels/rules/elements.py",
              "| ((b < 0) & (b != SIGN))", "| (b < 0)", INTEGERS),
     Mutation("rows under given scales lose their NaN", "fast/kernels/static_scales.py",
-             "float_of(tl.where(largest > INFINITY, NAN, bits_of(s)))", "s", GIVEN_ROWS),
+             "float_of(tl.where(largest > INFINITY, NAN, bits_of(s)))", "s", STATIC_SCALES),
     Mutation("NaN in the mean of scales", "fast/kernels/rules/scales.py",
              "v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)", "v = v", SCALES_OF_SCALES),
     Mutation("six bits lose what crosses a word", "fast/kernels/rules/elements.py",
@@ -346,10 +346,10 @@ KERNELS = [
              "both | ~(early & (k2 | ~k3))", "both | ~(early & k2)", STORAGE),
     Mutation("the second value does not win", "fast/kernels/sparsity/compress.py",
              "(low & ~(255 << second)) | (0x32 << second)", "low | (0x32 << second)", STORAGE),
-    Mutation("pairs of columns of the transpose change places", "fast/kernels/sparsity/prune.py",
+    Mutation("pairs of columns of the transpose change places", "fast/kernels/sparsity/transposable.py",
              "a, b = _two_columns(upper, lower, 2 * HALF), _two_columns(upper, lower, 2 * HALF + 1)",
              "a, b = _two_columns(upper, lower, 2 * HALF + 1), _two_columns(upper, lower, 2 * HALF)", TRANSPOSABLE),
-    Mutation("an infinity counts as a NaN in a tile of the kernel", "fast/kernels/sparsity/prune.py",
+    Mutation("an infinity counts as a NaN in a tile of the kernel", "fast/kernels/sparsity/transposable.py",
              "NAN_COUNT = tl.constexpr(9)", "NAN_COUNT = tl.constexpr(1)", TRANSPOSABLE),
     Mutation("the mean of squares of the filled row", "fast/kernels/layers/rms_norm.py",
              "mean = tl.div_rn(total, tl.zeros_like(total) + length)",

@@ -38,8 +38,10 @@ SHARED_PREFIXES = {
 TESTED_BY = {
     "formats.arithmetic": "formats/test_rounding.py",
     "formats.encode_bits": "formats/test_encode.py",
+    "layers.rotary": "layers/test_gradients.py",
     "matmul.operands": "matmul/test_matmul.py",
     "quantize.power_scales": "quantize/test_scales.py",
+    "quantize.statistics": "quantize/test_scales.py",
     "schemes.torchao": "schemes/torchao/test_affine.py",
     "sparsity.activation": "sparsity/test_prune.py",
     "sparsity.linear_sparse_int4": "sparsity/test_linear_sparse.py",
@@ -48,7 +50,7 @@ TESTED_BY = {
 }
 #: Tests of a folder of a package that stand in a folder of another name.
 TEST_FOLDERS = {
-    "fast/formats.py": "fast/kernels",
+    "fast/formats": "fast/kernels",
     "fast/layers": "fast/kernels",
     "fast/matmul": "fast/linear",
     "fast/quantize": "fast/kernels",
