@@ -1,18 +1,127 @@
 """Floors by hand, what checkpointing keeps, and rows of single layers without a GPU."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import ao_lab
-from experiments.fp8_training import blocks, grid, linear
+from ao_lab.gemm import choices
+from experiments.fp8_training import blocks, fsdp, grid, linear
+from experiments.fp8_training.convergence_page import of_fsdp
+from experiments.fp8_training.grid import CELL_FORCED, CELL_PLAIN, CELL_TUNED, CellTimes, time_cell
 from experiments.fp8_training.linear import Rates, floor_seconds
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
 from experiments.harness.bench import AGAIN, SETTLE, SINGLE, Plan, Span, after_pause, steady, steady_eager
-from experiments.harness.measuring import Deadline
+from experiments.harness.cuda_graph import compiled_runs
+from experiments.harness.measuring import Deadline, Wrong, status
+from experiments.report.results import Results, Where
 from reference.training.recipe import PRODUCTS, recipe_of
-from tests.experiments.harness.fake_watch import FakeWatch
+from tests.experiments.harness.tiny import FakeWatch
+
+# A cell's three sides compute the same layer, are timed, and leave no choice behind.
+
+
+def test_a_cell(tmp_path, monkeypatch):
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    monkeypatch.setattr("ao_lab.tuning.measure.SECONDS", 0.0)
+    monkeypatch.setattr(grid, "SECONDS", 0.0)
+    choices.forget()
+    found = time_cell((32, 64, 48), device="cpu")
+    assert set(found.gpu) == set(found.host) == {CELL_PLAIN, CELL_FORCED, CELL_TUNED}
+    assert found.low == "output+input_grad+weight_grad"  # without FP8 units all of it is emulated
+    assert min(found.gpu.values()) > 0
+    assert found.tuning > 0
+    assert not list(choices.choices_for(torch.device("cpu")))
+    assert not list(tmp_path.iterdir())
+    choices.forget()
+
+
+def test_speed():
+    times = CellTimes({CELL_PLAIN: 2.0, CELL_FORCED: 4.0, CELL_TUNED: 1.0}, {}, "dense", 0.0)
+    assert (times.speed(CELL_FORCED), times.speed(CELL_TUNED)) == (0.5, 2.0)
+    assert times.speed(CELL_TUNED, CELL_FORCED) == pytest.approx(4.0)
+
+
+# The part on two ranks: bytes of the stand-in, what is said without GPUs, and where ranks fail.
+
+OK = next(iter(status("ok")))
+
+
+def test_float8_halves_what_is_gathered():
+    """Codes of a byte, and a scale for each weight or row; gradients are reduced as they were."""
+    case = replace(fsdp.STAND_IN, rounds=1)
+    found = {side: values for (_, side), values in fsdp.measure(case, 0).items()}
+    assert list(found) == [side.name for side in fsdp.SIDES]
+    assert all(OK in values for values in found.values()), found
+    gathered = {name: values["all-gather"][0] for name, values in found.items()}
+    reduced = {values["reduce-scatter"][0] for values in found.values()}
+    assert len(reduced) == 1
+    for side in fsdp.SIDES:
+        part = gathered[side.name] / gathered["bfloat16"]
+        assert 0.5 < part < 0.52 if side.codes else part == 1
+        assert ("speed over bfloat16 all-gather" in found[side.name]) == side.codes
+
+
+def test_ranks_that_fail_are_said_to(capfd):
+    """Every side has the status, and nothing else."""
+    case = replace(fsdp.STAND_IN, length=-1)
+    found = fsdp.measure(case, 0)
+    assert len(found) == len(fsdp.SIDES)
+    for values in found.values():
+        (name,) = values
+        assert name.startswith("status: error: ProcessRaisedException")
+
+
+@pytest.mark.parametrize(("count", "reason"), [(0, "found 0"), (1, "found 1"), (2, None)])
+def test_one_gpu_is_not_enough(count, reason, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    missing = fsdp.TWO_GPUS.missing()
+    assert missing is None if reason is None else reason in missing
+    assert fsdp.STAND_IN.missing() is None
+
+
+def test_targets():
+    """Speed and bytes of each recipe on GPUs; a CPU has none."""
+    data = fsdp.TWO_GPUS.shape.name
+    names = [target.name for target in of_fsdp(Where("full", "NVIDIA H200", data), Results([]))]
+    assert len(names) == 4
+    assert not of_fsdp(Where("quick", "cpu", data), Results([]))
+
+
+# Rows are called compiled where something was.
+
+
+def layer():
+    torch.compiler.reset()
+    return nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
+
+
+def step(net):
+    net.compile(backend="aot_eager")
+    x = torch.randn(2, 8, requires_grad=True)
+    net(x).sum().backward()
+    with compiled_runs():
+        net(x).sum().backward()
+
+
+def test_a_step_that_is_not_compiled_is_no_row():
+    """A forward that is a `functools.partial` runs operation by operation, without a word."""
+    net = layer()
+    net.forward = partial(checkpoint, net.forward, use_reentrant=False)
+    with pytest.raises(Wrong, match="nothing was compiled"):
+        step(net)
+
+
+@pytest.mark.parametrize("kind", [blocks.PER_OP, pytest.param(blocks.FULL, marks=pytest.mark.nightly)])
+def test_checkpointed_layers_are_compiled(kind):
+    net = layer()
+    blocks.apply([net], kind)
+    step(net)
+
 
 RATES = Rates(float8=2e3, bfloat16=1e3, copy=1e2)
 MINE = Method(library=OURS, recipe="rowwise")

@@ -9,7 +9,7 @@ from experiments.kernels.baselines import BASELINES, Baseline, calls_of, express
 from experiments.kernels.cases import CASES, convention_cases
 from experiments.kernels.operations import LARGE
 from experiments.runs.run import merged
-from tests.experiments.harness.fake_watch import SHAPE, measured, values_of
+from tests.experiments.harness.tiny import SHAPE, measured, values_of
 
 #: Cases of records of other projects, whose rules no torch expression has.
 CONVENTIONS = {case.name for case in convention_cases()}

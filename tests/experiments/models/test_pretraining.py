@@ -1,6 +1,7 @@
 """Training within a budget: the loss falls, a killed run goes on, low-precision layers are put in before it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from experiments.models.pretraining import (
     Budget,
     ByteLevelModel,
     Clock,
+    PretrainSettings,
     TimedRun,
     bits_per_byte,
     pretrain,
@@ -24,7 +26,11 @@ from experiments.models.pretraining import (
 from experiments.models.train import Checkpoint
 from experiments.pretraining.run import linear_parameters, share_of_peak, training_flops
 from tests.experiments.harness import tiny
-from tests.experiments.models.pretraining.small import MODEL, SETTINGS, replace
+
+#: A training of a second: a model of two small layers on the text that tests make, twelve steps of 64 bytes.
+MODEL = tiny.PRETRAINED
+SETTINGS = PretrainSettings(model=MODEL, budget=Budget(bytes=12 * 64), batch=4, rate=1e-2, compiled=False)
+
 
 # Bits per byte: every byte once, with the context that it is promised, equal to a count by hand.
 

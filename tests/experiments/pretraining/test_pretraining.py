@@ -13,7 +13,7 @@ from experiments.pretraining import page
 from experiments.pretraining import run as experiment
 from experiments.pretraining.run import settings_with, sweep
 from tests.experiments.harness import tiny
-from tests.experiments.models.pretraining.small import MODEL
+from tests.experiments.harness.tiny import PRETRAINED as MODEL
 
 BUDGET = Budget(bytes=6 * 64)
 

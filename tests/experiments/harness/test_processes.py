@@ -18,8 +18,7 @@ from experiments.harness.processes import measure_each
 from experiments.harness.rows import Journal
 from experiments.models.llama import ModelSettings
 from experiments.models.pretraining import Budget, Size
-from tests.experiments.fp8_training import works
-from tests.experiments.harness import tiny
+from tests.experiments.harness import tiny, works
 
 
 def gather(found):
