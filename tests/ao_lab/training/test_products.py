@@ -13,6 +13,7 @@ from ao_lab.training import products
 from ao_lab.training.products import PRODUCTS
 from reference.training import RECIPES
 from reference.training.recipe import Operand, Product
+from tests.support.refusals import refused
 
 # What torch's products of blocks are given: scales as they ask for them, on a model of their rules.
 
@@ -164,8 +165,7 @@ def test_the_product_of_codes_is_one_block_of_the_reference(dtype, accumulation)
     run = products.PRODUCTS["codes"].run
     made = run(a, b, product(ROWWISE, accumulation), getattr(torch, dtype), bias)
     assert_same_bits(made, reference.linear(a, b, bias, accumulation="blocked", block=64, out_dtype=dtype))
-    with pytest.raises(TypeError, match="two quantized"):
-        run(a, bias, product(ROWWISE), torch.float32, None)
+    refused(TypeError, "two quantized", run, a, bias, product(ROWWISE), torch.float32, None)
 
 
 def test_autocast_does_not_round_what_is_emulated():

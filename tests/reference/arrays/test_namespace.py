@@ -23,6 +23,7 @@ from reference.arrays.namespace import (
     int32_of,
     namespace_of,
 )
+from tests.support.refusals import refused
 
 # Arrays that mean more than their values are refused by every function that takes arrays, before anything is computed.
 
@@ -120,16 +121,14 @@ def test_every_function_is_here():
 @pytest.mark.parametrize("name", CALLS)
 def test_masked_arrays_are_refused(name):
     for call in CALLS[name]:
-        with pytest.raises(TypeError, match=r"masked array .* use x\.filled"):
-            call(HIDDEN)
+        refused(TypeError, r"masked array .* use x\.filled", call, HIDDEN)
 
 
 def test_codes_and_scales_of_a_quantized_may_not_be_masked():
     q = reference.quantize(X, "fp8_rowwise")
     hidden = {name: np.ma.array(getattr(q, name)) for name in ("codes", "scale")}
     for name, part in hidden.items():
-        with pytest.raises(TypeError, match="masked"):
-            reference.dequantize(reference.Quantized(**{**vars(q), name: part}))
+        refused(TypeError, "masked", reference.dequantize, reference.Quantized(**{**vars(q), name: part}))
 
 
 @pytest.mark.parametrize("function", [ao_lab.quantize, reference.quantize])
@@ -139,8 +138,7 @@ def test_codes_and_scales_of_a_quantized_may_not_be_masked():
     ids=["matrix", "list of masked", "masked in a list", "object"],
 )
 def test_others_are_refused(function, x):
-    with pytest.raises(TypeError, match=r"np\.asarray|masked|got object"):
-        function(x, "fp8_rowwise")
+    refused(TypeError, r"np\.asarray|masked|got object", function, x, "fp8_rowwise")
 
 
 def test_ordinary_arrays_pass(tmp_path):
@@ -167,8 +165,7 @@ TENSORS = {
 def test_tensors_that_are_not_dense_are_refused(library, kind):
     x = TENSORS[kind](torch.from_numpy(X))
     for call in (library.encode, library.quantize, library.fake_quantize):
-        with pytest.raises(TypeError, match=kind):
-            call(x, "float8_e4m3fn" if call is library.encode else "fp8_rowwise")
+        refused(TypeError, kind, call, x, "float8_e4m3fn" if call is library.encode else "fp8_rowwise")
 
 
 MAKE = {"numpy": np.asarray, "jax": jnp.asarray, "torch": lambda x: torch.from_numpy(np.array(x))}

@@ -16,6 +16,7 @@ from reference.matmul.operands import operand_of
 from reference.matmul.tensor_core_model import HOPPER_FP8, HOPPER_FP8_PROMOTED, tensor_core_matmul
 from reference.quantize.quantize import dequantize, quantize
 from reference.schemes.schemes import SCHEMES, scheme_of
+from tests.support.refusals import refused
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 INF, NAN = np.inf, np.nan
@@ -154,34 +155,22 @@ def test_refusals_name_the_way_out():
     a, b = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
     with pytest.raises(ValueError, match="accumulation is one of exact, blocked, hopper_fp8"):
         matmul(a, b, accumulation="fast")
-    with pytest.raises(ValueError, match="out_dtype is one of"):
-        matmul(a, b, out_dtype="float64")
-    with pytest.raises(ValueError, match=r"shapes \(2, 3\) and \(4, 3\); transpose b"):
-        matmul(a, b.T)
-    with pytest.raises(ValueError, match="reshape it to two axes"):
-        matmul(a[0], b)
+    refused(ValueError, "out_dtype is one of", matmul, a, b, out_dtype="float64")
+    refused(ValueError, r"shapes \(2, 3\) and \(4, 3\); transpose b", matmul, a, b.T)
+    refused(ValueError, "reshape it to two axes", matmul, a[0], b)
     with pytest.raises(ValueError, match="do not broadcast"):
         matmul(np.ones((2, 2, 3), np.float32), np.ones((3, 3, 4), np.float32))
-    with pytest.raises(TypeError, match="got float64"):
-        matmul(a.astype(np.float64), b)
-    with pytest.raises(TypeError, match="decode it if these are codes"):
-        matmul(a.astype(np.uint8), b)
-    with pytest.raises(TypeError, match="one library, got numpy and torch"):
-        matmul(a, torch.from_numpy(b))
-    with pytest.raises(TypeError, match="call it outside jit"):
-        jax.jit(matmul)(jnp.asarray(a), jnp.asarray(b))
-    with pytest.raises(ValueError, match="one value per column"):
-        matmul(a, b, bias=np.ones(3, np.float32))
-    with pytest.raises(ValueError, match="one value per column"):
-        matmul(a, b, bias=np.ones((5, 2, 4), np.float32))
-    with pytest.raises(ValueError, match="at least 1; got 0"):
-        matmul(a, b, accumulation="blocked", block=0)
-    with pytest.raises(ValueError, match="k_step"):
-        matmul(a, b, accumulation="hopper_fp8", k_step=0)
+    refused(TypeError, "got float64", matmul, a.astype(np.float64), b)
+    refused(TypeError, "decode it if these are codes", matmul, a.astype(np.uint8), b)
+    refused(TypeError, "one library, got numpy and torch", matmul, a, torch.from_numpy(b))
+    refused(TypeError, "call it outside jit", jax.jit(matmul), jnp.asarray(a), jnp.asarray(b))
+    refused(ValueError, "one value per column", matmul, a, b, bias=np.ones(3, np.float32))
+    refused(ValueError, "one value per column", matmul, a, b, bias=np.ones((5, 2, 4), np.float32))
+    refused(ValueError, "at least 1; got 0", matmul, a, b, accumulation="blocked", block=0)
+    refused(ValueError, "k_step", matmul, a, b, accumulation="hopper_fp8", k_step=0)
     with pytest.raises(ValueError, match=r"holds 1\.06.*float8_e4m3fn does not"):
         matmul(a * np.float32(1.0625), b, accumulation="hopper_fp8")
-    with pytest.raises(ValueError, match="use accumulation='blocked'"):
-        matmul(a.astype(np.int8), b, accumulation="hopper_fp8")
+    refused(ValueError, "use accumulation='blocked'", matmul, a.astype(np.int8), b, accumulation="hopper_fp8")
 
 
 # How scales, zero points and outer scales of `Quantized` operands enter `matmul`.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from reference.arrays.namespace import namespace_of
 from reference.quantize.blocks import Blocks, normalize_axis
+from tests.support.refusals import refused
 
 NS = namespace_of(np.zeros(1))
 BLOCKS = [1, 3, 32, -1, (2, 3), (1, 4), "tensor", "flat:5"]
@@ -124,15 +125,12 @@ def test_an_empty_row_holds_one_zero():
     ],
 )
 def test_refused_shapes(shape, block, message):
-    with pytest.raises(ValueError, match=message):
-        Blocks.of(shape, record(block, partial=False), -1)
+    refused(ValueError, message, Blocks.of, shape, record(block, partial=False), -1)
 
 
 def test_axes():
     assert [normalize_axis(axis, (2, 3)) for axis in (-2, -1, 0, 1)] == [0, 1, 0, 1]
     assert normalize_axis(-1, (1,)) == 0
-    with pytest.raises(ValueError, match=r"axis 1 is outside a tensor of shape \(2,\) with 1 axes"):
-        normalize_axis(1, (2,))
+    refused(ValueError, r"axis 1 is outside a tensor of shape \(2,\) with 1 axes", normalize_axis, 1, (2,))
     for wrong in (True, 1.0, None, np.float32(0)):
-        with pytest.raises(TypeError, match="axis is an integer"):
-            normalize_axis(wrong, (2, 3))
+        refused(TypeError, "axis is an integer", normalize_axis, wrong, (2, 3))

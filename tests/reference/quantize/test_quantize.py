@@ -25,11 +25,10 @@ from ao_lab.testing.strategies import (
 )
 from reference import SCHEMES, Scales, choose_scales, dequantize, quantize, quantize_both
 from tests.support import exact_quantizers as truth
-from tests.support.record_samples import NAMES, STRUCTURES, covering, sampled, structures_of
+from tests.support.record_samples import NAMES, STRUCTURES, sampled
+from tests.support.refusals import refused
 
 FINITE = [kind for kind in MAXIMA if kind not in ("nan", "infinity", "bits")]
-HOUSE = sorted(name for name in SCHEMES if "." not in name)
-HOUSE_STRUCTURES = covering(structures_of, HOUSE)
 FEW = settings(max_examples=40)
 ONES = np.ones((2, 256), np.float32)
 
@@ -92,45 +91,6 @@ def test_dequantize_is_the_rounded_product(x):
             np.copysign(truth.LARGEST, v) if p is None else p for p, v in zip(products, row, strict=True)
         ]
         assert [Fraction(float(v)) for v in got] == limited
-
-
-@pytest.mark.parametrize("name", sampled(HOUSE_STRUCTURES, HOUSE))
-def test_finite_stays_finite(name):
-    """Default rule: no finite input becomes NaN or infinite, in any output dtype."""
-
-    @settings(max_examples=15)
-    @given(
-        st.sampled_from(["float32", "bfloat16", "float16"]).flatmap(
-            lambda d: blocks(name, dtype=d, maxima=FINITE)
-        )
-    )
-    def check(x):
-        q = quantize(x, name)
-        for dtype in ("float32", "bfloat16", "float16"):
-            assert np.isfinite(dequantize(q, dtype).astype(np.float32)).all()
-
-    check()
-
-
-@pytest.mark.parametrize(
-    "name", sampled(HOUSE_STRUCTURES, [n for n in HOUSE if SCHEMES[n].scale.block not in ("tensor", -1)])
-)
-@pytest.mark.parametrize("special", [np.nan, -np.nan, np.inf, -np.inf])
-def test_specials_stay_in_their_block(name, special):
-    x = fill("normals", (256, 256), seed=4)
-    x[:, :128] *= 0.5  # the tensor's maximum lies outside the block below
-    broken = x.copy()
-    broken[0, 0] = special
-    want, got = dequantize(quantize(x, name)), dequantize(quantize(broken, name))
-    block = SCHEMES[name].scale.block
-    rows, columns = block if isinstance(block, tuple) else (1, int(str(block).removeprefix("flat:")))
-    touched = np.zeros(x.shape, bool)
-    touched[:rows, :columns] = True
-    assert np.isnan(got[touched]).all()
-    if name == "nf4":  # the mean over all block scales moves a little
-        assert np.isfinite(got[~touched]).all()
-    else:
-        assert_same_bits(got[~touched], want[~touched])
 
 
 @pytest.mark.parametrize("name", sampled(STRUCTURES))
@@ -235,8 +195,7 @@ WRONG_SCALES = {
 @pytest.mark.parametrize("case", WRONG_SCALES)
 def test_wrong_scales_are_refused(case):
     name, scales, message = WRONG_SCALES[case]
-    with pytest.raises(ValueError, match=f"scheme {name} takes.*{message}"):
-        quantize.__wrapped__(ONES, name, scales=scales)
+    refused(ValueError, f"scheme {name} takes.*{message}", quantize.__wrapped__, ONES, name, scales=scales)
 
 
 def test_scales_of_another_type():
@@ -252,48 +211,30 @@ def test_other_dtypes_are_refused(function, dtype):
     with pytest.raises(TypeError, match=rf"{function.__name__} takes float32.*shape \(2, 32\); convert it"):
         function(np.zeros((2, 32), dtype), "mxfp4")
     if dtype == ml_dtypes.float8_e4m3fn:
-        with pytest.raises(TypeError, match="convert it"):
-            function(torch.zeros(2, 32).to(torch.float8_e4m3fn), "mxfp4")
+        refused(TypeError, "convert it", function, torch.zeros(2, 32).to(torch.float8_e4m3fn), "mxfp4")
 
 
 def test_unknown_schemes_name_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown scheme 'mxfp5'; the nearest are .*mxfp4"):
-        quantize(ONES, "mxfp5")
+    refused(ValueError, r"unknown scheme 'mxfp5'; the nearest are .*mxfp4", quantize, ONES, "mxfp5")
     with pytest.raises(ValueError, match=r"unknown scheme 'torchao.mxfp4'; the nearest are .*torchao.mxfp4_"):
         choose_scales(ONES, "torchao.mxfp4")
-    with pytest.raises(TypeError, match="by name or as a record, got int"):
-        quantize(ONES, 4)
+    refused(TypeError, "by name or as a record, got int", quantize, ONES, 4)
 
 
-def test_blocks_that_do_not_divide_are_refused():
-    with pytest.raises(
-        ValueError, match=r"shape \(2, 33\): 33 elements are not divisible by the block size 32 along axis 1"
-    ):
-        quantize(np.zeros((2, 33), np.float32), "mxfp4")
-    with pytest.raises(ValueError, match=r"two axes, got shape \(4,\)"):
-        quantize(np.zeros(4, np.float32), "fp8_128x128")
-
-
-@pytest.mark.parametrize("axis", [2, -3])
-def test_axis_out_of_range(axis):
-    with pytest.raises(ValueError, match=rf"axis {axis} is outside a tensor of shape \(2, 256\)"):
-        quantize(ONES, "mxfp4", axis=axis)
-
-
-@pytest.mark.parametrize("axis", [1.0, "0", None, True])
-def test_axis_is_an_integer(axis):
-    with pytest.raises(TypeError, match="axis is an integer"):
-        quantize(ONES, "mxfp4", axis=axis)
+def test_axes_and_shapes_that_are_refused():
+    """The errors of `Blocks`, see test_blocks."""
+    refused(ValueError, r"33 elements are not divisible", quantize, np.zeros((2, 33), np.float32), "mxfp4")
+    refused(ValueError, r"two axes, got shape \(4,\)", quantize, np.zeros(4, np.float32), "fp8_128x128")
+    refused(ValueError, r"axis 2 is outside a tensor of shape \(2, 256\)", quantize, ONES, "mxfp4", axis=2)
+    refused(TypeError, "axis is an integer", quantize, ONES, "mxfp4", axis=True)
 
 
 def test_dequantize_refuses():
     q = quantize(ONES, "mxfp4")
     with pytest.raises(ValueError, match=r"have shape \(2, 256\), got \(2, 128\);.*packed=True"):
         dequantize(replace(q, codes=q.codes[:, ::2]))
-    with pytest.raises(TypeError, match="takes codes as uint8 or uint16, got float32"):
-        dequantize(replace(q, codes=ONES))
-    with pytest.raises(TypeError, match=r"takes a Quantized.*got an array of dtype uint8"):
-        dequantize(q.codes)
+    refused(TypeError, "takes codes as uint8 or uint16, got float32", dequantize, replace(q, codes=ONES))
+    refused(TypeError, r"takes a Quantized.*got an array of dtype uint8", dequantize, q.codes)
     with pytest.raises(
         ValueError, match=r"dtype is one of float32, bfloat16, float16, float64, as a name.*got 'int8'"
     ):
@@ -303,10 +244,8 @@ def test_dequantize_refuses():
 def test_random_bits_belong_to_stochastic_rounding():
     words = np.zeros(ONES.shape, np.uint32)
     stochastic = replace(SCHEMES["mxfp4"], name="mine", rounding="stochastic")
-    with pytest.raises(ValueError, match="takes no random_bits"):
-        quantize(ONES, "mxfp4", random_bits=words)
-    with pytest.raises(ValueError, match="needs random_bits"):
-        quantize(ONES, stochastic)
+    refused(ValueError, "takes no random_bits", quantize, ONES, "mxfp4", random_bits=words)
+    refused(ValueError, "needs random_bits", quantize, ONES, stochastic)
     with pytest.raises(ValueError, match=r"one uint32 per element.*shape \(2, 256\); got uint8"):
         quantize(ONES, stochastic, random_bits=words.astype(np.uint8))
     x = np.full((1, 32), 4.5, np.float32)
@@ -397,10 +336,8 @@ def test_stochastic_words_of_each_copy():
     assert_same_quantized(rows, quantize(X, record, random_bits=words[0]))
     assert_same_quantized(columns, quantize(X.T, record, random_bits=words[1]))
     assert (rows.codes != columns.codes.T).any()
-    with pytest.raises(ValueError, match="needs random_bits"):
-        quantize_both(X, record)
-    with pytest.raises(ValueError, match=r"shape \(96, 64\)"):
-        quantize_both(X, record, random_bits=(words[0], words[0]))
+    refused(ValueError, "needs random_bits", quantize_both, X, record)
+    refused(ValueError, r"shape \(96, 64\)", quantize_both, X, record, random_bits=(words[0], words[0]))
 
 
 def test_given_scales_of_either_copy():
@@ -440,5 +377,4 @@ def test_both_empty(shape):
     ],
 )  # fmt: skip
 def test_both_what_is_refused(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
+    refused(error, words, call)

@@ -29,6 +29,7 @@ from reference.sparsity.stored_codes import (
     zero_code,
 )
 from tests.support.record_samples import sampled
+from tests.support.refusals import refused
 
 UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 DTYPES = [np.uint8, np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.float16, ml_dtypes.bfloat16, np.float32,
@@ -92,8 +93,7 @@ def test_all_masks_of_a_group():
 def test_more_than_two_kept(kept):
     w = np.arange(1, 9, dtype=np.float32)[None]
     mask = np.isin(np.arange(8), kept)[None]
-    with pytest.raises(ValueError, match="1 of 2 groups have more that are kept; make the mask"):
-        compress(w, mask)
+    refused(ValueError, "1 of 2 groups have more that are kept; make the mask", compress, w, mask)
     with pytest.raises(ValueError, match="1 of 2 groups have more that are kept; make the mask"):
         compress(torch.from_numpy(w), torch.from_numpy(mask))
     with pytest.raises(ValueError, match="1 of 2 groups have more that are kept; make the mask"):
@@ -201,8 +201,7 @@ def test_a_dense_matrix_is_refused_and_counted(library):
     w = np.zeros((3, 8), np.float32)
     w[0, :4], w[2, 4:7], w[1, :2] = 1, np.nan, 2.0**-149
     convert = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}[library]
-    with pytest.raises(ValueError, match=r"2 of 6 groups have more that are not zero; .*mask='2:4'"):
-        compress(convert(w))
+    refused(ValueError, r"2 of 6 groups have more that are not zero; .*mask='2:4'", compress, convert(w))
     w[0, :4], w[2, 4:7] = [1, -0.0, -0.0, 2], [-0.0, 0, np.nan]
     values, metadata = compress(convert(w))
     expected = compress(w, w != 0)
@@ -240,25 +239,16 @@ def test_not_contiguous():
 
 def test_refusals_name_the_way_out():
     w = np.zeros((2, 8), np.float32)
-    with pytest.raises(ValueError, match=r"multiple of 4, got shape \(2, 6\)"):
-        compress(w[:, :6])
-    with pytest.raises(ValueError, match="'2:4' only"):
-        compress(w, "4:8")
-    with pytest.raises(TypeError, match="mask is bool, got float32"):
-        compress(w, w)
-    with pytest.raises(ValueError, match="one bool per element"):
-        compress(w, np.zeros((2, 4), bool))
-    with pytest.raises(TypeError, match="store its codes as uint8"):
-        compress(w.astype(np.complex64), np.zeros((2, 8), bool))
+    refused(ValueError, r"multiple of 4, got shape \(2, 6\)", compress, w[:, :6])
+    refused(ValueError, "'2:4' only", compress, w, "4:8")
+    refused(TypeError, "mask is bool, got float32", compress, w, w)
+    refused(ValueError, "one bool per element", compress, w, np.zeros((2, 4), bool))
+    refused(TypeError, "store its codes as uint8", compress, w.astype(np.complex64), np.zeros((2, 8), bool))
     values, metadata = compress(w)
-    with pytest.raises(ValueError, match=r"metadata of shape \(2, 1\)"):
-        decompress(values, metadata[:, :0])
-    with pytest.raises(ValueError, match="come in pairs"):
-        decompress(values[:, :3], metadata)
-    with pytest.raises(ValueError, match=r"decompress to \(2, 8\)"):
-        decompress(values, metadata, shape=(2, 16))
-    with pytest.raises(TypeError, match="metadata is uint8"):
-        decompress(values, metadata.astype(np.int8))
+    refused(ValueError, r"metadata of shape \(2, 1\)", decompress, values, metadata[:, :0])
+    refused(ValueError, "come in pairs", decompress, values[:, :3], metadata)
+    refused(ValueError, r"decompress to \(2, 8\)", decompress, values, metadata, shape=(2, 16))
+    refused(TypeError, "metadata is uint8", decompress, values, metadata.astype(np.int8))
 
 
 # The code of zero, on which 2:4 storage of codes rests, and elements that are stored as they are.
@@ -301,10 +291,8 @@ def test_masks_are_those_of_compress():
     made = quantize_compressed(w, "fp8_rowwise", q.scale, mask)
     assert_same_bits(made.values, reference.compress(q.codes, mask).values)
     assert_same_bits(quantize_compressed(w * mask, "fp8_rowwise", q.scale, None), made)
-    with pytest.raises(ValueError, match="are not zero"):
-        quantize_compressed(w, "fp8_rowwise", q.scale, None)
-    with pytest.raises(ValueError, match="pattern '2:4' only"):
-        quantize_compressed(w, "fp8_rowwise", q.scale, "1:4")
+    refused(ValueError, "are not zero", quantize_compressed, w, "fp8_rowwise", q.scale, None)
+    refused(ValueError, "pattern '2:4' only", quantize_compressed, w, "fp8_rowwise", q.scale, "1:4")
 
 
 STORED = [name for name, scheme in SCHEMES.items() if unsupported_reason(scheme) is None]
@@ -321,8 +309,7 @@ STORED = [name for name, scheme in SCHEMES.items() if unsupported_reason(scheme)
 )
 def test_schemes_that_refill_zeros_are_refused(name, reason):
     assert reason in unsupported_reason(SCHEMES[name])
-    with pytest.raises(ValueError, match=f"2:4 storage does not hold {name}.*int8_rowwise"):
-        zero_code(SCHEMES[name])
+    refused(ValueError, f"2:4 storage does not hold {name}.*int8_rowwise", zero_code, SCHEMES[name])
 
 
 def test_what_is_stored():

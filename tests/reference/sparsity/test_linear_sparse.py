@@ -12,6 +12,7 @@ from reference import linear_sparse, linear_sparse_error_bound
 from reference.sparsity.linear_sparse import PAIRS
 from reference.sparsity.linear_sparse_int4 import linear_sparse_int4, sparse_int4_weight
 from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case, zero_points
+from tests.support.refusals import refused
 
 SIZE = (6, 5, 64)
 
@@ -97,8 +98,7 @@ def test_integers_that_do_not_fit():
     values = torch.full((1, 1 << 17), -128, dtype=torch.int8)
     metadata = torch.full((1, 1 << 15), 0x44, dtype=torch.uint8)
     x = torch.full((1, 1 << 18), -128, dtype=torch.int8)
-    with pytest.raises(ValueError, match="does not fit int32"):
-        linear_sparse(x, values, metadata, out_dtype="int32")
+    refused(ValueError, "does not fit int32", linear_sparse, x, values, metadata, out_dtype="int32")
     assert linear_sparse(x, values, metadata)[0, 0] == 2.0**31
 
 
@@ -175,8 +175,7 @@ def test_what_is_refused(what):
     arguments = {"x": x, "values": values, "metadata": metadata}
     change(arguments)
     for function in (linear_sparse, linear_sparse_error_bound):
-        with pytest.raises(kind, match=message):
-            function(**arguments)
+        refused(kind, message, function, **arguments)
 
 
 # `linear_sparse_int4` is the product with the dense weight, whose codes stand where the metadata say.
@@ -224,8 +223,7 @@ def test_zero_points_are_taken_off_what_is_kept(group, storage):
         (zero.astype(np.int32), TypeError, "zero of dtype int8, got int32"),
         (zero[:4], ValueError, "one zero point a scale"),
     ):
-        with pytest.raises(kind, match=message):
-            linear_sparse_int4(*case, zero=wrong)
+        refused(kind, message, linear_sparse_int4, *case, zero=wrong)
 
 
 def test_it_is_the_product_with_a_pruned_weight():
@@ -277,5 +275,4 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_operands_that_do_not_go_together(message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        linear_sparse_int4(*WRONG[message])
+    refused((TypeError, ValueError), message, linear_sparse_int4, *WRONG[message])

@@ -19,6 +19,7 @@ from reference.sparsity.compress import compress, decompress
 from reference.sparsity.prune import prune
 from reference.sparsity.transposable import compress_transposable, prune_transposable
 from tests.support.record_samples import sampled
+from tests.support.refusals import refused
 
 SPECIAL = [
     0,
@@ -187,14 +188,10 @@ def test_refusals_name_the_way_out():
     w = np.zeros((4, 8), np.float32)
     with pytest.raises(ValueError, match=r"multiples of 4, got shape \(4, 6\); pad them to \(4, 8\)"):
         prune_transposable(w[:, :6])
-    with pytest.raises(ValueError, match="needs a matrix"):
-        prune_transposable(w[0])
-    with pytest.raises(ValueError, match="method is one of exact, greedy"):
-        prune_transposable(w, method="best")
-    with pytest.raises(ValueError, match="give one per weight"):
-        prune_transposable(w, scores=w[:, :4])
-    with pytest.raises(TypeError, match="cast it to float32"):
-        prune_transposable(w.astype(np.int8))
+    refused(ValueError, "needs a matrix", prune_transposable, w[0])
+    refused(ValueError, "method is one of exact, greedy", prune_transposable, w, method="best")
+    refused(ValueError, "give one per weight", prune_transposable, w, scores=w[:, :4])
+    refused(TypeError, "cast it to float32", prune_transposable, w.astype(np.int8))
 
 
 #: Of both orientations in storage.
@@ -256,5 +253,4 @@ def _flat(pairs, batch):
 def test_refusals_are_those_of_the_mask():
     with pytest.raises(ValueError, match=r"multiples of 4, got shape \(6, 8\)"):
         compress_transposable(np.zeros((6, 8), np.float32))
-    with pytest.raises(TypeError, match="cast it to float32"):
-        compress_transposable(np.zeros((8, 8), np.int8))
+    refused(TypeError, "cast it to float32", compress_transposable, np.zeros((8, 8), np.int8))

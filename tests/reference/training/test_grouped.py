@@ -16,6 +16,7 @@ from reference import SCHEMES
 from reference.training import RECIPES, Recipe
 from reference.training.grouped import group_step, grouped_operands, padded_rows
 from reference.training.recipe import Operand, Product
+from tests.support.refusals import refused
 
 T, K, N, E = 90, 128, 128, 5
 #: The first and the third expert have no tokens; the last seven rows no expert.
@@ -119,19 +120,6 @@ def test_jax_agrees(name):
     )
 
 
-def test_one_group_of_everything():
-    """What one expert has of all tokens is what a linear layer has."""
-    x, w, g = arrays()
-    for name in ("rowwise", "mxfp8"):
-        whole = np.array([64], np.int32)
-        y = reference.training.grouped_linear(x[:64], w[:1], whole, name)
-        assert_same_bits(y, reference.training.training_linear(x[:64], w[0], name))
-        dx, dw = reference.training.grouped_linear_vjp(g[:64], x[:64], w[:1], whole, name)
-        truth = reference.training.training_linear_vjp(g[:64], x[:64], w[0], name)
-        assert_same_bits(dx, truth[0])
-        assert_same_bits(dw[0], truth[1])
-
-
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_words_are_those_of_the_whole_tensors(name):
     """Of g (T, N) for the inputs' gradient; of g.T (N, P), groups filled up, for the weights'."""
@@ -189,14 +177,11 @@ def test_wrong_calls():
         ([1, 2], "one integer for each of 5"),
         ([0.0] * 5, "float64"),
     ):
-        with pytest.raises(ValueError, match=message):
-            reference.training.grouped_linear(x, w, np.array(offsets), "rowwise")
-    with pytest.raises(ValueError, match=r"w \(E, N, K\)"):
-        reference.training.grouped_linear(x, w[0], OFFSETS, "rowwise")
+        refused(ValueError, message, reference.training.grouped_linear, x, w, np.array(offsets), "rowwise")
+    refused(ValueError, r"w \(E, N, K\)", reference.training.grouped_linear, x, w[0], OFFSETS, "rowwise")
     with pytest.raises(TypeError, match="one dtype"):
         reference.training.grouped_linear(x, w.astype(np.float32), OFFSETS, "rowwise")
-    with pytest.raises(ValueError, match="unknown recipe"):
-        reference.training.grouped_linear_vjp(g, x, w, OFFSETS, "rowise")
+    refused(ValueError, "unknown recipe", reference.training.grouped_linear_vjp, g, x, w, OFFSETS, "rowise")
 
 
 def test_groups_are_filled_up_to_sixteen():

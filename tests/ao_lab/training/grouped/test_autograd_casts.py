@@ -27,6 +27,7 @@ from reference.training import RECIPES
 from reference.training.grouped import group_step, grouped_operands, padded_rows
 from reference.training.recipe import Operand
 from tests.support.grouped_cases import OFFSETS, E, offsets_of, poison, tensors
+from tests.support.refusals import refused
 
 # Where rows stand, without a look at offsets on the host: every place of every split.
 
@@ -275,5 +276,4 @@ def test_blocks_over_several_tokens_are_refused():
     layout = layout_of(offsets_of("uneven"), 90, 128)
     square = Operand(scheme=SCHEMES["fp8_128x128"])
     for cast in (rows_operand, columns_operand):
-        with pytest.raises(ValueError, match="over several tokens"):
-            cast(tensors()[0], square, layout)
+        refused(ValueError, "over several tokens", cast, tensors()[0], square, layout)

@@ -13,6 +13,7 @@ import ao_lab
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.grouped.experts import LowPrecisionExperts, combine, sort_by_expert
 from reference.training import RECIPES
+from tests.support.refusals import refused
 
 # Sorting tokens by expert, and their results added up again.
 
@@ -34,8 +35,7 @@ def test_no_tokens():
 
 
 def test_values_are_no_indices():
-    with pytest.raises(TypeError, match="topk's indices"):
-        sort_by_expert(torch.rand(3, 2), 4)
+    refused(TypeError, "topk's indices", sort_by_expert, torch.rand(3, 2), 4)
 
 
 def test_results_come_back_to_their_tokens():
@@ -130,18 +130,14 @@ REFUSED = {
 def test_refused(second):
     """By name of the parameter and of the function, before it is computed in high precision."""
     net, _, x = converted(REFUSED[second])
-    with pytest.raises(
-        RuntimeError, match=f"Experts multiplies .*w2 by _*{second.partition(' ')[0]} in a way"
-    ):
-        net(x=x)
+    refused(RuntimeError, f"Experts multiplies .*w2 by _*{second.partition(' ')[0]} in a way", net, x=x)
 
 
 def test_parameters_without_a_product():
     """One that is summed over, and one that no function takes."""
     for second in (lambda m, h, e: h @ h.new_zeros(F, K), lambda m, h, e: (h[:, None] * m.w2[e]).sum(2)):
         net, _, x = converted(second)
-        with pytest.raises(RuntimeError, match=r"called no product with its experts .*, of w2; leave it out"):
-            net(x=x)
+        refused(RuntimeError, r"called no product with its experts .*, of w2; leave it out", net, x=x)
 
 
 T, K, F, E = 24, 32, 64, 4
@@ -310,8 +306,7 @@ def test_a_forward_without_such_products_says_so():
     net = GroupedExperts("grouped_mm")
     ao_lab.convert_for_training_(net, "rowwise")
     net.function = "nothing"
-    with pytest.raises(RuntimeError, match="called no product with its experts"):
-        net(routed()[0], torch.tensor([24, 0, 0, 0]))
+    refused(RuntimeError, "called no product with its experts", net, routed()[0], torch.tensor([24, 0, 0, 0]))
 
     class Sums(nn.Module):
         def __init__(self):
@@ -353,8 +348,7 @@ def test_modules_parameters_and_checkpoints_stay():
     x = torch.randn(T, K)
     assert torch.equal(pickle.loads(pickle.dumps(copy.deepcopy(net)))(x), net(x))
     torch.save(net, io.BytesIO())
-    with pytest.raises(ValueError, match="'rowwise' already"):
-        ao_lab.convert_for_training_(net, "mxfp8")
+    refused(ValueError, "'rowwise' already", ao_lab.convert_for_training_, net, "mxfp8")
     assert ao_lab.convert_from_training_(net) == ("experts",)
     assert type(net.experts) is TransformersLike
     assert not hasattr(net.experts, "low_precision")
