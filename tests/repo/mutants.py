@@ -132,7 +132,7 @@ REFERENCE = [
              "return ns.moveaxis(x, -1, self.axis).reshape(self.shape)", "return x.reshape(self.shape)", BLOCKS),
     Mutation("finite products overflow", "reference/quantize/quantize.py",
              "return ns.where(overflow, (product & SIGN) | LARGEST, product)", "return product",
-             "tests/reference/quantize/test_quantize.py -k 'rounded_product or finite_stays'"),
+             "tests/reference/schemes/test_default_schemes.py -k finite_input"),
     Mutation("infinity hides a NaN", "reference/quantize/statistics.py",
              "nan = largest > INFINITY", "nan = largest >= INFINITY",
              "tests/reference/schemes/torchao/test_affine.py tests/reference/quantize/test_scales.py"),
