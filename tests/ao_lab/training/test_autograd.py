@@ -1,4 +1,5 @@
-"""Training linears have the operands of the specification, and its outputs and gradients within derived bounds."""
+"""Training linears have the operands of the specification, and its outputs and gradients within derived bounds: under
+autograd, torch.func, modes and tracers, and at edges of inputs."""
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ from reference.training.linear import operands
 from reference.training.recipe import recipe_of, saving_codes
 from tests.ao_lab.training.grouped.test_experts import GroupedExperts, Layer
 from tests.support.refusals import refused
-
-# Layers that train by a recipe under torch.func: the gradients of autograd, each example of vmap with scales of its own.
-
-# Modes, tracers and edges of inputs: what a layer that trains by a recipe does as torch's own, and what it refuses.
 
 
 def support_layer(name, outputs=32):

@@ -27,35 +27,36 @@ def elements(part, w):
     return np.repeat(part, w.shape[1] // part.shape[1], axis=1).astype(F32)
 
 
-def factored(x, w, bias):
+def left_to_right(x, w, codes, zeros):
     """s (sum of c x) - s z (sum of x), block by block, every sum from left to right in float32."""
-    codes, scale = w.codes.astype(np.int8).astype(F32), w.scale.astype(F32)
-    if w.scheme.format.bits == 4:
-        codes = ((w.codes.astype(np.int32) & 15 ^ 8) - 8).astype(F32)
-    size = w.shape[1] // scale.shape[1]
+    scale, blocks = w.scale.astype(F32), w.scale.shape[1]
+    size = w.shape[1] // blocks
     total = np.zeros((x.shape[0], w.shape[0]), F32)
-    for b in range(scale.shape[1]):
+    for b in range(blocks):
         products, inputs = np.zeros_like(total), np.zeros_like(total)
         for k in range(b * size, (b + 1) * size):
             products = products + x[:, k : k + 1] * codes[:, k]
             inputs = inputs + x[:, k : k + 1]
-        zero = 0 if w.zero is None else w.zero[:, b].astype(F32)
-        total = total + (products - zero * inputs) * scale[:, b]
+        total = total + (products - zeros[:, b] * inputs) * scale[:, b]
+    return total
+
+
+def signed(w):
+    """Codes of int8 or int4 as numbers."""
+    return (
+        (w.codes.astype(np.int32) & 15 ^ 8) - 8 if w.scheme.format.bits == 4 else w.codes.view(np.int8)
+    ).astype(F32)
+
+
+def factored(x, w, bias):
+    zeros = np.zeros_like(w.scale) if w.zero is None else w.zero
+    total = left_to_right(x, w, signed(w), zeros.astype(F32))
     return total if bias is None else total + bias
 
 
 def offset(x, w):
-    """The same with 24 added to codes, and taken off block by block."""
-    codes, scale = ((w.codes.astype(np.int32) & 15 ^ 8) - 8 + 24).astype(F32), w.scale.astype(F32)
-    size = w.shape[1] // scale.shape[1]
-    total = np.zeros((x.shape[0], w.shape[0]), F32)
-    for b in range(scale.shape[1]):
-        products, inputs = np.zeros_like(total), np.zeros_like(total)
-        for k in range(b * size, (b + 1) * size):
-            products = products + x[:, k : k + 1] * codes[:, k]
-            inputs = inputs + x[:, k : k + 1]
-        total = total + (products - 24 * inputs) * scale[:, b]
-    return total
+    """With 24 added to codes, and taken off block by block."""
+    return left_to_right(x, w, signed(w) + 24, np.full(w.scale.shape, 24, F32))
 
 
 def far(shape, seed, spread=6):

@@ -29,11 +29,10 @@ from reference.training.recipe import Operand
 from tests.support.grouped_cases import OFFSETS, E, offsets_of, poison, tensors
 from tests.support.refusals import refused
 
-# Where rows stand, without a look at offsets on the host: every place of every split.
-
 
 def expected(ends, rows, step):
-    """Sources of the padded places, and the group of each row and of each `step` places."""
+    """Where rows stand, without a look at offsets on the host: sources of the padded places, and the group of each row and of
+    each `step` places."""
     source, of_chunks = [], []
     for expert, (start, end) in enumerate(itertools.pairwise((0, *ends))):
         mine = list(range(start, end))
