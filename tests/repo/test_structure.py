@@ -36,6 +36,8 @@ SHARED_PREFIXES = {
 }
 #: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.
 TESTED_BY = {
+    "arrays.jax_bridge": "arrays/test_bridges.py",
+    "arrays.torch_bridge": "arrays/test_bridges.py",
     "formats.arithmetic": "formats/test_rounding.py",
     "formats.encode_bits": "formats/test_encode.py",
     "layers.rotary": "layers/test_gradients.py",
