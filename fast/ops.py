@@ -172,6 +172,14 @@ def _sample(arg: Any, dim: Any, at: int) -> Any:
     return arg if dim is None else arg.select(dim, at)
 
 
+def strides(*tensors: Any) -> tuple[Any, ...]:
+    """Where rows lie: kernels read them there. Nothing for what has no strides, which is refused elsewhere."""
+    try:
+        return tuple(t.stride() for t in tensors)
+    except (AttributeError, RuntimeError):
+        return ()
+
+
 def in_own_memory(made: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     """An operator's result: copied where it lies in the memory of an operand, which torch does not allow."""
     shared = made.untyped_storage().data_ptr() == operand.untyped_storage().data_ptr()

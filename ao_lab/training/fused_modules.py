@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and rotary embedding as one kernel each way: module, parameters, hooks and names stay, its class changes.
 
 A fused class is made of the module's own, so `isinstance` holds, and a state_dict is what it was. The arithmetic is that of
-`fast.rms_norm`, `fast.swiglu` and `fast.layers.attention`, with the gradients of `fast.layers.gradients`. A norm is rounded to
+`fast.rms_norm`, `fast.swiglu` and `fast.layers.attention`, with the gradients of `fast.layers`. A norm is rounded to
 the dtype once, after the weight, as torch's own is; modules of transformers that round before it too differ in the last
 place. Rotary embedding keeps torch's bits.
 
@@ -48,7 +48,7 @@ from ao_lab.transforms.layers import is_linear
 from fast.device import PLAIN
 from fast.layers.attention import rotary
 from fast.layers.column_sums import column_sums
-from fast.layers.gradients import swiglu_vjp
+from fast.layers.swiglu import swiglu_vjp
 from fast.ops import once_differentiable
 from reference.arrays.errors import choice
 from reference.training.recipe import Recipe

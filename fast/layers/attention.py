@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fast.dispatch import Function, execute, run
-from fast.ops import register
+from fast.ops import register, strides
 from reference.layers import rotary as specified
 
 #: Keys that a program loads at once.
@@ -100,20 +100,13 @@ def rotary(
     """
     if cosine.requires_grad or sine.requires_grad:
         raise ValueError("rotary's tables have no gradient, and one of them requires it; detach them")
-    y: torch.Tensor = run(ROTARY, None, (inverse, *_strides(x, cosine, sine)), (x, cosine, sine))
+    y: torch.Tensor = run(ROTARY, None, (inverse, *strides(x, cosine, sine)), (x, cosine, sine))
     return y
-
-
-def _strides(*tensors: Any) -> Values:
-    try:
-        return tuple(t.stride() for t in tensors)
-    except (AttributeError, RuntimeError):
-        return ()
 
 
 def rotary_op(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool) -> torch.Tensor:
     """x turned; memory of (B, T, H, D)."""
-    y = execute(ROTARY, None, (inverse, *_strides(x, cosine, sine)), (x, cosine, sine))
+    y = execute(ROTARY, None, (inverse, *strides(x, cosine, sine)), (x, cosine, sine))
     return _as_heads(y)
 
 

@@ -19,8 +19,7 @@ import torch
 
 from fast.dispatch import Function, execute, run
 from fast.launch.cache import settings
-from fast.layers.gradients import swiglu_vjp
-from fast.layers.ops import SWIGLU, strides
+from fast.layers.swiglu import SWIGLU, swiglu_vjp
 from fast.matmul.linear import LINEAR, LINEAR_OP
 from fast.matmul.weights import (
     FORM,
@@ -39,7 +38,7 @@ from fast.matmul.weights import (
     save_pair,
     times_weight,
 )
-from fast.ops import record_name, register
+from fast.ops import record_name, register, strides
 from reference import Quantized
 from reference.layers.swiglu import DTYPES
 from reference.schemes.schemes import record_of

@@ -138,6 +138,12 @@ def fresh_scales(
     return made
 
 
+def fresh_rows(x: torch.Tensor, scheme: str, packed: bool) -> list[torch.Tensor]:
+    """Empty codes and scales of a tensor like x, along its last axis."""
+    record = record_of(scheme)
+    return [fresh_codes(x, tuple(x.shape), record, packed), *fresh_scales(x, record, -1, True)]
+
+
 def _is_double(record: Scheme) -> bool:
     return record.outer is not None and record.outer.statistic != "absmax_elements"
 
@@ -171,6 +177,11 @@ def quantized_of(
         for one, want in zip(brought, wanted, strict=True)
     ]
     return Quantized(made[0], *stored, shape, axis, scheme, packed)
+
+
+def quantized_rows(made: Sequence[Any], x: torch.Tensor, name: str, packed: bool) -> Quantized:
+    """The same of a tensor like x, along its last axis, by the name of the scheme."""
+    return quantized_of(constant_record(name), made, tuple(x.shape), max(x.dim() - 1, 0), packed)
 
 
 def _quantize_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:

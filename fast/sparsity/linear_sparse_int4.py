@@ -18,10 +18,9 @@ import torch
 import reference
 from fast.dispatch import Function, execute, run
 from fast.layers.column_sums import column_sums
-from fast.layers.gradients import swiglu_vjp
-from fast.layers.ops import SWIGLU, strides
+from fast.layers.swiglu import SWIGLU, swiglu_vjp
 from fast.matmul.weights import has_float_inputs, refuse_scale_gradients
-from fast.ops import register
+from fast.ops import register, strides
 from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
 
 # `linear_sparse_int4` below its signature: kernel, reference, operator and gradient; see `fast.dispatch`.

@@ -143,7 +143,7 @@ def add_pieces_kernel(
 def rms_norm_vjp(
     g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, more: torch.Tensor | None, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """`fast.layers.gradients.rms_norm_vjp` by kernels, or None where the reference has to answer."""
+    """`fast.layers.normalize.rms_norm_vjp` by kernels, or None where the reference has to answer."""
     if not _covers(g, x, weight, more):
         return None
     name, length = FLOAT_NAMES[x.dtype], x.shape[-1]

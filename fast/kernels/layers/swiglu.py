@@ -116,7 +116,7 @@ def swiglu_gradient_kernel(
 def swiglu_vjp(
     g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`fast.layers.gradients.swiglu_vjp` by a kernel, or None where the reference has to answer."""
+    """`fast.layers.swiglu.swiglu_vjp` by a kernel, or None where the reference has to answer."""
     if not (covers(gate, up) and covers(gate, g)):
         return None
     call = Call({"g": g.contiguous(), "gate": gate, "up": up}, strided=True)

@@ -14,9 +14,7 @@ import torch
 
 from fast.dispatch import Function, execute, run
 from fast.gemm.choose import pair_is_faster
-from fast.layers.gradients import swiglu_vjp
-from fast.layers.ops import SWIGLU, strides
-from fast.layers.swiglu import swiglu
+from fast.layers.swiglu import SWIGLU, swiglu, swiglu_vjp
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.linear import (
     LINEAR_SMALL,
@@ -27,7 +25,7 @@ from fast.matmul.preshuffled.linear import (
     weight_of,
 )
 from fast.matmul.weights import Operands, Values, parts, refuse_scale_gradients, times_weight
-from fast.ops import record_name, register
+from fast.ops import record_name, register, strides
 from reference import Quantized
 from reference.layers.swiglu import DTYPES
 from reference.matmul.linear import check_linear

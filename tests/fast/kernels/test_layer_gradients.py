@@ -1,4 +1,4 @@
-"""The kernels of `fast.layers.gradients`, `rotary` and `column_sums`: their code for Hopper, and the bits of the last, those of
+"""The kernels of `fast.layers`, `rotary` and `column_sums`: their code for Hopper, and the bits of the last, those of
 the others being compared by `test_swiglu`."""
 
 import pytest

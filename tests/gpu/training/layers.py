@@ -14,7 +14,8 @@ import reference
 from fast.kernels import both_axes
 from fast.kernels import hadamard as hadamard_host
 from fast.layers.attention import rotary
-from fast.layers.gradients import rms_norm_vjp, swiglu_vjp
+from fast.layers.normalize import rms_norm_vjp
+from fast.layers.swiglu import swiglu_vjp
 from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES
 from reference.layers import normalize as specified_normalize
