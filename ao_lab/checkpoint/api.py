@@ -377,7 +377,9 @@ def _compressed(model: nn.Module, reasons: list[str], dtype: torch.dtype | None 
         stored.tensors.update({f"{path}.{key}": tensor for key, tensor in written.items()})
         outer = None if value.outer is None or value.is_meta else value.outer.item()
         stored.record(name, value, format=read.format, parts=list(read.tensors), outer=outer)
-        _note(stored, read)
+        stored.limits.update(dict.fromkeys(read.limits))
+        if not read.exact:
+            stored.inexact.update(dict.fromkeys(read.limits))
     if not reasons:
         packed = [path for path, packed in bare.items() if packed]
         reasons += unsupported_reasons(model, list(bare), packed, is_untied(model))
@@ -433,13 +435,6 @@ def _flat(model: nn.Module, layers: Mapping[str, tuple[str, Recipe, bool]], stor
         f"dense, quantize inputs PerTensor, or use layout='ao_lab'"
         for path in flat
     ]
-
-
-def _note(stored: Stored, read: Reading) -> None:
-    """What is to be known of a layer, once for all that are alike."""
-    stored.limits.update(dict.fromkeys(read.limits))
-    if not read.exact:
-        stored.inexact.update(dict.fromkeys(read.limits))
 
 
 def _own(model: nn.Module) -> Stored:
@@ -577,15 +572,6 @@ def without_spare_biases(records: Records, folder: Folder, model: nn.Module) -> 
 
 
 __all__ = [
-    "METHOD",
-    "OURS",
-    "REFUSAL",
-    "Saved",
-    "check_configuration",
-    "file_of_weights",
-    "load_pretrained",
-    "obstacles",
-    "save_pretrained",
-    "saved_dtype",
-    "write_model",
-]
+    "METHOD", "OURS", "REFUSAL", "Saved", "check_configuration", "file_of_weights", "load_pretrained", "obstacles",
+    "save_pretrained", "saved_dtype", "write_model",
+]  # fmt: skip

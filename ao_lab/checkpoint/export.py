@@ -58,17 +58,13 @@ def value_read(
     Scales count as they are given, float32 or narrower. A product of float32 that is rounded once is the product in `dtype`.
     """
     read = unpacked(export.read(tensors, q.scheme, q.shape))
-    codes, scale = fast.decode(read.codes, q.scheme.element), _scale_values(read)
+    codes, scale, storage = fast.decode(read.codes, q.scheme.element), read.scale, q.scheme.scale.storage
+    scale = scale if storage == "float32" else fast.decode(scale, storage)
     if read.zero is not None:
         codes = codes - _spread(read.zero.to(torch.float32), q)
     if "weight_global_scale" in tensors:
         scale = scale / tensors["weight_global_scale"]
     return (codes * _spread(scale, q)).to(dtype)
-
-
-def _scale_values(q: Quantized) -> torch.Tensor:
-    storage = q.scheme.scale.storage
-    return q.scale if storage == "float32" else fast.decode(q.scale, storage)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -116,7 +112,9 @@ def byte_specs(scheme: Scheme, shape: tuple[int, ...]) -> Specs:
 
 def word_specs(scheme: Scheme, shape: tuple[int, ...]) -> Specs:
     """pack-quantized: little-endian int32 words of rows, zero points likewise along the columns."""
-    bits, (rows, columns) = scheme.format.bits, _matrix(shape)
+    if len(shape) != 2:
+        raise ValueError(f"compressed-tensors holds matrices, got shape {shape}")
+    bits, (rows, columns) = scheme.format.bits, shape
     blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
     result = {
         "weight_packed": Spec(torch.int32, (rows, words(columns, bits))),
@@ -147,12 +145,6 @@ def _scale_spec(scheme: Scheme, blocks: tuple[int, ...]) -> Spec:
     """Block scales in their own dtype; e8m0 as bytes."""
     kept = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return Spec(kept.get(scheme.scale.storage, torch.uint8), blocks)
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    if len(shape) != 2:
-        raise ValueError(f"compressed-tensors holds matrices, got shape {shape}")
-    return shape[0], shape[1]
 
 
 # Tensors of weights, and back.
@@ -217,12 +209,12 @@ def _read_words(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Qua
             tensors["weight_zero_point"], bits, Blocks.of(shape, scheme.scale, -1).scale_shape
         )
     scale = _kept(tensors["weight_scale"], scheme)
-    return _packed(Quantized(codes, scale, None, zero, shape, 1, scheme))
+    return packed(Quantized(codes, scale, None, zero, shape, 1, scheme))
 
 
-def _packed(q: Quantized) -> Quantized:
+def packed(q: Quantized) -> Quantized:
     """q as `QuantizedTensor` stores it."""
-    if q.scheme.format.bits == 8:
+    if q.scheme.format.bits >= 8:
         return q
     return replace(q, codes=fast.pack(q.codes, q.scheme.format), packed=True)
 

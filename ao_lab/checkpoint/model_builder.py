@@ -119,11 +119,7 @@ def planned_model(
         f"{path} describes a model that is not built in {seconds:.0f} s, without its weights; a number in it is far too large, "
         "fetch it again"
     )
-    with (
-        limited_time(seconds, late),
-        parameters_without_memory(2 * count + 64, path),
-        torch.device("meta"),
-    ):
+    with limited_time(seconds, late), parameters_without_memory(2 * count + 64, path), torch.device("meta"):
         plan = _constructed(fields, dtype, path, default)
     size = sum(b.numel() * b.element_size() for b in plan.buffers())
     if size > LARGEST_BUFFERS:
@@ -299,8 +295,11 @@ def _names_there() -> frozenset[str]:
 
 
 @contextmanager
-def parameters_without_memory(most: int, path: Path) -> Iterator[None]:
-    """Parameters that modules register lie on the meta device; ValueError after `most` of them, and ten times the modules."""
+def parameters_without_memory(most: float = math.inf, path: Path = Path(CONFIG)) -> Iterator[None]:
+    """Parameters that modules register inside lie on the meta device; buffers, which no file may have, are real.
+
+    ValueError, which names the path, after `most` of them, and ten times the modules.
+    """
     count = modules = 0
 
     def module_registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:

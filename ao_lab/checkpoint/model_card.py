@@ -505,17 +505,6 @@ def number(value: int) -> str:
 
 
 __all__ = [
-    "CARD",
-    "CONFIG",
-    "RESULTS",
-    "SERVED_ARCHITECTURES",
-    "TASKS",
-    "architecture_of",
-    "card_beside",
-    "is_ours",
-    "loader_of",
-    "model_card",
-    "with_results",
-    "write_card",
-    "yaml_line",
-]
+    "CARD", "CONFIG", "RESULTS", "SERVED_ARCHITECTURES", "TASKS", "architecture_of", "card_beside", "is_ours",
+    "loader_of", "model_card", "with_results", "write_card", "yaml_line",
+]  # fmt: skip

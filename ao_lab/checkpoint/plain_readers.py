@@ -35,15 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.checkpoint.export import (
-    EXPORTS,
-    WORD_BYTES,
-    Export,
-    export_of,
-    same_bits,
-    value_read,
-    variants,
-)
+from ao_lab.checkpoint.export import EXPORTS, WORD_BYTES, Export, export_of, same_bits, value_read, variants
 from ao_lab.checkpoint.io.shards import Tensors
 from ao_lab.config.compressed_tensors import is_as_read
 from ao_lab.config.recipe import Recipe
@@ -262,14 +254,8 @@ TOKENS = ((3, 4, 5), (5, 4, 3))
 SAMPLES = 4000
 #: What a model's own code may raise for inputs that it does not take.
 FORWARD_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    IndexError,
-    KeyError,
-    AttributeError,
-    NotImplementedError,
-)
+    RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError,
+)  # fmt: skip
 
 
 @dataclass
@@ -297,7 +283,8 @@ def flat_inputs(model: nn.Module, layers: Collection[str]) -> tuple[list[str], l
 
 def _inputs(model: nn.Module, config: Any) -> dict[str, torch.Tensor]:
     """A small input of the kind that the model's configuration asks for."""
-    device, dtype = _where(model)
+    first = next(p for p in model.parameters() if p.is_floating_point())
+    device, dtype = first.device, first.dtype
     tokens = torch.tensor(TOKENS, device=device)
     name = str(model.main_input_name)
     result = {name: tokens}
@@ -309,19 +296,11 @@ def _inputs(model: nn.Module, config: Any) -> dict[str, torch.Tensor]:
 def _shape(name: str, config: Any) -> tuple[int, ...] | None:
     """The shape of an image, a spectrum or a wave; None for tokens."""
     if name == "pixel_values":
-        return 2, config.num_channels, *_pair(config.image_size)
+        size = config.image_size
+        return 2, config.num_channels, *(size if isinstance(size, (list, tuple)) else (size, size))
     if name == "input_features":
         return 2, config.num_mel_bins, 2 * config.max_source_positions
     return (2, SAMPLES) if name == "input_values" else None
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-
-
-def _where(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    first = next(p for p in model.parameters() if p.is_floating_point())
-    return first.device, first.dtype
 
 
 @contextmanager

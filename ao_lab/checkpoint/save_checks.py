@@ -137,13 +137,7 @@ def _check_state(model: nn.Module) -> None:
         raise ValueError(
             f"{shorten(missing)}: state_dict() does not hold them under their names; a state_dict hook renames or drops them"
         )
-    if sharded := [
-        name for name, value in state.items() if isinstance(value, torch.Tensor) and _sharded(value)
-    ]:
+    if sharded := [name for name, value in state.items() if hasattr(value, "full_tensor")]:
         raise ValueError(
             f"{shorten(sharded)} are distributed: gather the full weights into a plain model on one rank, and save that"
         )
-
-
-def _sharded(value: torch.Tensor) -> bool:
-    return hasattr(value, "full_tensor")

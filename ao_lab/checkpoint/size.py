@@ -124,7 +124,9 @@ def model_size(
     layers: dict[int, LayerSize] = {}
     for slot in quantizable_parameters(model):
         parameter, kind = slot.parameter, type(slot.module).__name__
-        change, size, scheme = changes.get(id(parameter)), _dense(parameter), _scheme(parameter)
+        change, size, scheme = changes.get(id(parameter)), _dense(parameter), ""
+        if isinstance(parameter, QuantizedTensor):
+            scheme = parameter.scheme.name
         if change is not None:
             shape = tuple(parameter.shape)[::-1] if change.transposed else tuple(parameter.shape)
             size = _size_of(change, shape)
@@ -139,10 +141,6 @@ def _size_of(change: Change, shape: tuple[int, ...]) -> Size:
     if change.config.sparsity is None:
         return weight_size(shape, change.recipe, axis=change.axis)
     return _size(own_specs(Meta(change.recipe, -1, torch.float32, layout=SPARSE), shape))
-
-
-def _scheme(t: torch.Tensor) -> str:
-    return t.scheme.name if isinstance(t, QuantizedTensor) else ""
 
 
 def _dense(t: torch.Tensor) -> Size:

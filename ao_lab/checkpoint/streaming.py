@@ -16,22 +16,26 @@ With a quantizer transformers reads in one thread and keeps no tensor that it ha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.checkpoint.experts import left_out_layers
 from ao_lab.checkpoint.formats import TORCHAO_KEY, quantization_of
 from ao_lab.checkpoint.io.shards import Folder, has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import CONFIG, checked_numbers, forget_code, model_class
+from ao_lab.checkpoint.model_builder import (
+    CONFIG,
+    checked_numbers,
+    forget_code,
+    model_class,
+    parameters_without_memory,
+)
 from ao_lab.checkpoint.records import KEY
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.config.base import Config, FqnToConfig, Observer
@@ -194,30 +198,11 @@ def quantize_pretrained(
 
 def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
     """The caller's model, its parameters without memory."""
-    with parameters_on_meta():
+    with parameters_without_memory():
         model = build()
     if dtype is not None:
         model.to(dtype=dtype)
     return model
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built inside get their parameters on the meta device; buffers, which no file may have, are real.
-
-    Memory that a parameter asks for is let go before anything is written to it.
-    """
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    hook: Any = register_module_parameter_registration_hook(on_meta)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def fill(model: nn.Module, folder: Path, loading: StreamedWeights) -> None:
@@ -279,4 +264,4 @@ def place(
             (module._buffers if key in module._buffers else module._parameters)[key] = value
 
 
-__all__ = ["is_quantized", "parameters_on_meta", "quantize_pretrained"]
+__all__ = ["is_quantized", "quantize_pretrained"]

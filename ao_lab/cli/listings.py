@@ -16,25 +16,14 @@ from ao_lab.cli.terminal import WrongInput, console, number, print_json, print_t
 if TYPE_CHECKING:
     from ao_lab.config.base import Config
     from reference.formats.formats import Format
-    from reference.schemes.schemes import Scale, Scheme
+    from reference.schemes.schemes import Scheme
 
 # Formats of up to this many bits are shown code by code, wider ones by their landmarks.
 TABLE_BITS = 8
 
 FORMAT_COLUMNS = (
-    "format",
-    "bits",
-    "exp",
-    "man",
-    "bias",
-    "max",
-    "min normal",
-    "smallest",
-    "epsilon",
-    "NaN",
-    "inf",
-    "-0",
-)
+    "format", "bits", "exp", "man", "bias", "max", "min normal", "smallest", "epsilon", "NaN", "inf", "-0",
+)  # fmt: skip
 TEXT_COLUMNS = ("format", "inf", "-0")
 
 
@@ -47,7 +36,8 @@ def show_formats(name: str | None, as_json: bool) -> None:
         if as_json:
             print_json(rows)
         else:
-            print_formats(rows)
+            numbers = [column for column in FORMAT_COLUMNS if column not in TEXT_COLUMNS]
+            print_table("Number formats", FORMAT_COLUMNS, map(format_cells, rows), numbers)
         return
     record = known(name, FORMATS, "format")
     details = describe_format(record)
@@ -55,11 +45,8 @@ def show_formats(name: str | None, as_json: bool) -> None:
         key = "values" if record.bits <= TABLE_BITS else "landmarks"
         print_json({**details, key: value_rows(record, listed_codes(record))})
     else:
-        print_table(
-            f"Format {record.name}",
-            ["property", "value"],
-            [[key, cell(value)] for key, value in details.items()],
-        )
+        cells = [[key, cell(value)] for key, value in details.items()]
+        print_table(f"Format {record.name}", ["property", "value"], cells)
         print_values(record)
 
 
@@ -94,12 +81,6 @@ def describe_format(record: Format) -> dict[str, Any]:
         "infinity": any(math.isinf(value) for value in values),
         "negative_zero": record.has_negative_zero,
     }
-
-
-def print_formats(rows: list[dict[str, Any]]) -> None:
-    """Formats as a table, one a line."""
-    numbers = [column for column in FORMAT_COLUMNS if column not in TEXT_COLUMNS]
-    print_table("Number formats", FORMAT_COLUMNS, [format_cells(row) for row in rows], numbers)
 
 
 def format_cells(row: Mapping[str, Any]) -> list[str]:
@@ -180,7 +161,8 @@ def show_schemes(name: str | None, as_json: bool) -> None:
         if as_json:
             print_json(record)
         else:
-            print_record(record)
+            rows = [[key, field_text(value)] for key, value in flat_fields(record)]
+            print_table(f"Scheme {record['name']}", ["field", "value"], rows)
     elif as_json:
         print_json([dataclasses.asdict(record) for record in SCHEMES.values()])
     else:
@@ -194,25 +176,8 @@ def scheme_cells(record: Scheme) -> list[str]:
     besides += [f"zero point as {record.zero.rule}"] if record.zero else []
     besides += [f"deviations: {len(record.deviations)}"] if record.deviations else []
     scale = record.scale
-    return [
-        record.name,
-        record.element,
-        str(scale.block),
-        scale_text(scale),
-        scale.storage,
-        ", ".join(besides),
-    ]
-
-
-def scale_text(scale: Scale) -> str:
-    """statistic/target and rule, as the tables of the design write them."""
-    return f"{scale.statistic}/{number(scale.target)} {scale.rule}"
-
-
-def print_record(record: Mapping[str, Any]) -> None:
-    """Every field of a record, a nested record as field.field."""
-    rows = [[key, field_text(value)] for key, value in flat_fields(record)]
-    print_table(f"Scheme {record['name']}", ["field", "value"], rows)
+    rule = f"{scale.statistic}/{number(scale.target)} {scale.rule}"
+    return [record.name, record.element, str(scale.block), rule, scale.storage, ", ".join(besides)]
 
 
 def flat_fields(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -253,16 +253,6 @@ def kind_of(given: object) -> str:
 
 
 __all__ = [
-    "CONFIGS",
-    "DEFAULT",
-    "PATTERN",
-    "Config",
-    "FqnToConfig",
-    "Observer",
-    "SchemeConfig",
-    "compiled_pattern",
-    "dtype_name",
-    "kind_of",
-    "operands",
-    "static_scales",
-]
+    "CONFIGS", "DEFAULT", "PATTERN", "Config", "FqnToConfig", "Observer", "SchemeConfig", "compiled_pattern",
+    "dtype_name", "kind_of", "operands", "static_scales",
+]  # fmt: skip

@@ -325,20 +325,9 @@ def mx_of(dtype: Any, mode: Any) -> Scheme:
 
 
 __all__ = [
-    "NO_LAYOUT",
-    "Float8DynamicActivationFloat8WeightConfig",
-    "Float8DynamicActivationInt4WeightConfig",
-    "Float8WeightOnlyConfig",
-    "Int4WeightOnlyConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig",
-    "Int8WeightOnlyConfig",
-    "IntxWeightOnlyConfig",
-    "LowBitWeightOnlyConfig",
-    "MXDynamicActivationMXWeightConfig",
-    "MXWeightOnlyConfig",
-    "NF4WeightOnlyConfig",
-    "NVFP4DynamicActivationNVFP4WeightConfig",
-    "NVFP4WeightOnlyConfig",
-    "float8_scheme",
-]
+    "NO_LAYOUT", "Float8DynamicActivationFloat8WeightConfig", "Float8DynamicActivationInt4WeightConfig",
+    "Float8WeightOnlyConfig", "Int4WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig", "Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "LowBitWeightOnlyConfig",
+    "MXDynamicActivationMXWeightConfig", "MXWeightOnlyConfig", "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4WeightOnlyConfig", "float8_scheme",
+]  # fmt: skip

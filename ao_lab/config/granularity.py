@@ -97,16 +97,6 @@ def is_asymmetric(mapping: Any) -> bool:
 
 
 __all__ = [
-    "GROUPS_OF_32",
-    "PER_ROW",
-    "ROWS",
-    "MappingType",
-    "PerAxis",
-    "PerBlock",
-    "PerGroup",
-    "PerRow",
-    "PerTensor",
-    "PerToken",
-    "block_of",
-    "is_asymmetric",
-]
+    "GROUPS_OF_32", "PER_ROW", "ROWS", "MappingType", "PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor",
+    "PerToken", "block_of", "is_asymmetric",
+]  # fmt: skip

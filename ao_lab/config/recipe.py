@@ -218,21 +218,7 @@ def check_sparsity(name: str, sparsity: str | None, recipe: Recipe) -> None:
 
 
 __all__ = [
-    "ACCUMULATIONS",
-    "KERNELS",
-    "SPARSE_KERNELS",
-    "Recipe",
-    "SparseRecipe",
-    "block_name",
-    "cast_scales",
-    "changed_recipe",
-    "check_sparsity",
-    "integer_scheme",
-    "named",
-    "numerics",
-    "power_of_two_outer",
-    "recipe_of",
-    "registered",
-    "stretched",
-    "unstorable_recipe",
-]
+    "ACCUMULATIONS", "KERNELS", "SPARSE_KERNELS", "Recipe", "SparseRecipe", "block_name", "cast_scales",
+    "changed_recipe", "check_sparsity", "integer_scheme", "named", "numerics", "power_of_two_outer", "recipe_of",
+    "registered", "stretched", "unstorable_recipe",
+]  # fmt: skip

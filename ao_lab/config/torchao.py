@@ -197,19 +197,12 @@ def _nvfp4_nvfp4(config: Any) -> Records:
 #: The records of each class, from its parameters.
 RECORDS_OF: dict[str, Callable[[Any], Records]] = {
     "Float8DynamicActivationFloat8WeightConfig": _float8_float8,
-    "Float8StaticActivationFloat8WeightConfig": _static_float8,
-    "Float8WeightOnlyConfig": _float8,
-    "Int4WeightOnlyConfig": _int4,
-    "Int8DynamicActivationInt8WeightConfig": _int8_int8,
-    "Int8DynamicActivationIntxWeightConfig": _int8_intx,
-    "Int8StaticActivationInt8WeightConfig": _static_int8,
-    "Int8WeightOnlyConfig": _int8,
-    "IntxWeightOnlyConfig": _intx,
-    "MXDynamicActivationMXWeightConfig": _mx_mx,
-    "MXWeightOnlyConfig": _mx,
-    "NF4WeightOnlyConfig": lambda config: ("torchao.nf4", None),
-    "NVFP4DynamicActivationNVFP4WeightConfig": _nvfp4_nvfp4,
-    "NVFP4WeightOnlyConfig": _nvfp4,
-}
+    "Float8StaticActivationFloat8WeightConfig": _static_float8, "Float8WeightOnlyConfig": _float8,
+    "Int4WeightOnlyConfig": _int4, "Int8DynamicActivationInt8WeightConfig": _int8_int8,
+    "Int8DynamicActivationIntxWeightConfig": _int8_intx, "Int8StaticActivationInt8WeightConfig": _static_int8,
+    "Int8WeightOnlyConfig": _int8, "IntxWeightOnlyConfig": _intx, "MXDynamicActivationMXWeightConfig": _mx_mx,
+    "MXWeightOnlyConfig": _mx, "NF4WeightOnlyConfig": lambda config: ("torchao.nf4", None),
+    "NVFP4DynamicActivationNVFP4WeightConfig": _nvfp4_nvfp4, "NVFP4WeightOnlyConfig": _nvfp4,
+}  # fmt: skip
 
 __all__ = ["RECORDS_OF", "as_torchao", "float8_record", "int8_record", "intx_record", "mx_record"]

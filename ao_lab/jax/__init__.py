@@ -25,13 +25,6 @@ except ModuleNotFoundError as error:
 register_jax()
 
 __all__ = [
-    "choose_scales",
-    "dequantize",
-    "dot_general",
-    "fake_quantize",
-    "from_torch",
-    "matmul",
-    "quantize",
-    "to_torch",
+    "choose_scales", "dequantize", "dot_general", "fake_quantize", "from_torch", "matmul", "quantize", "to_torch",
     "training",
-]
+]  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-#: A layer's name, the layer, and what sees its inputs: anything with `observe(name, module, x)`, as `ao_lab.config.observer`
+#: A layer's name, the layer, and what sees its inputs: anything with `observe(name, module, x)`, as `ao_lab.config.base`
 #: has.
 Watched = tuple[str, nn.Module, Any]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ao_lab
-from tests.ao_lab.checkpoint.formats.test_packed_llamas import packed_folder
+from tests.ao_lab.checkpoint.formats.test_compressed_tensors import packed_folder
 from tests.support.models.small_llama import save_llama
 from tests.support.runs import forks
 

@@ -122,7 +122,9 @@ def records_of(folder: Folder) -> Records:
 def tell(model: nn.Module, records: Records, folder: Folder) -> None:
     """Keep with a filled model where its weights are from, for `explain`; a warning for tensors that were left out."""
     reasons = {layer.name: layer.reason for layer in getattr(model, ATTRIBUTE, Report()).layers}
-    reasons |= {name: f"loaded, as {_source(weight)} stored it" for name, weight in records.weights.items()}
+    for name, weight in records.weights.items():
+        source = f"{weight.method} ({weight.format})" if weight.format else weight.method
+        reasons[name] = f"loaded, as {source} stored it"
     found = [described_layer(slot, reasons) for slot in quantizable_parameters(model)]
     object.__setattr__(model, ATTRIBUTE, Report(tuple(found)))
     for reason in dict.fromkeys(records.left_out.values()):
@@ -132,10 +134,6 @@ def tell(model: nn.Module, records: Records, folder: Folder) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def _source(weight: Weight) -> str:
-    return f"{weight.method} ({weight.format})" if weight.format else weight.method
 
 
 def completed(records: Records, folder: Folder) -> Records:

@@ -37,11 +37,8 @@ ELEMENT = torch.float8_e4m3fn
 E8M0, NAN_SCALE = "float8_e8m0fnu", 255
 #: How scales are stored, by the dtype of their tensor.
 STORAGE = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e8m0fnu: E8M0,
-    torch.uint8: E8M0,
-}
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float8_e8m0fnu: E8M0, torch.uint8: E8M0,
+}  # fmt: skip
 WAY_OUT = "fetch the folder again, or quantize the original model with ao_lab"
 
 

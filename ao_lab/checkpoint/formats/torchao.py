@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import fast
+from ao_lab.checkpoint.export import packed
 from ao_lab.checkpoint.formats import TORCHAO_KEY, reader
 from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
 from ao_lab.checkpoint.io.strict_json import parsed, parsed_object, shown
@@ -41,6 +41,7 @@ MX_ELEMENTS = {
     "fp6_e2m3": "float6_e2m3fn", "fp6_e3m2": "float6_e3m2fn",
 }  # fmt: skip
 STORAGE = {torch.float32: "_f32", torch.bfloat16: "_bf16", torch.float16: "_f16"}
+PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
 MX_MODES = ("floor", "rceil", "ceil", "even")
 WAY_OUT = "quantize the original model with ao_lab, or load the folder with torchao"
 
@@ -165,12 +166,13 @@ def _integers(
 
     def build(tensors: Tensors) -> Quantized:
         codes = tensors["qdata"].view(torch.uint8) & ((1 << bits) - 1)
-        scale = _kept(tensors["scale"]).reshape(blocks)
+        stored = tensors["scale"]
+        scale = (stored if stored.dtype == torch.float32 else stored.view(torch.uint16)).reshape(blocks)
         zero = tensors["zero_point"].reshape(blocks) if "zero_point" in tensors else None
         # Symmetric weights have zero points too, all of them 0.
         zero = zero if zero is not None and bool(zero.any()) else None
-        stored = scheme if zero is not None else scheme_of(block, False)
-        return packed(Quantized(codes, scale, None, zero, shape, len(shape) - 1, stored))
+        record = scheme if zero is not None else scheme_of(block, False)
+        return packed(Quantized(codes, scale, None, zero, shape, len(shape) - 1, record))
 
     return Read(
         Recipe(weight=scheme, activation=inputs), shape, given.dtype("dtype"), specs, build, static_scales
@@ -259,15 +261,7 @@ def read_mx(given: Given) -> Read:
         "qdata": Spec(byte, given.shape),
         "scale": _block_scales(given, scheme, shape, torch.float8_e8m0fnu),
     }
-    tiled = given.data.get("is_swizzled_scales") is True
-
-    def build(tensors: Tensors) -> Quantized:
-        scale = plain_scales(tensors["scale"], scheme, shape, tiled)
-        codes = tensors["qdata"].view(torch.uint8)
-        q = Quantized(codes, scale, None, None, shape, len(shape) - 1, scheme, half)
-        return q if half else packed(q)
-
-    return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("orig_dtype"), specs, build)
+    return _in_blocks(given, scheme, inputs, shape, specs, half)
 
 
 def mx_scheme(element: str, mode: str) -> Scheme:
@@ -289,31 +283,34 @@ def read_nvfp4(given: Given) -> Read:
     kwargs = plain(given.data.get("act_quant_kwargs"))
     inputs = None
     if isinstance(kwargs, dict):
-        inputs = SCHEMES[
-            "torchao.nvfp4" if kwargs.get("use_dynamic_per_tensor_scale") else "torchao.nvfp4_single_level"
-        ]
+        two_levels = kwargs.get("use_dynamic_per_tensor_scale")
+        inputs = SCHEMES["torchao.nvfp4" if two_levels else "torchao.nvfp4_single_level"]
+    stored = given.specs["qdata"].dtype
     shape = (*given.shape[:-1], given.shape[-1] * 2)
     specs = {
-        "qdata": Spec(
-            given.specs["qdata"].dtype if given.specs["qdata"].dtype == PAIRS else torch.uint8, given.shape
-        ),
+        "qdata": Spec(stored if stored == PAIRS else torch.uint8, given.shape),
         "scale": _block_scales(given, scheme, shape, torch.float8_e4m3fn),
     }
     if outer:
         specs["per_tensor_scale"] = Spec(torch.float32, ())
+    return _in_blocks(given, scheme, inputs, shape, specs, True)
+
+
+def _in_blocks(
+    given: Given, scheme: Scheme, inputs: Scheme | None, shape: tuple[int, ...], specs: Specs, pairs: bool
+) -> Read:
+    """Floats in blocks whose scales are bytes; `pairs`: two codes a byte."""
     tiled = given.data.get("is_swizzled_scales") is True
+    blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
 
     def build(tensors: Tensors) -> Quantized:
-        scale = plain_scales(tensors["scale"], scheme, shape, tiled)
-        codes = tensors["qdata"].view(torch.uint8)
-        return Quantized(
-            codes, scale, tensors.get("per_tensor_scale"), None, shape, len(shape) - 1, scheme, True
-        )
+        flat = tensors["scale"].contiguous().view(torch.uint8).reshape(-1)
+        scale = untile_scales(flat, (blocks[0], blocks[1])) if tiled else flat.reshape(blocks)
+        codes, outer = tensors["qdata"].view(torch.uint8), tensors.get("per_tensor_scale")
+        q = Quantized(codes, scale, outer, None, shape, len(shape) - 1, scheme, pairs)
+        return q if pairs else packed(q)
 
     return Read(Recipe(weight=scheme, activation=inputs), shape, given.dtype("orig_dtype"), specs, build)
-
-
-PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 def _block_scales(given: Given, scheme: Scheme, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
@@ -331,31 +328,10 @@ def _block_scales(given: Given, scheme: Scheme, shape: tuple[int, ...], dtype: t
     return Spec(dtype, counts)
 
 
-def plain_scales(scale: torch.Tensor, scheme: Scheme, shape: tuple[int, ...], tiled: bool) -> torch.Tensor:
-    """Scales row by row, as bytes."""
-    blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
-    flat = scale.contiguous().view(torch.uint8).reshape(-1)
-    return untile_scales(flat, (blocks[0], blocks[1])) if tiled else flat.reshape(blocks)
-
-
-def packed(q: Quantized) -> Quantized:
-    """q as `QuantizedTensor` stores it."""
-    return (
-        q if q.scheme.format.bits >= 8 else replace(q, codes=fast.pack(q.codes, q.scheme.format), packed=True)
-    )
-
-
-def _kept(scale: torch.Tensor) -> torch.Tensor:
-    return scale if scale.dtype == torch.float32 else scale.view(torch.uint16)
-
-
 READERS: dict[str, Callable[[Given], Read]] = {
-    "Int8Tensor": read_int8,
-    "IntxUnpackedToInt8Tensor": read_intx,
-    "Float8Tensor": read_float8,
-    "MXTensor": read_mx,
+    "Int8Tensor": read_int8, "IntxUnpackedToInt8Tensor": read_intx, "Float8Tensor": read_float8, "MXTensor": read_mx,
     "NVFP4Tensor": read_nvfp4,
-}
+}  # fmt: skip
 
 
 DENSE = "Tensor"
@@ -410,7 +386,10 @@ def weight_of(name: str, entry: Mapping[str, Any], folder: Folder) -> Weight:
         if reader is None:
             raise ValueError(f"{shown(kind)} cannot be read, these can: {', '.join(READERS)}; {WAY_OUT}")
         read = reader(Given(data, {part: folder.specs[full] for part, full in names.items()}))
-        dtype = _float_dtype(read.dtype)
+        if read.dtype not in WEIGHT_DTYPES:
+            known = ", ".join(WEIGHT_DTYPES)
+            raise ValueError(f"the weight's dtype is one of {known}, got {shown(read.dtype)}")
+        dtype = WEIGHT_DTYPES[read.dtype]
         _check_parts(read.specs, folder, names)
         meta = Meta(read.recipe, -1, dtype)
         check_recipe(meta, read.shape)
@@ -422,12 +401,6 @@ def weight_of(name: str, entry: Mapping[str, Any], folder: Folder) -> Weight:
 def _whole(read: Read, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
     q = read.build(tensors)
     return from_quantized(q, replace(read.recipe, weight=q.scheme), dtype, read.input_scales(tensors))
-
-
-def _float_dtype(name: str) -> torch.dtype:
-    if name not in WEIGHT_DTYPES:
-        raise ValueError(f"the weight's dtype is one of {', '.join(WEIGHT_DTYPES)}, got {shown(name)}")
-    return WEIGHT_DTYPES[name]
 
 
 def _check_parts(specs: Specs, folder: Folder, names: Mapping[str, str]) -> None:

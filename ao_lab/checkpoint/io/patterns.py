@@ -177,13 +177,10 @@ def _end(name: str, p: int) -> bool:
 
 
 CLASSES: dict[Any, Callable[[str], bool]] = {
-    CODES.CATEGORY_DIGIT: str.isdecimal,
-    CODES.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
-    CODES.CATEGORY_SPACE: str.isspace,
-    CODES.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
-    CODES.CATEGORY_WORD: _is_word,
-    CODES.CATEGORY_NOT_WORD: lambda c: not _is_word(c),
-}
+    CODES.CATEGORY_DIGIT: str.isdecimal, CODES.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
+    CODES.CATEGORY_SPACE: str.isspace, CODES.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
+    CODES.CATEGORY_WORD: _is_word, CODES.CATEGORY_NOT_WORD: lambda c: not _is_word(c),
+}  # fmt: skip
 PLACES: dict[Any, Callable[[str, int], bool]] = {
     CODES.AT_BEGINNING: lambda name, p: p == 0,
     CODES.AT_BEGINNING_STRING: lambda name, p: p == 0,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ao_lab.checkpoint.io.files import save_file
 from ao_lab.checkpoint.io.strict_json import parsed_object, read_object, regular_size, shown
 
 LOG = logging.getLogger(__name__)
@@ -80,16 +81,16 @@ def write_files(
 ) -> list[Path]:
     """Write the tensors, in files of at most `limit` bytes (a larger tensor has its own); each carries the metadata.
 
-    `stem`: what the files are called, COMMON or OWN. The folder has no weights yet: see `io.writing.staged`.
+    `stem`: what the files are called, COMMON or OWN. The folder has no weights yet: see `io.files.staged`.
     """
-    from ao_lab.checkpoint.io.files import save_file
-
-    shards = _shards(tensors, limit)
-    single = f"{stem}.safetensors"
-    names = [single] if len(shards) == 1 else [_shard_name(stem, i, len(shards)) for i in range(len(shards))]
+    shards, single = _shards(tensors, limit), f"{stem}.safetensors"
+    count = len(shards)
+    names = (
+        [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [single]
+    )
     for name, shard in zip(names, shards, strict=True):
         save_file(_apart(shard), folder / name, metadata=metadata)
-    if len(shards) > 1:
+    if count > 1:
         where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": sum(map(_size, tensors.values()))}, "weight_map": where}
         (folder / f"{single}.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -255,10 +256,6 @@ def _shards(tensors: Tensors, limit: int) -> list[Tensors]:
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _shard_name(stem: str, index: int, count: int) -> str:
-    return f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 LENGTH_BYTES = 8

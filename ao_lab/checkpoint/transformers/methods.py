@@ -88,17 +88,12 @@ def _saving(dense: Any) -> Any:
                 kwargs["state_dict"] = once(self.state_dict() if state is None else state)
             return dense(self, save_directory, *args, **kwargs)
         if any(isinstance(module, LoRALinear) for module in self.modules()):
-            return saved_in_training(self, save_directory, *args, **kwargs)
+            warn_of_adapters(self)
+            with as_plain(self):
+                return saved(self, save_directory, *args, **kwargs)
         return saved(self, save_directory, *args, **kwargs)
 
     return save_pretrained
-
-
-def saved_in_training(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """Write a model whose adapters train beside quantized weights; see `ao_lab.checkpoint.transformers.methods`."""
-    warn_of_adapters(model)
-    with as_plain(model):
-        saved(model, save_directory, *args, **kwargs)
 
 
 def saved(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -496,13 +491,10 @@ def gathered(model: nn.Module) -> Iterator[bool]:
     try:
         for module, name, p in places:
             module._parameters[name] = known[id(p)]
-        yield not _in_group() or torch.distributed.get_rank() == 0
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        yield alone or torch.distributed.get_rank() == 0
     finally:
         for module, name, p in places:
             module._parameters[name] = p
         if places:
             torch.distributed.barrier()
-
-
-def _in_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

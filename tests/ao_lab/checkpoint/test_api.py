@@ -61,15 +61,10 @@ FORMATS = [
     ("compressed_tensors.nvfp4", None, "nvfp4-pack-quantized"),
 ]
 OURS = [
-    ("nf4", None),
-    ("mxint8", None),
-    ("fp8_rowwise_e5m2", None),
-    ("nvfp4", "nvfp4"),
-    ("int8_rowwise", "int8_rowwise"),
-    ("fp8_rowwise", "fp8_tensorwise"),
-    ("int3_g32_asymmetric", "compressed_tensors.int8_token"),
+    ("nf4", None), ("mxint8", None), ("fp8_rowwise_e5m2", None), ("nvfp4", "nvfp4"), ("int8_rowwise", "int8_rowwise"),
+    ("fp8_rowwise", "fp8_tensorwise"), ("int3_g32_asymmetric", "compressed_tensors.int8_token"),
     ("int4_g128", "fp8_rowwise"),
-]
+]  # fmt: skip
 TOKENS = torch.arange(20).reshape(2, 10)
 # The reciprocal that readers divide by gives the wrong bits for some outer scales: a neighbour helps one, none helps the other.
 NEIGHBOUR, NONE = "0x1.1aaaac0000000p+0", "0x1.ad55540000000p+0"

@@ -9,15 +9,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import ao_lab
 from ao_lab import SCHEMES, Int8WeightOnlyConfig, load_pretrained, quantize_pretrained
 from ao_lab.checkpoint import model_builder
+from ao_lab.checkpoint.formats import completed
 from ao_lab.checkpoint.io import strict_json
-from ao_lab.checkpoint.records import check_recipe
+from ao_lab.checkpoint.io.shards import look_at
+from ao_lab.checkpoint.records import Records, check_recipe, dense_names, read_records
 from ao_lab.cli.evaluate import by_transformers
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.metadata import Meta
-from tests.ao_lab.checkpoint.corrupted.mutated_bases import identities, made_bases, outcome, small_model
-from tests.ao_lab.checkpoint.corrupted.mutated_files import Case
+from tests.ao_lab.checkpoint.corrupted.mutated_files import Case, identities, made_bases, outcome, small_model
 
 pytest.importorskip("transformers")
 
@@ -353,3 +355,34 @@ def test_blocks_far_longer_than_the_tensor_are_refused():
     )
     with pytest.raises(ValueError, match="too long for a tensor of shape"):
         check_recipe(Meta(Recipe(weight=scheme), -1, torch.float32), (8, 64))
+
+
+# Records of weights: each tensor of a folder belongs to one of them.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two quantized layers, saved."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    ao_lab.quantize_(model, ao_lab.Int8WeightOnlyConfig())
+    path = tmp_path_factory.mktemp("records") / "model"
+    ao_lab.save_pretrained(model, path)
+    return path
+
+
+def test_two_weights_of_one_tensor(folder):
+    """Refused of this library's folders, and of others'."""
+    opened = look_at(folder)
+    records = read_records(opened)
+    assert set(dense_names(records.weights, opened)) == {"0.bias", "1.bias"}
+    first, second = records.weights["0.weight"], records.weights["1.weight"]
+    part, full = next(iter(first.names.items()))
+    both = {"0.weight": first, "1.weight": replace(second, names={**second.names, part: full})}
+    said = f"1.weight and 0.weight are both made of {full}; fetch it again"
+    with pytest.raises(ValueError, match=said):
+        dense_names(both, opened)
+    with pytest.raises(ValueError, match=said):
+        completed(Records(both, (), {}), opened)
+    left = replace(records, left_out={full: "not needed"})
+    with pytest.raises(ValueError, match=f"0.weight and what is left out are both made of {full}"):
+        completed(left, opened)

@@ -25,7 +25,7 @@ from ao_lab.checkpoint.experts import STEP, gathered, mapping_of, read_while_loa
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.cli.app import main
 from ao_lab.config.recipe import Recipe, named
-from tests.ao_lab.checkpoint.formats.folders.published_experts import FP8, deepseek, write
+from tests.ao_lab.checkpoint.formats.folders.published_layouts import FP8, deepseek, write
 from tests.support.models.expert_models import MODELS, TOKENS, model_of, saved
 
 # Mixtures of experts through `ao-lab quantize` and `save_pretrained`: plain transformers computes what our model computes.

@@ -1,11 +1,15 @@
 """Folders with packed zero points or float32 scales: plain transformers has the weights' values, or nothing is written."""
 
 import json
+import re
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from torch import nn
 
+import ao_lab
 from ao_lab import (
     FqnToConfig,
     Int4WeightOnlyConfig,
@@ -17,11 +21,17 @@ from ao_lab import (
     save_pretrained,
 )
 from ao_lab import save_pretrained as save
-from ao_lab.checkpoint.plain_readers import flat_inputs
+from ao_lab.checkpoint.export import export_of, quantization_config
+from ao_lab.checkpoint.plain_readers import flat_inputs, unsupported_reasons
+from ao_lab.checkpoint.vllm_rules import RULES, refused_by_vllm, vllm_rule
+from ao_lab.config.recipe import Recipe, named
+from tests.ao_lab.config.test_every_config import ARGUMENTS
 from tests.ao_lab.quantization.test_models import MODELS
 
 # Layers whose inputs have two axes: transformers finds one scale for all their tokens, so their export is refused.
 
+pytest.importorskip("compressed_tensors")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 CONFIG = Int8DynamicActivationInt8WeightConfig().for_layout("compressed-tensors")
 INPUT_RANK_SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,8 +56,7 @@ def linears(model):
 
 
 @pytest.mark.parametrize(
-    ("make", "flat"),
-    [(opt, ["fc1", "fc2"]), (classifier, ["bert.pooler.dense", "classifier"])],
+    ("make", "flat"), [(opt, ["fc1", "fc2"]), (classifier, ["bert.pooler.dense", "classifier"])]
 )
 def test_flat_layers_are_found_and_refused(make, flat, tmp_path):
     model = make().train()
@@ -81,8 +90,6 @@ def test_models_of_ones_own_are_not_run():
     assert flat_inputs(nn.Sequential(nn.Linear(4, 4)), ["0"]) is None
 
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
 COMPRESSED = "compressed-tensors"
 BF16, F32 = torch.bfloat16, torch.float32
 SIZES = {
@@ -220,3 +227,167 @@ def test_zero_points_alone_keep_auto_from_nothing(config, dtype, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert ".from_pretrained(" in card
     assert "quantization_config=" not in card
+
+
+# Classes of transformers that cannot load packed or tied quantized layers: predicted where from_pretrained fails.
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+DECODER = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+SEEN = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LOADABLE_MODELS = {
+    # Its vision tower is a model of transformers of its own, which initializes its layers.
+    "Gemma3ForConditionalGeneration": lambda: transformers.Gemma3Config(
+        text_config={**SEEN, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 32},
+        vision_config={**SEEN, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    ),
+    "T5ForConditionalGeneration": lambda: transformers.T5Config(**T5),
+    "FalconForCausalLM": lambda: transformers.FalconConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2
+    ),
+    "LlamaForCausalLM": lambda: transformers.LlamaConfig(**DECODER, tie_word_embeddings=True),
+    "BertForMaskedLM": lambda: transformers.BertConfig(**DECODER),
+}
+#: (class, scheme, whether the head is quantized too): from_pretrained fails.
+FAILS = {
+    ("T5ForConditionalGeneration", "int8_rowwise_cast", True), ("T5ForConditionalGeneration", "int8_rowwise_cast", False),
+    ("T5ForConditionalGeneration", "fp8_rowwise_cast", True),
+    ("FalconForCausalLM", "int8_rowwise_cast", True), ("FalconForCausalLM", "int8_rowwise_cast", False),
+    ("Gemma3ForConditionalGeneration", "int8_rowwise_cast", True),
+    ("Gemma3ForConditionalGeneration", "int8_rowwise_cast", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("scheme", ["int8_rowwise_cast", "fp8_rowwise_cast"])
+@pytest.mark.parametrize("name", LOADABLE_MODELS)
+def test_what_is_predicted_happens(tmp_path, monkeypatch, name, scheme, head):
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(LOADABLE_MODELS[name]()).to(torch.bfloat16).eval()
+    accepts = lambda m, path: isinstance(m, nn.Linear) and (head or "head" not in path)  # noqa: E731
+    quantize_(model, SchemeConfig(scheme=scheme), accepts)
+    fails = (name, scheme, head) in FAILS
+    saved = save_pretrained(model, tmp_path / "auto")
+    assert saved.layout == ("ao_lab" if fails else "compressed-tensors")
+    assert any("from_pretrained fails in transformers" in reason for reason in saved.reasons) == fails
+    monkeypatch.setattr("ao_lab.checkpoint.api.unsupported_reasons", lambda *arguments: [])
+    save_pretrained(model, tmp_path / "plain", layout="compressed-tensors")
+    if fails:
+        with pytest.raises((AttributeError, RuntimeError)):
+            kind.from_pretrained(tmp_path / "plain")
+    else:
+        kind.from_pretrained(tmp_path / "plain")
+
+
+def test_other_models_are_not_asked():
+    assert unsupported_reasons(nn.Sequential(nn.Linear(2, 2)), ["0"], ["0"], False) == []
+
+
+# vLLM's loader rules as a table: what it serves of the configurations that we write, and what it refuses.
+
+
+W4, W8, FP4, MX4, MX8 = "WNA16", "WNA16", "W4A16Fp4", "W4A4Mxfp4", "W8A8Mxfp8"
+#: Of each configuration that compressed-tensors can say, with the arguments of test_every_config: vLLM's scheme, None: refused.
+SERVED = {
+    "Float8DynamicActivationFloat8WeightConfig": ["W8A8Fp8", "W8A8Fp8", "W8A8Fp8"],
+    "Float8StaticActivationFloat8WeightConfig": ["W8A8Fp8", "W8A8Fp8"],
+    "Float8WeightOnlyConfig": ["W8A16Fp8"],
+    "Int4WeightOnlyConfig": [W4, W4],
+    "Int8DynamicActivationInt8WeightConfig": ["W8A8Int8", "W8A8Int8"],
+    "Int8DynamicActivationIntxWeightConfig": [None],
+    "Int8StaticActivationInt8WeightConfig": ["W8A8Int8", "W8A8Int8"],
+    "Int8WeightOnlyConfig": [W8],
+    "IntxWeightOnlyConfig": [None, None, W4, None, None, None, W8, None, None],
+    "LowBitWeightOnlyConfig": [None],
+    "MXDynamicActivationMXWeightConfig": [MX8, MX4],
+    "MXWeightOnlyConfig": [MX8, MX4],
+    "NVFP4WeightOnlyConfig": [FP4],
+}
+
+
+def written(name):
+    """The configurations of a class's examples that compressed-tensors can say, as they are written."""
+    made = []
+    for given in ARGUMENTS[name]:
+        try:
+            config = getattr(ao_lab, name)(**given).for_layout("compressed-tensors")
+        except ValueError:
+            continue
+        recipe, static = config.recipe(), "Static" in name
+        made.append(quantization_config({"a.b": (export_of(recipe).name, recipe, static)}, ["lm_head"]))
+    return made
+
+
+def served(config):
+    (group,) = config["config_groups"].values()
+    found = None if refused_by_vllm(config) else vllm_rule(group, config["format"])
+    return found and found.scheme.removeprefix("CompressedTensors")
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_configuration_that_is_written(name):
+    configs = written(name)
+    assert [served(config) for config in configs] == SERVED.get(name, [])
+    for config in configs:
+        assert [bool(line) for line in refused_by_vllm(config)] == ([] if served(config) else [True])
+        # The client's own schema takes what was written and says it the same way.
+        client = QuantizationConfig.model_validate(config)
+        assert client.format == config["format"]
+        assert client.config_groups["group_0"].weights.strategy is not None
+
+
+def test_refusals_are_told():
+    (config,) = written("LowBitWeightOnlyConfig")
+    assert refused_by_vllm(config) == [
+        "group_0: vLLM has no scheme for weights of 3-bit int, channel in pack-quantized"
+    ]
+    (config,) = written("Int8DynamicActivationIntxWeightConfig")
+    assert "beside inputs of 8-bit int, token in pack-quantized" in refused_by_vllm(config)[0]
+
+
+def test_presets_of_the_client_are_served():
+    """llm-compressor's own names, in the formats that compressed-tensors infers for them."""
+    formats = {
+        "W4A16": ("pack-quantized", "WNA16"), "W8A16": ("pack-quantized", "WNA16"), "W8A8": ("int-quantized", "W8A8Int8"),
+        "FP8": ("float-quantized", "W8A8Fp8"), "FP8_DYNAMIC": ("float-quantized", "W8A8Fp8"),
+        "FP8_BLOCK": ("float-quantized", "W8A8Fp8"), "NVFP4A16": ("nvfp4-pack-quantized", "W4A16Fp4"),
+        "MXFP4": ("mxfp4-pack-quantized", "W4A4Mxfp4"), "W4A8": ("int-quantized", "W4A8Fp8"),
+    }  # fmt: skip
+    for preset, (fmt, wanted) in formats.items():
+        group = {
+            part: None if args is None else args.model_dump(mode="json")
+            for part, args in PRESET_SCHEMES[preset].items()
+        }
+        found = vllm_rule(group, fmt)
+        assert found is not None
+        assert found.scheme == f"CompressedTensors{wanted}", preset
+
+
+def test_one_table():
+    assert len(RULES) == 12
+    assert vllm_rule({"weights": None, "input_activations": None}, "int-quantized") is None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_quantized_head_is_named(several):
+    """vLLM's head (ParallelLMHead) is no `Linear` to it: a group has it by name, wherever a model for text lies."""
+    head = ("pack-quantized", Recipe(weight=named("int8_rowwise")), False)
+    other = ("pack-quantized", Recipe(weight=named("int4_g32")), False) if several else head
+    made = quantization_config({"model.a": other, "lm_head": head}, [], ["lm_head"])
+    named_in = [
+        group
+        for group in made["config_groups"].values()
+        if any(t.startswith("re:") and re.match(t[3:], "language_model.lm_head") for t in group["targets"])
+    ]
+    assert [group["weights"]["num_bits"] for group in named_in] == [8]
+    without = quantization_config({"model.a": other}, ["lm_head"], ["lm_head"])
+    assert not any("re:" in t for group in without["config_groups"].values() for t in group["targets"])

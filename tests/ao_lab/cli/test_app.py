@@ -1,6 +1,7 @@
 """The command line: what it prints, where it prints it, and how it fails."""
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import math
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+import reference
 from ao_lab import __version__
-from ao_lab.cli import plugins
+from ao_lab.cli import doctor, plugins
 from ao_lab.cli.app import main
-from ao_lab.cli.listings import bit_fields
+from ao_lab.cli.listings import WITHOUT_EFFECT, bit_fields, config_classes, options_of
 from ao_lab.cli.terminal import number, strict
+from fast.cpu import capability
 from reference import FORMATS, SCHEMES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -322,3 +325,169 @@ def test_help_imports_nothing_heavy():
     code += "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+# `ao-lab doctor`: true codes pass, wrong ones are found, and what is missing is no fault.
+
+
+@pytest.fixture(scope="module")
+def findings():
+    return {finding.name: finding for finding in doctor.examine()}
+
+
+def test_probe_codes_are_those_of_ml_dtypes():
+    """The codes that probes compare with, by an encoder that we did not write (which has NaN where we saturate)."""
+    inputs = np.clip(np.asarray(doctor.PROBE_INPUT, np.float32), -448, 448)
+    codes = inputs.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert codes.tolist() == list(doctor.PROBE_CODES)
+    block = np.asarray(doctor.BLOCK_CODES, np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = np.asarray(doctor.BLOCK_SCALE, np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert (block * scale).tolist() == list(doctor.BLOCK_INPUT)
+
+
+def test_this_machine_is_healthy(findings):
+    assert [f for f in findings.values() if f.status == "failed" or (f.required and f.status != "ok")] == []
+
+
+def test_installed_peers_are_probed(findings):
+    assert findings["reference, jax"].status == findings["reference, jax under jit"].status == "ok"
+    assert findings["torchao"].status == "ok"
+
+
+def test_everything_missing_has_reason_and_remedy(findings):
+    for finding in findings.values():
+        assert finding.detail or (finding.reason and finding.remedy), finding
+
+
+def test_wrong_codes_are_found(monkeypatch, capsys):
+    """A rule that is off by one code fails the probe, and the exit code says so."""
+    encode = reference.encode
+    monkeypatch.setattr(reference, "encode", lambda x, fmt: encode(x, fmt) ^ 1)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    (found,) = [finding for finding in report["findings"] if finding["name"] == "reference, numpy"]
+    assert found["status"] == "failed"
+    assert "01 81 39" in found["reason"]
+    assert "00 80 38" in found["reason"]
+
+
+def test_missing_library_is_no_fault(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax" else find_spec(name))
+    findings = {finding.name: finding for finding in doctor.examine()}
+    assert findings["jax"].status == findings["reference, jax"].status == "missing"
+    assert findings["reference, jax"].reason == "jax is not installed"
+    assert doctor.healthy(list(findings.values()))
+
+
+def test_broken_part_is_a_fault():
+    def broken():
+        raise RuntimeError("first line\nsecond line")
+
+    finding = doctor.part("x", broken)
+    assert (finding.status, finding.reason) == ("failed", "RuntimeError: first line")
+    assert not doctor.healthy([finding])
+
+
+def test_required_part_that_is_missing_is_a_fault():
+    assert not doctor.healthy([doctor.Finding(name="x", status="missing", required=True)])
+    assert doctor.healthy([doctor.Finding(name="x", status="missing")])
+
+
+@pytest.mark.parametrize(("capability", "word"), [((8, 0), "FP8"), ((9, 0), "block-scaled"), ((10, 0), "")])
+def test_limits_of_generations(capability, word):
+    assert word in doctor.limits(capability)
+
+
+def test_table_is_printed(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "reference, numpy" in out
+    assert "FAILED" not in out
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_it_says_what_the_cpu_has(monkeypatch, bfloat16):
+    found = capability.CpuCapability(
+        instructions="AVX2", bfloat16=bfloat16, float16=False, int8=False, amx=False
+    )
+    monkeypatch.setattr(capability, "cpu_capability", lambda: found)
+    finding = doctor.cpu()
+    assert finding.status == "ok"
+    assert str(found) in finding.detail
+    assert f"{torch.get_num_threads()} threads" in finding.detail
+    assert ("no bfloat16 instructions" in finding.reason) == (not bfloat16)
+    assert bool(finding.remedy) == (not bfloat16)
+
+
+# Configurations by name: what there is, what they take, and the nearest to a wrong name.
+
+
+def test_every_configuration_is_listed(capsys):
+    assert main(["configs", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(config_classes())
+    assert rows["NVFP4DynamicActivationNVFP4WeightConfig"]["activation"] == "nvfp4"
+    assert main(["configs"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {name} " in out for name in rows)
+
+
+@pytest.mark.parametrize("name", config_classes())
+def test_options_of_a_configuration_are_those_that_change_something(capsys, name):
+    assert main(["configs", name, "--json"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert list(options) == list(options_of(config_classes()[name]))
+    assert not {*WITHOUT_EFFECT, "scheme", "activation_scheme", "sparsity"} & set(options)
+    assert main(["configs", name]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {option} " in out for option in options)
+
+
+def test_defaults_are_what_the_command_takes(capsys):
+    """A granularity by its name, as --option reads it."""
+    assert main(["configs", "Int8DynamicActivationIntxWeightConfig", "--json"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    assert options["weight_granularity"] == "PerGroup(32)"
+    assert list(options)[-2:] == ["kernel", "axis"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["configs", "Int4WeightOnly"], "the nearest are Int4WeightOnlyConfig"),
+        (
+            ["quantize", "{folder}", "{out}", "--config", "Int4WeightOnly"],
+            "the nearest are Int4WeightOnlyConfig",
+        ),
+        (["quantize", "{folder}", "{out}", "--config", "mxpf4"], "mxfp4"),
+        (["quantize", "{folder}", "{out}", "--config", "qqqq"], "`ao-lab configs` lists them"),
+        (
+            ["quantize", "{folder}", "{out}", "--config", "Int4WeightOnlyConfig", "--option", "x=1"],
+            "no option x; it has group_size, kernel, axis (ao-lab configs shows",
+        ),
+        (
+            ["quantize", "meta-llama/Llama-3.2-1B", "{out}", "--config", "mxfp4"],
+            "not fetched: hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B does",
+        ),
+        (["eval", "meta-llama/Llama-3.2-1B"], "hf download meta-llama/Llama-3.2-1B"),
+        (["tune", "meta-llama/Llama-3.2-1B", "--recipe", "rowwise"], "hf download meta-llama/Llama-3.2-1B"),
+        (["eval", "{out}/a"], "has no config.json; give a folder that ao-lab quantize or transformers wrote"),
+        (
+            ["quantize", "{folder}", "{out}", "--config", "nf4", "--layout", "compressed-tensors"],
+            "compressed-tensors has no format for nf4",
+        ),
+    ],
+)
+def test_wrong_names_are_one_line_before_any_work(capsys, tmp_path, monkeypatch, arguments, words):
+    """Before transformers is imported, and a line says that work goes on."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr("ao_lab.cli.quantize.needed", lambda name: pytest.fail(f"{name} was imported"))
+    assert main([one.format(folder=folder, out=tmp_path / "out") for one in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err

@@ -6,7 +6,16 @@ import shutil
 import pytest
 import torch
 
-from ao_lab import Int8WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_pretrained
+from ao_lab import (
+    Int8WeightOnlyConfig,
+    QuantizedTensor,
+    SparseQuantizedTensor,
+    SparsityConfig,
+    load_pretrained,
+    quantize_,
+    quantize_pretrained,
+    sparsify_,
+)
 from ao_lab.cli.app import main
 from ao_lab.cli.layout import SkippedLayers
 from ao_lab.cli.quantize import config_of
@@ -335,12 +344,8 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 SEEN = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-}
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+}  # fmt: skip
 #: Models of which compressed-tensors cannot hold a layer: class, configuration, dtype.
 LACKING = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}, "float32"),
@@ -503,3 +508,61 @@ def test_layers_that_are_not_counted_are_told(folder, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 0}))
     with pytest.warns(UserWarning, match="has weights of model.layers.0, which its config.json leaves out"):
         quantize_pretrained(tmp_path / "model", Int8WeightOnlyConfig())
+
+
+# `ao-lab quantize --sparsity 2:4`: pruned, quantized, compressed, and read again.
+
+__all__ = ["folder"]
+
+
+def is_block(module, path):
+    return isinstance(module, torch.nn.Linear) and path != "lm_head"
+
+
+def test_a_folder_with_compressed_weights(capsys, folder, tmp_path):
+    target = tmp_path / "out"
+    command = [
+        "quantize",
+        str(folder),
+        str(target),
+        "--config",
+        "Int8WeightOnlyConfig",
+        "--sparsity",
+        "2:4",
+        "--json",
+    ]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layout"] == "ao_lab"
+    assert "pruned to 2:4 by magnitude" in told["changes"][0]
+    layers = {row["layer"]: row for row in told["layers"]}
+    one = layers["model.layers.0.mlp.down_proj.weight"]
+    assert (one["sparsity"], one["storage"]) == ("2:4 by magnitude", "compressed")
+    assert one["bytes"] == 128 * 256 // 2 + 128 * 256 // 8 + 128 * 4
+    assert layers["lm_head.weight"]["storage"] == "dense"
+    found = load_pretrained(target)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    sparsify_(model, SparsityConfig(), is_block)
+    quantize_(model, Int8WeightOnlyConfig(sparsity="2:4"), is_block)
+    for (name, a), (_, b) in zip(found.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert isinstance(found.model.layers[0].mlp.down_proj.weight, SparseQuantizedTensor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "int8_rowwise", "--sparsity", "1:4"], "sparsity"),
+        (["--config", "nf4", "--sparsity", "2:4"], "flattened"),
+        (
+            ["--config", "int8_rowwise", "--sparsity", "2:4", "--layout", "compressed-tensors"],
+            "no format of 2:4 weights",
+        ),
+        (["--config", "int8_rowwise", "--option", "sparsity=2:4"], "--sparsity 2:4 prunes them too"),
+    ],
+)
+def test_wrong_input(capsys, folder, tmp_path, arguments, message):
+    code, err = complaint(capsys, folder, tmp_path / "out", *arguments)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "out").exists()

@@ -235,12 +235,7 @@ def test_reproduce_says_what_was_kept(tmp_path, number, code):
     environment = {**os.environ, "AO_LAB_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BUSY, str(tmp_path / "reports")]
     process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "started\n"
     time.sleep(0.5)

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 import fast
 from ao_lab import NVFP4WeightOnlyConfig
 from ao_lab.checkpoint.plain_readers import reading
-from ao_lab.config.compressed_tensors import activation_as_read, is_as_read, reader_activation
+from ao_lab.config.compressed_tensors import activation_as_read, common_name, is_as_read, reader_activation
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.tensor.quantized_tensor import quantized
 from reference import SCHEMES, Scales
@@ -222,3 +222,26 @@ def test_the_price_of_the_power_of_two():
         ratio = made["nvfp4_pow2"].outer / made["nvfp4"].outer
         assert 1 <= float(ratio) < 2
         assert float(made["nvfp4_pow2"].outer).hex().startswith("0x1.0000000000000p")
+
+
+# What others call a recipe.
+
+
+@pytest.mark.parametrize(
+    ("weight", "inputs", "name"),
+    [
+        ("int8_rowwise_cast", "compressed_tensors.int8_token", "W8A8 INT8, per channel, inputs per token"),
+        ("int4_g128", None, "W4A16 INT4, group size 128"),
+        ("int4_g32_asymmetric", None, "W4A16 INT4, group size 32, zero points"),
+        ("int4_g32", "int8_rowwise", "W4A8 INT4, group size 32, INT8 inputs per token"),
+        ("fp8_128x128", "fp8_1x128", "W8A8 FP8, per block of 128x128, inputs group size 128"),
+        ("fp8_rowwise_e5m2", None, "W8A16 FP8 (E5M2), per channel"),
+        ("mxfp4", "mxfp8_e4m3", "W4A8 MXFP4, group size 32, MXFP8 inputs group size 32"),
+        ("mxfp6_e2m3", None, "W6A16 MXFP6 (E2M3), group size 32"),
+        ("nvfp4", "nvfp4", "W4A4 NVFP4, group size 16, inputs group size 16"),
+        ("nf4", None, "W4A16 NF4, blocks of 64"),
+        ("int1_g32", None, "W1A16 INT1, group size 32, zero points"),
+    ],
+)
+def test_names(weight, inputs, name):
+    assert common_name(Recipe(weight=named(weight), activation=named(inputs))) == name

@@ -69,12 +69,9 @@ def test_every_dtype_and_shape_is_shared(dtype, shape):
 
 
 VIEWS = {
-    "columns": lambda t: t[:, 1:],
-    "transposed": lambda t: t.t(),
-    "odd address": lambda t: t.flatten()[4:],
-    "expanded": lambda t: t[:1].expand(8, -1),
-    "every second": lambda t: t[::2],
-}
+    "columns": lambda t: t[:, 1:], "transposed": lambda t: t.t(), "odd address": lambda t: t.flatten()[4:],
+    "expanded": lambda t: t[:1].expand(8, -1), "every second": lambda t: t[::2],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

@@ -82,18 +82,11 @@ CUSTOM_CALL = "triton_kernel_call_ffi"
 TWO_LEVELS = replace(SCHEMES["fp8_rowwise"], name="two_levels", outer=SCHEMES["nvfp4"].outer)
 #: Scheme: the dtype of its factor, and how many scales sums are multiplied by.
 FACTORS = {
-    "fp8_tensorwise": ("bfloat16", 1),
-    "fp8_rowwise": ("bfloat16", 1),
-    "int8_rowwise": ("bfloat16", 1),
-    "mxfp8_e5m2": ("bfloat16", 0),
-    "mxint8": ("bfloat16", 0),
-    "nvfp4": ("bfloat16", 1),
-    "fp8_1x128": ("float32", 0),
-    "int4_g32_asymmetric": ("float32", 0),
-    "nf4": ("float32", 0),
-    "torchao.fp8_rowwise_training": ("float32", 0),
+    "fp8_tensorwise": ("bfloat16", 1), "fp8_rowwise": ("bfloat16", 1), "int8_rowwise": ("bfloat16", 1),
+    "mxfp8_e5m2": ("bfloat16", 0), "mxint8": ("bfloat16", 0), "nvfp4": ("bfloat16", 1), "fp8_1x128": ("float32", 0),
+    "int4_g32_asymmetric": ("float32", 0), "nf4": ("float32", 0), "torchao.fp8_rowwise_training": ("float32", 0),
     TWO_LEVELS: ("bfloat16", 2),
-}
+}  # fmt: skip
 
 
 #: Whose values are dequantized in float32, as those of fp8_1x128 are.

@@ -14,13 +14,9 @@ from tests.ao_lab.jax import modes as jax_modes
 MESHES = [mode for mode in jax_modes.MODES if "mesh" in mode]
 #: By day: modes here, and functions in them.
 HERE = [
-    ("encode", "strict"),
-    ("decode", "x64"),
-    ("choose_scales", "strict"),
-    ("choose_scales", "x64"),
-    ("choose_scales", "rank"),
-    ("matmul", "strict"),
-]
+    ("encode", "strict"), ("decode", "x64"), ("choose_scales", "strict"), ("choose_scales", "x64"),
+    ("choose_scales", "rank"), ("matmul", "strict"),
+]  # fmt: skip
 ON_MESHES = ["decode", "fake_quantize fp8_rowwise", "dot_general"]
 
 

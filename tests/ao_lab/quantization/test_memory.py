@@ -22,7 +22,7 @@ from ao_lab import (
     quantize_,
     save_pretrained,
 )
-from ao_lab.checkpoint.streaming import parameters_on_meta
+from ao_lab.checkpoint.model_builder import parameters_without_memory
 from ao_lab.gemm.select import PRODUCTS
 from ao_lab.quantization import api
 from experiments.models.llama import LanguageModel, ModelSettings
@@ -234,7 +234,7 @@ def test_a_saved_model_fills_one_without_numbers(tmp_path):
     real = language_model()
     quantize_(real, Int4WeightOnlyConfig())
     save_pretrained(real, tmp_path)
-    with parameters_on_meta():
+    with parameters_without_memory():
         empty = LanguageModel(ModelSettings(layers=2)).eval()
     quantize_(empty, Int4WeightOnlyConfig())
     load_pretrained(tmp_path, empty)

@@ -8,11 +8,9 @@ from collections import Counter
 import pytest
 
 from ao_lab.checkpoint import api, records
-from tests.ao_lab.checkpoint.corrupted import mutations_of_checkpoints as mutations
-from tests.ao_lab.checkpoint.corrupted.mutated_bases import limits, made_bases, outcome
-from tests.ao_lab.checkpoint.corrupted.mutated_files import Case
-from tests.ao_lab.checkpoint.corrupted.mutations_of_checkpoints import FILES
-from tests.ao_lab.checkpoint.corrupted.mutations_of_configurations import BUILT, CONFIGS, SHARDED
+from tests.ao_lab.checkpoint.corrupted import mutations
+from tests.ao_lab.checkpoint.corrupted.mutated_files import Case, limits, made_bases, outcome
+from tests.ao_lab.checkpoint.corrupted.mutations import BUILT, CONFIGS, FILES, SHARDED
 
 pytest.importorskip("transformers")
 COUNT = 1000
@@ -74,12 +72,7 @@ def test_what_was_not_broken_loads(bases, tmp_path):
 
 
 NOTHING = {
-    "check_specs": (
-        records,
-        mutations.same_size_dtype,
-        mutations.other_shape,
-        mutations.resize_tensor,
-    ),
+    "check_specs": (records, mutations.same_size_dtype, mutations.other_shape, mutations.resize_tensor),
     "_check_description": (records, mutations.record_block, mutations.record_other),
     "_check_names": (records, mutations.shared_names),
     "_check_dense": (records, mutations.same_size_dtype),

@@ -47,7 +47,7 @@ def test_groups_of_another_size(tmp_path, style):
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
 def test_what_the_library_itself_exported(kind):
     """Folders that nvidia-modelopt 0.47 exported, and what its own tensor classes dequantize
-    (`tests.ao_lab.checkpoint.formats.folders.modelopt_library`)."""
+    (`tests.ao_lab.checkpoint.formats.folders.modelopt_folders`)."""
     wanted = load_file(DATA / kind / "expected" / "dense.safetensors")
     check(load_pretrained(DATA / kind), wanted)
 

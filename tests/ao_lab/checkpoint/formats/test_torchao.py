@@ -10,7 +10,7 @@ from torch import nn
 
 from ao_lab import QuantizedTensor, load_pretrained
 from tests.ao_lab.checkpoint.corrupted.mutated_files import Case, at, places
-from tests.ao_lab.checkpoint.corrupted.mutations_of_checkpoints import HOSTILE, TEXTS
+from tests.ao_lab.checkpoint.corrupted.mutations import HOSTILE, TEXTS
 
 torchao = pytest.importorskip("torchao")
 safetensors_support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")

@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from ao_lab.checkpoint.io.shards import INDEX, check_pickled, look_at, read_header
+from ao_lab.checkpoint.io.strict_json import check_scheme_fields
+from reference import SCHEMES
+from reference.schemes.schemes import scheme_fields
 
 X = torch.arange(4, dtype=torch.float32)
 
@@ -127,3 +130,15 @@ def test_an_index_of_pickles_names_files_of_its_folder_alone(tmp_path, index, me
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         check_pickled(tmp_path)
+
+
+# Records of schemes as others may have written them.
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mmxfp4", "mxfp4\nint8", "\ud800", "mx\u202efp4"])
+def test_names_of_schemes_are_shown_as_they_are(name):
+    """Reports and tables show them; names of formats are checked where formats are made."""
+    fields = scheme_fields(SCHEMES["mxfp4"])
+    check_scheme_fields(fields, "weight")
+    with pytest.raises(ValueError, match=r"weight: name is printable text on one line, got .*\\"):
+        check_scheme_fields(fields | {"name": name}, "weight")

@@ -10,12 +10,8 @@ INT8 = {"num_bits": 8, "type": "int"}
 INT4 = {"num_bits": 4, "type": "int"}
 FP8 = {"num_bits": 8, "type": "float"}
 MX = {
-    "type": "float",
-    "strategy": "group",
-    "group_size": 32,
-    "scale_dtype": "torch.uint8",
-    "zp_dtype": "torch.uint8",
-}
+    "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+}  # fmt: skip
 NVFP4 = {
     "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn",
     "zp_dtype": "torch.float8_e4m3fn",

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import reference
 from ao_lab.checkpoint.formats import third_party_records
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.records import whole_weights
@@ -51,3 +54,25 @@ def read(path, name="layer.weight"):
     """The weight that load_pretrained would put into a model."""
     folder = look_at(path)
     return whole_weights(folder, third_party_records(folder))[name]
+
+
+# Random layers of unsigned integers, as other libraries' checkpoints hold them, and the codes of what was read.
+
+
+def random_layer(bits, inputs, outputs, group, seed, lowest=0):
+    """Unsigned codes, zero points and float16 scales (positive, negative, subnormal, infinite, NaN)."""
+    rng = np.random.default_rng(seed)
+    groups = 1 if group == -1 else -(-inputs // group)
+    codes = rng.integers(0, 1 << bits, (outputs, inputs))
+    zeros = rng.integers(lowest, 1 << bits, (outputs, groups))
+    scales = torch.from_numpy(rng.integers(0, 1 << 16, (outputs, groups)).astype(np.uint16)).view(
+        torch.float16
+    )
+    return codes, zeros, scales
+
+
+def stored_codes(weight):
+    """Unsigned codes of a stored weight of integers, as its file had them."""
+    fmt = weight.scheme.format
+    signed = reference.unpack(weight.codes.numpy(), fmt, tuple(weight.shape)).astype(int)
+    return (signed + (1 << (fmt.bits - 1))) % (1 << fmt.bits)

@@ -21,16 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 ABSENT = (
-    "accelerate",
-    "pcre",
-    "logbar",
-    "device_smi",
-    "threadpoolctl",
-    "tokenicer",
-    "defuser",
-    "datasets",
-    "dill",
-)
+    "accelerate", "pcre", "logbar", "device_smi", "threadpoolctl", "tokenicer", "defuser", "datasets", "dill",
+)  # fmt: skip
 VERSIONS = {
     "gptq": "auto_gptq 0.7.1, gptqmodel 7.7.0",
     "awq": "autoawq 0.2.9",
