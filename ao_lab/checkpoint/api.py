@@ -45,7 +45,7 @@ from ao_lab.checkpoint.io.shards import (
     remove_others,
     write_files,
 )
-from ao_lab.checkpoint.io.strict_json import check_scheme_fields, read_object, shown
+from ao_lab.checkpoint.io.strict_json import check_scheme_fields, shown
 from ao_lab.checkpoint.model_builder import (
     CONFIG,
     NAMED_WEIGHTS,
@@ -57,6 +57,7 @@ from ao_lab.checkpoint.model_builder import (
     fill,
     heads,
     planned_model,
+    read_config,
     read_settings,
     settings_text,
 )
@@ -317,7 +318,7 @@ def check_configuration(path: Path, records: Records) -> None:
     """config.json, where there is one, says the same of quantized weights as the records do."""
     if not (path / CONFIG).exists():
         return
-    given = read_object(path / CONFIG, nonfinite=True).get(QUANTIZATION)
+    given = read_config(path).get(QUANTIZATION)
     if given is None:
         return
     where = f"{QUANTIZATION} of {path / CONFIG}"
@@ -540,7 +541,7 @@ def saved_dtype(folder: Path) -> str | None:
     """The dtype in which config.json says that a model was; None where it says none."""
     if not (folder / CONFIG).is_file():
         return None
-    fields = read_object(folder / CONFIG, nonfinite=True)
+    fields = read_config(folder)
     name = fields.get("dtype", fields.get("torch_dtype"))
     return name if isinstance(name, str) else None
 

@@ -159,7 +159,7 @@ def _write_bytes(q: Quantized) -> Tensors:
 def _read_bytes(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Quantized:
     blocks = Blocks.of(shape, scheme.scale, -1).scale_shape
     zero = tensors.get("weight_zero_point") if scheme.zero is not None else None
-    scale = _kept(tensors["weight_scale"], scheme)
+    scale = _stored_scale(tensors["weight_scale"], scheme)
     codes = tensors["weight"].view(torch.uint8)
     return Quantized(
         codes, scale.reshape(blocks), None, None if zero is None else zero.reshape(blocks), shape, 1, scheme
@@ -172,7 +172,7 @@ def _scale(q: Quantized) -> torch.Tensor:
     return scale.view(torch.bfloat16) if q.scheme.scale.storage == "bfloat16" else scale
 
 
-def _kept(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def _stored_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The inverse of `_scale`, whatever the dtype that a program gave them in between."""
     if scheme.scale.storage == "bfloat16":
         return scale.to(torch.bfloat16).view(torch.uint16)
@@ -208,7 +208,7 @@ def _read_words(tensors: Tensors, scheme: Scheme, shape: tuple[int, ...]) -> Qua
         zero = zeros_of_words(
             tensors["weight_zero_point"], bits, Blocks.of(shape, scheme.scale, -1).scale_shape
         )
-    scale = _kept(tensors["weight_scale"], scheme)
+    scale = _stored_scale(tensors["weight_scale"], scheme)
     return packed(Quantized(codes, scale, None, zero, shape, 1, scheme))
 
 

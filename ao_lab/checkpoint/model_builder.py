@@ -129,17 +129,20 @@ def planned_model(
     return plan
 
 
-@contextmanager
-def checked_numbers(folder: Path) -> Iterator[None]:
-    """A dense folder's model is built by transformers inside. ValueError before, where it is more than the folder's files can
-    fill, has a NaN for a number, or where its configuration names code on the Hub.
+def dense_model(folder: Path, **given: Any) -> Any:
+    """What transformers' `from_pretrained(folder, **given)` makes of a dense folder. Nothing is fetched, no code of it is run.
 
-    What else may be wrong with its configuration is transformers' to say: what it, its validators and torch raise for one that
-    makes no model (strings for numbers, factors of another length) is one ValueError, which names the file.
+    ValueError before, where it is more than the folder's files can fill, has a NaN for a number, or where its configuration
+    names code on the Hub. What else may be wrong with its configuration is transformers' to say: what it, its validators and
+    torch raise for one that makes no model (strings for numbers, factors of another length) is one ValueError, which names the
+    file.
     """
+    transformers = needed("transformers")
+    load: Any = (model_class(read_config(folder)) or transformers.AutoModelForCausalLM).from_pretrained
     unbuilt = _unbuilt(folder)
     try:
-        yield
+        # Left open, transformers asks at the terminal whether to run a folder's code.
+        result = load(folder, local_files_only=True, trust_remote_code=False, **given)
     except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -147,11 +150,13 @@ def checked_numbers(folder: Path) -> Iterator[None]:
         if told is None:
             raise
         raise told from error
+    _forget_code(result[0] if isinstance(result, tuple) else result)
+    return result
 
 
 def _unbuilt(folder: Path) -> ValueError | None:
-    """Why no model can be built of a configuration without its weights, if so; ValueError as `checked_numbers` has before."""
-    fields = read_object(folder / CONFIG, nonfinite=True)
+    """Why no model can be built of a configuration without its weights, if so; ValueError as `dense_model` has before."""
+    fields = read_config(folder)
     _refuse_kernels(fields, folder / CONFIG)
     check_named_weights(folder / CONFIG, fields.get(NAMED_WEIGHTS))
     check_pickled(folder)
@@ -199,11 +204,16 @@ def built(folder: Path, count: int, dtype: torch.dtype | None) -> nn.Module:
         return _constructed(configuration(folder), dtype, path).eval()
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it is; ValueError that names it where it is no JSON object."""
+    return read_object(folder / CONFIG, nonfinite=True)
+
+
 def configuration(folder: Path) -> dict[str, Any]:
     """config.json without its part about quantization and without what chooses code; {} where there is no file."""
     if not (folder / CONFIG).exists():
         return {}
-    fields: dict[str, Any] = _plain(read_object(folder / CONFIG, nonfinite=True), folder / CONFIG)
+    fields: dict[str, Any] = _plain(read_config(folder), folder / CONFIG)
     return {name: value for name, value in fields.items() if name not in (QUANTIZATION, NAMED_WEIGHTS)}
 
 
@@ -334,7 +344,7 @@ def parameters_without_memory(most: float = math.inf, path: Path = Path(CONFIG))
             handle.remove()
 
 
-def forget_code(model: nn.Module) -> None:
+def _forget_code(model: nn.Module) -> None:
     """Take what names a folder's own code off the configuration of a model of transformers' own classes."""
     for module in model.modules():
         # Some modules have a plain dictionary called config.

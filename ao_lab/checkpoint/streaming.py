@@ -28,14 +28,7 @@ from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.checkpoint.experts import left_out_layers
 from ao_lab.checkpoint.formats import TORCHAO_KEY, quantization_of
 from ao_lab.checkpoint.io.shards import Folder, has_weights, look_at
-from ao_lab.checkpoint.io.strict_json import read_object
-from ao_lab.checkpoint.model_builder import (
-    CONFIG,
-    checked_numbers,
-    forget_code,
-    model_class,
-    parameters_without_memory,
-)
+from ao_lab.checkpoint.model_builder import CONFIG, dense_model, parameters_without_memory
 from ao_lab.checkpoint.records import KEY
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.config.base import Config, FqnToConfig, Observer
@@ -46,116 +39,6 @@ from ao_lab.quantization.plan import planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Progress
 from ao_lab.transforms.select import Filter
-
-
-def read_by_transformers(
-    folder: Path,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    dtype: torch.dtype | None,
-    observers: Mapping[str, Observer] | None,
-    progress: Progress | None,
-) -> nn.Module:
-    """The quantized model of a folder; see `ao_lab.checkpoint.streaming`."""
-    transformers = needed("transformers")
-    from ao_lab.checkpoint.transformers.quantizer import Job
-
-    fields = described(folder)
-    job = Job(config, filter_fn, device, observers, progress)
-    load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
-    carrier = HfConfig()
-    carrier.job = job
-    # Left open, transformers asks at the terminal whether to run a folder's code.
-    given: dict[str, Any] = {
-        "local_files_only": True,
-        "trust_remote_code": False,
-        "quantization_config": carrier,
-    }
-    given["dtype"] = dtype or "auto"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            with checked_numbers(folder):
-                model, told = load(folder, output_loading_info=True, **given)
-        finally:
-            if job.error is not None:
-                raise job.error
-    # Transformers would go on with random values.
-    if told["missing_keys"]:
-        raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
-    forget(model)
-    if has_weights(folder) and (left := left_out_layers(look_at(folder), model)):
-        warnings.warn(
-            f"{folder} has weights of {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which its {CONFIG} leaves out: "
-            "the model has fewer layers; correct their number there",
-            UserWarning,
-            stacklevel=3,
-        )
-    forget_code(model)
-    job.finish(model)
-    return model  # type: ignore[no-any-return]
-
-
-def forget(model: Any) -> None:
-    """Take what transformers notes of a quantizer off the model: to it, the model is an ordinary one. How the weights were
-    renamed stays, which transformers 5.24 takes off too: saving undoes it, as with a model that was read dense."""
-    conversions = getattr(model, "_weight_conversions", None)
-    model.hf_quantizer.remove_quantization_config(model)
-    model._weight_conversions = conversions
-    del model.is_quantized
-    for module in model.modules():
-        # Some modules have a plain dictionary called config.
-        getattr(getattr(module, "config", module), "__dict__", {}).pop("_is_quantized", None)
-
-
-def described(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; ValueError where there is none, and for files that cannot be read."""
-    if not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
-        )
-    fields = read_object(folder / CONFIG, nonfinite=True)
-    if has_weights(folder):
-        look_at(folder)
-    return fields
-
-
-# `quantize_pretrained` of a folder that holds quantized weights: they stay as they are, what is dense is quantized.
-
-
-def is_quantized(folder: Path) -> bool:
-    """Whether a folder says that it holds quantized weights, in config.json or in its files' metadata."""
-    if quantization_of(folder) is not None:
-        return True
-    return has_weights(folder) and not {KEY, TORCHAO_KEY}.isdisjoint(look_at(folder).metadata)
-
-
-def quantized_further(
-    folder: Path,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    build: Callable[[], nn.Module] | None,
-    dtype: torch.dtype | None,
-    observers: Mapping[str, Observer] | None,
-    progress: Progress | None,
-) -> nn.Module:
-    """The model that `load_pretrained` makes of the folder, its dense weights quantized as `quantize_` does.
-
-    ValueError that says what the folder holds where nothing is left to be quantized, or `config` cannot be applied to it.
-    """
-    model = load_pretrained(folder, None if build is None else build(), dtype=dtype)
-    loaded = explain(model).changed
-    try:
-        quantize_(model, config, filter_fn, device, observers=observers, progress=progress)
-    except ValueError as error:
-        kinds = sorted({layer.scheme for layer in loaded})
-        raise ValueError(
-            f"{folder} is quantized already: {len(loaded)} weights in {', '.join(kinds[:4])} "
-            f"({loaded[0].name if loaded else 'none'}, for instance), which stay as they are. Of the rest: {error}"
-        ) from error
-    return model
 
 
 def quantize_pretrained(
@@ -202,6 +85,100 @@ def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Mo
         model = build()
     if dtype is not None:
         model.to(dtype=dtype)
+    return model
+
+
+def read_by_transformers(
+    folder: Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    dtype: torch.dtype | None,
+    observers: Mapping[str, Observer] | None,
+    progress: Progress | None,
+) -> nn.Module:
+    """The quantized model of a folder; see `ao_lab.checkpoint.streaming`."""
+    needed("transformers")
+    from ao_lab.checkpoint.transformers.quantizer import Job
+
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
+        )
+    if has_weights(folder):
+        look_at(folder)
+    job = Job(config, filter_fn, device, observers, progress)
+    carrier = HfConfig()
+    carrier.job = job
+    given = {"output_loading_info": True, "quantization_config": carrier, "dtype": dtype or "auto"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            model, told = dense_model(folder, **given)
+        finally:
+            if job.error is not None:
+                raise job.error
+    # Transformers would go on with random values.
+    if told["missing_keys"]:
+        raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
+    forget(model)
+    if has_weights(folder) and (left := left_out_layers(look_at(folder), model)):
+        warnings.warn(
+            f"{folder} has weights of {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which its {CONFIG} leaves out: "
+            "the model has fewer layers; correct their number there",
+            UserWarning,
+            stacklevel=3,
+        )
+    job.finish(model)
+    return model  # type: ignore[no-any-return]
+
+
+def forget(model: Any) -> None:
+    """Take what transformers notes of a quantizer off the model: to it, the model is an ordinary one. How the weights were
+    renamed stays, which transformers 5.24 takes off too: saving undoes it, as with a model that was read dense."""
+    conversions = getattr(model, "_weight_conversions", None)
+    model.hf_quantizer.remove_quantization_config(model)
+    model._weight_conversions = conversions
+    del model.is_quantized
+    for module in model.modules():
+        # Some modules have a plain dictionary called config.
+        getattr(getattr(module, "config", module), "__dict__", {}).pop("_is_quantized", None)
+
+
+# `quantize_pretrained` of a folder that holds quantized weights: they stay as they are, what is dense is quantized.
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a folder says that it holds quantized weights, in config.json or in its files' metadata."""
+    if quantization_of(folder) is not None:
+        return True
+    return has_weights(folder) and not {KEY, TORCHAO_KEY}.isdisjoint(look_at(folder).metadata)
+
+
+def quantized_further(
+    folder: Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    build: Callable[[], nn.Module] | None,
+    dtype: torch.dtype | None,
+    observers: Mapping[str, Observer] | None,
+    progress: Progress | None,
+) -> nn.Module:
+    """The model that `load_pretrained` makes of the folder, its dense weights quantized as `quantize_` does.
+
+    ValueError that says what the folder holds where nothing is left to be quantized, or `config` cannot be applied to it.
+    """
+    model = load_pretrained(folder, None if build is None else build(), dtype=dtype)
+    loaded = explain(model).changed
+    try:
+        quantize_(model, config, filter_fn, device, observers=observers, progress=progress)
+    except ValueError as error:
+        kinds = sorted({layer.scheme for layer in loaded})
+        raise ValueError(
+            f"{folder} is quantized already: {len(loaded)} weights in {', '.join(kinds[:4])} "
+            f"({loaded[0].name if loaded else 'none'}, for instance), which stay as they are. Of the rest: {error}"
+        ) from error
     return model
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from ao_lab.checkpoint.io.files import links_out, page
 from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.io.strict_json import read_object, shown
-from ao_lab.checkpoint.model_builder import checked_numbers, forget_code, model_class
+from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.listings import known
 from ao_lab.cli.terminal import (
     WrongInput,
@@ -142,16 +142,11 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise WrongInput(without_model(folder, "ao-lab quantize or transformers"))
     try:
-        read_object(folder / "config.json", nonfinite=True)
+        read_config(folder)
         if has_weights(folder):
             look_at(folder)
     except ValueError as error:
         raise WrongInput(str(error)) from error
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """What config.json says; ValueError that names it where it is no JSON object."""
-    return read_object(folder / "config.json", nonfinite=True)
 
 
 def local_results(
@@ -213,7 +208,7 @@ def encoder(folder: Path) -> tuple[Any, str, dict[str, int]]:
             # The tokenizers library raises plain Exception for files that it cannot read.
             raise WrongInput(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from error
         return lambda text: _encoded(fast, text), "tokenizer.json", beginning_of(folder, fast)
-    size = config_of(folder).get("vocab_size")
+    size = read_config(folder).get("vocab_size")
     if size == BYTES:
         return _bytes, "bytes", {}
     raise WrongInput(
@@ -256,7 +251,7 @@ def _bytes(text: str) -> Tokens:
 
 def longest(folder: Path) -> int:
     """The longest input that the model takes."""
-    given = config_of(folder).get("max_position_embeddings")
+    given = read_config(folder).get("max_position_embeddings")
     return given if isinstance(given, int) and given > 1 else LENGTH
 
 
@@ -287,7 +282,7 @@ def loaded(folder: Path, device: str) -> nn.Module:
     from ao_lab.checkpoint.records import KEY
 
     check_folder(folder)
-    quantization = config_of(folder).get("quantization_config")
+    quantization = read_config(folder).get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
         raise WrongInput(
             f"quantization_config of {folder / 'config.json'} is an object, got {shown(quantization)}; fetch it again"
@@ -318,13 +313,10 @@ def by_transformers(folder: Path, quantization: Any) -> nn.Module:
         needed("compressed_tensors")
         more["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     hide_progress: Any = transformers.utils.logging.disable_progress_bar
-    fields = read_object(folder / "config.json", nonfinite=True)
-    load: Any = (model_class(fields) or transformers.AutoModelForCausalLM).from_pretrained
     hide_progress()
-    with checked_numbers(folder), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result: nn.Module = load(folder, dtype="auto", local_files_only=True, trust_remote_code=False, **more)
-    forget_code(result)
+        result: nn.Module = dense_model(folder, dtype="auto", **more)
     return result.eval()
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ao_lab.checkpoint.api import load_pretrained
-from ao_lab.cli.evaluate import check_folder, config_of, longest
+from ao_lab.checkpoint.model_builder import read_config
+from ao_lab.cli.evaluate import check_folder, longest
 from ao_lab.cli.evaluate import loaded as dense_model
 from ao_lab.cli.layout import HEAD, SkippedLayers
 from ao_lab.cli.quantize import config_of as quantization_of
@@ -97,7 +98,7 @@ def check_before(folder: Path, wanted: Wanted, device: torch.device) -> None:
     check_device(wanted.device)
     if wanted.recipe is not None and wanted.config is not None:
         raise WrongInput("give --recipe, for training, or --config, for a quantized model: not both")
-    if (wanted.recipe or wanted.config) is None and config_of(folder).get("quantization_config") is None:
+    if (wanted.recipe or wanted.config) is None and read_config(folder).get("quantization_config") is None:
         raise WrongInput(
             f"{folder} holds no quantized weights; give --recipe NAME to tune its training, such as rowwise, or --config NAME "
             f"to tune it quantized, such as Int8DynamicActivationInt8WeightConfig"

@@ -378,7 +378,7 @@ LIBRARY = [
              "dx, dinput, _ = straight_through(dx,", "_, dinput, _ = straight_through(dx,",
              "tests/ao_lab/qat/test_forward.py -k 'straight_through or static_inputs'"),
     Mutation("AWQ's nibbles in order", "ao_lab/checkpoint/formats/awq.py",
-             "PLACES = [0, 4, 1, 5, 2, 6, 3, 7]", "PLACES = [0, 1, 2, 3, 4, 5, 6, 7]",
+             "NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]", "NIBBLES = [0, 1, 2, 3, 4, 5, 6, 7]",
              "tests/ao_lab/checkpoint/formats/test_group_integers.py -k library_dequantizes"),
     Mutation("GPTQ's zero points one too low", "ao_lab/checkpoint/formats/gptq.py",
              "return (zeros + 1) & ((1 << bits) - 1) if less_one and bits not in ONES else zeros", "return zeros",

@@ -23,7 +23,7 @@ from torch import nn
 
 from ao_lab.checkpoint.io.shards import Folder
 from ao_lab.checkpoint.io.strict_json import read_object, shown
-from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION, configuration
+from ao_lab.checkpoint.model_builder import CONFIG, QUANTIZATION, configuration, read_config
 from ao_lab.checkpoint.records import (
     KEY,
     WEIGHT_DTYPES,
@@ -72,7 +72,7 @@ TORCHAO_KEY, TORCHAO = "tensor_names", "torchao"
 
 def quantization_of(path: Path) -> dict[str, Any] | None:
     """The description of a folder's quantization, with its quant_method; None for a folder that has none."""
-    fields = read_object(path / CONFIG, nonfinite=True) if (path / CONFIG).is_file() else {}
+    fields = read_config(path) if (path / CONFIG).is_file() else {}
     found = fields.get(QUANTIZATION)
     if found is None and (path / MODELOPT_FILE).is_file():
         return {**read_object(path / MODELOPT_FILE, nonfinite=True), "quant_method": "modelopt"}

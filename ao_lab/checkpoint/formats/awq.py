@@ -27,9 +27,9 @@ import torch
 
 from ao_lab.checkpoint.formats import reader
 from ao_lab.checkpoint.formats.group_integers import (
-    Found,
     Integers,
     Models,
+    PackedLayer,
     layers,
     records_of,
     row_bytes,
@@ -47,7 +47,7 @@ from reference import Scale, Scheme, Zero
 LIBRARY = "AutoAWQ"
 BITS, PER_WORD = 4, 8
 #: The nibble of a word that holds each of its outputs.
-PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 #: Words of zero points of version gemv come in multiples of these, by the group's length; longer groups: 1.
 MULTIPLES = {64: 2, 32: 4}
 WAY_OUT = f"load the folder with {LIBRARY} or GPTQModel, or quantize the original model with ao_lab"
@@ -86,7 +86,7 @@ def read_awq_records(folder: Folder, config: Mapping[str, Any]) -> Records:
     return records_of(found, "awq", False)
 
 
-def _gemm(path: str, folder: Folder, group: int) -> Found:
+def _gemm(path: str, folder: Folder, group: int) -> PackedLayer:
     inputs, words = spec_of(folder, f"{path}qweight").shape
     shape = (words * PER_WORD, inputs)
     integers = Integers(RECORDS, BITS, group, shape, scale_dtype(folder, f"{path}scales"))
@@ -95,17 +95,17 @@ def _gemm(path: str, folder: Folder, group: int) -> Found:
         "qzeros": Spec(torch.int32, (integers.groups, words)),
         "scales": Spec(integers.dtype, (integers.groups, shape[0])),
     }
-    return Found(integers, specs, partial(_made_gemm, integers), "gemm")
+    return PackedLayer(integers, specs, partial(_gemm_weight, integers), "gemm")
 
 
-def _made_gemm(integers: Integers, tensors: Tensors) -> QuantizedTensor:
+def _gemm_weight(integers: Integers, tensors: Tensors) -> QuantizedTensor:
     zeros = in_order(tensors["qzeros"]).t().contiguous()
     return integers.weight(packed_outputs(tensors["qweight"]), zeros, tensors["scales"].t())
 
 
 def in_order(words: torch.Tensor) -> torch.Tensor:
     """The nibbles of int32 words (rows, n) as uint8 (rows, 8 n), in the order of the outputs."""
-    nibbles = [(words >> 4 * place & 15).to(torch.uint8) for place in PLACES]
+    nibbles = [(words >> 4 * place & 15).to(torch.uint8) for place in NIBBLES]
     return torch.stack(nibbles, -1).reshape(words.shape[0], -1)
 
 
@@ -120,11 +120,11 @@ def packed_outputs(words: torch.Tensor) -> torch.Tensor:
         odd = torch.nn.functional.pad(odd, (0, 0, 0, 1))
     # Place p of a word is nibble p % 2 of its byte p // 2.
     joined = [(even & 15) | odd << 4, even >> 4 | (odd & 240)]
-    pairs = [joined[p % 2][:, p // 2 :: 4] for p in PLACES]
+    pairs = [joined[p % 2][:, p // 2 :: 4] for p in NIBBLES]
     return torch.stack(pairs, -1).reshape(len(even), -1).t().contiguous()
 
 
-def _gemv(path: str, folder: Folder, group: int) -> Found:
+def _gemv(path: str, folder: Folder, group: int) -> PackedLayer:
     outputs, words = spec_of(folder, f"{path}qweight").shape
     shape = (outputs, words * PER_WORD)
     integers = Integers(RECORDS, BITS, group, shape, scale_dtype(folder, f"{path}scales"))
@@ -135,10 +135,10 @@ def _gemv(path: str, folder: Folder, group: int) -> Found:
         "qzeros": Spec(torch.int32, (outputs, width)),
         "scales": Spec(integers.dtype, (outputs, width * PER_WORD)),
     }
-    return Found(integers, specs, partial(_made_gemv, integers), "gemv")
+    return PackedLayer(integers, specs, partial(_gemv_weight, integers), "gemv")
 
 
-def _made_gemv(integers: Integers, tensors: Tensors) -> QuantizedTensor:
+def _gemv_weight(integers: Integers, tensors: Tensors) -> QuantizedTensor:
     codes = row_bytes(tensors["qweight"])
     zeros = unpacked_rows(tensors["qzeros"], BITS, integers.groups)
     return integers.weight(codes, zeros, tensors["scales"][:, : integers.groups])

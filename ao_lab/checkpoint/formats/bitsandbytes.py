@@ -115,7 +115,9 @@ def _weight(name: str, full: str, folder: Folder) -> Weight:
     specs = _specs(name, full, state, folder)
     names = {part: name + part for part in specs}
     meta = Meta(Recipe(weight=state.scheme), -1, state.dtype)
-    return Weight(meta, state.shape, names, specs, partial(_made, state), "bitsandbytes", state.quant_type)
+    return Weight(
+        meta, state.shape, names, specs, partial(_quantized_weight, state), "bitsandbytes", state.quant_type
+    )
 
 
 def _state(full: str, folder: Folder) -> State:
@@ -187,7 +189,7 @@ def _specs(name: str, full: str, state: State, folder: Folder) -> Specs:
     }
 
 
-def _made(state: State, tensors: Tensors) -> QuantizedTensor:
+def _quantized_weight(state: State, tensors: Tensors) -> QuantizedTensor:
     scheme = state.scheme
     table = torch.tensor(scheme.format.values)
     if not torch.equal(tensors[".quant_map"], table):

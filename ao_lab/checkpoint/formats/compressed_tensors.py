@@ -204,11 +204,11 @@ def _of_group(
     computes = scale.dtype if scale.dtype in (torch.bfloat16, torch.float16) else dtype
     recipe = Recipe(weight=scheme, activation=activation)
     names = {part: f"{path}.{part}" for part in specs}
-    make = partial(_made, layout, scheme, shape, recipe, computes)
+    make = partial(_quantized_weight, layout, scheme, shape, recipe, computes)
     return Weight(Meta(recipe, -1, computes), shape, names, specs, make, "compressed-tensors", group.format)
 
 
-def _made(
+def _quantized_weight(
     layout: Layout,
     scheme: Scheme,
     shape: tuple[int, int],

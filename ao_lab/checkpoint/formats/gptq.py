@@ -28,9 +28,9 @@ import torch
 
 from ao_lab.checkpoint.formats import reader
 from ao_lab.checkpoint.formats.group_integers import (
-    Found,
     Integers,
     Models,
+    PackedLayer,
     layers,
     records_of,
     regrouped,
@@ -84,7 +84,7 @@ def read_gptq_records(folder: Folder, config: Mapping[str, Any]) -> Records:
         integers = _integers(path, folder, config, able)
         specs = _specs(integers, f"{path}g_idx" in folder.specs)
         grouped = _grouped(path, integers, folder)
-        found[path] = Found(grouped, specs, partial(_made, grouped, less_one), "gptq")
+        found[path] = PackedLayer(grouped, specs, partial(_weight, grouped, less_one), "gptq")
     return records_of(found, "gptq", config.get("sym") is True)
 
 
@@ -159,7 +159,7 @@ def _grouped(path: str, integers: Integers, folder: Folder) -> Integers:
     return replace(integers, group=run)
 
 
-def _made(integers: Integers, less_one: bool, tensors: Tensors) -> QuantizedTensor:
+def _weight(integers: Integers, less_one: bool, tensors: Tensors) -> QuantizedTensor:
     bits, (outputs, inputs) = integers.bits, integers.shape
     stream = row_bytes(tensors["qweight"].t())[:, : -(-inputs * bits // 8)]
     zeros = zero_points(tensors["qzeros"], bits, outputs, less_one).t()

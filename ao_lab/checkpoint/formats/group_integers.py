@@ -182,7 +182,7 @@ def scale_dtype(folder: Folder, name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Found:
+class PackedLayer:
     """One layer: how its weight is stored, what its tensors are, and the weight of these."""
 
     integers: Integers
@@ -191,7 +191,7 @@ class Found:
     format: str
 
 
-def records_of(found: Mapping[str, Found], method: str, symmetric: bool) -> Records:
+def records_of(found: Mapping[str, PackedLayer], method: str, symmetric: bool) -> Records:
     """The records of layers by path; `symmetric`: whether the configuration says that zero points are in the middle."""
     weights = {}
     for path, layer in found.items():

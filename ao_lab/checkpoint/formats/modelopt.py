@@ -159,7 +159,7 @@ def _weight(path: str, folder: Folder, layout: Layout, dtype: torch.dtype) -> We
         Blocks.of((1, shape[1]), inputs.scale, -1)
     recipe = Recipe(weight=scheme, activation=inputs)
     names = {part: f"{path}.{part}" for part in specs}
-    result = partial(_made, recipe, shape, dtype)
+    result = partial(_quantized_weight, recipe, shape, dtype)
     return Weight(
         Meta(recipe, -1, dtype), shape, names, specs, result, "modelopt", scheme.name.partition(".")[2]
     )
@@ -190,7 +190,9 @@ def _like(found: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
     return found if squeezed[0] == squeezed[1] and prod(found) == prod(blocks) else blocks
 
 
-def _made(recipe: Recipe, shape: tuple[int, int], dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
+def _quantized_weight(
+    recipe: Recipe, shape: tuple[int, int], dtype: torch.dtype, tensors: Tensors
+) -> QuantizedTensor:
     """The weight of its tensors."""
     scheme = recipe.weight
     scale = tensors[SCALE].reshape(Blocks.of(shape, scheme.scale, -1).scale_shape)

@@ -23,8 +23,8 @@ from ao_lab import (
 from ao_lab import save_pretrained as save
 from ao_lab.checkpoint.export import export_of, quantization_config
 from ao_lab.checkpoint.plain_readers import flat_inputs, unsupported_reasons
-from ao_lab.checkpoint.vllm_rules import RULES, refused_by_vllm, vllm_rule
 from ao_lab.config.recipe import Recipe, named
+from tests.ao_lab.checkpoint.vllm_rules import RULES, refused_by_vllm, vllm_rule
 from tests.ao_lab.config.test_every_config import ARGUMENTS
 from tests.ao_lab.quantization.test_models import MODELS
 
