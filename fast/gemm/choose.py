@@ -122,12 +122,12 @@ def stored(w: Quantized, rows: int, inputs: torch.dtype) -> Iterator[Family]:
 
 def _plain(w: Quantized, rows: int, inputs: torch.dtype) -> Family | None:
     from fast.kernels.linear import select
-    from fast.kernels.sm90_intn_small_m.launch import BitsLaunch
+    from fast.launch.cuda import CudaLaunch
 
     launch = select.launch_for(w, rows, inputs)
     if launch is None:
         return None
-    if isinstance(launch, BitsLaunch):
+    if isinstance(launch, CudaLaunch):
         return SM90_INTN_SMALL_M
     return {
         select.gemv_w4a16_kernel: TRITON_GEMV_W4A16,

@@ -14,6 +14,7 @@ import torch
 
 from fast.device import PLAIN
 from fast.launch import cache, direct
+from fast.launch.cuda import CudaLaunch
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted
 
 #: The dtypes that are quantized, with their names.
@@ -40,7 +41,7 @@ class Call:
         self.tensors = self._usable(inputs)
         #: Shape, dtype and fill. A buffer may have the name of an input that is not there.
         self.buffers: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]] = {}
-        self.steps: list[tuple[CompiledLaunch, list[str | None], Signature]] = []
+        self.steps: list[tuple[CompiledLaunch | CudaLaunch, list[str | None], Signature]] = []
         #: Whether the launches serve other tensors: not where one begins within a tensor, or an input is no plain tensor.
         self.repeatable = all(type(tensor) in PLAIN for tensor in given)
 
@@ -65,8 +66,11 @@ class Call:
         return made
 
     def launch(
-        self, kernel: CompiledLaunch, pointers: Sequence[str | None], views: Mapping[str, torch.Tensor] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        kernel: CompiledLaunch | CudaLaunch,
+        pointers: Sequence[str | None],
+        views: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Run on the tensors of these names; a name that there is no tensor of stands for None.
 
         views: parts of the tensors in their places. A call whose launches begin within a tensor is not remembered.
@@ -157,12 +161,7 @@ class Call:
         launches = self._launches or self._direct_launches()
         if not launches:
             return self._launch_again(inputs, sizes)
-        return self._launch_directly(inputs, addresses, launches, sizes)
-
-    def _launch_directly(
-        self, inputs: Sequence[Any], addresses: list[int | None], launches: list[Any], sizes: list[Size]
-    ) -> list[Any]:
-        """Allocate the buffers and launch, past everything of Triton that looks at arguments."""
+        # Allocate the buffers and launch, past everything of Triton that looks at arguments.
         allocate = self._allocate
         made = [allocate(*size) for size in sizes]
         addresses += [tensor.data_ptr() for tensor in made]

@@ -1,11 +1,8 @@
-"""What of the CUDA driver the kernel needs, by ctypes: modules, tensor maps, launches on torch's current stream."""
+"""What of the CUDA driver kernels in CUDA C++ need, by ctypes: contexts, modules, tensor maps, the structs of a launch."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
-import threading
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +16,8 @@ UINT8 = 0
 L2_256 = 3
 #: CUDA_ERROR_INVALID_CONTEXT: the first launch of a thread that has not called the runtime.
 NO_CONTEXT = 201
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+PROGRAMMATIC = 6
 #: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.
 CLUSTER_DIMENSION = 4
 #: CU_TENSOR_MAP_SWIZZLE_64B and _128B by their bytes.
@@ -33,8 +32,6 @@ MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 #: What addresses of tensor maps, and bytes of their rows, are multiples of.
 STEP = 16
-
-Launch = Callable[..., None]
 
 
 @lru_cache(maxsize=1)
@@ -108,42 +105,6 @@ def clusters_at_once(function: ctypes.c_void_p, cluster: int, threads: int, shar
     return found.value
 
 
-class _Ready(threading.local):
-    """A kernel's arguments of these sizes and the configuration of its launch, which each thread has for itself: others may
-    launch meanwhile. Made once, as making them takes a thread longer than filling in what differs (times: reports/LOG.md)."""
-
-    def __init__(self, sizes: tuple[int, ...], threads: int, shared: int) -> None:
-        memory = ctypes.create_string_buffer(sum(sizes))
-        first = ctypes.addressof(memory)
-        places = (ctypes.c_void_p * len(sizes))(*(first + sum(sizes[:at]) for at in range(len(sizes))))
-        config = LaunchConfig((1, 1, 1), (threads, 1, 1), shared, None, None, 0)
-        self.parts = memory, places, config, config.grid, ctypes.byref(config)
-
-
-def launcher(
-    function: ctypes.c_void_p, threads: int, shared: int, layout: struct.Struct, first: int
-) -> Launch:
-    """What launches a kernel: (programs, stream, values of its arguments as `layout` packs them).
-
-    Two arguments: `first` bytes, and the rest. By `cuLaunchKernelEx`, whose four arguments take ctypes less time than eleven.
-    """
-    launch, pack = driver().cuLaunchKernelEx, layout.pack_into
-    ready = _Ready((first, layout.size - first), threads, shared)
-
-    def run(programs: int, stream: int, *values: Any) -> None:
-        memory, places, config, grid, place = ready.parts
-        pack(memory, 0, *values)
-        grid[0], config.stream = programs, stream
-        status = launch(place, function, places, None)
-        if status == NO_CONTEXT:
-            ensure_context(torch.cuda.current_device())
-            status = launch(place, function, places, None)
-        if status:
-            check(status, "launching a product")
-
-    return run
-
-
 def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> bytes:
     """How the tensor copy engine copies a box (rows, bytes) of a matrix of bytes (rows, length), zeros outside of it.
 
@@ -161,13 +122,12 @@ def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> by
 
 __all__ = [
     "STEP",
-    "Launch",
     "LaunchAttribute",
     "LaunchConfig",
     "check",
     "clusters_at_once",
     "driver",
+    "ensure_context",
     "function_of",
-    "launcher",
     "tensor_map",
 ]

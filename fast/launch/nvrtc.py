@@ -81,7 +81,7 @@ def compile_source(
     headers: Mapping[str, str],
     options: Sequence[str],
     ptx: bool = False,
-    name: str = "sm90_sparse24_gemm",
+    name: str = "kernel",
 ) -> tuple[bytes, str]:
     """(cubin, log) of a source; ptx: its PTX in place of the cubin. CompileError where NVRTC refuses it. name: for messages."""
     nvrtc, program = library(), ctypes.c_void_p()
@@ -122,9 +122,7 @@ def _check(status: int) -> None:
         raise RuntimeError(f"NVRTC: {library().nvrtcGetErrorString(status).decode()}")
 
 
-def cached_cubin(
-    source: str, headers: Mapping[str, str], options: Sequence[str], name: str = "sm90_sparse24_gemm"
-) -> bytes:
+def cached_cubin(source: str, headers: Mapping[str, str], options: Sequence[str], name: str) -> bytes:
     """The cubin of a source, from disk where it is there. name: the files begin with it."""
     parts = (
         source,

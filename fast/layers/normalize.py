@@ -1,7 +1,7 @@
 """`rms_norm` and `rms_norm_quantize` for torch tensors; see `reference.layers.normalize` for the rules.
 
-The gradient is `rms_norm_vjp`, no name of `fast` itself: autograd calls it. Its own gradients, which second derivatives ask for,
-are those of the formula in float32. Operands are x, residual, weight; of the gradient g, x, weight, residual_grad.
+The gradient is `rms_norm_vjp`, no name of `fast` itself: autograd calls it. Its own gradients, which second derivatives ask
+for, are those of the formula in float32. Operands are x, residual, weight; of the gradient g, x, weight, residual_grad.
 """
 
 from __future__ import annotations

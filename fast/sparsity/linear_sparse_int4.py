@@ -229,13 +229,13 @@ def _pair_fake(x: torch.Tensor, *stored: torch.Tensor) -> Pair:
 
 def _pair_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """One launch for few rows, or None."""
-    from fast.kernels.sm90_sparse24_w4a16_gemv import pair
+    from fast.kernels.sm90_sparse24_w4a16_gemv import host
 
     x, *stored = operands
     (*_, group), (*_, other) = _checked(operands)
     if group != other:
         return None
-    return pair.sm90_sparse24_w4a16_gemv_pair(x, stored[:3], stored[3:], group, key=key)
+    return host.sm90_sparse24_w4a16_gemv_pair(x, stored[:3], stored[3:], group, key=key)
 
 
 def _pair_reference(record: Any, values: Values, operands: Operands) -> Pair:
@@ -286,13 +286,13 @@ def _swiglu_fake(x: torch.Tensor, codes: torch.Tensor, *others: Any) -> torch.Te
 
 def _swiglu_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """One launch for few rows, or None."""
-    from fast.kernels.sm90_sparse24_w4a16_gemv import pair
+    from fast.kernels.sm90_sparse24_w4a16_gemv import host
 
     x, *stored = operands
     (*_, group), (*_, other) = _checked_swiglu(operands)
     if group != other:
         return None
-    return pair.sm90_sparse24_w4a16_gemv_swiglu(x, stored[:3], stored[3:], group, key=key)
+    return host.sm90_sparse24_w4a16_gemv_swiglu(x, stored[:3], stored[3:], group, key=key)
 
 
 def _swiglu_reference(record: Any, values: Values, operands: Operands) -> Any:

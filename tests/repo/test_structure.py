@@ -32,6 +32,9 @@ SHARED_PREFIXES = {
     "tests/fast/linear/linear_": "the tests of these, by function or subject",
     "tests/gpu/validate_": "commands that a person starts",
     "tests/emulator/ptx_": "the parts of one interpreter",
+    "tests/fast/kernels/sm90/w4a16_": "names of families of kernels, and a subject of one",
+    "tests/fast/kernels/sm90/w4a16_gemm_": "the same",
+    "tests/fast/kernels/sm90/sparse24_": "the same",
     "tests/fast/kernels/compiling/kernel_": "what compiles kernels, calls them and knows their limits",
 }
 #: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.

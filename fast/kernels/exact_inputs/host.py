@@ -85,19 +85,18 @@ def _add_gemv(call: Call, w: ArrangedWeight) -> bool:
     if launch is None:
         return False
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
-    call.launch(launch, ("values", "codes", "scale", "zero", "x_scale", "bias", "y"))  # type: ignore[arg-type]
+    call.launch(launch, ("values", *launch.names[1:]))
     return True
 
 
 def _add_gemm(call: Call, w: ArrangedWeight) -> bool:
     """The same by `sm90_w4a16_gemm`, its sums times "x_scale"."""
     x, bias = call.tensors["x"], call.tensors.get("bias")
-    made = sm90_w4a16_gemm.product_of(call.tensors["values"], w, bias, call.tensors["x_scale"])
-    if made is None:
+    launch = sm90_w4a16_gemm.launch_for(call.tensors["values"], w, bias, call.tensors["x_scale"])
+    if launch is None:
         return False
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
-    names = ("values", "codes", "scale", "zero", "bias", "x_scale", "y")
-    call.launch(sm90_w4a16_gemm.ProductLaunch(made), names)  # type: ignore[arg-type]
+    call.launch(launch, ("values", *launch.names[1:]))
     return True
 
 

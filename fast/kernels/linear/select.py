@@ -37,8 +37,8 @@ from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
 from fast.kernels.sm90_intn_small_m import host as sm90_intn_small_m
-from fast.kernels.sm90_intn_small_m.launch import BitsLaunch
 from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.cuda import CudaLaunch
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Quantized
 from reference.formats.formats import FORMATS
@@ -246,13 +246,13 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
     call = Call({"x": x, **names, "bias": bias}, words=("x", "codes"))
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
     given = ("x", *names, "bias", "y")
-    taken = launch.names if isinstance(launch, BitsLaunch) else launch.kernel.arg_names
+    taken = launch.names if isinstance(launch, CudaLaunch) else launch.kernel.arg_names
     call.launch(launch, [name for name in taken if name in given])  # type: ignore[arg-type]
     y: torch.Tensor = call.result("y", key, w.scheme)
     return y
 
 
-def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | BitsLaunch | None:
+def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | CudaLaunch | None:
     """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
     if w.scheme.format.bits in OWN_BITS and (most := sm90_intn_small_m.rows_taken(w, dtype)):
         # More rows than these are for the dense weight, and no kernel of tiles is in between.

@@ -6,23 +6,25 @@ from functools import lru_cache
 
 import torch
 
-from fast.kernels.sm90_intn_small_m.launch import POINTERS, BitsLaunch, is_loadable
 from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, choose, most_rows
-from fast.kernels.sm90_intn_small_m.variants import STEP, WIDTHS, Form, Variant
-from fast.kernels.sm90_w4a16_gemv.host import HOPPER, capability, has_compiler
+from fast.kernels.sm90_intn_small_m.variants import KERNEL, STEP, WIDTHS, Form, Variant
+from fast.launch import cuda
 from fast.launch.call import Call
-from fast.launch.launcher import interpreted
+from fast.launch.cuda import BIAS, CudaLaunch
+from fast.launch.hopper import is_served
 from reference import Quantized
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme
 
 INPUTS = (torch.bfloat16, torch.float16)
+#: Pointers of a launch in the order of the source's `Problem`; then count, n, k and the bias's dtype.
+POINTERS = ("x", "codes", "scale", "zero", "bias", "y")
 
 
 def launch_for(
     w: Quantized, count: int, dtype: torch.dtype, variant: Variant | None = None
-) -> BitsLaunch | None:
-    """What multiplies `count` rows of a dtype by a stored weight (N, K); its pointers are `launch.POINTERS`.
+) -> CudaLaunch | None:
+    """What multiplies `count` rows of a dtype by a stored weight (N, K); its pointers are POINTERS.
 
     None where another kernel has to: devices that are not Hopper's, no rows or more than MOST_ROWS, other dtypes, weights of
     which `form_of` knows nothing, variants that do not fit. variant: by default that of `choose`.
@@ -33,7 +35,7 @@ def launch_for(
     given = variant or choose(form, count, *w.shape)
     if given is None or not given.takes(form, w.shape[1]):
         return None
-    if not is_loadable(given, form, w.codes.get_device()):
+    if not cuda.is_loadable(KERNEL, given, form, w.codes.get_device()):
         return None
     return launch_of(given, form, count, (w.shape[0], w.shape[1]))
 
@@ -55,7 +57,7 @@ def sm90_intn_small_m(
     check_quantized(w)
     call = Call({"x": x, "codes": w.codes, "scale": w.scale, "zero": w.zero, "bias": bias})
     call.allocate("y", (*x.shape[:-1], w.shape[0]), x.dtype)
-    call.launch(launch, POINTERS)  # type: ignore[arg-type]
+    call.launch(launch, POINTERS)
     y: torch.Tensor = call.result("y")
     return y
 
@@ -96,15 +98,14 @@ def form_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -> 
     return Form(fmt.bits, group, zero is not None, fmt.signed, False) if whole else None
 
 
-def is_served(codes: torch.Tensor) -> bool:
-    """Whether the device is one for the kernel."""
-    return codes.is_cuda and not interpreted() and capability(codes.get_device()) == HOPPER and has_compiler()
-
-
 @lru_cache(maxsize=4096)
-def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> BitsLaunch:
+def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) -> CudaLaunch:
     """One launch, compiled once."""
-    return BitsLaunch(variant, form, count, shape)
+    n, k = shape
+    sizes = ("4i", (count, n, k, BIAS))
+    return CudaLaunch(
+        KERNEL, variant, form, POINTERS, variant.programs(count, n), variant.shared(form, k), sizes
+    )
 
 
 __all__ = ["MOST_ROWS", "form_of", "launch_for", "rows_taken", "sm90_intn_small_m"]

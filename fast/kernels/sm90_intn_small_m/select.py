@@ -1,7 +1,7 @@
 """Which tiles of `sm90_intn_small_m` a product gets: the shortest time by what a multiprocessor takes, fitted to measured
 times.
 
-`reports/data/linear_bits_tiles.json` has the times, `tests/fast/kernels/sm90_intn_small_m/test_select.py` holds the rule to
+`reports/data/linear_bits_tiles.json` has the times, `tests/fast/kernels/sm90/test_choices_of_few_rows.py` holds the rule to
 them.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fast.kernels.sm90_intn_small_m.variants import STEP, Form, Variant, fitted, longest
-from fast.kernels.sm90_sparse24_gemm.select import AT_ONCE
-from fast.kernels.sm90_sparse24_gemm.select import MULTIPROCESSORS as PROCESSORS
+from fast.launch.hopper import AT_ONCE
+from fast.launch.hopper import MULTIPROCESSORS as PROCESSORS
 
 #: Nanoseconds that a program takes for STEP columns of K, with codes of 2, 3, 5 and 6 bits; where a multiprocessor has several
 #: programs, its time over their number. Groups of 32 without zero points; others change all tiles nearly alike.

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parent
-OWN = ("problem.cuh", "decode.cuh", "load.cuh")
-HEADERS = FOLDER.parent / "hopper"
-OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
-#: Names of dtypes by the numbers that the source gives them.
-KINDS = ("float32", "bfloat16", "float16")
-#: Bytes of shared memory of a multiprocessor.
-SHARED = 233472
-#: Bytes of it that each program takes besides its own.
-SYSTEM = 1024
-#: Bytes of it that a program has at most.
-MOST_SHARED = 232448
+from fast.launch.cuda import Kernel
+from fast.launch.hopper import MOST_SHARED, SHARED, SYSTEM
+
 #: Columns that a stage is a multiple of: a row of codes of any width is whole pieces of 16 bytes.
 STEP = 128
 #: Widths of codes that the kernel reads.
@@ -115,18 +105,18 @@ def fitted(form: Form, variant: Variant, k: int) -> Variant | None:
     return None
 
 
-def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Source, headers and options for NVRTC."""
-    defined = {name.upper(): int(value) for one in (variant, form) for name, value in one._asdict().items()}
-    source, headers = texts()
-    return source, headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
+def _defines(variant: Variant, form: Form) -> dict[str, int]:
+    return {name.upper(): int(value) for one in (variant, form) for name, value in one._asdict().items()}
 
 
-@lru_cache(maxsize=1)
-def texts() -> tuple[str, dict[str, str]]:
-    """The kernel, and headers by name."""
-    places = [HEADERS / "words.cuh", HEADERS / "copies.cuh", *(FOLDER / name for name in OWN)]
-    return (FOLDER / "sm90_intn_small_m.cu").read_text(), {place.name: place.read_text() for place in places}
+KERNEL = Kernel(
+    "sm90_intn_small_m",
+    Path(__file__).parent,
+    _defines,
+    own=("problem.cuh", "decode.cuh", "load.cuh"),
+    shared=("words.cuh", "copies.cuh"),
+    programmatic=True,
+)
 
 
-__all__ = ["KINDS", "MOST_SHARED", "STEP", "WIDTHS", "Form", "Variant", "fitted", "longest", "sources"]
+__all__ = ["KERNEL", "STEP", "WIDTHS", "Form", "Variant", "fitted", "longest"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fast.kernels.sm90_s8_gemm.variants import FEATURES, Variant, fitted
-from fast.kernels.sm90_sparse24_gemm.select import MULTIPROCESSORS
+from fast.launch.hopper import MULTIPROCESSORS
 
 #: Time of a tile by its tokens, that of 256 being 1.
 TILES = {256: 1.0, 128: 0.6}

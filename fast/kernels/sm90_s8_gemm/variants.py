@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fast.kernels.hopper.headers import common
-from fast.kernels.sm90_s8_gemm.products import INTEGER, header
-from fast.kernels.sm90_sparse24_gemm.variants import KINDS, MOST_SHARED, OPTIONS, PITCH
+from fast.launch.cuda import Kernel
+from fast.launch.hopper import KINDS, MOST_SHARED
 
-SOURCE = Path(__file__).with_name("sm90_s8_gemm.cu")
+#: PTX's names of elements, by the names of their dtypes; a product is of one of them. Sums of floats are the tensor core's.
+ELEMENTS = {"int8": "s8", "float8_e4m3fn": "e4m3"}
+INTEGER = "int8"
+#: Elements of K of an instruction.
+INSTRUCTION = 32
 #: Features of a tile.
 FEATURES = 128
 #: Warpgroups that multiply them.
@@ -21,6 +23,8 @@ THREADS = 384
 ROW = 128
 #: Bytes of an outgoing row of 64 outputs of 16 bits.
 OUTGOING = 128
+#: Words of a token in an outgoing tile that is not stored by the copy engine.
+PITCH = 68
 #: Stages that one warpgroup is behind the other.
 SKEW = 2
 #: Stages of the ring at most.
@@ -38,6 +42,16 @@ class Variant(NamedTuple):
     stages: int
     stored: bool
     skew: int = SKEW
+
+    @property
+    def cluster(self) -> int:
+        """Programs of a cluster."""
+        return self.pair
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return THREADS
 
     @property
     def chunk(self) -> int:
@@ -64,20 +78,74 @@ def fitted(tokens: int, pair: int, stored: bool, skew: int = SKEW) -> Variant:
     return one._replace(stages=min(MOST_STAGES, 1 + (MOST_SHARED - one.shared) // each))
 
 
-def sources(variant: Variant, element: str, out: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Source, headers and options for NVRTC. element, out: names of the dtypes of operands and output."""
-    defined = {
+class Problem(NamedTuple):
+    """What is multiplied: elements, and the dtype of the result, by their names."""
+
+    element: str
+    out: str
+
+
+def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
+    return {
         "TOKENS": variant.tokens, "PAIR": variant.pair, "STAGES": variant.stages, "CHUNK": variant.chunk,
-        "STORED": int(variant.stored), "SKEW": variant.skew, "OUT": KINDS.index(out), "INTEGER": int(element == INTEGER),
+        "STORED": int(variant.stored), "SKEW": variant.skew, "OUT": KINDS.index(problem.out),
+        "INTEGER": int(problem.element == INTEGER),
     }  # fmt: skip
-    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
-    return source(), {"products.h": header(element, variant.tokens), **common()}, options
 
 
-@lru_cache(maxsize=1)
-def source() -> str:
-    """The text of the kernel."""
-    return SOURCE.read_text()
+def header(element: str, tokens: int) -> str:
+    """The text of `products.h`: wgmma.mma_async of 8-bit elements in shared memory, as inline PTX. element: of `ELEMENTS`;
+    tokens: of a tile.
+
+    A statement of inline PTX names each of its registers, of which there are up to 130, so it is written out here.
+    Source: PTX ISA, section 9.7.15.5 (`wgmma.mma_async`).
+    """
+    sums, kind = tokens // 2, ELEMENTS[element]
+    integer = element == INTEGER
+    name, letter, dtype = ("int", "r", "s32") if integer else ("float", "f", "f32")
+    # Integers have no signs of the operands.
+    tail = "" if integer else ", 1, 1"
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(sums))
+    return f"""
+typedef {name} Sum;
+
+__device__ __forceinline__ void fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
+__device__ __forceinline__ void commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
+
+__device__ __forceinline__ void multiply(Sum (&d)[{sums}], u64 a, u64 b) {{
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k{INSTRUCTION}.{dtype}.{kind}.{kind} "
+      "{{{registers}}}, %{sums}, %{sums + 1}, 1{tail};"
+      : {outputs}
+      : "l"(a), "l"(b) : "memory");
+}}
+
+// Wait for all but the last PENDING groups of products.
+template <int PENDING>
+__device__ __forceinline__ void finish(Sum (&d)[{sums}]) {{
+  asm volatile("wgmma.wait_group.sync.aligned %{sums};" : {outputs} : "n"(PENDING) : "memory");
+}}
+"""
 
 
-__all__ = ["FEATURES", "KINDS", "MOST_SHARED", "ROW", "SKEW", "THREADS", "Variant", "fitted", "sources"]
+KERNEL = Kernel(
+    "sm90_s8_gemm",
+    Path(__file__).parent,
+    _defines,
+    generated=lambda variant, problem: {"products.h": header(problem.element, variant.tokens)},
+    instead="Triton's kernel multiplies",
+)
+
+
+__all__ = [
+    "ELEMENTS",
+    "FEATURES",
+    "INTEGER",
+    "KERNEL",
+    "ROW",
+    "SKEW",
+    "THREADS",
+    "Problem",
+    "Variant",
+    "fitted",
+]

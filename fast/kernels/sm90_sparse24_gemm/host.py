@@ -1,57 +1,91 @@
-"""Products of tokens and a 2:4 weight on a GPU: what is launched for a call, and calls like one before it."""
+"""Products of tokens and a 2:4 weight on a GPU: what is launched for a call."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.select import choose
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KINDS, PANEL, ROW, Variant, fitted, sources
-from fast.launch import cache
-from fast.launch.direct import allocator, current_device, current_stream
-from fast.launch.driver import Launch, clusters_at_once, function_of, launcher, tensor_map
-from fast.launch.nvrtc import cached_cubin
-from fast.launch.operands import GROUP, TensorMaps, addresses_of, processors_of
+from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, PANEL, ROW, Problem, Variant, fitted
+from fast.launch import cache, cuda
+from fast.launch.call import Call
+from fast.launch.cuda import BIAS, CudaLaunch, Maps
+from fast.launch.driver import tensor_map
+from fast.launch.hopper import GROUP, processors_of
 
 #: Tokens of the smallest tile that the copy engine writes.
 LEAST_STORED = 128
 Operands = Sequence[Any]
-
-
-#: The kernel's arguments: the tensor maps of values, x and, where it is stored, y; then metadata, x_scale, scale, bias, y as
-#: addresses, and tokens, features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group (`Problem` in the source),
+#: Pointers of a launch, of which the first two are read through their tensor maps alone.
+POINTERS = ("values", "x", "metadata", "x_scale", "scale", "bias", "y")
+#: Numbers of the source's `Problem`: tokens, features, steps, panels, blocks, x_scale_step, scale_step, bias_kind, group;
 #: filled up to 8 bytes.
-ARGUMENTS = struct.Struct("=384s5Q9i4x")
-#: Bytes of the three tensor maps.
-MAPS = 384
+NUMBERS = "9i4x"
+#: Operands in the order of calls.
+OPERANDS = ("x", "values", "metadata", "bias", "x_scale", "scale")
 
 
 def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor | None:
     """The product of checked operands, by the variant for their shape. name: of the output's dtype; key: see `launch.cache`."""
-    call = product(name, fast_sums, operands)
-    y = call(*operands)
-    cache.remember(key, call, None)
+    x, values, metadata, *rest = operands
+    bits = _bits(operands)
+    arranged = metadata.dim() == 3
+    order = metadata if arranged else arrange(metadata, bits)
+    call = product(name, fast_sums, (x, values, order, *rest))
+    y: torch.Tensor = call.result("y", key)
+    if not arranged and cache.find(key) is call:
+        # Canonical metadata is put in order in every call.
+        again = lambda x, values, metadata, *rest: call(x, values, arrange(metadata, bits), *rest)  # noqa: E731
+        cache.remember(key, again, None)
     return y
 
 
-def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | None = None) -> Product:
-    """The call for operands of these shapes, dtypes and device. variant: by default that of `select.choose`."""
-    x, values = operands[0], operands[1]
-    elements = ELEMENTS[_name(values), _name(x)]
-    bits, features = elements.bits, values.shape[0]
+def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | None = None) -> Call:
+    """The call whose launch made "y" of operands with arranged metadata. variant: by default that of `variant_for`."""
+    x, values, metadata, bias, x_scale, scale = operands
+    one = variant or variant_for(name, fast_sums, operands)
+    launch = launch_of(one, name, operands)
+    call = Call(dict(zip(OPERANDS, operands, strict=True)))
+    call.allocate("y", (*x.shape[:-1], values.shape[0]), name)
+    call.launch(launch, POINTERS)
+    return call
+
+
+def variant_for(name: str, fast_sums: bool, operands: Operands) -> Variant:
+    """That of `select.choose`; where the copy engine can write y, it does."""
+    x, features, elements = operands[0], operands[1].shape[0], _elements(operands)
+    bits, promote = elements.bits, not fast_sums and elements.bits == 8 and not elements.integer
     tokens, length = x.numel() // x.shape[-1], x.shape[-1] * bits // 8
-    if variant is None:
-        processors = processors_of(x.get_device())
-        promote = not fast_sums and bits == 8 and not elements.integer
-        variant = choose(tokens, features, length, bits, promote, processors)
-        if is_stored(variant, bits, features, name, operands):
-            variant = fitted(*variant[:3], variant.pair, variant.splits, bits, stored=True)
-    return Product(variant, elements.values, elements.x, bits, name, operands)
+    variant = choose(tokens, features, length, bits, promote, processors_of(x.get_device()))
+    if not is_stored(variant, bits, features, name, operands):
+        return variant
+    return fitted(*variant[:3], variant.pair, variant.splits, bits, stored=True)
+
+
+def launch_of(variant: Variant, name: str, operands: Operands) -> CudaLaunch:
+    """The launch of a variant. RuntimeError or OSError where it does not compile or load."""
+    x, values, metadata, _, x_scale, scale = operands
+    problem, features = Problem(_elements(operands), name), values.shape[0]
+    tokens, length = x.numel() // x.shape[-1], x.shape[-1] * problem.elements.bits // 8
+    shared = variant.shared(problem.elements.bits)
+    at_once = cuda.clusters_at_once(KERNEL, variant, problem, shared, x.get_device())
+    numbers = (
+        tokens, features, steps_of(variant, length), metadata.shape[1], -(-features // 64),
+        int(x_scale is not None and x_scale.numel() > 1), int(scale is not None and scale.numel() > 1), BIAS, GROUP,
+    )  # fmt: skip
+    first, second = boxes(variant)
+
+    def describe(values: int, x: int, y: int = 0) -> bytes:
+        made = tensor_map(values, features, length // 2, first) + tensor_map(x, tokens, length, second)
+        return made + tensor_map(y, tokens, 2 * features, (variant.chunk, ROW)) if variant.stored else made
+
+    return CudaLaunch(
+        KERNEL, variant, problem, POINTERS, programs_of(variant, tokens, features, at_once), shared, (NUMBERS, numbers),
+        maps=Maps(describe, 2, (0, 1, 6) if variant.stored else (0, 1)),
+    )  # fmt: skip
 
 
 def is_stored(variant: Variant, bits: int, features: int, name: str, operands: Operands) -> bool:
@@ -83,86 +117,25 @@ def programs_of(variant: Variant, tokens: int, features: int, at_once: int) -> i
     return (tiles if variant.splits > 1 else min(tiles, max(1, at_once))) * variant.cluster
 
 
-class Product:
-    """A call: all that shapes and dtypes say, so that a repetition allocates, looks two tensor maps up and launches."""
-
-    def __init__(
-        self, variant: Variant, values: str, x: str, bits: int, name: str, operands: Operands
-    ) -> None:
-        tokens_like, stored, metadata, bias, x_scale, scale = operands
-        self.variant, self.bits, self.index = variant, bits, tokens_like.get_device()
-        self.device, self.dtype = tokens_like.device, getattr(torch, name)
-        self.features, k = stored.shape[0], tokens_like.shape[-1]
-        self.tokens, self.shape = tokens_like.numel() // k, (*tokens_like.shape[:-1], stored.shape[0])
-        self.length, self.arranged = k * bits // 8, metadata.dim() == 3
-        self.boxes, self.maps = boxes(variant), TensorMaps(self._describe)
-        self.strides, self.allocate = torch.empty(self.shape, device="meta").stride(), allocator(self.device)
-        self.launch, at_once = _launch(variant, values, x, bits, name, self.index)
-        self.programs = programs_of(variant, self.tokens, self.features, at_once)
-        shape = metadata.shape if self.arranged else arrange(metadata[:1], bits).shape
-        blocks = -(-self.features // 64)
-        self.rest = (
-            self.tokens, self.features, steps_of(variant, self.length), shape[1], blocks,
-            int(x_scale is not None and x_scale.numel() > 1), int(scale is not None and scale.numel() > 1),
-            0 if bias is None else KINDS.index(_name(bias)), GROUP,
-        )  # fmt: skip
-
-    def __call__(
-        self, x: Any, values: Any, metadata: Any, bias: Any = None, x_scale: Any = None, scale: Any = None
-    ) -> torch.Tensor | None:
-        """The product of operands with the same key; None for a negative view, which has to be resolved."""
-        if current_device() != self.index:  # type: ignore[misc]
-            with torch.cuda.device(self.index):
-                return self(x, values, metadata, bias, x_scale, scale)
-        if not self.arranged:
-            metadata = arrange(metadata, self.bits)
-        found = addresses_of((values, x, metadata, x_scale, scale, bias))
-        if found is None:
-            return None
-        addresses, _kept = found
-        y = self.allocate(self.shape, self.strides, self.dtype)
-        written = y.data_ptr()
-        key = (addresses[0], addresses[1], written if self.variant.stored else 0)
-        self.launch(
-            self.programs, current_stream(self.index), self.maps[key], *addresses[2:], written, *self.rest
-        )  # type: ignore[misc]
-        return y
-
-    def _describe(self, values: int, x: int, y: int) -> bytes:
-        """The tensor maps at these addresses."""
-        first, second = self.boxes
-        made = tensor_map(values, self.features, self.length // 2, first) + tensor_map(
-            x, self.tokens, self.length, second
-        )
-        if self.variant.stored:
-            made += tensor_map(y, self.tokens, 2 * self.features, (self.variant.chunk, ROW))
-        return made
+def _elements(operands: Operands) -> Any:
+    """Of values and x."""
+    names = (str(one.dtype).removeprefix("torch.") for one in (operands[1], operands[0]))
+    return ELEMENTS[tuple(names)]  # type: ignore[index]
 
 
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-@lru_cache(maxsize=256)
-def _launch(variant: Variant, values: str, x: str, bits: int, name: str, device: int) -> tuple[Launch, int]:
-    """What launches a variant, compiled at first use, and how many of its clusters run at once."""
-    elements = next(one for one in ELEMENTS.values() if (one.values, one.x) == (values, x))
-    shared = variant.shared(bits)
-    function = function_of(
-        cached_cubin(*sources(variant, elements, name)), "sm90_sparse24_gemm", shared, device
-    )
-    at_once = clusters_at_once(function, variant.cluster, variant.threads, shared, device)
-    return launcher(function, variant.threads, shared, ARGUMENTS, MAPS), at_once
+def _bits(operands: Operands) -> int:
+    """Of an element."""
+    bits: int = _elements(operands).bits
+    return bits
 
 
 __all__ = [
-    "ARGUMENTS",
-    "MAPS",
-    "Product",
     "boxes",
     "is_stored",
+    "launch_of",
     "linear_sparse",
     "product",
     "programs_of",
     "steps_of",
+    "variant_for",
 ]

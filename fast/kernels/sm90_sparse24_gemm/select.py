@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fast.kernels.sm90_sparse24_gemm.variants import PANEL, Variant, fitted
+from fast.launch.hopper import AT_ONCE, MULTIPROCESSORS
 
 
 class Rates(NamedTuple):
@@ -55,12 +56,6 @@ TILES = ((16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 2), (64, 1, 2), (64, 2, 2),
 WIDE = ((192, 2, 1), (208, 2, 1), (224, 2, 1), (240, 2, 1))
 #: Programs along the features and along K of clusters, which have at most eight.
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
-
-#: Clusters that run at once, by their programs. A cluster lies in one of the GPU's groups of at most 18 multiprocessors, and
-#: two of these have fewer than 16 (waves that say so: reports/LOG.md).
-AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 14}
-#: Multiprocessors of the GPU of AT_ONCE.
-MULTIPROCESSORS = 132
 
 
 @lru_cache(maxsize=4096)

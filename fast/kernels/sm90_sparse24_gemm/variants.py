@@ -1,20 +1,13 @@
-"""The variants of the kernel: how large its tiles are, what is defined for its source, and which one a shape gets."""
+"""The variants of the kernel: how large its tiles are, what elements it multiplies, and what is defined for its source."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fast.kernels.hopper.headers import common
-from fast.kernels.sm90_sparse24_gemm.products import Elements, header
+from fast.launch.cuda import Kernel
+from fast.launch.hopper import KINDS, MOST_SHARED
 
-SOURCE = Path(__file__).with_name("sm90_sparse24_gemm.cu")
-OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
-#: Names of dtypes by the numbers that the source gives them.
-KINDS = ("float32", "bfloat16", "float16", "int32")
-#: Bytes of shared memory that a program may have.
-MOST_SHARED = 232448
 #: Bytes of a row of x in a panel.
 PANEL = 128
 #: Words of a token in an outgoing tile.
@@ -25,6 +18,23 @@ MOST_STAGES = 12
 ROW = 128
 #: Stages that one warpgroup is behind the other.
 SKEW = 2
+
+#: Elements of K of an instruction, by the bits of an element.
+INSTRUCTION = {8: 64, 16: 32}
+
+
+class Elements(NamedTuple):
+    """values, x: PTX's names of the elements of the weight and of x; bits of each."""
+
+    values: str
+    x: str
+    bits: int
+
+    @property
+    def integer(self) -> bool:
+        """Whether sums are int32, not float32."""
+        return self.values == "s8"
+
 
 #: Elements of the weight and of x, by the names of their dtypes.
 ELEMENTS = {
@@ -105,22 +115,63 @@ class Variant(NamedTuple):
         return self.ring(bits) + outgoing + 16 * self.stages + 1024
 
 
-def sources(variant: Variant, elements: Elements, out: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Source, headers and options for NVRTC. out: the name of the output's dtype."""
-    defined = {
+class Problem(NamedTuple):
+    """What is multiplied. out: the name of the result's dtype."""
+
+    elements: Elements
+    out: str
+
+
+def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
+    elements = problem.elements
+    return {
         "TOKENS": variant.tokens, "GROUPS": variant.groups, "PANELS": variant.panels, "STAGES": variant.stages,
         "PAIR": variant.pair, "SPLITS": variant.splits, "CHUNK": variant.chunk, "PROMOTE": int(variant.promote),
         "LATER": int(not variant.serial), "STORED": int(variant.stored), "SKEW": variant.skew * variant.stored,
-        "OUT": KINDS.index(out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
+        "OUT": KINDS.index(problem.out), "WIDE": int(elements.bits == 16), "INTEGER": int(elements.integer),
     }  # fmt: skip
-    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
-    return source(), {"products.h": header(elements, variant.tokens), **common()}, options
 
 
-@lru_cache(maxsize=1)
-def source() -> str:
-    """The text of the kernel."""
-    return SOURCE.read_text()
+def header(elements: Elements, tokens: int) -> str:
+    """The text of `products.h`: wgmma.mma_async.sp for the elements and the tokens of a variant, as inline PTX.
+
+    A statement of inline PTX names each of its registers, of which there are up to 132, so it is written out here.
+    Source: PTX ISA, section 9.7.15.6 (`wgmma.mma_async.sp`).
+    """
+    sums = tokens // 2
+    kind, letter, dtype = ("int", "r", "s32") if elements.integer else ("float", "f", "f32")
+    # Signs of the operands, and for 16 bits that neither is transposed; integers have neither.
+    tail = "" if elements.integer else ", 1, 1" + (", 0, 0" if elements.bits == 16 else "")
+    shape = f"m64n{tokens}k{INSTRUCTION[elements.bits]}"
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(sums))
+    return f"""
+typedef {kind} Sum;
+
+__device__ __forceinline__ void fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
+__device__ __forceinline__ void commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
+
+__device__ __forceinline__ void multiply(Sum (&d)[{sums}], u64 a, u64 b, u32 metadata) {{
+  asm volatile("wgmma.mma_async.sp.sync.aligned.{shape}.{dtype}.{elements.values}.{elements.x} "
+      "{{{registers}}}, %{sums}, %{sums + 1}, %{sums + 2}, 0, 1{tail};"
+      : {outputs}
+      : "l"(a), "l"(b), "r"(metadata) : "memory");
+}}
+
+// Wait for all but the last PENDING groups of products.
+template <int PENDING>
+__device__ __forceinline__ void finish(Sum (&d)[{sums}]) {{
+  asm volatile("wgmma.wait_group.sync.aligned %{sums};" : {outputs} : "n"(PENDING) : "memory");
+}}
+"""
+
+
+KERNEL = Kernel(
+    "sm90_sparse24_gemm",
+    Path(__file__).parent,
+    _defines,
+    generated=lambda variant, problem: {"products.h": header(problem.elements, variant.tokens)},
+)
 
 
 def fitted(
@@ -140,3 +191,6 @@ def fitted(
     each = two.shared(bits) - one.shared(bits)
     fixed = one.shared(bits) - each
     return one._replace(stages=min(MOST_STAGES, (MOST_SHARED - fixed) // each))
+
+
+__all__ = ["ELEMENTS", "KERNEL", "PANEL", "ROW", "Elements", "Problem", "Variant", "fitted"]

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
-from fast.kernels.sm90_sparse24_gemm.select import AT_ONCE
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
     GATED,
     ONE,
@@ -29,6 +28,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
     fitted,
     rows_of_tiles,
 )
+from fast.launch.hopper import AT_ONCE
 
 #: Rows of x of a program at most: two tiles of the tensor core's 8.
 MOST_ROWS = 16

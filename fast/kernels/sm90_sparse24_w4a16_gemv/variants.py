@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fast.kernels.hopper.headers import common
-from fast.kernels.sm90_w4a16_gemv.variants import KINDS, MOST_SHARED, OPTIONS, SHARED, SYSTEM
+from fast.launch.cuda import Kernel
+from fast.launch.hopper import MOST_SHARED, REGISTERS, SHARED, SYSTEM
 
-SOURCE = Path(__file__).with_name("sm90_sparse24_w4a16_gemv.cu")
-#: The headers beside it.
-OWN = ("gated.cuh", "output.cuh")
-#: The headers of all kernels that it includes.
-COMMON = ("words.cuh", "copies.cuh")
 #: Columns that a stage may have.
 STAGES = (256, 512)
 #: Rows of a tile of the weight.
 TILE = 16
 #: Warps of a program at most.
 MOST_WARPS = 16
-#: Registers of a multiprocessor.
-REGISTERS = 1 << 16
 #: Bytes of a copy at least.
 LEAST_BYTES = 4
 #: Words of a row of a warp's sums of a tile.
@@ -122,34 +114,21 @@ def fitted(
     return one if one.registers * one.threads * at_once <= REGISTERS else None
 
 
-def sources(variant: Variant, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Source, headers and options for NVRTC."""
-    numbers = {
-        "GROUP": form.group,
-        "SCALE_BYTES": form.scale_bytes,
-        "HALF": int(form.half),
-        "PRODUCTS": form.products,
+def _defines(variant: Variant, form: Form) -> dict[str, int]:
+    return {name.upper(): int(value) for name, value in variant._asdict().items()} | {
+        "GROUP": form.group, "SCALE_BYTES": form.scale_bytes, "HALF": int(form.half), "PRODUCTS": form.products,
         "ZEROS": int(form.zeros),
-    }
-    defined = {name.upper(): int(value) for name, value in variant._asdict().items()} | numbers
-    options = (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
-    return (
-        source(),
-        {name: common()[name] for name in COMMON} | own_headers(),
-        options,
-    )
+    }  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def source() -> str:
-    """The text of the kernel."""
-    return SOURCE.read_text()
-
-
-@lru_cache(maxsize=1)
-def own_headers() -> dict[str, str]:
-    """Text of the headers beside it, by name."""
-    return {name: SOURCE.with_name(name).read_text() for name in OWN}
+KERNEL = Kernel(
+    "sm90_sparse24_w4a16_gemv",
+    Path(__file__).parent,
+    _defines,
+    own=("gated.cuh", "output.cuh"),
+    shared=("words.cuh", "copies.cuh"),
+    programmatic=True,
+)
 
 
 def rows_of_tiles(*rows: int) -> int:
@@ -157,17 +136,4 @@ def rows_of_tiles(*rows: int) -> int:
     return sum(-(-n // TILE) * TILE for n in rows)
 
 
-__all__ = [
-    "GATED",
-    "KINDS",
-    "MOST_SHARED",
-    "ONE",
-    "OWN",
-    "STAGES",
-    "TWO",
-    "Form",
-    "Variant",
-    "fitted",
-    "rows_of_tiles",
-    "sources",
-]
+__all__ = ["GATED", "KERNEL", "ONE", "STAGES", "TWO", "Form", "Variant", "fitted", "rows_of_tiles"]

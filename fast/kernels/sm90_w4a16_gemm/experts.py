@@ -14,13 +14,16 @@ from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.sm90_w4a16_gemm import host
 from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TILE, stage
-from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, Variant, Weight, fitted
-from fast.launch import cache
-from fast.launch.call import FLOAT_NAMES
-from fast.launch.operands import GROUP, TensorMaps, addresses_of, processors_of
+from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, KERNEL, Problem, Variant, Weight, fitted
+from fast.launch import cuda
+from fast.launch.call import FLOAT_NAMES, Call
+from fast.launch.cuda import CudaLaunch, Maps
+from fast.launch.hopper import GROUP, processors_of
 
 #: Rows of tiles, and of the last one of an expert where that holds what is left; 0 where all are of one size.
 TILES = ((64, 0), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))
+#: Pointers of a launch: those of `host`, and the row after each expert's last one.
+POINTERS = (*host.POINTERS, "ends")
 #: Experts that the rule looks at.
 LOOKED_AT = 16
 #: Divisions of rows among them: the rows of the largest less those of the smallest, over the average.
@@ -45,59 +48,39 @@ def sm90_w4a16_gemm_of_experts(
     # Weights of experts in NF4 are not preshuffled; their levels would be those of the first one here.
     if experts.element == "nf4" or host.refused_operands(x, experts, None) is not None:
         return None
-    try:
-        call = ExpertsProduct(x, experts)
-    except (RuntimeError, OSError) as error:
-        host.leave_out(x, experts, error)
+    launch = launch_of(x, experts)
+    if launch is None:
         return None
-    y = call(x, experts.words, experts.scale, experts.zero, ends)
-    cache.remember(key, call, record)
+    y: torch.Tensor = call_of(launch, x, experts, ends).result("y", key, record)
     return y
 
 
-class ExpertsProduct:
-    """A call: all that shapes and dtypes say, so that a repetition allocates, looks tensor maps up and launches."""
+def launch_of(x: torch.Tensor, experts: ArrangedWeight, variant: Variant | None = None) -> CudaLaunch | None:
+    """What multiplies rows of x; its pointers are POINTERS. None where the variant does not compile or load."""
+    tokens, count, device = x.shape[0], len(experts.words), x.get_device()
+    (features, length), weight = experts.shape, host.weight_of(experts)
+    average = ceil_div(tokens, count)
+    one = variant or choose(average, count, features, length, weight, processors_of(device))
+    problem, shared = Problem(weight, FLOAT_NAMES[x.dtype]), one.shared(weight)
+    if not cuda.is_loadable(KERNEL, one, problem, device):
+        return None
+    at_once = cuda.clusters_at_once(KERNEL, one, problem, shared, device)
+    each = (experts.group or length) // ATOM or 1
+    numbers = (tokens, features, length // ATOM, each, 0, GROUP, 0, 0, 0, 1, host.NIBBLE, 0)
+    small = (0 if part is None else part[0].nbytes // 4 for part in (experts.scale, experts.zero))
+    return CudaLaunch(
+        KERNEL, one, problem, POINTERS, min(at_once, most_tiles(one, tokens, count, features)), shared,
+        (f"{host.NUMBERS}Q", numbers), behind=("3qi4x", (experts.words[0].nbytes, *small, count)),
+        maps=Maps(lambda x, y: host.described(one, tokens, length, features, x, y), 1, host.MAPPED),
+    )  # fmt: skip
 
-    def __init__(self, x: torch.Tensor, experts: ArrangedWeight, variant: Variant | None = None) -> None:
-        self.index, self.device, self.dtype = x.get_device(), x.device, x.dtype
-        self.features, self.length = experts.shape
-        self.tokens, count = x.shape[0], len(experts.words)
-        self.shape, weight = (self.tokens, self.features), host.weight_of(experts)
-        if variant is None:
-            average = ceil_div(self.tokens, count)
-            variant = choose(average, count, self.features, self.length, weight, processors_of(self.index))
-        self.variant, self.maps = variant, TensorMaps(self._describe)
-        self.strides, self.allocate = (self.features, 1), host.allocator(self.device)
-        self.launch, at_once = host.launch_of(variant, weight, FLOAT_NAMES[self.dtype], self.index)
-        self.programs = min(at_once, most_tiles(variant, self.tokens, count, self.features))
-        steps = self.length // ATOM
-        self.rest = (
-            self.tokens, self.features, steps, (experts.group or self.length) // ATOM or 1, 0, GROUP, 0, 0, 0, 1,
-            host.NIBBLE, 0,
-        )  # fmt: skip
-        each = (0 if part is None else part[0].nbytes // 4 for part in (experts.scale, experts.zero))
-        self.behind = (experts.words[0].nbytes, *each, count)
 
-    def __call__(self, x: Any, words: Any, scale: Any, zero: Any, ends: Any) -> torch.Tensor | None:
-        """The product of operands with the same key; None for a negative view, which has to be resolved."""
-        if host.current_device() != self.index:  # type: ignore[misc]
-            with torch.cuda.device(self.index):
-                return self(x, words, scale, zero, ends)
-        found = addresses_of((x, words, scale, zero, ends))
-        if found is None:
-            return None
-        (*addresses, last), _kept = found
-        y = self.allocate(self.shape, self.strides, self.dtype)
-        at = addresses[0], y.data_ptr()
-        stream = host.current_stream(self.index)  # type: ignore[misc]
-        self.launch(
-            self.programs, stream, self.maps[at], *addresses[1:], 0, at[1], *self.rest, last, *self.behind
-        )
-        return y
-
-    def _describe(self, x: int, y: int) -> bytes:
-        """The tensor maps at two addresses."""
-        return host.described(self.variant, self.tokens, self.length, self.features, x, y)
+def call_of(launch: CudaLaunch, x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> Call:
+    """The call whose launch made "y"."""
+    call = Call({"x": x, "codes": experts.words, "scale": experts.scale, "zero": experts.zero, "ends": ends})
+    call.allocate("y", (x.shape[0], experts.shape[0]), x.dtype)
+    call.launch(launch, POINTERS)
+    return call
 
 
 def most_tiles(one: Variant, tokens: int, experts: int, features: int) -> int:
@@ -162,11 +145,13 @@ def nanoseconds(tokens: int, length: int, weight: Weight) -> float:
 
 
 __all__ = [
+    "POINTERS",
     "TILES",
-    "ExpertsProduct",
+    "call_of",
     "candidates",
     "choose",
     "divisions",
+    "launch_of",
     "longest",
     "most_tiles",
     "sm90_w4a16_gemm_of_experts",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from fast.kernels.sm90_sparse24_gemm.select import AT_ONCE, MULTIPROCESSORS
 from fast.kernels.sm90_w4a16_gemm.schedule import grid_of, least_of, longest, scheduled
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, Variant, Weight, fitted
+from fast.launch.hopper import AT_ONCE, MULTIPROCESSORS
 
 #: Rows up to which tiles are those of FEW: what one of its tiles holds.
 MOST_FEW = 128

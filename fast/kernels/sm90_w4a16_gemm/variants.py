@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from fast.kernels.hopper.headers import common
 from fast.kernels.linear_small.layout import FACTORED
-from fast.kernels.sm90_sparse24_gemm.variants import KINDS, MOST_SHARED, OPTIONS
-from fast.kernels.sm90_w4a16_gemm.products import header
+from fast.launch.cuda import Kernel
+from fast.launch.hopper import KINDS, MOST_SHARED
 
-FOLDER = Path(__file__).parent
 #: Stages that one warpgroup is behind the other, so that one multiplies while the other writes its tile.
 SKEW = 2
-#: Headers beside the source.
-OWN = ("schedule.cuh", "experts.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh")
 #: Warpgroups that multiply, 64 features each.
 GROUPS = 2
 #: Rows and columns of an atom of the weight.
@@ -33,6 +29,18 @@ MOST_STAGES = 12
 TABLE = 2048
 #: Products of 16 columns that are given to the tensor core together, and decoded for together.
 BATCH = 2
+
+
+#: PTX's names of the dtypes of x.
+PTX_KINDS = {"bfloat16": "bf16", "float16": "f16"}
+#: Elements of K of an instruction.
+INSTRUCTION = 16
+BEGIN = """
+typedef float Sum;
+
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+"""
 
 
 class Weight(NamedTuple):
@@ -137,33 +145,72 @@ def with_scales(one: Variant, weight: Weight) -> Variant:
     return fitted(one.tokens, one.pair, one.splits, weight, one.small, one.turns, True)
 
 
-def sources(
-    variant: Variant, weight: Weight, x: str, out: str
-) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Source, headers and options for NVRTC. x, out: names of the dtypes of x and y."""
-    defined = {
+class Problem(NamedTuple):
+    """What is multiplied. x: the name of the dtype of x and y."""
+
+    weight: Weight
+    x: str
+
+
+def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
+    weight = problem.weight
+    return {
         "TOKENS": variant.tokens, "SMALL": variant.small or variant.tokens, "BOX": variant.box, "GROUPS": GROUPS,
         "TURNS": variant.turns, "STAGES": variant.stages, "PAIR": variant.pair, "SPLITS": variant.splits,
         "CHUNK": variant.chunk, "BATCH": BATCH, "PARTS": weight.parts, "ZERO": int(weight.zero),
-        "SCALED": int(variant.scaled), "GROUPED": int(variant.grouped), "HALF": int(x == "float16"),
+        "SCALED": int(variant.scaled), "GROUPED": int(variant.grouped), "HALF": int(problem.x == "float16"),
         "SKEW": SKEW if variant.splits == variant.turns == 1 and variant.stages > SKEW else 0,
-        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(out),
+        "ELEMENT": list(ELEMENTS).index(weight.element), "OUT": KINDS.index(problem.x),
     }  # fmt: skip
-    sizes = sorted({variant.tokens, variant.small} - {0})
-    headers = {"products.h": header(x, sizes), **{name: text(name) for name in OWN}, **common()}
-    return (
-        text("sm90_w4a16_gemm.cu"),
-        headers,
-        (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items())),
-    )
 
 
-@lru_cache(maxsize=8)
-def text(name: str) -> str:
-    """A file of this folder."""
-    return (FOLDER / name).read_text()
+def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
+    return {"products.h": header(problem.x, sorted({variant.tokens, variant.small} - {0}))}
+
+
+def header(x: str, sizes: Iterable[int]) -> str:
+    """The text of `products.h`: wgmma.mma_async with its first operand in registers, as inline PTX. x: the name of its dtype;
+    sizes: tokens of tiles, each once.
+
+    A statement of inline PTX names each of its registers, of which there are up to 133, so it is written out here.
+    Source: PTX ISA, section 9.7.15.5 (`wgmma.mma_async`).
+    """
+    return "\n".join([BEGIN, *(products(x, tokens) for tokens in sizes)])
+
+
+def products(x: str, tokens: int) -> str:
+    """Those of a tile, chosen by the number of its sums."""
+    sums, kind = tokens // 2, PTX_KINDS[x]
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    fragment = ", ".join(f"%{sums + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
+    return f"""
+// Add the product of 64 features, 16 columns in registers, and as many columns of the tokens at the descriptor b.
+__device__ __forceinline__ void multiply(Sum (&d)[{sums}], const u32 (&a)[4], u64 b) {{
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k{INSTRUCTION}.f32.{kind}.{kind} "
+      "{{{registers}}}, {{{fragment}}}, %{sums + 4}, 1, 1, 1, 0;"
+      : {outputs}
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
+}}
+
+// Wait for all but the last PENDING groups of products.
+template <int PENDING>
+__device__ __forceinline__ void finish(Sum (&d)[{sums}]) {{
+  asm volatile("wgmma.wait_group.sync.aligned %{sums};" : {outputs} : "n"(PENDING) : "memory");
+}}
+"""
+
+
+KERNEL = Kernel(
+    "sm90_w4a16_gemm",
+    Path(__file__).parent,
+    _defines,
+    own=("schedule.cuh", "experts.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh"),
+    generated=_generated,
+    instead="dense weights are multiplied",
+)
 
 
 __all__ = [
-    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "PANEL", "Variant", "Weight", "fitted", "sources", "with_scales",
+    "ATOM", "ELEMENTS", "FEATURES", "GROUPS", "KERNEL", "PANEL", "Problem", "Variant", "Weight", "fitted", "with_scales",
 ]  # fmt: skip

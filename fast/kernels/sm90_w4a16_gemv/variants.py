@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from fast.launch.cuda import Kernel
+from fast.launch.hopper import KINDS, MOST_SHARED, SHARED, SYSTEM
 from fast.scale_factors import SECOND
 from fast.scale_factors import TERMS as LEVELS
 
-FOLDER = Path(__file__).parent
-#: Headers beside the sources.
-OWN = ("problem.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "sums.cuh", "load.cuh")
-HEADERS = FOLDER.parent / "hopper"
-OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
-#: Names of dtypes by the numbers that the source gives them.
-KINDS = ("float32", "bfloat16", "float16")
 #: Names of elements by the numbers that the source gives them.
 ELEMENTS = ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
 #: Elements whose scales are factors of theirs, of bfloat16 alone.
 FACTORED = ("e2m1", "e4m3_mx")
 #: Elements of `direct.cu` with scales of rows or factors; it takes int4 in groups, too.
 DIRECT = ("int8", "e4m3", "e4m3_mx")
-#: Bytes of shared memory of a multiprocessor.
-SHARED = 233472
-#: Bytes of it that each program takes besides its own.
-SYSTEM = 1024
-#: Bytes of it that a program has at most.
-MOST_SHARED = 232448
 #: Columns of a step.
 STEP = 128
 #: Bytes of a stage of one block: smaller ones are asked for too slowly.
@@ -86,11 +74,6 @@ class Variant(NamedTuple):
     streamed: bool = False
     tabled: int = 2
     ahead: bool = False
-
-    @property
-    def source(self) -> str:
-        """Name of the source."""
-        return "sm90_w4a16_gemv.cu"
 
     def programs(self, n: int) -> int:
         """Programs for n rows of the weight."""
@@ -177,17 +160,12 @@ def fitted(form: Form, sizes: Sizes, count: int, steps: int, at_once: int = 2, *
     return one._replace(stages=stages) if stages > 0 else None
 
 
-def sources(variant: Variant | Direct, form: Form) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Source, headers and options for NVRTC."""
-    levels = "float16" if form.half else "bfloat16"
-    numbers = {
+def _defines(variant: Variant | Direct, form: Form) -> dict[str, int | str]:
+    return {name.upper(): int(value) for name, value in variant._asdict().items()} | {
         "STEPS": form.steps, "ELEMENT": ELEMENTS.index(form.element), "GROUP": form.group, "ZERO": int(form.zero),
-        "HALF": int(form.half), "OUT": KINDS.index(form.out), "PLANES": planes(levels), "SECOND": f"{SECOND}f",
+        "HALF": int(form.half), "OUT": KINDS.index(form.out), "PLANES": planes("float16" if form.half else "bfloat16"),
+        "SECOND": f"{SECOND}f",
     }  # fmt: skip
-    defined = {name.upper(): value for name, value in variant._asdict().items()}
-    defined = {name: int(value) for name, value in defined.items()} | numbers
-    source, headers = texts(variant.source)
-    return source, headers, (*OPTIONS, *(f"-D{name}={value}" for name, value in defined.items()))
 
 
 def planes(dtype: str) -> str:
@@ -200,22 +178,14 @@ def planes(dtype: str) -> str:
     return "{" + ",".join(rows) + "}"
 
 
-@lru_cache(maxsize=2)
-def texts(source: str) -> tuple[str, dict[str, str]]:
-    """A kernel, and headers by name."""
-    places = [HEADERS / "words.cuh", HEADERS / "copies.cuh", *(FOLDER / name for name in OWN)]
-    return (FOLDER / source).read_text(), {place.name: place.read_text() for place in places}
+KERNEL = Kernel(
+    "sm90_w4a16_gemv",
+    Path(__file__).parent,
+    _defines,
+    own=("problem.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "sums.cuh", "load.cuh"),
+    shared=("words.cuh", "copies.cuh"),
+    programmatic=True,
+)
 
 
-__all__ = [
-    "ELEMENTS",
-    "FACTORED",
-    "KINDS",
-    "MOST_SHARED",
-    "STEP",
-    "Direct",
-    "Form",
-    "Variant",
-    "fitted",
-    "sources",
-]
+__all__ = ["ELEMENTS", "FACTORED", "KERNEL", "STEP", "Direct", "Form", "Variant", "fitted"]

@@ -34,7 +34,7 @@ from ao_lab.gemm import fused, select
 from ao_lab.gemm.fused import groups_reason, most_fused_rows
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.quantization.api import preshuffle
-from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
+from fast.launch import hopper
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored
 from reference import SCHEMES
@@ -417,12 +417,12 @@ def test_rows_that_read_the_weight_as_it_is_stored(monkeypatch, name, most):
     """On Hopper where NVRTC is; else, and of other shapes, those of the kernel of few rows."""
     stored = on_device(with_inputs(name, "int8_rowwise", (4096, 4096)).to_layout(LAYOUT).stored)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(sm90_w4a16_gemm, "missing_compiler", lambda: None)
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
     assert rows_as_stored(stored, BF16) == most
     assert rows_as_stored(stored, torch.float32) == 0
-    monkeypatch.setattr(sm90_w4a16_gemm, "missing_compiler", lambda: "no NVRTC")
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: "no NVRTC")
     assert rows_as_stored(stored, BF16) == 128
-    monkeypatch.setattr(sm90_w4a16_gemm, "missing_compiler", lambda: None)
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert rows_as_stored(stored, BF16) == 128
 

@@ -1,5 +1,5 @@
-"""`fast.kernels.sm90_sparse24_gemm.host` on CPU tensors: its launches run in the emulator, outputs are poisoned and lie between
-guards."""
+"""A device for launches of kernels in CUDA C++ (`fast.launch.cuda`): the emulator runs their PTX on CPU tensors, outputs are
+poisoned and lie between guards."""
 
 from __future__ import annotations
 
@@ -9,116 +9,130 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 
-from fast.kernels.sm90_sparse24_gemm import host
-from fast.kernels.sm90_sparse24_gemm.arrange import arrange
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, sources
-from fast.launch import nvrtc
+from fast.launch import cuda, direct, driver, nvrtc
+from fast.launch.call import Call
 from tests.emulator.device.machine import Machine
 from tests.emulator.device.memory import POISON, Memory, TensorMap
+from tests.emulator.device.program import parsed
+from tests.emulator.faults import unchanged
 
-GUARD, MAP = 64, 128
+GUARD, MAP = 64, driver.MAP_BYTES
 INCLUDE = re.compile(r'^#include "([\w.]+)".*$', re.MULTILINE)
 
 
+class Handle(NamedTuple):
+    """In place of what the driver loads. sizes: of arguments, in bytes; cluster: programs of one."""
+
+    ptx: str
+    sizes: tuple[int, ...]
+    cluster: int
+
+
 class StandIn:
-    """A device: its memory is that of the tensors that it was given, and of outputs.
+    """Its memory is that of the tensors that it was given, and of outputs.
 
     early: when copies arrive; see `machine`. at_once: clusters that it runs at once, so that persistent programs have several
     tiles. change: what is done with the kernel's source, to plant faults.
     """
 
     def __init__(
-        self,
-        *,
-        early: bool,
-        seed: int = 0,
-        at_once: int = 1,
-        change: Callable[[str], str] = lambda text: text,
-    ) -> None:
+        self, *, early: bool = False, seed: int = 0, at_once: int = 1, change: Callable[[str], str] = unchanged
+    ) -> None:  # fmt: skip
         self.memory, self.early, self.seed, self.at_once, self.change = Memory(), early, seed, at_once, change
         self.outputs: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let kernels see a tensor."""
-        self.memory.regions[tensor.data_ptr()] = _bytes(tensor.data_ptr(), tensor.nbytes)
+        self.memory.regions[tensor.data_ptr()] = bytes_at(tensor.data_ptr(), tensor.nbytes)
         return tensor
 
-    def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        """An output, as `direct.allocator` makes it."""
+    def empty(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """An output."""
         size = int(np.prod(shape)) * dtype.itemsize
         whole = torch.empty(size + 2 * GUARD, dtype=torch.uint8).fill_(POISON)
         self.outputs.append(whole)
         return self.add(whole[GUARD : GUARD + size].view(dtype).view(shape))
 
-    def tensor_map(self, address: int, rows: int, length: int, box: tuple[int, int]) -> bytes:
-        """What the driver would be told."""
-        return struct.pack("<5q", address, rows, length, *box).ljust(MAP, b"\0")
-
-    def launches(self, variant: Variant, values: str, x: str, bits: int, name: str, device: int) -> Any:
-        """As `host._launch`."""
-        elements = next(one for one in ELEMENTS.values() if (one.values, one.x) == (values, x))
-        source, headers, options = sources(variant, elements, name)
-        ptx = self.compiled(source, headers, options)
-
-        def launch(programs: int, stream: Any, *values: Any) -> None:
-            packed = host.ARGUMENTS.pack(*values)
-            found = {
-                (0, at): described(packed[at : at + MAP]) for at in range(0, (2 + variant.stored) * MAP, MAP)
-            }
-            parts = packed[: host.MAPS], packed[host.MAPS :]
-            arguments = [np.frombuffer(part, np.uint8).copy() for part in parts]
-            machine = Machine(
-                ptx, self.memory, arguments, found, threads=variant.threads, shared=variant.shared(bits),
-                early=self.early, seed=self.seed,
-            )  # fmt: skip
-            machine.run(programs, variant.cluster)
-
-        return launch, self.at_once
-
-    def compiled(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> str:
-        """The PTX of a kernel, its source changed with all that it includes."""
-        return compiled(source, headers, options, self.change)
+    def made(self, function: Callable[[], Any], *operands: torch.Tensor | None) -> Any:
+        """What a function makes, whose kernels see these operands. ValueError where one wrote outside of its output."""
+        for one in operands:
+            if one is not None and one.numel():
+                self.add(one)
+        with self.installed():
+            made = function()
+        for whole in self.outputs:
+            if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
+                raise ValueError("the kernel wrote outside of its output")
+        return made
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Take the place of the GPU."""
-        replaced = {
-            "_launch": self.launches, "tensor_map": self.tensor_map, "current_device": lambda: -1, "current_stream": lambda
-            index: 0, "arrange": lambda metadata, bits: self.add(arrange(metadata, bits)),
-        }  # fmt: skip
-        with mock.patch.multiple(host, allocator=lambda device: self.empty, **replaced):
+        library = SimpleNamespace(cuLaunchKernelEx=self._launch, cuTensorMapEncodeTiled=_describe)
+        allocate, run = Call.allocate, cuda.CudaLaunch.run
+        empty = lambda shape, strides, dtype: self.empty(shape, dtype)  # noqa: E731
+
+        def allocated(call: Call, name: str, shape: Any, dtype: Any, fill: Any = ()) -> torch.Tensor:
+            allocate(call, name, shape, dtype, fill)
+            call.tensors[name] = self.empty(shape, call.tensors[name].dtype)
+            return call.tensors[name]
+
+        def anew(one: Any, pointers: Any, device: int) -> Any:
+            one.compiled.clear()  # of another stand-in's source
+            if one.maps is not None:
+                one.maps.clear()
+            return run(one, pointers, device)
+
+        with (
+            mock.patch.object(driver, "driver", return_value=library),
+            mock.patch.object(cuda, "clusters_at_once", return_value=self.at_once),
+            mock.patch.object(cuda, "is_loadable", return_value=True),
+            mock.patch.object(cuda, "loaded", self._loaded),
+            mock.patch.object(cuda, "current_stream", return_value=0),
+            mock.patch.object(direct, "current_stream", return_value=0),
+            mock.patch.object(direct, "current_device", return_value=-1),
+            mock.patch.object(direct, "allocator", return_value=empty),
+            mock.patch.object(cuda.CudaLaunch, "run", anew),
+            mock.patch.object(Call, "allocate", allocated),
+        ):
             yield
 
-    def product(self, variant: Variant, name: str, *operands: Any) -> torch.Tensor:
-        """`fast.linear_sparse` of CPU tensors by a variant; name: of the output's dtype."""
-        for one in operands:
-            if one is not None:
-                self.add(one)
-        with self.installed():
-            made = host.product(name, True, operands, variant)(*operands)
-        assert made is not None
-        self.check_guards()
-        return made
+    def _loaded(self, kernel: cuda.Kernel, variant: Any, problem: Any, device: int) -> Handle:
+        ptx = compiled(*kernel.sources(variant, problem), self.change)
+        cluster = getattr(variant, "cluster", getattr(variant, "splits", 1))
+        return Handle(ptx, tuple(parsed(ptx).parameters.values()), cluster)
 
-    def check_guards(self) -> None:
-        """ValueError where a kernel wrote outside of its output."""
-        for whole in self.outputs:
-            if not bool((whole[:GUARD] == POISON).all() and (whole[-GUARD:] == POISON).all()):
-                raise ValueError("the kernel wrote outside of its output")
+    def _launch(self, place: Any, function: Handle, arguments: Any, nothing: None) -> int:
+        """As the driver's."""
+        config = place._obj
+        given = [
+            np.frombuffer(ctypes.string_at(at, size), np.uint8).copy()
+            for at, size in zip(arguments, function.sizes, strict=True)
+        ]
+        found = {}
+        if len(given) > 1:
+            texts = {at: given[0][at : at + MAP].tobytes() for at in range(0, cuda.MAPS, MAP)}
+            found = {(0, at): described(text) for at, text in texts.items() if any(text)}
+        machine = Machine(
+            function.ptx, self.memory, given, found, threads=config.block[0], shared=config.shared, early=self.early,
+            seed=self.seed,
+        )  # fmt: skip
+        machine.run(config.grid[0], function.cluster, self.at_once)
+        return 0
 
 
 def compiled(
-    source: str, headers: Mapping[str, str], options: Sequence[str], change: Callable[[str], str]
+    source: str, headers: Mapping[str, str], options: Sequence[str], change: Callable[[str], str] = unchanged
 ) -> str:
     """The PTX of a source, changed with all that it includes."""
-    whole = change(INCLUDE.sub(lambda found: headers[found[1]], source))
-    return ptx_of(whole, tuple(options))
+    return ptx_of(change(INCLUDE.sub(lambda found: headers[found[1]], source)), tuple(options))
 
 
 @lru_cache(maxsize=16)
@@ -127,14 +141,24 @@ def ptx_of(source: str, options: tuple[str, ...]) -> str:
     return nvrtc.compile_source(source, {}, options, ptx=True)[0].decode().rstrip("\0")
 
 
-def _bytes(address: int, size: int) -> Any:
+def bytes_at(address: int, size: int) -> Any:
+    """Memory as an array."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
+def _describe(
+    made: Any, kind: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, *rest: Any
+) -> int:
+    """As the driver's `cuTensorMapEncodeTiled`, for `described`."""
+    length, rows = sizes
+    made[:] = struct.pack("<5q", address.value, rows, length, box[1], box[0]).ljust(MAP, b"\0")
+    return 0
+
+
 def described(text: bytes) -> TensorMap:
-    """What `StandIn.tensor_map` made."""
+    """What `_describe` wrote."""
     address, rows, length, high, wide = struct.unpack("<5q", text[:40])
-    return TensorMap(_bytes(address, rows * length).reshape(rows, length), (high, wide))
+    return TensorMap(bytes_at(address, rows * length).reshape(rows, length), (high, wide))
 
 
-__all__ = ["MAP", "StandIn", "compiled", "described"]
+__all__ = ["MAP", "StandIn", "bytes_at", "compiled"]

@@ -21,7 +21,7 @@ from tests.emulator.device.opcodes import Operands
 from tests.emulator.device.program import Instruction
 from tests.emulator.device.translated import NAMES, may_wait, runs, statement, tables
 from tests.emulator.faults import assert_seen
-from tests.fast.kernels.sm90_sparse24_gemm.examples import require_nvrtc
+from tests.fast.kernels.sm90.products import require_nvrtc
 
 NARROW = [
     0,

@@ -34,13 +34,12 @@ def weight(shape=(14336, 4096), element="int4", group=128, zero=False, capabilit
 def gpu(monkeypatch):
     """GPUs have the capability of a weight's device, and NVRTC."""
     from fast.kernels.sm90_w4a16_gemm import host as gemm
-    from fast.kernels.sm90_w4a16_gemv import host as gemv
+    from fast.launch import hopper
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
-    monkeypatch.setattr(gemm, "missing_compiler", lambda: None)
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
     monkeypatch.setattr(gemm, "processors_of", lambda index: 132)
-    monkeypatch.setattr(gemv, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(gemv, "has_compiler", lambda: True)
+    monkeypatch.setattr(hopper, "capability", lambda index: (9, 0))
 
 
 def names(w, rows, inputs=BF16):
@@ -80,11 +79,9 @@ def test_what_is_not_taken(gpu):
 
 
 def test_without_a_compiler(gpu, monkeypatch):
-    from fast.kernels.sm90_w4a16_gemm import host as gemm
-    from fast.kernels.sm90_w4a16_gemv import host as gemv
+    from fast.launch import hopper
 
-    monkeypatch.setattr(gemv, "has_compiler", lambda: False)
-    monkeypatch.setattr(gemm, "missing_compiler", lambda: "no NVRTC")
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: "no NVRTC")
     assert [names(weight(), rows) for rows in (1, 128, 129)] == [[SMALL_M, TORCH], [SMALL_M, TORCH], [TORCH]]
 
 
@@ -106,6 +103,7 @@ def test_experts(gpu, average, capability, order):
 def test_plain_weights(monkeypatch):
     """One row, several, and more than kernels take; packed integers of other widths have one kernel for all."""
     from fast.kernels.sm90_intn_small_m import host as bits
+    from fast.launch import cuda
 
     def of(scheme, rows, dtype=BF16):
         w = fast.quantize(torch.zeros(64, 512), scheme, packed=True)
@@ -117,7 +115,7 @@ def test_plain_weights(monkeypatch):
     assert [of("int8_rowwise", rows) for rows in (1, 128)] == ["triton_gemv_w8a16", "triton_gemm_small_m"]
     assert of("mxfp4", 1) == "triton_gemv_any"
     monkeypatch.setattr(bits, "is_served", lambda codes: True)
-    monkeypatch.setattr(bits, "is_loadable", lambda *given: True)
+    monkeypatch.setattr(cuda, "is_loadable", lambda *given: True)
     assert [of("int3_g64", rows) for rows in (1, 32, 33)] == ["sm90_intn_small_m"] * 2 + [TORCH]
 
 

@@ -91,7 +91,7 @@ def test_groups_of_two_sizes_are_two_products():
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_on_a_gpu_the_kernel_is_given_both_weights(monkeypatch, gated):
-    from fast.kernels.sm90_sparse24_w4a16_gemv import pair as kernels
+    from fast.kernels.sm90_sparse24_w4a16_gemv import host as kernels
 
     name = "sm90_sparse24_w4a16_gemv_swiglu" if gated else "sm90_sparse24_w4a16_gemv_pair"
     monkeypatch.setattr(kernels, name, lambda *given, key: (given, key))

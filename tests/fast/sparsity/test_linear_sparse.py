@@ -6,7 +6,7 @@ import torch
 import fast
 from ao_lab.testing.strategies import assert_same_bits
 from fast.sparsity import linear_sparse
-from tests.fast.kernels.sm90_sparse24_gemm.examples import expected, operands
+from tests.fast.kernels.sm90.test_sparse24_gemm import expected, operands
 
 KINDS = [("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "bfloat16"), ("int8", "int8")]
 

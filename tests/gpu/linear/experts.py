@@ -17,9 +17,8 @@ from fast.kernels.linear_small import grouped
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemm import experts as gemm
-from fast.kernels.sm90_w4a16_gemm.host import NAME
-from fast.kernels.sm90_w4a16_gemm.variants import sources
-from fast.launch.nvrtc import cached_cubin
+from fast.kernels.sm90_w4a16_gemm import variants as decoding
+from tests.gpu.harness.products import w4a16_gemm_of_experts
 from tests.gpu.harness.subject import in_threads
 from tests.gpu.harness.timing import Call
 from tests.gpu.linear import weights
@@ -118,9 +117,7 @@ def by_gemm(
     x, ends = given
     if variant is None and allocate is None:
         return gemm.sm90_w4a16_gemm_of_experts(x, w, ends)
-    call = gemm.ExpertsProduct(x, w, variant)
-    call.allocate = allocate or call.allocate
-    made = call(x, w.words, w.scale, w.zero, ends)
+    made = w4a16_gemm_of_experts(x, w, ends, variant, allocate)
     if made is None or allocate is None:
         return made
     behind = made[int(ends[-1]) :].contiguous().view(torch.uint8)
@@ -136,11 +133,14 @@ def gemm_variants(problem: Problem, every: bool) -> list[Any]:
 def compile_gemm(pairs: Iterable[tuple[Problem, Any]]) -> None:
     """Into the cache of cubins."""
     tasks = {
-        (one, weights.decoded(problem.scheme), *[str(problem.dtype).removeprefix("torch.")] * 2)
+        (
+            one,
+            decoding.Problem(weights.decoded(problem.scheme), str(problem.dtype).removeprefix("torch.")),
+        )
         for problem, one in pairs
         if one is not None
     }
-    in_threads(lambda task: cached_cubin(*sources(*task), name=NAME), tasks)
+    in_threads(lambda task: decoding.KERNEL.cubin(*task), tasks)
 
 
 def filled(scheme: str, shape: Shape) -> ArrangedWeight:

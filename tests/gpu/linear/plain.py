@@ -22,12 +22,12 @@ from fast.kernels.scaled_mm import host as scaled_host
 from fast.kernels.scaled_mm.tiles import Tile, int_tile_of
 from fast.kernels.sm90_intn_small_m import host
 from fast.kernels.sm90_intn_small_m.select import choose, placed
-from fast.kernels.sm90_intn_small_m.variants import Form, Variant, sources
+from fast.kernels.sm90_intn_small_m.variants import KERNEL, Form, Variant
 from fast.kernels.sm90_s8_gemm import host as s8_host
 from fast.kernels.sm90_s8_gemm import variants as s8_variants
 from fast.launch import cache
-from fast.launch.nvrtc import cached_cubin
 from reference import SCHEMES, Quantized, Scheme
+from tests.gpu.harness.products import s8_gemm
 from tests.gpu.harness.subject import Asked, Check, differs, in_threads
 from tests.gpu.harness.timing import Call, several
 from tests.gpu.linear.family import Family, Problem, by_torch, dense_weights, numbers, small_bias
@@ -100,7 +100,7 @@ def by_bits(x: Any, w: Quantized, bias: Any = None, variant: Any = None, allocat
 def compile_bits(pairs: Iterable[tuple[Problem, Any]]) -> None:
     """Into the cache of cubins."""
     tasks = [(variant, form_of(problem)) for problem, variant in pairs if variant is not None]
-    in_threads(lambda task: cached_cubin(*sources(*task), name="sm90_intn_small_m"), tasks)
+    in_threads(lambda task: KERNEL.cubin(*task), tasks)
 
 
 def on_device(w: Quantized) -> Quantized:
@@ -223,16 +223,13 @@ def s8_variants_of(problem: Problem, every: bool) -> list[Any]:
 def by_s8(x: Quantized, w: Quantized, given: Any = None, variant: Any = None, allocate: Any = None) -> Any:
     """The product by `sm90_s8_gemm`; given: a bias and the dtype of the output."""
     bias, dtype = given or (None, BF16)
-    operands = [x.codes, x.scale, None, w.codes, w.scale, bias]
-    call = s8_host.Product(variant, "int8", dtype, operands)
-    call.allocate = allocate or call.allocate
-    return call(*operands)
+    return s8_gemm(x, w, bias, dtype, variant, allocate)
 
 
 def compile_s8(pairs: Iterable[tuple[Problem, Any]]) -> None:
     """Into the cache of cubins."""
-    tasks = [(one, "int8", str(problem.dtype).removeprefix("torch.")) for problem, one in pairs]
-    in_threads(lambda task: cached_cubin(*s8_variants.sources(*task), name=s8_host.NAME), tasks)
+    tasks = [(one, s8_host.problem_of(problem.dtype)) for problem, one in pairs]
+    in_threads(lambda task: s8_variants.KERNEL.cubin(*task), tasks)
 
 
 def by_tiles(x: Quantized, w: Quantized, given: Any = None, tile: Any = None, allocate: Any = None) -> Any:
@@ -310,8 +307,9 @@ def wrong_route() -> Iterator[str]:
     cache.CALLS.clear()
     for call in ("first", "again"):
         yield from differs(call, fast.linear_of_codes(x, w, bias, dtype=dtype), right)
-    if not any(isinstance(call, s8_host.Product) for call, _ in cache.CALLS.values()):
-        yield f"the kernel was not taken: {s8_host.FAILED}"
+    steps = [step for call, _ in cache.CALLS.values() for step in getattr(call, "steps", ())]
+    if not any(getattr(launch, "kernel", None) is s8_variants.KERNEL for launch, *_ in steps):
+        yield f"the kernel was not taken: {s8_host.refused(x, w, dtype)}"
 
 
 S8 = Family(

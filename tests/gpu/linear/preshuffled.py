@@ -19,15 +19,14 @@ from fast.gemm import families
 from fast.kernels.linear_small import host
 from fast.kernels.linear_small.dense import arranged_dense
 from fast.kernels.linear_small.layout import ArrangedWeight, filled, restored_codes
-from fast.kernels.sm90_w4a16_gemm import host as gemm_host
 from fast.kernels.sm90_w4a16_gemm import select as gemm_select
 from fast.kernels.sm90_w4a16_gemm import variants as gemm_variants
 from fast.kernels.sm90_w4a16_gemv import host as gemv_host
 from fast.kernels.sm90_w4a16_gemv import select as gemv_select
 from fast.kernels.sm90_w4a16_gemv import variants as gemv_variants
-from fast.launch.nvrtc import cached_cubin
 from fast.matmul.preshuffled import layout
 from fast.scale_factors import SECOND, TERMS
+from tests.gpu.harness.products import w4a16_gemm
 from tests.gpu.harness.subject import Asked, Check, beyond, differs, in_processes, in_threads
 from tests.gpu.harness.timing import Call, several
 from tests.gpu.linear import weights
@@ -196,7 +195,7 @@ def other_variants(form: Any, problem: Problem) -> Iterator[Any]:
 def compile_gemv(pairs: Iterable[tuple[Problem, Any]], out: torch.dtype | None = None) -> None:
     """Into the cache of cubins."""
     tasks = [(one, form_of(problem.scheme, problem.dtype, out)) for problem, one in pairs if one is not None]
-    in_threads(lambda task: cached_cubin(*gemv_variants.sources(*task)), tasks)
+    in_threads(lambda task: gemv_variants.KERNEL.cubin(*task), tasks)
 
 
 def gemv_peers(scheme: str, shape: Shape, held: list[Any]) -> Any:
@@ -299,9 +298,7 @@ def gemm(
     x_scale: Any = None,
 ) -> Any:
     """The product by `sm90_w4a16_gemm`."""
-    call = gemm_host.Product(x, w, bias, variant, x_scale=x_scale)
-    call.allocate = allocate or call.allocate
-    return call(x, w.words, w.scale, w.zero, bias, x_scale)
+    return w4a16_gemm(x, w, bias, variant, x_scale, allocate)
 
 
 def gemm_variants_of(problem: Problem, every: bool) -> list[Any]:
@@ -318,8 +315,9 @@ def compile_gemm(pairs: Iterable[tuple[Problem, Any]], scaled: bool = False) -> 
     tasks = set()
     for problem, one in pairs:
         weight, dtype = weights.decoded(problem.scheme), str(problem.dtype).removeprefix("torch.")
-        tasks.add((gemm_variants.with_scales(one, weight) if scaled else one, weight, dtype, dtype))
-    in_threads(lambda task: cached_cubin(*gemm_variants.sources(*task), name=gemm_host.NAME), tasks)
+        made = gemm_variants.with_scales(one, weight) if scaled else one
+        tasks.add((made, gemm_variants.Problem(weight, dtype)))
+    in_threads(lambda task: gemm_variants.KERNEL.cubin(*task), tasks)
 
 
 def gemm_peers(scheme: str, shape: Shape, held: list[Any]) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import reference
-from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.select import (
     CLUSTERS,
     MULTIPROCESSORS,
@@ -26,9 +25,9 @@ from fast.kernels.sm90_sparse24_gemm.select import (
     cycles_of,
     terms,
 )
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, fitted, sources
-from fast.launch.nvrtc import cached_cubin
+from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, Variant, fitted
 from tests.gpu.harness.poison import check_guards, outputs
+from tests.gpu.harness.products import sparse24_gemm
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, beyond, differs, in_threads
 from tests.gpu.harness.timing import measured
 from tests.gpu.sparsity.cases import Case, case, wanted
@@ -75,8 +74,8 @@ def result_dtypes(dtypes: Dtypes) -> tuple[torch.dtype, ...]:
 
 def compile_all(jobs: Iterable[tuple[Variant, Dtypes, torch.dtype]]) -> None:
     """Into the cache of cubins."""
-    tasks = [(one, ELEMENTS[dtypes], str(out).removeprefix("torch.")) for one, dtypes, out in jobs]
-    in_threads(lambda task: cached_cubin(*sources(*task)), tasks)
+    tasks = [(one, Problem(ELEMENTS[dtypes], str(out).removeprefix("torch."))) for one, dtypes, out in jobs]
+    in_threads(lambda task: KERNEL.cubin(*task), tasks)
 
 
 def checks(asked: Asked) -> Iterator[Check]:
@@ -97,10 +96,9 @@ def run(variant: Variant, one: Case, out: torch.dtype, scaled: bool, arranged: b
     """The result of a variant; WroteBeyond where it wrote more than that."""
     extra = (one.bias, one.x_scale, one.scale) if scaled else (None, None, None)
     operands = (one.x, one.values, one.arranged if arranged else one.metadata, *extra)
-    call = host.product(str(out).removeprefix("torch."), True, operands, variant)
     buffers: list[tuple[torch.Tensor, int]] = []
-    call.allocate = outputs(POISON, buffers)
-    made = call(*operands)
+    allocate = outputs(POISON, buffers)
+    made = sparse24_gemm(str(out).removeprefix("torch."), variant, *operands, allocate=allocate)
     torch.cuda.synchronize()
     check_guards(buffers, POISON)
     assert made is not None
@@ -190,7 +188,7 @@ def table(shape: Shape, name: str) -> Iterator[Row]:
     ]
     scaled, methods, right = name == "fp8", {}, {}
     for variant in chosen(shape, name):
-        call = product_of(cases[0], variant, scaled)
+        call = partial(sparse24_gemm, "bfloat16", variant)
         calls = [partial(call, *operands(one, scaled)) for one in cases]
         right[variant.name] = error_of(cases[0], calls[0](), scaled=scaled) <= LIMIT
         methods |= {variant.name: calls} if right[variant.name] else {}
@@ -203,11 +201,6 @@ def table(shape: Shape, name: str) -> Iterator[Row]:
 def operands(one: Case, scaled: bool) -> tuple[Any, ...]:
     """Of a call."""
     return (one.x, one.values, one.arranged, None, *((one.x_scale, one.scale) if scaled else (None, None)))
-
-
-def product_of(one: Case, variant: Variant, scaled: bool) -> Any:
-    """The call of a variant."""
-    return host.product("bfloat16", True, operands(one, scaled), variant)
 
 
 def error_of(one: Case, y: Any, *, scaled: bool) -> float:

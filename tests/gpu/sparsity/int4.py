@@ -20,7 +20,7 @@ from fast.kernels.linear_small.host import linear_small
 from fast.kernels.linear_small.pair import linear_small_pair, linear_small_swiglu
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as gemv
 from fast.kernels.sm90_sparse24_w4a16_gemv import select, variants
-from fast.kernels.sm90_sparse24_w4a16_gemv.pair import (
+from fast.kernels.sm90_sparse24_w4a16_gemv.host import (
     sm90_sparse24_w4a16_gemv_pair,
     sm90_sparse24_w4a16_gemv_swiglu,
 )
@@ -28,7 +28,6 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, ONE, TWO, Form
 from fast.kernels.sparse_linear import host as mma
 from fast.kernels.sparse_linear import tilings
 from fast.kernels.sparse_linear.tilings import Tiling
-from fast.launch.nvrtc import cached_cubin
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, in_threads, same_bits
@@ -149,7 +148,7 @@ def preferred(form: Form, count: int, shape: Shape, most: int) -> list[Variant]:
 def compile_forms(pairs: Iterable[tuple[Variant | None, Form]]) -> None:
     """Into the cache of cubins."""
     tasks = [(one, form) for one, form in pairs if one is not None]
-    in_threads(lambda task: cached_cubin(*variants.sources(*task), name="sm90_sparse24_w4a16_gemv"), tasks)
+    in_threads(lambda task: variants.KERNEL.cubin(*task), tasks)
 
 
 def gemv_peers(scheme: str, shape: Shape, held: list[Weight]) -> Callable[[Any], dict[str, list[Call]]]:

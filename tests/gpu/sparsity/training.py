@@ -31,16 +31,15 @@ from experiments.sparsity.products import layer_of, step_of
 from fast.kernels import cublaslt
 from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.column_sums import WIDTHS, plan_of
-from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, Variant, fitted, sources
-from fast.launch.nvrtc import cached_cubin
+from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, Variant, fitted
 from fast.layers.column_sums import LEAST, column_sums
 from fast.layers.linear_gradients import apart, beside, way_of, weight_and_bias_gradients
 from fast.sparsity.compress import COMPRESS_MASKED, DTYPES, compress_masked
 from fast.sparsity.compress import masked as masked_in_place
 from fast.sparsity.prune import prune_into
+from tests.gpu.harness.products import sparse24_gemm
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, in_processes, in_threads, same_bits
 from tests.gpu.harness.timing import Call, measured, several
 from tests.gpu.sparsity.patterns import MASKED_SHAPES, masked_weights
@@ -182,7 +181,7 @@ def kernel_checks(asked: Asked) -> Iterator[Check]:
     """By dtype, the quickest first."""
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     in_threads(
-        lambda job: cached_cubin(*sources(job[0], ELEMENTS[job[1], job[1]], job[1])),
+        lambda job: KERNEL.cubin(job[0], Problem(ELEMENTS[job[1], job[1]], job[1])),
         [(one, name) for one in tiles() for name in names],
     )
     for dtype in DTYPES:
@@ -241,7 +240,7 @@ def wrong_tiles(shape: Shape, dtype: torch.dtype) -> Iterator[str]:
         exact = (sums if added is None else sums + added.float()).to(dtype)
         calls: dict[str, Any] = {"chosen": fast.linear_sparse}
         for one in tiles()[: 8 if shape in PUBLISHED else None]:
-            calls[one.name] = host.product(name, True, (x, values, metadata, added, None, None), one)
+            calls[one.name] = partial(sparse24_gemm, name, one)
         for label, call in calls.items():
             for _ in range(REPEATS):
                 yield from differs(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,11 +21,14 @@ from fast import dispatch
 from fast.kernels.sm90_s8_gemm import host as sm90_s8_gemm
 from fast.kernels.sm90_s8_gemm.variants import fitted
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
+from fast.launch import cuda, driver
 from fast.launch.call import Call
 from tests.ao_lab.gemm.capability import set_capability
 from tests.fast.kernels.compiling.recorded_launches import Recorded
 
 WIDTH, ROWS = 512, 256
+#: Arguments behind the tensor maps, by kernel.
+LAYOUTS = {"sm90_w4a16_gemm": "=5Q11i4xQ", "sm90_s8_gemm": "=4Q7i4x"}
 #: The end of a configuration's name whose weights are in that layout.
 PRESHUFFLED = ", preshuffled"
 CONFIGS = {
@@ -62,8 +67,7 @@ def pretend(monkeypatch: Any, launcher: Any) -> Recorded:
         monkeypatch.setattr(module, "is_host", lambda device: False)
     recorded: Any = Recorded(monkeypatch, launcher)
     recorded.calls = []
-    for kind in (Call, sm90_w4a16_gemm.Product, sm90_s8_gemm.Product):
-        monkeypatch.setattr(kind, "__call__", _noted(kind.__call__, recorded.calls))
+    monkeypatch.setattr(Call, "__call__", _noted(Call.__call__, recorded.calls))
     return recorded
 
 
@@ -78,14 +82,21 @@ def _noted(original: Any, calls: list[Any]) -> Any:
 def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
     """Kernels in CUDA C++ launch, too: programs, addresses of tensor maps, then all values, in `straight`."""
 
-    def launch(programs: int, stream: int, maps: bytes, *values: Any) -> None:
-        recorded.straight.append((programs, *struct.unpack(f"={len(maps) // 8}q", maps), *values))
+    def launch(place: Any, layout: str, arguments: Any, nothing: None) -> int:
+        maps = struct.unpack("=" + "q120x" * 3, ctypes.string_at(arguments[0], cuda.MAPS))
+        values = struct.unpack(layout, ctypes.string_at(arguments[1], struct.calcsize(layout)))
+        recorded.straight.append((place._obj.grid[0], *maps, *values))
+        return 0
 
-    for host, launches in ((sm90_w4a16_gemm, "launch_of"), (sm90_s8_gemm, "_launch")):
+    monkeypatch.setattr(driver, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(cuda, "loaded", lambda kernel, *given: LAYOUTS[kernel.name])
+    monkeypatch.setattr(cuda, "is_loadable", lambda *given: True)
+    monkeypatch.setattr(cuda, "clusters_at_once", lambda *given: 60)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 7)
+    for host in (sm90_w4a16_gemm, sm90_s8_gemm):
         for name, value in {
-            "refused": lambda *given: None, "processors_of": lambda index: 132, launches: lambda *given: (launch, 60),
-            "tensor_map": lambda address, *rest: struct.pack("=q", address), "current_device": lambda: -1,
-            "current_stream": lambda index: 7,
+            "refused": lambda *given: None, "processors_of": lambda index: 132,
+            "tensor_map": lambda address, *rest: struct.pack("=q120x", address),
         }.items():  # fmt: skip
             monkeypatch.setattr(host, name, value)
     for name in ("refused_rows", "refused_weight"):

@@ -155,7 +155,7 @@ def test_the_operator_is_described_to_torch():
     ("ends", "owners"), [((5, 3, 8), (5, 5, 8)), ((-2, 4, 8), (0, 4, 8)), ((4, 90, 9), (4, 11, 11))]
 )
 def test_ends_out_of_order_leave_an_expert_without_rows_of_others(ends, owners):
-    """As the kernels have them (`tests/fast/kernels/sm90_w4a16_gemm/test_experts.py`)."""
+    """As the kernels have them (`tests/fast/kernels/sm90/test_w4a16_gemm_experts.py`)."""
     w, x = linear.preshuffled(joined(matrices("int4_g128"))), torch.randn(11, K).bfloat16()
     found, wanted = (
         grouped_linear_small(x, w, torch.tensor(one, dtype=torch.int32)) for one in (ends, owners)

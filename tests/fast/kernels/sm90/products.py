@@ -1,0 +1,159 @@
+"""Products by given variants of kernels in CUDA C++, on CPU tensors: the emulator runs them (`StandIn`, whose options `device`
+are)."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.sm90_intn_small_m import host as intn
+from fast.kernels.sm90_s8_gemm import host as s8
+from fast.kernels.sm90_s8_gemm.variants import Problem
+from fast.kernels.sm90_sparse24_gemm import arrange
+from fast.kernels.sm90_sparse24_gemm import host as sparse24
+from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv
+from fast.kernels.sm90_w4a16_gemm import experts as of_experts
+from fast.kernels.sm90_w4a16_gemm import host as gemm
+from fast.kernels.sm90_w4a16_gemv import host as gemv
+from fast.kernels.sparse_linear import host as sparse_linear
+from fast.launch import nvrtc
+from fast.matmul.preshuffled import layout
+from reference import Quantized
+from tests.emulator.device.stand_in import StandIn
+
+
+def require_nvrtc() -> None:
+    """Skip where NVRTC is not installed."""
+    try:
+        nvrtc.library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def arranged(w: Quantized) -> ArrangedWeight:
+    """A preshuffled weight as kernels take it."""
+    q = layout.preshuffled(w)
+    return ArrangedWeight(q.codes, q.scale, q.zero, tuple(q.shape), *layout.form_of(q.scheme, q.shape[1]))  # type: ignore[arg-type]
+
+
+def w4a16_gemv(
+    x: Any, w: Any, bias: Any = None, *, variant: Any, x_scale: Any = None, dtype: Any = None, **device: Any
+) -> torch.Tensor:
+    """`sm90_w4a16_gemv`."""
+
+    def call() -> Any:
+        with mock.patch.object(gemv, "is_taken", return_value=True):
+            return gemv.sm90_w4a16_gemv(x, w, bias, variant=variant, x_scale=x_scale, dtype=dtype)
+
+    return StandIn(**device).made(call, x, w.words, w.scale, w.zero, bias, x_scale)
+
+
+def intn_small_m(x: Any, w: Any, bias: Any, variant: Any, **device: Any) -> torch.Tensor:
+    """`sm90_intn_small_m`."""
+
+    def call() -> Any:
+        with mock.patch.object(intn, "is_served", return_value=True):
+            return intn.sm90_intn_small_m(x, w, bias, variant)
+
+    return StandIn(**device).made(call, x, w.codes, w.scale, w.zero, bias)
+
+
+def w4a16_gemm(
+    x: Any, w: Any, bias: Any, variant: Any, schedule: Any = None, x_scale: Any = None, **device: Any
+) -> torch.Tensor:
+    """`sm90_w4a16_gemm`, by default as `schedule.scheduled` has it."""
+
+    def call() -> Any:
+        rows, options = x.numel() // w.shape[1], {"scaled": x_scale is not None, "schedule": schedule}
+        launch = gemm.launch_of(w, rows, x.dtype, -1, variant, **options)
+        return gemm.call_of(launch, x, w, bias, x_scale).result("y")
+
+    return StandIn(**device).made(call, x, w.words, w.scale, w.zero, bias, x_scale)
+
+
+def w4a16_gemm_of_experts(x: Any, w: Any, ends: Any, variant: Any, **device: Any) -> torch.Tensor:
+    """`sm90_w4a16_gemm` of rows sorted by expert."""
+
+    def call() -> Any:
+        return of_experts.call_of(of_experts.launch_of(x, w, variant), x, w, ends).result("y")
+
+    return StandIn(**device).made(call, x, w.words, w.scale, w.zero, ends)
+
+
+def s8_gemm(
+    variant: Any, element: str, dtype: torch.dtype, x: Any, w: Any, bias: Any, **device: Any
+) -> torch.Tensor:
+    """`sm90_s8_gemm` of codes and scales of x and w."""
+    problem = Problem(element, str(dtype).removeprefix("torch."))
+    operands = x.codes, x.scale, w.codes, w.scale, bias
+    return StandIn(**device).made(lambda: s8.call_of(variant, problem, x, w, bias).result("y"), *operands)
+
+
+def sparse24_gemm(variant: Any, out: str, *operands: Any, **device: Any) -> torch.Tensor:
+    """`fast.linear_sparse`; out: the name of a dtype."""
+    x, values, metadata, *rest = operands
+    order = arrange.arrange(metadata, 16 if values.itemsize == 2 else 8)
+    given = x, values, order, *rest
+    return StandIn(**device).made(lambda: sparse24.product(out, True, given, variant).result("y"), *given)
+
+
+def sparse24_w4a16_gemv(
+    x: Any,
+    codes: Any,
+    metadata: Any,
+    scale: Any,
+    bias: Any = None,
+    *,
+    variant: Any,
+    zero: Any = None,
+    **device: Any,
+) -> torch.Tensor:
+    """`fast.linear_sparse_int4`."""
+    group = 4 * codes.shape[1] // scale.shape[1]
+    given = x, codes, metadata, scale, bias
+
+    def call() -> Any:
+        with _served(), mock.patch.object(sparse24_gemv, "choose", return_value=variant):
+            return sparse_linear.linear_sparse_int4(*given, group, zero=zero)
+
+    return StandIn(**device).made(call, *given, zero)
+
+
+def sparse24_pair(
+    x: Any, first: Any, second: Any, *, variant: Any, gated: bool = False, **device: Any
+) -> Any:
+    """Two products of one x, or silu of the first times the second."""
+    group = 4 * first[0].shape[1] // first[2].shape[1]
+
+    def call() -> Any:
+        with _served():
+            both = (
+                sparse24_gemv.sm90_sparse24_w4a16_gemv_swiglu
+                if gated
+                else sparse24_gemv.sm90_sparse24_w4a16_gemv_pair
+            )
+            return both(x, first, second, group, variant)
+
+    return StandIn(**device).made(call, x, *first, *second)
+
+
+def _served() -> Any:
+    return mock.patch.object(sparse24_gemv, "is_served", return_value=True)
+
+
+__all__ = [
+    "arranged",
+    "intn_small_m",
+    "require_nvrtc",
+    "s8_gemm",
+    "sparse24_gemm",
+    "sparse24_pair",
+    "sparse24_w4a16_gemv",
+    "w4a16_gemm",
+    "w4a16_gemm_of_experts",
+    "w4a16_gemv",
+]

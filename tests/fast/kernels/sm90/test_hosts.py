@@ -1,0 +1,376 @@
+"""What the hosts of kernels in CUDA C++ take and refuse, and what becomes of a variant that does not load."""
+
+import struct
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+from ao_lab.config.recipe import named
+from fast.kernels.linear import select
+from fast.kernels.linear_small.layout import ArrangedWeight
+from fast.kernels.sm90_intn_small_m import host as intn
+from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
+from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
+from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse
+from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse_variants
+from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_CHUNKED
+from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO
+from fast.kernels.sm90_w4a16_gemm import host as gemm
+from fast.kernels.sm90_w4a16_gemm.variants import ELEMENTS, FEATURES, Weight
+from fast.kernels.sm90_w4a16_gemv import host as gemv
+from fast.kernels.sm90_w4a16_gemv.variants import Variant
+from fast.kernels.sparse_linear import host as sparse_linear
+from fast.launch import cuda, hopper
+from fast.matmul.weights import rows_fused
+from tests.gpu.sparsity.int4_cases import as_tensors, exact_case
+
+BF16 = torch.bfloat16
+INT4 = sparse_variants.Form(128, False, False)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Capabilities are those of devices; NVRTC is there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
+    monkeypatch.setattr(cuda, "_FAILED", {})
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """No variant loads."""
+
+    def refuse(*_):
+        raise RuntimeError("no kernel image")
+
+    cuda.is_loadable.cache_clear()
+    monkeypatch.setattr(cuda, "loaded", refuse)
+    yield
+    cuda.is_loadable.cache_clear()
+
+
+# Preshuffled weights, few rows
+
+
+@pytest.mark.parametrize(
+    ("element", "inputs", "taken"),
+    [("nf4", torch.float16, True), ("e2m1", torch.float16, False), ("e4m3_mx", torch.float16, False),
+     ("e2m1", torch.bfloat16, True), ("e4m3_mx", torch.bfloat16, True)],
+)  # fmt: skip
+def test_factors_go_with_bfloat16_alone(monkeypatch, element, inputs, taken):
+    monkeypatch.setattr(gemv, "is_served", lambda words: True)
+    w = SimpleNamespace(words=None, element=element, shape=(128, 256), rows=128, columns=256)
+    assert gemv.is_taken(w, 4, inputs, torch.float32) == taken
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"capability": (8, 0)}, {"missing_compiler": "no NVRTC"}, {"interpreted": True}]
+)
+def test_devices(monkeypatch, change):
+    values = {"capability": (9, 0), "missing_compiler": None, "interpreted": False} | change
+    for name, value in values.items():
+        monkeypatch.setattr(hopper, name, lambda *given, value=value: value)
+    assert hopper.is_served(SimpleNamespace(is_cuda=True, get_device=lambda: 0)) == (not change)
+    assert not hopper.is_served(torch.zeros(1))
+
+
+def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch, refusing):
+    monkeypatch.setattr(gemv, "is_taken", lambda *_: True)
+    w = ArrangedWeight(
+        torch.empty(2, 4, 512, dtype=torch.int32), torch.empty(2, 128), None, (128, 256), "int4", 128
+    )
+    variant = Variant(8, 1, 4, 1, 4)
+    with pytest.warns(
+        UserWarning, match="sm90_w4a16_gemv is left out, another kernel multiplies: no kernel image"
+    ):
+        assert gemv.launch_for(w, 1, torch.bfloat16, torch.bfloat16, variant) is None
+    # Once: the next call says nothing.
+    assert gemv.launch_for(w, 1, torch.bfloat16, torch.bfloat16, variant) is None
+
+
+# Preshuffled weights, many rows
+
+
+def arranged(n=256, k=256):
+    return ArrangedWeight(
+        torch.empty(n // 64, k // 64, 512, dtype=torch.int32), torch.empty(1, n), None, (n, k), "int4", 0
+    )
+
+
+def as_on_gpu(dtype, shape, capability=(9, 0)):
+    """Inputs that seem to lie on a GPU."""
+    size = torch.Size(shape)
+    return SimpleNamespace(
+        dtype=dtype,
+        shape=size,
+        numel=size.numel,
+        device=SimpleNamespace(type="cuda", index=0, capability=capability),
+        get_device=lambda: 0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "capability", "n", "reason"),
+    [
+        (torch.float32, (200, 256), (9, 0), 256, "inputs are"),
+        (torch.bfloat16, (200, 256), (8, 0), 256, "capability"),
+        (torch.bfloat16, (200, 256), (10, 0), 256, "capability"),
+        (torch.bfloat16, (0, 256), (9, 0), 256, "rows"),
+        (torch.bfloat16, (200, 256), (9, 0), 192, "multiples"),
+        (torch.bfloat16, (200, 256), (9, 0), 256, None),
+        (torch.float16, (2, 100, 256), (9, 0), 256, None),
+    ],
+)
+def test_what_is_refused(on_gpu, dtype, shape, capability, n, reason):
+    found = gemm.refused(as_on_gpu(dtype, shape, capability), arranged(n), None)
+    assert found is None if reason is None else reason in found
+
+
+def test_without_a_compiler_another_route_is_taken(on_gpu, monkeypatch):
+    monkeypatch.setattr(hopper, "missing_compiler", lambda: "no NVRTC")
+    assert gemm.refused(as_on_gpu(torch.bfloat16, (200, 256)), arranged(), None) == "no NVRTC"
+    assert gemm.sm90_w4a16_gemm(as_on_gpu(torch.bfloat16, (200, 256)), arranged()) is None
+
+
+def test_weights():
+    """Two blocks of scales in a stage where groups have 32 columns."""
+    assert gemm.weight_of(arranged()) == Weight("int4", False, 1)
+    assert gemm.weight_of(replace(arranged(), group=32, zero=torch.empty(8, 128))) == Weight("int4", True, 2)
+    assert [gemm.weight_of(replace(arranged(), group=group)).parts for group in (64, 128, 256)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("element", "group", "parts", "each"), [("e2m1", 32, 2, 1), ("e2m1", 16, 4, 2), ("e4m3_mx", 32, 2, 1)]
+)
+def test_weights_with_factors(on_gpu, element, group, parts, each):
+    """They are taken; each factor has one byte, or two in blocks of 16 columns."""
+    w = replace(arranged(), element=element, group=group)
+    weight = gemm.weight_of(w)
+    assert weight == Weight(element, False, parts)
+    assert weight.stage == 2 * ELEMENTS[element] + FEATURES * parts * each
+    for dtype in (torch.bfloat16, torch.float16):
+        assert gemm.refused(as_on_gpu(dtype, (200, 256)), w, None) is None
+
+
+def test_other_elements_are_refused():
+    reason = gemm.refused(as_on_gpu(torch.bfloat16, (200, 256)), replace(arranged(), element="int2"), None)
+    assert "elements are" in reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "small", "taken"),
+    [(2048, False, True), (2049, False, False), (512, True, True), (513, True, False)],
+)
+def test_levels_are_left_to_the_dense_weight_from_some_rows_on(on_gpu, monkeypatch, rows, small, taken):
+    monkeypatch.setattr(gemm, "SMALL", arranged().rows * arranged().columns + small)
+    reason = gemm.refused(
+        as_on_gpu(torch.bfloat16, (rows, 256)), replace(arranged(), element="nf4", group=64), None
+    )
+    assert (reason is None) == taken
+
+
+@pytest.mark.parametrize(
+    ("group", "rows", "small", "taken"),
+    [(16, 1024, False, True), (16, 1025, False, False), (32, 1025, False, True), (16, 512, True, True),
+     (16, 513, True, False), (32, 513, True, True)],
+)  # fmt: skip
+def test_groups_of_16_are_left_to_the_dense_weight_from_some_rows_on(
+    on_gpu, monkeypatch, group, rows, small, taken
+):
+    """Where that was measured to be faster: sooner for small weights."""
+    monkeypatch.setattr(gemm, "SMALL", arranged().rows * arranged().columns + small)
+    w = replace(arranged(), element="e2m1", group=group)
+    reason = gemm.refused(as_on_gpu(torch.bfloat16, (rows, 256)), w, None)
+    assert (reason is None) == taken
+
+
+def test_a_kernel_that_does_not_load_is_left_out_with_a_warning(on_gpu, refusing, monkeypatch):
+    """Once; then no such weight is tried any more on its device. Others are."""
+    monkeypatch.setattr(gemm, "processors_of", lambda index: 132)
+    x, w = as_on_gpu(torch.bfloat16, (200, 256)), arranged()
+    with pytest.warns(UserWarning, match="dense weights are multiplied: no kernel image"):
+        assert gemm.sm90_w4a16_gemm(x, w) is None
+    assert "no kernel image" in gemm.refused(x, w, None)
+    assert gemm.sm90_w4a16_gemm(x, w) is None
+    elsewhere = as_on_gpu(torch.bfloat16, (200, 256))
+    elsewhere.device.index = 1
+    assert gemm.refused(elsewhere, w, None) is None
+    assert gemm.refused(x, replace(w, element="e4m3"), None) is None
+
+
+@pytest.mark.parametrize(
+    ("x_scale", "message"),
+    [(torch.ones(63), "one in float32 for each row"), (torch.ones(64, dtype=BF16), "one in float32 for each row"),
+     (torch.ones(64, device="meta"), "on the same device")],
+)  # fmt: skip
+def test_other_scales_are_refused(x_scale, message):
+    x = torch.zeros(64, 256, dtype=BF16)
+    with pytest.raises(ValueError, match=rf"sm90_w4a16_gemm: scales .* {message}"):
+        gemm.sm90_w4a16_gemm(x, arranged(), x_scale=x_scale)
+
+
+# Packed integers
+
+
+@pytest.mark.parametrize(
+    ("scheme", "length", "form"),
+    [
+        ("int2_g32", 256, (2, 32, False)), ("int3_g64_asymmetric", 128, (3, 64, True)), ("int6_g128", 384, (6, 128, False)),
+        ("int5_rowwise", 640, (5, 640, False)), ("int3_g256", 512, (3, 256, False)), ("int4_g32", 128, (4, 32, False)),
+        ("int3_g32", 96, None), ("int8_g32", 256, None), ("mxfp6_e2m3", 256, None), ("nf4", 256, None),
+        ("torchao.int4_g64_tinygemm", 256, None), ("int4_g64_asymmetric_bf16", 256, None), ("int2_tensorwise", 256, None),
+        ("int3_g16", 256, None), ("int3_g96", 384, None), ("int7_g32", 256, None),
+    ],
+)  # fmt: skip
+def test_forms(scheme, length, form):
+    record = named(scheme)
+    found = intn.form_of(record, (8, length), 1, True)
+    assert found == (None if form is None else IntnForm(*form, True, False))
+    assert intn.form_of(record, (8, length), 1, False) is None
+    assert intn.form_of(record, (8, length), 0, True) is None
+    assert intn.form_of(record, (2, 8, length), 1, True) is None
+
+
+def test_other_devices_keep_their_kernels():
+    w = fast.quantize(torch.randn(64, 256), "int3_g32", packed=True)
+    assert intn.launch_for(w, 4, torch.bfloat16) is None
+    assert isinstance(select.launch_for(w, 4, torch.bfloat16), select.CompiledLaunch)
+
+
+def test_launches_go_first_where_they_are(monkeypatch):
+    """2, 3, 5 and 6 bits to 32 rows of inputs; int4 keeps its kernels; other dtypes have the others."""
+    monkeypatch.setattr(intn, "is_served", lambda codes: True)
+    monkeypatch.setattr(cuda, "is_loadable", lambda *given: True)
+    for bits in (2, 3, 4, 5, 6):
+        w = fast.quantize(torch.randn(64, 256), named(f"int{bits}_g32"), packed=True)
+        for count, dtype in product((1, 2, 32), (torch.bfloat16, torch.float16)):
+            assert isinstance(select.launch_for(w, count, dtype), cuda.CudaLaunch) == (bits != 4)
+        assert not isinstance(select.launch_for(w, 1, torch.float32), cuda.CudaLaunch)
+        assert select.launch_for(w, 33, torch.bfloat16) is None
+    assert intn.launch_for(w, 4, torch.bfloat16, IntnVariant(8, 1, 1, 3, 1, 1, 2)) is None
+
+
+@pytest.mark.parametrize("scheme", ["int3_g32", "int6_rowwise"])
+@pytest.mark.parametrize(("n", "most"), [(64, 32), (8176, 32), (8192, 96)])
+def test_rows_that_are_fused(monkeypatch, scheme, n, most):
+    """As many where scales change along K, too, and nothing is compiled to know that; more are for the dense weight, also where
+    other devices have a kernel."""
+    w = fast.quantize(torch.randn(n, 256), named(scheme), packed=True)
+    assert rows_fused(w, torch.bfloat16) == (select.MOST_BLOCK_ROWS if "_g" in scheme else select.MOST_ROWS)
+    monkeypatch.setattr(intn, "is_served", lambda codes: True)
+    monkeypatch.setattr(cuda, "is_loadable", lambda *given: pytest.fail("compiled"))
+    assert [rows_fused(w, dtype) for dtype in (torch.bfloat16, torch.float16)] == [most, most]
+    assert select.launch_for(w, most + 1, torch.bfloat16) is None
+    monkeypatch.setattr(cuda, "is_loadable", lambda *given: True)
+    assert isinstance(select.launch_for(w, most, torch.bfloat16), cuda.CudaLaunch)
+
+
+# 2:4 weights
+
+
+def test_zero_points_that_no_variant_copies():
+    """Rows of four bytes at least, of one weight alone."""
+    asymmetric = INT4._replace(zeros=True)
+    assert sparse_variants.fitted(asymmetric, 8, 256, 2, 1, 1024) is not None
+    assert sparse_variants.fitted(asymmetric, 8, 256, 1, 1, 256) is None
+    assert sparse_variants.fitted(asymmetric._replace(products=TWO), 8, 256, 2, 1, 1024) is None
+    case = as_tensors(exact_case(1, 16, 256, 128))
+    assert sparse_linear.linear_sparse_int4(*case, 128, zero=torch.zeros((16, 2), dtype=torch.int8)) is None
+
+
+def test_other_devices_and_more_rows_are_left_to_the_other_kernel():
+    case = as_tensors(exact_case(1, 16, 512, 128))
+    assert sparse.launch_for(case.x, case.codes, case.scale, 128) is None
+
+
+def test_operands_that_another_kernel_takes(monkeypatch):
+    monkeypatch.setattr(sparse, "is_served", lambda x: True)
+    monkeypatch.setattr(cuda, "is_loadable", lambda *_: True)
+
+    def launched(count, k, group=128):
+        case = as_tensors(exact_case(count, 16, k, group))
+        return sparse.launch_for(case.x, case.codes, case.scale, group)
+
+    assert launched(16, 512).problem == INT4
+    assert launched(17, 512).variant.chunks == 2
+    assert launched(17, 2048).variant[:2] == (24, 256)
+    assert launched(MOST_CHUNKED + 1, 512) is None
+    assert launched(1, 640) is None
+    assert launched(0, 512) is None
+
+
+def test_the_other_kernel_multiplies_where_a_variant_does_not_load(monkeypatch, refusing):
+    case = as_tensors(exact_case(1, 16, 512, 128))
+    monkeypatch.setattr(sparse, "is_served", lambda x: True)
+    tiled = []
+    monkeypatch.setattr(
+        sparse_linear, "by_tiles",
+        lambda call, *_: tiled.append(call.allocate("y", (1, 16), torch.bfloat16)),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="no kernel image"):
+        sparse_linear.linear_sparse_int4(*case, 128)
+    # Once: the next call says nothing. Both are the other kernel's.
+    sparse_linear.linear_sparse_int4(*case, 128)
+    assert len(tiled) == 2
+
+
+def test_tiles_that_are_given_are_the_other_kernel_s(monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    case = as_tensors(exact_case(1, 16, 512, 128))
+    monkeypatch.setattr(sparse_linear, "launch_for", refuse)
+    monkeypatch.setattr(
+        sparse_linear, "by_tiles", lambda call, *_: call.allocate("y", (1, 16), torch.bfloat16)
+    )
+    tiling = sparse_linear.tiling_of(16, 512, 128, 1)
+    assert sparse_linear.linear_sparse_int4(*case, 128, None, tiling).shape == (1, 16)
+
+
+def test_a_launch_has_all_rows():
+    one = sparse_variants.Variant(8, 256, 16, 1, 7)
+    assert sparse.launch_of(one, INT4, 1, (14336 + 1, 4096)).programs == 129
+    chunks = sparse.launch_of(one._replace(chunks=3), INT4._replace(zeros=True), 20, (14336, 4096))
+    assert chunks.programs == 3 * 128
+    assert chunks.names[-1] == "zero"
+
+
+def test_a_launch_has_the_tiles_of_both():
+    form = sparse_variants.Form(64, False, False, TWO)
+    made = sparse.launch_of(sparse_variants.Variant(8, 256, 16, 1, 7), form, 1, (100, 4096), 5)
+    assert made.programs == 2  # seven tiles and one
+    image, last = made.arguments(0)
+    assert struct.unpack("=10Q6i", image) == (*[0] * 10, 1, 100, 4096, 0, 5, 0)
+    assert last is None
+    assert sparse_variants.rows_of_tiles(100, 5) == 128
+
+
+def two_weights(count, rows, *others, make=exact_case):
+    """x, and parts of both weights."""
+    first, second = (as_tensors(make(count, n, *others, seed=seed)) for seed, n in enumerate(rows))
+    return first.x, first[1:4], second[1:4]
+
+
+def test_operands_that_other_kernels_take(monkeypatch):
+    x, first, second = two_weights(16, (32, 48), 512, 128)
+    narrow = [*second[:2], second[2].bfloat16()]
+    assert sparse.pair_launch_for(x, first, second, 128, TWO) is None, "a CPU"
+    monkeypatch.setattr(sparse, "is_served", lambda x: True)
+    monkeypatch.setattr(cuda, "is_loadable", lambda *_: True)
+    assert sparse.MOST_ROWS == 16
+    assert sparse.pair_launch_for(x, first, second, 128, TWO).numbers[1][-2] == 48
+    assert sparse.pair_launch_for(x, first, first, 128, GATED).problem == sparse_variants.Form(
+        128, False, False, GATED
+    )
+    assert sparse.pair_launch_for(x, first, second, 128, GATED) is None
+    assert sparse.pair_launch_for(x, first, narrow, 128, TWO) is None
+    assert sparse.pair_launch_for(torch.cat([x, x]), first, second, 128, TWO) is None
+    assert sparse.pair_launch_for(x[:0], first, second, 128, TWO) is None
+    assert sparse.pair_launch_for(x, first, [one[:0] for one in second], 128, TWO) is None
+    assert sparse.pair_launch_for(x, first, [one.to("meta") for one in second], 128, TWO) is None
+    assert sparse.sm90_sparse24_w4a16_gemv_pair(x[:0], first, second, 128) is None
+    assert sparse.sm90_sparse24_w4a16_gemv_swiglu(x, first, second, 128) is None

@@ -1,0 +1,99 @@
+"""The order of 2:4 metadata, against the tables of the PTX ISA, element by element; masks as bits, against NumPy."""
+
+import numpy as np
+import pytest
+import torch
+
+import fast
+from fast.kernels.sm90_sparse24_gemm.arrange import arrange, count_undefined, restore, shape_of
+from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, packed_shape, unpack_bits
+
+CHOICES = torch.tensor([0b0100, 0b1000, 0b1001, 0b1100, 0b1101, 0b1110], dtype=torch.uint8)
+
+
+def metadata(rows, stored, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    low, high = (CHOICES[torch.randint(0, 6, (rows, stored), generator=g)] for _ in range(2))
+    return low | high << 4
+
+
+def nibble(canonical, row, k):
+    """The 4 bits of the group that begins at element k; padding keeps 2 and 3."""
+    if row >= canonical.shape[0] or k // 8 >= canonical.shape[1]:
+        return 0b1110
+    return int(canonical[row, k // 8]) >> (k // 4 % 2 * 4) & 15
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (70, 33), (130, 7), (1, 1)])
+def test_words_of_8_bits(shape):
+    """A thread's word: 32 elements of row 16 warp + quad + 8 (t % 2), from 32 (t / 2) on, of the 64 of an instruction."""
+    canonical = metadata(*shape)
+    words = arrange(canonical, 8).view(-1, shape_of(*shape, 8)[1], 128, 2, 4)
+    for block, panel in ((0, 0), (words.shape[0] - 1, words.shape[1] - 1)):
+        for thread in range(128):
+            warp, quad, t = thread // 32, thread % 32 // 4, thread % 4
+            row = 64 * block + 16 * warp + quad + 8 * (t % 2)
+            for s in range(2):
+                word = int.from_bytes(bytes(words[block, panel, thread, s].tolist()), "little")
+                k = 128 * panel + 64 * s + 32 * (t // 2)
+                assert [word >> 4 * i & 15 for i in range(8)] == [
+                    nibble(canonical, row, k + 4 * i) for i in range(8)
+                ]
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (70, 33), (130, 7), (1, 1)])
+def test_words_of_16_bits(shape):
+    """Threads 0 and 1 of four: 16 elements of row 16 warp + quad in the low half, of the row 8 below in the high half."""
+    canonical = metadata(*shape)
+    words = arrange(canonical, 16).view(-1, shape_of(*shape, 16)[1], 64, 2, 4)
+    for block, panel in ((0, 0), (words.shape[0] - 1, words.shape[1] - 1)):
+        for pair in range(64):
+            row = 64 * block + pair // 16 * 16 + pair // 2 % 8
+            for s in range(2):
+                word = int.from_bytes(bytes(words[block, panel, pair, s].tolist()), "little")
+                k = 64 * panel + 32 * s + 16 * (pair % 2)
+                wanted = [nibble(canonical, row + 8 * half, k + 4 * i) for half in range(2) for i in range(4)]
+                assert [word >> 4 * i & 15 for i in range(8)] == wanted
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("shape", [(64, 32), (70, 33), (1, 1), (200, 100)])
+def test_canonical_bytes_come_back(shape, bits):
+    canonical = metadata(*shape)
+    made = arrange(canonical, bits)
+    assert tuple(made.shape) == shape_of(*shape, bits)
+    assert made.shape[1] % 2 == 0
+    assert torch.equal(restore(made, bits, shape), canonical)
+
+
+def test_groups_that_name_nothing():
+    """0, 0 becomes 2, 3; others are counted."""
+    canonical = metadata(3, 4)
+    canonical[1, 2] = 0x40
+    assert restore(arrange(canonical, 8), 8, (3, 4))[1, 2] == 0x4E
+    assert count_undefined(canonical) == 0
+    canonical[0, 0], canonical[2, 3] = 0x54, 0x4F
+    assert count_undefined(canonical) == 2
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("shape", [(64, 256), (70, 264), (128, 1024)])
+def test_what_compress_writes_is_defined(shape, bits):
+    """Zeros among the kept, and groups of zeros alone: none of them is named 0, 0."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    w[:, ::3], w[3], w[:, :8] = 0, 0, 0
+    made = fast.compress(w, "2:4")[1]
+    assert count_undefined(made) == 0
+    assert torch.equal(arrange(made, bits, defined=True), arrange(made, bits))
+    assert torch.equal(restore(arrange(made, bits, defined=True), bits, tuple(made.shape)), made)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (3, 5), (2, 4, 12), (9,), (0, 8)], ids=str)
+def test_bits_are_those_of_numpy(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    bits = pack_bits(mask)
+    assert (bits.dtype, bits.shape) == (torch.uint8, packed_shape(shape))
+    assert np.array_equal(bits.numpy(), np.packbits(mask.numpy(), axis=-1))
+    back = unpack_bits(bits, shape[-1])
+    assert back.dtype == torch.bool
+    assert torch.equal(back, mask)
