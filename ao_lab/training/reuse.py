@@ -36,7 +36,8 @@ from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
 from fast.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
-from fast.quantize.quantize import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_TURNED
+from fast.quantize.quantize import QUANTIZE, QUANTIZE_TURNED
+from fast.quantize.rowwise_colwise import QUANTIZE_BOTH
 from reference import Scheme
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe
 

@@ -1,4 +1,4 @@
-"""`choose_scales`, `quantize` and `dequantize` for torch tensors; see `reference.quantize` for the rules."""
+"""`choose_scales`, `quantize` and `dequantize` for torch tensors, then kernel, reference and operator of each."""
 
 from __future__ import annotations
 
@@ -25,6 +25,52 @@ from reference.schemes.schemes import record_of
 
 Values = tuple[Any, ...]
 Operands = Sequence[Any]
+
+
+#: What needs no other spelling.
+NAMED = frozenset([*FLOAT_DTYPES, *(getattr(torch, name) for name in FLOAT_DTYPES)])
+
+
+def choose_scales(x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1) -> Scales:
+    """Scales of x, as in `reference.choose_scales`, on x's device. No gradient flows through them."""
+    scales: Scales = run(CHOOSE_SCALES, scheme, (axis,), (x,))
+    return scales
+
+
+def quantize(
+    x: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | torch.Tensor | None = None,
+    random_bits: torch.Tensor | None = None,
+    packed: bool = False,
+    tiled: bool = False,
+) -> Quantized:
+    """x as codes and scales on its device, without gradient. Arguments, edges and errors as in `reference.quantize`.
+
+    x may be the transposed view of a contiguous matrix: a kernel that turns tiles then makes 8-bit floats without a copy.
+    """
+    operands = (x,) if scales is None and random_bits is None else operands_of(x, scales, random_bits)
+    function, operands = as_turned(operands, axis, tiled)
+    q: Quantized = run(function, scheme, (axis, packed, tiled), operands)
+    return q
+
+
+def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> torch.Tensor:
+    """The tensor that q stands for, without gradient; dtype in any spelling. As in `reference.dequantize`."""
+    if type(dtype) not in (str, torch.dtype) or dtype not in NAMED:
+        dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
+    if not isinstance(q, Quantized):
+        # The reference says what is wrong.
+        made: Any = reference.dequantize(q, dtype)
+        return require_tensor(made, "dequantize")
+    require_tensor(q.codes, "dequantize")
+    if q.tiled:
+        check_quantized(q)
+        q = with_plain_scales(q)
+    y: torch.Tensor = run(DEQUANTIZE, q.scheme, (dtype, *settings(q)), (q.codes, q.scale, q.outer, q.zero))
+    return y
 
 
 def operands_of(x: Any, scales: Any, words: Any, keep_history: bool = False) -> tuple[Any, ...]:
@@ -310,144 +356,3 @@ DEQUANTIZE = Function(
     "dequantize", ("codes", *GIVEN[1:4]), _dequantize_reference, _dequantize, _dequantize_kernel
 )
 register("dequantize", dequantize_op, _dequantize_fake)
-
-# quantize_both
-
-
-def quantize_both_op(
-    x: torch.Tensor, scheme: str, packed: bool, given: list[torch.Tensor | None], one_scale: bool
-) -> list[torch.Tensor]:
-    """Codes and the scales that were not given, along rows and then along columns. given: the operands after x."""
-    pair = execute(QUANTIZE_BOTH, record_of(scheme), (packed, False, one_scale), (x, *given))
-    made = []
-    for q, brought in zip(pair, sides(given), strict=True):
-        fresh = [getattr(q, part) for part, one in zip(PARTS, brought, strict=False) if one is None]
-        made += [q.codes, *(part for part in fresh if part is not None)]
-    return made
-
-
-def sides(given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Scale, outer scale, zero point and random words along rows and along columns. given: nothing, the scales along rows and
-    columns, or these and both random words."""
-    rows, columns = given[6:] if len(given) > 6 else (None, None)
-    return (*(given[:3] or (None,) * 3), rows), (*(given[3:6] or (None,) * 3), columns)
-
-
-def _quantize_both_fake(
-    x: torch.Tensor, scheme: str, packed: bool, given: list[Any], one_scale: bool
-) -> list[torch.Tensor]:
-    record, made = record_of(scheme), []
-    for shape, brought in zip((tuple(x.shape), tuple(x.shape)[::-1]), sides(given), strict=True):
-        made.append(fresh_codes(x, shape, record, packed))
-        if brought[0] is None:
-            made += fresh_scales(x, record, -1, brought[1] is None, shape)
-    return made
-
-
-def _quantize_both(record: Any, values: Values, operands: Operands) -> tuple[Quantized, Quantized]:
-    packed, tiled, one_scale = values
-    (x, *rest), name = operands, record_name(record)
-    scheme, shape = constant_record(name), tuple(operands[0].shape)
-    if len(shape) != 2:
-        raise ValueError(f"quantize_both takes a matrix (M, K), got shape {shape}; reshape it to two axes")
-    for size in (shape, shape[::-1]) if tiled else ():
-        check_tiled(scheme, size, -1)
-    made, results = torch.ops.ao_lab.quantize_both(x, name, packed, rest, one_scale), []
-    for size, brought in zip((shape, shape[::-1]), sides(rest), strict=True):
-        count = 1 + sum(
-            has and brought[0] is None and one is None
-            for has, one in zip(has_parts(scheme), brought[:3], strict=True)
-        )
-        q = quantized_of(scheme, made[:count], size, 1, packed, brought[:3])
-        made = made[count:]
-        results.append(with_tiled_scales(q) if tiled else q)
-    return results[0], results[1]
-
-
-def _quantize_both_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """By one read of x, where a kernel does that; otherwise along rows, and then along columns."""
-    packed, tiled, _ = values
-    x, *rest = operands
-    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return None
-    first, second = sides(rest)
-    if first[3] is None and second[3] is None:
-        from fast.kernels.rowwise_colwise.host import fused_both
-
-        pair = None if not rest else (given_of(*first[:3]), given_of(*second[:3]))
-        made = fused_both(x, record, pair, tiled, packed, key)
-        if made is not None:
-            return made
-    made = []
-    for side, brought in ((x, first), (x.t(), second)):
-        operands = operands_of(side, given_of(*brought[:3]), brought[3])
-        function, operands = as_turned(operands, -1, tiled)
-        made.append(execute(function, record, (-1, packed, tiled), operands))
-    return tuple(made)
-
-
-def _quantize_both_reference(record: Any, values: Values, operands: Operands) -> Any:
-    packed, tiled, _ = values
-    x, *rest = operands
-    scales, words = (
-        [[given_of(*side[:3]), side[3]][at] for side in sides(rest)] if rest else None for at in (0, 1)
-    )
-    words = None if words == [None, None] else words
-    return reference.quantize_both(x, record, scales=scales, random_bits=words, packed=packed, tiled=tiled)
-
-
-SIDES = ("the rows", "the columns")
-PAIRED = (
-    *(f"{name} of {side}" for side in SIDES for name in GIVEN[1:4]),
-    *(f"random_bits of {side}" for side in SIDES),
-)
-QUANTIZE_BOTH = Function(
-    "quantize_both", ("x", *PAIRED), _quantize_both_reference, _quantize_both, _quantize_both_kernel
-)
-register("quantize_both", quantize_both_op, _quantize_both_fake)
-
-
-#: What needs no other spelling.
-NAMED = frozenset([*FLOAT_DTYPES, *(getattr(torch, name) for name in FLOAT_DTYPES)])
-
-
-def choose_scales(x: torch.Tensor, scheme: str | Scheme, *, axis: int = -1) -> Scales:
-    """Scales of x, as in `reference.choose_scales`, on x's device. No gradient flows through them."""
-    scales: Scales = run(CHOOSE_SCALES, scheme, (axis,), (x,))
-    return scales
-
-
-def quantize(
-    x: torch.Tensor,
-    scheme: str | Scheme,
-    *,
-    axis: int = -1,
-    scales: Scales | torch.Tensor | None = None,
-    random_bits: torch.Tensor | None = None,
-    packed: bool = False,
-    tiled: bool = False,
-) -> Quantized:
-    """x as codes and scales on its device, without gradient. Arguments, edges and errors as in `reference.quantize`.
-
-    x may be the transposed view of a contiguous matrix: a kernel that turns tiles then makes 8-bit floats without a copy.
-    """
-    operands = (x,) if scales is None and random_bits is None else operands_of(x, scales, random_bits)
-    function, operands = as_turned(operands, axis, tiled)
-    q: Quantized = run(function, scheme, (axis, packed, tiled), operands)
-    return q
-
-
-def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> torch.Tensor:
-    """The tensor that q stands for, without gradient; dtype in any spelling. As in `reference.dequantize`."""
-    if type(dtype) not in (str, torch.dtype) or dtype not in NAMED:
-        dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
-    if not isinstance(q, Quantized):
-        # The reference says what is wrong.
-        made: Any = reference.dequantize(q, dtype)
-        return require_tensor(made, "dequantize")
-    require_tensor(q.codes, "dequantize")
-    if q.tiled:
-        check_quantized(q)
-        q = with_plain_scales(q)
-    y: torch.Tensor = run(DEQUANTIZE, q.scheme, (dtype, *settings(q)), (q.codes, q.scale, q.outer, q.zero))
-    return y
