@@ -383,7 +383,7 @@ def stochastic(name: str) -> Case:
 
 def saturation_mask(name: str) -> Case:
     """Fake quantization and a mask of the blocks that saturate, so that backward reads x only there."""
-    function = "quantize.saturation.fake_quantize_with_mask"
+    function = "quantize.fake_quantize.fake_quantize_with_mask"
 
     def compare(fast: Any, inputs: Inputs, got: Any, sample: Sample) -> list[Compared]:
         x = sample.rows(inputs["x"])

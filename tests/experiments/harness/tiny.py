@@ -26,7 +26,7 @@ PRETRAINED = ModelSettings(width=32, layers=1, heads=2, kv_heads=2, feed_forward
 SHAPE = (256, 512)
 TINY = {"256x512": SHAPE}
 #: How a case names a function that is no public one of `fast`.
-SATURATION_MASK = "quantize.saturation.fake_quantize_with_mask"
+SATURATION_MASK = "quantize.fake_quantize.fake_quantize_with_mask"
 PLAN = Plan(rounds=3, warmup=1, span=1e-9)
 
 

@@ -59,7 +59,7 @@ def test_the_reference_passes_the_gate(name):
         ("linear_swiglu.int4_g128", "linear_swiglu", lambda y: y.flip(1)),
         (
             "saturation_mask.int4_g128_asymmetric",
-            "quantize.saturation.fake_quantize_with_mask",
+            "quantize.fake_quantize.fake_quantize_with_mask",
             lambda made: (-made[0], None),
         ),
     ],
