@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import ao_lab  # noqa: E402
 from experiments.harness.paths import Paths  # noqa: E402
 from experiments.harness.rows import Row, read  # noqa: E402
-from experiments.linear.methods import PARTS  # noqa: E402
+from experiments.linear.tables import PARTS  # noqa: E402
 
 BEGIN, END = "<!-- matrix: python docs/matrix.py -->\n", "<!-- end of matrix -->\n"
 COLUMNS = (

@@ -1,8 +1,6 @@
-"""`ao-lab reproduce`: hand over to the experiments and list what they wrote.
+"""What the commands of the experiments do; their options are in `experiments.commands.cli`.
 
-`ao-lab bench`: time the kernels on this GPU, against the fewest bytes that they must move and against baselines.
-
-`experiments.kernels.bench` measures.
+What computes is imported when it runs, so that a command that only lists something is quick.
 """
 
 from __future__ import annotations
@@ -28,287 +26,6 @@ from experiments.data.corpora import corpora, corpus_record
 from experiments.data.corpus import DEFAULT, CorpusRecord
 from experiments.harness.paths import Paths
 from experiments.harness.registry import EXPERIMENTS, LIMITED
-from experiments.kernels import bench
-from experiments.runs import validations
-from experiments.runs.validations import COUNTS
-
-# `ao-lab pretrain`: train language models from scratch at learning rates and seeds of one's own, as rows of `pretraining`.
-
-EXPERIMENT = "pretraining"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What to train: the name of a size, rates (none: the size's own), seeds, the budget, sequences a step."""
-
-    size: str
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    seconds: float | None
-    megabytes: float | None
-    batch: int | None
-
-
-def run_pretrain(
-    wanted: Wanted,
-    scale: str,
-    device: str | None,
-    corpus: tuple[str, Path | None],
-    reports: Path | None,
-    as_json: bool,
-) -> None:
-    """Train and publish; what an interrupted run trained is not trained again."""
-    from experiments.models.pretraining import Budget
-    from experiments.pretraining.run import settings_with, sweep
-    from experiments.runs.run import run_all, text_for
-    from experiments.runs.settings import settings_for
-
-    check_device(device)
-    try:
-        size = None if wanted.megabytes is None else round(wanted.megabytes * 1e6)
-        budget = Budget(bytes=size, seconds=wanted.seconds)
-        trainings = sweep(wanted.size, budget, wanted.rates, wanted.seeds, wanted.batch)
-        text = text_for([EXPERIMENT], *corpus)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    folders = paths(reports)
-    settings = replace(settings_with(settings_for(scale, device, folders.cache), trainings), text=text)
-    say(f"pretrain writes to {folders.reports} and keeps checkpoints in {folders.cache}")
-    with when_stopped(lambda: f"checkpoints are in {folders.cache}; the same command goes on from there"):
-        written = run_all([EXPERIMENT], settings, folders)
-    if as_json:
-        print_json([{"what": what, "where": where} for what, where in written])
-    else:
-        print_table("Trained", ["what", "where"], written)
-
-
-# `ao-lab merge`: rows that were measured at the same time elsewhere, into reports/.
-
-
-def run_merge(folders: Sequence[Path], reports: Path | None, as_json: bool) -> None:
-    """Take the rows, write the pages again, and list both."""
-    check_extra("experiments")
-    from experiments.report.pages import write_pages
-    from experiments.runs.run import merge
-
-    places = paths(reports)
-    try:
-        written = merge(folders, places)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    written += write_pages(places) if written else []
-    if as_json:
-        print_json([{"what": what, "where": where} for what, where in written])
-        return
-    nothing = [("nothing: all their rows are here", str(places.reports))]
-    print_table("Merged", ["what", "where"], written or nothing)
-
-
-# `ao-lab ledger`: what a GPU validated of each function with kernels, when, and what has changed since.
-
-
-def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float = validations.SECONDS) -> bool:
-    """Show the table, check it, or remake it. False where something was never validated, or differed, and that was asked."""
-    if check and refresh:
-        raise WrongInput("ledger takes --check or --refresh, not both")
-    check_clone("ledger", "the table lies in its reports/, the tests that make it in its tests/gpu/")
-    late = validate(seconds) if refresh else []
-    problems, changes = validations.problems(), validations.changes()
-    if as_json:
-        lines = {name: asdict(one) for name, one in validations.read().items()}
-        print_json({"validations": lines, "problems": problems, "changes": changes, "not reached": late})
-    elif check or refresh:
-        show_check(problems, changes, late)
-    else:
-        ledger_show(changes)
-    return not (problems or late) or not (check or refresh)
-
-
-def validate(seconds: float) -> list[str]:
-    """Validate on this GPU; whose tests the time did not reach."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise WrongInput("ledger --refresh runs on a GPU and torch sees none here; ao-lab doctor says why")
-    _, late = validations.refresh(seconds)
-    return late
-
-
-def show_check(problems: dict[str, str], changes: list[str], late: list[str]) -> None:
-    """What has to be validated, as a table, and what has changed since the rest was, as information."""
-    if problems:
-        title = "Ledger: validate with ao-lab ledger --refresh on a GPU"
-        print_table(title, ["function", "problem"], problems.items())
-    late = [f"not reached in time, as they were: {', '.join(late)}"] if late else []
-    for line in [f"{len(validations.functions())} functions, {len(problems)} problems", *changes, *late]:
-        say(line)
-
-
-def ledger_show(changes: list[str]) -> None:
-    """One line per function or family, and what has changed since."""
-    rows = [
-        [one.name, *(f"{getattr(one, name):,}" for name in COUNTS), one.date[:10], one.commit, one.device]
-        for one in validations.read().values()
-    ]
-    print_table("Ledger", ["function", *COUNTS, "date", "commit", "device"], rows, COUNTS)
-    for line in changes:
-        say(line)
-
-
-# `ao-lab corpus`: which texts experiments can run on, where they come from, and how one is built.
-
-
-def run_corpus(name: str | None, build: Path | None, as_json: bool) -> None:
-    """List all corpora, describe one, or build one into a folder."""
-    if name is None:
-        if build is not None:
-            raise WrongInput("corpus --build takes the name of a corpus: ao-lab corpus prose --build DIR")
-        show_all(list(corpora().values()), as_json)
-        return
-    try:
-        record = corpus_record(name)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    if build is not None:
-        run_build(record, build, as_json)
-    elif as_json:
-        print_json(record.describe())
-    else:
-        corpus_show(record)
-
-
-def run_build(record: CorpusRecord, folder: Path, as_json: bool) -> None:
-    """Build a corpus; WrongInput where it is not built, cannot be fetched, or comes out as another text."""
-    if record.build is None:
-        raise WrongInput(f"corpus {record.name} is not built: {record.origin}")
-    try:
-        with track_progress("documents", None) as work:
-            written = record.build(folder, work.step)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    if as_json:
-        print_json([str(path) for path in written])
-    else:
-        print_table(f"Built {record.name}", ["file"], [[str(path)] for path in written])
-
-
-def show_all(records: list[CorpusRecord], as_json: bool) -> None:
-    """A line per corpus."""
-    if as_json:
-        print_json([record.describe() for record in records])
-        return
-    rows = [[one.name, one.about, usage(one)] for one in records]
-    print_table("Corpora", ["name", "text", "use"], rows)
-
-
-def corpus_show(record: CorpusRecord) -> None:
-    """What a record says."""
-    facts = [
-        ["text", record.about],
-        *([f"split {name}", what] for name, what in record.splits.items()),
-        ["licence", record.licence],
-        ["origin", record.origin],
-        ["identity", record.identity],
-        ["use", usage(record)],
-        *([["build", f"ao-lab corpus {record.name} --build DIR (online)"]] if record.build else []),
-    ]
-    print_table(f"Corpus {record.name}", ["field", "value"], facts)
-    if record.files:
-        rows = [[one.name, str(one.documents), str(one.bytes), one.sha256] for one in record.files]
-        columns = ["file", "documents", "bytes, uncompressed", "SHA-256, uncompressed"]
-        print_table("Files", columns, rows, columns[1:3])
-
-
-def usage(record: CorpusRecord) -> str:
-    """How a run is given the corpus."""
-    return f"--corpus {record.name} --corpus-path DIR" if record.files else "the default"
-
-
-def run_bench(names: list[str], shapes: list[str], baselines: bool, listed: bool, as_json: bool) -> None:
-    """List the kernels, measure all of them and publish, or measure some and only show them."""
-    try:
-        work = bench.choose(names, shapes)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    if listed:
-        show_list(
-            [case for case in bench.listing() if case["name"] in {one[0].name for one in work}], as_json
-        )
-        return
-    if not bench.has_device():
-        raise WrongInput("bench: kernels are timed on a GPU and torch sees none here; ao-lab doctor says why")
-    written: Sequence[tuple[str, str]] = ()
-    if names or shapes:
-        with when_stopped(lambda: "measurements of a part are not stored; the same command starts again"):
-            lines = bench.part(work, with_baselines=baselines)
-    else:
-        folders = paths()
-        with when_stopped(lambda: f"what was measured is in {folders.cache}; the same command goes on"):
-            lines, written = bench.complete(with_baselines=baselines, paths=folders)
-    show(lines, [bench.as_json(line) for line in lines], written, as_json)
-
-
-def show_list(cases: list[dict[str, Any]], as_json: bool) -> None:
-    """What can be measured."""
-    if as_json:
-        print_json(cases)
-        return
-    rows = [
-        [
-            case["name"],
-            " ".join(case["shapes"]),
-            f"{case['bytes_per_element']:.3f}",
-            ", ".join(f"{metric} {value:g}" for metric, value in case["targets"].items()),
-            ", ".join(case["missing"]),
-        ]
-        for case in cases
-    ]
-    print_table("Kernels", ["name", "shapes", "bytes/element", "targets", "missing"], rows, ["bytes/element"])
-
-
-def show(
-    lines: Sequence[Any], records: list[dict[str, Any]], written: Sequence[tuple[str, str]], as_json: bool
-) -> None:
-    """What was measured, and where it was written."""
-    if as_json:
-        print_json({"lines": records, "written": [{"what": what, "where": where} for what, where in written]})
-        return
-    columns = ["kernel", "shape", "us", "TB/s", "of copy", "best baseline", "target met"]
-    rows = [[line.case, line.shape, *numbers(line), baseline(line), line.verdict] for line in lines]
-    print_table("Bench", columns, rows, ["us", "TB/s", "of copy"])
-    if written:
-        print_table("Written", ["what", "where"], written)
-
-
-def numbers(line: Any) -> list[str]:
-    """Time, rate and fraction; nothing where they were not measured."""
-    found = [line.values.get(metric) for metric in ("time", "rate", "fraction")]
-    return [
-        "" if value is None else f"{value:.{digits}f}" for value, digits in zip(found, (1, 2, 3), strict=True)
-    ]
-
-
-def baseline(line: Any) -> str:
-    """The best baseline with its time over ours, and whether it is faster."""
-    best = line.best_baseline
-    return "" if best is None else f"{best.baseline} {best.ratio:.2f}x{' FASTER' if line.slower_than else ''}"
-
-
-# Folders of a command: that they can be written, and that there is a clone where a command needs one.
-
-
-def paths(reports: Path | None = None) -> Paths:
-    """Where a run writes, `reports` instead of its default; WrongInput where that cannot be written."""
-    folders = Paths.default(reports)
-    check_writable(folders.reports, "the folder of reports")
-    check_writable(folders.cache, "the cache (AO_LAB_CACHE names another)")
-    return folders
-
-
-def check_clone(command: str, why: str) -> None:
-    """WrongInput where ao_lab was installed from a wheel, which lacks what a command needs."""
-    if not is_clone():
-        raise WrongInput(f"{command} needs a clone of ao_lab: {why}")
 
 
 def run_experiments(
@@ -330,7 +47,7 @@ def run_experiments(
     many trainings run at once, likewise. changed: rows whose code has not changed since are taken as measured. Returns whether
     no measurement was lost.
     """
-    from experiments.harness.processes import LOST
+    from experiments.harness.measuring import LOST
     from experiments.runs.run import reproduce
 
     check_extra("experiments")
@@ -346,33 +63,12 @@ def run_experiments(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
     ):
         written = reproduce(names or None, scale=scale, device=device, paths=folders, **more)
-    if as_json:
-        print_json([{"what": what, "where": where} for what, where in written])
-    else:
-        print_table("Reproduced", ["what", "where"], written)
+    show_written("Reproduced", written, as_json)
     if LOST:
         say(
             f"{len(LOST)} measurements were lost, {LOST[0]} first (errors are above); the same command goes on with them"
         )
     return not LOST
-
-
-def write_pages_alone(names: list[str], changed: bool, reports: Path | None, as_json: bool) -> None:
-    """Write pages and figures of all published rows, and measure nothing."""
-    from experiments.report.pages import write_pages
-
-    if names or changed:
-        raise WrongInput(
-            "--pages measures nothing and writes the pages of all experiments: ao-lab reproduce --pages"
-        )
-
-    folders = paths(reports)
-    with folders.alone():
-        written = write_pages(folders)
-    if as_json:
-        print_json([{"what": what, "where": where} for what, where in written])
-    else:
-        print_table("Written", ["what", "where"], written)
 
 
 def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
@@ -383,7 +79,7 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
         raise WrongInput("--only names parts of one experiment: ao-lab reproduce decode --only NAME")
     try:
         if names == ["decode"]:
-            from experiments.decode.methods import chosen
+            from experiments.decode.run import chosen
 
             chosen(tuple(only))
         else:
@@ -424,3 +120,292 @@ def other_text(names: list[str], corpus: str, path: Path | None) -> dict[str, An
     except ValueError as error:
         raise WrongInput(str(error)) from error
     return {} if text is None else {"text": text}
+
+
+def write_pages_alone(names: list[str], changed: bool, reports: Path | None, as_json: bool) -> None:
+    """Write pages and figures of all published rows, and measure nothing."""
+    from experiments.report.pages import write_pages
+
+    if names or changed:
+        raise WrongInput(
+            "--pages measures nothing and writes the pages of all experiments: ao-lab reproduce --pages"
+        )
+
+    folders = paths(reports)
+    with folders.alone():
+        written = write_pages(folders)
+    show_written("Written", written, as_json)
+
+
+def run_merge(folders: Sequence[Path], reports: Path | None, as_json: bool) -> None:
+    """Take the rows, write the pages again, and list both."""
+    check_extra("experiments")
+    from experiments.report.pages import write_pages
+    from experiments.runs.run import merge
+
+    places = paths(reports)
+    try:
+        written = merge(folders, places)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    written += write_pages(places) if written else []
+    nothing = [] if as_json else [("nothing: all their rows are here", str(places.reports))]
+    show_written("Merged", written or nothing, as_json)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to train: the name of a size, rates (none: the size's own), seeds, the budget, sequences a step."""
+
+    size: str
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    seconds: float | None
+    megabytes: float | None
+    batch: int | None
+
+
+def run_pretrain(
+    wanted: Wanted,
+    scale: str,
+    device: str | None,
+    corpus: tuple[str, Path | None],
+    reports: Path | None,
+    as_json: bool,
+) -> None:
+    """Train and publish; what an interrupted run trained is not trained again."""
+    from experiments.models.pretraining import Budget
+    from experiments.pretraining.run import settings_with, sweep
+    from experiments.runs.run import run_all, settings_for, text_for
+
+    check_device(device)
+    try:
+        size = None if wanted.megabytes is None else round(wanted.megabytes * 1e6)
+        budget = Budget(bytes=size, seconds=wanted.seconds)
+        trainings = sweep(wanted.size, budget, wanted.rates, wanted.seeds, wanted.batch)
+        text = text_for(["pretraining"], *corpus)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    folders = paths(reports)
+    settings = replace(settings_with(settings_for(scale, device, folders.cache), trainings), text=text)
+    say(f"pretrain writes to {folders.reports} and keeps checkpoints in {folders.cache}")
+    with when_stopped(lambda: f"checkpoints are in {folders.cache}; the same command goes on from there"):
+        written = run_all(["pretraining"], settings, folders)
+    show_written("Trained", written, as_json)
+
+
+def run_corpus(name: str | None, build: Path | None, as_json: bool) -> None:
+    """List all corpora, describe one, or build one into a folder."""
+    if name is None:
+        if build is not None:
+            raise WrongInput("corpus --build takes the name of a corpus: ao-lab corpus prose --build DIR")
+        show_corpora(list(corpora().values()), as_json)
+        return
+    try:
+        record = corpus_record(name)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    if build is not None:
+        run_build(record, build, as_json)
+    elif as_json:
+        print_json(record.describe())
+    else:
+        show_corpus(record)
+
+
+def run_build(record: CorpusRecord, folder: Path, as_json: bool) -> None:
+    """Build a corpus; WrongInput where it is not built, cannot be fetched, or comes out as another text."""
+    if record.build is None:
+        raise WrongInput(f"corpus {record.name} is not built: {record.origin}")
+    try:
+        with track_progress("documents", None) as work:
+            written = record.build(folder, work.step)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    if as_json:
+        print_json([str(path) for path in written])
+    else:
+        print_table(f"Built {record.name}", ["file"], [[str(path)] for path in written])
+
+
+def show_corpora(records: list[CorpusRecord], as_json: bool) -> None:
+    """A line per corpus."""
+    if as_json:
+        print_json([record.describe() for record in records])
+        return
+    rows = [[one.name, one.about, usage(one)] for one in records]
+    print_table("Corpora", ["name", "text", "use"], rows)
+
+
+def show_corpus(record: CorpusRecord) -> None:
+    """What a record says."""
+    facts = [
+        ["text", record.about],
+        *([f"split {name}", what] for name, what in record.splits.items()),
+        ["licence", record.licence],
+        ["origin", record.origin],
+        ["identity", record.identity],
+        ["use", usage(record)],
+        *([["build", f"ao-lab corpus {record.name} --build DIR (online)"]] if record.build else []),
+    ]
+    print_table(f"Corpus {record.name}", ["field", "value"], facts)
+    if record.files:
+        rows = [[one.name, str(one.documents), str(one.bytes), one.sha256] for one in record.files]
+        columns = ["file", "documents", "bytes, uncompressed", "SHA-256, uncompressed"]
+        print_table("Files", columns, rows, columns[1:3])
+
+
+def usage(record: CorpusRecord) -> str:
+    """How a run is given the corpus."""
+    return f"--corpus {record.name} --corpus-path DIR" if record.files else "the default"
+
+
+def run_bench(names: list[str], shapes: list[str], baselines: bool, listed: bool, as_json: bool) -> None:
+    """List the kernels, measure all of them and publish, or measure some and only show them."""
+    from experiments.kernels import bench
+
+    try:
+        work = bench.choose(names, shapes)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    if listed:
+        show_cases(
+            [case for case in bench.listing() if case["name"] in {one[0].name for one in work}], as_json
+        )
+        return
+    if not bench.has_device():
+        raise WrongInput("bench: kernels are timed on a GPU and torch sees none here; ao-lab doctor says why")
+    written: Sequence[tuple[str, str]] = ()
+    if names or shapes:
+        with when_stopped(lambda: "measurements of a part are not stored; the same command starts again"):
+            lines = bench.part(work, with_baselines=baselines)
+    else:
+        folders = paths()
+        with when_stopped(lambda: f"what was measured is in {folders.cache}; the same command goes on"):
+            lines, written = bench.complete(with_baselines=baselines, paths=folders)
+    show_bench(lines, [bench.as_json(line) for line in lines], written, as_json)
+
+
+def show_cases(cases: list[dict[str, Any]], as_json: bool) -> None:
+    """What can be measured."""
+    if as_json:
+        print_json(cases)
+        return
+    rows = [
+        [
+            case["name"],
+            " ".join(case["shapes"]),
+            f"{case['bytes_per_element']:.3f}",
+            ", ".join(f"{metric} {value:g}" for metric, value in case["targets"].items()),
+            ", ".join(case["missing"]),
+        ]
+        for case in cases
+    ]
+    print_table("Kernels", ["name", "shapes", "bytes/element", "targets", "missing"], rows, ["bytes/element"])
+
+
+def show_bench(
+    lines: Sequence[Any], records: list[dict[str, Any]], written: Sequence[tuple[str, str]], as_json: bool
+) -> None:
+    """What was measured, and where it was written."""
+    if as_json:
+        print_json({"lines": records, "written": [{"what": what, "where": where} for what, where in written]})
+        return
+    columns = ["kernel", "shape", "us", "TB/s", "of copy", "best baseline", "target met"]
+    rows = [[line.case, line.shape, *numbers(line), baseline(line), line.verdict] for line in lines]
+    print_table("Bench", columns, rows, ["us", "TB/s", "of copy"])
+    if written:
+        print_table("Written", ["what", "where"], written)
+
+
+def numbers(line: Any) -> list[str]:
+    """Time, rate and fraction; nothing where they were not measured."""
+    found = [line.values.get(metric) for metric in ("time", "rate", "fraction")]
+    return [
+        "" if value is None else f"{value:.{digits}f}" for value, digits in zip(found, (1, 2, 3), strict=True)
+    ]
+
+
+def baseline(line: Any) -> str:
+    """The best baseline with its time over ours, and whether it is faster."""
+    best = line.best_baseline
+    return "" if best is None else f"{best.baseline} {best.ratio:.2f}x{' FASTER' if line.slower_than else ''}"
+
+
+def run_ledger(check: bool, refresh: bool, as_json: bool, *, seconds: float) -> bool:
+    """Show the table, check it, or remake it. False where something was never validated, or differed, and that was asked."""
+    from experiments.runs import validations
+
+    if check and refresh:
+        raise WrongInput("ledger takes --check or --refresh, not both")
+    check_clone("ledger", "the table lies in its reports/, the tests that make it in its tests/gpu/")
+    late = validate(seconds) if refresh else []
+    problems, changes = validations.problems(), validations.changes()
+    if as_json:
+        lines = {name: asdict(one) for name, one in validations.read().items()}
+        print_json({"validations": lines, "problems": problems, "changes": changes, "not reached": late})
+    elif check or refresh:
+        show_check(problems, changes, late)
+    else:
+        show_ledger(changes)
+    return not (problems or late) or not (check or refresh)
+
+
+def validate(seconds: float) -> list[str]:
+    """Validate on this GPU; whose tests the time did not reach."""
+    import torch
+
+    from experiments.runs import validations
+
+    if not torch.cuda.is_available():
+        raise WrongInput("ledger --refresh runs on a GPU and torch sees none here; ao-lab doctor says why")
+    _, late = validations.refresh(seconds)
+    return late
+
+
+def show_check(problems: dict[str, str], changes: list[str], late: list[str]) -> None:
+    """What has to be validated, as a table, and what has changed since the rest was, as information."""
+    from experiments.runs import validations
+
+    if problems:
+        title = "Ledger: validate with ao-lab ledger --refresh on a GPU"
+        print_table(title, ["function", "problem"], problems.items())
+    late = [f"not reached in time, as they were: {', '.join(late)}"] if late else []
+    for line in [f"{len(validations.functions())} functions, {len(problems)} problems", *changes, *late]:
+        say(line)
+
+
+def show_ledger(changes: list[str]) -> None:
+    """One line per function or family, and what has changed since."""
+    from experiments.runs import validations
+    from experiments.runs.validations import COUNTS
+
+    rows = [
+        [one.name, *(f"{getattr(one, name):,}" for name in COUNTS), one.date[:10], one.commit, one.device]
+        for one in validations.read().values()
+    ]
+    print_table("Ledger", ["function", *COUNTS, "date", "commit", "device"], rows, COUNTS)
+    for line in changes:
+        say(line)
+
+
+def paths(reports: Path | None = None) -> Paths:
+    """Where a run writes, `reports` instead of its default; WrongInput where that cannot be written."""
+    folders = Paths.default(reports)
+    check_writable(folders.reports, "the folder of reports")
+    check_writable(folders.cache, "the cache (AO_LAB_CACHE names another)")
+    return folders
+
+
+def check_clone(command: str, why: str) -> None:
+    """WrongInput where ao_lab was installed from a wheel, which lacks what a command needs."""
+    if not is_clone():
+        raise WrongInput(f"{command} needs a clone of ao_lab: {why}")
+
+
+def show_written(title: str, written: Sequence[tuple[str, str]], as_json: bool) -> None:
+    """What was written, and where."""
+    if as_json:
+        print_json([{"what": what, "where": where} for what, where in written])
+    else:
+        print_table(title, ["what", "where"], written)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 import fast
-from experiments.data.measures import Error, stored
-from experiments.data.multiple_choice import multiple_choice
+from experiments.data.evaluation import Error, multiple_choice, stored
 from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row
 from experiments.models.quantized_model import layer_inputs
-from experiments.runs.settings import Settings
+from experiments.runs.run import Settings
 
 EXPERIMENT = "formats"
 OUTLIER_CHANNELS = 8

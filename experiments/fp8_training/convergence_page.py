@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
-from experiments.fp8_training import blocks, faults, fsdp, linear
+from experiments.fp8_training import blocks, convergence, linear
 from experiments.fp8_training.blocks import COMPILED
 from experiments.fp8_training.convergence import CURVES, GAPS, TRAINED, UNDECIDED, UNITS, Gap, gap
 from experiments.fp8_training.methods import (
@@ -145,13 +145,13 @@ def of_fsdp(where: Where, results: Results) -> list[Target]:
     """Float8 against bfloat16 all-gather of each recipe on two GPUs, and the bytes that are gathered."""
     if where.device == "cpu":
         return []
-    setting, found = fsdp.TWO_GPUS.setting, list[Target]()
-    base = results.value(setting, fsdp.SIDES[0].name, GATHERED)
-    for side in fsdp.SIDES:
+    setting, found = blocks.TWO_GPUS.setting, list[Target]()
+    base = results.value(setting, blocks.SIDES[0].name, GATHERED)
+    for side in blocks.SIDES:
         if side.codes:
             shown = {"day": results.day(setting, side.name), **SHOWN}
             speed, sent = (results.value(setting, side.name, metric) for metric in (OF_WIDE, GATHERED))
-            faster, fewer = (limit_of(EXPERIMENT, fsdp.KIND, metric) for metric in (OF_WIDE, GATHERED))
+            faster, fewer = (limit_of(EXPERIMENT, blocks.FSDP_KIND, metric) for metric in (OF_WIDE, GATHERED))
             found.append(faster.target(f"{side.name}: {OF_WIDE}", speed, **shown))
             found.append(fewer.target(f"{side.name}: {GATHERED} over bfloat16's", ratio(sent, base), **shown))
     return found
@@ -184,7 +184,7 @@ TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ..
         ),
     ),
     blocks.KIND: (of_blocks, (LLAMA_3_8B_TWO_LAYERS.name,)),
-    fsdp.KIND: (of_fsdp, (LLAMA_3_8B_TWO_LAYERS.name,)),
+    blocks.FSDP_KIND: (of_fsdp, (LLAMA_3_8B_TWO_LAYERS.name,)),
 }
 
 
@@ -301,7 +301,9 @@ def sections(rows: Sequence[Row]) -> list[Section]:
             Section(f"{title} ({where})", [], [], [bits_table(results), speed_table(results)])
             for where, results in by_run(rows, kind).items()
         ]
-    return found + [faults_section(where, results) for where, results in by_run(rows, faults.KIND).items()]
+    return found + [
+        faults_section(where, results) for where, results in by_run(rows, convergence.KIND).items()
+    ]
 
 
 def gap_of(gaps: Results, setting: str, method: str, metric: str) -> Gap | None:
@@ -483,11 +485,11 @@ def faults_section(where: Where, results: Results) -> Section:
     """Loss of each fault, and the counters of its operand beside those without a fault."""
     setting = results.settings[-1]
     found = {row.method for row in results.rows}
-    names = [name for name in map(faults.name_of, faults.CASES) if name in found]
+    names = [name for name in map(convergence.fault_name_of, convergence.CASES) if name in found]
     parts = [metric for metric in results.metrics if " part " in metric]
     series = {name: [results.value(setting, name, part) for part in parts] for name in names}
     figure = curves(series, "part of the steps", "training loss (bits per byte)")
-    text = [*([EMULATED] if where.device == "cpu" else []), FAULTY, f"Layer {faults.LAYER}, {setting}."]
+    text = [*([EMULATED] if where.device == "cpu" else []), FAULTY, f"Layer {convergence.LAYER}, {setting}."]
     drawing = Drawing(f"fp8-faults-{where.ending}", "Training loss with planted faults.", figure)
     return Section(
         f"Planted faults ({where})", text, [drawing], [loss_table(results, setting, names), counter_table(results, setting)]
@@ -501,7 +503,7 @@ def loss_table(results: Results, setting: str, names: Sequence[str]) -> Table:
     for name in names:
         line = [name]
         for metric in metrics:
-            value, healthy = (results.value(setting, one, metric) for one in (name, faults.HEALTHY))
+            value, healthy = (results.value(setting, one, metric) for one in (name, convergence.HEALTHY))
             known = value is not None and healthy
             line += [number(value, 4), f"{100 * (value / healthy - 1):+.2f}" if known else ""]
         cells.append(line)
@@ -512,11 +514,12 @@ def loss_table(results: Results, setting: str, names: Sequence[str]) -> Table:
 def counter_table(results: Results, setting: str) -> Table:
     """Counters at the place of each fault, with it and without."""
     cells = []
-    for fault in faults.FAULTS:
+    for fault in convergence.FAULTS:
         line = [fault.name, fault.place]
         for name in UNITS:
             pair = [
-                results.value(setting, one, f"{fault.place}: {name}") for one in (fault.name, faults.HEALTHY)
+                results.value(setting, one, f"{fault.place}: {name}")
+                for one in (fault.name, convergence.HEALTHY)
             ]
             line.append(" / ".join(number(value, 2) or "-" for value in pair))
         cells.append(line)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from experiments.fp8_training import blocks, convergence_page, faults, fsdp, grid, linear
+from experiments.fp8_training import blocks, convergence, convergence_page, linear
 from experiments.fp8_training.blocks import LLAMA_3_2_3B_FOUR_LAYERS
 from experiments.fp8_training.convergence import BEYOND, GAPS, Gap
 from experiments.fp8_training.convergence_page import (
@@ -93,7 +93,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
     """Every published value; ours beside it in the grid alone, by the sum of kernel times as there."""
     runs = {
         where: found
-        for where, found in by_run(rows, grid.KIND).items()
+        for where, found in by_run(rows, linear.GRID_KIND).items()
         if where.scale == "full" and where.device != "cpu"
     }
     found = best_run(runs)
@@ -114,7 +114,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
 
 def compared(one: Published, found: tuple[Where, Results] | None) -> Comparison:
     """A cell of the grid beside ours with the recipe forced."""
-    forced = grid.FORCED.name
+    forced = linear.FORCED.name
     measured = found[1].value(one.setting, forced, SPEED) if found else None
     return Comparison(
         f"{one.model} {one.setting}",
@@ -236,9 +236,11 @@ def speed_sections(rows: Sequence[Row]) -> list[Section]:
     """Of all runs."""
     found = [linear_section(where, results) for where, results in by_run(rows, linear.KIND).items()]
     found += [blocks_section(where, results) for where, results in by_run(rows, blocks.KIND).items()]
-    found += [fsdp_section(where, results) for where, results in by_run(rows, fsdp.KIND).items()]
-    found += [grid_section(where, results) for where, results in by_run(rows, grid.KIND).items()]
-    return found + [eager_section(where, results) for where, results in by_run(rows, grid.EAGER_KIND).items()]
+    found += [fsdp_section(where, results) for where, results in by_run(rows, blocks.FSDP_KIND).items()]
+    found += [grid_section(where, results) for where, results in by_run(rows, linear.GRID_KIND).items()]
+    return found + [
+        eager_section(where, results) for where, results in by_run(rows, linear.EAGER_KIND).items()
+    ]
 
 
 def stand_in(where: Where) -> list[str]:
@@ -285,7 +287,7 @@ def grid_section(where: Where, results: Results) -> Section:
         return Section(f"LayerNorm, linear, sigmoid ({where})", text, (), [table("Cells", results, columns)])
     drawings = [
         drawing(where, results, f"{name}-kernels", method, SPEED)
-        for name, method in (("forced", grid.FORCED.name), ("tuned", grid.TUNED.name))
+        for name, method in (("forced", linear.FORCED.name), ("tuned", linear.TUNED.name))
     ]
     drawings.append(published_drawing(where))
     text = [*verdict(of_cells(results, SPEED)), *failures(results), *CELLS]
@@ -296,7 +298,7 @@ def eager_section(where: Where, results: Results) -> Section:
     """Eager steps of the cells where the host is slower than the GPU, as heat maps."""
     drawings = [
         drawing(where, results, f"{name}-eager", method, WALL)
-        for name, method in (("forced", grid.FORCED.name), ("tuned", grid.TUNED.name))
+        for name, method in (("forced", linear.FORCED.name), ("tuned", linear.TUNED.name))
     ]
     text = [*verdict(of_cells(results, WALL)), *failures(results), EAGER]
     return Section(f"LayerNorm, linear, sigmoid: eager steps ({where})", text, drawings)
@@ -306,7 +308,7 @@ def of_cells(results: Results, metric: str) -> list[Target]:
     """Every cell, tuned, at bfloat16's speed."""
     return [
         Target(
-            name=f"{setting}, tuned", value=results.value(setting, grid.TUNED.name, metric), limit=AS_FAST,
+            name=f"{setting}, tuned", value=results.value(setting, linear.TUNED.name, metric), limit=AS_FAST,
         )
         for setting in results.settings
     ]  # fmt: skip
@@ -332,9 +334,9 @@ def published_drawing(where: Where) -> Drawing:
 
 def grid_figure(values: dict[str, float | None], label: str) -> Figure:
     """36 lines (M, K) by 6 columns (N)."""
-    pairs = [(m, k) for m in grid.SIZES for k in grid.SIZES]
-    lines = [[values.get(grid.setting_of((m, k, n))) for n in grid.SIZES] for m, k in pairs]
-    return heatmap([f"M={m} K={k}" for m, k in pairs], [f"N={n}" for n in grid.SIZES], lines, label)
+    pairs = [(m, k) for m in linear.SIZES for k in linear.SIZES]
+    lines = [[values.get(linear.setting_of((m, k, n))) for n in linear.SIZES] for m, k in pairs]
+    return heatmap([f"M={m} K={k}" for m, k in pairs], [f"N={n}" for n in linear.SIZES], lines, label)
 
 
 # Findings about trainings as sentences: gaps, the learning rate, the larger model, faults.
@@ -345,7 +347,7 @@ QUOTED = ("rowwise", "mxfp8", "mxfp4", "nvfp4")
 
 def of_trainings(rows: Sequence[Row]) -> list[str]:
     """Of the largest run of each kind, in the order of the sections."""
-    kinds = {GAPS: gaps_found, SWEEP: rates_found, LONG: larger_found, faults.KIND: faults_found}
+    kinds = {GAPS: gaps_found, SWEEP: rates_found, LONG: larger_found, convergence.KIND: faults_found}
     found: list[str] = []
     for kind, function in kinds.items():
         best = best_run(by_run(rows, kind))
@@ -484,13 +486,13 @@ def elsewhere(results: Results, setting: str, method: str, base: str | None) -> 
 def faults_found(where: Where, results: Results) -> list[str]:
     """What each fault adds to the held-out loss, beside what quantization itself does."""
     metric, setting = held_out(results.metrics), results.settings[-1]
-    healthy = results.value(setting, faults.HEALTHY, metric) if metric else None
+    healthy = results.value(setting, convergence.HEALTHY, metric) if metric else None
     if metric is None or not healthy:
         return []
     words = [
         f"{name} {100 * (value / healthy - 1):+.2f}%"
         for name in dict.fromkeys(row.method for row in results.rows)
-        if name != faults.HEALTHY and (value := results.value(setting, name, metric)) is not None
+        if name != convergence.HEALTHY and (value := results.value(setting, name, metric)) is not None
     ]
     return [f"Held-out loss over that without a fault, {where}: {'; '.join(words)}."] if words else []
 

@@ -28,12 +28,12 @@ from functools import cache, partial
 from typing import Any
 
 from ao_lab.cli.terminal import say
-from experiments.fp8_training import blocks, convergence, faults, fsdp, grid, linear
+from experiments.fp8_training import blocks, convergence, linear
 from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row, table_name, table_parts
-from experiments.runs.settings import Settings, published_shapes
+from experiments.runs.run import Settings, published_shapes
 
 OK = "status: ok"
 #: Values of each (setting, method).
@@ -135,7 +135,7 @@ def whole_of(table: str, setting: str) -> tuple[str, str] | None:
         return table, ""
     if kind == blocks.KIND:
         return table, setting.partition(", ")[2]
-    return (table, setting) if kind in (grid.KIND, grid.EAGER_KIND, fsdp.KIND) else None
+    return (table, setting) if kind in (linear.GRID_KIND, linear.EAGER_KIND, blocks.FSDP_KIND) else None
 
 
 EXPERIMENT = "fp8_training"
@@ -204,46 +204,47 @@ def part_of(group: blocks.Group, bench: Callable[[], blocks.Bench]) -> Part:
 
 def fsdp_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """Decoder layers on two ranks."""
-    case = fsdp.CASES["cuda" if published_shapes(settings) else "cpu"]
-    methods = [(case.setting, side.name, case.missing()) for side in fsdp.SIDES]
-    part = Part.of(methods, lambda: fsdp.measure(case, settings.seed))
-    wholes = [Whole(fsdp.KIND, case.shape.name, case.setting, (part,))]
+    case = blocks.CASES["cuda" if published_shapes(settings) else "cpu"]
+    methods = [(case.setting, side.name, case.missing()) for side in blocks.SIDES]
+    part = Part.of(methods, lambda: blocks.fsdp_measure(case, settings.seed))
+    wholes = [Whole(blocks.FSDP_KIND, case.shape.name, case.setting, (part,))]
     measure_wholes("two ranks", wholes, settings, journal, failed, deadline)
 
 
 def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The grid, cell by cell."""
-    cells = grid.CELLS if published_shapes(settings) else grid.STAND_INS
-    wholes = [cell_whole(settings, grid.KIND, cell, grid.measure) for cell in cells]
+    cells = linear.CELLS if published_shapes(settings) else linear.GRID_STAND_INS
+    wholes = [cell_whole(settings, linear.GRID_KIND, cell, linear.grid_measure) for cell in cells]
     measure_wholes("grid", wholes, settings, journal, failed, deadline)
 
 
 def grid_eager_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The smaller cells tuned for eager mode; on a CPU there are no launches, and `grid` says all."""
-    cells = grid.EAGER_CELLS if published_shapes(settings) else ()
+    cells = linear.EAGER_CELLS if published_shapes(settings) else ()
     wholes = [
-        cell_whole(settings, grid.EAGER_KIND, cell, partial(grid.measure, launches="eager")) for cell in cells
+        cell_whole(settings, linear.EAGER_KIND, cell, partial(linear.grid_measure, launches="eager"))
+        for cell in cells
     ]
     measure_wholes("grid, eager", wholes, settings, journal, failed, deadline)
 
 
 def cell_whole(
-    settings: Settings, kind: str, cell: grid.Cell, measure: Callable[[str, int, grid.Cell], Any]
+    settings: Settings, kind: str, cell: linear.Cell, measure: Callable[[str, int, linear.Cell], Any]
 ) -> Whole:
     """A cell of the grid."""
-    setting = grid.setting_of(cell)
+    setting = linear.setting_of(cell)
 
     def found() -> Found:
         values = measure(settings.device, settings.seed, cell)
         return {(setting, method.name): one for method, one in values.items()}
 
-    part = Part.of([(setting, method.name, method.missing()) for method in grid.SIDES], found)
-    return Whole(kind, grid.MODULE, setting, (part,))
+    part = Part.of([(setting, method.name, method.missing()) for method in linear.SIDES], found)
+    return Whole(kind, linear.MODULE, setting, (part,))
 
 
 def faults_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """Trainings with planted faults."""
-    faults.run(settings, journal, PLANS[settings.scale], deadline)
+    convergence.fault_run(settings, journal, PLANS[settings.scale], deadline)
 
 
 def trained_part(*kinds: str) -> Callable[[Settings, Journal, list[Row], Deadline], None]:
@@ -259,10 +260,10 @@ def trained_part(*kinds: str) -> Callable[[Settings, Journal, list[Row], Deadlin
 PARTS: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {
     linear.KIND: linear_part,
     blocks.KIND: blocks_part,
-    fsdp.KIND: fsdp_part,
-    grid.KIND: grid_part,
-    grid.EAGER_KIND: grid_eager_part,
-    faults.KIND: faults_part,
+    blocks.FSDP_KIND: fsdp_part,
+    linear.GRID_KIND: grid_part,
+    linear.EAGER_KIND: grid_eager_part,
+    convergence.KIND: faults_part,
     SWEEP: trained_part(SWEEP),
     PAIRED: trained_part(PAIRED),
     LONG: trained_part(LONG),

@@ -45,7 +45,7 @@ from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar,
 from experiments.harness.revision import seed_and_libraries, version_of
 from experiments.harness.rows import NOT_RUN, Journal, Row, table_name
 from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
-from experiments.runs.settings import Settings, published_shapes
+from experiments.runs.run import Settings, published_shapes
 
 TIME, SPEED, RATE, WARM, REPEAT, CHANGE, COMPILED_CHANGE = (
     "time", "speed over bfloat16", "tokens/s", "warm-up", "time again over the first", "logits, change",

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 import ao_lab
-from experiments.decode.methods import FLOAT8_DYNAMIC, torchao_config
+from experiments.decode.run import FLOAT8_DYNAMIC, torchao_config
 from experiments.harness import revision
-from experiments.linear.methods import Build, float8_dynamic, integers
+from experiments.linear.tables import Build, float8_dynamic, integers
 
 TRANSFORMERS, TORCHAO = "transformers", revision.TORCHAO
 

@@ -5,22 +5,206 @@ Measure many methods at once: one thread each on the CPU, one after the other on
 NumPy and torch release Python's lock while they compute, so threads share the cores. Inside, torch runs on one thread, which
 makes a result independent of the number of cores. A result is handed over as soon as it is there, so that an interruption
 loses only what was under way.
+
+Measurements one after the other in this process, or several at once, each in a process of its own.
+
+A process is started anew ("spawn", nothing of this one is in it) and measures one thing at a time, then the next. It computes
+on as many threads as this one, and trainings draw from generators that they seed themselves: results are the same bits. Rows
+come back to this process, which alone writes them down. A process that dies, or a measurement that fails in it, loses its own
+measurement and no other's. However this process ends, the others end with it; Ctrl-C is for this one to heed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
 import torch
 
 from ao_lab.cli import terminal
+from ao_lab.cli.terminal import say
+from experiments.harness import revision
 from experiments.harness.rows import Journal, Row
+
+Work = Callable[[], list[Row]]
+#: What a process sends back: the rows, or what went wrong.
+Answer = list[Row] | str
+SPAWN = multiprocessing.get_context("spawn")
+#: Seconds that a process gets to end by itself.
+PATIENCE = 5.0
+#: Names of what was lost: a run publishes what it has, and then ends as one that failed.
+LOST: list[str] = []
+
+
+def measure_each(
+    title: str, works: Mapping[str, Work], workers: int, deadline: Deadline, keep: Callable[[str, list[Row]], None]
+) -> None:  # fmt: skip
+    """Call `keep` with name and rows of each measurement as it is finished; nothing starts that the deadline would not reach,
+    by the longest one so far. With one worker all run here, and an error is raised; with more they are pickled, and what is
+    lost is said on stderr and remembered in LOST."""
+    made = at_once(works, workers, deadline) if workers > 1 else one_by_one(works, deadline)
+    with bar(title, len(works)) as step, closing(made):
+        for name, rows in made:
+            keep(name, rows)
+            step(name)
+
+
+def one_by_one(works: Mapping[str, Work], deadline: Deadline) -> Generator[tuple[str, list[Row]], None, None]:
+    """In this process, in their order."""
+    longest = 0.0
+    for name, work in works.items():
+        if deadline.reason(longest):
+            return
+        started = time.perf_counter()
+        yield name, work()
+        longest = max(longest, time.perf_counter() - started)
+
+
+def at_once(
+    works: Mapping[str, Work], workers: int, deadline: Deadline
+) -> Generator[tuple[str, list[Row]], None, None]:
+    """In so many processes, begun in their order."""
+    names, longest, pool = iter(works), 0.0, Pool()
+    with closing(pool):
+        if not deadline.reason():
+            # All at once: a process reads nothing before it has started, and what it is sent is larger than a pipe.
+            pool.start(min(workers, len(works)))
+        while True:
+            while len(pool.busy) < workers and not deadline.reason(longest) and (name := next(names, "")):
+                pool.begin(name, works[name])
+            if not pool.busy:
+                return
+            for name, answer, seconds in pool.finished():
+                longest = max(longest, seconds)
+                if isinstance(answer, str):
+                    LOST.append(name)
+                    say(f"lost: {name}: {answer}; the next run goes on with it")
+                else:
+                    yield name, answer
+
+
+@dataclass
+class Pool:
+    """Processes that wait for work, and those that measure, by the pipes to them."""
+
+    idle: list[Worker] = field(default_factory=list)
+    busy: dict[Connection, Worker] = field(default_factory=dict)
+
+    def start(self, count: int) -> None:
+        """Start processes, which wait for work."""
+        for _ in range(count):
+            self.idle.append(Worker())
+
+    def begin(self, name: str, work: Work) -> None:
+        """Let a process measure something: one that waits, or a new one where one has died."""
+        worker = self.idle.pop(0) if self.idle else Worker()
+        worker.begin(name, work)
+        self.busy[worker.pipe] = worker
+
+    def finished(self) -> list[tuple[str, Answer, float]]:
+        """Wait until at least one process has an answer or has died: names, answers and seconds of all that have."""
+        ready = wait(list(self.busy))
+        done = [self.busy.pop(pipe) for pipe in list(self.busy) if pipe in ready]
+        found = [(one.name, one.answer(), time.perf_counter() - one.started) for one in done]
+        self.idle += [one for one in done if one.process.is_alive()]
+        return found
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        everyone = (*self.idle, *self.busy.values())
+        for worker in everyone:
+            worker.process.terminate()
+        for worker in everyone:
+            worker.stop()
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that measures, seen from this one."""
+
+    name: str = ""
+    started: float = 0.0
+    pipe: Connection = field(init=False)
+    process: multiprocessing.process.BaseProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        import torch
+
+        self.pipe, far = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=serve, args=(far, torch.get_num_threads()))
+        self.process.start()
+        far.close()
+
+    def begin(self, name: str, work: Work) -> None:
+        """Let it measure something. A process that has died shows when its answer is asked for."""
+        self.name, self.started = name, time.perf_counter()
+        try:
+            self.pipe.send(work)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def answer(self) -> Answer:
+        """What it found; its end where it found nothing."""
+        try:
+            found: Answer = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(PATIENCE)
+            code = self.process.exitcode
+            self.stop()
+            return f"its process ended with exit code {code}"
+        return found
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        self.process.terminate()
+        self.process.join(PATIENCE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+
+
+def serve(pipe: Connection, threads: int) -> None:
+    """In the process: measure what comes, until this process is ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # Bars of several processes would draw over each other; plain lines do not.
+    os.environ["TERM"] = "dumb"
+    # The commit as it is before its code is imported with the first measurement: it is in the rows.
+    revision.state()
+    import torch
+
+    torch.set_num_threads(threads)
+    while True:
+        pipe.send(answer_of(pipe.recv()))
+
+
+def answer_of(work: Work) -> Answer:
+    """Rows, or the last line of an error, whose whole text goes to stderr."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that started this one, however it ends, and end."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
 
 # When a run starts nothing more, so that it ends in time and publishes what it has.
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from experiments.harness.rows import Row
-from experiments.linear.methods import BASE, EXPERTS, PARTS, PEERS, TORCHAO
 from experiments.linear.run import ERROR, FLOOR, HOST, SPEED, TIME
 from experiments.linear.tables import (
+    BASE,
     COMPILED_ROWS,
     EXPERIMENT,
     EXPERT_ROWS,
+    EXPERTS,
+    PARTS,
+    PEERS,
     ROWS,
     SHAPES,
     TIMES,
+    TORCHAO,
     data_of,
     setting_of,
 )

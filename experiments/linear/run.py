@@ -43,10 +43,13 @@ from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, free, kernel
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
-from experiments.linear.methods import BASE, PARTS, TORCHAO, Method
 from experiments.linear.tables import (
+    BASE,
     EXPERIMENT,
+    PARTS,
+    TORCHAO,
     Layers,
+    Method,
     Table,
     checked,
     kernel_of,
@@ -55,7 +58,7 @@ from experiments.linear.tables import (
     stored_bytes,
     tables_of,
 )
-from experiments.runs.settings import Settings, published_shapes
+from experiments.runs.run import Settings, published_shapes
 
 # Outputs of layers on any device: their errors, and what computes them. No times: a CPU's are in experiment `speed`.
 

@@ -30,7 +30,7 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.config.recipe import named
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from experiments.data.measures import Stored, stored, stored_plain
+from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.models.llama import LanguageModel
 from reference import Scheme
 

@@ -40,7 +40,7 @@ from experiments.models.pretraining import (
     pretrain,
 )
 from experiments.models.train import Checkpoint
-from experiments.runs.settings import Settings
+from experiments.runs.run import Settings
 
 # Which models experiment `pretraining` trains, and for how long: at each scale, or as a command names them.
 

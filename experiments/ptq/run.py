@@ -5,7 +5,7 @@ and size of a published model are those of experiment `decode`. Every scheme qua
 too; the embedding and the norms stay float32), alone, and together with each layer's input, with dynamic scales. Baselines are
 float32 and bfloat16. Errors per layer are the signal to noise of its output when its input is that of the float32 model.
 
-All methods are evaluated on the same windows and questions (`experiments.data.multiple_choice`), so differences to float32 are
+All methods are evaluated on the same windows and questions (`experiments.data.evaluation`), so differences to float32 are
 paired: the mean over windows of (method - float32), with its standard error over windows, each from another file. A difference
 within two standard errors is noise.
 """
@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.nn import functional
 
-from experiments.data.measures import Error, mean_and_error
-from experiments.data.multiple_choice import MultipleChoice, Scores, multiple_choice, score
+from experiments.data.evaluation import Error, MultipleChoice, Scores, mean_and_error, multiple_choice, score
 from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.quantized_model import (
@@ -31,7 +30,7 @@ from experiments.models.quantized_model import (
     quantized_model,
     setting_name,
 )
-from experiments.runs.settings import Settings
+from experiments.runs.run import Settings
 
 EXPERIMENT = "ptq"
 QUALITY, LAYERS = "quality", "layers"

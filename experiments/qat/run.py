@@ -38,7 +38,7 @@ from ao_lab import (
     quantize_,
 )
 from ao_lab.config.base import Config
-from experiments.data.multiple_choice import MultipleChoice, multiple_choice, score
+from experiments.data.evaluation import MultipleChoice, multiple_choice, score
 from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.llama import LanguageModel, ModelSettings
@@ -46,7 +46,7 @@ from experiments.models.quantized_model import PLAIN, quantized_model, setting_n
 from experiments.models.train import TrainSettings, cache_key, fit, trainable, trained_model
 from experiments.report.results import Results
 from experiments.report.targets import Target, limits
-from experiments.runs.settings import Settings
+from experiments.runs.run import Settings
 
 # Targets of experiment `qat`: the percentage of the PTQ loss that QAT is to recover, mean over seeds.
 

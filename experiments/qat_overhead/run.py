@@ -47,7 +47,7 @@ from experiments.qat_overhead.step import (
     rounding_bytes,
 )
 from experiments.report.targets import percent_over
-from experiments.runs.settings import Settings, published_shapes
+from experiments.runs.run import Settings, published_shapes
 
 EXPERIMENT = KIND = "qat_overhead"
 EAGER, COMPILED = "eager", "compiled"

@@ -11,15 +11,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from ao_lab.cli.terminal import say
+from experiments.data import corpus
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
+from experiments.data.evaluation import MultipleChoiceSettings
 from experiments.harness import registry, revision
+from experiments.harness.measuring import KERNEL, Values
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment, chosen
+from experiments.harness.revision import commit, versions
 from experiments.harness.rows import (
     NOT_RUN,
     Journal,
@@ -27,11 +35,140 @@ from experiments.harness.rows import (
     corpus_source,
     publish,
     read,
+    table_name,
     table_parts,
     write,
     write_text,
 )
-from experiments.runs.settings import Settings, settings_for
+from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
+from reference import SCHEMES
+
+# Settings of a run of the experiments: scale, device, seed, and what follows from them.
+
+SCALES = ("quick", "full")
+#: What the 4-bit configuration of `decode` stores, which published tables have.
+SERVED = ("int4_g64_asymmetric_bf16", "torchao.int4_g64_tinygemm")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of every experiment. `schemes` are measured in this order; `shape` is that of synthetic tensors."""
+
+    scale: str
+    device: str
+    cache: Path
+    seed: int = 0
+    train: TrainSettings = QUICK
+    multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
+    schemes: tuple[str, ...] = ()
+    #: Schemes that no registry has and models are served in; `ptq` measures these as well.
+    served: tuple[str, ...] = ()
+    shape: tuple[int, int] = (512, 1024)
+    text: Corpus | None = None
+    #: Names of configurations or parts, where an experiment can measure a part of itself; without, all.
+    only: tuple[str, ...] = ()
+    #: After which nothing more starts, where an experiment can stop in between (`fp8_training`); None: no limit.
+    seconds: float | None = None
+    #: Trainings at once, each in a process of its own, where an experiment can (`fp8_training`); 1: all in this process.
+    workers: int = 1
+    #: Whether published rows are taken as measured whose code has not changed since.
+    changed: bool = False
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The text: sympy's source, unless another was given."""
+        return self.text or corpus.load()
+
+    @cached_property
+    def trained(self) -> Trained:
+        """The trained model, from the cache or trained now."""
+        return trained_model(self.train, self.corpus, self.device, self.cache)
+
+    @property
+    def model_key(self) -> str:
+        """The cache's key of the model, known before it is trained."""
+        return cache_key(self.train, self.corpus, self.device)
+
+    @cached_property
+    def device_name(self) -> str:
+        """How rows call the device: cpu, or the GPU's name."""
+        return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+
+    def row(
+        self,
+        experiment: str,
+        kind: str,
+        data: str,
+        setting: str,
+        method: str,
+        metric: str,
+        value: float,
+        unit: str,
+        kernel: str = "",
+    ) -> Row:
+        """A row of this run, measured now. kernel: family and variant of what computed, where one did."""
+        return Row(
+            experiment=experiment,
+            table=table_name(kind, self.scale, data),
+            setting=setting,
+            method=method,
+            metric=metric,
+            value=float(value),
+            unit=unit,
+            device=self.device_name,
+            seed=self.seed,
+            kernel=kernel,
+            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            commit=commit(),
+            versions=versions(self.device),
+        )
+
+    def rows(
+        self, experiment: str, kind: str, data: str, setting: str, method: str, values: Values
+    ) -> list[Row]:
+        """Rows of a method's values; the name of its kernel among them (`outcome.kernel`) goes into each row."""
+        kernel = next((one.removeprefix(KERNEL) for one in values if one.startswith(KERNEL)), "")
+        return [
+            self.row(experiment, kind, data, setting, method, metric, value, unit, kernel)
+            for metric, (value, unit) in values.items()
+            if not metric.startswith(KERNEL)
+        ]
+
+
+def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
+    """Settings of a scale: quick is minutes on two cores, full is for a GPU. ValueError for other names."""
+    if scale not in SCALES:
+        raise ValueError(f"scale is one of {', '.join(SCALES)}; got {scale!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in DEVICES:
+        raise ValueError(f"device is one of {', '.join(DEVICES)}; got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device 'cuda' needs a GPU, and torch sees none; use --device cpu, or see `ao-lab doctor`"
+        )
+    schemes = tuple(SCHEMES)
+    if scale == "quick":
+        return Settings(scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED)
+    # A better model gets harder questions: shorter continuations are harder to tell apart.
+    multiple_choice = MultipleChoiceSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
+    return Settings(
+        scale=scale,
+        device=device,
+        cache=cache,
+        schemes=schemes,
+        served=SERVED,
+        train=FULL,
+        multiple_choice=multiple_choice,
+        shape=(2048, 4096),
+    )
+
+
+def published_shapes(settings: Settings) -> bool:
+    """Whether a run measures the shapes of published models, at full scale on a GPU, or tiny stand-ins."""
+    return settings.scale == "full" and settings.device == "cuda"
+
 
 #: How the status of what was not tried begins.
 NOT_TRIED = (NOT_RUN, "status: missing")

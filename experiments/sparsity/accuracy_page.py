@@ -15,7 +15,7 @@ from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import limit_of
 from experiments.sparsity import pairs
 from experiments.sparsity import subjects as vision
-from experiments.sparsity.methods import METHODS, STORAGES, stored_as
+from experiments.sparsity.pairs import METHODS, STORAGES, stored_as
 
 PAIRS = (
     "Of every seed one model is trained from random weights, then trained on in three ways on the same data in the same order: "

@@ -26,9 +26,9 @@ from experiments.report.results import (
     table,
 )
 from experiments.report.targets import RunTargets, Target, limit_of
-from experiments.sparsity import accuracy_page, decode, encoders, pairs, products
+from experiments.sparsity import accuracy_page, models, pairs, products
 from experiments.sparsity.accuracy_page import TASKS, gap_of
-from experiments.sparsity.methods import METHODS, STORAGES, stored_as
+from experiments.sparsity.pairs import METHODS, STORAGES, stored_as
 from experiments.sparsity.sides import DENSE
 
 # What others published about 2:4 sparsity, as tables, and as comparisons with measured rows of the same shape and method.
@@ -51,12 +51,12 @@ class Place:
 LINEAR = {"dense": DENSE, "semi-sparse 2:4": products.LINEAR_OWN, "prune + compress only": products.PRUNING}
 #: Single layers were published as CUDA graphs; where those were not measured, the same one by one.
 LAUNCHED = {products.GRAPH: "CUDA graph", products.EAGER: "eager"}
-TRAINED = {"dense": DENSE, "MLP 2:4": encoders.OWN}
+TRAINED = {"dense": DENSE, "MLP 2:4": models.OWN}
 ENCODED = {
     "baseline": DENSE,
-    "int8 dynamic quant (attn+mlp)": encoders.INT8,
-    "2:4 (mlp only)": encoders.MLP,
-    "2:4 (attn+mlp)": encoders.ALL,
+    "int8 dynamic quant (attn+mlp)": models.INT8,
+    "2:4 (mlp only)": models.MLP,
+    "2:4 (attn+mlp)": models.ALL,
 }
 #: Published metrics by ours. Memory of SAM is in MiB and of the whole model, mIoU is of its trained weights: not compared.
 METRICS = {
@@ -82,10 +82,10 @@ def place_of(one: Published) -> Place | None:
         shape = one.setting.partition("(m,k,n) = (")[2].rstrip(")").split(",")
         return Place(products.LINEAR_KIND, "x".join(shape), LINEAR[one.method], metric, tuple(LAUNCHED))
     if one.model == "ViT-L":
-        settings = (encoders.training_setting(),)
-        return Place(encoders.TRAINING, VIT_L.name, TRAINED[one.method], metric, settings)
+        settings = (models.training_setting(),)
+        return Place(models.TRAINING, VIT_L.name, TRAINED[one.method], metric, settings)
     if one.model == "SAM ViT-h" and one.method in ENCODED:
-        return Place(encoders.INFERENCE, VIT_H.name, ENCODED[one.method], metric)
+        return Place(models.INFERENCE, VIT_H.name, ENCODED[one.method], metric)
     return None
 
 
@@ -135,7 +135,7 @@ def measured_on(where: Where, results: Results) -> str:
     words = [
         where.device,
         LAUNCHED.get(row.setting, ""),
-        "own kernels" if row.method in (products.LINEAR_OWN, encoders.OWN) else "",
+        "own kernels" if row.method in (products.LINEAR_OWN, models.OWN) else "",
     ]
     return ", ".join(filter(None, words))
 
@@ -154,12 +154,12 @@ def published_table(model: str, setting: str = "") -> Table:
 
 PRODUCT_TITLES = {
     products.KIND: "Products with a 2:4 weight",
-    decode.BLOCKS_KIND: "A block's layers in decoding",
+    models.BLOCKS_KIND: "A block's layers in decoding",
 }
 PRODUCT_TEXTS = {
     products.KIND: "Microseconds of a product of rows x inputs x outputs; casts and compression are not in them, scales of FP8 "
     "are. cuSPARSELt by the quickest of all its algorithms. Dense products are of weights without zeros.",
-    decode.BLOCKS_KIND: "Microseconds of all linear layers of a block of Llama-3.1-8B, weights read from memory. FP8 in 2:4 "
+    models.BLOCKS_KIND: "Microseconds of all linear layers of a block of Llama-3.1-8B, weights read from memory. FP8 in 2:4 "
     "storage by the kernels that tuning chose.",
 }
 #: By kind: names of ratios, the method whose speed they are of, and those whose best they are over.
@@ -169,9 +169,9 @@ PRODUCT_RATIOS = {
         ("over dense fp8", products.OWN, (products.DENSE_FP8,)),
         ("over libraries' 2:4", products.OWN, (products.CUSPARSELT, products.CUTLASS)),
     ),
-    decode.BLOCKS_KIND: (
-        ("int4 + 2:4 over int4", decode.SPARSE_INT4, (decode.INT4,)),
-        ("fp8 + 2:4 over fp8", decode.SPARSE_FP8, (decode.FP8,)),
+    models.BLOCKS_KIND: (
+        ("int4 + 2:4 over int4", models.SPARSE_INT4, (models.INT4,)),
+        ("fp8 + 2:4 over fp8", models.SPARSE_FP8, (models.FP8,)),
     ),
 }
 #: The shape of the first page: rows x inputs x outputs.
@@ -212,10 +212,10 @@ def product_headlines(rows: Sequence[Row]) -> list[Headline]:
 
 def product_main_finding(rows: Sequence[Row]) -> str:
     """What 2:4 gains of a block's layers at the rows of decoding, on the last device."""
-    runs = [(key[1], one) for key, one in groups(rows, decode.BLOCKS_KIND).items() if "cpu" not in key[0]]
+    runs = [(key[1], one) for key, one in groups(rows, models.BLOCKS_KIND).items() if "cpu" not in key[0]]
     setting, found = runs[-1] if runs else ("", {})
-    ratios, words = [ratios_of(decode.BLOCKS_KIND, setting, results) for results in found.values()], []
-    for name, *_ in PRODUCT_RATIOS[decode.BLOCKS_KIND]:
+    ratios, words = [ratios_of(models.BLOCKS_KIND, setting, results) for results in found.values()], []
+    for name, *_ in PRODUCT_RATIOS[models.BLOCKS_KIND]:
         values = [one[name] for one in ratios if name in one]
         words += [f"{name} {min(values):.2f} to {max(values):.2f}"] if values else []
     return f"layers of a block at 1 to 16 rows, speed of {', '.join(words)}" if words else ""
@@ -302,9 +302,9 @@ DECODING: Columns = {
 }
 TITLES = {
     products.LINEAR_KIND: "Linear layers in training",
-    encoders.TRAINING: "A training step of SAM's ViT-L encoder",
-    encoders.INFERENCE: "Images a second of SAM's ViT-h encoder",
-    decode.KIND: "Generating with Llama-3.1-8B's shapes",
+    models.TRAINING: "A training step of SAM's ViT-L encoder",
+    models.INFERENCE: "Images a second of SAM's ViT-h encoder",
+    models.KIND: "Generating with Llama-3.1-8B's shapes",
 }
 TEXTS = {
     products.LINEAR_KIND: "Forward and backward of one layer, dense weight gradient. The 2:4 layer finds transposable masks "
@@ -313,19 +313,19 @@ TEXTS = {
     "CUDA graph, stands beside the one of our own kernels. Layers have a bias; the 2:4 ones sum its gradient by a kernel of "
     "ours, which takes 9 and 13 us (an H100) less than torch's sum in the dense one. 'prune + compress' is one read of the "
     "weight along its rows.",
-    encoders.TRAINING: "Forward and backward, random weights and images, no optimizer; the MLP layers are 2:4, with new masks "
+    models.TRAINING: "Forward and backward, random weights and images, no optimizer; the MLP layers are 2:4, with new masks "
     "in every step.",
-    encoders.INFERENCE: "Forward passes, random weights and images. Published throughput is on photographs.",
-    decode.KIND: "Batch 1, 200 new tokens, random weights; layers inside the blocks are 2:4.",
+    models.INFERENCE: "Forward passes, random weights and images. Published throughput is on photographs.",
+    models.KIND: "Batch 1, 200 new tokens, random weights; layers inside the blocks are 2:4.",
 }
 #: Ratios of speed, and the method whose they are 1.
 RATIOS = {"speed over dense": DENSE, "speedup over bfloat16": "bfloat16"}
 #: The published table beside each kind, and what of it.
 PUBLISHED = {
     products.LINEAR_KIND: ("single linear", "(m,k,n)"),
-    encoders.TRAINING: ("ViT-L", ""),
-    encoders.INFERENCE: ("SAM ViT-h", ""),
-    decode.KIND: ("Llama-3-8B", ""),
+    models.TRAINING: ("ViT-L", ""),
+    models.INFERENCE: ("SAM ViT-h", ""),
+    models.KIND: ("Llama-3-8B", ""),
 }
 
 
@@ -336,7 +336,7 @@ def speed_findings(rows: Sequence[Row]) -> list[str]:
         run = best_run({where: found for where, found in by_run(rows, kind).items() if where.device != "cpu"})
         if run is not None:
             where, results = run
-            base = "bfloat16" if kind == decode.KIND else DENSE
+            base = "bfloat16" if kind == models.KIND else DENSE
             if said := ratios(results):
                 words.append(f"{title} ({where}), speed over {base}: {said}.")
     timed = any(row.metric == "time" for row in rows)
@@ -374,9 +374,9 @@ def speed_sections(rows: Sequence[Row]) -> list[Section]:
 def section(kind: str, where: Where, results: Results, rows: Sequence[Row]) -> Section:
     """Times, what was not measured, published values and a figure of both."""
     measured = any(not row.metric.startswith(STATUS) for row in results.rows)
-    columns = DECODING if kind == decode.KIND else TIMES
+    columns = DECODING if kind == models.KIND else TIMES
     tables: list[Table] = [table("Times", results, columns)] if measured else []
-    drawings = [ratio_drawing(kind, where, rows)] if measured and kind != decode.KIND else []
+    drawings = [ratio_drawing(kind, where, rows)] if measured and kind != models.KIND else []
     text = [TEXTS[kind], *failures(results)]
     return Section(f"{TITLES[kind]} ({where})", text, drawings, [*tables, published_table(*PUBLISHED[kind])])
 
@@ -415,14 +415,14 @@ def speed_targets(rows: Sequence[Row]) -> Iterator[RunTargets]:
         for where, results in by_run(rows, place.kind).items():
             if where.scale == "full" and where.device != "cpu" and where.data == place.data:
                 targets = [speed_target(results, place, limit)]
-                targets += [memory_target(results, place)] if place.kind == encoders.TRAINING else []
+                targets += [memory_target(results, place)] if place.kind == models.TRAINING else []
                 yield RunTargets(where, targets, place.kind)
 
 
 def limits() -> list[tuple[Place, float]]:
     """Where our row of each published speed over dense is, and that speed."""
     found = [(place_of(one), one.value) for one in values() if (one.metric, one.unit) == ("speedup", "x")]
-    step = Place(encoders.TRAINING, VIT_L.name, encoders.OWN, SPEED, (encoders.training_setting(),))
+    step = Place(models.TRAINING, VIT_L.name, models.OWN, SPEED, (models.training_setting(),))
     found += [(step, 1 + one.value / 100) for one in values() if is_step(one)]
     return [(place, limit) for place, limit in found if place is not None]
 

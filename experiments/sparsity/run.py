@@ -18,8 +18,8 @@ from functools import partial
 from experiments.harness.measuring import Deadline
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import NOT_RUN, Journal, Row
-from experiments.runs.settings import Settings
-from experiments.sparsity import decode, encoders, pairs, products
+from experiments.runs.run import Settings
+from experiments.sparsity import models, pairs, products
 from experiments.sparsity import subjects as vision
 from experiments.sparsity.pairs import EXPERIMENT
 from experiments.sparsity.sides import run_tables
@@ -67,15 +67,15 @@ def timed_part(
 TIMED = {
     products.KIND: ("sparse products", products.tables),
     products.LINEAR_KIND: ("linear layers", products.linear_tables),
-    decode.BLOCKS_KIND: ("blocks of decoding", decode.tables),
-    encoders.TRAINING: ("training steps", encoders.training_tables),
-    encoders.INFERENCE: ("image encoders", encoders.inference_tables),
+    models.BLOCKS_KIND: ("blocks of decoding", models.tables),
+    models.TRAINING: ("training steps", models.training_tables),
+    models.INFERENCE: ("image encoders", models.inference_tables),
 }
 #: By the names that `--only` takes, in the order in which they are measured.
 PARTS: dict[str, Part] = {
     **{kind: partial(accuracy_part, kind) for kind in SUBJECTS},
     **{kind: partial(timed_part, kind) for kind in TIMED},
-    decode.KIND: decode.run,
+    models.KIND: models.run,
 }
 
 

@@ -28,7 +28,7 @@ from experiments.harness.bench import (
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, kernel, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.runs.settings import Settings, published_shapes
+from experiments.runs.run import Settings, published_shapes
 
 EXPERIMENT = "sparsity"
 DENSE = "dense"

@@ -36,11 +36,10 @@ from ao_lab.tensor.quantized_tensor import quantized
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import bar, cores
 from experiments.harness.rows import ROOT, Journal, Row
-from experiments.linear.methods import ACTIVATIONS, WEIGHTS, Method
-from experiments.linear.tables import checked
+from experiments.linear.tables import ACTIVATIONS, WEIGHTS, Method, checked
 from experiments.report.results import Results
 from experiments.report.targets import Target, limit_of
-from experiments.runs.settings import Settings
+from experiments.runs.run import Settings
 
 # Targets of experiment `speed`: the least ratios to other libraries, stored with each comparison, and import times.
 

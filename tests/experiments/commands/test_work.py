@@ -6,7 +6,7 @@ import pytest
 
 from ao_lab.cli.app import main
 from experiments.__main__ import main as module_main
-from experiments.data import books as assemble
+from experiments.data import corpora as assemble
 from tests.experiments.harness import tiny
 
 

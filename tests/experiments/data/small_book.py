@@ -5,7 +5,7 @@ import hashlib
 import io
 import tarfile
 
-from experiments.data.books import Source
+from experiments.data.corpora import Source
 
 PAGE = """<?xml version="1.0" encoding="utf-8"?>
 <html xmlns="http://www.w3.org/1999/xhtml" xmlns:epub="http://www.idpf.org/2007/ops">

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from ao_lab.eval import NAMED
-from experiments.data import books as assemble
 from experiments.data import corpora, corpus
-from experiments.data.books import (
+from experiments.data import corpora as assemble
+from experiments.data.corpora import (
     HELD_OUT,
     body_files,
     by_hash,

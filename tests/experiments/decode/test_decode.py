@@ -14,7 +14,6 @@ from triton.compiler import ASTSource
 import ao_lab
 from experiments.decode import page as decode_page
 from experiments.decode import run
-from experiments.decode.methods import BASE, CONFIGS, DEPENDENT, OUR_CONFIGS, OURS, Config, chosen
 from experiments.decode.model import (
     CachedAttention,
     CachedLlama,
@@ -27,7 +26,19 @@ from experiments.decode.model import (
     sample,
 )
 from experiments.decode.page import missed, published_speedup
-from experiments.decode.run import Bench, Memory, measure, stored_bytes
+from experiments.decode.run import (
+    BASE,
+    CONFIGS,
+    DEPENDENT,
+    OUR_CONFIGS,
+    OURS,
+    Bench,
+    Config,
+    Memory,
+    chosen,
+    measure,
+    stored_bytes,
+)
 from experiments.harness import revision
 from experiments.harness.measuring import Wrong
 from experiments.harness.paths import Paths
@@ -38,7 +49,7 @@ from experiments.ptq.run import all_tasks
 from experiments.report import pages
 from experiments.report.results import Results, decoding, family, published
 from experiments.runs import run as harness
-from experiments.runs.settings import SERVED, settings_for
+from experiments.runs.run import SERVED, settings_for
 from fast.kernels.layers.attention import attention_kernel
 from fast.layers.attention import WARPS, attend_one, checked_sizes
 from tests.emulator.interpreter_process import lines_of

@@ -9,21 +9,24 @@ from torch import nn
 
 import fast
 from ao_lab import convert_for_training_
-from experiments.fp8_training import blocks, convergence_page, faults, page
+from experiments.fp8_training import blocks, convergence, convergence_page, page
 from experiments.fp8_training.convergence import (
     BAD,
     BEYOND,
+    FAULTS,
     LOST,
     SATURATED,
     SCALE_STEP,
     SQNR,
     UNDECIDED,
     WITHIN,
+    Fault,
     Gap,
+    Watcher,
     counted,
     gap,
+    plant,
 )
-from experiments.fp8_training.faults import FAULTS, Fault, Watcher, plant
 from experiments.harness.rows import Row
 from experiments.report.results import Results, Where
 from reference.training import RECIPES
@@ -209,8 +212,8 @@ def test_the_larger_model_is_compared_with_bfloat16():
 
 def test_faults_are_compared_with_the_training_without_one():
     rows = [
-        row(faults.KIND, "30m", "a fault", HELD, 2.1),
-        row(faults.KIND, "30m", faults.HEALTHY, HELD, 2.0),
+        row(convergence.KIND, "30m", "a fault", HELD, 2.1),
+        row(convergence.KIND, "30m", convergence.HEALTHY, HELD, 2.0),
     ]
     assert page.of_trainings(rows)[0].endswith("a fault +5.00%.")
     assert page.of_trainings(rows[:1]) == []

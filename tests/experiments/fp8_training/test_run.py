@@ -6,8 +6,8 @@ from itertools import count
 import pytest
 
 from ao_lab.cli.app import main
-from experiments.fp8_training import blocks, convergence, grid, linear, page
-from experiments.fp8_training import faults as planted
+from experiments.fp8_training import blocks, convergence, linear, page
+from experiments.fp8_training import convergence as planted
 from experiments.fp8_training import run as experiment
 from experiments.fp8_training.methods import (
     KNOWN_SIZES,
@@ -151,7 +151,7 @@ def small(monkeypatch):
     monkeypatch.setattr(planted, "FAULTS", planted.FAULTS[:1])
     monkeypatch.setattr(linear, "STAND_INS", ((32, 64, 32),))
     monkeypatch.setattr(linear, "all_methods", lambda device: (PLAIN, MINE))
-    monkeypatch.setattr(grid, "STAND_INS", ((32, 32, 32),))
+    monkeypatch.setattr(linear, "GRID_STAND_INS", ((32, 32, 32),))
     group = replace(
         blocks.TINY_GROUPS[1], recipes=("mxfp8",), length=32, plan=replace(blocks.QUICK, rounds=1)
     )
@@ -231,7 +231,7 @@ def test_a_gap_is_of_bfloat16_on_the_same_seeds():
 
 def test_published_values_stand_beside_the_grid_alone():
     assert len(of_grid()) == 216
-    assert set(of_grid()) == {grid.setting_of(cell) for cell in grid.CELLS}
+    assert set(of_grid()) == {linear.setting_of(cell) for cell in linear.CELLS}
     found = page.comparisons([])
     assert len(found) == 216 + len(of_models())
     assert {one.measured for one in found} == {None}
@@ -239,11 +239,11 @@ def test_published_values_stand_beside_the_grid_alone():
 
 def test_the_page_shows_published_tables_beside_the_real_shapes(settings):
     full = replace(settings, scale="full")
-    cell = (grid.MODULE, "M=1024 K=1024 N=1024")
+    cell = (linear.MODULE, "M=1024 K=1024 N=1024")
     rows = [
         full.row("fp8_training", "blocks", blocks.GPU_GROUPS[0].shape.name, "eager", "bfloat16", "time", 1.0, "ms"),
-        full.row("fp8_training", "grid", *cell, grid.FORCED.name, page.SPEED, 1.2, "ratio"),
-        full.row("fp8_training", "grid_eager", *cell, grid.TUNED.name, page.WALL, 0.9, "ratio"),
+        full.row("fp8_training", "grid", *cell, linear.FORCED.name, page.SPEED, 1.2, "ratio"),
+        full.row("fp8_training", "grid_eager", *cell, linear.TUNED.name, page.WALL, 0.9, "ratio"),
     ]  # fmt: skip
     rows = [replace(row, device="a GPU") for row in rows]
     sections = {section.title.partition(" (")[0]: section for section in page.sections(rows)}

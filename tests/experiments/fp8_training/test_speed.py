@@ -10,10 +10,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import ao_lab
 from ao_lab.gemm import choices
-from experiments.fp8_training import blocks, fsdp, grid, linear
+from experiments.fp8_training import blocks, linear
 from experiments.fp8_training.convergence_page import of_fsdp
-from experiments.fp8_training.grid import CELL_FORCED, CELL_PLAIN, CELL_TUNED, CellTimes, time_cell
-from experiments.fp8_training.linear import Rates, floor_seconds
+from experiments.fp8_training.linear import (
+    CELL_FORCED,
+    CELL_PLAIN,
+    CELL_TUNED,
+    CellTimes,
+    Rates,
+    floor_seconds,
+    time_cell,
+)
 from experiments.fp8_training.methods import OURS, PLAIN, SUMMED_FAST, Method, with_fast_sums
 from experiments.harness.bench import AGAIN, SETTLE, SINGLE, Plan, Span, after_pause, steady, steady_eager
 from experiments.harness.cuda_graph import compiled_runs
@@ -28,7 +35,7 @@ from tests.experiments.harness.tiny import FakeWatch
 def test_a_cell(tmp_path, monkeypatch):
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
     monkeypatch.setattr("ao_lab.tuning.measure.SECONDS", 0.0)
-    monkeypatch.setattr(grid, "SECONDS", 0.0)
+    monkeypatch.setattr(linear, "SECONDS", 0.0)
     choices.forget()
     found = time_cell((32, 64, 48), device="cpu")
     assert set(found.gpu) == set(found.host) == {CELL_PLAIN, CELL_FORCED, CELL_TUNED}
@@ -53,14 +60,14 @@ OK = next(iter(status("ok")))
 
 def test_float8_halves_what_is_gathered():
     """Codes of a byte, and a scale for each weight or row; gradients are reduced as they were."""
-    case = replace(fsdp.STAND_IN, rounds=1)
-    found = {side: values for (_, side), values in fsdp.measure(case, 0).items()}
-    assert list(found) == [side.name for side in fsdp.SIDES]
+    case = replace(blocks.STAND_IN, rounds=1)
+    found = {side: values for (_, side), values in blocks.fsdp_measure(case, 0).items()}
+    assert list(found) == [side.name for side in blocks.SIDES]
     assert all(OK in values for values in found.values()), found
     gathered = {name: values["all-gather"][0] for name, values in found.items()}
     reduced = {values["reduce-scatter"][0] for values in found.values()}
     assert len(reduced) == 1
-    for side in fsdp.SIDES:
+    for side in blocks.SIDES:
         part = gathered[side.name] / gathered["bfloat16"]
         assert 0.5 < part < 0.52 if side.codes else part == 1
         assert ("speed over bfloat16 all-gather" in found[side.name]) == side.codes
@@ -68,9 +75,9 @@ def test_float8_halves_what_is_gathered():
 
 def test_ranks_that_fail_are_said_to(capfd):
     """Every side has the status, and nothing else."""
-    case = replace(fsdp.STAND_IN, length=-1)
-    found = fsdp.measure(case, 0)
-    assert len(found) == len(fsdp.SIDES)
+    case = replace(blocks.STAND_IN, length=-1)
+    found = blocks.fsdp_measure(case, 0)
+    assert len(found) == len(blocks.SIDES)
     for values in found.values():
         (name,) = values
         assert name.startswith("status: error: ProcessRaisedException")
@@ -79,14 +86,14 @@ def test_ranks_that_fail_are_said_to(capfd):
 @pytest.mark.parametrize(("count", "reason"), [(0, "found 0"), (1, "found 1"), (2, None)])
 def test_one_gpu_is_not_enough(count, reason, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    missing = fsdp.TWO_GPUS.missing()
+    missing = blocks.TWO_GPUS.missing()
     assert missing is None if reason is None else reason in missing
-    assert fsdp.STAND_IN.missing() is None
+    assert blocks.STAND_IN.missing() is None
 
 
 def test_targets():
     """Speed and bytes of each recipe on GPUs; a CPU has none."""
-    data = fsdp.TWO_GPUS.shape.name
+    data = blocks.TWO_GPUS.shape.name
     names = [target.name for target in of_fsdp(Where("full", "NVIDIA H200", data), Results([]))]
     assert len(names) == 4
     assert not of_fsdp(Where("quick", "cpu", data), Results([]))
@@ -188,8 +195,8 @@ def test_checkpointed_layers_give_the_same_gradients(kind):
 
 
 def test_groups_and_cells_are_those_of_the_published_tables():
-    assert len(grid.CELLS) == 36 * 6
-    assert len(grid.EAGER_CELLS) == 36 * 3
+    assert len(linear.CELLS) == 36 * 6
+    assert len(linear.EAGER_CELLS) == 36 * 3
     assert {group.length for group in blocks.GPU_GROUPS if group.shape.layers == 2} == {4096, 8192}
     settings = [(group.shape.name, group.setting) for group in blocks.GPU_GROUPS]
     assert len(set(settings)) == len(settings)
@@ -202,13 +209,13 @@ def test_a_cell_has_values_of_all_three_sides_or_says_why_not(monkeypatch, launc
     monkeypatch.setattr(
         ao_lab, "tune", lambda *given, **named: asked.append(named["launches"]) or real(*given, **named)
     )
-    monkeypatch.setattr(grid, "SECONDS", 0.0)
-    found = grid.measure("cpu", 0, (32, 32, 32), launches)
+    monkeypatch.setattr(linear, "SECONDS", 0.0)
+    found = linear.grid_measure("cpu", 0, (32, 32, 32), launches)
     assert asked == [launches]
-    assert [one.name for one in found] == ["bfloat16", grid.FORCED.name, grid.TUNED.name]
+    assert [one.name for one in found] == ["bfloat16", linear.FORCED.name, linear.TUNED.name]
     assert found[PLAIN]["speed over bfloat16, kernels"][0] == 1.0
     assert all(values["time"][0] >= values["time of kernels"][0] > 0 for values in found.values())
-    failed = grid.measure("cpu", 0, (32, 32, 0), launches)
+    failed = linear.grid_measure("cpu", 0, (32, 32, 0), launches)
     assert all("status: ok" not in values and len(values) == 1 for values in failed.values())
 
 

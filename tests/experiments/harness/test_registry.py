@@ -9,7 +9,7 @@ import torch
 
 import experiments
 from experiments import EXPERIMENTS
-from experiments.data.measures import Error, mean_and_error
+from experiments.data.evaluation import Error, mean_and_error
 from experiments.formats import page
 from experiments.formats import run as formats
 from experiments.harness import registry, revision
@@ -19,8 +19,7 @@ from experiments.harness.rows import ROOT, Journal, read
 from experiments.models import quantized_model as pairing
 from experiments.ptq import run as ptq
 from experiments.runs import run as harness_run
-from experiments.runs.run import text_for
-from experiments.runs.settings import settings_for
+from experiments.runs.run import settings_for, text_for
 from reference import SCHEMES
 from tests.experiments.harness import tiny
 from tests.support.record_samples import NAMES, STRUCTURES

@@ -10,8 +10,21 @@ from experiments.harness.measuring import Wrong
 from experiments.harness.rows import Journal, Row, table_parts
 from experiments.linear import page, tables
 from experiments.linear import run as experiment
-from experiments.linear.methods import ACTIVATIONS, BASE, EXPERTS, OF_OURS, PARTS, PEERS, TORCHAO, WEIGHTS
-from experiments.linear.tables import ExpertLayers, Experts, checked, ends_of, kernel_of
+from experiments.linear.tables import (
+    ACTIVATIONS,
+    BASE,
+    EXPERTS,
+    OF_OURS,
+    PARTS,
+    PEERS,
+    TORCHAO,
+    WEIGHTS,
+    ExpertLayers,
+    Experts,
+    checked,
+    ends_of,
+    kernel_of,
+)
 from experiments.report import plots
 from experiments.report.plots import svg
 from experiments.report.results import by_run

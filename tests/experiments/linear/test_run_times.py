@@ -8,8 +8,22 @@ from experiments.harness.bench import HostWatch, Plan
 from experiments.harness.measuring import Deadline, Wrong, status
 from experiments.harness.rows import Journal
 from experiments.linear import run, tables
-from experiments.linear.methods import BASE, EXPERTS, OF_OURS, PARTS, PEERS, TORCH, TORCHAO, Method
-from experiments.linear.tables import TIMES, Layers, Table, checked, kernel_of, stored_bytes
+from experiments.linear.tables import (
+    BASE,
+    EXPERTS,
+    OF_OURS,
+    PARTS,
+    PEERS,
+    TIMES,
+    TORCH,
+    TORCHAO,
+    Layers,
+    Method,
+    Table,
+    checked,
+    kernel_of,
+    stored_bytes,
+)
 from tests.experiments.harness import tiny
 
 ONCE = Plan(rounds=2, warmup=0, seconds=0.1, fewest=1, span=0.0, most_calls=1)

@@ -6,7 +6,7 @@ from torch import nn
 
 import reference
 from ao_lab.config.recipe import named
-from experiments.data.measures import Stored, stored, stored_plain
+from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.models.encoders import (
     TINY,
     VIT_H,

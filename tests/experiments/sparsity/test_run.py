@@ -11,14 +11,16 @@ from experiments.harness.measuring import Deadline
 from experiments.harness.rows import Journal, Row, table_parts
 from experiments.models.encoders import VIT_L
 from experiments.models.llama import ModelSettings
-from experiments.sparsity import accuracy_page, encoders, page, pairs, products
+from experiments.sparsity import accuracy_page, models, page, pairs, products
 from experiments.sparsity import run as experiment
 from experiments.sparsity import subjects as vision
-from experiments.sparsity.methods import (
+from experiments.sparsity.page import targets_by_run
+from experiments.sparsity.pairs import (
     FINE_TUNINGS,
     GROUP,
     METHODS,
     STORAGES,
+    Schedule,
     bits_per_weight,
     inside_blocks,
     is_sparse,
@@ -28,8 +30,6 @@ from experiments.sparsity.methods import (
     store,
     stored_as,
 )
-from experiments.sparsity.page import targets_by_run
-from experiments.sparsity.pairs import Schedule
 from experiments.sparsity.subjects import Collages, load
 from tests.experiments.harness import tiny
 
@@ -59,9 +59,9 @@ def test_layers_are_held_to_the_published_speed_as_a_graph(speed, verdict):
 
 
 def test_a_step_is_held_to_speed_and_memory():
-    table, setting = f"{encoders.TRAINING}/full/{VIT_L.name}", encoders.training_setting()
+    table, setting = f"{models.TRAINING}/full/{VIT_L.name}", models.training_setting()
     values = {
-        (encoders.OWN, "speed over dense"): 1.04, (encoders.OWN, "peak memory"): 9.0, ("dense", "peak memory"): 10.0,
+        (models.OWN, "speed over dense"): 1.04, (models.OWN, "peak memory"): 9.0, ("dense", "peak memory"): 10.0,
     }  # fmt: skip
     (run,) = targets_by_run([row(table, setting, *key, value) for key, value in values.items()])
     assert [(one.limit, one.value, one.verdict) for one in run.targets] == [

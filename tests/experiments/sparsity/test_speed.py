@@ -11,7 +11,7 @@ from experiments.harness.bench import HostWatch, Plan
 from experiments.harness.measuring import Deadline, Wrong
 from experiments.harness.rows import Journal, Row
 from experiments.models.encoders import TINY, VIT_H, VIT_L
-from experiments.sparsity import decode, encoders, page, products, sides
+from experiments.sparsity import models, page, products, sides
 from experiments.sparsity import page as products_page
 from experiments.sparsity.products import BF16, FP8, Operands, operands
 from experiments.sparsity.sides import DENSE, Side, Table
@@ -125,14 +125,14 @@ def test_the_tables_have_the_published_shapes():
         "13008x1024x4096",
         "13008x4096x1024",
     ] * 2
-    own, others = encoders.training_tables("cpu", 0)
-    assert (own.data, own.setting) == (VIT_L.name, encoders.training_setting())
+    own, others = models.training_tables("cpu", 0)
+    assert (own.data, own.setting) == (VIT_L.name, models.training_setting())
     # cuSPARSELt would take all of the time that there is for the others.
     assert [[side.name for side in table.sides] for table in (own, others)] == [
-        [DENSE, encoders.OWN],
-        [DENSE, encoders.MLP],
+        [DENSE, models.OWN],
+        [DENSE, models.MLP],
     ]
-    assert encoders.inference_tables("cpu", 0)[0].data == VIT_H.name
+    assert models.inference_tables("cpu", 0)[0].data == VIT_H.name
 
 
 def test_layers_are_timed_as_graphs_first_and_cusparselt_last(monkeypatch):
@@ -181,24 +181,24 @@ def test_published_layers_stand_beside_graphs_where_they_were_measured(monkeypat
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_encoders_run_at_a_small_size():
-    made = partial(encoders.trained, TINY, 2, "cpu", 0, torch.float32, "aot_eager")
+    made = partial(models.trained, TINY, 2, "cpu", 0, torch.float32, "aot_eager")
     before = counters["stats"]["unique_graphs"]
     assert made(products="dense")() is None
     # One for each of two lengths of attention: a limit of eight would leave the last of three sides without a compiler.
     assert counters["stats"]["unique_graphs"] - before == 2
-    encode = partial(encoders.encoded, TINY, 2, "cpu", 0, torch.float32, "eager")
-    dense = encode(convert=encoders.CONVERSIONS[DENSE])()
-    int8 = encode(convert=encoders.CONVERSIONS[encoders.INT8])()
+    encode = partial(models.encoded, TINY, 2, "cpu", 0, torch.float32, "eager")
+    dense = encode(convert=models.ENCODER_CONVERSIONS[DENSE])()
+    int8 = encode(convert=models.ENCODER_CONVERSIONS[models.INT8])()
     # 8 bits change values by some percent.
     assert 0 < float((int8 - dense).norm() / dense.norm()) < 0.1
 
 
 def test_generation_says_what_a_copy_cannot_store(monkeypatch):
-    sparse = decode.CONFIGS["int4 + 2:4"]
-    monkeypatch.delattr(decode.ao_lab, "SparseQuantizedTensor", raising=False)
-    monkeypatch.setattr(decode, "hasattr", lambda *_: False, raising=False)
-    assert decode.missing(sparse) == "missing: this copy stores 2:4 weights dense, with zeros"
-    assert decode.missing(decode.CONFIGS["int4"]) is None
+    sparse = models.CONFIGS["int4 + 2:4"]
+    monkeypatch.delattr(models.ao_lab, "SparseQuantizedTensor", raising=False)
+    monkeypatch.setattr(models, "hasattr", lambda *_: False, raising=False)
+    assert models.missing(sparse) == "missing: this copy stores 2:4 weights dense, with zeros"
+    assert models.missing(models.CONFIGS["int4"]) is None
 
 
 SMALL = (32, 64, 128)
@@ -227,7 +227,7 @@ def test_shapes_and_methods_of_the_bars():
     ours = [products.OWN, products.CUSPARSELT]
     assert named == [[DENSE, products.DENSE_FP8, *ours, products.CUTLASS], [DENSE, *ours]]
     assert {"8192x8192x8192", "16384x4096x14336", "2048x4096x14336"} <= {one.data for one in found}
-    assert [one.data.split(", ")[1] for one in decode.tables("cpu", 0)] == [
+    assert [one.data.split(", ")[1] for one in models.tables("cpu", 0)] == [
         f"{count} rows" for count in (1, 16, 4, 2, 8)
     ]
 
@@ -267,24 +267,24 @@ def test_all_algorithms_are_looked_at_and_right_ones_taken(element, monkeypatch)
 
 def test_blocks_multiply_by_their_weights(monkeypatch):
     shapes = ((64, 128), (128, 64))
-    for name, convert in decode.CONVERSIONS.items():
-        if name != decode.SPARSE_FP8:
-            (call,) = decode.calls(shapes, "cpu", 0, 3, convert)
+    for name, convert in models.CONVERSIONS.items():
+        if name != models.SPARSE_FP8:
+            (call,) = models.calls(shapes, "cpu", 0, 3, convert)
             assert [tuple(one.shape) for one in call()] == [(3, 128), (3, 64)]
     tuned = []
     monkeypatch.setattr(
-        decode.ao_lab, "tune", lambda model, x, **options: tuned.append((x.shape[1], options))
+        models.ao_lab, "tune", lambda model, x, **options: tuned.append((x.shape[1], options))
     )
-    decode.calls(shapes, "cpu", 0, 3, decode.CONVERSIONS[decode.SPARSE_FP8])
+    models.calls(shapes, "cpu", 0, 3, models.CONVERSIONS[models.SPARSE_FP8])
     assert tuned == [(k, {"rows": (16,), "launches": "graph"}) for k in (64, 128)]
     layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -(x @ self.weight.t()))
     with pytest.raises(Wrong, match=r"differs by 2\.0e"):
-        decode.check(layer, torch.randn(3, 64).bfloat16())
+        models.check(layer, torch.randn(3, 64).bfloat16())
 
 
 def test_the_llama_block_has_its_shapes():
-    found = decode.shapes_of(decode.LLAMA_3_1_8B)
+    found = models.shapes_of(models.LLAMA_3_1_8B)
     assert found == ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
@@ -323,7 +323,7 @@ def row(kind, data, method, metric, value, setting="s"):
 def test_published_values_stand_beside_the_same_shape(monkeypatch):
     rows = [
         row("linear", "13008x1024x4096", products.LINEAR_OWN, "speed over dense", 1.3, products.EAGER),
-        row("vit", VIT_L.name, encoders.OWN, "time", 100.0, encoders.training_setting()),
+        row("vit", VIT_L.name, models.OWN, "time", 100.0, models.training_setting()),
         row("sam", VIT_H.name, DENSE, "images/s", 70.0),
     ]
     found = page.comparisons(rows)
@@ -355,8 +355,8 @@ def test_a_figure_is_of_what_its_gpu_measured_and_stands_once(monkeypatch):
 
 def test_a_pruned_model_is_compared_with_bfloat16_pruned_as_it_is(tmp_path):
     """Without half of their weights random layers are another model, which says nothing of a kernel."""
-    bench = decode.decode.Bench.of(tiny.settings(tmp_path))
-    values = decode.measure(bench, decode.CONFIGS["int4 + 2:4"])
+    bench = models.decode.Bench.of(tiny.settings(tmp_path))
+    values = models.measure(bench, models.CONFIGS["int4 + 2:4"])
     change, _ = values["logits, change"]
-    by_pruning = float((decode.pruned_logits(bench) - bench.logits).norm() / bench.logits.norm())
+    by_pruning = float((models.pruned_logits(bench) - bench.logits).norm() / bench.logits.norm())
     assert change < 0.3 < by_pruning

@@ -11,7 +11,7 @@ import torch
 from experiments.harness.measuring import Wrong
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
-from experiments.linear.methods import OF_OURS
+from experiments.linear.tables import OF_OURS
 from experiments.report.results import Results
 from experiments.runs import run as harness
 from experiments.speed import page, run
@@ -77,7 +77,7 @@ def test_speed_is_published_when_it_is_named(tmp_path, monkeypatch):
     def settings_for(scale, device, cache):
         return dataclasses.replace(tiny.settings(cache), text=None)
 
-    monkeypatch.setattr("experiments.runs.settings.settings_for", settings_for)
+    monkeypatch.setattr("experiments.runs.run.settings_for", settings_for)
     # Neither the corpus nor the model is needed.
     monkeypatch.setattr("experiments.data.corpus.load", lambda: pytest.fail("the corpus was loaded"))
     monkeypatch.setattr(run, "COUNTS", {"quick": 2**16})

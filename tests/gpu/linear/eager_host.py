@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import ao_lab
 from ao_lab.quantization.prepared_products import PROGRAMS
-from experiments.linear.methods import float8_dynamic, integers
+from experiments.linear.tables import float8_dynamic, integers
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096))
 CONFIGS: dict[str, Callable[[], Any] | None] = {

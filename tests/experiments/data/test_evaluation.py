@@ -8,8 +8,15 @@ import pytest
 import torch
 
 import fast
-from experiments.data.measures import Stored, stored, stored_plain
-from experiments.data.multiple_choice import CHOICES, MultipleChoiceSettings, multiple_choice, score
+from experiments.data.evaluation import (
+    CHOICES,
+    MultipleChoiceSettings,
+    Stored,
+    multiple_choice,
+    score,
+    stored,
+    stored_plain,
+)
 from experiments.models.llama import LanguageModel
 from experiments.models.quantized_model import is_weight_only, quantized_model, rounding
 from reference import SCHEMES

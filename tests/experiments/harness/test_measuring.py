@@ -12,9 +12,8 @@ import torch
 from ao_lab.cli.app import main
 from experiments.fp8_training import convergence
 from experiments.fp8_training.methods import PAIRED, Plan
-from experiments.harness import processes
-from experiments.harness.measuring import Deadline
-from experiments.harness.processes import measure_each
+from experiments.harness import measuring
+from experiments.harness.measuring import Deadline, measure_each
 from experiments.harness.rows import Journal
 from experiments.models.llama import ModelSettings
 from experiments.models.pretraining import Budget, Size
@@ -42,14 +41,14 @@ def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
         "third": works.process,
     }
     found, before = {}, torch.get_num_threads()
-    monkeypatch.setattr(processes, "LOST", [])
+    monkeypatch.setattr(measuring, "LOST", [])
     torch.set_num_threads(1)
     try:
         measure_each("x", given, 2, Deadline(None), gather(found))
     finally:
         torch.set_num_threads(before)
     assert set(found) == {"first", "second", "third"}
-    assert sorted(processes.LOST) == ["dies", "fails"]
+    assert sorted(measuring.LOST) == ["dies", "fails"]
     assert found["second"] == [1]
     assert os.getpid() not in (*found["first"], *found["third"])
     err = capfd.readouterr().err
@@ -60,7 +59,7 @@ def test_what_dies_or_fails_loses_itself_alone(monkeypatch, capfd):
 
 def test_a_run_that_lost_something_publishes_and_fails(monkeypatch, capsys):
     def run(*names, **options):
-        processes.LOST[:] = lost
+        measuring.LOST[:] = lost
         return [("rows", "a file")]
 
     monkeypatch.setattr("experiments.runs.run.reproduce", run)
@@ -93,7 +92,7 @@ def test_a_stop_ends_the_processes(tmp_path, monkeypatch):
         assert all(is_alive(one.name) for one in begun)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(processes, "wait", stopped)
+    monkeypatch.setattr(measuring, "wait", stopped)
     given = {name: partial(works.slow, tmp_path) for name in "abc"}
     with pytest.raises(KeyboardInterrupt):
         measure_each("x", given, 2, Deadline(None), gather({}))
