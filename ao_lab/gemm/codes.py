@@ -24,8 +24,9 @@ from ao_lab.gemm.fused import STORED
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.linear import integer_sums
 from fast.device import OLDEST
+from fast.gemm.choose import codes_beat_torch, takes_codes
 from fast.matmul.linear import linear_of_codes
-from fast.matmul.weights import LONGEST_INT8, codes_beat_torch, one_scale, takes_codes
+from fast.matmul.weights import LONGEST_INT8, one_scale
 from fast.quantize.static_scales import quantize_rows
 from reference import Quantized, Scheme
 

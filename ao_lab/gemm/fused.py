@@ -17,11 +17,12 @@ from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.linear import takes as takes_one_row
 from fast.cpu.linear import takes_rows
 from fast.device import OLDEST
+from fast.gemm.choose import rows_stored
+from fast.gemm.problem import of_stored
 from fast.matmul.cpu_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import inputs_reason, linear_small_dynamic
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, MOST_ROWS, linear_small, rows_as_stored
-from fast.matmul.weights import rows_fused
 
 #: Products that read the codes as they are stored read rows along which they sum.
 STORED = "the weight must be a matrix, stored as (out, in)"
@@ -95,7 +96,7 @@ def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
         few = MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
         return max(few, rows_as_stored(w.stored, dtype)) if len(w.shape) == 2 else few
     if w.is_cuda:
-        return rows_fused(w.quantized, dtype)
+        return rows_stored(of_stored(w.quantized, 1, dtype))
     if _all_rows_on_cpu(w, dtype):
         return ALL_ROWS
     q = w.quantized

@@ -50,9 +50,10 @@ from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
 from ao_lab.gemm.dense import cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.fused import PRESHUFFLED
 from ao_lab.gemm.operand import QuantizedWeight
-from fast.gemm import choose, families
-from fast.gemm.choose import Range, by_rows
+from fast.gemm import families
+from fast.gemm.choose import Range, by_rows, choose
 from fast.gemm.families import Family
+from fast.gemm.problem import of_codes, of_preshuffled, of_stored
 from fast.launch.program import Program
 from fast.matmul.preshuffled import layout
 from fast.prepared import (
@@ -242,14 +243,14 @@ def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> str:
 def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
     """Of inputs as they are, or in a scheme in front of the product."""
     if w.meta.layout != PRESHUFFLED:
-        return next(choose.stored(w.quantized, rows, dtype))
+        return next(choose(of_stored(w.quantized, rows, dtype)))
     from fast.kernels.linear_small.layout import ArrangedWeight
 
     stored = w.stored
     shape = (int(stored.shape[0]), int(stored.shape[1]))
     form = layout.form_of(stored.scheme, shape[1])
     arranged = ArrangedWeight(stored.codes, stored.scale, stored.zero, shape, *form)
-    return next(choose.preshuffled(arranged, rows, dtype))
+    return next(choose(of_preshuffled(arranged, rows, dtype)))
 
 
 def _by_codes(kernel: str, w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
@@ -258,7 +259,7 @@ def _by_codes(kernel: str, w: QuantizedWeight, dtype: torch.dtype, rows: int) ->
     if not multiplies_codes(x, w):
         return OF_TORCH[kernel]
     shape = (int(w.shape[1]), int(w.shape[0]))
-    return next(choose.codes(activation(w), w.scheme, shape, rows, dtype, w.device))
+    return next(choose(of_codes(activation(w), w.scheme, shape, rows, dtype, w.device)))
 
 
 __all__ = [

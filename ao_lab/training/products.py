@@ -23,24 +23,18 @@ import fast
 from ao_lab.gemm.choices import tuned
 from ao_lab.gemm.codes import BLOCK, CAPABILITY, STEP, blocks_product, blocks_reason, decodes
 from ao_lab.training.casts import Matrix
-from fast.kernels.scaled_mm.tiles import LONG
+from fast.gemm.choose import float8_of_training
+from fast.gemm.families import TRITON_SCALED_MM
 from fast.matmul.linear import linear_of_codes
-from fast.matmul.weights import codes_beat_torch
 from reference import Quantized, Scheme
-from reference.schemes.schemes import POWER_RULES, record_of
+from reference.schemes.schemes import record_of
 from reference.training.recipe import Product
 
 #: GPUs that `codes` was measured on.
 HOPPER = (9, 0)
-#: Products of at most so many operations take a GPU less time than the host takes to start them by `torch._scaled_mm`, which
-#: looks for a kernel at every call: launched one by one they go by `codes`. Its kernel is slower, so a CUDA graph, which has no
-#: launches, records torch's (times: reports/LOG.md).
-BRIEF = 2**34
 #: Rows of a training batch, by which a function is chosen where a tracer leaves them open: layers fill rows up to whole blocks,
 #: so what takes these takes all others.
 OPEN = 8192
-#: What tiles of `codes` divide lengths by.
-TILE = 128
 
 
 def product(
@@ -83,13 +77,13 @@ def select_product(
         )
         traced: str = _able_traced(name or "", *facts)
         return traced
-    brief = 2 * m * n * k <= BRIEF and not is_captured(codes_of(a))
-    key = (name, fast_sums, brief, *_facts(a), *_facts(b))
+    launched = not is_captured(codes_of(a))
+    key = (name, fast_sums, launched, *_facts(a), *_facts(b))
     found = _able_before.get(key)
     if found is None:
         if len(_able_before) >= MOST:
             _able_before.clear()
-        found = _able_before[key] = _able(name, a, b, fast_sums, brief)
+        found = _able_before[key] = _able(name, a, b, fast_sums, launched)
     return found
 
 
@@ -121,13 +115,15 @@ def _facts(matrix: Matrix) -> tuple[Any, ...]:
     return "", matrix.shape, False, matrix.dtype, matrix.device, None
 
 
-def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool, brief: bool = False) -> str:
-    """The function of a name where it can, else the first that can and pays. brief: see `BRIEF`."""
+def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool, launched: bool = False) -> str:
+    """The function of a name where it can, else the first that can and pays. launched: one by one, by the host."""
     if name in PRODUCTS and PRODUCTS[name].unsupported_reason(a, b) is None:
         return name
     # A loop: tracers do not follow operands into a generator.
     for first, one in PRODUCTS.items():
-        if one.unsupported_reason(a, b) is None and one.pays(a, b, fast_sums, brief):
+        if one.unsupported_reason(a, b) is None and (
+            first != "codes" or _codes_pay(a, b, fast_sums, launched)
+        ):
             return first
     raise ValueError("no function multiplies these operands")
 
@@ -190,23 +186,14 @@ def _codes_unsupported(a: Matrix, b: Matrix) -> str | None:
     return None
 
 
-def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool, brief: bool) -> bool:
-    """Where the kernel is quicker, and in brief products, launched one by one, whose bits are the same: under powers of two,
-    and where neither function adds a sum in parts."""
+def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool, launched: bool) -> bool:
+    """Whether `fast.gemm.choose` prefers our kernel to torch's, or torch refused the operands."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
         return False
     if _refused and (*_facts(a), *_facts(b)) in _refused:
         return True
-    lengths = (*a.shape, b.shape[0])
-    whole = a.shape[1] < LONG and not any(length % TILE for length in lengths)
-    if brief and whole and _is_exact(a.scheme) and _is_exact(b.scheme):
-        return True
-    return codes_beat_torch(a.scheme.key, b.scheme.key, tuple(b.shape), a.shape[0], fast_sums)
-
-
-def _is_exact(scheme: Scheme) -> bool:
-    """Whether scales are powers of two, which the order of multiplications does not round."""
-    return scheme.scale.block == -1 and scheme.scale.rule in (*POWER_RULES, "ratio_pow2")
+    shape = (b.shape[0], b.shape[1])
+    return float8_of_training(a.scheme, b.scheme, shape, a.shape[0], fast_sums, launched) is TRITON_SCALED_MM
 
 
 def _codes(
@@ -348,17 +335,15 @@ def _added_after(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute a product, why it does not take two operands (None: it does), and whether it is quicker than others."""
+    """A way to compute a product, and why it does not take two operands (None: it does)."""
 
     run: Callable[[Matrix, Matrix, Product, torch.dtype, torch.Tensor | None], torch.Tensor]
     unsupported_reason: Callable[[Matrix, Matrix], str | None]
-    #: Of both operands, whether sums may be fast, and whether the product is brief.
-    pays: Callable[[Matrix, Matrix, bool, bool], bool] = lambda a, b, fast_sums, brief: True
 
 
 #: Every function by name, the preferred first.
 PRODUCTS = {
-    "codes": Kernel(_codes, _codes_unsupported, _codes_pay),
+    "codes": Kernel(_codes, _codes_unsupported),
     "scaled_mm": Kernel(_scaled, unsupported_reason),
     "scaled_mm_blocks": Kernel(scaled_mm_blocks, blocks_unsupported_reason),
     "dequantize": Kernel(_dequantized, _dequantize_unsupported),

@@ -1,25 +1,31 @@
-"""Which family multiplies: the one place that says it, of every kind of stored weight.
+"""Which family of kernels multiplies: the one place that says it, of inference, of experts, of training and of 2:4.
 
-Each function gives the families that take a product on the weight's device, the quickest first and torch's last: who multiplies
-takes the first, and the next one where it does not compile or load. What is measured to be quicker is data or a model beside
-each kernel (`gains`, `is_faster`); their order stands here. `by_rows` says it for ranges of rows.
+`choose` gives the families that take a `Problem`, the quickest first and torch's last: who multiplies takes the first, and the
+next one where it does not compile or load. What a family takes stands in its record; which of two is quicker here, by models
+and bounds that were fitted to measured times (`small_m_or_gemm`, the `select` of a family; times: reports/data). Which variant
+of itself a family runs is its own affair. `by_rows` says it for ranges of rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fast.gemm.families import (
+    FLOATS,
+    HALVES,
     SM90_INTN_SMALL_M,
     SM90_S8_GEMM,
+    SM90_SPARSE24_W4A16_GEMV,
     SM90_W4A16_GEMM,
     SM90_W4A16_GEMV,
     TORCH_DEQUANTIZE,
+    TORCH_SCALED_MM,
     TRITON_GEMM_SMALL_M,
     TRITON_GEMV_ANY,
     TRITON_GEMV_W4A16,
@@ -28,19 +34,15 @@ from fast.gemm.families import (
     TRITON_INT_SCALED_MM,
     TRITON_SCALED_MM,
     TRITON_SMALL_M,
+    TRITON_SPARSE24_SMALL_M,
     Family,
 )
-from reference import Quantized, Scheme
+from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE_INT4, Device, Problem
+from reference import Scheme
+from reference.schemes.schemes import POWER_RULES, record_of
 
-if TYPE_CHECKING:
-    from fast.kernels.linear_small.layout import ArrangedWeight
-
-#: Dtypes of inputs that kernels of preshuffled weights take.
-INPUTS = (torch.bfloat16, torch.float16)
-#: The most rows an expert, on average, that `triton_small_m` multiplies.
-MOST_AVERAGE = 64
-#: The same where `sm90_w4a16_gemm` takes the weights: of more it is faster (times: reports/LOG.md).
-FEW_AVERAGE = 40
+#: Rows of an expert, on average, up to which `triton_small_m` is quicker than `sm90_w4a16_gemm` (times: reports/LOG.md).
+MOST_OF_EXPERT = 40
 #: Elements of a weight from which two launches of `sm90_w4a16_gemv` are faster than one of both
 #: (`reports/data/linear_small_pair_times.json`).
 APART = 1 << 25
@@ -49,107 +51,276 @@ APART = 1 << 25
 LARGE = 1 << 27
 #: Rows up to which weights of 4 bits from APART elements on are always faster apart.
 ALWAYS_APART = 2
+#: Columns of a group whose elements have a product more each in `sm90_w4a16_gemm`.
+SIXTEEN = 16
+#: Rows up to which that product is hidden; of more the dense weight is quicker (times: reports/LOG.md).
+MOST_OF_SIXTEEN = 1024
+#: Rows of NF4 up to which `sm90_w4a16_gemm` is quicker than the dense weight: each element reads a word of shared memory,
+#: beside those that products read.
+MOST_OF_LEVELS = 2048
+#: Elements of a weight of either, of fewer than which the dense one is quicker behind fewer rows.
+SMALL = 1 << 23
+#: Rows up to which such a weight is quicker than the dense one.
+MOST_OF_SMALL = 512
+#: Operations of a product of training that takes a GPU less time than the host takes to start `torch._scaled_mm`, which looks
+#: for a kernel at every call: launched one by one it goes by `triton_scaled_mm`. That kernel is slower, so a CUDA graph, which
+#: has no launches, records torch's.
+BRIEF = 2**34
+#: What tiles of `triton_scaled_mm` divide lengths by.
+TILE = 128
+#: Inputs of a layer from which its weight's gradient takes as long as four multiprocessors take for the bias's sums.
+HIDDEN = 2048
+#: Elements of dY from which two streams cost less than is hidden.
+WORTH = 12_000_000
+#: Elements of dW that are one tile of 128 x 256 a multiprocessor.
+ONE_WAVE = 1 << 22
+#: Outputs of a layer over its inputs from which cuBLASLt's epilogue is quicker.
+WIDE = 4
+#: Rows up to which it is; of twice as many the library chooses another kernel, and sums hide beside torch's product.
+MOST_OF_EPILOGUE = 1 << 14
 
 
-def preshuffled(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> Iterator[Family]:
-    """Of rows of a dtype by a preshuffled weight (N, K)."""
-    from fast.kernels.linear_small import host as small_m
-    from fast.kernels.sm90_w4a16_gemv import host as gemv
+def choose(p: Problem) -> Iterator[Family]:
+    """The families that multiply, the quickest first; `torch_dequantize` last, but for codes, which a reference multiplies."""
+    return RULES[p.layout](p)
 
-    gemm = _gemm_takes(w, rows, inputs)
-    first = gemm and gemm_is_faster(w, rows)
+
+def _preshuffled(p: Problem) -> Iterator[Family]:
+    if p.experts:
+        yield from _experts(p)
+    elif p.products > 1:
+        yield from _pair(p)
+    else:
+        yield from _one_weight(p)
+
+
+def _one_weight(p: Problem) -> Iterator[Family]:
+    gemm = SM90_W4A16_GEMM.refusal(p) is None and p.rows <= rows_of_gemm(p)
+    first = gemm and _gemm_is_faster(p)
     if first:
         yield SM90_W4A16_GEMM
-    if inputs in INPUTS and 0 < rows <= small_m.MOST_ROWS:
-        if gemv.is_faster(w, rows, inputs, inputs):
-            yield SM90_W4A16_GEMV
+    if _gemv_is_faster(p):
+        yield SM90_W4A16_GEMV
+    if TRITON_SMALL_M.refusal(p) is None:
         yield TRITON_SMALL_M
     if gemm and not first:
         yield SM90_W4A16_GEMM
     yield TORCH_DEQUANTIZE
 
 
-def _gemm_takes(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
-    """Whether `sm90_w4a16_gemm` multiplies so many rows."""
-    from fast.kernels.sm90_w4a16_gemm import host as gemm
+def rows_of_gemm(p: Problem) -> int:
+    """The most rows that `sm90_w4a16_gemm` multiplies faster than torch does with the dense weight."""
+    if p.group != SIXTEEN and p.element != "nf4":
+        return SM90_W4A16_GEMM.takes[0].rows
+    if p.n * p.k < SMALL:
+        return MOST_OF_SMALL
+    return MOST_OF_SIXTEEN if p.group == SIXTEEN else MOST_OF_LEVELS
 
-    if not 0 < rows <= gemm.MOST_ROWS or gemm.refused_rows(rows, w) is not None:
-        return False
-    return gemm.refused_weight(w, inputs, w.words.device) is None
 
-
-def gemm_is_faster(w: ArrangedWeight, rows: int) -> bool:
+def _gemm_is_faster(p: Problem) -> bool:
     """Whether `sm90_w4a16_gemm`, which takes such rows, is faster than `triton_small_m`, which takes up to 128."""
     from fast.gemm.small_m_or_gemm import LEAST, MOST, gains
-    from fast.kernels.sm90_w4a16_gemm import host as gemm
+    from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
 
-    if not LEAST <= rows <= MOST:
+    if not LEAST <= p.rows <= MOST:
         return False
-    return gains(rows, *w.shape, gemm.weight_of(w), gemm.processors_of(w.words.get_device()))
+    weight = Weight(p.element, p.zero, max(1, ATOM // (p.group or ATOM)))
+    return gains(int(p.rows), p.n, p.k, weight, p.device.processors)
 
 
-def pair_is_faster(w: ArrangedWeight, rows: int, inputs: torch.dtype) -> bool:
-    """Whether two weights like this are multiplied faster in one launch, of rows that it takes, than by one each."""
-    from fast.kernels.linear_small.tilings import BITS
-    from fast.kernels.sm90_w4a16_gemv import host as gemv
+def _gemv_is_faster(p: Problem) -> bool:
+    """Whether `sm90_w4a16_gemv` takes it, and was measured to be faster than `triton_small_m`."""
+    if SM90_W4A16_GEMV.refusal(p) is not None:
+        return False
+    from fast.kernels.sm90_w4a16_gemv.select import gains
+    from fast.kernels.sm90_w4a16_gemv.variants import Form
 
-    size, bits = w.shape[0] * w.shape[1], BITS[w.element]
-    if size < APART or (size >= LARGE and bits == 4 and rows > ALWAYS_APART):
+    half = p.inputs == torch.float16
+    return gains(Form(p.element, p.group, p.zero, half, str(p.inputs)[6:]), int(p.rows), p.n, p.k)
+
+
+def _pair(p: Problem) -> Iterator[Family]:
+    """Two weights in one launch, where that is faster than one launch each; nothing else."""
+    if TRITON_SMALL_M.refusal(p) is None and _pair_is_faster(p):
+        yield TRITON_SMALL_M
+
+
+def _pair_is_faster(p: Problem) -> bool:
+    size, eight = p.n * p.k, p.element != "int4"
+    if size < APART or (size >= LARGE and not eight and p.rows > ALWAYS_APART):
         return True
-    if size >= LARGE and bits == 8:
-        return not gemv.is_taken(w, 1, inputs, inputs)
-    return not gemv.is_faster(w, rows, inputs, inputs)
+    alone = p._replace(products=1)
+    if size >= LARGE and eight:
+        return SM90_W4A16_GEMV.refusal(alone._replace(rows=1)) is not None
+    return not _gemv_is_faster(alone)
 
 
-def experts(w: ArrangedWeight, average: float, inputs: torch.dtype) -> Iterator[Family]:
-    """Of rows sorted by expert, so many of each on average, by preshuffled weights (E, N, K)."""
-    from fast.kernels.sm90_w4a16_gemm import host as gemm
-
-    if inputs in INPUTS:
-        if average > FEW_AVERAGE and gemm.refused_weight(w, inputs, w.words.device) is None:
-            yield SM90_W4A16_GEMM
-        if average <= MOST_AVERAGE:
-            yield TRITON_SMALL_M
+def _experts(p: Problem) -> Iterator[Family]:
+    """Rows sorted by expert; `rows` are those of one on average."""
+    some = p if p.rows else p._replace(rows=1)
+    if p.rows > MOST_OF_EXPERT and SM90_W4A16_GEMM.refusal(some) is None:
+        yield SM90_W4A16_GEMM
+    if TRITON_SMALL_M.refusal(some) is None:
+        yield TRITON_SMALL_M
     yield TORCH_DEQUANTIZE
 
 
-def stored(w: Quantized, rows: int, inputs: torch.dtype) -> Iterator[Family]:
-    """Of rows of a dtype by a weight (N, K) in the plain layout, on a GPU of `device.OLDEST` or later."""
-    if importlib.util.find_spec("triton") is not None and (family := _plain(w, rows, inputs)) is not None:
-        yield family
+def _plain(p: Problem) -> Iterator[Family]:
+    """A weight in the plain layout, on a GPU of `device.OLDEST` or later."""
+    if importlib.util.find_spec("triton") is not None and p.weight is not None:
+        yield from _plain_families(p)
     yield TORCH_DEQUANTIZE
 
 
-def _plain(w: Quantized, rows: int, inputs: torch.dtype) -> Family | None:
+def _plain_families(p: Problem) -> Iterator[Family]:
     from fast.kernels.linear import select
-    from fast.launch.cuda import CudaLaunch
 
-    launch = select.launch_for(w, rows, inputs)
-    if launch is None:
-        return None
-    if isinstance(launch, CudaLaunch):
-        return SM90_INTN_SMALL_M
-    return {
-        select.gemv_w4a16_kernel: TRITON_GEMV_W4A16,
-        select.gemv_w8a16_kernel: TRITON_GEMV_W8A16,
-        select.gemv_any_kernel: TRITON_GEMV_ANY,
-    }.get(launch.kernel, TRITON_GEMM_SMALL_M)
+    scheme, axis, packed = p.weight  # type: ignore[misc]
+    if scheme.format.bits in select.OWN_BITS and (most := _rows_of_packed(p)):
+        if p.rows > most:
+            return  # the dense weight is quicker, and no kernel of tiles is in between
+        if p.rows:
+            yield SM90_INTN_SMALL_M
+    weight = None if p.filled else select.weight_of(scheme, p.shape, axis, packed)
+    if weight is None or p.inputs not in FLOATS or not weight.rows or not p.rows:
+        return
+    if p.rows > 1:
+        if select.takes_rows(weight, int(p.rows), p.inputs):
+            yield TRITON_GEMM_SMALL_M
+    elif select.takes_w4a16(weight) and p.inputs in HALVES:
+        yield TRITON_GEMV_W4A16
+    else:
+        yield TRITON_GEMV_W8A16 if select.takes_w8a16(weight) else TRITON_GEMV_ANY
 
 
-def codes(
-    x: Scheme, w: Scheme, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[Family]:
-    """Of rows of 8-bit codes by the codes of a weight, shape (N, K), into a dtype: kernels alone; none for lengths of none."""
-    from fast.kernels.sm90_s8_gemm import host as s8_gemm
+def rows_stored(p: Problem) -> int:
+    """The most rows that a kernel multiplies by a weight in the plain layout as it is stored; 0 for none."""
+    at_most = (TRITON_GEMM_SMALL_M.takes[0].rows, 96, 32, 1)
+    return next((rows for rows in at_most if next(choose(p._replace(rows=rows))) is not TORCH_DEQUANTIZE), 0)
 
-    if rows == 1:
+
+def _rows_of_packed(p: Problem) -> int:
+    """The most rows that `sm90_intn_small_m` multiplies faster than torch does with the dense weight; 0 where it takes none."""
+    from fast.kernels.sm90_intn_small_m.host import form_of
+    from fast.kernels.sm90_intn_small_m.select import choose as variant_of
+    from fast.kernels.sm90_intn_small_m.select import most_rows
+
+    scheme, axis, packed = p.weight  # type: ignore[misc]
+    form = form_of(scheme, p.shape, axis, packed)
+    if form is None or not p.n or SM90_INTN_SMALL_M.refusal(p._replace(rows=1)) is not None:
+        return 0
+    most = most_rows(p.n)
+    half = form._replace(half=p.inputs == torch.float16)
+    return most if variant_of(half, most, p.n, p.k) is not None else 0
+
+
+def _codes(p: Problem) -> Iterator[Family]:
+    """Rows of 8-bit codes: kernels alone, none for lengths of none."""
+    if p.rows == 1:
         yield TRITON_GEMV_W8A8
-    elif x.element == "int8":
-        if x.zero is None and s8_gemm.is_faster(rows, shape, dtype, device):
+    elif p.element != "int8":
+        yield TRITON_SCALED_MM
+    else:
+        if SM90_S8_GEMM.refusal(p) is None and _s8_fills(p):
             yield SM90_S8_GEMM
         yield TRITON_INT_SCALED_MM
-    else:
-        yield TRITON_SCALED_MM
+
+
+def _s8_fills(p: Problem) -> bool:
+    """Whether tiles of `sm90_s8_gemm` leave few multiprocessors without one."""
+    from fast.kernels.sm90_s8_gemm.select import choose as variant_of
+
+    return variant_of(int(p.rows), p.n, p.inputs.itemsize == 2, p.device.processors) is not None
+
+
+def _sparse_int4(p: Problem) -> Iterator[Family]:
+    """Rows by int4 in 2:4 storage."""
+    if SM90_SPARSE24_W4A16_GEMV.refusal(p) is None:
+        yield SM90_SPARSE24_W4A16_GEMV
+    if TRITON_SPARSE24_SMALL_M.refusal(p) is None and not p.zero:
+        yield TRITON_SPARSE24_SMALL_M
+    yield TORCH_DEQUANTIZE
+
+
+RULES: dict[str, Callable[[Problem], Iterator[Family]]] = {
+    PRESHUFFLED: _preshuffled,
+    PLAIN: _plain,
+    CODES: _codes,
+    SPARSE_INT4: _sparse_int4,
+}
+
+
+# Codes by codes, in layers and in the three products of a training step
+
+
+@lru_cache(maxsize=4096)
+def takes_codes(x: str, w: str, shape: tuple[int, int], dtype: torch.dtype, rows: int = 1) -> bool:
+    """Whether a kernel computes `linear_of_codes` of such operands on a GPU of `device.OLDEST` or later.
+
+    x, w: `Scheme.key`; shape: of the weight, as stored; rows: of the inputs. Others have rows whose length is no multiple of
+    16.
+    """
+    if importlib.util.find_spec("triton") is None or not all(shape):
+        return False
+    inputs, weight = record_of(x), record_of(w)
+    alike = (inputs.element == "int8") == (weight.element == "int8")
+    device, zero = Device(SM90, HOPPER.processors, nvrtc=False), inputs.zero is not None
+    p = Problem(CODES, rows, *shape, dtype, device, element=inputs.element, zero=zero)
+    return alike and any(family.refusal(p) is None for family in choose(p))
+
+
+@lru_cache(maxsize=4096)
+def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sums: bool = False) -> bool:
+    """Whether `triton_scaled_mm` was measured to be faster than `torch._scaled_mm` on Hopper, of several rows.
+
+    Arguments as in `takes_codes`; fast_sums: of both. Nothing is known of other GPUs.
+    """
+    from fast.kernels.scaled_mm.tiles import is_faster
+
+    tensorwise = {record_of(scheme).scale.block for scheme in (x, w)} == {"tensor"}
+    return is_faster(rows, *shape, rowwise=not tensorwise, fast_sums=fast_sums)
+
+
+def float8_of_training(
+    x: Scheme, w: Scheme, shape: tuple[int, ...], rows: int, fast_sums: bool, launched: bool
+) -> Family:
+    """Of rows by a matrix (N, K) of a training step, both float8, on Hopper: `triton_scaled_mm` where it is quicker, and in
+    brief products, launched one by one (`launched`), whose bits are the same: under powers of two, and where neither family
+    adds a sum in parts. Else `torch_scaled_mm`."""
+    from fast.kernels.scaled_mm.tiles import LONG
+
+    whole = shape[1] < LONG and not any(length % TILE for length in (rows, *shape))
+    brief = launched and 2 * rows * shape[0] * shape[1] <= BRIEF
+    if brief and whole and _is_exact(x) and _is_exact(w):
+        return TRITON_SCALED_MM
+    beats = codes_beat_torch(x.key, w.key, tuple(shape), rows, fast_sums)
+    return TRITON_SCALED_MM if beats else TORCH_SCALED_MM
+
+
+def _is_exact(scheme: Scheme) -> bool:
+    """Whether scales are powers of two, which the order of multiplications does not round."""
+    return scheme.scale.block == -1 and scheme.scale.rule in (*POWER_RULES, "ratio_pow2")
+
+
+# The gradients of a layer's weight and bias
+
+#: The product, then the sums; both at once, on two streams; the sums by the product's kernel.
+APART, BESIDE, EPILOGUE = "apart", "beside", "epilogue"
+
+
+def gradients(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
+    """How dW = dY^T X (n, k) and db, the sums of dY (rows, n), are made on Hopper, for dY that is worth a kernel of sums.
+
+    BESIDE: of one tile a multiprocessor the product leaves four idle, which add up meanwhile; where it takes long enough,
+    sums cost no time. EPILOGUE, of float16 where tiles are few along k and most multiprocessors have one: cuBLASLt's kernel
+    takes 156 us where product and sums take 183; of bfloat16 it takes longer than both (times: reports/LOG.md).
+    """
+    if rows * n < WORTH or n * k > ONE_WAVE:
+        return APART
+    if k >= HIDDEN:
+        return BESIDE
+    is_wide = rows <= MOST_OF_EPILOGUE and n >= WIDE * k and 2 * n * k > ONE_WAVE
+    return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
 class Range(NamedTuple):
@@ -198,14 +369,16 @@ def _last(name_of: Callable[[int], str], below: int, above: int, name: str) -> i
 
 
 __all__ = [
-    "INPUTS",
-    "MOST_AVERAGE",
+    "APART",
+    "BESIDE",
+    "EPILOGUE",
     "Range",
     "by_rows",
-    "codes",
-    "experts",
-    "gemm_is_faster",
-    "pair_is_faster",
-    "preshuffled",
-    "stored",
+    "choose",
+    "codes_beat_torch",
+    "float8_of_training",
+    "gradients",
+    "rows_of_gemm",
+    "rows_stored",
+    "takes_codes",
 ]

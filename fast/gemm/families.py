@@ -1,81 +1,203 @@
-"""The families of kernels that multiply rows by a stored weight, as records: what each is called, what it is for, where it is.
+"""The families of kernels that multiply rows by a stored weight, as records: what each is called, takes, and is made of.
 
 A name says architecture, operands and kind: `gemv` for a few rows, `small_m` for up to 128, `gemm` for any number. It is what
-`ao_lab.explain` prints for a layer's ranges of rows. `choose` says which of them takes a product.
+`ao_lab.explain` prints for a layer's ranges of rows, and what rows of benchmarks and profiles have. `choose` says which of them
+takes a product; `reports/families.md` is made of these records and of what `choose` says.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from fast.gemm.problem import CODES, PLAIN, PRESHUFFLED, SPARSE_INT4, Problem
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
+#: Elements of preshuffled weights, and those whose scales are factors of the elements.
+ELEMENTS = ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
+FACTORED = ("e2m1", "e4m3_mx")
+#: More rows than there can be.
+ALL_ROWS = 2**31 - 1
+
+
+class Takes(NamedTuple):
+    """What a family multiplies. layout: of the weight, see `problem`. elements: of a preshuffled weight or of codes, () for
+    any. rows: the most. inputs: dtypes of rows, of results where the rows are codes. multiples: of n and k. sm90: whether it
+    is CUDA C++ for GPUs of capability 9.0, compiled by NVRTC. filled: whether weights may have rows and columns that fill
+    tiles. zero: whether codes of the inputs may have zero points. bfloat16: elements that it multiplies by bfloat16 alone.
+    products: how many weights at once, at most. experts: whether rows sorted by expert."""
+
+    layout: str
+    elements: tuple[str, ...] = ()
+    rows: int = ALL_ROWS
+    inputs: tuple[torch.dtype, ...] = HALVES
+    multiples: tuple[int, int] = (1, 1)
+    sm90: bool = False
+    filled: bool = True
+    zero: bool = True
+    bfloat16: tuple[str, ...] = ()
+    products: int = 1
+    experts: bool = False
 
 
 class Family(NamedTuple):
-    """name: see the module text. about: for which products it is. source: the folder of its kernel, from the root."""
+    """name: see the module text. about: one line, for which rows, shapes and formats it is the quickest. source: the folder of
+    its kernels, from the root. takes: of one weight, of two at once, of experts. functions: by the kind of a call what computes
+    it, as "module:name", which returns None where the kernel does not compile or load; () of what torch computes."""
 
     name: str
     about: str
-    source: str
+    source: str = ""
+    takes: tuple[Takes, ...] = ()
+    functions: Mapping[str, str] = MappingProxyType({})
 
+    def refusal(self, p: Problem) -> str | None:
+        """Why the family does not multiply; None where it does, as far as that is known before it is compiled."""
+        reasons = [_refusal(takes, p) for takes in self.takes if takes.layout == p.layout]
+        reasons = [_refusal(takes, p) for takes in self.takes if _is_kind(takes, p)] or reasons
+        if not reasons:
+            return f"{self.name} takes {' and '.join(sorted({t.layout for t in self.takes}))} weights, got {p.layout}"
+        return None if None in reasons else reasons[0]
+
+    def function(self, kind: str) -> Callable[..., Any] | None:
+        """What computes a kind of call: "linear", "experts", "pair", "swiglu"; None where torch does."""
+        return _function(self.functions[kind]) if kind in self.functions else None
+
+
+def _is_kind(takes: Takes, p: Problem) -> bool:
+    return takes.layout == p.layout and takes.experts == (p.experts > 0) and takes.products >= p.products
+
+
+@lru_cache(maxsize=64)
+def _function(path: str) -> Callable[..., Any]:
+    module, name = path.split(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _refusal(takes: Takes, p: Problem) -> str | None:
+    """Of one of a family's kinds."""
+    if takes.sm90 and not p.device.is_sm90:
+        return f"it is CUDA C++ for GPUs of capability 9.0 with NVRTC, got {p.device}"
+    if takes.experts != (p.experts > 0) or takes.products < p.products:
+        return f"it takes at most {takes.products} at once, {'of' if takes.experts else 'not of'} experts"
+    if takes.elements and p.element not in takes.elements:
+        return f"elements are {', '.join(takes.elements)}, got {p.element}"
+    if p.inputs not in takes.inputs or (p.element in takes.bfloat16 and p.inputs != torch.bfloat16):
+        alone = f", {' and '.join(takes.bfloat16)} by bfloat16 alone" if takes.bfloat16 else ""
+        return f"inputs are {', '.join(map(str, takes.inputs))}{alone}, got {p.inputs}"
+    if not 0 < p.rows <= takes.rows:
+        return f"there are 1 to {takes.rows} rows, got {p.rows}"
+    if p.n % takes.multiples[0] or p.k % takes.multiples[1] or (p.filled and not takes.filled):
+        return f"n and k are multiples of {takes.multiples}, got {p.shape}"
+    return "inputs have no zero points" if p.zero and p.layout == CODES and not takes.zero else None
+
+
+_GEMV, _GEMM, _SMALL = (
+    f"fast.kernels.{name}" for name in ("sm90_w4a16_gemv", "sm90_w4a16_gemm", "linear_small")
+)
 
 SM90_W4A16_GEMV = Family(
     "sm90_w4a16_gemv",
-    "up to 16 rows by a preshuffled weight of 4 or 8 bits, by bulk copies in a ring or straight from memory",
+    "1 to 8 rows by a preshuffled weight of int4, 1 to 16 by NF4, a few by 8 bits",
     "fast/kernels/sm90_w4a16_gemv",
+    (Takes(PRESHUFFLED, ELEMENTS, 16, multiples=(1, 128), sm90=True, filled=False, bfloat16=FACTORED),),
+    {"linear": f"{_GEMV}.host:sm90_w4a16_gemv"},
 )
 TRITON_SMALL_M = Family(
     "triton_small_m",
-    "up to 128 rows by a preshuffled weight, and rows of experts",
+    "up to 128 rows by a preshuffled weight, between the other two; a few rows of each expert; two products at once",
     "fast/kernels/linear_small",
+    (
+        Takes(PRESHUFFLED, ELEMENTS, 128),
+        Takes(PRESHUFFLED, ELEMENTS, 64, experts=True),
+        Takes(PRESHUFFLED, ("int4", "int8", "e4m3"), 16, multiples=(128, 128), products=2),
+    ),
+    {
+        "linear": f"{_SMALL}.host:linear_small",
+        "experts": f"{_SMALL}.grouped:grouped_linear_small",
+        "pair": f"{_SMALL}.pair:linear_small_pair",
+        "swiglu": f"{_SMALL}.pair:linear_small_swiglu",
+    },
 )
 SM90_W4A16_GEMM = Family(
     "sm90_w4a16_gemm",
-    "33 rows and more by a preshuffled weight, decoded on the way to wgmma, and rows of experts",
+    "129 rows and more by a preshuffled weight, from 33 on where tiles fill the GPU; many rows of each expert",
     "fast/kernels/sm90_w4a16_gemm",
+    (
+        Takes(PRESHUFFLED, ELEMENTS, multiples=(128, 128), sm90=True, filled=False),
+        Takes(PRESHUFFLED, ELEMENTS[:-1], multiples=(128, 128), sm90=True, filled=False, experts=True),
+    ),
+    {
+        "linear": f"{_GEMM}.host:sm90_w4a16_gemm",
+        "experts": f"{_GEMM}.experts:sm90_w4a16_gemm_of_experts",
+    },
 )
 SM90_INTN_SMALL_M = Family(
     "sm90_intn_small_m",
-    "up to 96 rows by a plain weight of packed integers of 2, 3, 5 or 6 bits",
+    "rows up to 96 by packed integers of 2, 3, 5 or 6 bits, up to 32 where the weight has fewer than 8192 rows",
     "fast/kernels/sm90_intn_small_m",
+    (Takes(PLAIN, rows=128, sm90=True, filled=False),),
 )
 TRITON_GEMV_W4A16 = Family(
-    "triton_gemv_w4a16", "one row by a plain weight of 4-bit integers", "fast/kernels/linear"
-)
+    "triton_gemv_w4a16", "one row by packed 4-bit integers that are not preshuffled", "fast/kernels/linear",
+    (Takes(PLAIN, rows=1, filled=False),),
+)  # fmt: skip
 TRITON_GEMV_W8A16 = Family(
-    "triton_gemv_w8a16", "one row by a plain weight of 8-bit elements", "fast/kernels/linear"
-)
-TRITON_GEMV_ANY = Family("triton_gemv_any", "one row by any other plain weight", "fast/kernels/linear")
+    "triton_gemv_w8a16", "one row by 8-bit elements that are not preshuffled", "fast/kernels/linear",
+    (Takes(PLAIN, rows=1, inputs=FLOATS, filled=False),),
+)  # fmt: skip
+TRITON_GEMV_ANY = Family(
+    "triton_gemv_any", "one row by any other weight: codebooks, MX, six bits, odd lengths", "fast/kernels/linear",
+    (Takes(PLAIN, rows=1, inputs=FLOATS, filled=False),),
+)  # fmt: skip
 TRITON_GEMM_SMALL_M = Family(
-    "triton_gemm_small_m",
-    "2 to 128 rows by a plain weight, 32 where scales change along K",
-    "fast/kernels/linear",
-)
+    "triton_gemm_small_m", "2 to 128 rows by a weight that is not preshuffled, 32 where scales change along K",
+    "fast/kernels/linear", (Takes(PLAIN, rows=128, filled=False),),
+)  # fmt: skip
 TRITON_GEMV_W8A8 = Family(
-    "triton_gemv_w8a8", "one row of 8-bit codes by codes of 8 bits", "fast/kernels/linear"
-)
+    "triton_gemv_w8a8", "one row of 8-bit codes by 8-bit codes", "fast/kernels/linear",
+    (Takes(CODES, rows=1, inputs=FLOATS, multiples=(1, 16)),),
+    {"linear": "fast.kernels.linear.select:linear_of_codes"},
+)  # fmt: skip
 SM90_S8_GEMM = Family(
-    "sm90_s8_gemm",
-    "256 rows and more of int8 codes by int8 codes, where tiles fill the GPU",
-    "fast/kernels/sm90_s8_gemm",
-)
+    "sm90_s8_gemm", "256 rows and more of int8 by int8, where tiles fill seven of ten multiprocessors",
+    "fast/kernels/sm90_s8_gemm", (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(8, 16), sm90=True, zero=False),),
+    {"linear": "fast.kernels.sm90_s8_gemm.host:linear_of_codes"},
+)  # fmt: skip
 TRITON_INT_SCALED_MM = Family(
-    "triton_int_scaled_mm", "2 rows and more of int8 codes by int8 codes", "fast/kernels/scaled_mm"
-)
+    "triton_int_scaled_mm", "2 rows and more of int8 by int8, zero points too", "fast/kernels/scaled_mm",
+    (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(1, 16)),),
+    {"linear": "fast.kernels.scaled_mm.host:linear_of_codes"},
+)  # fmt: skip
 TRITON_SCALED_MM = Family(
-    "triton_scaled_mm",
-    "rows of float8 codes by float8 codes where it was measured to be quicker than torch's",
-    "fast/kernels/scaled_mm",
-)
-TORCH_SCALED_MM = Family(
-    "torch_scaled_mm", "any rows of float8 codes by float8 codes: `torch._scaled_mm`", ""
-)
-TORCH_INT_MM = Family("torch_int_mm", "any rows of int8 codes by int8 codes: `torch._int_mm`", "")
+    "triton_scaled_mm", "rows of float8 by float8 that torch leaves most multiprocessors idle for", "fast/kernels/scaled_mm",
+    (Takes(CODES, ("float8_e4m3fn", "float8_e5m2"), inputs=FLOATS, multiples=(1, 16), zero=False),),
+    {"linear": "fast.kernels.scaled_mm.host:linear_of_codes"},
+)  # fmt: skip
+SM90_SPARSE24_W4A16_GEMV = Family(
+    "sm90_sparse24_w4a16_gemv", "up to 24 rows at once, 64 in chunks of 16, by int4 in 2:4 storage",
+    "fast/kernels/sm90_sparse24_w4a16_gemv", (Takes(SPARSE_INT4, rows=64, multiples=(1, 256), sm90=True, products=2),),
+)  # fmt: skip
+TRITON_SPARSE24_SMALL_M = Family(
+    "triton_sparse24_small_m", "up to 64 rows by int4 in 2:4 storage that the other does not divide, and on other GPUs",
+    "fast/kernels/sparse_linear", (Takes(SPARSE_INT4, rows=64),),
+)  # fmt: skip
+TORCH_SCALED_MM = Family("torch_scaled_mm", "other rows of float8 codes: `torch._scaled_mm`")
+TORCH_INT_MM = Family("torch_int_mm", "int8 codes on GPUs before Hopper: `torch._int_mm`")
 TORCH_DEQUANTIZE = Family(
-    "torch_dequantize", "any rows: the weight is dequantized for the call, and torch multiplies", ""
+    "torch_dequantize", "all else: the weight is dequantized for the call, and torch multiplies"
 )
 
 FAMILIES = {
-    one.name: one
-    for one in (
+    family.name: family
+    for family in (
         SM90_W4A16_GEMV,
         TRITON_SMALL_M,
         SM90_W4A16_GEMM,
@@ -88,28 +210,10 @@ FAMILIES = {
         SM90_S8_GEMM,
         TRITON_INT_SCALED_MM,
         TRITON_SCALED_MM,
+        SM90_SPARSE24_W4A16_GEMV,
+        TRITON_SPARSE24_SMALL_M,
         TORCH_SCALED_MM,
         TORCH_INT_MM,
         TORCH_DEQUANTIZE,
     )
 }
-
-__all__ = [
-    "FAMILIES",
-    "SM90_INTN_SMALL_M",
-    "SM90_S8_GEMM",
-    "SM90_W4A16_GEMM",
-    "SM90_W4A16_GEMV",
-    "TORCH_DEQUANTIZE",
-    "TORCH_INT_MM",
-    "TORCH_SCALED_MM",
-    "TRITON_GEMM_SMALL_M",
-    "TRITON_GEMV_ANY",
-    "TRITON_GEMV_W4A16",
-    "TRITON_GEMV_W8A8",
-    "TRITON_GEMV_W8A16",
-    "TRITON_INT_SCALED_MM",
-    "TRITON_SCALED_MM",
-    "TRITON_SMALL_M",
-    "Family",
-]

@@ -1,14 +1,15 @@
 """`weight_and_bias_gradients` for torch tensors: what the weight and the bias of a linear layer get, dY being read by both.
 
-No name of `fast` itself: backward passes call it. On Hopper there are three ways, and `way_of` says which a shape gets:
+No name of `fast` itself: backward passes call it. On Hopper there are three ways, and `fast.gemm.choose.gradients` says which
+a shape gets:
 
 * "apart": torch's product, then `column_sums`;
 * "beside": the same two, the product on a stream of its own. Of one tile a multiprocessor it leaves four idle, which add up
   meanwhile; where the product takes long enough, sums cost no time (times: reports/LOG.md);
 * "epilogue": cuBLASLt adds up what its product reads (`fast.kernels.cublaslt`).
 
-The weight's gradient has the same bits by the first two, which are those of torch's product. By the last two a caller may have
-other kernels run beside the product (`beside_work`).
+The weight's gradient has the same bits by the first two, which are those of torch's product. By the last two a caller may
+have other kernels run beside the product (`beside_work`).
 """
 
 from __future__ import annotations
@@ -21,24 +22,15 @@ import torch
 
 from fast.device import has_kernels, is_traced, is_transformed
 from fast.dispatch import Function, execute, run, wants_gradient
+from fast.gemm.choose import APART, BESIDE, EPILOGUE, gradients
 from fast.layers.column_sums import COLUMN_SUMS, column_sums, covers
 from fast.ops import register
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 T = TypeVar("T")
-APART, BESIDE, EPILOGUE = "apart", "beside", "epilogue"
-#: The compute capability whose times `way_of` is made of; others get "apart".
+#: The compute capability whose times the choice is made of; others get "apart".
 HOPPER = (9, 0)
-#: "beside": inputs of a layer from which its product takes as long as four multiprocessors take for the sums.
-HIDDEN = 2048
-#: "beside": elements of dY from which two streams cost less than is hidden.
-WORTH = 12_000_000
-#: Elements of dW that are one tile of 128 x 256 a multiprocessor.
-ONE_WAVE = 1 << 22
-#: "epilogue": outputs of a layer over its inputs from which it is quicker.
-WIDE = 4
-#: "epilogue": rows up to which it is quicker; of twice as many the library chooses another kernel, and further work, too, hides
-#: beside torch's product.
+#: Rows of dY from which other work may follow the sums: of fewer the product is over before four multiprocessors have finished.
 MOST_ROWS = 1 << 14
 #: Before other work of the device, so that the product's tiles are placed first.
 PRIORITY = -1
@@ -81,17 +73,6 @@ def _check(g: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(
             f"weight_and_bias_gradients takes matrices of as many rows, got {tuple(g.shape)} and {tuple(x.shape)}; reshape them"
         )
-
-
-def way_of(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
-    """Which way is quickest for g (rows, n) and x (rows, k) that are worth a kernel of sums."""
-    if rows * n < WORTH or n * k > ONE_WAVE:
-        return APART
-    if k >= HIDDEN:
-        return BESIDE
-    # Where tiles are few along k, and most multiprocessors have one; of bfloat16 the library's product takes longer than both.
-    is_wide = rows <= MOST_ROWS and n >= WIDE * k and 2 * n * k > ONE_WAVE
-    return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
 def apart(g: torch.Tensor, x: torch.Tensor) -> Pair:
@@ -146,10 +127,10 @@ def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tupl
 
 
 def way(g: torch.Tensor, x: torch.Tensor) -> str:
-    """`way_of` on the GPUs that it was measured on."""
+    """`gradients` on the GPUs that it was measured on."""
     if _capability(g.get_device()) != HOPPER:
         return APART
-    return way_of(*g.shape, x.shape[1], g.dtype)
+    return gradients(*g.shape, x.shape[1], g.dtype)
 
 
 @lru_cache(maxsize=64)
@@ -211,13 +192,9 @@ LINEAR_GRADIENTS_OP = register(
 )
 
 __all__ = [
-    "APART",
-    "BESIDE",
-    "EPILOGUE",
     "LINEAR_GRADIENTS",
     "apart",
     "beside",
     "beside_work",
-    "way_of",
     "weight_and_bias_gradients",
 ]

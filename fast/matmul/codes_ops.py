@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import reference
 from fast.dispatch import Function, execute
-from fast.gemm import choose, families
-from fast.gemm.families import Family
+from fast.gemm.choose import choose
+from fast.gemm.families import TRITON_SCALED_MM
+from fast.gemm.problem import of_codes
 from fast.layers.column_sums import column_sums
 from fast.matmul.weights import check_codes, check_weight, has_float_inputs, refuse_scale_gradients, weight_of
 from fast.ops import record_name, register
@@ -85,40 +86,20 @@ def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.T
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.sm90_s8_gemm.host import device_of
-
     x, w, bias, _ = _codes_of(record, values, operands)
     check_quantized(x)
     check_quantized(w)
     if not has_float_inputs(bias):
         return None
     dtype, shape = values[0], (w.shape[0], w.shape[1])
-    for family in choose.codes(x.scheme, w.scheme, shape, x.shape[0], dtype, device_of(x.codes)):
-        y = _product_of(family)(x, w, bias, dtype, key, **_options(family, values))
+    for family in choose(of_codes(x.scheme, w.scheme, shape, x.shape[0], dtype, x.codes.device)):
+        multiply = family.function("linear")
+        # Whether the tensor core's sums are fast is asked of those of floats alone.
+        options = {"fast_sums": values[3]} if family is TRITON_SCALED_MM else {}
+        y = None if multiply is None else multiply(x, w, bias, dtype, key, **options)
         if y is not None:
             return y
     return None
-
-
-def _product_of(family: Family) -> Callable[..., Any]:
-    """What multiplies codes."""
-    from fast.kernels.linear import select
-    from fast.kernels.scaled_mm import host as scaled_mm
-    from fast.kernels.sm90_s8_gemm import host as s8_gemm
-
-    hosts: dict[Family, Any] = {
-        families.TRITON_GEMV_W8A8: select,
-        families.SM90_S8_GEMM: s8_gemm,
-        families.TRITON_INT_SCALED_MM: scaled_mm,
-        families.TRITON_SCALED_MM: scaled_mm,
-    }
-    multiply: Callable[..., Any] = hosts[family].linear_of_codes
-    return multiply
-
-
-def _options(family: Family, values: Values) -> dict[str, Any]:
-    """Whether the tensor core's sums are fast, of whom that is asked."""
-    return {"fast_sums": values[3]} if family == families.TRITON_SCALED_MM else {}
 
 
 def _linear_of_codes_reference(record: Any, values: Values, operands: Operands) -> Any:

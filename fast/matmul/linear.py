@@ -1,7 +1,7 @@
 """`linear`: inputs times a stored weight, for torch tensors; see `reference.linear`.
 
 Inputs that are codes themselves are multiplied as codes: `linear_of_codes`, of one row, of several integers, and of several
-floats where torch's own product is slow (`weights.codes_beat_torch`).
+floats where torch's own product is slow (`fast.gemm.choose.codes_beat_torch`).
 
 `linear` below its signature: kernel, reference, operator and gradient; see `fast.dispatch`.
 
@@ -16,6 +16,9 @@ import torch
 
 import reference
 from fast.dispatch import Function, Kernel, Reference, execute, run
+from fast.gemm.choose import choose
+from fast.gemm.families import TORCH_DEQUANTIZE
+from fast.gemm.problem import of_stored
 from fast.launch.cache import settings
 from fast.layers.column_sums import column_sums
 from fast.matmul.codes_ops import LINEAR_OF_CODES
@@ -101,9 +104,10 @@ def _linear_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
     x, w, bias = linear_operands(record, values, operands)
     if not has_float_inputs(x, bias):
         return None
-    y = select.linear(x, w, bias, key)
-    if y is not None:
-        return y
+    for family in choose(of_stored(w, x.numel() // max(x.shape[-1], 1), x.dtype)):
+        y = None if family is TORCH_DEQUANTIZE else select.linear(x, w, bias, family.name, key)
+        if y is not None:
+            return y
     return torch.nn.functional.linear(x, dense(w, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -121,10 +125,9 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> t
     bfloat16 or float16 (32 where scales change along K; of packed integers of 2, 3, 5 and 6 bits on Hopper 96 where the
     weight has 8192 rows or more, else 32); the result is within `reference.linear_error_bound` of the exact product, which
     promises nothing where sums of codes and inputs leave float32 before their scale: there, and where an input is infinite, a
-    result may be NaN. Where no kernel takes them (`weights.rows_fused`), torch multiplies by what `dequantize` gives in x's
-    dtype. CPU tensors run `reference.linear`, exact and slow. Arguments and errors are its.
-    Differentiable in x and bias: the gradient of x is a product with the dequantized weight. NotImplementedError where scales
-    require a gradient.
+    result may be NaN. Where no kernel takes them (`fast.gemm.choose.rows_stored`), torch multiplies by what `dequantize`
+    gives in x's dtype. CPU tensors run `reference.linear`, exact and slow. Arguments and errors are its. Differentiable in x
+    and bias: the gradient of x is a product with the dequantized weight. NotImplementedError where scales require a gradient.
     """
     require_weights(x, "linear", w)
     operands = (x, w.codes, w.scale, w.outer, w.zero, bias)
@@ -145,13 +148,12 @@ def linear_of_codes(
     Both are int8 (x perhaps has a zero point in all or for each row), or both float8_e4m3fn or float8_e5m2, and each has one
     float32 scale in all or for each row. This is `reference.linear` with accumulation "blocked" and one block, which CPU
     tensors run: the sum of codes, x's scale, the weight's, the bias, each rounded to float32, and one rounding to `dtype`
-    (float32, bfloat16 or float16). On a GPU weights are read once, as they are stored. Sums of integers are exact, results the
-    same bits. Sums of one row of floats are float32 in another order, within `reference.matmul_error_bound` of that
+    (float32, bfloat16 or float16). On a GPU weights are read once, as they are stored. Sums of integers are exact, results
+    the same bits. Sums of one row of floats are float32 in another order, within `reference.matmul_error_bound` of that
     accumulation; those of several rows are the tensor core's, within its bound for "hopper_fp8" with promote=128, and with
-    fast_sums (torch's `use_fast_accum`) without it. Where no kernel takes them (see `weights.takes_codes`), the reference runs,
-    on the host.
-    ValueError for other operands; else those of `reference.linear`.
-    Differentiable in the bias; NotImplementedError for scales that require a gradient.
+    fast_sums (torch's `use_fast_accum`) without it. Where no kernel takes them (see `fast.gemm.choose.takes_codes`), the
+    reference runs, on the host. ValueError for other operands; else those of `reference.linear`. Differentiable in the bias;
+    NotImplementedError for scales that require a gradient.
     """
     if not isinstance(x, Quantized):
         raise TypeError(

@@ -9,15 +9,12 @@ call with scales that require a gradient is an error.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fast.dispatch import execute, require_tensor
-from fast.kernels.scaled_mm.tiles import is_faster
 from fast.launch.cache import settings
 from fast.quantize.quantize import DEQUANTIZE
 from reference import Quantized, Scheme
@@ -174,47 +171,3 @@ def one_scale(scheme: Scheme) -> bool:
         and scheme.dequantize != "target"
         and (scheme.zero is None or scheme.zero.rule == "code")
     )
-
-
-def rows_fused(w: Quantized, dtype: torch.dtype) -> int:
-    """The most rows of a dtype that a kernel multiplies by a stored weight on a GPU of `device.OLDEST` or later; 0 for none."""
-    if importlib.util.find_spec("triton") is None:
-        return 0
-    from fast.kernels.linear.select import MOST_BLOCK_ROWS, MOST_ROWS, OWN_BITS, launch_for
-    from fast.kernels.sm90_intn_small_m.host import rows_taken
-
-    if w.scheme.format.bits in OWN_BITS and (most := rows_taken(w, dtype)):
-        return most
-    return next(
-        (count for count in (MOST_ROWS, MOST_BLOCK_ROWS, 1) if launch_for(w, count, dtype) is not None), 0
-    )
-
-
-@lru_cache(maxsize=4096)
-def takes_codes(x: str, w: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1) -> bool:
-    """Whether a kernel computes `linear_of_codes` of such operands on a GPU of `device.OLDEST` or later.
-
-    x, w: `Scheme.key`; shape: of the weight, as stored; rows: of the inputs. Others have rows whose length is no multiple of
-    16.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from fast.kernels.linear.select import w8a8_launch_for
-    from fast.kernels.scaled_mm import host as of_floats
-    from fast.kernels.scaled_mm import host as of_integers
-
-    inputs, weight = record_of(x), record_of(w)
-    if rows == 1:
-        return w8a8_launch_for(inputs, weight, shape, dtype) is not None
-    host = of_integers if inputs.element == "int8" else of_floats
-    return host.launches_for(inputs, weight, (rows, *shape), dtype) is not None
-
-
-@lru_cache(maxsize=4096)
-def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sums: bool = False) -> bool:
-    """Whether `linear_of_codes` of several rows of 8-bit floats was measured to be faster than `torch._scaled_mm`, on Hopper.
-
-    Arguments as in `takes_codes`; fast_sums: of both. Nothing is known of other GPUs.
-    """
-    tensorwise = {record_of(scheme).scale.block for scheme in (x, w)} == {"tensor"}
-    return is_faster(rows, *shape, rowwise=not tensorwise, fast_sums=fast_sums)

@@ -17,6 +17,9 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
+from fast.gemm.choose import choose
+from fast.gemm.families import TORCH_DEQUANTIZE
+from fast.gemm.problem import of_sparse_int4
 from fast.layers.column_sums import column_sums
 from fast.layers.swiglu import SWIGLU, swiglu_vjp
 from fast.matmul.weights import has_float_inputs, refuse_scale_gradients
@@ -55,9 +58,17 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 
     x, codes, metadata, scale, bias, zero = (*operands, None)[:6]
     group = check_operands(*operands)[2]
-    y = host.linear_sparse_int4(x, codes, metadata, scale, bias, group, key, zero=zero)
-    if y is not None or not has_float_inputs(bias):
-        return y
+    rows = x.numel() // max(x.shape[-1], 1)
+    for family in choose(of_sparse_int4(codes, rows, x.dtype, group, zero is not None)):
+        if family is TORCH_DEQUANTIZE:
+            break
+        y = host.linear_sparse_int4(
+            x, codes, metadata, scale, bias, group, key, zero=zero, family=family.name
+        )
+        if y is not None:
+            return y
+    if not has_float_inputs(bias):
+        return None
     w = execute(SPARSE_INT4_DENSE, None, (x.dtype,), (codes, metadata, scale, zero))
     return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
 

@@ -235,10 +235,15 @@ class Weight:
         return self.rows * self.length > INT32 - self.length
 
 
-def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = None) -> torch.Tensor | None:
-    """x (..., K) times the weight's transpose plus bias, or None where no kernel takes them. key: see `launch.cache`."""
+def linear(
+    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, family: str, key: Any = None
+) -> torch.Tensor | None:
+    """x (..., K) times the weight's transpose plus bias by a family (`fast.gemm.choose`), or None where that does not take it.
+
+    key: see `launch.cache`.
+    """
     parts = (w.codes, w.scale, w.outer, w.zero)
-    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype)
+    launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype, family)
     if launch is None or not same_device(x, *parts, bias):
         return None
     check_quantized(w)
@@ -252,33 +257,33 @@ def linear(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None, key: Any = 
     return y
 
 
-def launch_for(w: Quantized, count: int, dtype: torch.dtype) -> CompiledLaunch | CudaLaunch | None:
-    """The launch that multiplies `count` rows of a dtype by a weight; None where there is none."""
-    if w.scheme.format.bits in OWN_BITS and (most := sm90_intn_small_m.rows_taken(w, dtype)):
-        # More rows than these are for the dense weight, and no kernel of tiles is in between.
-        made = sm90_intn_small_m.launch_for(w, count, dtype) if count <= most else None
-        if made is not None or count > most:
-            return made
+def launch_for(
+    w: Quantized, count: int, dtype: torch.dtype, family: str
+) -> CompiledLaunch | CudaLaunch | None:
+    """The launch of a family that multiplies `count` rows of a dtype by a weight; None where it does not take them."""
+    if family == "sm90_intn_small_m":
+        return sm90_intn_small_m.launch_for(w, count, dtype)
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
         return None
-    return _launch(weight, count, FLOAT_NAMES[dtype])
+    return _launch(family, weight, count, FLOAT_NAMES[dtype])
 
 
 @lru_cache(maxsize=4096)
-def _launch(weight: Weight, count: int, dtype: str) -> CompiledLaunch | None:
-    """The first of the kernels that takes a weight."""
-    if count > 1:
-        exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != "float32"
-        most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS
-        return (
-            gemm_small_m_launch(weight, dtype, count)
-            if exact and weight.step >= SMALLEST_DOT and count <= most
-            else None
-        )
-    if takes_w4a16(weight) and dtype != "float32":
-        return gemv_w4a16_launch(weight, dtype)
-    return gemv_w8a16_launch(weight, dtype) if takes_w8a16(weight) else gemv_any_launch(weight, dtype)
+def _launch(family: str, weight: Weight, count: int, dtype: str) -> CompiledLaunch:
+    if family == "triton_gemm_small_m":
+        return gemm_small_m_launch(weight, dtype, count)
+    of_one_row = {
+        "triton_gemv_w4a16": gemv_w4a16_launch, "triton_gemv_w8a16": gemv_w8a16_launch, "triton_gemv_any": gemv_any_launch
+    }  # fmt: skip
+    return of_one_row[family](weight, dtype)
+
+
+def takes_rows(weight: Weight, count: int, dtype: torch.dtype) -> bool:
+    """Whether `gemm_small_m` multiplies so many rows: 16-bit ones by elements that they hold exactly."""
+    exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != torch.float32
+    most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS
+    return exact and weight.step >= SMALLEST_DOT and count <= most
 
 
 @lru_cache(maxsize=4096)

@@ -35,11 +35,12 @@ def linear_sparse_int4(
     key: Any = None,
     tiling: Tiling | None = None,
     zero: torch.Tensor | None = None,
+    family: str = "triton_sparse24_small_m",
 ) -> torch.Tensor | None:
-    """Operands of `check_operands`; None where no kernel takes them: other floats, no rows or more than MOST_ROWS, zero points
-    that `sm90_sparse24_w4a16_gemv` does not take.
+    """Operands of `check_operands`; None where a family does not take them: other floats, no rows or more than MOST_ROWS, zero
+    points by this kernel.
 
-    tiling: one of this kernel; without one it is `tiling_of`, where `sm90_sparse24_w4a16_gemv` does not take the product.
+    family: of `fast.gemm.choose`. tiling: of this kernel, by default that of `tiling_of`.
     """
     rows, length = codes.shape[0], 4 * codes.shape[1]
     count = x.numel() // length if length else 0
@@ -47,13 +48,13 @@ def linear_sparse_int4(
         return None
     if not 0 < count <= MOST_ROWS or not rows or count * max(rows, length) > INT32:
         return None
-    skinny = launch_for(x, codes, scale, group, zero=zero) if tiling is None else None
-    if skinny is None and zero is not None:
+    gemv = launch_for(x, codes, scale, group, zero=zero) if family == "sm90_sparse24_w4a16_gemv" else None
+    if gemv is None and (zero is not None or family != "triton_sparse24_small_m"):
         return None
     given = (x, codes, metadata, scale, bias, zero)
     call = Call(dict(zip(OPERANDS, given, strict=True)), words=NAMES[:3])
-    if skinny is not None:
-        add_product(call, skinny)
+    if gemv is not None:
+        add_product(call, gemv)
     else:
         by_tiles(call, rows, length, group, count, tiling or tiling_of(rows, length, group, count))
     y: torch.Tensor = call.result("y", key)

@@ -27,8 +27,9 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, require_tensor, run
-from fast.gemm import choose
+from fast.gemm.choose import choose
 from fast.gemm.families import SM90_W4A16_GEMM
+from fast.gemm.problem import of_preshuffled
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.linear import LINEAR_SMALL, STORED, restored, weight_of
@@ -176,7 +177,9 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     scheme, kind = _scheme(values)
     arranged = ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
     if x.numel():
-        families = [family.name for family in choose.preshuffled(arranged, x.numel() // w.shape[1], x.dtype)]
+        families = [
+            family.name for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype))
+        ]
     if x.numel() and not (kind == VALUES and families[0] == SM90_W4A16_GEMM.name):
         y = host.linear_small_dynamic(x, scheme, kind, arranged, bias, families, key=key, record=record)
         if y is not None:

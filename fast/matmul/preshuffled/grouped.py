@@ -11,10 +11,11 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
-from fast.gemm.choose import INPUTS, MOST_AVERAGE, experts
-from fast.gemm.families import SM90_W4A16_GEMM, TRITON_SMALL_M
+from fast.gemm.choose import choose
+from fast.gemm.families import SM90_W4A16_GEMM
+from fast.gemm.problem import of_preshuffled
 from fast.matmul.preshuffled import layout
-from fast.matmul.preshuffled.linear import ALL_ROWS, STORED, restored, weight_of
+from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, STORED, restored, weight_of
 from fast.matmul.weights import Operands, Values, dense, parts, refuse_scale_gradients
 from fast.ops import record_name, register
 from reference import Quantized
@@ -23,6 +24,8 @@ from reference.schemes.schemes import record_of
 if TYPE_CHECKING:
     from fast.kernels.linear_small.layout import ArrangedWeight
 
+#: Rows of an expert, on average, that are read as stored where `sm90_w4a16_gemm` takes no weights: those of `triton_small_m`.
+MOST_AVERAGE = 64
 SCHEMA = "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor offsets, SymInt[] shape, str scheme) -> Tensor"
 
 
@@ -78,16 +81,12 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """16-bit rows by the kernels, of few or of many rows; where neither takes them torch's product with dense weights."""
-    from fast.kernels.linear_small import grouped
-    from fast.kernels.sm90_w4a16_gemm.experts import sm90_w4a16_gemm_of_experts
-
     x, w, offsets = _checked(record, values, operands)
     if x.dtype not in INPUTS:
         return None
     weights, average = _arranged(w), x.shape[0] / max(w.shape[0], 1)
-    products = {SM90_W4A16_GEMM: sm90_w4a16_gemm_of_experts, TRITON_SMALL_M: grouped.grouped_linear_small}
-    for family in experts(weights, average, x.dtype):
-        multiply = products.get(family)
+    for family in choose(of_preshuffled(weights, average, x.dtype, experts=max(w.shape[0], 1))):
+        multiply = family.function("experts")
         y = None if multiply is None else multiply(x, weights, offsets, key=key, record=record)
         if y is not None:
             return y
@@ -104,9 +103,8 @@ def _arranged(w: Quantized) -> ArrangedWeight:
 
 def average_rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     """The most rows of a dtype an expert, on average, that read weights (E, N, K) as they are stored on their device."""
-    from fast.kernels.sm90_w4a16_gemm.host import takes
-
-    return ALL_ROWS if takes(_arranged(w), dtype) else MOST_AVERAGE
+    p = of_preshuffled(_arranged(w), 1, dtype, experts=max(w.shape[0], 1))
+    return ALL_ROWS if SM90_W4A16_GEMM.refusal(p) is None else MOST_AVERAGE
 
 
 def _reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -7,15 +7,16 @@ Operands of the product are x, the parts of the weight (`layout`) and the bias; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import reference
 from fast.dispatch import Function, execute, run
-from fast.gemm import choose, families
-from fast.gemm.families import Family
+from fast.gemm.choose import choose, rows_of_gemm
+from fast.gemm.families import SM90_W4A16_GEMM
+from fast.gemm.problem import of_preshuffled
 from fast.layers.column_sums import column_sums
 from fast.matmul.preshuffled import layout
 from fast.matmul.weights import (
@@ -97,25 +98,12 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
         return None
     arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
     host.check_operands(x, arranged, bias)
-    for family in choose.preshuffled(arranged, x.numel() // w.shape[1], x.dtype):
-        multiply = _product_of(family)
+    for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype)):
+        multiply = family.function("linear")
         y = None if multiply is None else multiply(x, arranged, bias, key=key, record=record)
         if y is not None:
             return y
     return _by_dense_weight(x, w, arranged, bias)
-
-
-def _product_of(family: Family) -> Callable[..., Any] | None:
-    """What multiplies by a preshuffled weight; None for torch."""
-    from fast.kernels.linear_small.host import linear_small
-    from fast.kernels.sm90_w4a16_gemm.host import sm90_w4a16_gemm
-    from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
-
-    return {
-        families.SM90_W4A16_GEMV: sm90_w4a16_gemv,
-        families.TRITON_SMALL_M: linear_small,
-        families.SM90_W4A16_GEMM: sm90_w4a16_gemm,
-    }.get(family)
 
 
 def _by_dense_weight(x: torch.Tensor, w: Quantized, arranged: Any, bias: torch.Tensor | None) -> torch.Tensor:
@@ -240,11 +228,10 @@ def rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     if dtype not in INPUTS or not w.codes.is_cuda:
         return 0
     from fast.kernels.linear_small.layout import ArrangedWeight
-    from fast.kernels.sm90_w4a16_gemm.host import rows_taken
 
     form = layout.form_of(w.scheme, w.shape[1])
-    arranged = ArrangedWeight(w.codes, w.scale, w.zero, (w.shape[0], w.shape[1]), *form)
-    return max(MOST_ROWS, rows_taken(arranged, dtype))
+    p = of_preshuffled(ArrangedWeight(w.codes, w.scale, w.zero, (w.shape[0], w.shape[1]), *form), 1, dtype)
+    return max(MOST_ROWS, rows_of_gemm(p) if SM90_W4A16_GEMM.refusal(p) is None else 0)
 
 
 __all__ = [

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fast.dispatch import Function, execute, run
-from fast.gemm.choose import pair_is_faster
+from fast.gemm.choose import choose
+from fast.gemm.problem import of_preshuffled
 from fast.layers.swiglu import SWIGLU, swiglu, swiglu_vjp
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.linear import (
@@ -89,9 +90,16 @@ def _arranged(record: Any, values: Values, operands: Operands) -> list[ArrangedW
     return [ArrangedWeight(*one, values[0], *form) for one in (stored[:3], stored[3:])]
 
 
-def _in_one_launch(x: torch.Tensor, w: ArrangedWeight) -> bool:
-    """Whether there is something to multiply, and two weights like this are multiplied faster together."""
-    return bool(x.shape[-1] and x.numel()) and pair_is_faster(w, x.numel() // x.shape[-1], x.dtype)
+def _in_one_launch(kind: str, x: torch.Tensor, weights: list[ArrangedWeight], key: Any, record: Any) -> Any:
+    """Both products, kind "pair", or silu of one times the other, "swiglu", by the family that is faster so; None for none."""
+    if not x.numel():
+        return None
+    for family in choose(of_preshuffled(weights[0], x.numel() // x.shape[-1], x.dtype, products=2)):
+        multiply = family.function(kind)
+        y = None if multiply is None else multiply(x, *weights, key=key, record=record)
+        if y is not None:
+            return y
+    return None
 
 
 # Two products
@@ -110,13 +118,8 @@ def _pair_fake(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Te
 
 def _pair_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """One launch for few 16-bit rows, or None."""
-    from fast.kernels.linear_small import pair
-
     x = _checked(record, values, operands)
-    weights = _arranged(record, values, operands)
-    return (
-        pair.linear_small_pair(x, *weights, key=key, record=record) if _in_one_launch(x, weights[0]) else None
-    )
+    return _in_one_launch("pair", x, _arranged(record, values, operands), key, record)
 
 
 def _pair_reference(record: Any, values: Values, operands: Operands) -> Any:
@@ -166,15 +169,8 @@ def _swiglu_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _swiglu_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """One launch for few rows, or None."""
-    from fast.kernels.linear_small import pair
-
     x = _checked_swiglu(record, values, operands)
-    weights = _arranged(record, values, operands)
-    return (
-        pair.linear_small_swiglu(x, *weights, key=key, record=record)
-        if _in_one_launch(x, weights[0])
-        else None
-    )
+    return _in_one_launch("swiglu", x, _arranged(record, values, operands), key, record)
 
 
 def _swiglu_reference(record: Any, values: Values, operands: Operands) -> Any:

@@ -5,15 +5,15 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fast
 from ao_lab.config.recipe import named
-from fast.gemm import choose, families
-from fast.gemm.choose import Range, by_rows
+from fast.gemm import families
+from fast.gemm.choose import Range, by_rows, choose
+from fast.gemm.problem import CODES, HOPPER, PRESHUFFLED, SPARSE_INT4, Device, Problem, of_stored
 from fast.matmul.preshuffled import linear
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -21,30 +21,18 @@ ROOT = Path(__file__).resolve().parents[3]
 BF16, HALF = torch.bfloat16, torch.float16
 
 
-def weight(shape=(14336, 4096), element="int4", group=128, zero=False, capability=(9, 0)):
-    """A preshuffled weight whose words seem to lie on a GPU."""
-    from fast.kernels.linear_small.layout import ArrangedWeight
-
-    device = SimpleNamespace(type="cuda", index=0, capability=capability)
-    words = SimpleNamespace(is_cuda=True, device=device, get_device=lambda: 0)
-    return ArrangedWeight(words, None, object() if zero else None, shape, element, group)  # type: ignore[arg-type]
+HOST = Device((9, 0), 132, nvrtc=False)
+OLDER = Device((8, 0), 108, nvrtc=True)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """GPUs have the capability of a weight's device, and NVRTC."""
-    from fast.kernels.sm90_w4a16_gemm import host as gemm
-    from fast.launch import hopper
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device.capability)
-    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
-    monkeypatch.setattr(gemm, "processors_of", lambda index: 132)
-    monkeypatch.setattr(hopper, "capability", lambda index: (9, 0))
+def weight(rows, shape=(14336, 4096), element="int4", group=128, inputs=BF16, device=HOPPER, **more):
+    """A product by a preshuffled weight."""
+    return Problem(PRESHUFFLED, rows, *shape, inputs, device, element, group, **more)
 
 
-def names(w, rows, inputs=BF16):
+def names(p):
     """The order."""
-    return [family.name for family in choose.preshuffled(w, rows, inputs)]
+    return [family.name for family in choose(p)]
 
 
 GEMV, SMALL_M, GEMM, TORCH = "sm90_w4a16_gemv", "triton_small_m", "sm90_w4a16_gemm", "torch_dequantize"
@@ -62,66 +50,93 @@ GEMV, SMALL_M, GEMM, TORCH = "sm90_w4a16_gemv", "triton_small_m", "sm90_w4a16_ge
         (129, [GEMM, TORCH]),
     ],
 )
-def test_order(gpu, rows, order):
-    assert names(weight(), rows) == order
+def test_order(rows, order):
+    assert names(weight(rows)) == order
 
 
-def test_what_is_not_taken(gpu):
-    """Other GPUs, dtypes, and lengths that are filled; many rows of NF4."""
-    from fast.kernels.sm90_w4a16_gemm.host import MOST_OF_LEVELS
+def test_what_is_not_taken():
+    """Other GPUs, dtypes, and lengths that are filled; many rows of NF4; no compiler of CUDA C++."""
+    from fast.gemm.choose import MOST_OF_LEVELS
 
-    assert names(weight(), 4, torch.float32) == [TORCH]
-    assert names(weight(capability=(8, 0)), 128) == [SMALL_M, TORCH]
-    assert names(weight((14300, 4096)), 4) == [SMALL_M, TORCH]
-    levels = weight(element="nf4", group=64)
-    assert names(levels, MOST_OF_LEVELS) == [GEMM, TORCH]
-    assert names(levels, MOST_OF_LEVELS + 1) == [TORCH]
-
-
-def test_without_a_compiler(gpu, monkeypatch):
-    from fast.launch import hopper
-
-    monkeypatch.setattr(hopper, "missing_compiler", lambda: "no NVRTC")
-    assert [names(weight(), rows) for rows in (1, 128, 129)] == [[SMALL_M, TORCH], [SMALL_M, TORCH], [TORCH]]
+    assert names(weight(4, inputs=torch.float32)) == [TORCH]
+    assert names(weight(128, device=OLDER)) == [SMALL_M, TORCH]
+    assert names(weight(4, (14300, 4096), filled=True)) == [SMALL_M, TORCH]
+    assert names(weight(MOST_OF_LEVELS, element="nf4", group=64)) == [GEMM, TORCH]
+    assert names(weight(MOST_OF_LEVELS + 1, element="nf4", group=64)) == [TORCH]
+    assert names(weight(4, element="e2m1", group=32, inputs=HALF)) == [SMALL_M, GEMM, TORCH]
+    assert [names(weight(rows, device=HOST)) for rows in (1, 128, 129)] == [
+        [SMALL_M, TORCH], [SMALL_M, TORCH], [TORCH],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("average", "capability", "order"),
+    ("average", "device", "order"),
     [
-        (1, (9, 0), [SMALL_M, TORCH]),
-        (41, (9, 0), [GEMM, SMALL_M, TORCH]),
-        (65, (9, 0), [GEMM, TORCH]),
-        (41, (8, 0), [SMALL_M, TORCH]),
-        (65, (8, 0), [TORCH]),
+        (0, HOPPER, [SMALL_M, TORCH]),
+        (1, HOPPER, [SMALL_M, TORCH]),
+        (40.5, HOPPER, [GEMM, SMALL_M, TORCH]),
+        (65, HOPPER, [GEMM, TORCH]),
+        (41, OLDER, [SMALL_M, TORCH]),
+        (65, OLDER, [TORCH]),
     ],
 )
-def test_experts(gpu, average, capability, order):
-    found = choose.experts(weight(capability=capability), average, BF16)
-    assert [family.name for family in found] == order
+def test_experts(average, device, order):
+    assert names(weight(average, device=device, experts=8)) == order
 
 
-def test_plain_weights(monkeypatch):
+def test_plain_weights():
     """One row, several, and more than kernels take; packed integers of other widths have one kernel for all."""
-    from fast.kernels.sm90_intn_small_m import host as bits
-    from fast.launch import cuda
 
-    def of(scheme, rows, dtype=BF16):
+    def of(scheme, rows, device=HOST):
         w = fast.quantize(torch.zeros(64, 512), scheme, packed=True)
-        return next(choose.stored(w, rows, dtype)).name
+        return next(choose(of_stored(w, rows, BF16)._replace(device=device))).name
 
-    assert [of("int4_g64", rows) for rows in (1, 2, 32, 33)] == [
-        "triton_gemv_w4a16", "triton_gemm_small_m", "triton_gemm_small_m", TORCH,
+    assert [of("int4_g64", rows) for rows in (0, 1, 2, 32, 33)] == [
+        TORCH, "triton_gemv_w4a16", "triton_gemm_small_m", "triton_gemm_small_m", TORCH,
     ]  # fmt: skip
     assert [of("int8_rowwise", rows) for rows in (1, 128)] == ["triton_gemv_w8a16", "triton_gemm_small_m"]
     assert of("mxfp4", 1) == "triton_gemv_any"
-    monkeypatch.setattr(bits, "is_served", lambda codes: True)
-    monkeypatch.setattr(cuda, "is_loadable", lambda *given: True)
-    assert [of("int3_g64", rows) for rows in (1, 32, 33)] == ["sm90_intn_small_m"] * 2 + [TORCH]
+    assert [of("int3_g64", rows, HOPPER) for rows in (1, 32, 33)] == ["sm90_intn_small_m"] * 2 + [TORCH]
+    assert of("int3_g64", 1) == "triton_gemv_any"
+
+
+def test_codes():
+    """One row, several; int8 by wgmma where its tiles fill the GPU."""
+
+    def of(rows, element="int8", **more):
+        return next(choose(Problem(CODES, rows, 4096, 4096, BF16, HOPPER, element, **more))).name
+
+    assert [of(rows) for rows in (1, 2, 255, 1024)] == [
+        "triton_gemv_w8a8", "triton_int_scaled_mm", "triton_int_scaled_mm", "sm90_s8_gemm",
+    ]  # fmt: skip
+    assert of(1024, zero=True) == "triton_int_scaled_mm"
+    assert of(1024, "float8_e4m3fn") == "triton_scaled_mm"
+
+
+def test_sparse_int4():
+    def of(rows, zero=False, device=HOPPER):
+        return names(Problem(SPARSE_INT4, rows, 4096, 4096, BF16, device, "int4", 128, zero))
+
+    gemv, small = "sm90_sparse24_w4a16_gemv", "triton_sparse24_small_m"
+    assert [of(rows) for rows in (0, 1, 64, 65)] == [
+        [TORCH],
+        [gemv, small, TORCH],
+        [gemv, small, TORCH],
+        [TORCH],
+    ]
+    assert of(1, zero=True) == [gemv, TORCH]
+    assert of(1, device=HOST) == [small, TORCH]
 
 
 def test_every_family_is_a_folder_of_kernels():
-    assert all((ROOT / family.source).is_dir() for family in families.FAMILIES.values())
-    assert all(name == family.name for name, family in families.FAMILIES.items())
+    """Its functions are there, and it says why it does not take what is not its own."""
+    other = Problem("none", 1, 64, 64, BF16, HOPPER)
+    for name, family in families.FAMILIES.items():
+        assert (ROOT / family.source).is_dir()
+        assert name == family.name
+        assert all(callable(family.function(kind)) for kind in family.functions)
+        assert family.function("none") is None
+        assert not family.takes or "weights, got none" in family.refusal(other)
 
 
 def test_ranges():
