@@ -45,11 +45,11 @@ from reference.schemes.schemes import POWER_RULES, record_of
 MOST_OF_EXPERT = 40
 #: Elements of a weight from which two launches of `sm90_w4a16_gemv` are faster than one of both
 #: (`reports/data/linear_small_pair_times.json`).
-APART = 1 << 25
+TWO_LAUNCHES = 1 << 25
 #: Elements of a weight from which those of 4 bits are again faster in one launch, but for ALWAYS_APART rows or fewer, and those
 #: of 8 bits are faster apart by `triton_small_m` too.
 LARGE = 1 << 27
-#: Rows up to which weights of 4 bits from APART elements on are always faster apart.
+#: Rows up to which weights of 4 bits from TWO_LAUNCHES elements on are always faster apart.
 ALWAYS_APART = 2
 #: Columns of a group whose elements have a product more each in `sm90_w4a16_gemm`.
 SIXTEEN = 16
@@ -147,7 +147,7 @@ def _pair(p: Problem) -> Iterator[Family]:
 
 def _pair_is_faster(p: Problem) -> bool:
     size, eight = p.n * p.k, p.element != "int4"
-    if size < APART or (size >= LARGE and not eight and p.rows > ALWAYS_APART):
+    if size < TWO_LAUNCHES or (size >= LARGE and not eight and p.rows > ALWAYS_APART):
         return True
     alone = p._replace(products=1)
     if size >= LARGE and eight:

@@ -21,7 +21,6 @@ import fast
 import reference
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.linear import select as kernels
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.scaled_mm import host as codes
 from fast.kernels.scaled_mm import tiles
@@ -29,6 +28,7 @@ from fast.kernels.scaled_mm.tiles import MANY
 from reference import SCHEMES, Quantized, Scheme
 from reference.matmul.linear import transposed
 from tests.emulator import quick_interpreter
+from tests.support import chosen
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
 
 OBLONG = replace(
@@ -62,7 +62,7 @@ def compare(record: Scheme, length: int, several: bool) -> None:
         for exact in (True, False) if record.name not in NOT_EXACT else (False,):
             w = (exact_weight if exact else weight)(record, ROWS, length)
             x = (exact_inputs if exact else inputs)(count, length, dtype)
-            made = kernels.linear(x, w, bias)
+            made = chosen.linear(x, w, bias)
             if count > 1 and not several:
                 assert made is None
                 continue
@@ -91,10 +91,10 @@ def compare_specials() -> None:
     w.scale[9, 3] = 255
     for count, dtype in ((1, torch.float32), (3, torch.float16)):
         x = inputs(count, 256, dtype)
-        made = kernels.linear(x, w, None)
+        made = chosen.linear(x, w, None)
         assert torch.equal(made.isnan().any(0).nonzero()[:, 0], torch.tensor([9]))
         x[-1, 200] = float("nan")
-        made = kernels.linear(x, w, None)
+        made = chosen.linear(x, w, None)
         assert made[-1].isnan().all()
         assert int(made[:-1].isnan().sum()) == count - 1
     print("specials", flush=True)
@@ -109,7 +109,7 @@ def compare_one_bit() -> None:
             one_bit(x, record, axis)
             x.view(-1)[7], x.view(-1)[90], x[-1] = float("nan"), float("inf"), 0
             one_bit(x, record, axis)
-    assert kernels.linear(x[0, :1], fast.quantize(torch.ones(4, 128), record), None) is None
+    assert chosen.linear(x[0, :1], fast.quantize(torch.ones(4, 128), record), None) is None
     print("one bit", flush=True)
 
 

@@ -3,7 +3,6 @@
 import json
 import platform
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,16 @@ import fast
 from ao_lab.config.recipe import named
 from fast.gemm import families
 from fast.gemm.choose import Range, by_rows, choose
-from fast.gemm.problem import CODES, HOPPER, PRESHUFFLED, SPARSE_INT4, Device, Problem, of_stored
+from fast.gemm.problem import (
+    CODES,
+    HOPPER,
+    PRESHUFFLED,
+    SPARSE_INT4,
+    Device,
+    Problem,
+    device_of,
+    of_stored,
+)
 from fast.matmul.preshuffled import linear
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -156,20 +164,19 @@ def test_ranges():
 @pytest.mark.parametrize("faster", [False, True])
 def test_the_product_asks(monkeypatch, faster):
     """The one that is faster first, and where it declines the other."""
-    from fast.kernels.linear_small import host as small
-    from fast.kernels.sm90_w4a16_gemm import host
+    called, order = [], (families.SM90_W4A16_GEMM, families.TRITON_SMALL_M)[1 - faster :]
 
+    def multiply(family, kind):
+        return lambda x, *operands, **more: (
+            called.append(family.name) or (x if family.name == SMALL_M else None)
+        )
+
+    monkeypatch.setattr(linear, "choose", lambda p: order)
+    monkeypatch.setattr(families.Family, "function", multiply)
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
-    w, called = linear.preshuffled(q), []
-    monkeypatch.setattr(choose, "_gemm_takes", lambda *operands: True)
-    monkeypatch.setattr(choose, "gemm_is_faster", lambda *operands: faster)
-    monkeypatch.setattr(host, "sm90_w4a16_gemm", lambda *operands, **more: called.append("sm90_w4a16_gemm"))
-    monkeypatch.setattr(
-        small, "linear_small", lambda x, *operands, **more: called.append("linear_small") or x
-    )
-    x = torch.randn(64, 256, dtype=torch.bfloat16)
-    linear._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None)
-    assert called == (["sm90_w4a16_gemm", "linear_small"] if faster else ["linear_small"])
+    w, x = linear.preshuffled(q), torch.randn(64, 256, dtype=torch.bfloat16)
+    assert linear._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None) is x
+    assert called == [family.name for family in order]
 
 
 def test_operands_are_checked_before(monkeypatch):
@@ -182,7 +189,7 @@ def test_operands_are_checked_before(monkeypatch):
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
     w = linear.preshuffled(q)
     monkeypatch.setattr(small, "check_operands", refuse)
-    monkeypatch.setattr(choose, "preshuffled", lambda *operands: pytest.fail("chosen"))
+    monkeypatch.setattr(linear, "choose", lambda p: pytest.fail("chosen"))
     with pytest.raises(ValueError, match="checked"):
         linear._kernel(
             w.scheme, ((128, 256),), (torch.randn(64, 256).bfloat16(), w.codes, w.scale, w.zero, None), None
@@ -199,45 +206,52 @@ def test_operands_are_checked_before(monkeypatch):
         ((28672, 8192), "int4", 3, True),
         ((28672, 8192), "int8", 16, False),
         ((14336, 4096), "int8", 16, True),
+        ((4096, 4096), "int4", 17, False),
+        ((4096, 4096), "nf4", 3, False),
     ],
 )
-def test_pairs(gpu, shape, element, rows, together):
+def test_pairs(shape, element, rows, together):
     group = 128 if element == "int4" else 0
-    assert choose.pair_is_faster(weight(shape, element, group), rows, BF16) == together
+    assert names(weight(rows, shape, element, group, products=2)) == [SMALL_M] * together
 
 
-def test_no_pair_loses_much_of_the_times_that_were_measured(gpu):
+def test_no_pair_loses_much_of_the_times_that_were_measured():
     """Of an H200; a product and a gated one go one way, so that they are looked at together. A tenth, but for zero points at
     one length of K, whose tiles of 4 and 8 rows are the slow ones."""
     for row in json.loads((ROOT / "reports/data/linear_small_pair_times.json").read_text())["times"]:
         scheme, shape, rows = row["scheme"], tuple(row["shape"]), row["rows"]
         element = {"int4": "int4", "int8": "int8", "fp8_": "e4m3"}[scheme[:4]]
         group = int(re.search(r"_g(\d+)", scheme)[1]) if element == "int4" else 0
-        w = weight(shape, element, group, "asymmetric" in scheme)
+        p = weight(rows, shape, element, group, zero="asymmetric" in scheme, products=2)
         together, apart = row["pair"] + row["swiglu"], row["apart"] + row["swiglu apart"]
-        most = 1.17 if shape == (8192, 3072) and w.zero is not None else 1.1
-        chosen = together if choose.pair_is_faster(w, rows, BF16) else apart
+        most = 1.17 if shape == (8192, 3072) and p.zero else 1.1
+        chosen = together if names(p) else apart
         assert chosen <= most * min(together, apart), row
 
 
 def test_a_pair_asks(monkeypatch):
     """Two launches are made of None."""
-    from fast.kernels.linear_small import pair
-    from fast.matmul.preshuffled import pair as pair_ops
+    from fast.matmul.preshuffled import pair
 
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
     w = linear.preshuffled(q)
     operands = (torch.randn(2, 256).bfloat16(), *(w.codes, w.scale, w.zero) * 2)
-    for function, name in ((pair_ops._pair_kernel, "pair"), (pair_ops._swiglu_kernel, "swiglu")):
-        monkeypatch.setattr(pair, f"linear_small_{name}", lambda *given, **more: "one launch")
-        for faster, found in ((True, "one launch"), (False, None)):
-            monkeypatch.setattr(pair_ops, "pair_is_faster", lambda *given, faster=faster: faster)
+    monkeypatch.setattr(families.Family, "function", lambda family, kind: lambda *given, **more: kind)
+    for function, name in ((pair._pair_kernel, "pair"), (pair._swiglu_kernel, "swiglu")):
+        for order, found in (([families.TRITON_SMALL_M], name), ([], None)):
+            monkeypatch.setattr(pair, "choose", lambda p, order=order: order)
             assert function(w.scheme, ((128, 256),), operands, None) == found
 
 
-def test_float16(gpu):
+def test_float16():
     """Factors are of bfloat16 alone in the kernel of few rows."""
-    small = weight((1024, 4096), "e2m1", 32)
-    assert names(small, 1)[0] == GEMV
-    assert names(small, 1, HALF)[0] == SMALL_M
-    assert names(replace(small, element="int4", group=128), 1, HALF)[0] == GEMV
+    small = weight(1, (1024, 4096), "e2m1", 32)
+    assert names(small)[0] == GEMV
+    assert names(small._replace(inputs=HALF))[0] == SMALL_M
+    assert names(small._replace(element="int4", group=128, inputs=HALF))[0] == GEMV
+
+
+def test_devices():
+    assert device_of(torch.device("cpu")) == Device((0, 0), 132, nvrtc=False)
+    assert not HOST.is_sm90
+    assert HOPPER.is_sm90

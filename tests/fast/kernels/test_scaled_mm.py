@@ -14,11 +14,11 @@ if platform.system() != "Linux":
 
 import triton.backends.nvidia.driver as driver
 
+from fast.gemm.choose import codes_beat_torch, takes_codes
 from fast.kernels.scaled_mm.host import launches_for
 from fast.kernels.scaled_mm.tiles import PROCESSORS, is_faster, tile_of
 from fast.launch import launcher as descriptors
 from fast.launch.launcher import DirectDescriptors, Matrix
-from fast.matmul.weights import codes_beat_torch, takes_codes
 from reference import SCHEMES
 
 #: Bytes of a multiprocessor's memory that programs share.
@@ -79,13 +79,13 @@ def test_what_it_takes():
         ("fp8_rowwise", (2, 64, 528), torch.float16, True), ("fp8_tensorwise_e5m2", (300, 1, 16), torch.float32, True),
         ("fp8_rowwise", (2, 64, 520), torch.bfloat16, False), ("fp8_rowwise", (0, 64, 512), torch.bfloat16, False),
         ("fp8_rowwise", (2, 0, 512), torch.bfloat16, False), ("fp8_rowwise", (2, 64, 512), torch.float64, False),
-        ("int8_rowwise", (2, 64, 512), torch.bfloat16, False),
+        ("int8_rowwise", (2, 64, 512), torch.bfloat16, True),
     ):  # fmt: skip
         scheme = SCHEMES[name]
         assert (launches_for(scheme, scheme, shape, dtype) is not None) == taken
-        assert takes_codes(scheme.key, scheme.key, shape[1:], dtype, shape[0]) == (
-            taken or name == "int8_rowwise"
-        )
+        assert takes_codes(scheme.key, scheme.key, shape[1:], dtype, shape[0]) == taken
+    mixed = SCHEMES["fp8_rowwise"], SCHEMES["int8_rowwise"]
+    assert launches_for(*mixed, (2, 64, 512), torch.bfloat16) is None
 
 
 def compiled(launcher, hidden=False):

@@ -18,8 +18,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.linear import gemv_w4a16
-from fast.kernels.linear.select import launch_for
 from tests.emulator.gluon_lanes import Pointer, body, host
+from tests.support.chosen import launch_for
 from tests.support.linear_cases import POWERS
 
 

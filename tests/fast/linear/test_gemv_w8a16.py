@@ -16,8 +16,8 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from fast.kernels.linear import gemv_w8a16
-from fast.kernels.linear.select import launch_for
 from tests.emulator.gluon_lanes import Pointer, body, host
+from tests.support.chosen import launch_for
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, integers
 
 CASES = [

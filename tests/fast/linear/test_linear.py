@@ -14,11 +14,11 @@ import reference
 from ao_lab import testing
 from ao_lab.config.recipe import named
 from fast.matmul.cpu_ops import linear as cpu_linear
-from fast.matmul.weights import rows_fused
 from reference import SCHEMES, Scheme
 from reference.arrays.torch_bridge import to_numpy
 from reference.matmul.linear import transposed
 from reference.schemes.schemes import scheme_of
+from tests.support.chosen import launch_for, rows_fused
 
 # One of each kind: rows, tensor, groups, rectangles, zero points as codes and values, two levels, flat blocks, odd bits.
 KINDS = ("int8_rowwise", "int8_tensorwise", "int8_rowwise_asymmetric", "int4_g32", "int4_g32_asymmetric", "int3_g32",
@@ -239,8 +239,6 @@ W4A16, W8A16, ANY, SMALL_M = (
 
 def kernel_of(scheme, rows=1, dtype=torch.bfloat16, shape=(64, 512), packed=None, tiled=False):
     """The name of the kernel that would run, None where there is none."""
-    from fast.kernels.linear.select import launch_for
-
     record = scheme if isinstance(scheme, Scheme) else named(scheme)
     w = fast.quantize(
         torch.zeros(shape), record, packed=record.format.bits < 8 if packed is None else packed, tiled=tiled
@@ -379,8 +377,6 @@ def test_one_bit_is_refused():
 
 @linux
 def test_columns_and_batches_are_not_taken():
-    from fast.kernels.linear.select import launch_for
-
     for shape, axis in (((512, 64), 0), ((2, 64, 512), -1), ((512,), 0)):
         assert (
             launch_for(fast.quantize(torch.zeros(shape), "int8_rowwise", axis=axis), 1, torch.bfloat16)
@@ -399,7 +395,7 @@ def test_views_at_odd_addresses_are_copied(monkeypatch):
     x = torch.zeros(513, dtype=torch.bfloat16)[1:].view(1, 512)
     seen = []
     monkeypatch.setattr(kernels.CompiledLaunch, "run", lambda launch, pointers, device: seen.extend(pointers))
-    kernels.linear(x, moved, None)
+    kernels.linear(x, moved, None, "triton_gemv_w4a16")
     assert (x.data_ptr() % 4, moved.codes.data_ptr() % 4) == (2, 1)
     assert all(pointer is None or pointer.data_ptr() % 4 == 0 for pointer in seen[:2])
     assert len(seen) > 2

@@ -13,7 +13,8 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast import linear_of_codes
-from fast.matmul.weights import LONGEST_INT8, takes_codes
+from fast.gemm.choose import takes_codes
+from fast.matmul.weights import LONGEST_INT8
 from reference import SCHEMES
 from reference.matmul.linear import transposed
 

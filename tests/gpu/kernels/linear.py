@@ -21,6 +21,9 @@ import reference
 from ao_lab import Recipe
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.tensor.quantized_tensor import from_quantized
+from fast.gemm.choose import choose
+from fast.gemm.families import TORCH_DEQUANTIZE
+from fast.gemm.problem import of_stored
 from reference import Quantized, Scheme
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings, outcome
@@ -109,9 +112,10 @@ def is_fused(run: Run, record: Scheme, sizes: tuple[int, int, int], dtype: torch
     """Whether a kernel takes a case; the reference takes them all."""
     if run.device.type != "cuda":
         return True
-    from fast.kernels.linear.select import launch_for
-
-    return launch_for(run.put(cases.weight(record, *sizes[1:])), sizes[0], dtype) is not None
+    return (
+        next(choose(of_stored(run.put(cases.weight(record, *sizes[1:])), sizes[0], dtype)))
+        is not TORCH_DEQUANTIZE
+    )
 
 
 def dequantized(

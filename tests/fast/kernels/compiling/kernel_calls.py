@@ -32,6 +32,7 @@ from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups
 from reference.training.grouped import padded_rows
+from tests.support import chosen
 
 KERNELS = Path(fast.kernels.__file__).parent
 BIG = (16384, 4096)
@@ -213,7 +214,7 @@ def weight(name, shape):
 
 def linear(name, rows=1, dtype="bfloat16", shape=(4096, 4096), bias=False):
     added = empty(shape[:1], dtype) if bias else None
-    return products.linear(empty((rows, shape[1]), dtype), weight(name, shape), added)
+    return chosen.linear(empty((rows, shape[1]), dtype), weight(name, shape), added)
 
 
 def pair(name, dtype="bfloat16", shape=(4096, 4096)):

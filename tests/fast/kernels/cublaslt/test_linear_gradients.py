@@ -9,17 +9,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fast.dispatch import execute
+from fast.gemm.choose import APART, BESIDE, EPILOGUE, gradients
 from fast.kernels import cublaslt
 from fast.layers import linear_gradients as layer
 from fast.layers.column_sums import column_sums
-from fast.layers.linear_gradients import (
-    APART,
-    BESIDE,
-    EPILOGUE,
-    LINEAR_GRADIENTS,
-    way_of,
-    weight_and_bias_gradients,
-)
+from fast.layers.linear_gradients import LINEAR_GRADIENTS, weight_and_bias_gradients
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -94,7 +88,7 @@ def test_what_is_refused(g, x, error, text):
     ],
 )
 def test_the_way_of_a_shape(shape, dtype, way):
-    assert way_of(*shape, dtype) == way
+    assert gradients(*shape, dtype) == way
 
 
 @pytest.fixture
@@ -113,7 +107,7 @@ def ways(monkeypatch):
 
 @pytest.mark.parametrize("way", [APART, BESIDE, EPILOGUE])
 def test_the_rules_way_is_taken(ways, monkeypatch, way):
-    monkeypatch.setattr(layer, "way_of", lambda *_: way)
+    monkeypatch.setattr(layer, "gradients", lambda *_: way)
     g, x = normals(9, 4), normals(9, 3)
     for _ in range(2):
         assert same(execute(LINEAR_GRADIENTS, None, (), (g, x)), torchs(g, x))
@@ -123,7 +117,7 @@ def test_the_rules_way_is_taken(ways, monkeypatch, way):
 @pytest.mark.parametrize("way", [APART, BESIDE, EPILOGUE])
 def test_plain_calls_pass_dispatch_by(ways, monkeypatch, way):
     """Where nothing listens and no gradient is wanted; the same bits either way."""
-    monkeypatch.setattr(layer, "way_of", lambda *_: way)
+    monkeypatch.setattr(layer, "gradients", lambda *_: way)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(layer, "has_kernels", lambda t: True)
     monkeypatch.setattr(layer, "execute", lambda f, r, v, o: torchs(*o, o[0])[1])
@@ -145,12 +139,12 @@ def test_plain_calls_pass_dispatch_by(ways, monkeypatch, way):
 
 def test_what_no_way_is_worth(ways, monkeypatch):
     """Small matrices, other GPUs, and products that the library does not have."""
-    monkeypatch.setattr(layer, "way_of", lambda *_: EPILOGUE)
+    monkeypatch.setattr(layer, "gradients", lambda *_: EPILOGUE)
     execute(LINEAR_GRADIENTS, None, (), (normals(1, 4), normals(1, 3)))
     monkeypatch.setattr(cublaslt, "weight_and_bias_gradients", lambda g, x: None)
     g, x = normals(9, 4), normals(9, 3)
     assert same(execute(LINEAR_GRADIENTS, None, (), (g, x)), torchs(g, x))
-    monkeypatch.setattr(layer, "way_of", lambda *_: BESIDE)
+    monkeypatch.setattr(layer, "gradients", lambda *_: BESIDE)
     monkeypatch.setattr(layer, "_capability", lambda device: (10, 0))
     execute(LINEAR_GRADIENTS, None, (), (g, x))
     assert ways == []
