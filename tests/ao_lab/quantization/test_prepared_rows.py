@@ -99,7 +99,7 @@ def test_inputs_in_a_scheme_are_multiplied_by_the_weight_as_it_is_stored(gpu, na
 @pytest.mark.parametrize("name", ["mxfp8 by int4", "float8 by int4"])
 def test_few_rows_that_many_rows_kernel_multiplies_faster(gpu, monkeypatch, name):
     """Values that 16 bits hold are multiplied by it, and codes, with the scales of their rows."""
-    monkeypatch.setattr(choose, "gemm_is_faster", lambda w, rows: rows == 96)
+    monkeypatch.setattr(choose, "_gemm_is_faster", lambda p: p.rows == 96)
     one, x = layer(f"{name}{PRESHUFFLED}"), inputs(96)
     run(gpu, one, x)
     y, looked_up, launches = run(gpu, one, x)
