@@ -1,6 +1,6 @@
 """Two products of rows by preshuffled weights in one launch, and silu of one times the other: bits, a program, times.
 
-The times are what `reports/data/linear_small_pair_times.json` has, to which tests hold `fast.gemm.choose.pair_is_faster`.
+The times are what `reports/data/linear_small_pair_times.json` has, to which tests hold `fast.gemm.choose`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn import functional
 import fast
 import reference
 from ao_lab import SchemeConfig, compile_options, quantize_
-from fast.gemm import choose, families
+from fast.gemm.choose import choose
+from fast.gemm.problem import of_preshuffled
 from fast.kernels.linear_small import host, pair
 from fast.kernels.linear_small.layout import ArrangedWeight, arrange
 from fast.kernels.linear_small.tilings import Tiling
-from fast.kernels.sm90_w4a16_gemv.host import sm90_w4a16_gemv
 from fast.matmul.preshuffled import linear
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import Quantized
@@ -162,11 +162,8 @@ def wrong_programs(name: str) -> Iterator[str]:
 
 def alone(x: torch.Tensor, w: ArrangedWeight) -> torch.Tensor:
     """A product by the family that is chosen for it."""
-    family = next(choose.preshuffled(w, len(x), x.dtype))
-    call: Any = {families.SM90_W4A16_GEMV: sm90_w4a16_gemv, families.TRITON_SMALL_M: host.linear_small}[
-        family
-    ]
-    made: torch.Tensor = call(x, w)
+    multiply: Any = next(choose(of_preshuffled(w, len(x), x.dtype))).function("linear")
+    made: torch.Tensor = multiply(x, w)
     return made
 
 

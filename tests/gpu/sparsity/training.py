@@ -28,6 +28,7 @@ from ao_lab.sparsity.training.layers import Rule, masked_linear, weight_gradient
 from ao_lab.sparsity.training.masks import find_mask
 from ao_lab.sparsity.training.products import PRODUCTS, masked
 from experiments.sparsity.products import layer_of, step_of
+from fast.gemm.choose import gradients
 from fast.kernels import cublaslt
 from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.column_sums import WIDTHS, plan_of
@@ -35,7 +36,7 @@ from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, Variant, fitted
 from fast.layers.column_sums import LEAST, column_sums
-from fast.layers.linear_gradients import apart, beside, way_of, weight_and_bias_gradients
+from fast.layers.linear_gradients import apart, beside, weight_and_bias_gradients
 from fast.sparsity.compress import COMPRESS_MASKED, DTYPES, compress_masked
 from fast.sparsity.compress import masked as masked_in_place
 from fast.sparsity.prune import prune_into
@@ -538,7 +539,7 @@ def gradient_times(asked: Asked) -> Iterator[Row]:
             yield {
                 "shape": (rows, n, k),
                 "dtype": str(dtype),
-                "rule": way_of(rows, n, k, dtype),
+                "rule": gradients(rows, n, k, dtype),
                 **measured(calls, 7),
             }
     for rows, length in (*SUMMED[:2], (16384, 14336), (4096, 1024), (1024, 1024), (512, 4096), (8192, 256)):
