@@ -10,6 +10,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import named
+from fast.gemm.problem import HOPPER
 from fast.kernels.linear import select
 from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_intn_small_m import host as intn
@@ -25,8 +26,8 @@ from fast.kernels.sm90_w4a16_gemv import host as gemv
 from fast.kernels.sm90_w4a16_gemv.variants import Variant
 from fast.kernels.sparse_linear import host as sparse_linear
 from fast.launch import cuda, hopper
-from fast.matmul.weights import rows_fused
 from tests.gpu.sparsity.int4_cases import as_tensors, exact_case
+from tests.support.chosen import launch_for, rows_fused
 
 BF16 = torch.bfloat16
 INT4 = sparse_variants.Form(128, False, False)
@@ -238,7 +239,7 @@ def test_forms(scheme, length, form):
 def test_other_devices_keep_their_kernels():
     w = fast.quantize(torch.randn(64, 256), "int3_g32", packed=True)
     assert intn.launch_for(w, 4, torch.bfloat16) is None
-    assert isinstance(select.launch_for(w, 4, torch.bfloat16), select.CompiledLaunch)
+    assert isinstance(launch_for(w, 4, torch.bfloat16), select.CompiledLaunch)
 
 
 def test_launches_go_first_where_they_are(monkeypatch):
@@ -248,9 +249,9 @@ def test_launches_go_first_where_they_are(monkeypatch):
     for bits in (2, 3, 4, 5, 6):
         w = fast.quantize(torch.randn(64, 256), named(f"int{bits}_g32"), packed=True)
         for count, dtype in product((1, 2, 32), (torch.bfloat16, torch.float16)):
-            assert isinstance(select.launch_for(w, count, dtype), cuda.CudaLaunch) == (bits != 4)
-        assert not isinstance(select.launch_for(w, 1, torch.float32), cuda.CudaLaunch)
-        assert select.launch_for(w, 33, torch.bfloat16) is None
+            assert isinstance(launch_for(w, count, dtype, HOPPER), cuda.CudaLaunch) == (bits != 4)
+        assert not isinstance(launch_for(w, 1, torch.float32, HOPPER), cuda.CudaLaunch)
+        assert launch_for(w, 33, torch.bfloat16, HOPPER) is None
     assert intn.launch_for(w, 4, torch.bfloat16, IntnVariant(8, 1, 1, 3, 1, 1, 2)) is None
 
 
@@ -263,10 +264,10 @@ def test_rows_that_are_fused(monkeypatch, scheme, n, most):
     assert rows_fused(w, torch.bfloat16) == (select.MOST_BLOCK_ROWS if "_g" in scheme else select.MOST_ROWS)
     monkeypatch.setattr(intn, "is_served", lambda codes: True)
     monkeypatch.setattr(cuda, "is_loadable", lambda *given: pytest.fail("compiled"))
-    assert [rows_fused(w, dtype) for dtype in (torch.bfloat16, torch.float16)] == [most, most]
-    assert select.launch_for(w, most + 1, torch.bfloat16) is None
+    assert [rows_fused(w, dtype, HOPPER) for dtype in (torch.bfloat16, torch.float16)] == [most, most]
+    assert launch_for(w, most + 1, torch.bfloat16, HOPPER) is None
     monkeypatch.setattr(cuda, "is_loadable", lambda *given: True)
-    assert isinstance(select.launch_for(w, most, torch.bfloat16), cuda.CudaLaunch)
+    assert isinstance(launch_for(w, most, torch.bfloat16, HOPPER), cuda.CudaLaunch)
 
 
 # 2:4 weights
@@ -312,10 +313,11 @@ def test_the_other_kernel_multiplies_where_a_variant_does_not_load(monkeypatch, 
         lambda call, *_: tiled.append(call.allocate("y", (1, 16), torch.bfloat16)),
     )  # fmt: skip
     with pytest.warns(UserWarning, match="no kernel image"):
-        sparse_linear.linear_sparse_int4(*case, 128)
-    # Once: the next call says nothing. Both are the other kernel's.
+        assert sparse_linear.linear_sparse_int4(*case, 128, family="sm90_sparse24_w4a16_gemv") is None
+    # Once: the next call says nothing.
+    assert sparse_linear.linear_sparse_int4(*case, 128, family="sm90_sparse24_w4a16_gemv") is None
     sparse_linear.linear_sparse_int4(*case, 128)
-    assert len(tiled) == 2
+    assert len(tiled) == 1
 
 
 def test_tiles_that_are_given_are_the_other_kernel_s(monkeypatch):
