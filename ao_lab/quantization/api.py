@@ -30,7 +30,7 @@ from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.preshuffled import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
-from ao_lab.tensor.sparse_codes import kept_metadata, positive_zeros
+from ao_lab.tensor.sparse_codes import metadata_of, positive_zeros
 from ao_lab.transforms.data import unwatch
 from ao_lab.transforms.layers import check_model, is_converted, quantizable_parameters, untying
 from ao_lab.transforms.plan import Device, Progress, Transforms, noting
@@ -223,7 +223,7 @@ def _compressed(change: Change, dense: torch.Tensor, weight: QuantizedTensor) ->
     try:
         if reason is not None:
             raise ValueError(reason)
-        return compressed(weight, kept_metadata(dense))
+        return compressed(weight, metadata_of(dense))
     except ValueError as error:
         raise ValueError(f"{change.name}: {error}") from error
 

@@ -5,10 +5,9 @@ lie inside them are quantized on their own and put together. A scale over the wh
 alone, and given to each piece. Scales that are quantized themselves (NF4's) are found exactly in pieces, and then quantized all
 at once. Everything on a GPU is quantized at once: kernels need no such memory.
 
-The quantized weight of a dense one, whose scales need not be those of the scheme's rule for this tensor alone.
-
-Two rules for weights that other programs read. An outer scale may be given: layers that a program joins have one. And scales
-that are kept in float16 (`compute="input"`) are refined where they are tiny (`reference.quantize.least_error`).
+Of weights that other programs read the scales need not be those of the scheme's rule for the tensor alone. Layers that a
+program joins have one outer scale; scales that are stored in float16 (`compute="input"`) are refined where they are tiny
+(`reference.quantize.least_error`).
 """
 
 from __future__ import annotations
@@ -27,6 +26,10 @@ from fast.device import is_traced
 from fast.quantize.least_error import refine_float16_scales
 from reference import Quantized, Scales, Scheme
 from reference.quantize.least_error import rounds_scales_to_float16
+
+#: Elements of a piece: its integers fit into a processor's last cache.
+PIECE = 2**20
+PARTS = ("codes", "scale", "zero")
 
 
 def quantized_weight(
@@ -50,11 +53,6 @@ def quantized_weight(
     )
 
 
-#: Elements of a piece: its integers fit into a processor's last cache.
-PIECE = 2**20
-PARTS = ("codes", "scale", "zero")
-
-
 def quantized_by_rows(
     x: torch.Tensor,
     recipe: Recipe,
@@ -63,51 +61,32 @@ def quantized_by_rows(
     input_scales: Scales | None = None,
     outer: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """`quantized`, bit for bit; with an outer scale, where one is given, in place of the tensor's own."""
-    if outer is not None:
-        return _with_outer(x, recipe, axis, input_scales, outer)
-    cuts = cuts_of(recipe.weight, tuple(x.shape), axis)
-    if x.device.type != "cpu" or is_traced(x) or x.numel() <= PIECE:
-        return quantized(x, recipe, axis=axis, input_scales=input_scales)
-    if cuts is None and has_scaled_scales(recipe.weight):
-        return from_quantized(_in_two_levels(x, recipe.weight, axis), recipe, x.dtype, input_scales)
-    if cuts is None:
-        return quantized(x, recipe, axis=axis, input_scales=input_scales)
+    """`quantized`, bit for bit; with `outer`, where it is not None, in place of the tensor's own outer scale."""
     scheme, shape, packed = recipe.weight, tuple(x.shape), recipe.weight.format.bits < 8
-    rows = x.reshape(-1, shape[-1]) if cuts.tall else x
-    split = torch.split(rows, max(PIECE * len(rows) // x.numel() // cuts.step * cuts.step, cuts.step))
-    given = scales_of_all(split, scheme)
-    pieces = [fast.quantize(piece, scheme, axis=axis, scales=given, packed=packed) for piece in split]
-    codes, scale, zero = (_joined([getattr(piece, name) for piece in pieces], shape, cuts) for name in PARTS)
-    q = Quantized(codes, scale, pieces[0].outer, zero, shape, axis % len(shape), scheme, packed)
-    return from_quantized(q, recipe, x.dtype, input_scales)
-
-
-def _with_outer(
-    x: torch.Tensor, recipe: Recipe, axis: int, input_scales: Scales | None, outer: torch.Tensor
-) -> QuantizedTensor:
-    """Quantized with a given outer scale, a few rows at a time where blocks lie inside them."""
-    given, packed = Scales(outer=outer.to(x.device)), recipe.weight.format.bits < 8
-    cuts = cuts_of(recipe.weight, tuple(x.shape), axis) if x.device.type == "cpu" else None
-    pieces: Sequence[torch.Tensor] = [x]
-    if cuts is not None and cuts.tall and x.numel() > PIECE:
-        rows = x.reshape(-1, x.shape[-1])
-        pieces = torch.split(rows, max(PIECE // rows.shape[1] // cuts.step * cuts.step, cuts.step))
-    made = [fast.quantize(piece, recipe.weight, axis=axis, scales=given, packed=packed) for piece in pieces]
-    if len(made) == 1 or cuts is None:
-        return from_quantized(made[0], recipe, x.dtype, input_scales)
-    shape = tuple(x.shape)
-    codes, scale, zero = (_joined([getattr(q, name) for q in made], shape, cuts) for name in PARTS)
-    q = Quantized(codes, scale, made[0].outer, zero, shape, axis % len(shape), recipe.weight, packed)
+    cuts, scales = cuts_of(scheme, shape, axis), None if outer is None else Scales(outer=outer.to(x.device))
+    at_once = x.device.type != "cpu" or is_traced(x) or x.numel() <= PIECE
+    if scales is None and not at_once and cuts is None and has_scaled_scales(scheme):
+        q = _in_two_levels(x, scheme, axis)
+    elif scales is None and (at_once or cuts is None):
+        return quantized(x, recipe, axis=axis, input_scales=input_scales)
+    elif at_once or cuts is None:
+        q = fast.quantize(x, scheme, axis=axis, scales=scales, packed=packed)
+    else:
+        rows = x.reshape(-1, shape[-1]) if cuts.tall else x
+        split = torch.split(rows, max(PIECE * len(rows) // x.numel() // cuts.step * cuts.step, cuts.step))
+        scales = scales_of_all(split, scheme) if scales is None else scales
+        pieces = [fast.quantize(piece, scheme, axis=axis, scales=scales, packed=packed) for piece in split]
+        codes, scale, zero = (_joined([getattr(q, name) for q in pieces], shape, cuts) for name in PARTS)
+        q = Quantized(codes, scale, pieces[0].outer, zero, shape, axis % len(shape), scheme, packed)
     return from_quantized(q, recipe, x.dtype, input_scales)
 
 
 def outer_scale(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The outer scale of a tensor in a scheme that has one over its elements, alone."""
-    found = scales_of_all([x], scheme)
-    if found is None or found.outer is None:
+    scales = scales_of_all([x], scheme)
+    if scales is None or scales.outer is None:
         raise ValueError(f"{scheme.name} has no outer scale")
-    outer: torch.Tensor = found.outer
+    outer: torch.Tensor = scales.outer
     return outer
 
 
@@ -170,10 +149,8 @@ def _in_two_levels(x: torch.Tensor, scheme: Scheme, axis: int) -> Quantized:
     exact = torch.cat([piece.scale for piece in pieces]).to(x.dtype)
     scales = fast.choose_scales(exact, replace(scheme, scale=replace(scheme.scale, block="flat:1")))
     codes = torch.cat([piece.codes for piece in pieces]).reshape(*x.shape[:-1], -1)
-    place = axis % x.dim()
-    return Quantized(
-        codes, scales.scale, scales.outer, scales.zero, tuple(x.shape), place, scheme, pieces[0].packed
-    )
+    parts = codes, scales.scale, scales.outer, scales.zero
+    return Quantized(*parts, tuple(x.shape), axis % x.dim(), scheme, pieces[0].packed)
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ OLDEST = (8, 0)
 #: Recipes' kernels that do not insist on products of another kind.
 KERNELS = ("auto", "dequantize")
 #: Where the transposed weight is in `_settled`, beside dtypes.
-TURNED = "turned"
+TRANSPOSED = "transposed"
 
 
 def _part(name: str) -> Any:
@@ -95,7 +95,7 @@ class Gathered(QuantizedTensor):
     @staticmethod
     def __new__(cls, choice: Choice, flipped: bool = False) -> Gathered:
         """The entries of `choice`, as the weight has them or flipped."""
-        like = turned(choice.whole) if flipped else choice.whole
+        like = transposed_once(choice.whole) if flipped else choice.whole
         shape = (choice.numbers.shape[0], *like.shape[1:])
         result: Gathered = wrapper(cls, shape, like.meta, like.device)  # type: ignore[assignment]
         result.meta, result.choice, result.flipped = like.meta, choice, flipped
@@ -107,7 +107,7 @@ class Gathered(QuantizedTensor):
     @property
     def source(self) -> QuantizedTensor:
         """The weight of which these are entries, its axes as here."""
-        return turned(self.choice.source) if self.flipped else self.choice.source
+        return transposed_once(self.choice.source) if self.flipped else self.choice.source
 
     @property
     def copied(self) -> QuantizedTensor:
@@ -195,7 +195,7 @@ def _as_it_is(t: Gathered, shape: Any, **options: Any) -> Gathered | None:
     return _same(t) if tuple(shape) == tuple(t.shape) else None
 
 
-def _turned(t: Gathered, first: int, second: int) -> QuantizedTensor | None:
+def _transposed(t: Gathered, first: int, second: int) -> QuantizedTensor | None:
     return t.transposed() if {first % 3, second % 3} == {1, 2} else None
 
 
@@ -205,7 +205,7 @@ LAZY: dict[Any, Any] = {
     **dict.fromkeys(
         (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), _as_it_is
     ),
-    aten.transpose.int: _turned,
+    aten.transpose.int: _transposed,
 }
 
 
@@ -233,17 +233,19 @@ def waits(t: QuantizedTensor, index: torch.Tensor) -> bool:
     """Whether t[index] is `gathered`: experts one way round of which a product of groups takes."""
     if type(t) is not QuantizedTensor or len(t.shape) != 3 or t.meta.flat is not None or t.requires_grad:
         return False
-    return any(_groups(w, t.dtype, index.shape[0]) for w in (turned(t), t)) or not slicing.has_entries(t)
+    return any(
+        _groups(w, t.dtype, index.shape[0]) for w in (transposed_once(t), t)
+    ) or not slicing.has_entries(t)
 
 
-def turned(t: QuantizedTensor) -> QuantizedTensor:
+def transposed_once(t: QuantizedTensor) -> QuantizedTensor:
     """`t.transposed()`, kept with weights that have memory: each token of each layer asks for it."""
     if type(t.codes) not in PLAIN:
         return t.transposed()
     settled = t.__dict__.setdefault("_settled", {})
-    if TURNED not in settled:
-        settled[TURNED] = t.transposed()
-    return settled[TURNED]  # type: ignore[no-any-return]
+    if TRANSPOSED not in settled:
+        settled[TRANSPOSED] = t.transposed()
+    return settled[TRANSPOSED]  # type: ignore[no-any-return]
 
 
 def _product(left: Any, right: Any) -> torch.Tensor:
@@ -300,4 +302,4 @@ def _torch_groups(w: QuantizedTensor, dtype: torch.dtype) -> bool:
     return w.device.type == "cpu" and (dtype == torch.bfloat16 or not torch.compiler.is_compiling())
 
 
-__all__ = ["Gathered", "chosen", "gathered", "turned", "waits"]
+__all__ = ["Gathered", "chosen", "gathered", "transposed_once", "waits"]

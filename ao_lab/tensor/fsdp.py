@@ -69,10 +69,10 @@ def whole_weight(
     t = t.plain
     gathered = _received(t, outputs, metadata)
     on_cpu = t.device.type == "cpu"
-    kept = {name: part.clone() if on_cpu or as_bytes else part for name, part in gathered.items()}
-    own = tuple(kept.values()) if as_bytes and not on_cpu else ()
+    owned = {name: part.clone() if on_cpu or as_bytes else part for name, part in gathered.items()}
+    own = tuple(owned.values()) if as_bytes and not on_cpu else ()
     layout = SPARSE if t.meta.layout == SPARSE else "plain"
-    return t.remade({**t.parts, **kept}, whole, dtype=dtype, layout=layout), own
+    return t.remade({**t.parts, **owned}, whole, dtype=dtype, layout=layout), own
 
 
 def refill(out: Any, outputs: tuple[torch.Tensor, ...], metadata: Metadata) -> None:
@@ -160,15 +160,15 @@ def _received(t: QuantizedTensor, outputs: tuple[torch.Tensor, ...], metadata: M
     if not as_bytes:
         return {name: received(part, getattr(t, name)) for name, part in zip(names, outputs, strict=True)}
     rows = torch.cat([output.flatten(1) for output in outputs], 1)[: whole[0]]
-    found: Parts = {}
+    parts: Parts = {}
     start = 0
     for name in names:
         part = getattr(t, name)
         length = prod(part.shape[1:]) * part.element_size()
-        found[name] = rows[:, start : start + length].contiguous().view(part.dtype)
-        found[name] = found[name].reshape(whole[0], *part.shape[1:])
+        moved = rows[:, start : start + length].contiguous().view(part.dtype)
+        parts[name] = moved.reshape(whole[0], *part.shape[1:])
         start += length
-    return found
+    return parts
 
 
 __all__ = ["gathered_parts", "received", "refill", "sent", "whole_weight"]

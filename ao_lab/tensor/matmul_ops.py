@@ -147,10 +147,10 @@ def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
 def _embedding(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Only the rows that are asked for are dequantized, where a row can be."""
     weight, index = args[0], args[1]
-    found = slicing.select_rows(weight, index, counted=True)
-    if found is None:
+    rows = slicing.select_rows(weight, index, counted=True)
+    if rows is None:
         return func(weight.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
-    return found.dequantize().reshape((*index.shape, weight.shape[1]))
+    return rows.dequantize().reshape((*index.shape, weight.shape[1]))
 
 
 def _dense(x: Any) -> Any:

@@ -216,8 +216,8 @@ class QuantizedTensor(torch.Tensor):
         if name == PRESHUFFLED and (reason := unsupported_reason(self)) is not None:
             raise ValueError(f"{self!r} is not {name}: {reason}; leave it plain")
         q = LAYOUTS[name].forward(self.quantized)
-        made = {part: getattr(q, part) for part in ("codes", "scale", "zero")}
-        return self.remade({**self.parts, **made}, layout=name)
+        parts = {part: getattr(q, part) for part in ("codes", "scale", "zero")}
+        return self.remade({**self.parts, **parts}, layout=name)
 
     @property
     def plain(self) -> QuantizedTensor:
@@ -266,15 +266,10 @@ class QuantizedTensor(torch.Tensor):
                 f"data of {self!r} is a QuantizedTensor, or {self.dim()} axes of floating-point numbers to quantize; got "
                 f"{type(dense).__name__} of shape {tuple(dense.shape)}, {dense.dtype}"
             )
-        made: Any = self.new_empty(dense.shape, dtype=dense.dtype, device=dense.device)
-        made.copy_(dense)
-        layout = self.meta.layout
-        result: QuantizedTensor = made
-        return (
-            result.to_layout(layout)
-            if layout == PRESHUFFLED and unsupported_reason(result) is None
-            else result
-        )
+        result: Any = self.new_empty(dense.shape, dtype=dense.dtype, device=dense.device)
+        result.copy_(dense)
+        arranged = self.meta.layout == PRESHUFFLED and unsupported_reason(result) is None
+        return result.to_layout(PRESHUFFLED) if arranged else result  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's stubs have an attribute
@@ -450,9 +445,9 @@ def from_quantized(
 ) -> QuantizedTensor:
     """The tensor of stored parts (packed where codes are below 8 bits, scales plain)."""
     parts = {"codes": q.codes, "scale": q.scale, "outer": q.outer, "zero": q.zero}
-    given = Scales(None) if input_scales is None else input_scales
-    static = given.outer if given.scale is None else given.scale
-    for name, part in (("input_scale", static), ("input_zero", given.zero)):
+    static = Scales(None) if input_scales is None else input_scales
+    scale = static.outer if static.scale is None else static.scale
+    for name, part in (("input_scale", scale), ("input_zero", static.zero)):
         parts[name] = None if part is None else part.to(q.codes.device)
     meta = Meta(recipe, q.axis - len(q.shape), dtype)
     return QuantizedTensor(parts, meta, q.shape)

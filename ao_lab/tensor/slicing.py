@@ -18,6 +18,8 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor, signed, swapped
 from fast.matmul.preshuffled.layout import rows_restored
 
 Part = torch.Tensor | None
+#: Parts that are scales, and zero points.
+SCALES = ("scale", "outer", "zero")
 #: Dense columns of a byte of metadata.
 COLUMNS = 8
 
@@ -117,14 +119,14 @@ def select_rows(t: QuantizedTensor, index: torch.Tensor, counted: bool = False) 
 
 def select_runs(t: QuantizedTensor, dim: int, index: torch.Tensor) -> QuantizedTensor:
     """What `index` names of an axis, where that is whole blocks: DTensor puts strided shards in order so."""
-    places = index.reshape(-1)
+    numbers = index.reshape(-1)
     length = t.stored_shape[dim]
-    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < length:
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < length:
         raise IndexError(
-            f"index_select along an axis of {length} elements: {int(places.min())} to {int(places.max())}"
+            f"index_select along an axis of {length} elements: {int(numbers.min())} to {int(numbers.max())}"
         )
-    breaks = ((places[1:] - places[:-1]) != 1).nonzero().reshape(-1) + 1
-    runs = [run for run in torch.tensor_split(places, breaks.cpu()) if run.numel()]
+    breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero().reshape(-1) + 1
+    runs = [run for run in torch.tensor_split(numbers, breaks.cpu()) if run.numel()]
     try:
         pieces = [slice_axis(t, dim, int(run[0]), int(run[-1]) + 1) for run in runs]
         return concatenate(pieces, dim) if pieces else slice_axis(t, dim, 0, 0)
@@ -141,9 +143,9 @@ def has_entries(t: QuantizedTensor) -> bool:
         return (
             t.meta.layout == "plain" and len(t.shape) == 3 and prod(t.stored_shape[1:]) % _flat_step(t) == 0
         )
-    turned = t.meta.transposed and len(t.shape) == 2
-    whole = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
-    return t.meta.layout != "tiled" and not (turned or whole or block_sizes(t)[0] != 1)
+    transposed = t.meta.transposed and len(t.shape) == 2
+    one_block = t.scheme.scale.block == -1 and t.meta.axis == -len(t.shape)
+    return t.meta.layout != "tiled" and not (transposed or one_block or block_sizes(t)[0] != 1)
 
 
 def are_preshuffled_experts(t: QuantizedTensor) -> bool:
@@ -153,19 +155,19 @@ def are_preshuffled_experts(t: QuantizedTensor) -> bool:
 
 def _of_experts(t: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Part]:
     """Parts of some of the experts."""
-    found = {name: part for name in ("codes", "scale", "zero") if (part := t.parts[name]) is not None}
-    return {**t.parts, **{name: function(part) for name, part in found.items()}}
+    preshuffled = {name: part for name in ("codes", "scale", "zero") if (part := t.parts[name]) is not None}
+    return {**t.parts, **{name: function(part) for name, part in preshuffled.items()}}
 
 
 def _flat_entries(t: QuantizedTensor, index: torch.Tensor, counted: bool) -> QuantizedTensor:
     """Entries whose blocks are of the flattened tensor, each with scales of its own."""
-    parts, many = dict(t.parts), t.stored_shape[0]
+    parts, count = dict(t.parts), t.stored_shape[0]
     for name in ("codes", "scale", "outer"):
         part = parts[name]
         if part is not None and part.dim():
-            each = part.reshape(many, -1) if part.dim() == 1 else part
-            found = _picked(each, index, counted)
-            parts[name] = found.reshape(-1) if part.dim() == 1 else found
+            each = part.reshape(count, -1) if part.dim() == 1 else part
+            picked = _picked(each, index, counted)
+            parts[name] = picked.reshape(-1) if part.dim() == 1 else picked
     return _stored(t, parts, (index.shape[0], *t.stored_shape[1:]))
 
 
@@ -206,14 +208,14 @@ def concatenate(tensors: Sequence[QuantizedTensor], dim: int) -> QuantizedTensor
 
 def scalars(t: QuantizedTensor) -> dict[str, torch.Tensor]:
     """Scales and zero points that hold for the whole tensor, and so for each piece of it."""
-    found = {name: t.parts[name] for name in ("scale", "outer", "zero")}
-    return {name: part for name, part in found.items() if part is not None and part.dim() == 0}
+    return {name: part for name in SCALES if (part := t.parts[name]) is not None and part.dim() == 0}
 
 
 def axis_scales(t: QuantizedTensor, dim: int) -> dict[str, torch.Tensor]:
     """Scales and zero points that hold for every piece along an axis."""
-    found = {name: t.parts[name] for name in ("scale", "outer", "zero") if not has_pieces(t, name, dim)}
-    return {name: part for name, part in found.items() if part is not None}
+    return {
+        name: part for name in SCALES if (part := t.parts[name]) is not None and not has_pieces(t, name, dim)
+    }
 
 
 def view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
@@ -293,7 +295,7 @@ def block_sizes(t: QuantizedTensor) -> list[int]:
     first, second = block if isinstance(block, tuple) else (1, block)
     sizes[axis] = second
     if first != 1:
-        sizes[max(place for place in range(rank) if place != axis)] = first
+        sizes[max(other for other in range(rank) if other != axis)] = first
     return sizes
 
 
@@ -396,8 +398,8 @@ def _with(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 
-def _clamped(place: int, length: int) -> int:
-    return min(max(place + length if place < 0 else place, 0), length)
+def _clamped(index: int, length: int) -> int:
+    return min(max(index + length if index < 0 else index, 0), length)
 
 
 def _inferred(shape: Sequence[int], total: int) -> tuple[int, ...]:

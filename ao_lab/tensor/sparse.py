@@ -20,7 +20,7 @@ from ao_lab.tensor.sparse_codes import (
     dense_codes,
     dense_recipe,
     dense_scheme,
-    kept_metadata,
+    metadata_of,
     positive_zeros,
     sparse_recipe,
     stored_codes,
@@ -48,7 +48,7 @@ def quantized_compressed(
     if (reason := unstorable(x, recipe, axis) or not_sparse(x, recipe)) is not None:
         raise ValueError(reason)
     x = positive_zeros(x.detach())
-    metadata = kept_metadata(x)
+    metadata = metadata_of(x)
     if is_plain(recipe.weight):
         return _of_elements(x, metadata, recipe)
     return compressed(quantized_by_rows(x, dense_recipe(recipe), input_scales=input_scales), metadata)
@@ -94,7 +94,7 @@ def stored_like(
     else:
         recipe = dense_recipe(t.recipe)
         q = fast.quantize(x, recipe.weight, scales=scales, packed=recipe.weight.format.bits < 8)
-        made = compressed(from_quantized(q, recipe, t.dtype, input_scales), kept_metadata(x))
+        made = compressed(from_quantized(q, recipe, t.dtype, input_scales), metadata_of(x))
     return made.remade(made.parts, dtype=dense.dtype)  # type: ignore[return-value]
 
 

@@ -59,17 +59,17 @@ def positive_zeros(x: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(x == 0, 0)
 
 
-def kept_metadata(x: torch.Tensor) -> torch.Tensor:
+def metadata_of(x: torch.Tensor) -> torch.Tensor:
     """Metadata uint8 (..., ceil(K / 8)) of a dense 2:4 tensor (..., K); ValueError for more than two nonzeros in a group."""
     return _by_rows(lambda piece: fast.compress(piece).metadata, x)
 
 
 def stored_codes(codes: torch.Tensor, metadata: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The kept ones of codes (..., K), one code an element: (..., K/2), packed below 8 bits."""
-    kept = _by_rows(
-        lambda piece, data: fast.compress(piece, is_kept(data, piece.shape[-1])).values, codes, metadata
+    values = _by_rows(
+        lambda piece, data: fast.compress(piece, keep_mask(data, piece.shape[-1])).values, codes, metadata
     )
-    return fast.pack(kept, scheme.format) if scheme.format.bits < 8 else kept
+    return fast.pack(values, scheme.format) if scheme.format.bits < 8 else values
 
 
 def dense_codes(
@@ -81,16 +81,16 @@ def dense_codes(
 ) -> torch.Tensor:
     """Codes of every element of `shape` (..., K), one code an element, from the kept ones and the block's zero points."""
     half = (*shape[:-1], shape[-1] // 2)
-    kept = fast.unpack(stored, scheme.format, half) if scheme.format.bits < 8 else stored
-    codes = _by_rows(lambda piece, data: fast.decompress(piece, data), kept, metadata)
+    values = fast.unpack(stored, scheme.format, half) if scheme.format.bits < 8 else stored
+    codes = _by_rows(lambda piece, data: fast.decompress(piece, data), values, metadata)
     fill = zero_code(scheme)
     if fill == 0:
         return codes
     others = _zero_points(zero, scheme, shape) if fill == FROM_ZERO_POINT else torch.full_like(codes, fill)
-    return torch.where(is_kept(metadata, shape[-1]), codes, others)
+    return torch.where(keep_mask(metadata, shape[-1]), codes, others)
 
 
-def is_kept(metadata: torch.Tensor, length: int) -> torch.Tensor:
+def keep_mask(metadata: torch.Tensor, length: int) -> torch.Tensor:
     """Bool (..., length): what metadata keeps, two of every four."""
     ones = torch.ones((*metadata.shape[:-1], length // 2), dtype=torch.uint8, device=metadata.device)
     return fast.decompress(ones, metadata).to(torch.bool)
@@ -118,8 +118,8 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
     lead = first.shape[:-1]
     rows = max(PIECE // max(first.shape[-1], 1), 1)
     flat = [torch.split(tensor.reshape(prod(lead), tensor.shape[-1]), rows) for tensor in tensors]
-    made = torch.cat([function(*pieces) for pieces in zip(*flat, strict=True)])
-    return made.reshape(*lead, made.shape[-1])
+    result = torch.cat([function(*pieces) for pieces in zip(*flat, strict=True)])
+    return result.reshape(*lead, result.shape[-1])
 
 
 __all__ = [
@@ -127,8 +127,8 @@ __all__ = [
     "dense_codes",
     "dense_recipe",
     "dense_scheme",
-    "is_kept",
-    "kept_metadata",
+    "keep_mask",
+    "metadata_of",
     "positive_zeros",
     "sparse_recipe",
     "sparse_scheme",

@@ -132,7 +132,7 @@ def _multiplied(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _scaled(t: QuantizedTensor, exponent: int) -> QuantizedTensor:
     """t, its scales times 2**exponent; nothing has changed where that is refused."""
     plain = t.plain
-    changed = {name: _moved(plain, name, exponent * way) for name, way in _places(t.scheme).items()}
+    changed = {name: _moved(plain, name, exponent * way) for name, way in _magnitude_parts(t.scheme).items()}
     for name, part in changed.items():
         getattr(plain, name).copy_(part)
     if plain is not t:
@@ -148,15 +148,15 @@ def _exponent(factor: Any) -> int | None:
     return exponent - 1 if fraction == 0.5 else None
 
 
-def _places(scheme: Scheme) -> dict[str, int]:
+def _magnitude_parts(scheme: Scheme) -> dict[str, int]:
     """The parts that hold the weight's magnitude, and whether they grow with it (1) or fall (-1)."""
     outer = scheme.outer
     if outer is not None:
         way = 1 if outer.stored == "decode" else -1
         # A mean that was subtracted from the scales stands beside their factor.
         return {"outer": way, "zero": 1} if outer.center == "mean" else {"outer": way}
-    places = {"scale": 1 if scheme.scale.stored == "decode" else -1}
-    return {**places, "zero": 1} if scheme.zero is not None and scheme.zero.rule == "value" else places
+    parts = {"scale": 1 if scheme.scale.stored == "decode" else -1}
+    return {**parts, "zero": 1} if scheme.zero is not None and scheme.zero.rule == "value" else parts
 
 
 def _moved(t: QuantizedTensor, name: str, exponent: int) -> torch.Tensor:
@@ -191,8 +191,8 @@ def _average(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         )
     if isinstance(target, QuantizedTensor) and not torch.compiler.is_compiling() and torch.equal(target, end):
         return target
-    made: torch.Tensor = requantized(func, args, kwargs)
-    return made
+    result: torch.Tensor = requantized(func, args, kwargs)
+    return result
 
 
 @operation(*LISTS)
@@ -206,8 +206,8 @@ def _averages(func: Any, args: Any, kwargs: Any) -> None:
         if any(isinstance(t, QuantizedTensor) for t in (target, end)):
             target.lerp_(end, weight)
     if plain:
-        given = [list(column) for column in zip(*plain, strict=True)]
-        func(given[0], given[1], given[2] if each is weights else weights)
+        dense_targets, dense_ends, own_weights = (list(column) for column in zip(*plain, strict=True))
+        func(dense_targets, dense_ends, own_weights if each is weights else weights)
 
 
 __all__ = ["AVERAGES", "CHANGES", "LISTS", "READS", "dense", "requantized"]

@@ -98,10 +98,10 @@ def _t(t: QuantizedTensor) -> QuantizedTensor:
 @view(aten.transpose.int)
 def _transpose(t: QuantizedTensor, first: int, second: int) -> QuantizedTensor:
     rank = len(t.shape)
-    places = {first % rank, second % rank}
-    if len(places) == 1:
+    axes = {first % rank, second % rank}
+    if len(axes) == 1:
         return t.remade(t.parts)
-    if places != {rank - 1, rank - 2}:
+    if axes != {rank - 1, rank - 2}:
         raise ValueError(
             f"transpose of axes {first} and {second} of {t!r}: only the last two; dequantize() first"
         )
@@ -111,12 +111,12 @@ def _transpose(t: QuantizedTensor, first: int, second: int) -> QuantizedTensor:
 @view(aten.permute.default)
 def _permute(t: QuantizedTensor, order: Any) -> QuantizedTensor:
     rank = len(t.shape)
-    places = [place % rank for place in order]
-    if places == list(range(rank)):
+    axes = [axis % rank for axis in order]
+    if axes == list(range(rank)):
         return t.remade(t.parts)
-    if places == [*range(rank - 2), rank - 1, rank - 2]:
+    if axes == [*range(rank - 2), rank - 1, rank - 2]:
         return t.transposed()
-    raise ValueError(f"permute of {t!r} to {places}: only the last two axes; dequantize() first")
+    raise ValueError(f"permute of {t!r} to {axes}: only the last two axes; dequantize() first")
 
 
 @view(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -196,15 +196,15 @@ def _cat(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 def _pad(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
     """Zeros behind the last element of one axis, as DTensor makes shards equally long."""
     t, added, value = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("value", 0)
-    places = [place for place, count in enumerate(added) if count]
-    if not places:
+    padded = [at for at, count in enumerate(added) if count]
+    if not padded:
         return t.mapped(torch.Tensor.clone)  # type: ignore[no-any-return]
-    if len(places) > 1 or places[0] % 2 == 0 or added[places[0]] < 0 or value != 0:
+    if len(padded) > 1 or padded[0] % 2 == 0 or added[padded[0]] < 0 or value != 0:
         raise ValueError(
             f"padding of {t!r} by {list(added)} with {value}: only zeros at the end of one axis; dequantize() first"
         )
-    dim = len(t.shape) - 1 - places[0] // 2
-    shape = [*t.shape[:dim], added[places[0]], *t.shape[dim + 1 :]]
+    dim = len(t.shape) - 1 - padded[0] // 2
+    shape = [*t.shape[:dim], added[padded[0]], *t.shape[dim + 1 :]]
     t = t.in_rows
     zeros = _zeros(t, shape, {}, slicing.axis_scales(t, stored_dim(t, dim)))
     return slicing.concatenate([t, zeros], stored_dim(t, dim))
@@ -223,14 +223,14 @@ def _index(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
     Of a matrix other places, and rows that blocks span, are dense numbers, as they are for lookups.
     """
-    t, places = args
-    if len(places) == 1 and places[0].dim() == 1 and places[0].dtype != torch.bool:
-        if t.dim() == 2 and (rows := slicing.select_rows(t, places[0])) is not None:
+    t, indices = args
+    if len(indices) == 1 and indices[0].dim() == 1 and indices[0].dtype != torch.bool:
+        if t.dim() == 2 and (rows := slicing.select_rows(t, indices[0])) is not None:
             return rows
         if t.dim() != 2:
-            return gathered(t, places[0]) if waits(t, places[0]) else chosen(t, places[0])
+            return gathered(t, indices[0]) if waits(t, indices[0]) else chosen(t, indices[0])
     if t.dim() == 2:
-        return func(t.dequantize(), places)  # type: ignore[no-any-return]
+        return func(t.dequantize(), indices)  # type: ignore[no-any-return]
     raise ValueError(f"indexing of {t!r}: a vector of numbers along axis 0 alone; dequantize() first")
 
 
@@ -296,10 +296,10 @@ def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None)
 
 def _input_scales(t: QuantizedTensor, device: torch.device) -> Scales | None:
     """Static scales of t's inputs for a tensor on a device; zeros, to be filled, where those of t are on the meta device."""
-    given = t.input_scales
-    if given is None or not t.is_meta or device.type == "meta":
-        return given
-    parts = (given.scale, given.outer, given.zero)
+    static = t.input_scales
+    if static is None or not t.is_meta or device.type == "meta":
+        return static
+    parts = (static.scale, static.outer, static.zero)
     return Scales(*(None if part is None else torch.zeros_like(part, device=device) for part in parts))
 
 
@@ -332,10 +332,10 @@ def stored_as(t: QuantizedTensor) -> tuple[Any, ...]:
 def stored_dim(t: QuantizedTensor, dim: int) -> int:
     """A logical axis as the axis of the stored parts."""
     rank = len(t.shape)
-    place = dim % rank
-    return {rank - 1: rank - 2, rank - 2: rank - 1}.get(place, place) if t.meta.transposed else place
+    dim = dim % rank
+    return {rank - 1: rank - 2, rank - 2: rank - 1}.get(dim, dim) if t.meta.transposed else dim
 
 
 def _pieces(t: QuantizedTensor, dim: int, cuts: list[int]) -> list[QuantizedTensor]:
-    place = stored_dim(t, dim)
-    return [slicing.slice_axis(t, place, start, end) for start, end in pairwise(cuts)]
+    dim = stored_dim(t, dim)
+    return [slicing.slice_axis(t, dim, start, end) for start, end in pairwise(cuts)]

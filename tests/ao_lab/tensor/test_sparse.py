@@ -16,7 +16,7 @@ import reference
 from ao_lab import QuantizedTensor, Recipe, SparseQuantizedTensor, quantized, quantized_compressed
 from ao_lab.tensor import sparse_codes
 from ao_lab.tensor.sparse import check_stored, compressed
-from ao_lab.tensor.sparse_codes import dense_scheme, kept_metadata, sparse_scheme
+from ao_lab.tensor.sparse_codes import dense_scheme, metadata_of, sparse_scheme
 from reference import SCHEMES, Scales
 from reference.sparsity.stored_codes import unsupported_reason
 from tests.support.quantized_weights import SPARSE_KINDS, pair, pruned, same
@@ -163,9 +163,9 @@ def test_other_axes_and_tensors_are_refused():
 def test_codes_outside_of_the_metadata_are_an_error():
     w = pruned(8, 32)
     dense = quantized(w, "int8_rowwise")
-    assert torch.equal(compressed(dense, kept_metadata(w)), quantized_compressed(w, "int8_rowwise"))
+    assert torch.equal(compressed(dense, metadata_of(w)), quantized_compressed(w, "int8_rowwise"))
     with pytest.raises(ValueError, match="outside of its 2:4 metadata are not zero"):
-        compressed(dense, kept_metadata(w.flip(-1)))
+        compressed(dense, metadata_of(w.flip(-1)))
 
 
 def test_parts_of_files_are_checked():
