@@ -48,14 +48,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ao_lab.{name}")
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
-    from ao_lab.install.public_names import homes, public
-
     if name == "HOMES":
-        value: Any = homes()
+        value: Any = packages.homes()
     elif name == "__all__":
-        value = sorted([*homes(), "__version__"])
-    elif name in homes():
-        value = public(name)
+        value = sorted([*packages.homes(), "__version__"])
+    elif name in packages.homes():
+        value = packages.public(name)
     else:
         raise AttributeError(f"module 'ao_lab' has no attribute {name!r}")
     globals()[name] = value

@@ -8,7 +8,7 @@ find a module, so that one program and one pickle serve a clone and a wheel; the
 In a clone a user's file must not stand in for one of them: Python takes `reference` from the first folder of its path that has
 it, which is the script's, and a `reference.py` there would fail far away from its cause. So `import ao_lab` looks first where
 the names lead (`check`), without running what is there. Nothing is redirected: the user's own `import reference` keeps its
-meaning, and ao_lab says no instead.
+meaning, and ao_lab says no instead. The names that are public are those of a stub, each imported at its first use (`public`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,8 @@ INSIDE = (HOME / NAMES[0] / "__init__.py").is_file()
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 #: What every part of ao_lab imports. `experiments` is looked at where the command line uses it.
 PACKAGES = ("reference", "fast")
+#: What type checkers read of `ao_lab`: its public names.
+STUB = HOME / "__init__.pyi"
 
 
 def module_name(package: str) -> str:
@@ -134,4 +137,25 @@ def install() -> None:
         sys.meta_path.append(finder)
 
 
-__all__ = ["INSIDE", "NAMES", "PACKAGES", "check", "install", "module_name"]
+@cache
+def homes() -> dict[str, str]:
+    """The module that defines each public name, submodules left out."""
+    import ast  # takes longer than all that `import ao_lab` does
+
+    imports = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ImportFrom)]
+    named = {alias.name: node.module or "" for node in imports for alias in node.names}
+    return {name: module for name, module in named.items() if module != "ao_lab"}
+
+
+def public(name: str) -> Any:
+    """The object of a public name. Functions of the specification take torch tensors as well: those run in `fast`."""
+    module = homes()[name]
+    value = getattr(importlib.import_module(module), name)
+    if module != module_name("reference") or not callable(value) or isinstance(value, type):
+        return value
+    from ao_lab.dispatch import dispatched
+
+    return dispatched(name)
+
+
+__all__ = ["INSIDE", "NAMES", "PACKAGES", "STUB", "check", "homes", "install", "module_name", "public"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ao_lab
-from ao_lab.install.public_names import STUB
+from ao_lab.install.packages import STUB
 
 ROOT = Path(ao_lab.__file__).resolve().parent.parent
 
