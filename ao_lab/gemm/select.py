@@ -51,7 +51,7 @@ from ao_lab.gemm.dense import cpu_scales_rows, dequantized, is_host, loses_nan, 
 from ao_lab.gemm.fused import PRESHUFFLED
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.gemm import families
-from fast.gemm.choose import Range, by_rows, choose
+from fast.gemm.choose import Range, by_rows, choose, codes_of_layer
 from fast.gemm.families import Family
 from fast.gemm.problem import of_codes, of_preshuffled, of_stored
 from fast.launch.program import Program
@@ -218,8 +218,8 @@ PREPARE: dict[str, Prepare] = {"fused": _fused, "int8": _codes, "scaled_mm": _co
 MOST = 1 << 15
 
 
-#: torch's product of codes, by the kernels that call it.
-OF_TORCH = {"int8": families.TORCH_INT_MM, "scaled_mm": families.TORCH_SCALED_MM}
+#: Kernels that multiply codes by codes.
+OF_CODES = ("int8", "scaled_mm")
 
 
 def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[Range, ...]:
@@ -237,7 +237,7 @@ def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> str:
         return families.TORCH_DEQUANTIZE.name
     if kernel == "fused":
         return _by_weight(w, dtype, rows).name
-    return _by_codes(kernel, w, dtype, rows).name if kernel in OF_TORCH else kernel
+    return _by_codes(w, dtype, rows).name if kernel in OF_CODES else kernel
 
 
 def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
@@ -253,13 +253,12 @@ def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
     return next(choose(of_preshuffled(arranged, rows, dtype)))
 
 
-def _by_codes(kernel: str, w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
+def _by_codes(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
     """Of inputs that are quantized to 8 bits."""
-    x = torch.empty((rows, w.shape[0]), dtype=dtype, device="meta")
-    if not multiplies_codes(x, w):
-        return OF_TORCH[kernel]
-    shape = (int(w.shape[1]), int(w.shape[0]))
-    return next(choose(of_codes(activation(w), w.scheme, shape, rows, dtype, w.device)))
+    scheme, shape = activation(w), (int(w.shape[1]), int(w.shape[0]))
+    if scheme.scale.block == BLOCK:
+        return families.TORCH_SCALED_MM
+    return codes_of_layer(scheme, w.scheme, of_codes(scheme, w.scheme, shape, rows, dtype, w.device))
 
 
 __all__ = [

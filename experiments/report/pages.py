@@ -1,5 +1,5 @@
 """Pages: ``reports/index.html``, a page of all figures and tables for each experiment, Markdown beside them, and
-``limits.md``. They read rows, and of git what has changed since.
+``limits.md``. They read rows, and of git what has changed since; ``families.md`` reads records of kernels.
 
 The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
@@ -39,6 +39,7 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
+from experiments.report import families
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
 from experiments.report.plots import svg
 from experiments.report.results import number
@@ -193,9 +194,10 @@ def write_pages(places: Paths) -> Written:
             tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
             written.append((f"{page.name}: page", shown(path)))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
-    for name in ("index.html", "README.md", "limits.md"):
+    for name in ("index.html", "README.md", "limits.md", "families.md"):
         path = places.reports / name
-        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit()))
+        given = {"families": families.tables()} if name == "families.md" else {}
+        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit(), **given))
         written.append(("report", shown(path)))
     return written
 

@@ -25,6 +25,7 @@ from fast.gemm.families import (
     SM90_W4A16_GEMM,
     SM90_W4A16_GEMV,
     TORCH_DEQUANTIZE,
+    TORCH_INT_MM,
     TORCH_SCALED_MM,
     TRITON_GEMM_SMALL_M,
     TRITON_GEMV_ANY,
@@ -281,6 +282,22 @@ def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sum
     return is_faster(rows, *shape, rowwise=not tensorwise, fast_sums=fast_sums)
 
 
+def codes_of_layer(x: Scheme, w: Scheme, p: Problem) -> Family:
+    """Of a layer whose inputs are quantized to 8 bits: a kernel of ours, or torch's product of codes.
+
+    x, w: both schemes; p: `problem.of_codes` of these. Ours are one row on GPUs of `device.OLDEST` or later, and on
+    Hopper several rows of int8, and of float8 where that was measured to be faster.
+    """
+    takes = takes_codes(x.key, w.key, p.shape, p.inputs, int(p.rows)) and p.device.capability >= SM90
+    if takes and p.rows == 1:
+        return TRITON_GEMV_W8A8
+    on_hopper = takes and p.device.capability == SM90
+    if p.element == "int8":
+        return next(choose(p)) if on_hopper else TORCH_INT_MM
+    beats = on_hopper and codes_beat_torch(x.key, w.key, p.shape, int(p.rows))
+    return TRITON_SCALED_MM if beats else TORCH_SCALED_MM
+
+
 def float8_of_training(
     x: Scheme, w: Scheme, shape: tuple[int, ...], rows: int, fast_sums: bool, launched: bool
 ) -> Family:
@@ -323,6 +340,10 @@ def gradients(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
+#: Rows up to which each number is asked for: families of few rows take turns there.
+EACH = 128
+
+
 class Range(NamedTuple):
     """Rows from `first` to `last`, None for all that follow, and the name of the family that multiplies them."""
 
@@ -339,10 +360,11 @@ class Range(NamedTuple):
 
 
 def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:
-    """The ranges of rows from 1 to `most` that have one name: asked for at powers of two, and in between until each bound is
-    known. A name that begins and ends between two powers of two is not seen; the last range stands for all that follow."""
+    """The ranges of rows from 1 to `most` that have one name: asked for at each number up to EACH, at powers of two
+    beyond, and in between until each bound is known. A name that begins and ends between two of these powers is not
+    seen; the last range stands for all that follow."""
     found: list[Range] = []
-    known = [(rows, name_of(rows)) for rows in (*_powers(most), most)]
+    known = [(rows, name_of(rows)) for rows in (*range(1, min(EACH, most)), *_powers(most), most)]
     first = 1
     for (below, name), (above, other) in pairwise(known):
         if name != other:
@@ -353,8 +375,8 @@ def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:
 
 
 def _powers(most: int) -> Iterator[int]:
-    """Powers of two below."""
-    power = 1
+    """Powers of two from EACH on, below."""
+    power = EACH
     while power < most:
         yield power
         power *= 2
@@ -376,6 +398,7 @@ __all__ = [
     "by_rows",
     "choose",
     "codes_beat_torch",
+    "codes_of_layer",
     "float8_of_training",
     "gradients",
     "rows_of_gemm",

@@ -10,6 +10,7 @@ import ao_lab
 from ao_lab import explain, quantize_
 from ao_lab.gemm import codes, select
 from ao_lab.gemm.dense import is_host
+from fast.gemm import problem
 from tests.ao_lab.gemm.capability import set_capability
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -18,11 +19,12 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A Hopper GPU without NVRTC: kernels in CUDA C++ are not taken."""
+    """A Hopper GPU."""
     set_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(ao_lab.QuantizedTensor, "is_cuda", True)
     for module in (select, codes):
         monkeypatch.setattr(module, "is_host", lambda device: False)
+    monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
 
 
 def families(config, layout=""):
@@ -46,7 +48,7 @@ def families(config, layout=""):
     [
         (
             ao_lab.Int4WeightOnlyConfig(), "preshuffled",
-            "1-128 rows triton_small_m, 129 rows and more torch_dequantize",
+            "1-4 rows sm90_w4a16_gemv, 5-64 rows triton_small_m, 65 rows and more sm90_w4a16_gemm",
         ),
         (
             ao_lab.Int4WeightOnlyConfig(), "",
@@ -54,7 +56,7 @@ def families(config, layout=""):
         ),
         (
             ao_lab.Int8DynamicActivationInt8WeightConfig(), "",
-            "1 row triton_gemv_w8a8, 2 rows and more triton_int_scaled_mm",
+            "1 row triton_gemv_w8a8, 2-2944 rows triton_int_scaled_mm, 2945 rows and more sm90_s8_gemm",
         ),
         (
             ao_lab.Float8DynamicActivationFloat8WeightConfig(), "",
