@@ -66,15 +66,7 @@ def select_product(
     keys, device = (scheme_key(a), scheme_key(b)), codes_of(a).device
     name = tuned(direction, *keys, lengths, dtype, device, accumulation)
     if torch.compiler.is_compiling():
-        facts = (
-            *keys,
-            settled(m),
-            settled(n),
-            settled(k),
-            str(dtype),
-            str(device),
-            fast_sums,
-        )
+        facts = (*keys, settled(m), settled(n), settled(k), str(dtype), str(device), fast_sums)
         traced: str = _able_traced(name or "", *facts)
         return traced
     launched = not is_captured(codes_of(a))

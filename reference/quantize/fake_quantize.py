@@ -62,13 +62,7 @@ def _forward(x: Array, scales: Any, random_bits: Any, scheme: Scheme, axis: int)
 
 @bridged
 def fake_quantize_vjp(
-    g: Any,
-    x: Any,
-    scheme: str | Scheme,
-    *,
-    axis: int = -1,
-    scales: Any = None,
-    random_bits: Any = None,
+    g: Any, x: Any, scheme: str | Scheme, *, axis: int = -1, scales: Any = None, random_bits: Any = None
 ) -> Gradients:
     """Gradients (dx, dscale, dzero) of fake_quantize at x for an output gradient g of x's shape and dtype.
 

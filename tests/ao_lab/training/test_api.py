@@ -331,8 +331,7 @@ TRACED = tuple(name for name, recipe in RECIPES.items() if not recipe.is_stochas
 # torch's tracer makes an instance of the function, of which torch itself warns.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "name",
-    ["rowwise", *(pytest.param(one, marks=pytest.mark.nightly) for one in TRACED if one != "rowwise")],
+    "name", ["rowwise", *(pytest.param(one, marks=pytest.mark.nightly) for one in TRACED if one != "rowwise")]
 )
 def test_one_program_for_any_number_of_rows(name):
     """The bits of the layer that is not compiled, whether blocks divide the rows or not."""

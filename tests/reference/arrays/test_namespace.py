@@ -62,10 +62,7 @@ CALLS = {
     "compress": [lambda v: reference.compress(v, "2:4"), lambda v: reference.compress(X, v)],
     "compress_transposable": [lambda v: reference.compress_transposable(v)],
     "quantize_compressed": [lambda v: reference.quantize_compressed(v, "fp8_rowwise", "2:4")],
-    "decompress": [
-        lambda v: reference.decompress(v, METADATA),
-        lambda v: reference.decompress(VALUES, v),
-    ],
+    "decompress": [lambda v: reference.decompress(v, METADATA), lambda v: reference.decompress(VALUES, v)],
     "linear_sparse": [lambda v: reference.linear_sparse(v, VALUES, METADATA)],
     "linear_sparse_error_bound": [lambda v: reference.linear_sparse_error_bound(v, VALUES, METADATA)],
     "linear_sparse_int4": [lambda v: reference.linear_sparse_int4(v, VALUES, METADATA, X)],

@@ -229,9 +229,5 @@ def test_sums_of_adjacent_pairs_in_every_library(length):
         x = fill(kind, (4, length), seed=length)
         want, bits = plain_sum(x).view(np.int32), x.view(np.int32)
         tensor = torch.from_numpy(bits.copy())
-        for got in (
-            tree_sum(NUMPY, bits),
-            tree_sum(namespace_of(tensor), tensor),
-            jitted(jnp.asarray(bits)),
-        ):
+        for got in (tree_sum(NUMPY, bits), tree_sum(namespace_of(tensor), tensor), jitted(jnp.asarray(bits))):
             assert_same_bits(got, want)

@@ -26,11 +26,7 @@ import torch
 from compressed_tensors.quantization.lifecycle.forward import dequantize as their_dequantize
 from compressed_tensors.quantization.lifecycle.forward import quantize as their_quantize
 from compressed_tensors.quantization.quant_args import QuantizationArgs
-from compressed_tensors.quantization.utils.helpers import (
-    calculate_qparams,
-    calculate_range,
-    generate_gparam,
-)
+from compressed_tensors.quantization.utils.helpers import calculate_qparams, calculate_range, generate_gparam
 
 from reference.formats.formats import FORMATS
 from reference.quantize.quantize import Quantized, dequantize, quantize

@@ -143,8 +143,7 @@ def test_equals_torch_before_its_reordering(dtype):
 @pytest.mark.parametrize(
     "name",
     sampled(
-        {"float32", "bfloat16", "int8"},
-        ["float32", "bfloat16", "float16", "int8", "uint8", "float8_e4m3fn"],
+        {"float32", "bfloat16", "int8"}, ["float32", "bfloat16", "float16", "int8", "uint8", "float8_e4m3fn"]
     ),
 )
 def test_libraries_agree_bit_for_bit(name):

@@ -246,7 +246,7 @@ def test_nothing_given_is_changed():
 
 def test_refusals_name_the_way_out():
     w, h = inputs(9, 2, 8)
-    refused = [
+    cases = [
         ({"w": w.tolist()}, TypeError, "takes NumPy arrays, got list"),
         ({"w": w.astype(np.float64)}, TypeError, "cast it to float32"),
         ({"w": w[0]}, ValueError, "takes a matrix"),
@@ -264,7 +264,7 @@ def test_refusals_name_the_way_out():
         ({"scheme": "nf4"}, ValueError, "blocks lie along K"),
         ({"scheme": "int4_g32"}, ValueError, "not divisible by the block size 32"),
     ]
-    for changed, error, said in refused:
+    for changed, error, said in cases:
         arguments = {"w": w, "hessian": h, **changed}
         refused(error, said, sparsegpt, arguments.pop("w"), arguments.pop("hessian"), **arguments)
     refused(ValueError, "no inputs", sparsegpt, w[:, :0], h[:0, :0])

@@ -232,10 +232,7 @@ def test_weights_that_lie_along_the_other_axis(name):
     operand = RECIPES[name].output.b
     turned = w.transpose(1, 2).contiguous().transpose(1, 2)
     assert not turned.is_contiguous()
-    for cast, one in (
-        (weight_operand, (operand,)),
-        (weight_columns, (RECIPES[name].input_grad.b, operand)),
-    ):
+    for cast, one in ((weight_operand, (operand,)), (weight_columns, (RECIPES[name].input_grad.b, operand))):
         found, wanted = (cast(weight, *one) for weight in (turned, w))
         assert found.shape == wanted.shape
         assert found.scheme == wanted.scheme
