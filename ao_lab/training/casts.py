@@ -144,6 +144,13 @@ def words(x: torch.Tensor, operand: Operand, seed: int | None, stream: int) -> t
     return torch.from_numpy(random_bits(shape, seed=seed, stream=stream)).to(x.device)
 
 
+def quantized(matrix: Matrix) -> Quantized:
+    """A matrix that has to be one of codes."""
+    if not isinstance(matrix, Quantized):
+        raise TypeError(f"a quantized matrix was expected, got a {type(matrix).__name__}")
+    return matrix
+
+
 def parts(matrix: Matrix) -> tuple[list[torch.Tensor | None], Any]:
     """The tensors of a matrix, and what makes it of them again."""
     if isinstance(matrix, torch.Tensor):

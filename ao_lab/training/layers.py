@@ -119,10 +119,20 @@ def low_precision_linear(
     if not n or not k:
         return nn.functional.linear(x, w, bias)
     of_m, of_n, of_k = settings.steps
-    rows = x.numel() // k
-    partial = rows % of_m if eager else not divides(of_m, rows)
-    call = _padded_linear if partial or n % of_n or k % of_k else _unpadded_linear
-    return call(x, w, bias, settings, split, evaluated, functional)
+    m = x.numel() // k
+    partial = m % of_m if eager else not divides(of_m, m)
+    if not (partial or n % of_n or k % of_k):
+        return _unpadded_linear(x, w, bias, settings, split, evaluated, functional)
+    # Zeros up to what blocks divide change no amax, and add nothing to a product or a gradient.
+    more_m, more_n, more_k = (-length % step for length, step in zip((m, n, k), settings.steps, strict=True))
+    rows = nn.functional.pad(x.reshape(m, k), (0, more_k, 0, more_m))
+    if more_n or more_k:
+        w = padded(w, more_n, more_k)
+        bias = None if bias is None else nn.functional.pad(bias, (0, more_n))
+    y = _unpadded_linear(rows, w, bias, settings, split, evaluated, functional)[:m, :n].contiguous()
+    # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
+    result: torch.Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], n))
+    return result
 
 
 def _unpadded_linear(
@@ -139,29 +149,6 @@ def _unpadded_linear(
     if functional and split is None:
         return functional_linear(x, w, bias, recipe, kernel)
     return training_linear(x, w, bias, recipe, kernel, split, evaluated=evaluated)
-
-
-def _padded_linear(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    settings: Settings,
-    split: Split | None,
-    evaluated: bool,
-    functional: bool,
-) -> torch.Tensor:
-    """The same with zeros up to what blocks divide: they change no amax, and add nothing to a product or a gradient."""
-    n, k = w.shape
-    m = x.numel() // k
-    more_m, more_n, more_k = (-length % step for length, step in zip((m, n, k), settings.steps, strict=True))
-    flat = nn.functional.pad(x.reshape(m, k), (0, more_k, 0, more_m))
-    if more_n or more_k:
-        w = padded(w, more_n, more_k)
-        bias = None if bias is None else nn.functional.pad(bias, (0, more_n))
-    y = _unpadded_linear(flat, w, bias, settings, split, evaluated, functional)[:m, :n].contiguous()
-    # As nn.Linear's output this is no view: FSDP2 hangs a hook on it, which a write to a view would lose.
-    result: torch.Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], n))
-    return result
 
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

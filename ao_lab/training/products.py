@@ -22,7 +22,7 @@ import torch
 import fast
 from ao_lab.gemm.choices import tuned
 from ao_lab.gemm.codes import BLOCK, CAPABILITY, STEP, blocks_product, blocks_reason, decodes
-from ao_lab.training.casts import Matrix
+from ao_lab.training.casts import Matrix, quantized
 from fast.gemm.choose import float8_of_training
 from fast.gemm.families import TRITON_SCALED_MM
 from fast.matmul.linear import linear_of_codes
@@ -191,9 +191,8 @@ def _codes_pay(a: Matrix, b: Matrix, fast_sums: bool, launched: bool) -> bool:
 def _codes(
     a: Matrix, b: Matrix, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
-        raise TypeError("codes takes two quantized operands")
-    return linear_of_codes(a, b, bias, dtype=dtype, fast_sums=record.accumulation == "fast")
+    fast_sums = record.accumulation == "fast"
+    return linear_of_codes(quantized(a), quantized(b), bias, dtype=dtype, fast_sums=fast_sums)
 
 
 def _dequantize_unsupported(a: Matrix, b: Matrix) -> str | None:
@@ -288,8 +287,7 @@ def blocks_unsupported_reason(a: Any, b: Any) -> str | None:
 
 def scaled_mm(a: Any, b: Any, record: Product, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
     """a (M, K) @ b.T (K, N) plus bias (N) in `dtype`, of one scale for each tensor or each row."""
-    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
-        raise TypeError("scaled_mm takes two quantized operands")
+    a, b = quantized(a), quantized(b)
     left, right = a.codes.view(FLOAT8[a.scheme.element]), b.codes.view(FLOAT8[b.scheme.element])
     scale_a, scale_b = a.scale, b.scale
     if scale_a.dim() or scale_b.dim():
@@ -313,8 +311,7 @@ def scaled_mm_blocks(
     a: Any, b: Any, record: Product, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """The same of blocks along the sum, precise whichever accumulation is asked for."""
-    if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
-        raise TypeError("scaled_mm_blocks takes two quantized operands")
+    a, b = quantized(a), quantized(b)
     square, after = b.scheme.scale.block != BLOCK, _added_after(bias, dtype)
     y = blocks_product(a.codes, b.codes, a.scale, b.scale, square, dtype, None if after else bias)
     return y.add_(bias) if after and bias is not None else y

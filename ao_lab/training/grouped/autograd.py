@@ -1,6 +1,6 @@
 """The linear layers of several experts in autograd, their three products on quantized operands; see `training.autograd`.
 
-Operands of grouped products, quantized by `fast`; `reference.training.grouped.grouped_operands` says the bits.
+Operands are quantized by `fast`; `reference.training.grouped.grouped_operands` says the bits.
 
 A scale of one group reaches over blocks that a kernel sees apart. Scales rise with the maximum that they are made of, so the
 scale of many blocks is the largest of theirs: blocks get their scales, those of a group are replaced by their largest, and
@@ -22,7 +22,7 @@ import torch
 
 import fast
 from ao_lab.training.autograd import is_drawn, new_seed, tuned_recipe
-from ao_lab.training.casts import Matrix, joined, of_record, parts, quantize_one, words
+from ao_lab.training.casts import Matrix, joined, of_record, parts, quantize_one, quantized, words
 from ao_lab.training.grouped.products import Columns, columns_product, rows_product
 from fast.device import has_kernels, is_traced, is_transformed
 from fast.layers.gather import gather_transposed
@@ -267,13 +267,6 @@ def weight_columns(
     if operand.source == "output" and forward.scheme is not None:
         w = fast.dequantize(quantized(weight_operand(w, forward)), w.dtype).reshape(w.shape)
     return weight_operand(w.transpose(1, 2), operand, seed, stream)
-
-
-def quantized(matrix: Matrix) -> Quantized:
-    """An operand that has to be one of codes."""
-    if not isinstance(matrix, Quantized):
-        raise TypeError(f"a quantized operand was expected, got a {type(matrix).__name__}")
-    return matrix
 
 
 def _of_rows(w: torch.Tensor, operand: Operand, seed: int | None, stream: int) -> Matrix:

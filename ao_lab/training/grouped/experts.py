@@ -1,22 +1,16 @@
 """Modules of batched experts that train in low precision: the module, its parameters and names stay, its class changes.
 
-Two kinds of modules are known. Experts of transformers (`use_experts_implementation`) say of themselves how their parameters
-lie and how they gate; they get a forward that sorts tokens on the device (`transformers_forward`). Others, as torchtitan's
-GroupedExperts, keep their own forward, and its products with experts are taken over while it runs (`intercept`).
+**Experts of transformers** (`use_experts_implementation`) say of themselves which parameters they have (`has_gate`,
+`has_bias`), which way round these lie (`is_transposed`), how they gate (`_apply_gate`) or activate (`act_fn`), and whether they
+normalize results (`has_post_expert_norm`). They get a forward that sorts tokens by expert on the device (`experts_forward`);
+`config._experts_implementation` then has no say. None of transformers is imported.
 
-Products with experts in a module's own forward, taken over while it runs: the module's code stays as it is.
-
-What is taken over: `torch._grouped_mm` and `torch.nn.functional.grouped_mm` of rows sorted by expert; and products of rows with
-one expert's matrix or of a batch with all, where the matrix is the module's own parameter, a view of it, or such a one in
+**Others**, as torchtitan's GroupedExperts, keep their own forward, and its products with experts are taken over while it runs
+(`run_intercepted`): `torch._grouped_mm` and `torch.nn.functional.grouped_mm` of rows sorted by expert; and products of rows
+with one expert's matrix or of a batch with all, where the matrix is the module's own parameter, a view of it, or such a one in
 another dtype. Every other product with experts (einsum, baddbmm, a matrix on the left) raises RuntimeError before it runs, and
 so does a forward in which some parameter of experts was in no product: nothing trains in high precision unseen. Dynamo does not
 ask modes about grouped products, so the module stays out of compiled graphs.
-
-The forward of transformers' experts, tokens sorted on their device; none of transformers is imported.
-
-A class with the decorator `use_experts_implementation` says of itself: which parameters it has (`has_gate`, `has_bias`), which
-way round they lie (`is_transposed`), how it gates (`_apply_gate`) or activates (`act_fn`), whether it normalizes results
-(`has_post_expert_norm`). `config._experts_implementation` then has no say.
 """
 
 from __future__ import annotations
@@ -35,11 +29,9 @@ from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.layers import Settings, autocast, mark_run, restore_class
 from ao_lab.transforms.layers import ConvertedModule, is_batch
 
-# Tokens sorted by expert and back, on their device: no count is read by the host.
-
 
 class Sorted(NamedTuple):
-    """What `sort_by_expert` found of S = T * k pairs of a token and an expert."""
+    """What `sort_by_expert` found of S = T * k pairs of a token and an expert; no count is read by the host."""
 
     #: (S,) int64: the pair at each sorted place; pair i is choice i % k of token i // k.
     order: torch.Tensor
@@ -258,10 +250,8 @@ class ExpertProducts(TorchFunctionMode):
 
     def check_all_seen(self) -> None:
         """RuntimeError where a parameter of experts was in no product that was taken over."""
-        names = [
-            n for n, p in self.module.named_parameters(recurse=False) if is_batch(p) and 1 not in p.shape
-        ]
-        missing = [name for name in names if name not in self.seen]
+        parameters = self.module.named_parameters(recurse=False)
+        missing = [name for name, p in parameters if is_matrices(p) and name not in self.seen]
         if missing:
             raise RuntimeError(
                 f"{type(self.module).__name__} called no product with its experts that a recipe takes over, of "
@@ -418,8 +408,6 @@ class InterceptedExperts(LowPrecisionExperts):
 
 
 KINDS = (TransformersExperts, InterceptedExperts)
-
-
 CLASSES: dict[tuple[type, type], type[Any]] = {}
 
 

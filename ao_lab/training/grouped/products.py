@@ -19,7 +19,7 @@ import torch
 
 from ao_lab.gemm.choices import tuned
 from ao_lab.gemm.codes import STEP
-from ao_lab.training.casts import Matrix
+from ao_lab.training.casts import Matrix, quantized
 from ao_lab.training.products import capability, is_one_scale, values, without_autocast
 from fast.device import has_kernels, is_traced, is_transformed
 from reference import Quantized
@@ -161,17 +161,13 @@ def is_e4m3(matrix: Matrix) -> bool:
 
 def codes(matrix: Matrix) -> torch.Tensor:
     """Codes in torch's dtype of e4m3."""
-    if not isinstance(matrix, Quantized):
-        raise TypeError(f"codes of a quantized matrix were expected, got a {type(matrix).__name__}")
-    found: torch.Tensor = matrix.codes.view(torch.float8_e4m3fn)
+    found: torch.Tensor = quantized(matrix).codes.view(torch.float8_e4m3fn)
     return found
 
 
 def scale_of(matrix: Matrix) -> torch.Tensor:
     """(rows,) scales."""
-    if not isinstance(matrix, Quantized):
-        raise TypeError(f"scales of a quantized matrix were expected, got a {type(matrix).__name__}")
-    found: torch.Tensor = matrix.scale.reshape(-1)
+    found: torch.Tensor = quantized(matrix).scale.reshape(-1)
     return found
 
 
@@ -246,21 +242,18 @@ def _with_zeros(y: torch.Tensor, ends: torch.Tensor, *, rows: bool) -> torch.Ten
 
 
 def _emulated(operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
+    a, b = operands.a, operands.b
+    y = a.new_zeros(_shape(a, b, ends))
     with without_autocast(ends.device):
-        return _emulated_groups(operands, ends)
-
-
-def _emulated_groups(operands: Operands, ends: torch.Tensor) -> torch.Tensor:
-    y = operands.a.new_zeros(_shape(operands.a, operands.b, ends))
-    if ends.device.type != "cpu":
-        return _emulated_unread(operands, ends, y)
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > start and operands.b.dim() == 3:
-            y[start:end] = operands.a[start:end] @ operands.b[expert].t()
-        elif end > start:
-            y[expert] = operands.a[:, start:end] @ operands.b[:, start:end].t()
-        start = end
+        if ends.device.type != "cpu":
+            return _emulated_unread(operands, ends, y)
+        start = 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > start and b.dim() == 3:
+                y[start:end] = a[start:end] @ b[expert].t()
+            elif end > start:
+                y[expert] = a[:, start:end] @ b[:, start:end].t()
+            start = end
     return y
 
 

@@ -165,7 +165,7 @@ def test_the_product_of_codes_is_one_block_of_the_reference(dtype, accumulation)
     run = products.PRODUCTS["codes"].run
     made = run(a, b, product(ROWWISE, accumulation), getattr(torch, dtype), bias)
     assert_same_bits(made, reference.linear(a, b, bias, accumulation="blocked", block=64, out_dtype=dtype))
-    refused(TypeError, "two quantized", run, a, bias, product(ROWWISE), torch.float32, None)
+    refused(TypeError, "quantized matrix", run, a, bias, product(ROWWISE), torch.float32, None)
 
 
 def test_autocast_does_not_round_what_is_emulated():
