@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,6 +20,13 @@ def as_torch(values: npt.NDArray[np.float32], dtype: str) -> torch.Tensor:
     if dtype == "bfloat16":
         return torch.from_numpy((bits >> 16).astype(np.uint16).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(bits.view(np.float32).copy())
+
+
+def tensor_of(values: npt.NDArray[Any]) -> torch.Tensor:
+    """A copy of an array as a tensor of its dtype, bfloat16 too."""
+    if values.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(values.copy().view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values.copy())
 
 
 def words(values: Any) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, fill, float_arrays
 from reference import FORMATS, quantize, rms_norm, rms_norm_quantize
+from tests.support.bits import tensor_of
 from tests.support.record_samples import sampled
 from tests.support.refusals import refused
 
@@ -43,12 +44,6 @@ def inputs(kind, dtype, shape=(6, 100), seed=0):
     """x, weight, residual."""
     x, residual = (fill(kind, shape, dtype=dtype, seed=seed + i) for i in range(2))
     return x, fill("normals", shape[-1:], dtype=dtype, seed=seed + 2), residual
-
-
-def tensor_of(x):
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.copy().view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x.copy())
 
 
 @pytest.mark.parametrize("kind", KINDS)

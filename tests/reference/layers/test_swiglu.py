@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import mpmath
 import numpy as np
 import pytest
@@ -13,18 +12,13 @@ import torch
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, fill
 from reference import FORMATS, quantize, swiglu, swiglu_quantize
 from reference.layers.swiglu import TINY, silu_codes, silu_float64
+from tests.support.bits import tensor_of
 from tests.support.oracles import every_pattern
 from tests.support.record_samples import sampled
 from tests.support.refusals import refused
 
 DTYPES = ("bfloat16", "float16")
 KINDS = ("normals", "wide", "subnormals", "largest", "bits", "specials")
-
-
-def tensor_of(x):
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.copy().view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x.copy())
 
 
 def finite_values(dtype):

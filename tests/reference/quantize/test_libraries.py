@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, fill
 from reference import SCHEMES
+from tests.support.bits import tensor_of
 from tests.support.record_samples import (
     FIELDS,
     KINDS,
@@ -72,12 +72,6 @@ def inputs(shape, dtype="float32", seed=0):
         "sparse_wide": sparse(fill("wide", shape, dtype=dtype, seed=seed + 1), seed),
         "zeros": fill("zeros", shape, dtype=dtype, seed=seed),
     }
-
-
-def tensor_of(x):
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.copy().view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x.copy())
 
 
 def both(x, scheme, axis=-1, outputs=BOTH):

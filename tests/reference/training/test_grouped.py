@@ -16,6 +16,7 @@ from reference import SCHEMES
 from reference.training import RECIPES, Recipe
 from reference.training.grouped import group_step, grouped_operands, padded_rows
 from reference.training.recipe import Operand, Product
+from tests.support.bits import tensor_of
 from tests.support.refusals import refused
 
 T, K, N, E = 90, 128, 128, 5
@@ -96,17 +97,9 @@ def assert_libraries_agree(name, converted, offsets=OFFSETS, length=K):
         assert np.array_equal(truth, made)
 
 
-def of_torch(a):
-    return (
-        torch.from_numpy(a)
-        if a.dtype == np.int32
-        else torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
-    )
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_torch_agrees(name):
-    assert_libraries_agree(name, of_torch)
+    assert_libraries_agree(name, tensor_of)
 
 
 # JAX compiles a program for each shape: groups of one length, and the other recipes at night.

@@ -18,6 +18,7 @@ from reference.training import RECIPES, Recipe, hadamard, training_linear, train
 from reference.training.hadamard import SIGNS_16, signs
 from reference.training.linear import operands, product, unsupported_reason
 from reference.training.recipe import PRODUCTS
+from tests.support.bits import tensor_of
 from tests.support.refusals import refused
 
 # Shapes that recipes take: the words, and that they are right.
@@ -112,12 +113,6 @@ def normals(seed=0, dtype="float32", shapes=SHAPES):
 def tensors(draw, kinds=FINITE_KINDS):
     dtype = draw(st.sampled_from(["float32", "bfloat16"]))
     return {name: draw(float_arrays(dtype, shape, kinds=kinds)) for name, shape in SHAPES.items()}
-
-
-def as_torch(x):
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(x.copy())
 
 
 def assert_same_operands(got, wanted):
@@ -266,7 +261,7 @@ def test_leading_axes_and_bias(name):
 @given(tensors(kinds=("bits", "normals", "specials", "subnormals")), st.sampled_from(NAMES))
 def test_torch_tensors(given_tensors, name):
     """Through the public functions."""
-    tensor = {key: as_torch(value) for key, value in given_tensors.items()}
+    tensor = {key: tensor_of(value) for key, value in given_tensors.items()}
     for which in PRODUCTS:
         mine = operands(which, name, **tensor, seed=11)
         assert_same_operands(mine, operands(which, name, **given_tensors, seed=11))
