@@ -311,12 +311,7 @@ def test_torch_takes_other_floats(source: str) -> None:
         assert_same(truth, encode_all(tensor, None, "nearest_even", function), "nearest_even", x)
 
 
-def array_all_codes(name: str) -> Array:
-    bits = FORMATS[name].bits
-    return np.arange(1 << bits).astype(np.uint8 if bits <= 8 else np.uint16)
-
-
-CODES = {name: array_all_codes(name) for name in FORMATS}
+CODES = {name: all_codes(fmt) for name, fmt in FORMATS.items()}
 
 
 def float_bits(values: Any) -> Array:
