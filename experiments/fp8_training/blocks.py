@@ -55,7 +55,14 @@ from experiments.fp8_training.methods import (
     is_linear,
     methods,
 )
-from experiments.harness.bench import AGAIN, Plan, Stopwatch, rounds_of, summary, watch_of
+from experiments.harness.bench import (
+    Plan,
+    Stopwatch,
+    after_own_steps,
+    repeated,
+    summary,
+    watch_of,
+)
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, free, status
 from experiments.models.llama import (
@@ -219,9 +226,7 @@ def values_of(steps: dict[Side, Step], case: Case) -> dict[str, dict[str, Any]]:
     for side, step in steps.items():
         timing = summary(times[side])
         found[side.name] = {
-            "time": (timing.median * 1e3, "ms"),
-            "time, 20%": (timing.low * 1e3, "ms"),
-            "time, 80%": (timing.high * 1e3, "ms"),
+            **timing.values(),
             "tokens/s": (case.batch * case.length / timing.median, "tokens/s"),
             "speed over bfloat16": (medians[Side()] / timing.median, "ratio"),
             **dict(gathering(side, medians)),
@@ -488,29 +493,15 @@ def add_times(
     bench: Bench, group: Group, base: Method, trainers: dict[Method, Trainer], found: dict[Method, Values]
 ) -> None:
     """Add times in turn, tokens a second, and ratios to bfloat16."""
-    times = in_turn(bench, trainers, group.plan)
+    steps = {one.name: trainer.step for one, trainer in trainers.items()}
+    times = after_own_steps(bench.watch, steps, group.plan, bench.warmup)
     plain = summary(times[base.name]).median
     for method in trainers:
         timing, values = summary(times[method.name]), found[method]
-        values["time"] = (timing.median * 1e3, "ms")
-        values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
+        values |= timing.values()
         values["tokens/s"] = (group.batch * group.length / timing.median, "tokens/s")
         values["speed over bfloat16"] = (plain / timing.median, "ratio")
         if "peak memory" in values and "peak memory" in found[base]:
             ratio = values["peak memory"][0] / found[base]["peak memory"][0]
             values["peak memory over bfloat16"] = (ratio, "ratio")
-    found[base]["time again over the first"] = (summary(times[AGAIN]).median / plain, "ratio")
-
-
-def in_turn(bench: Bench, trainers: dict[Method, Trainer], plan: Plan) -> dict[str, list[float]]:
-    """Seconds of a step of each method, each timed after steps of its own, and of the first once more under AGAIN.
-
-    A GPU near its power limit runs faster after a step that needed less power.
-    """
-    order, each = [*trainers, next(iter(trainers))], bench.warmup + 1
-    calls = [trainers[one].step for one in order for _ in range(each)]
-    warm = [sum(bench.watch.seconds(calls)) for _ in range(plan.warmup)]
-    count = rounds_of(plan, min(warm, default=0.0))
-    rounds = [bench.watch.seconds(calls)[bench.warmup :: each] for _ in range(count)]
-    names = [*(one.name for one in trainers), AGAIN]
-    return {name: list(seconds) for name, seconds in zip(names, zip(*rounds, strict=True), strict=True)}
+    found[base] |= repeated(times, base.name)

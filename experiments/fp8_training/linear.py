@@ -46,11 +46,14 @@ from experiments.harness.bench import (
     IDLE,
     SETTLE,
     Plan,
+    Rates,
     Span,
     Watch,
     after_pause,
     host_times,
+    measure_rates,
     prepare,
+    repeated,
     steady,
     summary,
     watch_of,
@@ -205,45 +208,6 @@ def setting_of(cell: Cell) -> str:
     """The setting of a cell's rows, as the published grid names it."""
     m, k, n = cell
     return f"M={m} K={k} N={n}"
-
-
-#: Side of the products that say what the matrix units do, and bytes of the copy.
-SIDE, COPIED = 8192, 2**30
-RATES_PLAN = Plan(rounds=10, warmup=2, seconds=0.5, span=1e-3)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What this device was measured to do: operations a second of 8-bit floats and bfloat16, bytes a second of a copy."""
-
-    float8: float
-    bfloat16: float
-    copy: float
-
-
-def measure_rates(watch: Watch) -> Rates:
-    """Rates on random data, each of its own steady state, as layers are timed."""
-    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
-    one = torch.ones((), device="cuda")
-    source = torch.randn(COPIED // 4, device="cuda")
-    target = torch.empty_like(source)
-
-    def scaled() -> torch.Tensor:
-        return torch._scaled_mm(
-            a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    calls: dict[str, Callable[[], object]] = {
-        "float8": scaled,
-        "bfloat16": lambda: a @ b.t(),
-        # A kernel: the copy engines of a GPU are slower than its multiprocessors.
-        "copy": lambda: torch.neg(source, out=target),
-    }
-    spans = {name: prepare(watch, [call], RATES_PLAN) for name, call in calls.items()}
-    times = {name: summary(one).median for name, one in steady(watch, spans, RATES_PLAN).items()}
-    operations = 2 * SIDE**3
-    return Rates(operations / times["float8"], operations / times["bfloat16"], 2 * COPIED / times["copy"])
 
 
 def floor_seconds(shape: tuple[int, int, int], recipe: str, rates: Rates) -> float:
@@ -461,16 +425,14 @@ def add_times(
     base = summary(times[PLAIN.name]).median if PLAIN.name in times else None
     for name, (method, _) in layers.items():
         timing, values = summary(times[name]), found[setting, name]
-        values["time"] = (timing.median * 1e3, "ms")
-        values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
+        values |= timing.values()
         if base is not None:
             values["time over bfloat16"] = (timing.median / base, "ratio")
         if bench.rates is not None:
             least = floor_seconds(shape, method.recipe, bench.rates)
             values["fraction of the floor"] = (least / timing.median, "ratio")
     if base is not None and AGAIN in times:
-        again = summary(times[AGAIN]).median
-        found[setting, PLAIN.name]["time again over the first"] = (again / base, "ratio")
+        found[setting, PLAIN.name] |= repeated(times, PLAIN.name)
 
 
 def data_of(shape: Shape) -> str:

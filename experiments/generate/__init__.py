@@ -7,5 +7,4 @@ EXPERIMENT = Experiment(
     compressed=True,
     order=51,
     trained=False,
-    folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
 )

@@ -17,7 +17,6 @@ from experiments.generate.run import (
     EAGERLY,
     PARTS,
     RATE,
-    REPEAT,
     SPEED,
     TIME,
     WARM,
@@ -37,6 +36,7 @@ from experiments.generate.tables import (
     tables_of,
 )
 from experiments.generate.tables import Table as Measured
+from experiments.harness.bench import REPEAT
 from experiments.harness.rows import Row
 from experiments.report.content import Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import ratio_map

@@ -40,17 +40,15 @@ from experiments.generate.tables import (
     stand_ins,
     tables_of,
 )
-from experiments.harness.bench import summary
+from experiments.harness.bench import REPEAT, summary
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, keep, status
 from experiments.harness.revision import seed_and_libraries, version_of
 from experiments.harness.rows import NOT_RUN, Journal, Row, table_name
 from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
 from experiments.runs.run import Settings, published_shapes
 
-TIME, SPEED, RATE, WARM, REPEAT, CHANGE, COMPILED_CHANGE = (
-    "time", "speed over bfloat16", "tokens/s", "warm-up", "time again over the first", "logits, change",
-    "logits, change by compiling",
-)  # fmt: skip
+TIME, SPEED, RATE, WARM = "time", "speed over bfloat16", "tokens/s", "warm-up"
+CHANGE, COMPILED_CHANGE = "logits, change", "logits, change by compiling"
 #: What torchao's `quantize_` sets.
 OPTIONS = (
     "coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul", "fx_graph_cache",
@@ -249,9 +247,7 @@ def times_of(table: Table, taken: Sequence[float]) -> Values:
     """Milliseconds of a token, or of a prompt up to its first token: median and quantiles."""
     timing, count = summary(taken), table.length if table.part == PREFILL else table.batch
     return {
-        TIME: (timing.median * 1e3, "ms"),
-        f"{TIME}, 20%": (timing.low * 1e3, "ms"),
-        f"{TIME}, 80%": (timing.high * 1e3, "ms"),
+        **timing.values(),
         RATE: (count / timing.median, "tokens/s"),
     }
 

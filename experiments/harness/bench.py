@@ -1,24 +1,21 @@
-"""Timing on a GPU: several calls in turn in one process, by CUDA events, launched one by one and replayed from CUDA graphs.
+"""The bench: calls that are timed in turn in one process, by CUDA events, launched one by one or replayed from CUDA graphs.
 
-What makes numbers comparable: the sides of a ratio are timed in turn, round by round, so that a drift of the clock reaches
-both; the inputs rotate over sets that together exceed three times the L2 cache, so that none is found there; a span holds so
+What makes numbers comparable: the methods of a ratio are timed in turn, round by round, so that a drift of the clock reaches
+all; the inputs rotate over sets that together exceed three times the L2 cache, so that none is found there; a span holds so
 many calls that the cost of its two events disappears; work is queued before the first event, so that the GPU never waits for
 the host; and the first call is timed again at the end of each round, which says how far to trust the rest.
 
-Everything but `CudaWatch` is arithmetic on what a watch reports, and runs anywhere.
+A steady state is another matter: near its power limit a GPU slows down under products of bfloat16 and speeds up under casts,
+which takes a tenth of a second. There what is timed comes after calls of its own, until the clock is what these make of it.
 
-Times in a steady state: what is timed comes after calls of its own, until the GPU's clock is what these calls make of it.
-
-Near its power limit a GPU slows down under products of bfloat16 and speeds up under casts, which takes a tenth of a second:
-on an H200 bfloat16 at 16384 x 4096 x 14336 takes 7.4 ms a step after 15 ms of its own and 8.6 ms in a row of 70 ms, MXFP8
-9.0 ms after other methods and 8.2 ms in such a row.
+Everything but the watches is arithmetic on what a watch reports, and runs anywhere.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,89 +24,22 @@ import torch
 
 from experiments.harness.cuda_graph import recorded
 
-#: Seconds that a method's own calls last before the one that is timed, and how many they are at least.
-SETTLE, FEWEST_CALLS = 0.1, 2
-#: Seconds without work before a single call, and how many such calls there are.
-IDLE, SINGLE = 0.05, 5
-
-
-def steady(
-    watch: Watch, spans: Mapping[str, Span], plan: Plan, settle: float = SETTLE, *, graph: bool = True
-) -> dict[str, list[float]]:
-    """Seconds a call of every span, round by round in turn, and of the first once more under AGAIN, as
-    `experiments.harness.bench.interleaved` has them; but each after spans of its own that last `settle` seconds. 0: none."""
-    runs = {name: span.graph if graph else span.eager for name, span in spans.items()}
-    before = {name: in_turn([run] * repeats(watch, run, settle)) for name, run in runs.items()}
-    order = [*runs, next(iter(runs))]
-    calls = [call for name in order for call in (before[name], runs[name])]
-    warm = [sum(watch.seconds(calls)) for _ in range(plan.warmup)]
-    times: dict[str, list[float]] = {name: [] for name in (*runs, AGAIN)}
-    for _ in range(rounds_of(plan, min(warm, default=0.0))):
-        passed = watch.seconds(calls)[1::2]
-        for key, name, seconds in zip(times, order, passed, strict=True):
-            times[key].append(seconds / spans[name].count)
-    return times
-
-
-def steady_eager(
-    watch: Watch, spans: Mapping[str, Span], plan: Plan, settle: float = SETTLE
-) -> dict[str, list[float]]:
-    """As `steady` of launches one by one, where each method is over before the next one begins: launches that wait behind a
-    slow method's would hide the host's time of the next, which then seems faster than it ever is alone."""
-    runs = {name: span.eager for name, span in spans.items()}
-    before = {name: in_turn([run] * repeats(watch, run, settle)) for name, run in runs.items()}
-    order = [*runs, next(iter(runs))]
-
-    def after_own(name: str) -> float:
-        before[name]()
-        watch.sync()
-        return watch.seconds([runs[name]] * 2)[-1]
-
-    def passed() -> list[float]:
-        return list(map(after_own, order))
-
-    warm = []
-    for _ in range(plan.warmup):
-        begin = time.perf_counter()
-        passed()
-        warm.append(time.perf_counter() - begin)  # of all calls, those before included
-    times: dict[str, list[float]] = {name: [] for name in (*runs, AGAIN)}
-    for _ in range(rounds_of(plan, min(warm, default=0.0))):
-        for key, name, seconds in zip(times, order, passed(), strict=True):
-            times[key].append(seconds / spans[name].count)
-    return times
-
-
-def repeats(watch: Watch, run: Call, settle: float) -> int:
-    """How many calls last so many seconds, by two that are timed now; at least FEWEST."""
-    if not settle:
-        return 0
-    once = min(watch.seconds([run] * 2))
-    return max(FEWEST_CALLS, math.ceil(settle / max(once, 1e-6)))
-
-
-def after_pause(
-    watch: Watch, calls: Mapping[str, Call], idle: float = IDLE, sleep: Callable[[float], object] = time.sleep
-) -> dict[str, list[float]]:
-    """Seconds of SINGLE calls of each, in turn, each after all work was done and `idle` seconds without any: the other state,
-    of a GPU that is cool and at its highest clock, with nothing in its L2, and launches not queued. idle 0: one."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(SINGLE if idle else 1):
-        for name, call in calls.items():
-            watch.sync()
-            sleep(idle)
-            times[name] += watch.seconds([call], cold=True)
-    return times
-
-
 Call = Callable[[], Any]
+#: Seconds by name, a round each.
+Times = dict[str, list[float]]
 
 #: An H200's L2, where torch does not say.
 L2_BYTES = 60_000_000
 #: Written between calls to empty the L2: several times its size.
 FLUSH_BYTES = 256 * 2**20
-#: The name under which the first call of a round is timed once more.
-AGAIN = "again"
+#: The name under which the first call of a round is timed once more, and the metric of that over its first time.
+AGAIN, REPEAT = "again", "time again over the first"
+#: Seconds that a method's own calls last before the one that is timed, and how many they are at least.
+SETTLE, FEWEST_CALLS = 0.1, 2
+#: Seconds without work before a single call, and how many such calls there are.
+IDLE, SINGLE = 0.05, 5
+#: In a second.
+UNITS = {"ms": 1e3, "us": 1e6}
 
 
 class NoDevice(OSError):
@@ -242,11 +172,42 @@ class Timing:
     low: float
     high: float
 
+    def values(self, unit: str = "ms") -> dict[str, tuple[float, str]]:
+        """As metrics of rows."""
+        seconds = {"time": self.median, "time, 20%": self.low, "time, 80%": self.high}
+        return {name: (value * UNITS[unit], unit) for name, value in seconds.items()}
+
+
+def summary(times: Sequence[float]) -> Timing:
+    """Median and quantiles."""
+    low, middle, high = np.quantile(times, (0.2, 0.5, 0.8))
+    return Timing(float(middle), float(low), float(high))
+
+
+def spread(first: Sequence[float], again: Sequence[float]) -> float:
+    """How far two timings of the same call lie apart, as a part of the first."""
+    return abs(summary(again).median / summary(first).median - 1)
+
+
+def repeated(times: Mapping[str, Sequence[float]], first: str) -> dict[str, tuple[float, str]]:
+    """The second time of a round's first method over its first time, as a metric of its rows."""
+    return {REPEAT: (summary(times[AGAIN]).median / summary(times[first]).median, "ratio")}
+
 
 def input_sets(set_bytes: float, cache_bytes: int = L2_BYTES, most: int = 8) -> int:
     """How many input sets exceed three times the cache; one where `most` would not, because then the work is small."""
     wanted = max(1, math.ceil(3 * cache_bytes / set_bytes))
     return wanted if wanted <= most else 1
+
+
+def cache_bytes() -> int:
+    """The L2 of this GPU, as torch gives it."""
+    if not torch.cuda.is_available():
+        return L2_BYTES
+    return (
+        int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
+        or L2_BYTES
+    )
 
 
 def prepare(watch: Watch, calls: Sequence[Call], plan: Plan) -> Span:
@@ -272,37 +233,117 @@ def in_turn(calls: Sequence[Call]) -> Call:
     return run
 
 
-def interleaved(
-    watch: Watch, spans: Mapping[str, Span], plan: Plan, *, graph: bool = True
-) -> dict[str, list[float]]:
-    """Seconds a call of every span, round by round in turn, and of the first once more under AGAIN."""
-    names = list(spans)
-    order = [*names, names[0]]
-    runs = [spans[name].graph if graph else spans[name].eager for name in order]
-    warm = [watch.seconds(runs, cold=plan.cold) for _ in range(plan.warmup)]
-    times: dict[str, list[float]] = {name: [] for name in (*names, AGAIN)}
-    for _ in range(rounds_of(plan, min((sum(seconds) for seconds in warm), default=0.0))):
-        seconds = watch.seconds(runs, cold=plan.cold)
-        for key, name, passed in zip((*names, AGAIN), order, seconds, strict=True):
-            times[key].append(passed / spans[name].count)
-    return times
-
-
 def rounds_of(plan: Plan, once: float) -> int:
     """How many rounds the plan's seconds allow, at least its fewest, at most what it asks for."""
     allowed = int(plan.seconds / once) if once > 0 else plan.rounds
     return min(plan.rounds, max(plan.fewest, allowed))
 
 
-def summary(times: Sequence[float]) -> Timing:
-    """Median and quantiles."""
-    low, middle, high = np.quantile(times, (0.2, 0.5, 0.8))
-    return Timing(float(middle), float(low), float(high))
+def in_rounds(
+    names: Iterable[str], plan: Plan, one_round: Callable[[], tuple[float, Sequence[float]]]
+) -> Times:
+    """Seconds of each name, round by round, and of the first once more under AGAIN. one_round: how long it took, and the
+    seconds of all of these in turn."""
+    warm = [one_round()[0] for _ in range(plan.warmup)]
+    times: Times = {name: [] for name in (*names, AGAIN)}
+    for _ in range(rounds_of(plan, min(warm, default=0.0))):
+        for name, seconds in zip(times, one_round()[1], strict=True):
+            times[name].append(seconds)
+    return times
 
 
-def spread(first: Sequence[float], again: Sequence[float]) -> float:
-    """How far two timings of the same call lie apart, as a part of the first."""
-    return abs(summary(again).median / summary(first).median - 1)
+def first_again(names: Iterable[str]) -> list[str]:
+    """The order of a round: all names, then the first once more."""
+    names = list(names)
+    return [*names, names[0]]
+
+
+def a_call(spans: Mapping[str, Span], order: Sequence[str], seconds: Sequence[float]) -> list[float]:
+    """Seconds a call of the spans of a round."""
+    return [passed / spans[name].count for name, passed in zip(order, seconds, strict=True)]
+
+
+def interleaved(watch: Watch, spans: Mapping[str, Span], plan: Plan, *, graph: bool = True) -> Times:
+    """Seconds a call of every span, round by round in turn, and of the first once more under AGAIN."""
+    order = first_again(spans)
+    runs = [spans[name].graph if graph else spans[name].eager for name in order]
+
+    def one_round() -> tuple[float, Sequence[float]]:
+        seconds = watch.seconds(runs, cold=plan.cold)
+        return sum(seconds), a_call(spans, order, seconds)
+
+    return in_rounds(spans, plan, one_round)
+
+
+def steady(
+    watch: Watch, spans: Mapping[str, Span], plan: Plan, settle: float = SETTLE, *, graph: bool = True
+) -> Times:
+    """As `interleaved`, but each after spans of its own that last `settle` seconds. 0: none."""
+    order = first_again(spans)
+    runs = {name: span.graph if graph else span.eager for name, span in spans.items()}
+    before = {name: in_turn([run] * repeats(watch, run, settle)) for name, run in runs.items()}
+    calls = [call for name in order for call in (before[name], runs[name])]
+
+    def one_round() -> tuple[float, Sequence[float]]:
+        seconds = watch.seconds(calls)
+        return sum(seconds), a_call(spans, order, seconds[1::2])
+
+    return in_rounds(spans, plan, one_round)
+
+
+def steady_eager(watch: Watch, spans: Mapping[str, Span], plan: Plan, settle: float = SETTLE) -> Times:
+    """As `steady` of launches one by one, where each method is over before the next one begins: launches that wait behind a
+    slow method's would hide the host's time of the next, which then seems faster than it ever is alone."""
+    order = first_again(spans)
+    runs = {name: span.eager for name, span in spans.items()}
+    before = {name: in_turn([run] * repeats(watch, run, settle)) for name, run in runs.items()}
+
+    def after_own(name: str) -> float:
+        before[name]()
+        watch.sync()
+        return watch.seconds([runs[name]] * 2)[-1]
+
+    def one_round() -> tuple[float, Sequence[float]]:
+        begin = time.perf_counter()
+        seconds = list(map(after_own, order))
+        # Of all calls, those before included.
+        return time.perf_counter() - begin, a_call(spans, order, seconds)
+
+    return in_rounds(spans, plan, one_round)
+
+
+def repeats(watch: Watch, run: Call, settle: float) -> int:
+    """How many calls last so many seconds, by two that are timed now; at least FEWEST."""
+    if not settle:
+        return 0
+    once = min(watch.seconds([run] * 2))
+    return max(FEWEST_CALLS, math.ceil(settle / max(once, 1e-6)))
+
+
+def after_own_steps(watch: Stopwatch, steps: Mapping[str, Call], plan: Plan, before: int) -> Times:
+    """Seconds of a step of training by each method, and of the first once more under AGAIN: each after so many of its own, as
+    it trains. A GPU near its power limit runs faster after a step that needed less power."""
+    calls = [steps[name] for name in first_again(steps) for _ in range(before + 1)]
+
+    def one_round() -> tuple[float, Sequence[float]]:
+        seconds = watch.seconds(calls)
+        return sum(seconds), seconds[before :: before + 1]
+
+    return in_rounds(steps, plan, one_round)
+
+
+def after_pause(
+    watch: Watch, calls: Mapping[str, Call], idle: float = IDLE, sleep: Callable[[float], object] = time.sleep
+) -> dict[str, list[float]]:
+    """Seconds of SINGLE calls of each, in turn, each after all work was done and `idle` seconds without any: the other state,
+    of a GPU that is cool and at its highest clock, with nothing in its L2, and launches not queued. idle 0: one."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(SINGLE if idle else 1):
+        for name, call in calls.items():
+            watch.sync()
+            sleep(idle)
+            times[name] += watch.seconds([call], cold=True)
+    return times
 
 
 def host_times(
@@ -332,11 +373,40 @@ def host_times(
     return {name: float(np.median(times)) for name, times in found.items()}
 
 
-def cache_bytes() -> int:
-    """The L2 of this GPU, as torch gives it."""
-    if not torch.cuda.is_available():
-        return L2_BYTES
-    return (
-        int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
-        or L2_BYTES
-    )
+#: Side of the products that say what the matrix units do, and bytes of the copy.
+SIDE, COPIED = 8192, 2**30
+RATES_PLAN = Plan(rounds=10, warmup=2, seconds=0.5, span=1e-3)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device was measured to do: operations a second of 8-bit floats and bfloat16, bytes a second of a copy."""
+
+    float8: float
+    bfloat16: float
+    copy: float
+
+
+def measure_rates(watch: Watch) -> Rates:
+    """Rates on random data, each of its own steady state, as layers are timed."""
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
+    one = torch.ones((), device="cuda")
+    source = torch.randn(COPIED // 4, device="cuda")
+    target = torch.empty_like(source)
+
+    def scaled() -> torch.Tensor:
+        return torch._scaled_mm(
+            a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    calls: dict[str, Callable[[], object]] = {
+        "float8": scaled,
+        "bfloat16": lambda: a @ b.t(),
+        # A kernel: the copy engines of a GPU are slower than its multiprocessors.
+        "copy": lambda: torch.neg(source, out=target),
+    }
+    spans = {name: prepare(watch, [call], RATES_PLAN) for name, call in calls.items()}
+    times = {name: summary(one).median for name, one in steady(watch, spans, RATES_PLAN).items()}
+    operations = 2 * SIDE**3
+    return Rates(operations / times["float8"], operations / times["bfloat16"], 2 * COPIED / times["copy"])

@@ -440,9 +440,7 @@ def values_of(case: Case, shape: Shape, both: tuple[Times, Times], bench: Bench)
     copy_rate = 2 * copied_bytes(case, shape) / copy.median
     eager_ours = summary(eager[OURS]).median
     values: Values = {
-        "time": (ours.median * 1e6, "us"),
-        "time, 20%": (ours.low * 1e6, "us"),
-        "time, 80%": (ours.high * 1e6, "us"),
+        **ours.values("us"),
         "time, eager": (eager_ours * 1e6, "us"),
         "repeat": (spread(times[OURS], times[AGAIN]), "ratio"),
         "bytes read": (case.read(shape), "B"),
@@ -489,9 +487,7 @@ def compared(bench: Bench, baseline: Baseline, case: Case, shape: Shape) -> Valu
     times = interleaved(bench.watch, spans, bench.baseline_plan)
     ours, theirs = summary(times[OURS]), summary(times[baseline.name])
     return kernel(launched(work[baseline.name][0])) | {
-        "time": (theirs.median * 1e6, "us"),
-        "time, 20%": (theirs.low * 1e6, "us"),
-        "time, 80%": (theirs.high * 1e6, "us"),
+        **theirs.values("us"),
         "ours": (ours.median * 1e6, "us"),
         "ratio": (theirs.median / ours.median, "ratio"),
         "repeat": (spread(times[OURS], times[AGAIN]), "ratio"),

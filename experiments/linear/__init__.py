@@ -6,5 +6,4 @@ EXPERIMENT = Experiment(
     order=45,
     compressed=True,
     trained=False,
-    folders=("reference", "fast", "ao_lab", "experiments/fp8_training"),
 )

@@ -25,17 +25,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from experiments.fp8_training.linear import Rates, measure_rates
 from experiments.harness.bench import (
-    AGAIN,
     Call,
     CudaWatch,
     Plan,
+    Rates,
     Span,
     Watch,
     host_times,
     interleaved,
+    measure_rates,
     prepare,
+    repeated,
     steady,
     summary,
 )
@@ -79,9 +80,7 @@ def outputs(table: Table, method: Method) -> Values:
     return {ERROR: (error, "ratio"), **kernel(kernel_of(method, layer, table.rows))}
 
 
-TIME, SPEED, FLOOR, HOST, REPEAT = (
-    "time", "speed over bfloat16", "fraction of the floor", "host time", "time again over the first"
-)  # fmt: skip
+TIME, SPEED, FLOOR, HOST = "time", "speed over bfloat16", "fraction of the floor", "host time"
 PLAN = Plan(rounds=20, warmup=1, seconds=0.8, fewest=5, span=300e-6)
 #: From so many rows on a method is timed after so many seconds of its own calls.
 MANY, SETTLE = 1024, 0.02
@@ -144,15 +143,14 @@ class Bench:
             if method.name not in times:
                 continue
             timing, values = summary(times[method.name]), found[method.name]
-            values[TIME] = (timing.median * US, "us")
-            values[f"{TIME}, 20%"], values[f"{TIME}, 80%"] = (timing.low * US, "us"), (timing.high * US, "us")
+            values |= timing.values("us")
             if base is not None:
                 values[SPEED] = (base / timing.median, "ratio")
             if self.rates is not None and method.library != TORCHAO:
                 least = floor_seconds(table.layers, method, table.rows, self.rates)
                 values[FLOOR] = (least / timing.median, "ratio")
         if base is not None:
-            found[BASE.name][REPEAT] = (summary(times[AGAIN]).median / base, "ratio")
+            found[BASE.name] |= repeated(times, BASE.name)
 
     def add_host_times(self, table: Table, hosts: dict[str, Call], found: dict[str, Values]) -> None:
         """What the host spends on a call in eager mode, of few rows."""

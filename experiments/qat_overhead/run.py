@@ -20,7 +20,15 @@ from functools import partial
 
 import torch
 
-from experiments.harness.bench import AGAIN, CudaWatch, HostWatch, Plan, Stopwatch, rounds_of, summary
+from experiments.harness.bench import (
+    AGAIN,
+    CudaWatch,
+    HostWatch,
+    Plan,
+    Stopwatch,
+    after_own_steps,
+    summary,
+)
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Values, attempt, bar, free, keep, status
 from experiments.harness.revision import TORCHAO, seed_and_libraries
@@ -249,13 +257,14 @@ def add_times(
     bench: Bench, group: Group, trainers: Mapping[Variant, Trainer], found: dict[Variant, Values]
 ) -> None:
     """Add the times of a step, measured in turn, and overheads over bfloat16 training, to the values found."""
-    times = in_turn(bench.watch, trainers, group.plan)
+    steps = {PLAIN.method: trainers[PLAIN].step}
+    steps |= {variant.method: trainer.step for variant, trainer in trainers.items()}
+    times = after_own_steps(bench.watch, steps, group.plan, WARMUP)
     base = summary(times[PLAIN.method]).median
     for variant in trainers:
         timing = summary(times[variant.method])
         values = found[variant]
-        values["time"] = (timing.median * 1e3, "ms")
-        values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
+        values |= timing.values()
         values["tokens/s"] = (group.tokens / timing.median, "tokens/s")
         values["time over plain"] = (percent_over(timing.median, base), "%")
         for metric in ("peak memory", "kept for backward"):
@@ -266,19 +275,3 @@ def add_times(
                 )
     again = summary(times[AGAIN]).median
     found[PLAIN]["time again over plain"] = (percent_over(again, base), "%")
-
-
-def in_turn(watch: Stopwatch, trainers: Mapping[Variant, Trainer], plan: Plan) -> dict[str, list[float]]:
-    """Seconds of a step of each variant by its name, round by round in turn, and of bfloat16 once more under AGAIN.
-
-    A GPU near its power limit runs faster after a step that needed less power. So each variant takes WARMUP steps before the
-    one that is timed: it is timed as it trains, after itself.
-    """
-    order = [*trainers, PLAIN]
-    names = [*(variant.method for variant in trainers), AGAIN]
-    calls = [trainers[variant].step for variant in order for _ in range(WARMUP + 1)]
-    warm = [sum(watch.seconds(calls)) for _ in range(plan.warmup)]
-    rounds = [
-        watch.seconds(calls)[WARMUP :: WARMUP + 1] for _ in range(rounds_of(plan, min(warm, default=0.0)))
-    ]
-    return {name: list(seconds) for name, seconds in zip(names, zip(*rounds, strict=True), strict=True)}

@@ -20,6 +20,7 @@ from experiments.harness.bench import (
     Span,
     Watch,
     prepare,
+    repeated,
     steady,
     steady_eager,
     summary,
@@ -204,8 +205,7 @@ def add_times(table: Table, times: Mapping[str, Sequence[float]], found: dict[st
         if name == AGAIN:
             continue
         timing, values = summary(times[name]), found[name]
-        values["time"] = (timing.median * 1e3, "ms")
-        values["time, 20%"], values["time, 80%"] = (timing.low * 1e3, "ms"), (timing.high * 1e3, "ms")
+        values |= timing.values()
         if table.images:
             values["images/s"] = (table.images / timing.median, "images/s")
         if table.operations:
@@ -213,4 +213,4 @@ def add_times(table: Table, times: Mapping[str, Sequence[float]], found: dict[st
         if base is not None:
             values["speed over dense"] = (base / timing.median, "ratio")
     if base is not None:
-        found[DENSE]["time again over the first"] = (summary(times[AGAIN]).median / base, "ratio")
+        found[DENSE] |= repeated(times, DENSE)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from experiments.fp8_training.linear import Rates
-from experiments.harness.bench import HostWatch, Plan
+from experiments.harness.bench import HostWatch, Plan, Rates
 from experiments.harness.measuring import Deadline, Wrong, status
 from experiments.harness.rows import Journal
 from experiments.linear import run, tables
