@@ -98,10 +98,7 @@ def reproduce(
 
 
 def merge(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(help="Folders that --reports of reproduce named."),
-    ],
+    folders: Annotated[list[Path], typer.Argument(help="Folders that --reports of reproduce named.")],
     reports: Annotated[Path | None, typer.Option(help="Where to take them in; as for reproduce.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -136,8 +133,7 @@ def pretrain(
         ),
     ] = None,
     seed: Annotated[
-        list[int] | None,
-        typer.Option(help="Initial weights and text, any number of times. Default: 0."),
+        list[int] | None, typer.Option(help="Initial weights and text, any number of times. Default: 0.")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Budget of each training: seconds of steps, compilation aside.")
@@ -189,8 +185,7 @@ def bench(
 
 def ledger(
     check: Annotated[
-        bool,
-        typer.Option("--check", help="List what was never validated, or differed; exit code 1 if any."),
+        bool, typer.Option("--check", help="List what was never validated, or differed; exit code 1 if any.")
     ] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="On a GPU: validate everything and write the table.")

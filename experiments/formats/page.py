@@ -22,16 +22,7 @@ ABOUT = (
 FEATURED = ("formats-rate-full", "formats-rate-quick")
 
 # Points that carry their name; the others would cover each other.
-LABELLED = (
-    "fp8_rowwise",
-    "mxfp8_e4m3",
-    "mxfp6_e2m3",
-    "mxfp4",
-    "nvfp4",
-    "mxint8",
-    "nf4",
-    "int4_g32",
-)
+LABELLED = ("fp8_rowwise", "mxfp8_e4m3", "mxfp6_e2m3", "mxfp4", "nvfp4", "mxint8", "nf4", "int4_g32")
 #: Schemes of the first page.
 QUOTED = ("mxint8", "fp8_rowwise", "nvfp4", "nf4", "mxfp4")
 TEXT = (
@@ -166,10 +157,7 @@ def tables(results: Results, settings: Sequence[str]) -> list[Table]:
         "cosine distance": ("cosine distance", 6),
         "largest error": ("largest error", 4),
     }
-    columns = [
-        "scheme",
-        *(f"{setting}: {label}" for setting in settings for label, _ in metrics.values()),
-    ]
+    columns = ["scheme", *(f"{setting}: {label}" for setting in settings for label, _ in metrics.values())]
     lines = [
         [method]
         + [
@@ -180,12 +168,7 @@ def tables(results: Results, settings: Sequence[str]) -> list[Table]:
         for method in results.methods
     ]
     return [
-        Table(
-            f"Every scheme on {', '.join(settings)}",
-            columns,
-            lines,
-            results.with_settings(settings).rows,
-        )
+        Table(f"Every scheme on {', '.join(settings)}", columns, lines, results.with_settings(settings).rows)
     ]
 
 

@@ -39,11 +39,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from experiments.fp8_training.methods import (
     BASELINE,
@@ -55,14 +51,7 @@ from experiments.fp8_training.methods import (
     is_linear,
     methods,
 )
-from experiments.harness.bench import (
-    Plan,
-    Stopwatch,
-    after_own_steps,
-    repeated,
-    summary,
-    watch_of,
-)
+from experiments.harness.bench import Plan, Stopwatch, after_own_steps, repeated, summary, watch_of
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Deadline, Values, Wrong, attempt, free, status
 from experiments.models.llama import (

@@ -241,12 +241,7 @@ KIND = "linear"
 EAGER, GRAPH = "eager", "CUDA graph"
 #: Rows, inputs, outputs.
 Shape = tuple[int, int, int]
-SHAPES: tuple[Shape, ...] = (
-    (16384, 4096, 14336),
-    (8192, 4096, 4096),
-    (4096, 1024, 2048),
-    (2048, 1024, 1024),
-)
+SHAPES: tuple[Shape, ...] = ((16384, 4096, 14336), (8192, 4096, 4096), (4096, 1024, 2048), (2048, 1024, 1024))
 STAND_INS: tuple[Shape, ...] = ((256, 128, 256),)
 MX = ("blockwise", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 PLAN = Plan(rounds=15, warmup=1, seconds=8.0, span=2e-3, most_calls=8)

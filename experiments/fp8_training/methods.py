@@ -117,11 +117,7 @@ class Plan:
 
 
 QUICK = Plan(
-    paired="micro",
-    budget=Budget(bytes=48 * 512),
-    seeds=3,
-    recipes=("rowwise", MXFP8),
-    evaluated=8192,
+    paired="micro", budget=Budget(bytes=48 * 512), seeds=3, recipes=("rowwise", MXFP8), evaluated=8192
 )
 FULL = Plan(
     paired="30m",

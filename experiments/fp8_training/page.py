@@ -279,10 +279,7 @@ def fsdp_section(where: Where, results: Results) -> Section:
 def grid_section(where: Where, results: Results) -> Section:
     """The grid as heat maps, or as a table of its stand-ins."""
     if where.scale != "full" or where.device == "cpu":
-        columns: Columns = {
-            "time": ("ms", 3, 1.0),
-            "speed over bfloat16": ("speed over bfloat16", 3, 1.0),
-        }
+        columns: Columns = {"time": ("ms", 3, 1.0), "speed over bfloat16": ("speed over bfloat16", 3, 1.0)}
         text = [*stand_in(where), *failures(results), *CELLS]
         return Section(f"LayerNorm, linear, sigmoid ({where})", text, (), [table("Cells", results, columns)])
     drawings = [

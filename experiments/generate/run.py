@@ -246,10 +246,7 @@ def unique_graphs() -> int:
 def times_of(table: Table, taken: Sequence[float]) -> Values:
     """Milliseconds of a token, or of a prompt up to its first token: median and quantiles."""
     timing, count = summary(taken), table.length if table.part == PREFILL else table.batch
-    return {
-        **timing.values(),
-        RATE: (count / timing.median, "tokens/s"),
-    }
+    return {**timing.values(), RATE: (count / timing.median, "tokens/s")}
 
 
 EXPERIMENT = "generate"

@@ -92,10 +92,7 @@ METHODS = (
     ),
     Method(name=AO_INT8, build=torchao_config("Int8WeightOnlyConfig"), library=TORCHAO),
     Method(
-        name=AO_FP8,
-        build=torchao_config(FLOAT8_DYNAMIC, granularity="PerRow"),
-        library=TORCHAO,
-        dynamic=True,
+        name=AO_FP8, build=torchao_config(FLOAT8_DYNAMIC, granularity="PerRow"), library=TORCHAO, dynamic=True
     ),
 )
 
@@ -290,8 +287,5 @@ def stand_ins(parts: Sequence[str], device: str) -> Iterator[Table]:
     """A tiny model's, whose times mean nothing: what is measured at full scale runs here too, but for the compiler."""
     stage = Stage(1, device, divide=32, new=8, calls=1)
     ours = tuple(one for one in METHODS if one.frozen is None and one.library == BASE.library)
-    found = (
-        Table(stage, EAGER_DECODE, ours, 2),
-        Table(stage, PREFILL, ours, length=64),
-    )
+    found = (Table(stage, EAGER_DECODE, ours, 2), Table(stage, PREFILL, ours, length=64))
     return (one for one in found if one.part in parts)

@@ -284,12 +284,7 @@ def tensor_wide(scheme: Scheme) -> bool:
 
 
 def quantize(
-    record: str | Scheme,
-    *,
-    packed: bool = False,
-    axis: int = -1,
-    given: bool = False,
-    **more: Any,
+    record: str | Scheme, *, packed: bool = False, axis: int = -1, given: bool = False, **more: Any
 ) -> Case:
     """`fast.quantize` of a bfloat16 matrix; given: with the tensor-wide scale at hand, which saves one reading."""
     scheme = scheme_of(record)

@@ -154,10 +154,7 @@ def baseline_results(baselines: Results, setting: str) -> tuple[BaselineResult, 
     names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
     return tuple(
         BaselineResult(
-            name,
-            baselines.value(setting, name, "ratio"),
-            status_of(rows[name]),
-            tuple(rows[name]),
+            name, baselines.value(setting, name, "ratio"), status_of(rows[name]), tuple(rows[name])
         )
         for name in names
     )

@@ -2,8 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(
-    order=45,
-    compressed=True,
-    trained=False,
-)
+EXPERIMENT = Experiment(order=45, compressed=True, trained=False)

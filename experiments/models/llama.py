@@ -270,13 +270,7 @@ LLAMA_3_2_3B = LlamaConfig(
 )
 #: Stand-in of `decode`.
 TINY = LlamaConfig(
-    name="tiny-stand-in-random",
-    vocabulary=512,
-    width=256,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    feed_forward=512,
+    name="tiny-stand-in-random", vocabulary=512, width=256, layers=2, heads=4, kv_heads=2, feed_forward=512
 )
 #: Stand-ins of `qat_overhead`, as small as groups of 128 allow.
 TINY_TWO_LAYERS = replace(

@@ -145,10 +145,7 @@ def baseline_text(results: Results) -> str:
 
 def size_plot(where: Where, results: Results) -> Drawing:
     """Size against loss, weights alone and with activations."""
-    panels = {
-        "weights": size_points(results, False),
-        "weights and activations": size_points(results, True),
-    }
+    panels = {"weights": size_points(results, False), "weights and activations": size_points(results, True)}
     figure = scatter_panels(
         panels, "size of the model (MB, decimal)", "increase in bits per byte over float32", symlog=LINEAR
     )

@@ -222,14 +222,7 @@ class Plan:
 TRAINING_SEED, EVALUATION_SEED = 2000, 100
 PLANS = {
     "quick": Plan(
-        methods=QUICK_METHODS,
-        seeds=2,
-        start=None,
-        steps=30,
-        batch=4,
-        rate=3e-4,
-        scale_rate=5e-3,
-        windows=40,
+        methods=QUICK_METHODS, seeds=2, start=None, steps=30, batch=4, rate=3e-4, scale_rate=5e-3, windows=40
     ),
     "full": Plan(
         methods=METHODS,

@@ -12,12 +12,7 @@ from functools import lru_cache
 
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
-from experiments.models.llama import (
-    LLAMA_3_2_3B,
-    LLAMA_3_8B_TWO_LAYERS,
-    TINY_ONE_LAYER,
-    TINY_TWO_LAYERS,
-)
+from experiments.models.llama import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_ONE_LAYER, TINY_TWO_LAYERS
 from experiments.qat_overhead.run import EXPERIMENT, KIND
 from experiments.qat_overhead.step import INT8_INT4, LORA, OURS
 from experiments.report import targets

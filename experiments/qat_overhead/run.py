@@ -20,15 +20,7 @@ from functools import partial
 
 import torch
 
-from experiments.harness.bench import (
-    AGAIN,
-    CudaWatch,
-    HostWatch,
-    Plan,
-    Stopwatch,
-    after_own_steps,
-    summary,
-)
+from experiments.harness.bench import AGAIN, CudaWatch, HostWatch, Plan, Stopwatch, after_own_steps, summary
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Values, attempt, bar, free, keep, status
 from experiments.harness.revision import TORCHAO, seed_and_libraries

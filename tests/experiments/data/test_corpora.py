@@ -11,15 +11,7 @@ import pytest
 from ao_lab.eval import NAMED
 from experiments.data import corpora, corpus
 from experiments.data import corpora as assemble
-from experiments.data.corpora import (
-    HELD_OUT,
-    body_files,
-    by_hash,
-    held_out,
-    normalized,
-    paragraphs,
-    sources,
-)
+from experiments.data.corpora import HELD_OUT, body_files, by_hash, held_out, normalized, paragraphs, sources
 from experiments.data.corpus import STRETCH, Document, TextFile, evaluation_texts, from_folder
 from tests.experiments.data.small_book import CHAPTER, LONG, TEXT, archive, book, page, source
 from tests.experiments.harness import tiny

@@ -115,11 +115,7 @@ def test_missed_targets():
     assert missed(results, "float8wo") == ["published speedup 1.3 of 1.41", "torchao's tokens/s 260 of 280"]
     assert missed(results, "int8dq") == ["torchao's tokens/s 200 of 216", "peak of quantization 1.2 of 1.1"]
     assert missed(results, "nvfp4wo") == missed(results, "mxfp8wo") == []
-    grown = [
-        *rows(),
-        row("ours", "int8wo", "model size", 7.60),
-        row("ours", "int8wo", "tokens/s", 360.0),
-    ]
+    grown = [*rows(), row("ours", "int8wo", "model size", 7.60), row("ours", "int8wo", "tokens/s", 360.0)]
     assert missed(Results(grown), "int8wo") == ["published size 7.6 of 7.595"]
 
 

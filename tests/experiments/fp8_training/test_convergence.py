@@ -39,13 +39,7 @@ EAGER, COMPILED = (blocks.blocks(2, compiled=one).setting for one in (False, Tru
 
 def results(*values):
     """Rows of (setting, method, metric, value)."""
-    facts = {
-        "experiment": "fp8_training",
-        "table": "k/full/d",
-        "unit": "",
-        "device": GPU,
-        "seed": 0,
-    }
+    facts = {"experiment": "fp8_training", "table": "k/full/d", "unit": "", "device": GPU, "seed": 0}
     names = ("setting", "method", "metric", "value")
     return Results(Row(**dict(zip(names, one, strict=True)), **facts) for one in values)
 

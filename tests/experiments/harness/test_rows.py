@@ -14,16 +14,7 @@ import pytest
 from experiments.harness import measuring, revision
 from experiments.harness import rows as tidy
 from experiments.harness.paths import NAME, Busy, Paths, shown
-from experiments.harness.rows import (
-    PARTIAL,
-    ROOT,
-    Journal,
-    Row,
-    publish,
-    read,
-    table_name,
-    write,
-)
+from experiments.harness.rows import PARTIAL, ROOT, Journal, Row, publish, read, table_name, write
 from tests.experiments.harness import tiny
 
 # Runs of `reproduce` that are killed at random moments lose no row and double none; two at once are refused.

@@ -29,9 +29,7 @@ def prose():
     names = ("train/a", "heldout/b", "heldout/c", "wikitext2-test/d")
     sizes = (20_000, 300, 100, 200)
     return SplitCorpus(
-        "prose",
-        "1",
-        tuple(SplitDocument(name, text[:size]) for name, size in zip(names, sizes, strict=True)),
+        "prose", "1", tuple(SplitDocument(name, text[:size]) for name, size in zip(names, sizes, strict=True))
     )
 
 

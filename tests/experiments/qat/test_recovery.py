@@ -172,11 +172,7 @@ def test_the_means_are_those_of_the_runs(small):
     found = {(row.method, row.metric, row.seed): row.value for row in rows if row.table.startswith("runs/")}
     base, ptq, qat = (
         [found[method, metric, seed] for seed in range(2)]
-        for method, metric in (
-            ("float32", "bits per byte"),
-            ("int2_g32", run.PTQ),
-            ("int2_g32", run.QAT),
-        )
+        for method, metric in (("float32", "bits per byte"), ("int2_g32", run.PTQ), ("int2_g32", run.QAT))
     )
     over = {
         row.metric: row.value

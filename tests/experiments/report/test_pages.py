@@ -152,14 +152,7 @@ def test_results_are_grouped_by_run(rows):
 def test_families_and_numbers():
     assert [
         family(name) for name in ("float32", "fp8_rowwise", "mxint8", "te.nvfp4", "int8_rowwise", "nf4")
-    ] == [
-        "plain",
-        "FP8",
-        "MX",
-        "NVFP4",
-        "integer",
-        "NF4",
-    ]
+    ] == ["plain", "FP8", "MX", "NVFP4", "integer", "NF4"]
     assert [number(value, 1) for value in (None, float("nan"), float("inf"), 1.25)] == [
         "",
         "NaN",
@@ -169,15 +162,7 @@ def test_families_and_numbers():
 
 
 def test_cells_sort_by_their_value():
-    cells = [
-        "1.25",
-        "0.0265 ± 0.0044",
-        "(-0.1 ± 0.2)",
-        "exact",
-        "",
-        "int4_g32",
-        "Llama-3.1-8B",
-    ]
+    cells = ["1.25", "0.0265 ± 0.0044", "(-0.1 ± 0.2)", "exact", "", "int4_g32", "Llama-3.1-8B"]
     assert [pages.order(cell) for cell in cells] == ["", "0.0265", "-0.1", "1e99", "", "", ""]
 
 
