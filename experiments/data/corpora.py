@@ -1,20 +1,14 @@
-"""The corpora by name: a record each.
+"""The corpora by name, a record each: `sympy`, which every installation has, and `prose`, with how it is built.
 
-The corpus `prose` from its sources: each document fetched, cleaned and compared with its hash, then written in files.
+`prose` is 85 books in English, seven of them held out, and the validation and test texts of WikiText-2. The text is not part of
+the repository. A folder of it has the four files below, from `ao-lab corpus prose --build` or copied; their uncompressed texts
+are compared with the hashes of the record, so rows of the corpus are of one text.
 
-Fetching sources over the network: a thin layer that a test, or a person with a mirror, replaces by a function of one's own.
-
-A `Fetch` takes an address and returns the bytes that lie there. Nothing else here or in `build` touches the network.
-
-The text of a book's pages: markup off, white space and invisible characters normalized, one paragraph after the other.
-
-The rules are those by which the corpus `prose` was made (docs/GUIDE.md lists them). Where they leave a choice, this module does
-what agrees with the corpus on the pages that were compared; the hash of each document decides (`build`).
-
-The corpus `prose`: 85 books in English, seven of them held out, and the validation and test texts of WikiText-2.
-
-The text is not part of the repository. A folder of it has the four files below, from `ao-lab corpus prose --build` or
-copied. Their uncompressed texts are compared with the hashes of this record, so rows of the corpus are of one text.
+Building fetches each document, cleans it (markup off, white space and invisible characters normalized, one paragraph after the
+other), compares it with its hash and writes the files. The rules are those by which the corpus was made (docs/GUIDE.md lists
+them); where they leave a choice, this module does what agrees with the corpus on the pages that were compared. Nothing but a
+`Fetch` touches the network: it takes an address and returns the bytes that lie there, and a test, or a person with a mirror,
+replaces it by a function of one's own.
 """
 
 from __future__ import annotations
@@ -38,6 +32,59 @@ from xml.etree import ElementTree
 
 from experiments.data import corpus
 from experiments.data.corpus import DEFAULT, Corpus, CorpusRecord, SplitCorpus, SplitDocument, TextFile
+
+
+def read_sympy(path: Path | None) -> Corpus:
+    """The source of the installed sympy."""
+    return corpus.load()
+
+
+SYMPY = CorpusRecord(
+    name="sympy",
+    about="The source of the installed sympy, without its tests and benchmarks: Python, 16 MB in sympy 1.14.",
+    splits={"train": "nine files in ten, by the hash of their paths", "held out": "the others"},
+    licence="BSD-3-Clause",
+    origin="Every installation has it: torch requires sympy.",
+    identity="SHA-256 over paths and contents; its first digits and sympy's version are in the corpus's name",
+    read=read_sympy,
+)
+
+
+@cache
+def corpora() -> dict[str, CorpusRecord]:
+    """All records by name, the default first."""
+    return {one.name: one for one in (SYMPY, PROSE)}
+
+
+def corpus_record(name: str) -> CorpusRecord:
+    """The record of a name; ValueError with the nearest and all names for an unknown one."""
+    known = corpora()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"the nearest is {near[0]}; " if near else ""
+        raise ValueError(
+            f"unknown corpus {name!r}; {hint}the corpora are {', '.join(known)} (`ao-lab corpus` describes them)"
+        )
+    return known[name]
+
+
+def load(name: str = DEFAULT, path: Path | None = None) -> Corpus:
+    """The corpus of a name, in the folder `path` where it has files.
+
+    ValueError for an unknown name, for a folder that is missing, not wanted, or holds another text.
+    """
+    record = corpus_record(name)
+    if path is None and record.files:
+        raise ValueError(
+            f"the corpus {name} is a folder of files: give it by --corpus-path (`ao-lab corpus {name}` says where the text "
+            "comes from and how to build it)"
+        )
+    if path is not None and not record.files:
+        raise ValueError(
+            f"the corpus {name} is what is installed and takes no folder; leave --corpus-path out"
+        )
+    return record.read(path)
+
 
 FILES = (
     TextFile(
@@ -173,6 +220,124 @@ def held_out(sizes: dict[str, int]) -> set[str]:
             taken += sizes[name]
             names.add(name)
     return names
+
+
+#: A paragraph of more characters than this that has occurred before is dropped.
+REPEATED = 200
+#: The line between two documents is a form feed.
+SEPARATOR = b"\x0c\n"
+
+
+def fetch(address: str) -> bytes:
+    """What lies at an address; ValueError, which says what to do, where it cannot be reached."""
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT) as answer:
+            data: bytes = answer.read()
+            return data
+    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        raise ValueError(
+            f"{address} cannot be fetched ({error}); a corpus is built on a machine with a network. Built elsewhere, its files "
+            "can be copied: their folder is what --corpus-path takes"
+        ) from error
+
+
+def build(
+    folder: Path,
+    get: Fetch = fetch,
+    listed: Sequence[Source] | None = None,
+    step: Callable[[str], None] = lambda word: None,
+) -> list[Path]:
+    """Write the files of the corpus into a folder; returns their paths.
+
+    get: see `download`. listed: the documents, by default those of the manifest. step: called with the name of each
+    document that was read. ValueError, and no file, where a source cannot be fetched or a text is not the manifest's.
+    """
+    listed = sources() if listed is None else listed
+    texts = cleaned(listed, get, step)
+    check(texts, listed)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for split, data in files(texts, listed).items():
+        path = folder / f"{split}.txt.xz"
+        path.write_bytes(lzma.compress(data, preset=6))
+        written.append(path)
+    return written
+
+
+def cleaned(listed: Sequence[Source], get: Fetch, step: Callable[[str], None]) -> dict[str, bytes]:
+    """The text of each document, by name. Books are read in alphabetical order: the first of two equal paragraphs stays."""
+    seen: set[str] = set()
+    texts = {}
+    for source in sorted(listed, key=lambda one: one.document):
+        texts[source.document] = (
+            book_text(book_files(source, get), seen) if source.is_book else wikitext(source, get)
+        )
+        step(source.document)
+    return texts
+
+
+def book_text(pages: Mapping[str, bytes], seen: set[str]) -> bytes:
+    """The text of a book, of its files by path. `seen`: long paragraphs of the books before it, to which its own are added."""
+    kept = []
+    for path in body_files(pages):
+        for paragraph in paragraphs(pages[path]):
+            if len(paragraph) > REPEATED:
+                if paragraph in seen:
+                    continue
+                seen.add(paragraph)
+            kept.append(paragraph)
+    return ("\n\n".join(kept) + "\n").encode()
+
+
+def check(texts: Mapping[str, bytes], listed: Sequence[Source]) -> None:
+    """ValueError where texts are not those of the manifest, or the split of the books is not that of the rule."""
+    wrong = [one for one in listed if hashlib.sha256(texts[one.document]).hexdigest() != one.sha256]
+    if wrong:
+        first = wrong[0]
+        raise ValueError(
+            f"{len(wrong)} of {len(listed)} documents differ from the manifest, the first is {first.document}: "
+            f"{len(texts[first.document])} bytes, {first.bytes} are listed. Nothing was written, as it would be another text. "
+            f"All of them: {', '.join(one.document for one in wrong)}"
+        )
+    sizes = {one.document: one.bytes for one in listed if one.is_book}
+    if held_out(sizes) != {one.document for one in listed if one.split == HELD_OUT}:
+        raise ValueError("the manifest's held-out books are not those that the rule takes; restore books.csv")
+
+
+def files(texts: Mapping[str, bytes], listed: Sequence[Source]) -> dict[str, bytes]:
+    """The content of each file by the name of its split."""
+    made = {}
+    for split in dict.fromkeys((TRAIN, HELD_OUT, *(one.split for one in listed))):
+        names = by_hash([one.document for one in listed if one.split == split])
+        made[split] = SEPARATOR.join(texts[name] for name in names)
+    return made
+
+
+Fetch = Callable[[str], bytes]
+
+ARCHIVE = "https://github.com/{repository}/archive/{commit}.tar.gz"
+RAW = "https://raw.githubusercontent.com/{repository}/{commit}/word_language_model/data/wikitext-2/{name}.txt"
+#: Seconds without an answer after which a server counts as unreachable.
+TIMEOUT = 60.0
+
+
+def book_files(source: Source, get: Fetch) -> dict[str, bytes]:
+    """Files under ``src/`` of a book's repository at its commit, by path; ValueError where the archive cannot be read."""
+    data = get(ARCHIVE.format(repository=source.repository, commit=source.commit))
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            found = {one.name.partition("/")[2]: one for one in archive.getmembers() if one.isfile()}
+            wanted = {name: one for name, one in found.items() if name.startswith("src/")}
+            # Read in memory, never unpacked: names in an archive are not to be trusted as paths.
+            return {name: archive.extractfile(one).read() for name, one in wanted.items()}  # type: ignore[union-attr]
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"the archive of {source.repository} cannot be read ({error}); try again") from error
+
+
+def wikitext(source: Source, get: Fetch) -> bytes:
+    """A text of WikiText-2, unchanged."""
+    name = source.split.rpartition("-")[2]
+    return get(RAW.format(repository=source.repository, commit=source.commit, name=name))
 
 
 # Which files of a book of Standard Ebooks are its body, in reading order.
@@ -312,124 +477,6 @@ def normalized(text: str) -> str:
     return re.sub(rf"[ {BREAK}]*{BREAK}[ {BREAK}]*", "\n", text).strip()
 
 
-Fetch = Callable[[str], bytes]
-
-ARCHIVE = "https://github.com/{repository}/archive/{commit}.tar.gz"
-RAW = "https://raw.githubusercontent.com/{repository}/{commit}/word_language_model/data/wikitext-2/{name}.txt"
-#: Seconds without an answer after which a server counts as unreachable.
-TIMEOUT = 60.0
-
-
-def fetch(address: str) -> bytes:
-    """What lies at an address; ValueError, which says what to do, where it cannot be reached."""
-    try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT) as answer:
-            data: bytes = answer.read()
-            return data
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise ValueError(
-            f"{address} cannot be fetched ({error}); a corpus is built on a machine with a network. Built elsewhere, its files "
-            "can be copied: their folder is what --corpus-path takes"
-        ) from error
-
-
-def book_files(source: Source, get: Fetch) -> dict[str, bytes]:
-    """Files under ``src/`` of a book's repository at its commit, by path; ValueError where the archive cannot be read."""
-    data = get(ARCHIVE.format(repository=source.repository, commit=source.commit))
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-            found = {one.name.partition("/")[2]: one for one in archive.getmembers() if one.isfile()}
-            wanted = {name: one for name, one in found.items() if name.startswith("src/")}
-            # Read in memory, never unpacked: names in an archive are not to be trusted as paths.
-            return {name: archive.extractfile(one).read() for name, one in wanted.items()}  # type: ignore[union-attr]
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"the archive of {source.repository} cannot be read ({error}); try again") from error
-
-
-def wikitext(source: Source, get: Fetch) -> bytes:
-    """A text of WikiText-2, unchanged."""
-    name = source.split.rpartition("-")[2]
-    return get(RAW.format(repository=source.repository, commit=source.commit, name=name))
-
-
-#: A paragraph of more characters than this that has occurred before is dropped.
-REPEATED = 200
-#: The line between two documents is a form feed.
-SEPARATOR = b"\x0c\n"
-
-
-def build(
-    folder: Path,
-    get: Fetch = fetch,
-    listed: Sequence[Source] | None = None,
-    step: Callable[[str], None] = lambda word: None,
-) -> list[Path]:
-    """Write the files of the corpus into a folder; returns their paths.
-
-    get: see `download`. listed: the documents, by default those of the manifest. step: called with the name of each
-    document that was read. ValueError, and no file, where a source cannot be fetched or a text is not the manifest's.
-    """
-    listed = sources() if listed is None else listed
-    texts = cleaned(listed, get, step)
-    check(texts, listed)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for split, data in files(texts, listed).items():
-        path = folder / f"{split}.txt.xz"
-        path.write_bytes(lzma.compress(data, preset=6))
-        written.append(path)
-    return written
-
-
-def cleaned(listed: Sequence[Source], get: Fetch, step: Callable[[str], None]) -> dict[str, bytes]:
-    """The text of each document, by name. Books are read in alphabetical order: the first of two equal paragraphs stays."""
-    seen: set[str] = set()
-    texts = {}
-    for source in sorted(listed, key=lambda one: one.document):
-        texts[source.document] = (
-            book_text(book_files(source, get), seen) if source.is_book else wikitext(source, get)
-        )
-        step(source.document)
-    return texts
-
-
-def book_text(pages: Mapping[str, bytes], seen: set[str]) -> bytes:
-    """The text of a book, of its files by path. `seen`: long paragraphs of the books before it, to which its own are added."""
-    kept = []
-    for path in body_files(pages):
-        for paragraph in paragraphs(pages[path]):
-            if len(paragraph) > REPEATED:
-                if paragraph in seen:
-                    continue
-                seen.add(paragraph)
-            kept.append(paragraph)
-    return ("\n\n".join(kept) + "\n").encode()
-
-
-def check(texts: Mapping[str, bytes], listed: Sequence[Source]) -> None:
-    """ValueError where texts are not those of the manifest, or the split of the books is not that of the rule."""
-    wrong = [one for one in listed if hashlib.sha256(texts[one.document]).hexdigest() != one.sha256]
-    if wrong:
-        first = wrong[0]
-        raise ValueError(
-            f"{len(wrong)} of {len(listed)} documents differ from the manifest, the first is {first.document}: "
-            f"{len(texts[first.document])} bytes, {first.bytes} are listed. Nothing was written, as it would be another text. "
-            f"All of them: {', '.join(one.document for one in wrong)}"
-        )
-    sizes = {one.document: one.bytes for one in listed if one.is_book}
-    if held_out(sizes) != {one.document for one in listed if one.split == HELD_OUT}:
-        raise ValueError("the manifest's held-out books are not those that the rule takes; restore books.csv")
-
-
-def files(texts: Mapping[str, bytes], listed: Sequence[Source]) -> dict[str, bytes]:
-    """The content of each file by the name of its split."""
-    made = {}
-    for split in dict.fromkeys((TRAIN, HELD_OUT, *(one.split for one in listed))):
-        names = by_hash([one.document for one in listed if one.split == split])
-        made[split] = SEPARATOR.join(texts[name] for name in names)
-    return made
-
-
 PROSE = CorpusRecord(
     name="prose",
     about=(
@@ -452,55 +499,3 @@ PROSE = CorpusRecord(
     files=FILES,
     build=make,
 )
-
-
-def read_sympy(path: Path | None) -> Corpus:
-    """The source of the installed sympy."""
-    return corpus.load()
-
-
-SYMPY = CorpusRecord(
-    name="sympy",
-    about="The source of the installed sympy, without its tests and benchmarks: Python, 16 MB in sympy 1.14.",
-    splits={"train": "nine files in ten, by the hash of their paths", "held out": "the others"},
-    licence="BSD-3-Clause",
-    origin="Every installation has it: torch requires sympy.",
-    identity="SHA-256 over paths and contents; its first digits and sympy's version are in the corpus's name",
-    read=read_sympy,
-)
-
-
-@cache
-def corpora() -> dict[str, CorpusRecord]:
-    """All records by name, the default first."""
-    return {one.name: one for one in (SYMPY, PROSE)}
-
-
-def corpus_record(name: str) -> CorpusRecord:
-    """The record of a name; ValueError with the nearest and all names for an unknown one."""
-    known = corpora()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"the nearest is {near[0]}; " if near else ""
-        raise ValueError(
-            f"unknown corpus {name!r}; {hint}the corpora are {', '.join(known)} (`ao-lab corpus` describes them)"
-        )
-    return known[name]
-
-
-def load(name: str = DEFAULT, path: Path | None = None) -> Corpus:
-    """The corpus of a name, in the folder `path` where it has files.
-
-    ValueError for an unknown name, for a folder that is missing, not wanted, or holds another text.
-    """
-    record = corpus_record(name)
-    if path is None and record.files:
-        raise ValueError(
-            f"the corpus {name} is a folder of files: give it by --corpus-path (`ao-lab corpus {name}` says where the text "
-            "comes from and how to build it)"
-        )
-    if path is not None and not record.files:
-        raise ValueError(
-            f"the corpus {name} is what is installed and takes no folder; leave --corpus-path out"
-        )
-    return record.read(path)

@@ -1,9 +1,7 @@
 """The page of experiment `decode`: tokens a second, size and memory of a quantized model, beside what others published.
 
-Targets of our configurations in experiment `decode`, and which of them are missed.
-
-Speedups over the fastest form of bfloat16 are compared with the published speedup; tokens a second with torchao's of the same
-run, less what two timings of the same thing differ by; sizes with the published; quantization with a time and a peak of memory.
+Targets: speedups over the fastest form of bfloat16 are held to the published ones, tokens a second to torchao's of the same run,
+sizes to the published, quantization to a time and a peak of memory.
 """
 
 from __future__ import annotations

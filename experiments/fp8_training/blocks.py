@@ -6,17 +6,14 @@ are timed in turn, each after itself, bfloat16 first and once more last. Ours is
 norms, SwiGLU and rotary embedding (`fuse=True`); compiled bfloat16 and torchao's have the compiler's, and eager bfloat16 stands
 there with our fused layers too ("ours, bf16").
 
-Activation checkpointing of decoder layers: none, every second layer, all of each layer, or per operation.
+Activation checkpointing keeps all, every second layer, nothing of a layer, or chooses per operation as torchtitan does: outputs
+of attention and of every second matrix product are kept, all else is computed again in backward. Products are counted in
+forward and in recomputation on their own, so that both keep the same ones.
 
-Per operation, as torchtitan does it: the outputs of attention and of every second matrix product are kept, all else is computed
-again in backward. Products are counted in forward and in recomputation on their own, so that both keep the same ones.
-
-A training step of decoder layers under FSDP2 on two ranks: weights gathered as bfloat16 and as float8 codes, bytes counted.
-
-A step is forward, backward, AdamW and the scales of the next gather. The models of all sides live side by side on each rank and
-take turns; a time is the first rank's, until its GPU is done, ranks beginning together. On two GPUs NCCL sends, of a model like
-the published one's, compiled; on a CPU two processes with gloo train a tiny stand-in, whose bytes mean what they say and whose
-times mean nothing. Layers between the linear ones are the model's own (`fuse=False`), compiled with them.
+"fsdp" is a step under FSDP2 on two ranks, weights gathered as bfloat16 and as float8 codes: forward, backward, AdamW and the
+scales of the next gather. The models of all sides live side by side on each rank and take turns; a time is the first rank's,
+until its GPU is done, ranks beginning together. On two GPUs NCCL sends, compiled; on a CPU two processes with gloo train a tiny
+stand-in, whose bytes mean what they say and whose times mean nothing. Layers between the linear ones are the model's own.
 """
 
 from __future__ import annotations
@@ -65,6 +62,226 @@ from experiments.models.llama import (
     relative_change,
 )
 from experiments.qat_overhead.step import Trainer, layers_of
+
+KIND = "blocks"
+EAGER, COMPILED = "eager", "compiled"
+WARMUP = 2
+#: The recipe under which linear layers stay bfloat16.
+NOTHING_QUANTIZED = "bf16"
+STEADY = Plan(rounds=12, warmup=1, seconds=5.0, fewest=4)
+QUICK = Plan(rounds=2, warmup=0, seconds=1.0, fewest=2)
+#: Compiled programs of one function at once.
+PROGRAMS = 64
+LLAMA_3_2_3B_FOUR_LAYERS = replace(LLAMA_3_2_3B, name="llama-3.2-3b-four-layers-random", layers=4)
+
+
+NONE, SECOND, FULL, PER_OP = "none", "every 2nd layer", "full", "per operation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Methods that are timed in turn: the same model, tokens and checkpointing, compiled or not."""
+
+    shape: LlamaConfig
+    batch: int
+    length: int
+    compiled: bool = False
+    checkpointing: str = NONE
+    whole: bool = False
+    recipes: tuple[str, ...] = (*FLOAT8, MXFP8)
+    #: Those of them that run with fast sums too.
+    fast: tuple[str, ...] = ()
+    plan: Plan = STEADY
+    backend: str = "inductor"
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows."""
+        how = COMPILED if self.compiled else EAGER
+        return f"{how}, {self.batch} x {self.length}, checkpointing {self.checkpointing}"
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """bfloat16, ours, torchao's. torchao's MXFP8 asks for another GPU: it has a row in the table of linear layers.
+
+        In eager mode bfloat16 has a second line with our fused layers: what `fuse=True` brings is not the recipe's. Compiled,
+        bfloat16 has the compiler's fusions.
+        """
+        found = methods(*self.recipes, fast=self.fast, compiled=self.compiled)
+        fused = () if self.compiled else (Method(library=OURS, recipe=NOTHING_QUANTIZED),)
+        return tuple(
+            one for one in (*found[:1], *fused, *found[1:]) if one.recipe != MXFP8 or one.library != "torchao"
+        )
+
+
+def blocks(batch: int, **options: object) -> Group:
+    """Two blocks of Llama-3-8B at the sequence of the published table."""
+    return Group(shape=LLAMA_3_8B_TWO_LAYERS, batch=batch, length=8192, **options)  # type: ignore[arg-type]
+
+
+EAGER_TABLE = Group(shape=LLAMA_3_8B_TWO_LAYERS, batch=1, length=4096, recipes=("tensorwise", "rowwise"))
+FINE_TUNING = Group(shape=LLAMA_3_2_3B_FOUR_LAYERS, batch=2, length=2048, whole=True, recipes=FLOAT8)
+#: In the order in which they are measured.
+GPU_GROUPS = (
+    *(
+        blocks(batch, compiled=compiled, checkpointing=kind, fast=fast)
+        for compiled in (False, True)
+        for batch, kind, fast in ((2, NONE, SUMMED_FAST), (1, PER_OP, ()), (2, PER_OP, ()), (1, NONE, ()))
+    ),
+    *(replace(EAGER_TABLE, checkpointing=kind) for kind in (NONE, SECOND, FULL)),
+    *(
+        replace(EAGER_TABLE, checkpointing=kind, compiled=True, recipes=("tensorwise",))
+        for kind in (NONE, SECOND, FULL)
+    ),
+    FINE_TUNING,
+    replace(FINE_TUNING, compiled=True),
+)
+TINY = Group(
+    shape=TINY_TWO_LAYERS, batch=1, length=128, plan=QUICK, backend="aot_eager", recipes=("rowwise", MXFP8)
+)
+TINY_GROUPS = (
+    TINY,
+    replace(TINY, checkpointing=PER_OP),
+    replace(TINY, shape=TINY_ONE_LAYER, whole=True, recipes=("tensorwise",)),
+)
+
+
+@dataclass
+class Bench:
+    """What groups are measured with."""
+
+    device: str
+    seed: int
+    watch: Stopwatch
+    deadline: Deadline
+    #: Steps of a method before the one that is timed.
+    warmup: int = WARMUP
+
+    @classmethod
+    def of(cls, device: str, seed: int, deadline: Deadline) -> Bench:
+        """With the watch of the device; on a CPU without steps before, as its times say nothing."""
+        return cls(device, seed, watch_of(device), deadline, WARMUP if device == "cuda" else 0)
+
+
+def measure(bench: Bench, group: Group, chosen: Sequence[Method] | None = None) -> dict[Method, Values]:
+    """Values of each method of a group, or of some and bfloat16; a method that fails has a status instead."""
+    trainers: dict[Method, Trainer] = {}
+    found: dict[Method, Values] = {}
+    torch.manual_seed(bench.seed)
+    torch.compiler.reset()
+    import torch._dynamo.config as tracer
+
+    with tracer.patch(recompile_limit=PROGRAMS):
+        for method in group.methods if chosen is None else chosen:
+            reason = method.missing() or bench.deadline.reason()
+            work = partial(prepared, bench, group, method, trainers)
+            found[method] = status(reason) if reason else attempt(work)
+        base = next((one for one in trainers if not one.recipe), None)
+        if base is not None:
+            add_times(bench, group, base, trainers, found)
+    trainers.clear()
+    free()
+    failed = "not run: bfloat16 training failed"
+    return found if base is not None else {one: values_without(found[one], failed) for one in found}
+
+
+def values_without(values: Values, reason: str) -> Values:
+    """A status instead of values that nothing can be compared with."""
+    return status(reason) if "status: ok" in values else values
+
+
+def prepared(bench: Bench, group: Group, method: Method, trainers: dict[Method, Trainer]) -> Values:
+    """Build a model, check its output and its gradients, measure its memory; it is added to the trainers."""
+    trainer = Trainer.of(group.shape, group.batch, group.length, bench.device, bench.seed, whole=group.whole)
+    layers = layers_of(trainer.model)
+    method.prepare(layers, fuse=True)
+    plain = next((one.result for known, one in trainers.items() if not known.recipe), None)
+    trainer.result = trainer.output()
+    values: Values = {
+        "change of the result": relative_change(trainer.result, plain, SCHEME_LIMIT, "from bfloat16's")
+    }
+    apply(layers.layers, group.checkpointing)
+    if group.compiled:
+        trainer.compile(group.backend)
+    started = bench.deadline.clock()
+    output = trainer.first_step()
+    bench.watch.sync()
+    values["first step"] = (bench.deadline.clock() - started, "s")
+    if group.compiled:
+        relative_change(output, trainer.result, COMPILED_LIMIT, "by compiling")
+    del output
+    with compiled_runs(group.compiled):
+        trainer.step()
+    values |= trainer.memory()
+    trainers[method] = trainer
+    return values
+
+
+def add_times(
+    bench: Bench, group: Group, base: Method, trainers: dict[Method, Trainer], found: dict[Method, Values]
+) -> None:
+    """Add times in turn, tokens a second, and ratios to bfloat16."""
+    steps = {one.name: trainer.step for one, trainer in trainers.items()}
+    times = after_own_steps(bench.watch, steps, group.plan, bench.warmup)
+    plain = summary(times[base.name]).median
+    for method in trainers:
+        timing, values = summary(times[method.name]), found[method]
+        values |= timing.values()
+        values["tokens/s"] = (group.batch * group.length / timing.median, "tokens/s")
+        values["speed over bfloat16"] = (plain / timing.median, "ratio")
+        if "peak memory" in values and "peak memory" in found[base]:
+            ratio = values["peak memory"][0] / found[base]["peak memory"][0]
+            values["peak memory over bfloat16"] = (ratio, "ratio")
+    found[base] |= repeated(times, base.name)
+
+
+#: Names of operators: matrix products, of any library, and what is always kept.
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten._scaled_mm")
+KEPT = ("scaled_dot_product", "_scaled_dot", "aten.max.")
+
+
+def apply(layers: Iterable[nn.Module], kind: str) -> None:
+    """Let layers compute again in backward what `kind` does not keep; ValueError for another kind."""
+    if kind not in (NONE, SECOND, FULL, PER_OP):
+        raise ValueError(f"checkpointing is {NONE}, {SECOND}, {FULL} or {PER_OP}; got {kind!r}")
+    for number, layer in enumerate(layers):
+        if kind in (FULL, PER_OP) or (kind == SECOND and number % 2 == 0):
+            layer.forward = _recomputed(layer.forward, kind == PER_OP)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], per_op: bool) -> Callable[..., Any]:
+    """forward, computed again in backward. Functions: of a module whose forward is a `functools.partial` torch.compile compiles
+    nothing, and does not say so."""
+
+    def all_again(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    def some_again(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+
+    return some_again if per_op else all_again
+
+
+def contexts() -> Any:
+    """The contexts of forward and recomputation, with counts of their own."""
+    return create_selective_checkpoint_contexts(policy())
+
+
+def policy() -> Callable[..., CheckpointPolicy]:
+    """What is kept: see the module's text."""
+    counts = {False: 0, True: 0}
+
+    def decide(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        name = str(operator)
+        if name.startswith(PRODUCTS):
+            counts[context.is_recompute] += 1
+            kept = counts[context.is_recompute] % 2 == 1
+        else:
+            kept = any(word in name for word in KEPT)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
 
 FSDP_KIND = "fsdp"
 RANKS, FSDP_WARMUP = 2, 3
@@ -276,221 +493,3 @@ def synchronize() -> None:
     """Wait for the GPU, where there is one in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-NONE, SECOND, FULL, PER_OP = "none", "every 2nd layer", "full", "per operation"
-#: Names of operators: matrix products, of any library, and what is always kept.
-PRODUCTS = ("aten.mm.", "aten.addmm.", "aten._scaled_mm")
-KEPT = ("scaled_dot_product", "_scaled_dot", "aten.max.")
-
-
-def apply(layers: Iterable[nn.Module], kind: str) -> None:
-    """Let layers compute again in backward what `kind` does not keep; ValueError for another kind."""
-    if kind not in (NONE, SECOND, FULL, PER_OP):
-        raise ValueError(f"checkpointing is {NONE}, {SECOND}, {FULL} or {PER_OP}; got {kind!r}")
-    for number, layer in enumerate(layers):
-        if kind in (FULL, PER_OP) or (kind == SECOND and number % 2 == 0):
-            layer.forward = _recomputed(layer.forward, kind == PER_OP)  # type: ignore[method-assign]
-
-
-def _recomputed(forward: Callable[..., Any], per_op: bool) -> Callable[..., Any]:
-    """forward, computed again in backward. Functions: of a module whose forward is a `functools.partial` torch.compile compiles
-    nothing, and does not say so."""
-
-    def all_again(*args: Any, **options: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options)
-
-    def some_again(*args: Any, **options: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
-
-    return some_again if per_op else all_again
-
-
-def contexts() -> Any:
-    """The contexts of forward and recomputation, with counts of their own."""
-    return create_selective_checkpoint_contexts(policy())
-
-
-def policy() -> Callable[..., CheckpointPolicy]:
-    """What is kept: see the module's text."""
-    counts = {False: 0, True: 0}
-
-    def decide(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        name = str(operator)
-        if name.startswith(PRODUCTS):
-            counts[context.is_recompute] += 1
-            kept = counts[context.is_recompute] % 2 == 1
-        else:
-            kept = any(word in name for word in KEPT)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return decide
-
-
-KIND = "blocks"
-EAGER, COMPILED = "eager", "compiled"
-WARMUP = 2
-#: The recipe under which linear layers stay bfloat16.
-NOTHING_QUANTIZED = "bf16"
-STEADY = Plan(rounds=12, warmup=1, seconds=5.0, fewest=4)
-QUICK = Plan(rounds=2, warmup=0, seconds=1.0, fewest=2)
-#: Compiled programs of one function at once.
-PROGRAMS = 64
-LLAMA_3_2_3B_FOUR_LAYERS = replace(LLAMA_3_2_3B, name="llama-3.2-3b-four-layers-random", layers=4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Methods that are timed in turn: the same model, tokens and checkpointing, compiled or not."""
-
-    shape: LlamaConfig
-    batch: int
-    length: int
-    compiled: bool = False
-    checkpointing: str = NONE
-    whole: bool = False
-    recipes: tuple[str, ...] = (*FLOAT8, MXFP8)
-    #: Those of them that run with fast sums too.
-    fast: tuple[str, ...] = ()
-    plan: Plan = STEADY
-    backend: str = "inductor"
-
-    @property
-    def setting(self) -> str:
-        """The setting of its rows."""
-        how = COMPILED if self.compiled else EAGER
-        return f"{how}, {self.batch} x {self.length}, checkpointing {self.checkpointing}"
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """bfloat16, ours, torchao's. torchao's MXFP8 asks for another GPU: it has a row in the table of linear layers.
-
-        In eager mode bfloat16 has a second line with our fused layers: what `fuse=True` brings is not the recipe's. Compiled,
-        bfloat16 has the compiler's fusions.
-        """
-        found = methods(*self.recipes, fast=self.fast, compiled=self.compiled)
-        fused = () if self.compiled else (Method(library=OURS, recipe=NOTHING_QUANTIZED),)
-        return tuple(
-            one for one in (*found[:1], *fused, *found[1:]) if one.recipe != MXFP8 or one.library != "torchao"
-        )
-
-
-def blocks(batch: int, **options: object) -> Group:
-    """Two blocks of Llama-3-8B at the sequence of the published table."""
-    return Group(shape=LLAMA_3_8B_TWO_LAYERS, batch=batch, length=8192, **options)  # type: ignore[arg-type]
-
-
-EAGER_TABLE = Group(shape=LLAMA_3_8B_TWO_LAYERS, batch=1, length=4096, recipes=("tensorwise", "rowwise"))
-FINE_TUNING = Group(shape=LLAMA_3_2_3B_FOUR_LAYERS, batch=2, length=2048, whole=True, recipes=FLOAT8)
-#: In the order in which they are measured.
-GPU_GROUPS = (
-    *(
-        blocks(batch, compiled=compiled, checkpointing=kind, fast=fast)
-        for compiled in (False, True)
-        for batch, kind, fast in ((2, NONE, SUMMED_FAST), (1, PER_OP, ()), (2, PER_OP, ()), (1, NONE, ()))
-    ),
-    *(replace(EAGER_TABLE, checkpointing=kind) for kind in (NONE, SECOND, FULL)),
-    *(
-        replace(EAGER_TABLE, checkpointing=kind, compiled=True, recipes=("tensorwise",))
-        for kind in (NONE, SECOND, FULL)
-    ),
-    FINE_TUNING,
-    replace(FINE_TUNING, compiled=True),
-)
-TINY = Group(
-    shape=TINY_TWO_LAYERS, batch=1, length=128, plan=QUICK, backend="aot_eager", recipes=("rowwise", MXFP8)
-)
-TINY_GROUPS = (
-    TINY,
-    replace(TINY, checkpointing=PER_OP),
-    replace(TINY, shape=TINY_ONE_LAYER, whole=True, recipes=("tensorwise",)),
-)
-
-
-@dataclass
-class Bench:
-    """What groups are measured with."""
-
-    device: str
-    seed: int
-    watch: Stopwatch
-    deadline: Deadline
-    #: Steps of a method before the one that is timed.
-    warmup: int = WARMUP
-
-    @classmethod
-    def of(cls, device: str, seed: int, deadline: Deadline) -> Bench:
-        """With the watch of the device; on a CPU without steps before, as its times say nothing."""
-        return cls(device, seed, watch_of(device), deadline, WARMUP if device == "cuda" else 0)
-
-
-def measure(bench: Bench, group: Group, chosen: Sequence[Method] | None = None) -> dict[Method, Values]:
-    """Values of each method of a group, or of some and bfloat16; a method that fails has a status instead."""
-    trainers: dict[Method, Trainer] = {}
-    found: dict[Method, Values] = {}
-    torch.manual_seed(bench.seed)
-    torch.compiler.reset()
-    import torch._dynamo.config as tracer
-
-    with tracer.patch(recompile_limit=PROGRAMS):
-        for method in group.methods if chosen is None else chosen:
-            reason = method.missing() or bench.deadline.reason()
-            work = partial(prepared, bench, group, method, trainers)
-            found[method] = status(reason) if reason else attempt(work)
-        base = next((one for one in trainers if not one.recipe), None)
-        if base is not None:
-            add_times(bench, group, base, trainers, found)
-    trainers.clear()
-    free()
-    failed = "not run: bfloat16 training failed"
-    return found if base is not None else {one: values_without(found[one], failed) for one in found}
-
-
-def values_without(values: Values, reason: str) -> Values:
-    """A status instead of values that nothing can be compared with."""
-    return status(reason) if "status: ok" in values else values
-
-
-def prepared(bench: Bench, group: Group, method: Method, trainers: dict[Method, Trainer]) -> Values:
-    """Build a model, check its output and its gradients, measure its memory; it is added to the trainers."""
-    trainer = Trainer.of(group.shape, group.batch, group.length, bench.device, bench.seed, whole=group.whole)
-    layers = layers_of(trainer.model)
-    method.prepare(layers, fuse=True)
-    plain = next((one.result for known, one in trainers.items() if not known.recipe), None)
-    trainer.result = trainer.output()
-    values: Values = {
-        "change of the result": relative_change(trainer.result, plain, SCHEME_LIMIT, "from bfloat16's")
-    }
-    apply(layers.layers, group.checkpointing)
-    if group.compiled:
-        trainer.compile(group.backend)
-    started = bench.deadline.clock()
-    output = trainer.first_step()
-    bench.watch.sync()
-    values["first step"] = (bench.deadline.clock() - started, "s")
-    if group.compiled:
-        relative_change(output, trainer.result, COMPILED_LIMIT, "by compiling")
-    del output
-    with compiled_runs(group.compiled):
-        trainer.step()
-    values |= trainer.memory()
-    trainers[method] = trainer
-    return values
-
-
-def add_times(
-    bench: Bench, group: Group, base: Method, trainers: dict[Method, Trainer], found: dict[Method, Values]
-) -> None:
-    """Add times in turn, tokens a second, and ratios to bfloat16."""
-    steps = {one.name: trainer.step for one, trainer in trainers.items()}
-    times = after_own_steps(bench.watch, steps, group.plan, bench.warmup)
-    plain = summary(times[base.name]).median
-    for method in trainers:
-        timing, values = summary(times[method.name]), found[method]
-        values |= timing.values()
-        values["tokens/s"] = (group.batch * group.length / timing.median, "tokens/s")
-        values["speed over bfloat16"] = (plain / timing.median, "ratio")
-        if "peak memory" in values and "peak memory" in found[base]:
-            ratio = values["peak memory"][0] / found[base]["peak memory"][0]
-            values["peak memory over bfloat16"] = (ratio, "ratio")
-    found[base] |= repeated(times, base.name)

@@ -1,4 +1,4 @@
-"""Trainings by recipe, one after the other or in several processes at once; those with rows are not repeated.
+"""Trainings by recipe over paired seeds, their gaps to bfloat16, and trainings with a planted fault.
 
 Runs of one seed have the same initial weights and the same text in the same order, whatever their recipe, and the same bits in
 whichever process. Weights and the words of stochastic rounding are drawn from torch's one generator: trainings in threads of
@@ -6,18 +6,13 @@ one process would not be paired. Trainings that share the device with others lea
 not those of the recipe: their rows have no times and speeds. Long trainings never share it, nor do those for a number of
 seconds, which would take fewer steps. Rows of "paired", "sweep", "long" are one training each, rows of "gaps" are over seeds.
 
-The gap of a recipe to bfloat16 over paired seeds, with its interval, and what that says of a margin named beforehand.
+The gap of a seed is 100 (loss of the recipe / loss of bfloat16 - 1) percent, positive where the recipe is worse; over seeds it
+has Student's interval of 95%, which says on which side of a margin named beforehand it lies.
 
-Of each seed there are two trainings with the same initial weights and the same text in the same order. The gap of a seed is
-100 (loss of the recipe / loss of bfloat16 - 1) percent, positive where the recipe is worse; over seeds it has Student's
-interval of 95%.
-
-Trainings with a planted fault beside one without: what the loss shows, and what the counters of the layer show.
-
-Faults planted into one operand of one layer, and what they change; the library has no hook for this and needs none.
-
-`plant` replaces the forward of one converted layer by the same three products on operands that are quantized here, one by one,
-where they can be watched and spoiled. Without a fault outputs and gradients are those of the layer, bit for bit.
+A fault is planted into one operand of one layer: `plant` replaces the forward of one converted layer by the same three products
+on operands that are quantized here, one by one, where they can be watched and spoiled; the library has no hook for this and
+needs none. Without a fault outputs and gradients are those of the layer, bit for bit. The loss, and the counters of the layer,
+say what a fault shows.
 """
 
 from __future__ import annotations
@@ -50,7 +45,199 @@ from experiments.runs.run import Settings
 from reference import Quantized, Scales
 from reference.training.recipe import PLACES, Operand, Recipe
 
-Matrix = Tensor | Quantized
+EXPERIMENT = "fp8_training"
+GAPS, CURVES = "gaps", "curves"
+#: Metrics that gaps are taken of: totals of held-out splits, and the end of training.
+TRAINED = f"training {BITS} at the end"
+#: Metrics of a training that had the device to itself.
+TIMED = ("time of steps", "tokens a second", "share of the bfloat16 peak")
+
+
+def run(settings: Settings, journal: Journal, plan: Plan, kinds: Sequence[str], deadline: Deadline) -> None:
+    """Add the rows of all trainings of a plan that the deadline reaches, and those over seeds."""
+    missing = [one for one in plan.trials(kinds) if not is_finished(settings, journal, one)]
+    trials = {name_of(one): one for one in missing}
+
+    def keep(name: str, rows: list[Row]) -> None:
+        journal.add(rows)
+        checkpoint_of(settings, trials[name]).done()
+
+    for sharing, workers in ((True, settings.workers), (False, 1)):
+        works = {
+            name: partial(train, settings, plan, one)
+            for name, one in trials.items()
+            if shares_device(settings, one) == sharing
+        }
+        measure_each("trainings", works, workers, deadline, keep)
+    # What follows from rows that were not measured again is as old as they are.
+    if PAIRED in kinds and (trials or not any(is_gap(row) for row in journal.rows)):
+        journal.add(gap_rows(settings, plan, journal.rows))
+
+
+def is_gap(row: Row) -> bool:
+    """Whether a row follows from those of trainings."""
+    return table_parts(row.table)[0] == GAPS
+
+
+def train(settings: Settings, plan: Plan, trial: Trial) -> list[Row]:
+    """All rows of a training, which is resumed from its checkpoint where there is one."""
+    return measure(settings, plan, trial, checkpoint_of(settings, trial))
+
+
+def name_of(trial: Trial) -> str:
+    """What progress calls a training."""
+    return f"{trial.kind}: {trial.setting}, {trial.recipe}, rate {trial.settings.rate:g}, seed {trial.settings.seed}"
+
+
+def shares_device(settings: Settings, trial: Trial) -> bool:
+    """Whether a training runs beside others: not the long ones, whose speeds are part of the answer."""
+    return settings.workers > 1 and trial.kind != LONG and trial.settings.budget.seconds is None
+
+
+def is_finished(settings: Settings, journal: Journal, trial: Trial) -> bool:
+    """Whether a training's rows are there."""
+    table = table_name(trial.kind, settings.scale, settings.corpus.name)
+    return journal.finished(table, trial.setting, trial.method(settings.device), trial.settings.seed)
+
+
+def checkpoint_of(settings: Settings, trial: Trial) -> Checkpoint:
+    """The checkpoint of a training, in the cache, by a hash of everything that determines its weights."""
+    parts = [
+        json.dumps(asdict(trial.settings), sort_keys=True),
+        settings.corpus.sha256,
+        state(),
+        library_versions(),
+        settings.device_name,
+    ]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return Checkpoint(settings.cache / "models" / f"fp8_training-{key}.checkpoint", CHECKPOINT_SECONDS)
+
+
+def converter(recipe: str) -> Convert | None:
+    """What makes a model train by a recipe: every linear layer, the output layer too; None where nothing is to be done."""
+    if recipe == BASE:
+        return None
+
+    def convert(model: nn.Module) -> None:
+        from ao_lab import convert_for_training_
+
+        convert_for_training_(model, recipe, is_linear)
+
+    return convert
+
+
+def measure(settings: Settings, plan: Plan, trial: Trial, checkpoint: Checkpoint) -> list[Row]:
+    """Train a model; all rows of it, without times where it shared the device, be it for a part of its steps. It is evaluated
+    as it trained, with its layers converted."""
+    convert = converter(trial.recipe)
+    alone = not shares_device(settings, trial)
+    made = pretrain(trial.settings, settings.corpus, settings.device, convert, checkpoint, alone=alone)
+    texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
+    found = bits_per_byte(made.model, texts, trial.settings.model.context)
+    facts = speed(made, trial, settings.device_name)
+    if not made.alone:
+        facts = {name: value for name, value in facts.items() if name not in TIMED}
+    values = {**quality(found, texts), **facts}
+    return [
+        *rows_of(settings, trial.kind, trial, values),
+        *rows_of(settings, CURVES, trial, loss_curve(made.losses)),
+    ]
+
+
+def rows_of(settings: Settings, kind: str, trial: Trial, values: Values) -> list[Row]:
+    """Tidy rows of a training; curves of a sweep and of others differ in their setting."""
+    of_seed = replace(settings, seed=trial.settings.seed)
+    setting = f"{trial.kind}: {trial.setting}" if kind == CURVES else trial.setting
+    where = settings.corpus.name, setting, trial.method(settings.device)
+    return [
+        of_seed.row(EXPERIMENT, kind, *where, metric, value, unit) for metric, (value, unit) in values.items()
+    ]
+
+
+def gap_rows(settings: Settings, plan: Plan, rows: Sequence[Row]) -> list[Row]:
+    """Rows over seeds of every recipe that has at least two seeds with bfloat16's beside them."""
+    table, by_key = table_name(PAIRED, settings.scale, settings.corpus.name), {}
+    for row in rows:
+        if row.table == table:
+            by_key.setdefault((row.setting, row.method, row.metric), {})[row.seed] = row.value
+    made = []
+    for (setting, method, metric), losses in by_key.items():
+        base = by_key.get((setting, BASE_NAMES[settings.device], metric), {})
+        if method != BASE_NAMES[settings.device] and is_loss(metric):
+            values = over_seeds(metric, base, losses)
+            where = GAPS, settings.corpus.name, setting, method
+            made += [settings.row(EXPERIMENT, *where, *found) for found in values]
+    return made
+
+
+def is_loss(metric: str) -> bool:
+    """Whether a metric is one that gaps are taken of."""
+    return metric == TRAINED or metric.startswith(f"{BITS}, ")
+
+
+def over_seeds(
+    metric: str, base: Mapping[int, float], losses: Mapping[int, float]
+) -> list[tuple[str, float, str]]:
+    """(metric, value, unit) of the gap over the seeds that both have; nothing for fewer than two."""
+    seeds = sorted(base.keys() & losses.keys())
+    if len(seeds) < 2:
+        return []
+    found = gap([base[seed] for seed in seeds], [losses[seed] for seed in seeds])
+    return [
+        (f"gap, {metric}", found.mean, "%"),
+        (f"gap, {metric}, 95% interval", found.half, "%"),
+        (f"gap, {metric}, seeds", found.seeds, ""),
+    ]
+
+
+WITHIN, BEYOND, UNDECIDED = "within the margin", "beyond the margin", "undecided"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Percent of bfloat16's loss: the mean over seeds, half the width of its 95% interval, and how many seeds."""
+
+    mean: float
+    half: float
+    seeds: int
+
+    def verdict(self, margin: float) -> str:
+        """Within: the whole interval lies below the margin. Beyond: all of it lies above. Else undecided.
+
+        Being better than bfloat16 is within: the question is whether a recipe costs anything.
+        """
+        if self.mean + self.half < margin:
+            return WITHIN
+        return BEYOND if self.mean - self.half > margin else UNDECIDED
+
+
+def gap(base: Sequence[float], recipe: Sequence[float]) -> Gap:
+    """Of the losses of each seed, in the same order; ValueError for fewer than two seeds, or a base that is not positive."""
+    if min(base, default=0.0) <= 0:
+        raise ValueError(f"losses to compare with are positive, got {list(base)}")
+    percents = [100 * (mine / theirs - 1) for mine, theirs in zip(recipe, base, strict=True)]
+    found = interval(percents)
+    return Gap(found.mean, found.half, len(percents))
+
+
+# What a quantized operand says of itself, step by step: numbers that show a fault before a loss does.
+
+LOST = "share of nonzero that became zero"
+SATURATED = "share at the largest magnitude"
+SQNR = "signal to quantization noise"
+AMAX_STEP = "change of the largest magnitude a step"
+SCALE_STEP = "change of the scale a step"
+BAD = "share of blocks with NaN"
+
+
+UNITS = {LOST: "%", SATURATED: "%", SQNR: "dB", AMAX_STEP: "log2", SCALE_STEP: "log2", BAD: "%"}
+
+
+KIND = "faults"
+HEALTHY, CONTROL = "no fault", "no fault, nothing quantized"
+LAYER = "model.layers.1.mlp.gate_proj"
+#: One scale a tensor, as delayed scaling has it.
+RECIPE = "tensorwise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +257,95 @@ class Fault:
     dropped: tuple[int, int] = (0, 0)
 
 
-# What a quantized operand says of itself, step by step: numbers that show a fault before a loss does.
+#: A quarter and more of a layer's outputs, or all of an operand: none is so small that nothing would show.
+FAULTS = (
+    Fault(name="input's scale 16 times too small", place="output.a", scale_power=-4),
+    Fault(name="gradient decoded with 4 times its scale", place="input_grad.a", decode_power=2),
+    Fault(name="block of 128 x 128 of the weight dropped", place="output.b", dropped=(128, 128)),
+    Fault(name="gradient's scale from 16 steps before", place="weight_grad.a", stale=16),
+)
+#: In the order in which they are trained: without a fault (None), without a recipe (CONTROL), and the faults.
+Case = Fault | str | None
+CASES: tuple[Case, ...] = (None, CONTROL, *FAULTS)
+#: The budget of each scale, and which size is trained.
+BUDGETS = {"quick": ("micro", Budget(bytes=36 * 512)), "full": ("30m", Budget(bytes=3_000_000))}
 
-LOST = "share of nonzero that became zero"
-SATURATED = "share at the largest magnitude"
-SQNR = "signal to quantization noise"
-AMAX_STEP = "change of the largest magnitude a step"
-SCALE_STEP = "change of the scale a step"
-BAD = "share of blocks with NaN"
+
+@dataclass
+class Planting:
+    """What makes a model train by the recipe with a watcher in one layer."""
+
+    fault: Fault | None
+    watcher: Watcher = field(init=False)
+    undo: Callable[[], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watcher = Watcher(self.fault)
+
+    def __call__(self, model: nn.Module) -> None:
+        """Convert the model and plant the fault."""
+        convert = converter(RECIPE)
+        if convert is not None:
+            convert(model)
+        self.undo = plant(model.get_submodule(LAYER), self.watcher)
+
+
+def fault_name_of(case: Case) -> str:
+    """The method of its rows."""
+    return HEALTHY if case is None else case if isinstance(case, str) else case.name
+
+
+def trial_of(settings: Settings, plan: Plan) -> Trial:
+    """The training that all faults share."""
+    size, budget = BUDGETS[settings.scale]
+    return plan.trial(PAIRED, size, RECIPE, budget, 0)
+
+
+def fault_run(settings: Settings, journal: Journal, plan: Plan, deadline: Deadline) -> None:
+    """Add the rows of all faults that the deadline reaches; the training without one comes first."""
+    trial, table = trial_of(settings, plan), table_name(KIND, settings.scale, settings.corpus.name)
+    missing = [one for one in CASES if not journal.finished(table, setting_of(trial), fault_name_of(one))]
+    works = {fault_name_of(case): partial(fault_measure, settings, plan, trial, case) for case in missing}
+    measure_each("faults", works, settings.workers, deadline, lambda name, rows: journal.add(rows))
+
+
+def setting_of(trial: Trial) -> str:
+    """Size, budget and recipe."""
+    return f"{trial.setting}, {RECIPE}"
+
+
+def fault_measure(settings: Settings, plan: Plan, trial: Trial, case: Case) -> list[Row]:
+    """Train with a fault and evaluate the weights that it leaves, the fault taken out; all rows of it."""
+    planting = None if isinstance(case, str) else Planting(case)
+    made = pretrain(trial.settings, settings.corpus, settings.device, planting)
+    if planting is not None:
+        planting.undo()
+    texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
+    found = quality(bits_per_byte(made.model, texts, trial.settings.model.context), texts)
+    values: Values = {
+        **found,
+        f"training {BITS} at the end": (made.last_loss, "bit"),
+        **loss_curve(made.losses),
+        **({} if planting is None else counter_values(planting.watcher)),
+    }
+    where = settings.corpus.name, setting_of(trial), fault_name_of(case)
+    return [
+        settings.row(EXPERIMENT, KIND, *where, metric, value, unit)
+        for metric, (value, unit) in values.items()
+        if value == value
+    ]
+
+
+def counter_values(watcher: Watcher) -> Values:
+    """Means over all steps of every counter of every place."""
+    return {
+        f"{place}: {name}": (mean(values), UNITS[name])
+        for place, found in watcher.counters.values.items()
+        for name, values in found.items()
+    }
+
+
+Matrix = Tensor | Quantized
 
 
 @dataclass
@@ -257,274 +525,3 @@ def watched_forward(module: LowPrecisionLinear, watcher: Watcher, x: Tensor) -> 
     rows = x.reshape(-1, x.shape[-1])
     y = WatchedLinear.apply(rows, w, module.low_precision.recipe, watcher)
     return y.reshape(*x.shape[:-1], w.shape[0])
-
-
-KIND = "faults"
-HEALTHY, CONTROL = "no fault", "no fault, nothing quantized"
-LAYER = "model.layers.1.mlp.gate_proj"
-#: One scale a tensor, as delayed scaling has it.
-RECIPE = "tensorwise"
-#: A quarter and more of a layer's outputs, or all of an operand: none is so small that nothing would show.
-FAULTS = (
-    Fault(name="input's scale 16 times too small", place="output.a", scale_power=-4),
-    Fault(name="gradient decoded with 4 times its scale", place="input_grad.a", decode_power=2),
-    Fault(name="block of 128 x 128 of the weight dropped", place="output.b", dropped=(128, 128)),
-    Fault(name="gradient's scale from 16 steps before", place="weight_grad.a", stale=16),
-)
-#: In the order in which they are trained: without a fault (None), without a recipe (CONTROL), and the faults.
-Case = Fault | str | None
-CASES: tuple[Case, ...] = (None, CONTROL, *FAULTS)
-#: The budget of each scale, and which size is trained.
-BUDGETS = {"quick": ("micro", Budget(bytes=36 * 512)), "full": ("30m", Budget(bytes=3_000_000))}
-
-
-@dataclass
-class Planting:
-    """What makes a model train by the recipe with a watcher in one layer."""
-
-    fault: Fault | None
-    watcher: Watcher = field(init=False)
-    undo: Callable[[], None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.watcher = Watcher(self.fault)
-
-    def __call__(self, model: nn.Module) -> None:
-        """Convert the model and plant the fault."""
-        convert = converter(RECIPE)
-        if convert is not None:
-            convert(model)
-        self.undo = plant(model.get_submodule(LAYER), self.watcher)
-
-
-def fault_name_of(case: Case) -> str:
-    """The method of its rows."""
-    return HEALTHY if case is None else case if isinstance(case, str) else case.name
-
-
-def trial_of(settings: Settings, plan: Plan) -> Trial:
-    """The training that all faults share."""
-    size, budget = BUDGETS[settings.scale]
-    return plan.trial(PAIRED, size, RECIPE, budget, 0)
-
-
-def fault_run(settings: Settings, journal: Journal, plan: Plan, deadline: Deadline) -> None:
-    """Add the rows of all faults that the deadline reaches; the training without one comes first."""
-    trial, table = trial_of(settings, plan), table_name(KIND, settings.scale, settings.corpus.name)
-    missing = [one for one in CASES if not journal.finished(table, setting_of(trial), fault_name_of(one))]
-    works = {fault_name_of(case): partial(fault_measure, settings, plan, trial, case) for case in missing}
-    measure_each("faults", works, settings.workers, deadline, lambda name, rows: journal.add(rows))
-
-
-def setting_of(trial: Trial) -> str:
-    """Size, budget and recipe."""
-    return f"{trial.setting}, {RECIPE}"
-
-
-def fault_measure(settings: Settings, plan: Plan, trial: Trial, case: Case) -> list[Row]:
-    """Train with a fault and evaluate the weights that it leaves, the fault taken out; all rows of it."""
-    planting = None if isinstance(case, str) else Planting(case)
-    made = pretrain(trial.settings, settings.corpus, settings.device, planting)
-    if planting is not None:
-        planting.undo()
-    texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
-    found = quality(bits_per_byte(made.model, texts, trial.settings.model.context), texts)
-    values: Values = {
-        **found,
-        f"training {BITS} at the end": (made.last_loss, "bit"),
-        **loss_curve(made.losses),
-        **({} if planting is None else counter_values(planting.watcher)),
-    }
-    where = settings.corpus.name, setting_of(trial), fault_name_of(case)
-    return [
-        settings.row(EXPERIMENT, KIND, *where, metric, value, unit)
-        for metric, (value, unit) in values.items()
-        if value == value
-    ]
-
-
-def counter_values(watcher: Watcher) -> Values:
-    """Means over all steps of every counter of every place."""
-    return {
-        f"{place}: {name}": (mean(values), UNITS[name])
-        for place, found in watcher.counters.values.items()
-        for name, values in found.items()
-    }
-
-
-WITHIN, BEYOND, UNDECIDED = "within the margin", "beyond the margin", "undecided"
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Percent of bfloat16's loss: the mean over seeds, half the width of its 95% interval, and how many seeds."""
-
-    mean: float
-    half: float
-    seeds: int
-
-    def verdict(self, margin: float) -> str:
-        """Within: the whole interval lies below the margin. Beyond: all of it lies above. Else undecided.
-
-        Being better than bfloat16 is within: the question is whether a recipe costs anything.
-        """
-        if self.mean + self.half < margin:
-            return WITHIN
-        return BEYOND if self.mean - self.half > margin else UNDECIDED
-
-
-def gap(base: Sequence[float], recipe: Sequence[float]) -> Gap:
-    """Of the losses of each seed, in the same order; ValueError for fewer than two seeds, or a base that is not positive."""
-    if min(base, default=0.0) <= 0:
-        raise ValueError(f"losses to compare with are positive, got {list(base)}")
-    percents = [100 * (mine / theirs - 1) for mine, theirs in zip(recipe, base, strict=True)]
-    found = interval(percents)
-    return Gap(found.mean, found.half, len(percents))
-
-
-UNITS = {LOST: "%", SATURATED: "%", SQNR: "dB", AMAX_STEP: "log2", SCALE_STEP: "log2", BAD: "%"}
-
-
-EXPERIMENT = "fp8_training"
-GAPS, CURVES = "gaps", "curves"
-#: Metrics that gaps are taken of: totals of held-out splits, and the end of training.
-TRAINED = f"training {BITS} at the end"
-#: Metrics of a training that had the device to itself.
-TIMED = ("time of steps", "tokens a second", "share of the bfloat16 peak")
-
-
-def run(settings: Settings, journal: Journal, plan: Plan, kinds: Sequence[str], deadline: Deadline) -> None:
-    """Add the rows of all trainings of a plan that the deadline reaches, and those over seeds."""
-    missing = [one for one in plan.trials(kinds) if not is_finished(settings, journal, one)]
-    trials = {name_of(one): one for one in missing}
-
-    def keep(name: str, rows: list[Row]) -> None:
-        journal.add(rows)
-        checkpoint_of(settings, trials[name]).done()
-
-    for sharing, workers in ((True, settings.workers), (False, 1)):
-        works = {
-            name: partial(train, settings, plan, one)
-            for name, one in trials.items()
-            if shares_device(settings, one) == sharing
-        }
-        measure_each("trainings", works, workers, deadline, keep)
-    # What follows from rows that were not measured again is as old as they are.
-    if PAIRED in kinds and (trials or not any(is_gap(row) for row in journal.rows)):
-        journal.add(gap_rows(settings, plan, journal.rows))
-
-
-def is_gap(row: Row) -> bool:
-    """Whether a row follows from those of trainings."""
-    return table_parts(row.table)[0] == GAPS
-
-
-def train(settings: Settings, plan: Plan, trial: Trial) -> list[Row]:
-    """All rows of a training, which is resumed from its checkpoint where there is one."""
-    return measure(settings, plan, trial, checkpoint_of(settings, trial))
-
-
-def name_of(trial: Trial) -> str:
-    """What progress calls a training."""
-    return f"{trial.kind}: {trial.setting}, {trial.recipe}, rate {trial.settings.rate:g}, seed {trial.settings.seed}"
-
-
-def shares_device(settings: Settings, trial: Trial) -> bool:
-    """Whether a training runs beside others: not the long ones, whose speeds are part of the answer."""
-    return settings.workers > 1 and trial.kind != LONG and trial.settings.budget.seconds is None
-
-
-def is_finished(settings: Settings, journal: Journal, trial: Trial) -> bool:
-    """Whether a training's rows are there."""
-    table = table_name(trial.kind, settings.scale, settings.corpus.name)
-    return journal.finished(table, trial.setting, trial.method(settings.device), trial.settings.seed)
-
-
-def checkpoint_of(settings: Settings, trial: Trial) -> Checkpoint:
-    """The checkpoint of a training, in the cache, by a hash of everything that determines its weights."""
-    parts = [
-        json.dumps(asdict(trial.settings), sort_keys=True),
-        settings.corpus.sha256,
-        state(),
-        library_versions(),
-        settings.device_name,
-    ]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return Checkpoint(settings.cache / "models" / f"fp8_training-{key}.checkpoint", CHECKPOINT_SECONDS)
-
-
-def converter(recipe: str) -> Convert | None:
-    """What makes a model train by a recipe: every linear layer, the output layer too; None where nothing is to be done."""
-    if recipe == BASE:
-        return None
-
-    def convert(model: nn.Module) -> None:
-        from ao_lab import convert_for_training_
-
-        convert_for_training_(model, recipe, is_linear)
-
-    return convert
-
-
-def measure(settings: Settings, plan: Plan, trial: Trial, checkpoint: Checkpoint) -> list[Row]:
-    """Train a model; all rows of it, without times where it shared the device, be it for a part of its steps. It is evaluated
-    as it trained, with its layers converted."""
-    convert = converter(trial.recipe)
-    alone = not shares_device(settings, trial)
-    made = pretrain(trial.settings, settings.corpus, settings.device, convert, checkpoint, alone=alone)
-    texts = {name: text[: plan.evaluated] for name, text in evaluation_texts(settings.corpus).items()}
-    found = bits_per_byte(made.model, texts, trial.settings.model.context)
-    facts = speed(made, trial, settings.device_name)
-    if not made.alone:
-        facts = {name: value for name, value in facts.items() if name not in TIMED}
-    values = {**quality(found, texts), **facts}
-    return [
-        *rows_of(settings, trial.kind, trial, values),
-        *rows_of(settings, CURVES, trial, loss_curve(made.losses)),
-    ]
-
-
-def rows_of(settings: Settings, kind: str, trial: Trial, values: Values) -> list[Row]:
-    """Tidy rows of a training; curves of a sweep and of others differ in their setting."""
-    of_seed = replace(settings, seed=trial.settings.seed)
-    setting = f"{trial.kind}: {trial.setting}" if kind == CURVES else trial.setting
-    where = settings.corpus.name, setting, trial.method(settings.device)
-    return [
-        of_seed.row(EXPERIMENT, kind, *where, metric, value, unit) for metric, (value, unit) in values.items()
-    ]
-
-
-def gap_rows(settings: Settings, plan: Plan, rows: Sequence[Row]) -> list[Row]:
-    """Rows over seeds of every recipe that has at least two seeds with bfloat16's beside them."""
-    table, by_key = table_name(PAIRED, settings.scale, settings.corpus.name), {}
-    for row in rows:
-        if row.table == table:
-            by_key.setdefault((row.setting, row.method, row.metric), {})[row.seed] = row.value
-    made = []
-    for (setting, method, metric), losses in by_key.items():
-        base = by_key.get((setting, BASE_NAMES[settings.device], metric), {})
-        if method != BASE_NAMES[settings.device] and is_loss(metric):
-            values = over_seeds(metric, base, losses)
-            where = GAPS, settings.corpus.name, setting, method
-            made += [settings.row(EXPERIMENT, *where, *found) for found in values]
-    return made
-
-
-def is_loss(metric: str) -> bool:
-    """Whether a metric is one that gaps are taken of."""
-    return metric == TRAINED or metric.startswith(f"{BITS}, ")
-
-
-def over_seeds(
-    metric: str, base: Mapping[int, float], losses: Mapping[int, float]
-) -> list[tuple[str, float, str]]:
-    """(metric, value, unit) of the gap over the seeds that both have; nothing for fewer than two."""
-    seeds = sorted(base.keys() & losses.keys())
-    if len(seeds) < 2:
-        return []
-    found = gap([base[seed] for seed in seeds], [losses[seed] for seed in seeds])
-    return [
-        (f"gap, {metric}", found.mean, "%"),
-        (f"gap, {metric}, 95% interval", found.half, "%"),
-        (f"gap, {metric}, seeds", found.seeds, ""),
-    ]

@@ -1,9 +1,7 @@
-"""Sections about trainings: paired seeds with their gaps, curves, sweeps, the larger model, faults.
+"""Sections about trainings: paired seeds with their gaps, curves, sweeps, the larger model, faults; and all targets.
 
-Targets of the speed and memory of training, relative to bfloat16 and torchao in the same table; which of them are missed.
-
-Targets of the recipes themselves are those for precise sums in both gradients; "fast sums" have their own. Times and memory of
-a CPU say nothing, so they have no target.
+Targets of speed and memory are relative to bfloat16 and torchao in the same table. Those of the recipes themselves are for
+precise sums in both gradients; "fast sums" have their own. Times and memory of a CPU say nothing, so they have no target.
 """
 
 from __future__ import annotations
@@ -46,219 +44,6 @@ from experiments.report.targets import (
     missed,
     rest,
 )
-
-EXPERIMENT = "fp8_training"
-TIME, TIME_RATIO, SPEED_RATIO = "time", "time over bfloat16", "speed over bfloat16"
-MEMORY_RATIO = "peak memory over bfloat16"
-
-
-def ours(recipe: str, *, fast_sums: bool = False) -> str:
-    """The name of a recipe of ours in rows."""
-    return Method(library=OURS, recipe=recipe, fast_sums=fast_sums).name
-
-
-#: Metrics of targets that no row has.
-OVER_TORCHAO, EAGER_OVER_COMPILED = "time over torchao's best", "time of eager over compiled"
-#: Ours over the same gathered as bfloat16 on two GPUs, and the bytes that are gathered.
-OF_WIDE, GATHERED = "speed over bfloat16 all-gather", "all-gather"
-#: How text shows the values of targets.
-SHOWN = {"value_format": ".3f"}
-
-
-def of_linear(where: Where, results: Results) -> list[Target]:
-    """Targets of one shape."""
-    if where.device == "cpu":
-        return []
-    mine = [one for one in limits(EXPERIMENT) if one.parts[0] == where.data]
-    found = [
-        one.target(
-            f"{method}, {setting}: {TIME_RATIO}",
-            results.value(setting, method, TIME_RATIO),
-            day=results.day(setting, method),
-            **SHOWN,
-        )
-        for one in mine
-        for method in one.parts[1:]
-        for setting in (linear.EAGER, linear.GRAPH)
-    ]
-    return found + [
-        one.target(
-            f"{ours(recipe)}, {linear.EAGER}: {OVER_TORCHAO}",
-            over_torchao(results, recipe),
-            day=results.day(linear.EAGER, ours(recipe)),
-            **SHOWN,
-        )
-        for one in mine
-        if one.metric == OVER_TORCHAO
-        for recipe in FLOAT8
-    ]
-
-
-def over_torchao(results: Results, recipe: str) -> float | None:
-    """Ours over the shortest eager time of torchao's rows of that recipe, compiled or not; None where either is missing."""
-    times = [results.value(linear.EAGER, one, TIME) for one in theirs(recipe)]
-    return ratio(results.value(linear.EAGER, ours(recipe), TIME), shortest(times))
-
-
-def theirs(recipe: str) -> list[str]:
-    """torchao's rows of a recipe, compiled or not."""
-    methods = [Method(library=TORCHAO, recipe=recipe, compiled=compiled) for compiled in (False, True)]
-    return [linear.label(one) for one in methods]
-
-
-def of_blocks(where: Where, results: Results) -> list[Target]:
-    """Targets of two blocks of Llama-3-8B; other models have none."""
-    if where.device == "cpu" or where.data != LLAMA_3_8B_TWO_LAYERS.name:
-        return []
-    fast = [one for one in SUMMED_FAST for _ in (False, True)]
-    names = [ours(one, fast_sums=bool(number % 2)) for number, one in enumerate(fast)]
-    found = [
-        target for name, one in zip(names, fast, strict=True) for target in of_method(results, name, one)
-    ]
-    others = [ours(one) for one in (*FLOAT8, MXFP8) if one not in SUMMED_FAST]
-    return found + [target for name in others for target in of_memory(results, name)]
-
-
-def of_method(results: Results, name: str, recipe: str) -> Iterator[Target]:
-    """Speed over bfloat16, eager over compiled, and memory both ways."""
-    eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
-    speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
-    fastest = max((one for one in speeds if one is not None), default=None)
-    times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
-    speed = limit_of(EXPERIMENT, recipe, SPEED_RATIO)
-    shown = {"day": results.day(compiled, name), **SHOWN}
-    yield speed.target(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, **shown)
-    over_compiled = limit_of(EXPERIMENT, blocks.KIND, EAGER_OVER_COMPILED)
-    yield over_compiled.target(f"{name}: {EAGER_OVER_COMPILED}", ratio(*times), **shown)
-    yield from of_memory(results, name)
-
-
-def of_memory(results: Results, name: str) -> Iterator[Target]:
-    """The largest peak of memory over bfloat16's, eager and compiled."""
-    memory = limit_of(EXPERIMENT, blocks.KIND, MEMORY_RATIO)
-    for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
-        value, day = results.value(setting, name, MEMORY_RATIO), results.day(setting, name)
-        yield memory.target(f"{name}, {setting}: {MEMORY_RATIO}", value, day=day, **SHOWN)
-
-
-def of_fsdp(where: Where, results: Results) -> list[Target]:
-    """Float8 against bfloat16 all-gather of each recipe on two GPUs, and the bytes that are gathered."""
-    if where.device == "cpu":
-        return []
-    setting, found = blocks.TWO_GPUS.setting, list[Target]()
-    base = results.value(setting, blocks.SIDES[0].name, GATHERED)
-    for side in blocks.SIDES:
-        if side.codes:
-            shown = {"day": results.day(setting, side.name), **SHOWN}
-            speed, sent = (results.value(setting, side.name, metric) for metric in (OF_WIDE, GATHERED))
-            faster, fewer = (limit_of(EXPERIMENT, blocks.FSDP_KIND, metric) for metric in (OF_WIDE, GATHERED))
-            found.append(faster.target(f"{side.name}: {OF_WIDE}", speed, **shown))
-            found.append(fewer.target(f"{side.name}: {GATHERED} over bfloat16's", ratio(sent, base), **shown))
-    return found
-
-
-def best_over_best(results: Results, name: str, settings: Sequence[str]) -> float | None:
-    """bfloat16's shortest time among some settings over a method's; None where one is missing."""
-    base, mine = ([results.value(one, method, TIME) for one in settings] for method in (PLAIN.name, name))
-    return None if None in (*base, *mine) else ratio(shortest(base), shortest(mine))
-
-
-def shortest(times: Sequence[float | None]) -> float | None:
-    """The shortest of the times that were measured."""
-    return min((one for one in times if one is not None), default=None)
-
-
-def ratio(value: float | None, base: float | None) -> float | None:
-    """value / base, where both were measured."""
-    return None if value is None or base is None else value / base
-
-
-#: What has targets, by kind of table, and how its tables are called.
-TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ...]]] = {
-    linear.KIND: (
-        of_linear,
-        tuple(
-            dict.fromkeys(
-                one.parts[0] for one in limits(EXPERIMENT) if one.metric in (TIME_RATIO, OVER_TORCHAO)
-            )
-        ),
-    ),
-    blocks.KIND: (of_blocks, (LLAMA_3_8B_TWO_LAYERS.name,)),
-    blocks.FSDP_KIND: (of_fsdp, (LLAMA_3_8B_TWO_LAYERS.name,)),
-}
-
-
-def finding(rows: Sequence[Row]) -> list[str]:
-    """How many targets of speed and memory are reached, and how many were not measured, by device; nothing of one on which
-    none was."""
-    return [
-        f"Targets of speed and memory reached, full scale on {device}: {counts(targets)}."
-        for device, targets in by_device(speed_targets(rows)).items()
-    ]
-
-
-def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
-    """Those of speed and memory, then gaps of paired trainings to bfloat16."""
-    return [*speed_targets(rows), *gap_targets(rows)]
-
-
-def speed_targets(rows: Sequence[Row]) -> list[RunTargets]:
-    """Of single layers, of blocks and of two GPUs, on every device that measured one of these; those of a table that is
-    missing have no value."""
-    tables = {kind: by_run(rows, kind) for kind in TARGETS}
-    devices = dict.fromkeys(
-        one.device for runs in tables.values() for one in runs if (one.scale, one.device) != ("quick", "cpu")
-    )
-    return [
-        RunTargets(where, of_one(where, tables[kind].get(where, Results([]))), kind)
-        for device in devices
-        for kind, (of_one, names) in TARGETS.items()
-        for where in (Where("full", device, name) for name in names)
-    ]
-
-
-def gap_targets(rows: Sequence[Row]) -> list[RunTargets]:
-    """The mean gap of each recipe to bfloat16 on each text, of the largest run: at most the margin. A gap whose interval
-    holds the margin is decided neither way and has no target."""
-    run = best_run(by_run(rows, GAPS))
-    if run is None or run[0].scale != "full":
-        return []
-    where, gaps = run
-    metrics = [one for one in totals(gaps) if one.startswith(BITS) and "/" not in one]
-    lines = dict.fromkeys((row.setting, row.method) for row in gaps.rows)
-    found = [gap_target(gaps, *line, metric) for line in lines for metric in metrics]
-    return [RunTargets(where, [one for one in found if one is not None], "loss over bfloat16's")]
-
-
-def gap_target(gaps: Results, setting: str, method: str, metric: str) -> Target | None:
-    """The mean gap of a recipe on a text, with its interval in the name; None where it was not measured or is undecided."""
-    gap = gap_of(gaps, setting, method, metric)
-    if gap is None or gap.verdict(MARGIN) == UNDECIDED:
-        return None
-    name = f"{method}, {metric} (95% interval ± {gap.half:.2f})"
-    return Target(name, gap.mean, MARGIN, False, "%", ".2f", day=gaps.day(setting, method))
-
-
-def verdict(targets: Sequence[Target]) -> list[str]:
-    """How many targets are missed, and which, of those that were measured; how many were not."""
-    measured = known(targets)
-    late, ending = missed(measured), rest(targets)
-    if late:
-        words = f"**Missed targets: {len(late)} of {len(measured)}{ending}.** "
-        return [words + "; ".join(map(str, late)) + "."]
-    if not measured:
-        return [f"None of the {len(targets)} targets was measured."] if targets else []
-    return [f"All {len(measured)} values that have a target meet it{ending}."]
-
-
-def target_table(targets: Sequence[Target], rows: Sequence[Row] = ()) -> list[Table]:
-    """All targets of a section, also of what was not measured; none where it has none."""
-    lines = [
-        [one.name, one.measured, f"{'≥' if one.at_least else '≤'} {one.texts[1]}", one.verdict]
-        for one in targets
-    ]
-    return [Table("Targets", ["target", "measured", "limit", "reached"], lines, rows)] if lines else []
-
 
 PAIRS = (
     f"Every recipe trains the same model from the same initial weights on the same text in the same order as bfloat16 does "
@@ -525,3 +310,216 @@ def counter_table(results: Results, setting: str) -> Table:
         cells.append(line)
     columns = ["fault", "operand", *(f"{name} ({unit})" for name, unit in UNITS.items())]
     return Table("Counters of the operand, with the fault / without", columns, cells, results.rows)
+
+
+EXPERIMENT = "fp8_training"
+TIME, TIME_RATIO, SPEED_RATIO = "time", "time over bfloat16", "speed over bfloat16"
+MEMORY_RATIO = "peak memory over bfloat16"
+
+
+def ours(recipe: str, *, fast_sums: bool = False) -> str:
+    """The name of a recipe of ours in rows."""
+    return Method(library=OURS, recipe=recipe, fast_sums=fast_sums).name
+
+
+#: Metrics of targets that no row has.
+OVER_TORCHAO, EAGER_OVER_COMPILED = "time over torchao's best", "time of eager over compiled"
+#: Ours over the same gathered as bfloat16 on two GPUs, and the bytes that are gathered.
+OF_WIDE, GATHERED = "speed over bfloat16 all-gather", "all-gather"
+#: How text shows the values of targets.
+SHOWN = {"value_format": ".3f"}
+
+
+def of_linear(where: Where, results: Results) -> list[Target]:
+    """Targets of one shape."""
+    if where.device == "cpu":
+        return []
+    mine = [one for one in limits(EXPERIMENT) if one.parts[0] == where.data]
+    found = [
+        one.target(
+            f"{method}, {setting}: {TIME_RATIO}",
+            results.value(setting, method, TIME_RATIO),
+            day=results.day(setting, method),
+            **SHOWN,
+        )
+        for one in mine
+        for method in one.parts[1:]
+        for setting in (linear.EAGER, linear.GRAPH)
+    ]
+    return found + [
+        one.target(
+            f"{ours(recipe)}, {linear.EAGER}: {OVER_TORCHAO}",
+            over_torchao(results, recipe),
+            day=results.day(linear.EAGER, ours(recipe)),
+            **SHOWN,
+        )
+        for one in mine
+        if one.metric == OVER_TORCHAO
+        for recipe in FLOAT8
+    ]
+
+
+def over_torchao(results: Results, recipe: str) -> float | None:
+    """Ours over the shortest eager time of torchao's rows of that recipe, compiled or not; None where either is missing."""
+    times = [results.value(linear.EAGER, one, TIME) for one in theirs(recipe)]
+    return ratio(results.value(linear.EAGER, ours(recipe), TIME), shortest(times))
+
+
+def theirs(recipe: str) -> list[str]:
+    """torchao's rows of a recipe, compiled or not."""
+    methods = [Method(library=TORCHAO, recipe=recipe, compiled=compiled) for compiled in (False, True)]
+    return [linear.label(one) for one in methods]
+
+
+def of_blocks(where: Where, results: Results) -> list[Target]:
+    """Targets of two blocks of Llama-3-8B; other models have none."""
+    if where.device == "cpu" or where.data != LLAMA_3_8B_TWO_LAYERS.name:
+        return []
+    fast = [one for one in SUMMED_FAST for _ in (False, True)]
+    names = [ours(one, fast_sums=bool(number % 2)) for number, one in enumerate(fast)]
+    found = [
+        target for name, one in zip(names, fast, strict=True) for target in of_method(results, name, one)
+    ]
+    others = [ours(one) for one in (*FLOAT8, MXFP8) if one not in SUMMED_FAST]
+    return found + [target for name in others for target in of_memory(results, name)]
+
+
+def of_method(results: Results, name: str, recipe: str) -> Iterator[Target]:
+    """Speed over bfloat16, eager over compiled, and memory both ways."""
+    eager, compiled = (blocks.blocks(2, compiled=one).setting for one in (False, True))
+    speeds = [results.value(compiled, name, SPEED_RATIO), best_over_best(results, name, (eager, compiled))]
+    fastest = max((one for one in speeds if one is not None), default=None)
+    times = [results.value(setting, name, TIME) for setting in (eager, compiled)]
+    speed = limit_of(EXPERIMENT, recipe, SPEED_RATIO)
+    shown = {"day": results.day(compiled, name), **SHOWN}
+    yield speed.target(f"{name}: {SPEED_RATIO}, both {COMPILED} or each at its best", fastest, **shown)
+    over_compiled = limit_of(EXPERIMENT, blocks.KIND, EAGER_OVER_COMPILED)
+    yield over_compiled.target(f"{name}: {EAGER_OVER_COMPILED}", ratio(*times), **shown)
+    yield from of_memory(results, name)
+
+
+def of_memory(results: Results, name: str) -> Iterator[Target]:
+    """The largest peak of memory over bfloat16's, eager and compiled."""
+    memory = limit_of(EXPERIMENT, blocks.KIND, MEMORY_RATIO)
+    for setting in (blocks.blocks(2, compiled=one).setting for one in (False, True)):
+        value, day = results.value(setting, name, MEMORY_RATIO), results.day(setting, name)
+        yield memory.target(f"{name}, {setting}: {MEMORY_RATIO}", value, day=day, **SHOWN)
+
+
+def of_fsdp(where: Where, results: Results) -> list[Target]:
+    """Float8 against bfloat16 all-gather of each recipe on two GPUs, and the bytes that are gathered."""
+    if where.device == "cpu":
+        return []
+    setting, found = blocks.TWO_GPUS.setting, list[Target]()
+    base = results.value(setting, blocks.SIDES[0].name, GATHERED)
+    for side in blocks.SIDES:
+        if side.codes:
+            shown = {"day": results.day(setting, side.name), **SHOWN}
+            speed, sent = (results.value(setting, side.name, metric) for metric in (OF_WIDE, GATHERED))
+            faster, fewer = (limit_of(EXPERIMENT, blocks.FSDP_KIND, metric) for metric in (OF_WIDE, GATHERED))
+            found.append(faster.target(f"{side.name}: {OF_WIDE}", speed, **shown))
+            found.append(fewer.target(f"{side.name}: {GATHERED} over bfloat16's", ratio(sent, base), **shown))
+    return found
+
+
+def best_over_best(results: Results, name: str, settings: Sequence[str]) -> float | None:
+    """bfloat16's shortest time among some settings over a method's; None where one is missing."""
+    base, mine = ([results.value(one, method, TIME) for one in settings] for method in (PLAIN.name, name))
+    return None if None in (*base, *mine) else ratio(shortest(base), shortest(mine))
+
+
+def shortest(times: Sequence[float | None]) -> float | None:
+    """The shortest of the times that were measured."""
+    return min((one for one in times if one is not None), default=None)
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    """value / base, where both were measured."""
+    return None if value is None or base is None else value / base
+
+
+#: What has targets, by kind of table, and how its tables are called.
+TARGETS: dict[str, tuple[Callable[[Where, Results], list[Target]], tuple[str, ...]]] = {
+    linear.KIND: (
+        of_linear,
+        tuple(
+            dict.fromkeys(
+                one.parts[0] for one in limits(EXPERIMENT) if one.metric in (TIME_RATIO, OVER_TORCHAO)
+            )
+        ),
+    ),
+    blocks.KIND: (of_blocks, (LLAMA_3_8B_TWO_LAYERS.name,)),
+    blocks.FSDP_KIND: (of_fsdp, (LLAMA_3_8B_TWO_LAYERS.name,)),
+}
+
+
+def finding(rows: Sequence[Row]) -> list[str]:
+    """How many targets of speed and memory are reached, and how many were not measured, by device; nothing of one on which
+    none was."""
+    return [
+        f"Targets of speed and memory reached, full scale on {device}: {counts(targets)}."
+        for device, targets in by_device(speed_targets(rows)).items()
+    ]
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Those of speed and memory, then gaps of paired trainings to bfloat16."""
+    return [*speed_targets(rows), *gap_targets(rows)]
+
+
+def speed_targets(rows: Sequence[Row]) -> list[RunTargets]:
+    """Of single layers, of blocks and of two GPUs, on every device that measured one of these; those of a table that is
+    missing have no value."""
+    tables = {kind: by_run(rows, kind) for kind in TARGETS}
+    devices = dict.fromkeys(
+        one.device for runs in tables.values() for one in runs if (one.scale, one.device) != ("quick", "cpu")
+    )
+    return [
+        RunTargets(where, of_one(where, tables[kind].get(where, Results([]))), kind)
+        for device in devices
+        for kind, (of_one, names) in TARGETS.items()
+        for where in (Where("full", device, name) for name in names)
+    ]
+
+
+def gap_targets(rows: Sequence[Row]) -> list[RunTargets]:
+    """The mean gap of each recipe to bfloat16 on each text, of the largest run: at most the margin. A gap whose interval
+    holds the margin is decided neither way and has no target."""
+    run = best_run(by_run(rows, GAPS))
+    if run is None or run[0].scale != "full":
+        return []
+    where, gaps = run
+    metrics = [one for one in totals(gaps) if one.startswith(BITS) and "/" not in one]
+    lines = dict.fromkeys((row.setting, row.method) for row in gaps.rows)
+    found = [gap_target(gaps, *line, metric) for line in lines for metric in metrics]
+    return [RunTargets(where, [one for one in found if one is not None], "loss over bfloat16's")]
+
+
+def gap_target(gaps: Results, setting: str, method: str, metric: str) -> Target | None:
+    """The mean gap of a recipe on a text, with its interval in the name; None where it was not measured or is undecided."""
+    gap = gap_of(gaps, setting, method, metric)
+    if gap is None or gap.verdict(MARGIN) == UNDECIDED:
+        return None
+    name = f"{method}, {metric} (95% interval ± {gap.half:.2f})"
+    return Target(name, gap.mean, MARGIN, False, "%", ".2f", day=gaps.day(setting, method))
+
+
+def verdict(targets: Sequence[Target]) -> list[str]:
+    """How many targets are missed, and which, of those that were measured; how many were not."""
+    measured = known(targets)
+    late, ending = missed(measured), rest(targets)
+    if late:
+        words = f"**Missed targets: {len(late)} of {len(measured)}{ending}.** "
+        return [words + "; ".join(map(str, late)) + "."]
+    if not measured:
+        return [f"None of the {len(targets)} targets was measured."] if targets else []
+    return [f"All {len(measured)} values that have a target meet it{ending}."]
+
+
+def target_table(targets: Sequence[Target], rows: Sequence[Row] = ()) -> list[Table]:
+    """All targets of a section, also of what was not measured; none where it has none."""
+    lines = [
+        [one.name, one.measured, f"{'≥' if one.at_least else '≤'} {one.texts[1]}", one.verdict]
+        for one in targets
+    ]
+    return [Table("Targets", ["target", "measured", "limit", "reached"], lines, rows)] if lines else []

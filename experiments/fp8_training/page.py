@@ -1,9 +1,7 @@
 """The page of experiment `fp8_training`: gaps to bfloat16 first, then speed, with published tables beside ours.
 
-What others published about FP8 training, as tables, and as comparisons with measured rows of the same shapes and recipe.
-
-Their models are whole and run on many GPUs with an optimizer; ours are a few layers on one. So of their tables nothing but the
-grid of small modules, whose shapes are ours, has a measured value beside it; for the others pages show both tables.
+Published models are whole and run on many GPUs with an optimizer; ours are a few layers on one. So of their tables nothing but
+the grid of small modules, whose shapes are ours, has a measured value beside it; for the others pages show both tables.
 """
 
 from __future__ import annotations

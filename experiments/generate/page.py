@@ -1,7 +1,5 @@
 """The page of experiment `generate`: a table for each model, speeds over bfloat16 beside the times, and targets.
 
-Targets of `generate()`, as data: speeds over bfloat16 in the same table.
-
 Compiled decoding has targets for the whole model alone, and for what is measured of it; a prefill and steps that are not
 compiled for eight layers.
 """

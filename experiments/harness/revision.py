@@ -18,31 +18,6 @@ from pathlib import Path
 
 from experiments.harness.rows import ROOT
 
-# Libraries that some experiments compare with: which versions are installed, and journals that depend on them.
-
-TORCHAO = "torchao"
-#: What `version_of` says of a library that is not installed.
-NOT_INSTALLED = "none"
-
-
-def version_of(library: str) -> str:
-    """The installed version of a library, or "none"."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return NOT_INSTALLED
-
-
-def missing(library: str) -> str | None:
-    """The status of what needs a library that is not installed; None where it is."""
-    return f"missing: {library} is not installed" if version_of(library) == NOT_INSTALLED else None
-
-
-def seed_and_libraries(seed: int) -> str:
-    """Subject of a journal whose rows depend on the seed and on the libraries that compile or are compared."""
-    return "-".join([f"seed{seed}", *(name + version_of(name) for name in ("triton", TORCHAO))])
-
-
 #: What makes numbers: changes elsewhere (reports, docs, other tests) leave a tree clean.
 CODE = ("reference", "fast", "ao_lab", "experiments", "tests/gpu", "pyproject.toml", "constraints.txt")
 SOURCES = (".py", ".cu", ".cuh", ".toml", ".txt", ".csv")
@@ -128,3 +103,28 @@ def processor() -> str:
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return named[1].strip() if named else platform.processor() or platform.machine()
+
+
+# Libraries that some experiments compare with: which versions are installed, and journals that depend on them.
+
+TORCHAO = "torchao"
+#: What `version_of` says of a library that is not installed.
+NOT_INSTALLED = "none"
+
+
+def version_of(library: str) -> str:
+    """The installed version of a library, or "none"."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def missing(library: str) -> str | None:
+    """The status of what needs a library that is not installed; None where it is."""
+    return f"missing: {library} is not installed" if version_of(library) == NOT_INSTALLED else None
+
+
+def seed_and_libraries(seed: int) -> str:
+    """Subject of a journal whose rows depend on the seed and on the libraries that compile or are compared."""
+    return "-".join([f"seed{seed}", *(name + version_of(name) for name in ("triton", TORCHAO))])

@@ -29,114 +29,45 @@ from reference import FORMATS, SCHEMES, Format, Scheme
 from reference.schemes.conventions import conventions
 from reference.sparsity.transposable import MASKS, ROW_PAIRS
 
-# Masks and 2:4 storage as plain torch expressions; see `torch_expressions`, which they belong to.
-
-#: The two columns of each pair of a row.
-PAIRS = ((0, 0, 0, 1, 1, 2), (1, 2, 3, 2, 3, 3))
+COMPILED = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+Made = tuple[Callable[..., Any], Callable[[Inputs], tuple[Any, ...]]]
 
 
-def pruned(x: torch.Tensor, kept: int, group: int) -> torch.Tensor:
-    """The mask of the `kept` largest magnitudes of each group, by a stable sort."""
-    magnitudes = x.abs().unflatten(-1, (-1, group))
-    order = magnitudes.argsort(dim=-1, descending=True, stable=True)[..., :kept]
-    return torch.zeros_like(magnitudes, dtype=torch.bool).scatter(-1, order, True).flatten(-2)
+@dataclass(frozen=True)
+class Baseline:
+    """Who it is, what it computes, how its call is found for a case, whether it is compiled, and only as one graph."""
+
+    name: str
+    what: str
+    find: Callable[[Case], Made | None]
+    compiled: bool
+    whole: bool = False
 
 
-def stored(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and metadata of what a mask keeps, two of every four at most."""
-    k0, k1, k2, k3 = mask.unflatten(-1, (-1, 4)).unbind(-1)
-    first = torch.where(k0, 0, torch.where(k1, 1, 2))
-    second = torch.where(k0 & k1, 1, torch.where((k0 | k1) & (k2 | ~k3), 2, 3))
-    values = x.masked_fill(~mask, 0).unflatten(-1, (-1, 4)).gather(-1, torch.stack([first, second], -1))
-    nibbles = (first | (second << 2)).unflatten(-1, (-1, 2))
-    return values.flatten(-2), (nibbles[..., 0] | (nibbles[..., 1] << 4)).to(torch.uint8)
-
-
-def restored(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
-    """The dense tensor."""
-    wide = metadata.long()
-    nibbles = torch.stack([wide & 15, wide >> 4], -1).flatten(-2)
-    index = torch.stack([nibbles & 3, nibbles >> 2], -1)
-    pairs = values.unflatten(-1, (-1, 2))
-    return pairs.new_zeros(*nibbles.shape, 4).scatter(-1, index, pairs).flatten(-2)
-
-
-def best_of_tiles(x: torch.Tensor, picks: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """The best of the 90 masks of each tile. picks: a pair of each row; masks: (90, 16)."""
-    tiles = x.float().abs().unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4)).transpose(-3, -2)
-    pairs = tiles[..., list(PAIRS[0])] + tiles[..., list(PAIRS[1])]
-    rows = [pairs[..., row, :].index_select(-1, picks[:, row]) for row in range(4)]
-    best = ((rows[0] + rows[1]) + (rows[2] + rows[3])).argmax(-1)
-    return masks[best].unflatten(-1, (4, 4)).transpose(-3, -2).flatten(-4, -3).flatten(-2)
-
-
-def _tables(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = inputs["x"]
-    picks, masks = torch.tensor(ROW_PAIRS.astype("int64")), torch.tensor(MASKS)
-    return x, picks.to(x.device), masks.to(x.device)
-
-
-def _first(inputs: Inputs) -> tuple[Any, ...]:
-    return (inputs["x"],)
-
-
-def _prune(case: Case) -> Any:
-    kept, group = (
-        (int(n) for n in case.name.split(".")[2].split("of")) if case.name.count(".") > 1 else (2, 4)
-    )
-    return lambda x: pruned(x, kept, group), _first
-
-
-def _compress(case: Case) -> Any:
-    if case.scheme == "bfloat16":
-        return lambda x: stored(x, pruned(x, 2, 4)), _first
-
-    def run(x: torch.Tensor) -> Any:
-        codes = x.view(torch.uint8)
-        values, metadata = stored(codes, (codes & 127) != 0)
-        return values.view(x.dtype), metadata
-
-    return run, _first
-
-
-def _decompress(case: Case) -> Any:
-    return restored, lambda inputs: tuple(inputs["x"])
-
-
-def _quantize_compressed(case: Case) -> Any:
-    fmt = SCHEMES[case.scheme].format
-    low, high, dtype = fmt.min, fmt.max, getattr(torch, FORMATS[fmt.name].name)
-
-    def run(x: torch.Tensor, scale: torch.Tensor) -> Any:
-        codes = (x.float() * (1 / scale)).clamp(low, high).to(dtype).view(torch.uint8)
-        return stored(codes, pruned(x, 2, 4))
-
-    return run, lambda inputs: (inputs["x"], inputs["scale"])
-
-
-def _compress_transposable(case: Case) -> Any:
-    def run(x: torch.Tensor, picks: torch.Tensor, masks: torch.Tensor) -> Any:
-        mask = best_of_tiles(x, picks, masks)
-        return stored(x, mask), stored(x.t(), mask.t())
-
-    return run, _tables
-
-
-SPARSE: dict[str, Callable[[Case], Any]] = {
-    "prune": _prune,
-    "compress": _compress,
-    "decompress": _decompress,
-    "quantize_compressed": _quantize_compressed,
-    "prune_transposable": lambda case: (best_of_tiles, _tables),
-    "compress_transposable": _compress_transposable,
-}
-
-
-Expression = Callable[..., Any]
 #: Operations of a format, without scales.
 STORAGE = ("encode", "decode", "pack", "unpack")
 #: Records of other projects: the expressions here follow the rules of our own.
 CONVENTIONS = frozenset(scheme.name for scheme in conventions())
+
+
+def expression(case: Case) -> tuple[Expression, Callable[[Inputs], tuple[Any, ...]]] | None:
+    """A function and the arguments that it takes of a case's inputs, or None where nobody would write one."""
+    maker = MAKERS.get(case.operation)
+    if maker is None or not expressible(case):
+        return None
+    return maker(case)
+
+
+def expressible(case: Case) -> bool:
+    """Formats, sparsity; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, plainly encoded."""
+    if case.operation in STORAGE or case.operation in SPARSE:
+        return True
+    scheme = SCHEMES.get(case.scheme)
+    if scheme is None or case.scheme in CONVENTIONS:
+        return False
+    return scheme.zero is None and scheme.format.kind != "codebook" and scheme.format.bits not in (2, 3, 5)
+
+
 E8M0_BIAS = 127
 MANTISSA_BITS = 23
 TINY = 2.0**-126
@@ -161,24 +92,6 @@ class Element:
         """The constants of a format."""
         unit = 2.0**-6 if fmt.name == "mxint8" else 1.0
         return cls(fmt.name, fmt.kind, fmt.bits, fmt.min, fmt.max, fmt.mantissa_bits, fmt.bias, unit)
-
-
-def expression(case: Case) -> tuple[Expression, Callable[[Inputs], tuple[Any, ...]]] | None:
-    """A function and the arguments that it takes of a case's inputs, or None where nobody would write one."""
-    maker = MAKERS.get(case.operation)
-    if maker is None or not expressible(case):
-        return None
-    return maker(case)
-
-
-def expressible(case: Case) -> bool:
-    """Formats, sparsity; symmetric schemes of ours of blocks along an axis, of squares or of a tensor, plainly encoded."""
-    if case.operation in STORAGE or case.operation in SPARSE:
-        return True
-    scheme = SCHEMES.get(case.scheme)
-    if scheme is None or case.scheme in CONVENTIONS:
-        return False
-    return scheme.zero is None and scheme.format.kind != "codebook" and scheme.format.bits not in (2, 3, 5)
 
 
 def quantizer(scheme: Scheme, *, packed: bool = False, axis: int = -1) -> Expression:
@@ -399,6 +312,112 @@ def _storage(case: Case) -> Any:
     return run, lambda inputs: (inputs["x"],)
 
 
+# Masks and 2:4 storage as plain torch expressions; see `torch_expressions`, which they belong to.
+
+#: The two columns of each pair of a row.
+PAIRS = ((0, 0, 0, 1, 1, 2), (1, 2, 3, 2, 3, 3))
+
+
+def pruned(x: torch.Tensor, kept: int, group: int) -> torch.Tensor:
+    """The mask of the `kept` largest magnitudes of each group, by a stable sort."""
+    magnitudes = x.abs().unflatten(-1, (-1, group))
+    order = magnitudes.argsort(dim=-1, descending=True, stable=True)[..., :kept]
+    return torch.zeros_like(magnitudes, dtype=torch.bool).scatter(-1, order, True).flatten(-2)
+
+
+def stored(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and metadata of what a mask keeps, two of every four at most."""
+    k0, k1, k2, k3 = mask.unflatten(-1, (-1, 4)).unbind(-1)
+    first = torch.where(k0, 0, torch.where(k1, 1, 2))
+    second = torch.where(k0 & k1, 1, torch.where((k0 | k1) & (k2 | ~k3), 2, 3))
+    values = x.masked_fill(~mask, 0).unflatten(-1, (-1, 4)).gather(-1, torch.stack([first, second], -1))
+    nibbles = (first | (second << 2)).unflatten(-1, (-1, 2))
+    return values.flatten(-2), (nibbles[..., 0] | (nibbles[..., 1] << 4)).to(torch.uint8)
+
+
+def restored(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
+    """The dense tensor."""
+    wide = metadata.long()
+    nibbles = torch.stack([wide & 15, wide >> 4], -1).flatten(-2)
+    index = torch.stack([nibbles & 3, nibbles >> 2], -1)
+    pairs = values.unflatten(-1, (-1, 2))
+    return pairs.new_zeros(*nibbles.shape, 4).scatter(-1, index, pairs).flatten(-2)
+
+
+def best_of_tiles(x: torch.Tensor, picks: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The best of the 90 masks of each tile. picks: a pair of each row; masks: (90, 16)."""
+    tiles = x.float().abs().unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4)).transpose(-3, -2)
+    pairs = tiles[..., list(PAIRS[0])] + tiles[..., list(PAIRS[1])]
+    rows = [pairs[..., row, :].index_select(-1, picks[:, row]) for row in range(4)]
+    best = ((rows[0] + rows[1]) + (rows[2] + rows[3])).argmax(-1)
+    return masks[best].unflatten(-1, (4, 4)).transpose(-3, -2).flatten(-4, -3).flatten(-2)
+
+
+def _tables(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = inputs["x"]
+    picks, masks = torch.tensor(ROW_PAIRS.astype("int64")), torch.tensor(MASKS)
+    return x, picks.to(x.device), masks.to(x.device)
+
+
+def _first(inputs: Inputs) -> tuple[Any, ...]:
+    return (inputs["x"],)
+
+
+def _prune(case: Case) -> Any:
+    kept, group = (
+        (int(n) for n in case.name.split(".")[2].split("of")) if case.name.count(".") > 1 else (2, 4)
+    )
+    return lambda x: pruned(x, kept, group), _first
+
+
+def _compress(case: Case) -> Any:
+    if case.scheme == "bfloat16":
+        return lambda x: stored(x, pruned(x, 2, 4)), _first
+
+    def run(x: torch.Tensor) -> Any:
+        codes = x.view(torch.uint8)
+        values, metadata = stored(codes, (codes & 127) != 0)
+        return values.view(x.dtype), metadata
+
+    return run, _first
+
+
+def _decompress(case: Case) -> Any:
+    return restored, lambda inputs: tuple(inputs["x"])
+
+
+def _quantize_compressed(case: Case) -> Any:
+    fmt = SCHEMES[case.scheme].format
+    low, high, dtype = fmt.min, fmt.max, getattr(torch, FORMATS[fmt.name].name)
+
+    def run(x: torch.Tensor, scale: torch.Tensor) -> Any:
+        codes = (x.float() * (1 / scale)).clamp(low, high).to(dtype).view(torch.uint8)
+        return stored(codes, pruned(x, 2, 4))
+
+    return run, lambda inputs: (inputs["x"], inputs["scale"])
+
+
+def _compress_transposable(case: Case) -> Any:
+    def run(x: torch.Tensor, picks: torch.Tensor, masks: torch.Tensor) -> Any:
+        mask = best_of_tiles(x, picks, masks)
+        return stored(x, mask), stored(x.t(), mask.t())
+
+    return run, _tables
+
+
+SPARSE: dict[str, Callable[[Case], Any]] = {
+    "prune": _prune,
+    "compress": _compress,
+    "decompress": _decompress,
+    "quantize_compressed": _quantize_compressed,
+    "prune_transposable": lambda case: (best_of_tiles, _tables),
+    "compress_transposable": _compress_transposable,
+}
+
+
+Expression = Callable[..., Any]
+
+
 MAKERS: dict[str, Callable[[Case], Any]] = {
     "quantize": _expression_quantize,
     "small": _expression_quantize,
@@ -614,21 +633,6 @@ def _affine_back(scheme: Scheme) -> Made:
         )
 
     return run, arguments
-
-
-COMPILED = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
-Made = tuple[Callable[..., Any], Callable[[Inputs], tuple[Any, ...]]]
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Who it is, what it computes, how its call is found for a case, whether it is compiled, and only as one graph."""
-
-    name: str
-    what: str
-    find: Callable[[Case], Made | None]
-    compiled: bool
-    whole: bool = False
 
 
 BASELINES = (

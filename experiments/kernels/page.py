@@ -30,6 +30,281 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
+TITLE = "Speed of the kernels on a GPU"
+QUESTION = "How near does each kernel come to the rate at which the GPU copies?"
+ABOUT = (
+    "Each kernel of `fast` on a GPU, as a fraction of the rate at which the same GPU copies as many bytes as the kernel must "
+    "read, timed in turn with it. A result is compared with the reference bit for bit before it is timed.",
+    "Baselines (torch, torch.compile, torchao) run in turn on the same inputs.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("kernels-operations",)
+#: The fraction of the copy rate that counts as high.
+HIGH = 0.9
+
+TEXT = (
+    "The floor of a kernel is every input read once and every output written once (inputs twice where a scale of the whole "
+    "tensor has to come first). Its fraction is its rate on these bytes over the rate of a copy of as many bytes as it reads, "
+    "timed in turn with it in the same run. Before it is timed, its result is compared with the reference bit for bit at both "
+    "ends of the tensor, a product of stored weights with the exact one within the bound of its sums; a wrong one gets no "
+    "time.",
+    "Times are medians by CUDA graph replay, over inputs that rotate so that the L2 holds none of them; launched one by one "
+    "stands beside them. Repeat is how far a second timing of the same kernel in the same rounds lies from the first. Targets "
+    "are stated for the cases that have one, and what misses one says so.",
+)
+BASELINE_TEXT = (
+    "A ratio is the baseline's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
+    f"{1 - BASELINE_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time "
+    "for baselines: what it did not reach is of an earlier run, between both as they were then. "
+    + "; ".join(f"{baseline.name}: {baseline.what}" for baseline in BASELINES)
+    + "."
+)
+CAPTION = (
+    "Fraction of the copy rate per kernel, with its target and its fastest baseline, and the rates reached under the ceiling "
+    "of copies of the same run. Red: below a target."
+)
+OPERATIONS = (
+    "Fraction of the copy rate of every kernel on large tensors, by operation. Red: below its target."
+)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Fractions of the copy rate by operation, products of stored weights, missed targets."""
+    sentences = []
+    for where, lines in results_of(rows).items():
+        sentences.append(f"{where.device}: {summary(lines)}")
+        sentences.append(fraction_sentence(lines))
+        sentences.append(linear_sentence(lines))
+        missed = missed_words(lines)
+        sentences.append(f"Targets missed: {', '.join(missed)}." if missed else "")
+    return [sentence for sentence in sentences if sentence]
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """The median of all fractions of the copy rate on large tensors, and how many are high."""
+    runs = [lines for where, lines in results_of(rows).items() if where.device != "cpu"]
+    values = [value for found in fractions(runs[-1]).values() for value in found] if runs else []
+    if not values:
+        return []
+    text = (
+        f"Kernels on tensors of {' and '.join(LARGE)} run at {median(values):.2f} of the rate of a copy (median of "
+        f"{len(values)}), {sum(value >= HIGH for value in values)} of them at {HIGH:g} or above"
+    )
+    return [Headline(text, [row for row in rows_of(runs[-1]) if row.metric == "fraction"])]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """How many cases are slower than a baseline."""
+    runs = list(results_of(rows).values())
+    if not runs:
+        return ""
+    compared = [line for line in runs[-1] if line.best_baseline is not None]
+    slower = [line for line in compared if line.faster_baselines]
+    return f"{len(slower)} of {len(compared)} cases that have a baseline (torch, torch.compile, torchao) are slower than it"
+
+
+def fractions(lines: Sequence[CaseResult]) -> dict[str, list[float]]:
+    """Fractions of the copy rate on large tensors, by operation."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if line.shape in LARGE and "fraction" in line.values:
+            found.setdefault(operation(line), []).append(line.values["fraction"])
+    return found
+
+
+def fraction_sentence(lines: Sequence[CaseResult]) -> str:
+    """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
+    found = fractions(lines)
+    words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
+    return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
+
+
+def linear_sentence(lines: Sequence[CaseResult]) -> str:
+    """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
+    words = [
+        f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
+        f"({1 / line.values['time over dense']:.2f} times as fast)"
+        for line in lines
+        if line.case.startswith("linear.")
+        and line.shape == "14336x4096"
+        and line.values.get("time over dense")
+    ]
+    return (
+        f"One row times a stored 14336x4096 weight, over dense bfloat16: {', '.join(words)}." if words else ""
+    )
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Sections of each run: against the floors, against the baselines, calls from JAX."""
+    found = []
+    runs = results_of(rows)
+    for where, lines in runs.items():
+        ending = "" if len(runs) == 1 else f"-{slug(where)}"
+        drawings = [
+            Drawing(f"kernels-operations{ending}", OPERATIONS, by_operation(lines)),
+            Drawing(f"kernels-roofline{ending}", CAPTION, roofline(lines)),
+        ]
+        paragraphs = [summary(lines), *missed_paragraphs(lines), *TEXT]
+        products = [line for line in lines if line.case.startswith("linear.")]
+        large = [line for line in lines if line.shape != SMALL and line not in products]
+        small = [line for line in lines if line.shape == SMALL]
+        tables = [floor_table(large), *([small_table(small)] if small else [])]
+        tables += [product_table(products)] if products else []
+        found.append(Section(f"Against the floors ({where})", paragraphs, drawings, tables))
+        if any(line.baselines for line in lines):
+            found.append(
+                Section(f"Against baselines ({where})", [BASELINE_TEXT], [], [baseline_table(lines)])
+            )
+    return [*found, *jax_sections(rows)]
+
+
+def slug(where: Where) -> str:
+    """A run as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{where.device} {where.scale}".lower()).strip("-")
+
+
+def missed_paragraphs(lines: Sequence[CaseResult]) -> list[str]:
+    """What misses a target, and what is slower than a baseline."""
+    missed = missed_words(lines)
+    slower = [
+        f"{line.case} at {line.shape} ({faster_baselines(line)})" for line in lines if line.faster_baselines
+    ]
+    paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
+    return paragraphs + (
+        [f"**Slower than a baseline: {len(slower)}.** " + ", ".join(slower) + "."] if slower else []
+    )
+
+
+def floor_table(lines: Sequence[CaseResult]) -> Table:
+    """A line per case and shape."""
+    columns = [
+        "kernel",
+        "shape",
+        "time (us)",
+        "20%",
+        "80%",
+        "eager (us)",
+        "repeat",
+        "moved (MB)",
+        "TB/s",
+        "copy TB/s",
+    ]
+    columns += ["fraction", "eager", "over unfused", "target met"]
+    metrics = (("time", 1), ("time, 20%", 1), ("time, 80%", 1), ("time, eager", 1), ("repeat", 3))
+    table_lines = []
+    for line in lines:
+        moved = line.values.get("bytes moved")
+        table_lines.append(
+            [
+                line.case,
+                line.shape,
+                *(number(line.values.get(metric), digits) for metric, digits in metrics),
+                number(None if moved is None else moved / 1e6, 0),
+                *(number(line.values.get(metric), 2) for metric in ("rate", "copy rate")),
+                *(number(line.values.get(metric), 3) for metric in ("fraction", "fraction, eager")),
+                number(line.values.get("speedup over unfused"), 2),
+                line.verdict,
+            ]
+        )
+    return Table("Time against the floor", columns, table_lines, rows_of(lines))
+
+
+def small_table(lines: Sequence[CaseResult]) -> Table:
+    """Small tensors: launches, not bytes."""
+    columns = [
+        "kernel",
+        "shape",
+        "time, graph (us)",
+        "over an elementwise kernel",
+        "time, eager (us)",
+        "host (us)",
+    ]
+    metrics = (("time", 2), ("time over elementwise", 2), ("time, eager", 1), ("host time", 1))
+    table_lines = [
+        [
+            line.case,
+            line.shape,
+            *(number(line.values.get(name), digits) for name, digits in metrics),
+            line.verdict,
+        ]
+        for line in lines
+    ]
+    return Table("Small tensors", [*columns, "target met"], table_lines, rows_of(lines))
+
+
+def product_table(lines: Sequence[CaseResult]) -> Table:
+    """Inputs times a stored weight: reading the weight is the floor."""
+    columns = [
+        "kernel",
+        "weight",
+        "time (us)",
+        "eager (us)",
+        "host (us)",
+        "host time it adds (us)",
+        "moved (MB)",
+        "TB/s",
+        "fraction",
+    ]
+    columns += ["times as fast as dense bfloat16", "as dequantizing first"]
+    table_lines = []
+    for line in lines:
+        values = line.values
+        moved, dense = values.get("bytes moved"), values.get("time over dense")
+        table_lines.append(
+            [
+                line.case,
+                line.shape,
+                *(
+                    number(values.get(metric), 1)
+                    for metric in ("time", "time, eager", "host time", "host time, added")
+                ),
+                number(None if moved is None else moved / 1e6, 0),
+                *(number(values.get(metric), 2) for metric in ("rate", "fraction")),
+                number(None if dense is None else 1 / dense, 2),
+                number(values.get("speedup over unfused"), 2),
+                line.verdict,
+            ]
+        )
+    return Table("Products of stored weights", [*columns, "target met"], table_lines, rows_of(lines))
+
+
+def baseline_table(lines: Sequence[CaseResult]) -> Table:
+    """A line per case and shape, a column per baseline: the ratio, or why there is none."""
+    names = [baseline.name for baseline in BASELINES]
+    table_lines = []
+    for line in lines:
+        if line.baselines:
+            found = {one.baseline: compared(line, one) for one in line.baselines}
+            best = line.best_baseline
+            verdict = "" if best is None else f"SLOWER than {best.baseline}" if line.slower_than else "yes"
+            cells = [found.get(name, "") for name in names]
+            table_lines.append([line.case, line.shape, *cells, best.baseline if best else "", verdict])
+    columns = ["kernel", "shape", *names, "fastest baseline", "as fast as every baseline"]
+    rows = [row for line in lines for one in line.baselines for row in one.rows]
+    return Table("Time of the baseline over ours", columns, table_lines, rows)
+
+
+def compared(line: CaseResult, one: BaselineResult) -> str:
+    """A baseline's cell: the ratio, or why there is none."""
+    return one.status if one.ratio is None else number(one.ratio, 2)
+
+
+def missed_words(lines: Sequence[CaseResult]) -> list[str]:
+    """What misses a target, with the values."""
+    return [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
+
+
+def faster_baselines(line: CaseResult) -> str:
+    """The baselines that are faster, with their ratios."""
+    return ", ".join(f"{one.baseline} {compared(line, one)}" for one in line.faster_baselines)
+
+
+def rows_of(lines: Sequence[CaseResult]) -> list[Row]:
+    """The rows behind some lines."""
+    return [row for line in lines for row in line.rows]
+
+
 # Rows read back: one line per case and shape, with its targets, whether they are met, and the fastest baseline.
 
 STATUS, TARGET = "status: ", "target: "
@@ -442,277 +717,3 @@ def state(found: Results, size: str, name: str) -> str:
     rows = [row.metric for row in found.rows if (row.setting, row.method) == (size, name)]
     said = next((metric for metric in rows if metric.startswith("status: ")), "status: unknown")
     return said.removeprefix("status: ").removeprefix("ok")
-
-
-TITLE = "Speed of the kernels on a GPU"
-QUESTION = "How near does each kernel come to the rate at which the GPU copies?"
-ABOUT = (
-    "Each kernel of `fast` on a GPU, as a fraction of the rate at which the same GPU copies as many bytes as the kernel must "
-    "read, timed in turn with it. A result is compared with the reference bit for bit before it is timed.",
-    "Baselines (torch, torch.compile, torchao) run in turn on the same inputs.",
-)
-#: Figures that the top of the page shows: the first that there is.
-FEATURED = ("kernels-operations",)
-#: The fraction of the copy rate that counts as high.
-HIGH = 0.9
-
-TEXT = (
-    "The floor of a kernel is every input read once and every output written once (inputs twice where a scale of the whole "
-    "tensor has to come first). Its fraction is its rate on these bytes over the rate of a copy of as many bytes as it reads, "
-    "timed in turn with it in the same run. Before it is timed, its result is compared with the reference bit for bit at both "
-    "ends of the tensor, a product of stored weights with the exact one within the bound of its sums; a wrong one gets no "
-    "time.",
-    "Times are medians by CUDA graph replay, over inputs that rotate so that the L2 holds none of them; launched one by one "
-    "stands beside them. Repeat is how far a second timing of the same kernel in the same rounds lies from the first. Targets "
-    "are stated for the cases that have one, and what misses one says so.",
-)
-BASELINE_TEXT = (
-    "A ratio is the baseline's time over ours, timed in turn on the same inputs: above 1 ours is faster, and below "
-    f"{1 - BASELINE_TOLERANCE:g}, which no repeat explains, slower. Cases with targets come first, and a run has so much time "
-    "for baselines: what it did not reach is of an earlier run, between both as they were then. "
-    + "; ".join(f"{baseline.name}: {baseline.what}" for baseline in BASELINES)
-    + "."
-)
-CAPTION = (
-    "Fraction of the copy rate per kernel, with its target and its fastest baseline, and the rates reached under the ceiling "
-    "of copies of the same run. Red: below a target."
-)
-OPERATIONS = (
-    "Fraction of the copy rate of every kernel on large tensors, by operation. Red: below its target."
-)
-
-
-def findings(rows: Sequence[Row]) -> list[str]:
-    """Fractions of the copy rate by operation, products of stored weights, missed targets."""
-    sentences = []
-    for where, lines in results_of(rows).items():
-        sentences.append(f"{where.device}: {summary(lines)}")
-        sentences.append(fraction_sentence(lines))
-        sentences.append(linear_sentence(lines))
-        missed = missed_words(lines)
-        sentences.append(f"Targets missed: {', '.join(missed)}." if missed else "")
-    return [sentence for sentence in sentences if sentence]
-
-
-def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """The median of all fractions of the copy rate on large tensors, and how many are high."""
-    runs = [lines for where, lines in results_of(rows).items() if where.device != "cpu"]
-    values = [value for found in fractions(runs[-1]).values() for value in found] if runs else []
-    if not values:
-        return []
-    text = (
-        f"Kernels on tensors of {' and '.join(LARGE)} run at {median(values):.2f} of the rate of a copy (median of "
-        f"{len(values)}), {sum(value >= HIGH for value in values)} of them at {HIGH:g} or above"
-    )
-    return [Headline(text, [row for row in rows_of(runs[-1]) if row.metric == "fraction"])]
-
-
-def main_finding(rows: Sequence[Row]) -> str:
-    """How many cases are slower than a baseline."""
-    runs = list(results_of(rows).values())
-    if not runs:
-        return ""
-    compared = [line for line in runs[-1] if line.best_baseline is not None]
-    slower = [line for line in compared if line.faster_baselines]
-    return f"{len(slower)} of {len(compared)} cases that have a baseline (torch, torch.compile, torchao) are slower than it"
-
-
-def fractions(lines: Sequence[CaseResult]) -> dict[str, list[float]]:
-    """Fractions of the copy rate on large tensors, by operation."""
-    found: dict[str, list[float]] = {}
-    for line in lines:
-        if line.shape in LARGE and "fraction" in line.values:
-            found.setdefault(operation(line), []).append(line.values["fraction"])
-    return found
-
-
-def fraction_sentence(lines: Sequence[CaseResult]) -> str:
-    """The median fraction of the copy rate of each operation on large tensors, with the lowest and the highest."""
-    found = fractions(lines)
-    words = [f"{name} {median(v):.2f} ({min(v):.2f} to {max(v):.2f})" for name, v in found.items()]
-    return f"Fraction of the copy rate, median and range: {', '.join(words)}." if words else ""
-
-
-def linear_sentence(lines: Sequence[CaseResult]) -> str:
-    """The time of one row of inputs times a stored weight, and dense bfloat16's over it."""
-    words = [
-        f"{line.case.removeprefix('linear.')} {line.values['time']:.1f} us "
-        f"({1 / line.values['time over dense']:.2f} times as fast)"
-        for line in lines
-        if line.case.startswith("linear.")
-        and line.shape == "14336x4096"
-        and line.values.get("time over dense")
-    ]
-    return (
-        f"One row times a stored 14336x4096 weight, over dense bfloat16: {', '.join(words)}." if words else ""
-    )
-
-
-def sections(rows: Sequence[Row]) -> list[Section]:
-    """Sections of each run: against the floors, against the baselines, calls from JAX."""
-    found = []
-    runs = results_of(rows)
-    for where, lines in runs.items():
-        ending = "" if len(runs) == 1 else f"-{slug(where)}"
-        drawings = [
-            Drawing(f"kernels-operations{ending}", OPERATIONS, by_operation(lines)),
-            Drawing(f"kernels-roofline{ending}", CAPTION, roofline(lines)),
-        ]
-        paragraphs = [summary(lines), *missed_paragraphs(lines), *TEXT]
-        products = [line for line in lines if line.case.startswith("linear.")]
-        large = [line for line in lines if line.shape != SMALL and line not in products]
-        small = [line for line in lines if line.shape == SMALL]
-        tables = [floor_table(large), *([small_table(small)] if small else [])]
-        tables += [product_table(products)] if products else []
-        found.append(Section(f"Against the floors ({where})", paragraphs, drawings, tables))
-        if any(line.baselines for line in lines):
-            found.append(
-                Section(f"Against baselines ({where})", [BASELINE_TEXT], [], [baseline_table(lines)])
-            )
-    return [*found, *jax_sections(rows)]
-
-
-def slug(where: Where) -> str:
-    """A run as part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{where.device} {where.scale}".lower()).strip("-")
-
-
-def missed_paragraphs(lines: Sequence[CaseResult]) -> list[str]:
-    """What misses a target, and what is slower than a baseline."""
-    missed = missed_words(lines)
-    slower = [
-        f"{line.case} at {line.shape} ({faster_baselines(line)})" for line in lines if line.faster_baselines
-    ]
-    paragraphs = [f"**Missed targets: {len(missed)}.** " + ", ".join(missed) + "."] if missed else []
-    return paragraphs + (
-        [f"**Slower than a baseline: {len(slower)}.** " + ", ".join(slower) + "."] if slower else []
-    )
-
-
-def floor_table(lines: Sequence[CaseResult]) -> Table:
-    """A line per case and shape."""
-    columns = [
-        "kernel",
-        "shape",
-        "time (us)",
-        "20%",
-        "80%",
-        "eager (us)",
-        "repeat",
-        "moved (MB)",
-        "TB/s",
-        "copy TB/s",
-    ]
-    columns += ["fraction", "eager", "over unfused", "target met"]
-    metrics = (("time", 1), ("time, 20%", 1), ("time, 80%", 1), ("time, eager", 1), ("repeat", 3))
-    table_lines = []
-    for line in lines:
-        moved = line.values.get("bytes moved")
-        table_lines.append(
-            [
-                line.case,
-                line.shape,
-                *(number(line.values.get(metric), digits) for metric, digits in metrics),
-                number(None if moved is None else moved / 1e6, 0),
-                *(number(line.values.get(metric), 2) for metric in ("rate", "copy rate")),
-                *(number(line.values.get(metric), 3) for metric in ("fraction", "fraction, eager")),
-                number(line.values.get("speedup over unfused"), 2),
-                line.verdict,
-            ]
-        )
-    return Table("Time against the floor", columns, table_lines, rows_of(lines))
-
-
-def small_table(lines: Sequence[CaseResult]) -> Table:
-    """Small tensors: launches, not bytes."""
-    columns = [
-        "kernel",
-        "shape",
-        "time, graph (us)",
-        "over an elementwise kernel",
-        "time, eager (us)",
-        "host (us)",
-    ]
-    metrics = (("time", 2), ("time over elementwise", 2), ("time, eager", 1), ("host time", 1))
-    table_lines = [
-        [
-            line.case,
-            line.shape,
-            *(number(line.values.get(name), digits) for name, digits in metrics),
-            line.verdict,
-        ]
-        for line in lines
-    ]
-    return Table("Small tensors", [*columns, "target met"], table_lines, rows_of(lines))
-
-
-def product_table(lines: Sequence[CaseResult]) -> Table:
-    """Inputs times a stored weight: reading the weight is the floor."""
-    columns = [
-        "kernel",
-        "weight",
-        "time (us)",
-        "eager (us)",
-        "host (us)",
-        "host time it adds (us)",
-        "moved (MB)",
-        "TB/s",
-        "fraction",
-    ]
-    columns += ["times as fast as dense bfloat16", "as dequantizing first"]
-    table_lines = []
-    for line in lines:
-        values = line.values
-        moved, dense = values.get("bytes moved"), values.get("time over dense")
-        table_lines.append(
-            [
-                line.case,
-                line.shape,
-                *(
-                    number(values.get(metric), 1)
-                    for metric in ("time", "time, eager", "host time", "host time, added")
-                ),
-                number(None if moved is None else moved / 1e6, 0),
-                *(number(values.get(metric), 2) for metric in ("rate", "fraction")),
-                number(None if dense is None else 1 / dense, 2),
-                number(values.get("speedup over unfused"), 2),
-                line.verdict,
-            ]
-        )
-    return Table("Products of stored weights", [*columns, "target met"], table_lines, rows_of(lines))
-
-
-def baseline_table(lines: Sequence[CaseResult]) -> Table:
-    """A line per case and shape, a column per baseline: the ratio, or why there is none."""
-    names = [baseline.name for baseline in BASELINES]
-    table_lines = []
-    for line in lines:
-        if line.baselines:
-            found = {one.baseline: compared(line, one) for one in line.baselines}
-            best = line.best_baseline
-            verdict = "" if best is None else f"SLOWER than {best.baseline}" if line.slower_than else "yes"
-            cells = [found.get(name, "") for name in names]
-            table_lines.append([line.case, line.shape, *cells, best.baseline if best else "", verdict])
-    columns = ["kernel", "shape", *names, "fastest baseline", "as fast as every baseline"]
-    rows = [row for line in lines for one in line.baselines for row in one.rows]
-    return Table("Time of the baseline over ours", columns, table_lines, rows)
-
-
-def compared(line: CaseResult, one: BaselineResult) -> str:
-    """A baseline's cell: the ratio, or why there is none."""
-    return one.status if one.ratio is None else number(one.ratio, 2)
-
-
-def missed_words(lines: Sequence[CaseResult]) -> list[str]:
-    """What misses a target, with the values."""
-    return [f"{line.case} at {line.shape} ({'; '.join(line.missed)})" for line in lines if line.missed]
-
-
-def faster_baselines(line: CaseResult) -> str:
-    """The baselines that are faster, with their ratios."""
-    return ", ".join(f"{one.baseline} {compared(line, one)}" for one in line.faster_baselines)
-
-
-def rows_of(lines: Sequence[CaseResult]) -> list[Row]:
-    """The rows behind some lines."""
-    return [row for line in lines for row in line.rows]

@@ -92,188 +92,6 @@ def rows_of(bench: Bench, kind: str, setting: str, method: str, values: Values) 
     return bench.settings.rows(EXPERIMENT, kind, DATA, setting, method, values)
 
 
-# The gate before the clock: a kernel's result on samples against the reference, bit for bit. What is wrong gets no time.
-
-#: Rows that are compared at either end of a tensor, if its blocks span one row each.
-ROWS = 32
-
-
-def samples(case: Case, shape: Shape) -> list[Sample]:
-    """The first and the last rows (columns, where blocks run along the first axis); whole blocks of rows."""
-    scheme = SCHEMES.get(case.scheme)
-    block = scheme.scale.block if scheme else 1
-    rows = max(ROWS, block[0]) if isinstance(block, tuple) else ROWS
-    length = shape[1] if case.options.get("axis") == 0 else shape[0]
-    if length <= rows:
-        return [Sample(0, length)]
-    if case.operation == "both":
-        length = min(shape)
-    last = Sample(length - rows, length)
-    return [Sample(0, rows), last]
-
-
-def check(case: Case, fast: Any, inputs: Inputs, shape: Shape) -> int:
-    """How many elements were compared; Wrong with the first difference."""
-    result = case.call(fast, inputs)
-    count = 0
-    for sample in samples(case, shape):
-        for compared in case.compare(fast, inputs, result, sample):
-            count += same(compared)
-    if not count:
-        raise Wrong("nothing was compared")
-    return count
-
-
-def same(compared: Compared) -> int:
-    """How many elements are equal as bits; Wrong where one is not, or where shapes or widths differ."""
-    what, got, expected = compared
-    if got is None and expected is None:
-        return 0
-    if got is None or expected is None:
-        raise Wrong(f"{what}: got {'nothing' if got is None else 'some'}, the reference has the opposite")
-    mine, right = raw(got), raw(expected)
-    if mine.shape != right.shape or mine.dtype != right.dtype:
-        raise Wrong(
-            f"{what}: {mine.dtype}{list(mine.shape)}, the reference has {right.dtype}{list(right.shape)}"
-        )
-    wrong = np.flatnonzero(mine != right)
-    if wrong.size:
-        index = int(wrong[0])
-        raise Wrong(
-            f"{what}: {wrong.size} of {mine.size} differ, first at {index}: {mine.flat[index]:#x}, the reference has "
-            f"{right.flat[index]:#x}"
-        )
-    return int(mine.size)
-
-
-def raw(value: Any) -> np.ndarray:
-    """Bit patterns as unsigned integers, on the host."""
-    if isinstance(value, torch.Tensor):
-        host = value.detach().cpu().contiguous()
-        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[host.element_size()]
-        array = host.view(carrier).numpy()
-    else:
-        array = np.ascontiguousarray(value)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
-KIND = "jax"
-JAX_SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4")
-#: Rows of 4096 bfloat16, by what they are in MiB.
-SIZES = {"64 MiB": 8192, "448 MiB": 57344}
-COLUMNS = 4096
-PROGRAM = 8
-WAYS = ("eager", "jit", "program")
-TORCH, CAST = "torch", "XLA's cast"
-#: How much longer JAX may take than torch.
-MOST = limit_of("kernels", "jax", "time over torch").bound
-ROUNDS, WARMUP = 9, 2
-#: Bytes that are read in one round of queued calls.
-QUEUED = 12_800 * 2**20
-
-
-def installed() -> bool:
-    """Whether there is a JAX to call."""
-    return importlib.util.find_spec("jax") is not None
-
-
-def jax_measure(bench: Bench, journal: Journal, sizes: Mapping[str, int] = SIZES) -> list[Row]:
-    """Rows of all schemes at all sizes; what failed is not stored in the journal. No rows without JAX."""
-    failed: list[Row] = []
-    if not installed():
-        return failed
-    # JAX would take three quarters of the memory.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    name_of_table = table(bench, KIND)
-    with bar("calls from JAX", len(sizes) * len(JAX_SCHEMES)) as step:
-        for label, rows in sizes.items():
-            for name in JAX_SCHEMES:
-                if not journal.finished(name_of_table, label, name):
-                    values = attempt(partial(jax_timed, bench, name, rows))
-                    limits: Values = {f"target: {way} over {TORCH}": (MOST, "ratio") for way in WAYS}
-                    keep(journal, failed, rows_of(bench, KIND, label, name, {**values, **limits}))
-                step(f"{name} {label}")
-    return failed
-
-
-def jax_timed(bench: Bench, name: str, rows: int) -> Values:
-    """Compare all codes with torch's bit for bit, then time."""
-    shape = (rows, COLUMNS)
-    tensors = [torch.randn(shape, device=bench.settings.device, dtype=torch.bfloat16) for _ in range(PROGRAM)]
-    calls, divisors = jax_calls_of(bench.fast, name, tensors)
-    count = max(10, QUEUED // (2 * rows * COLUMNS))
-    times = queued(calls, divisors, count, bench.clock)
-    values: Values = {way: (seconds * 1e6, "us") for way, seconds in times.items()}
-    for way in WAYS:
-        values[f"{way} over {TORCH}"] = (times[way] / times[TORCH], "ratio")
-    return values
-
-
-def jax_calls_of(
-    fast: Any, name: str, tensors: Sequence[torch.Tensor]
-) -> tuple[dict[str, Call], dict[str, int]]:
-    """Calls by name, and how many quantizations one of them is; Wrong where a result of JAX has other bits than torch's.
-
-    Every call quantizes all tensors and keeps its results until the last is there: all ways read and write the same amount.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from ao_lab import jax as functions
-
-    arrays = [jax.block_until_ready(functions.from_torch(x, copy=False)) for x in tensors]
-    single = jax.jit(partial(functions.quantize, scheme=name))
-    several = jax.jit(lambda *given: [functions.quantize(one, name) for one in given])
-    cast = jax.jit(lambda one: one.astype(jnp.float8_e4m3fn))
-    ways: dict[str, Callable[[], list[Any]]] = {
-        TORCH: lambda: [fast.quantize(x, name).codes for x in tensors],
-        "eager": lambda: [functions.quantize(one, name).codes for one in arrays],
-        "jit": lambda: [single(one).codes for one in arrays],
-        "program": lambda: [q.codes for q in several(*arrays)],
-        CAST: lambda: [cast(one) for one in arrays],
-    }
-    wanted = ways[TORCH]()
-    for way in WAYS:
-        for number, (got, right) in enumerate(zip(ways[way](), wanted, strict=True)):
-            same((f"{way}: codes of tensor {number}", np.asarray(got), right))
-    return {way: partial(_last, results) for way, results in ways.items()}, dict.fromkeys(ways, len(tensors))
-
-
-def _last(results: Callable[[], list[Any]]) -> Any:
-    """The last of the results, for which `finish` waits."""
-    return results()[-1]
-
-
-def queued(
-    calls: Mapping[str, Call],
-    divisors: Mapping[str, int],
-    count: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Median seconds of a quantization, of `count` that are queued one after the other; in turn, round by round."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(WARMUP + ROUNDS):
-        for name, call in calls.items():
-            finish(call())
-            repeats = max(1, count // divisors[name])
-            started = clock()
-            for _ in range(repeats):
-                result = call()
-            finish(result)
-            if number >= WARMUP:
-                found[name].append((clock() - started) / (repeats * divisors[name]))
-    return {name: float(np.median(seconds)) for name, seconds in found.items()}
-
-
-def finish(result: Any) -> None:
-    """Wait for the last result, and so for all that were queued before it."""
-    if isinstance(result, torch.Tensor):
-        if result.is_cuda:
-            torch.cuda.synchronize()
-    else:
-        result.block_until_ready()
-
-
 OURS, COPY, WRAPPED = "ours", "copy", "wrapped"
 #: How often the graphs of small kernels are captured: where one lies in memory is worth a tenth of such a kernel's time.
 INSTANCES = 5
@@ -492,3 +310,185 @@ def compared(bench: Bench, baseline: Baseline, case: Case, shape: Shape) -> Valu
         "ratio": (theirs.median / ours.median, "ratio"),
         "repeat": (spread(times[OURS], times[AGAIN]), "ratio"),
     }
+
+
+# The gate before the clock: a kernel's result on samples against the reference, bit for bit. What is wrong gets no time.
+
+#: Rows that are compared at either end of a tensor, if its blocks span one row each.
+ROWS = 32
+
+
+def samples(case: Case, shape: Shape) -> list[Sample]:
+    """The first and the last rows (columns, where blocks run along the first axis); whole blocks of rows."""
+    scheme = SCHEMES.get(case.scheme)
+    block = scheme.scale.block if scheme else 1
+    rows = max(ROWS, block[0]) if isinstance(block, tuple) else ROWS
+    length = shape[1] if case.options.get("axis") == 0 else shape[0]
+    if length <= rows:
+        return [Sample(0, length)]
+    if case.operation == "both":
+        length = min(shape)
+    last = Sample(length - rows, length)
+    return [Sample(0, rows), last]
+
+
+def check(case: Case, fast: Any, inputs: Inputs, shape: Shape) -> int:
+    """How many elements were compared; Wrong with the first difference."""
+    result = case.call(fast, inputs)
+    count = 0
+    for sample in samples(case, shape):
+        for compared in case.compare(fast, inputs, result, sample):
+            count += same(compared)
+    if not count:
+        raise Wrong("nothing was compared")
+    return count
+
+
+def same(compared: Compared) -> int:
+    """How many elements are equal as bits; Wrong where one is not, or where shapes or widths differ."""
+    what, got, expected = compared
+    if got is None and expected is None:
+        return 0
+    if got is None or expected is None:
+        raise Wrong(f"{what}: got {'nothing' if got is None else 'some'}, the reference has the opposite")
+    mine, right = raw(got), raw(expected)
+    if mine.shape != right.shape or mine.dtype != right.dtype:
+        raise Wrong(
+            f"{what}: {mine.dtype}{list(mine.shape)}, the reference has {right.dtype}{list(right.shape)}"
+        )
+    wrong = np.flatnonzero(mine != right)
+    if wrong.size:
+        index = int(wrong[0])
+        raise Wrong(
+            f"{what}: {wrong.size} of {mine.size} differ, first at {index}: {mine.flat[index]:#x}, the reference has "
+            f"{right.flat[index]:#x}"
+        )
+    return int(mine.size)
+
+
+def raw(value: Any) -> np.ndarray:
+    """Bit patterns as unsigned integers, on the host."""
+    if isinstance(value, torch.Tensor):
+        host = value.detach().cpu().contiguous()
+        carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[host.element_size()]
+        array = host.view(carrier).numpy()
+    else:
+        array = np.ascontiguousarray(value)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+KIND = "jax"
+JAX_SCHEMES = ("fp8_rowwise", "mxfp8_e4m3", "mxfp4", "nvfp4")
+#: Rows of 4096 bfloat16, by what they are in MiB.
+SIZES = {"64 MiB": 8192, "448 MiB": 57344}
+COLUMNS = 4096
+PROGRAM = 8
+WAYS = ("eager", "jit", "program")
+TORCH, CAST = "torch", "XLA's cast"
+#: How much longer JAX may take than torch.
+MOST = limit_of("kernels", "jax", "time over torch").bound
+ROUNDS, WARMUP = 9, 2
+#: Bytes that are read in one round of queued calls.
+QUEUED = 12_800 * 2**20
+
+
+def installed() -> bool:
+    """Whether there is a JAX to call."""
+    return importlib.util.find_spec("jax") is not None
+
+
+def jax_measure(bench: Bench, journal: Journal, sizes: Mapping[str, int] = SIZES) -> list[Row]:
+    """Rows of all schemes at all sizes; what failed is not stored in the journal. No rows without JAX."""
+    failed: list[Row] = []
+    if not installed():
+        return failed
+    # JAX would take three quarters of the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    name_of_table = table(bench, KIND)
+    with bar("calls from JAX", len(sizes) * len(JAX_SCHEMES)) as step:
+        for label, rows in sizes.items():
+            for name in JAX_SCHEMES:
+                if not journal.finished(name_of_table, label, name):
+                    values = attempt(partial(jax_timed, bench, name, rows))
+                    limits: Values = {f"target: {way} over {TORCH}": (MOST, "ratio") for way in WAYS}
+                    keep(journal, failed, rows_of(bench, KIND, label, name, {**values, **limits}))
+                step(f"{name} {label}")
+    return failed
+
+
+def jax_timed(bench: Bench, name: str, rows: int) -> Values:
+    """Compare all codes with torch's bit for bit, then time."""
+    shape = (rows, COLUMNS)
+    tensors = [torch.randn(shape, device=bench.settings.device, dtype=torch.bfloat16) for _ in range(PROGRAM)]
+    calls, divisors = jax_calls_of(bench.fast, name, tensors)
+    count = max(10, QUEUED // (2 * rows * COLUMNS))
+    times = queued(calls, divisors, count, bench.clock)
+    values: Values = {way: (seconds * 1e6, "us") for way, seconds in times.items()}
+    for way in WAYS:
+        values[f"{way} over {TORCH}"] = (times[way] / times[TORCH], "ratio")
+    return values
+
+
+def jax_calls_of(
+    fast: Any, name: str, tensors: Sequence[torch.Tensor]
+) -> tuple[dict[str, Call], dict[str, int]]:
+    """Calls by name, and how many quantizations one of them is; Wrong where a result of JAX has other bits than torch's.
+
+    Every call quantizes all tensors and keeps its results until the last is there: all ways read and write the same amount.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from ao_lab import jax as functions
+
+    arrays = [jax.block_until_ready(functions.from_torch(x, copy=False)) for x in tensors]
+    single = jax.jit(partial(functions.quantize, scheme=name))
+    several = jax.jit(lambda *given: [functions.quantize(one, name) for one in given])
+    cast = jax.jit(lambda one: one.astype(jnp.float8_e4m3fn))
+    ways: dict[str, Callable[[], list[Any]]] = {
+        TORCH: lambda: [fast.quantize(x, name).codes for x in tensors],
+        "eager": lambda: [functions.quantize(one, name).codes for one in arrays],
+        "jit": lambda: [single(one).codes for one in arrays],
+        "program": lambda: [q.codes for q in several(*arrays)],
+        CAST: lambda: [cast(one) for one in arrays],
+    }
+    wanted = ways[TORCH]()
+    for way in WAYS:
+        for number, (got, right) in enumerate(zip(ways[way](), wanted, strict=True)):
+            same((f"{way}: codes of tensor {number}", np.asarray(got), right))
+    return {way: partial(_last, results) for way, results in ways.items()}, dict.fromkeys(ways, len(tensors))
+
+
+def _last(results: Callable[[], list[Any]]) -> Any:
+    """The last of the results, for which `finish` waits."""
+    return results()[-1]
+
+
+def queued(
+    calls: Mapping[str, Call],
+    divisors: Mapping[str, int],
+    count: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Median seconds of a quantization, of `count` that are queued one after the other; in turn, round by round."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(WARMUP + ROUNDS):
+        for name, call in calls.items():
+            finish(call())
+            repeats = max(1, count // divisors[name])
+            started = clock()
+            for _ in range(repeats):
+                result = call()
+            finish(result)
+            if number >= WARMUP:
+                found[name].append((clock() - started) / (repeats * divisors[name]))
+    return {name: float(np.median(seconds)) for name, seconds in found.items()}
+
+
+def finish(result: Any) -> None:
+    """Wait for the last result, and so for all that were queued before it."""
+    if isinstance(result, torch.Tensor):
+        if result.is_cuda:
+            torch.cuda.synchronize()
+    else:
+        result.block_until_ready()

@@ -61,23 +61,45 @@ from experiments.linear.tables import (
 )
 from experiments.runs.run import Settings, published_shapes
 
-# Outputs of layers on any device: their errors, and what computes them. No times: a CPU's are in experiment `speed`.
 
-#: The metric of the error.
-ERROR = "relative error"
-
-
-def measure_outputs(table: Table) -> dict[str, Values]:
-    """Values of each method; one that fails has a status instead."""
-    return {method.name: attempt(partial(outputs, table, method)) for method in table.methods}
+def subject(settings: Settings) -> str:
+    """What a journal can be resumed for: the seed, and the libraries that compile or are compared."""
+    return seed_and_libraries(settings.seed)
 
 
-def outputs(table: Table, method: Method) -> Values:
-    """Of the first layer and input; `Wrong` for an output that is not the product of what is stored."""
-    (layer, *_), (x, *_) = table.layers.of(method, table.rows), table.layers.inputs(table.rows, 1)
-    dense = table.layers.of(BASE, table.rows)[0].weight
-    error = checked(method, layer, layer(x), x, dense)
-    return {ERROR: (error, "ratio"), **kernel(kernel_of(method, layer, table.rows))}
+def measured_whole(row: Row) -> tuple[str, str]:
+    """What a row is measured together with: a part at one shape and number of rows."""
+    return row.table, row.setting
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
+    journal = journal if journal is not None else Journal()
+    deadline, failed = Deadline(settings.seconds), list[Row]()
+    timed, bench, parts = published_shapes(settings), cache(bench_here), settings.only or tuple(PARTS)
+
+    def measure(table: Table) -> dict[str, Values]:
+        return bench().measure(table) if timed else measure_outputs(table)
+
+    tables = (tables_of if timed else stand_ins)(parts, settings.device, settings.seed)
+    run_tables(tables, measure, settings, journal, failed, deadline)
+    if settings.seconds is not None:
+        # What another run measured stays as it is where this one did not come to it.
+        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
+    return journal.rows + failed
+
+
+def bench_here() -> Bench:
+    """This GPU and its rates."""
+    watch = CudaWatch()
+    return Bench(watch, measure_rates(watch))
+
+
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError for a name that is no part."""
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
 
 
 TIME, SPEED, FLOOR, HOST = "time", "speed over bfloat16", "fraction of the floor", "host time"
@@ -187,41 +209,20 @@ def rate_of(weight: Any, rates: Rates) -> float:
     return rates.float8 if is_fast else rates.bfloat16
 
 
-def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the seed, and the libraries that compile or are compared."""
-    return seed_and_libraries(settings.seed)
+# Outputs of layers on any device: their errors, and what computes them. No times: a CPU's are in experiment `speed`.
+
+#: The metric of the error.
+ERROR = "relative error"
 
 
-def measured_whole(row: Row) -> tuple[str, str]:
-    """What a row is measured together with: a part at one shape and number of rows."""
-    return row.table, row.setting
+def measure_outputs(table: Table) -> dict[str, Values]:
+    """Values of each method; one that fails has a status instead."""
+    return {method.name: attempt(partial(outputs, table, method)) for method in table.methods}
 
 
-def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
-    journal = journal if journal is not None else Journal()
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    timed, bench, parts = published_shapes(settings), cache(bench_here), settings.only or tuple(PARTS)
-
-    def measure(table: Table) -> dict[str, Values]:
-        return bench().measure(table) if timed else measure_outputs(table)
-
-    tables = (tables_of if timed else stand_ins)(parts, settings.device, settings.seed)
-    run_tables(tables, measure, settings, journal, failed, deadline)
-    if settings.seconds is not None:
-        # What another run measured stays as it is where this one did not come to it.
-        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
-    return journal.rows + failed
-
-
-def bench_here() -> Bench:
-    """This GPU and its rates."""
-    watch = CudaWatch()
-    return Bench(watch, measure_rates(watch))
-
-
-def check_parts(names: Sequence[str]) -> None:
-    """ValueError for a name that is no part."""
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
+def outputs(table: Table, method: Method) -> Values:
+    """Of the first layer and input; `Wrong` for an output that is not the product of what is stored."""
+    (layer, *_), (x, *_) = table.layers.of(method, table.rows), table.layers.inputs(table.rows, 1)
+    dense = table.layers.of(BASE, table.rows)[0].weight
+    error = checked(method, layer, layer(x), x, dense)
+    return {ERROR: (error, "ratio"), **kernel(kernel_of(method, layer, table.rows))}

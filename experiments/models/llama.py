@@ -31,27 +31,6 @@ from torch.nn import functional
 
 from experiments.harness.measuring import Wrong
 
-#: Largest relative change of outputs: by a scheme (4 bits change the logits of 32 random layers by 0.46), and by compiling.
-SCHEME_LIMIT, COMPILED_LIMIT = 0.7, 0.3
-
-
-def relative_change(outputs: Tensor, expected: Tensor | None, limit: float, cause: str) -> tuple[float, str]:
-    """Norm of the difference over the norm of `expected`, with its unit; 0 where nothing is expected.
-
-    `Wrong` where outputs are not finite, or change by more than `limit`; `cause` ends its sentence.
-    """
-    if not torch.isfinite(outputs).all():
-        raise Wrong("outputs are not finite")
-    if expected is None:
-        return 0.0, "ratio"
-    change = float((outputs - expected).norm() / expected.norm())
-    if not change <= limit:  # nor where what is expected is zero
-        raise Wrong(f"outputs differ by {change:.3f} of their size {cause}, more than {limit}")
-    return change, "ratio"
-
-
-VOCABULARY = 256
-
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -91,26 +70,6 @@ class LlamaConfig:
     def group(self) -> int:
         """Query heads per key-value head."""
         return self.heads // self.kv_heads
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(LlamaConfig):
-    """Sizes of the byte-level model; `context` is the length of the texts it is trained on.
-
-    Widths are multiples of 256, so that every block size of every scheme divides every layer.
-    """
-
-    name: str = "byte-level"
-    vocabulary: int = VOCABULARY
-    width: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    feed_forward: int = 512
-    context: int = 256
-    rope_base: float = 10000.0
-    rope_factor: float = 1.0
-    epsilon: float = 1e-6
 
 
 class Attention(nn.Module):
@@ -207,78 +166,6 @@ class CausalLM(nn.Module):
         return {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
 
 
-class LanguageModel(CausalLM):
-    """Logits of the next byte at every position."""
-
-    def __init__(self, settings: ModelSettings) -> None:
-        super().__init__(settings)
-        self.apply(_initialize)
-        for name, parameter in self.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                # Residual branches start small, so that the depth does not set the scale of the stream.
-                nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5)
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Tokens (batch, time) to logits (batch, time, 256).
-
-        `positions` (time) default to 0, 1, 2 ...; `mask` (time, time) is true where a query may attend, causal by default.
-        """
-        if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        cosine, sine = rotary_tables(positions, frequencies(self.config, positions.device))
-        x = self.model.embed_tokens(tokens)
-        for layer in self.model.layers:
-            x = layer(x, cosine, sine, mask)
-        return self.lm_head(self.model.norm(x))
-
-
-def frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Unscaled rotary frequencies (head_dim / 2). In float32 throughout, unlike `scaled_frequencies`, whose last bits differ:
-    published rows are of models that were trained with these."""
-    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    return config.rope_base ** (-half / config.head_dim)
-
-
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-
-
-# Shapes of published Llamas, and of stand-ins that two cores can run. Names are keys of committed rows.
-
-LLAMA_3_1_8B = LlamaConfig(
-    name="llama-3.1-8b-random",
-    vocabulary=128256,
-    width=4096,
-    layers=32,
-    heads=32,
-    kv_heads=8,
-    feed_forward=14336,
-)
-#: Two decoder layers of Llama-3-8B, as pages of other projects name them. It differs from 3.1 in the rotary factor
-#: alone, which costs nothing, so that of 3.1 stays.
-LLAMA_3_8B_TWO_LAYERS = replace(LLAMA_3_1_8B, name="llama-3-8b-two-blocks-random", layers=2)
-LLAMA_3_2_3B = LlamaConfig(
-    name="llama-3.2-3b-random",
-    vocabulary=128256,
-    width=3072,
-    layers=28,
-    heads=24,
-    kv_heads=8,
-    feed_forward=8192,
-    rope_factor=32.0,
-)
-#: Stand-in of `decode`.
-TINY = LlamaConfig(
-    name="tiny-stand-in-random", vocabulary=512, width=256, layers=2, heads=4, kv_heads=2, feed_forward=512
-)
-#: Stand-ins of `qat_overhead`, as small as groups of 128 allow.
-TINY_TWO_LAYERS = replace(
-    TINY, name="two-tiny-blocks-stand-in-random", width=128, heads=2, kv_heads=1, feed_forward=256
-)
-TINY_ONE_LAYER = replace(TINY_TWO_LAYERS, name="tiny-model-stand-in-random", layers=1)
-
-
 def rotary_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine (positions, head_dim), float32, of the rotary angles."""
     turns = torch.outer(positions.to(torch.float32), frequencies).repeat(1, 2)
@@ -323,3 +210,117 @@ def random_weights(
             elif isinstance(module, nn.RMSNorm):
                 module.weight.fill_(1.0)
     return model
+
+
+# Shapes of published Llamas, and of stand-ins that two cores can run. Names are keys of committed rows.
+
+LLAMA_3_1_8B = LlamaConfig(
+    name="llama-3.1-8b-random",
+    vocabulary=128256,
+    width=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    feed_forward=14336,
+)
+#: Two decoder layers of Llama-3-8B, as pages of other projects name them. It differs from 3.1 in the rotary factor
+#: alone, which costs nothing, so that of 3.1 stays.
+LLAMA_3_8B_TWO_LAYERS = replace(LLAMA_3_1_8B, name="llama-3-8b-two-blocks-random", layers=2)
+LLAMA_3_2_3B = LlamaConfig(
+    name="llama-3.2-3b-random",
+    vocabulary=128256,
+    width=3072,
+    layers=28,
+    heads=24,
+    kv_heads=8,
+    feed_forward=8192,
+    rope_factor=32.0,
+)
+#: Stand-in of `decode`.
+TINY = LlamaConfig(
+    name="tiny-stand-in-random", vocabulary=512, width=256, layers=2, heads=4, kv_heads=2, feed_forward=512
+)
+#: Stand-ins of `qat_overhead`, as small as groups of 128 allow.
+TINY_TWO_LAYERS = replace(
+    TINY, name="two-tiny-blocks-stand-in-random", width=128, heads=2, kv_heads=1, feed_forward=256
+)
+TINY_ONE_LAYER = replace(TINY_TWO_LAYERS, name="tiny-model-stand-in-random", layers=1)
+
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(LlamaConfig):
+    """Sizes of the byte-level model; `context` is the length of the texts it is trained on.
+
+    Widths are multiples of 256, so that every block size of every scheme divides every layer.
+    """
+
+    name: str = "byte-level"
+    vocabulary: int = VOCABULARY
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    feed_forward: int = 512
+    context: int = 256
+    rope_base: float = 10000.0
+    rope_factor: float = 1.0
+    epsilon: float = 1e-6
+
+
+class LanguageModel(CausalLM):
+    """Logits of the next byte at every position."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self.apply(_initialize)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                # Residual branches start small, so that the depth does not set the scale of the stream.
+                nn.init.normal_(parameter, std=0.02 / (2 * settings.layers) ** 0.5)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Tokens (batch, time) to logits (batch, time, 256).
+
+        `positions` (time) default to 0, 1, 2 ...; `mask` (time, time) is true where a query may attend, causal by default.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        cosine, sine = rotary_tables(positions, frequencies(self.config, positions.device))
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            x = layer(x, cosine, sine, mask)
+        return self.lm_head(self.model.norm(x))
+
+
+def frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
+    """Unscaled rotary frequencies (head_dim / 2). In float32 throughout, unlike `scaled_frequencies`, whose last bits differ:
+    published rows are of models that were trained with these."""
+    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    return config.rope_base ** (-half / config.head_dim)
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+#: Largest relative change of outputs: by a scheme (4 bits change the logits of 32 random layers by 0.46), and by compiling.
+SCHEME_LIMIT, COMPILED_LIMIT = 0.7, 0.3
+
+
+def relative_change(outputs: Tensor, expected: Tensor | None, limit: float, cause: str) -> tuple[float, str]:
+    """Norm of the difference over the norm of `expected`, with its unit; 0 where nothing is expected.
+
+    `Wrong` where outputs are not finite, or change by more than `limit`; `cause` ends its sentence.
+    """
+    if not torch.isfinite(outputs).all():
+        raise Wrong("outputs are not finite")
+    if expected is None:
+        return 0.0, "ratio"
+    change = float((outputs - expected).norm() / expected.norm())
+    if not change <= limit:  # nor where what is expected is zero
+        raise Wrong(f"outputs differ by {change:.3f} of their size {cause}, more than {limit}")
+    return change, "ratio"

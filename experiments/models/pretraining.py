@@ -34,104 +34,6 @@ from experiments.harness.measuring import share
 from experiments.models.llama import LanguageModel, LlamaConfig, ModelSettings, frequencies, rotary_tables
 from experiments.models.train import Checkpoint, Run, text_of
 
-#: Windows that run at once.
-BATCH = 32
-
-
-def bits_per_byte(model: nn.Module, texts: Mapping[str, bytes], context: int) -> dict[str, float]:
-    """-log2 p of each text over its bytes, by its name; sums in float64. `model`: tokens (batch, time) to logits.
-
-    ValueError for an empty text.
-    """
-    device = next(model.parameters()).device
-    return {name: bits(model, text, context, device) / len(text) for name, text in texts.items()}
-
-
-def bits(model: nn.Module, text: bytes, context: int, device: torch.device) -> float:
-    """-log2 p of a text."""
-    # All of it on the device before: a copy for each batch would let the host wait for the device.
-    parts = zip(*(one.to(device).split(BATCH) for one in windows(text, context)), strict=True)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for inputs, targets, counted in parts:
-        with torch.inference_mode():
-            logits = model(inputs.long())
-        likelihood = torch.log_softmax(logits.float(), dim=-1)
-        found = likelihood.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1).double()
-        total -= (found * counted).sum()
-    return float(total) / math.log(2)
-
-
-def windows(text: bytes, context: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, targets (windows, context), uint8, and which targets count (bool): each byte of the text exactly once.
-
-    ValueError for an empty text and for a context that is odd.
-    """
-    if not text or context % 2:
-        raise ValueError(
-            f"a text of at least one byte and an even context, got {len(text)} bytes and {context}"
-        )
-    half = context // 2
-    count = 1 + max(0, math.ceil((len(text) - context) / half))
-    padded = torch.zeros(1 + (count + 1) * half, dtype=torch.uint8)
-    padded[1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    inputs, targets = padded[:-1].unfold(0, context, half), padded[1:].unfold(0, context, half)
-    places = torch.arange(count)[:, None] * half + torch.arange(context)
-    counted = places < len(text)
-    counted[1:, :half] = False
-    return inputs, targets, counted
-
-
-# The byte-level model as it is trained here: on a GPU in bfloat16, products and residual stream, with float32 parameters.
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight takes the dtype of its input, so that its result has that dtype too; it computes in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same shape and dtype."""
-        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class ByteLevelModel(LanguageModel):
-    """A `LanguageModel` whose forward pass keeps activations in bfloat16 on a GPU, and in float32 on a CPU.
-
-    Every matrix is an nn.Linear without bias with a float32 parameter: what converts linear layers converts this model. On a
-    GPU it runs under autocast, so that layers that are not converted multiply in bfloat16.
-    """
-
-    def __init__(self, settings: ModelSettings) -> None:
-        super().__init__(settings)
-        for module in list(self.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, nn.RMSNorm):
-                    setattr(module, name, norm_of(settings))
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Tokens (batch, time) to logits (batch, time, 256); arguments as for `LanguageModel`."""
-        device = tokens.device
-        if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=device)
-        cosine, sine = rotary_tables(positions, frequencies(self.config, device))
-        on_gpu = device.type == "cuda"
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            x = self.model.embed_tokens(tokens)
-            # Of the embedding's dtype, the residual stream would take twice the memory traffic of the products.
-            x = x.to(torch.bfloat16) if on_gpu else x
-            for layer in self.model.layers:
-                x = layer(x, cosine, sine, mask).to(x.dtype)
-            return self.lm_head(self.model.norm(x))
-
-
-def norm_of(config: LlamaConfig) -> RMSNorm:
-    """A norm of a model's width; its weight is 1."""
-    return RMSNorm(config.width, eps=config.epsilon)
-
-
-def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """The mean of -ln p of the bytes 1 to time of (batch, time + 1), a 0-d float32 tensor."""
-    logits = model(tokens[:, :-1])
-    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
 
 @dataclass(frozen=True)
 class Size:
@@ -243,6 +145,58 @@ class PretrainSettings:
         rise = min(1.0, done / self.warmup) if self.warmup else 1.0
         left = min(1.0, (1 - done) / self.decay) if self.decay else 1.0
         return self.rate * rise * (self.last_rate + (1 - self.last_rate) * max(0.0, left))
+
+
+# The byte-level model as it is trained here: on a GPU in bfloat16, products and residual stream, with float32 parameters.
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight takes the dtype of its input, so that its result has that dtype too; it computes in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) to the same shape and dtype."""
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class ByteLevelModel(LanguageModel):
+    """A `LanguageModel` whose forward pass keeps activations in bfloat16 on a GPU, and in float32 on a CPU.
+
+    Every matrix is an nn.Linear without bias with a float32 parameter: what converts linear layers converts this model. On a
+    GPU it runs under autocast, so that layers that are not converted multiply in bfloat16.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        for module in list(self.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.RMSNorm):
+                    setattr(module, name, norm_of(settings))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Tokens (batch, time) to logits (batch, time, 256); arguments as for `LanguageModel`."""
+        device = tokens.device
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=device)
+        cosine, sine = rotary_tables(positions, frequencies(self.config, device))
+        on_gpu = device.type == "cuda"
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
+            x = self.model.embed_tokens(tokens)
+            # Of the embedding's dtype, the residual stream would take twice the memory traffic of the products.
+            x = x.to(torch.bfloat16) if on_gpu else x
+            for layer in self.model.layers:
+                x = layer(x, cosine, sine, mask).to(x.dtype)
+            return self.lm_head(self.model.norm(x))
+
+
+def norm_of(config: LlamaConfig) -> RMSNorm:
+    """A norm of a model's width; its weight is 1."""
+    return RMSNorm(config.width, eps=config.epsilon)
+
+
+def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
+    """The mean of -ln p of the bytes 1 to time of (batch, time + 1), a 0-d float32 tensor."""
+    logits = model(tokens[:, :-1])
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 # How long the steps of a training took, and on how many bytes: stopped while it warms up, is stored, or is evaluated.
@@ -457,3 +411,50 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+#: Windows that run at once.
+BATCH = 32
+
+
+def bits_per_byte(model: nn.Module, texts: Mapping[str, bytes], context: int) -> dict[str, float]:
+    """-log2 p of each text over its bytes, by its name; sums in float64. `model`: tokens (batch, time) to logits.
+
+    ValueError for an empty text.
+    """
+    device = next(model.parameters()).device
+    return {name: bits(model, text, context, device) / len(text) for name, text in texts.items()}
+
+
+def bits(model: nn.Module, text: bytes, context: int, device: torch.device) -> float:
+    """-log2 p of a text."""
+    # All of it on the device before: a copy for each batch would let the host wait for the device.
+    parts = zip(*(one.to(device).split(BATCH) for one in windows(text, context)), strict=True)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for inputs, targets, counted in parts:
+        with torch.inference_mode():
+            logits = model(inputs.long())
+        likelihood = torch.log_softmax(logits.float(), dim=-1)
+        found = likelihood.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1).double()
+        total -= (found * counted).sum()
+    return float(total) / math.log(2)
+
+
+def windows(text: bytes, context: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets (windows, context), uint8, and which targets count (bool): each byte of the text exactly once.
+
+    ValueError for an empty text and for a context that is odd.
+    """
+    if not text or context % 2:
+        raise ValueError(
+            f"a text of at least one byte and an even context, got {len(text)} bytes and {context}"
+        )
+    half = context // 2
+    count = 1 + max(0, math.ceil((len(text) - context) / half))
+    padded = torch.zeros(1 + (count + 1) * half, dtype=torch.uint8)
+    padded[1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    inputs, targets = padded[:-1].unfold(0, context, half), padded[1:].unfold(0, context, half)
+    places = torch.arange(count)[:, None] * half + torch.arange(context)
+    counted = places < len(text)
+    counted[1:, :half] = False
+    return inputs, targets, counted

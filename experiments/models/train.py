@@ -52,189 +52,6 @@ from experiments.harness.revision import state
 from experiments.harness.rows import PARTIAL, library_versions
 from experiments.models.llama import LanguageModel, ModelSettings
 
-#: Seconds between checkpoints: a kill loses at most this and one step.
-SECONDS = 15.0
-
-
-@dataclass(frozen=True)
-class Run:
-    """The state that changes from step to step. `losses` grows in place: one 0-d tensor a step."""
-
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    generator: torch.Generator
-    losses: list[Tensor]
-
-    def state(self) -> dict[str, Any]:
-        """The state as tensors and plain values; one loss for each step."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "generator": self.generator.get_state(),
-            "torch": torch.get_rng_state(),
-            "losses": torch.stack(self.losses) if self.losses else torch.empty(0),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; errors where it is another model's."""
-        self.model.load_state_dict(state["model"])
-        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored)
-        self.generator.set_state(state["generator"])
-        torch.set_rng_state(state["torch"])
-        self.losses[:] = state["losses"].unbind()
-
-
-class Checkpoint:
-    """The checkpoint file of one training run; without a path, none is written."""
-
-    def __init__(self, path: Path | None = None, seconds: float = SECONDS) -> None:
-        self.path, self.seconds = path, seconds
-        self.written = time.monotonic()
-        #: Steps of earlier processes.
-        self.resumed = 0
-
-    def resume(self, run: Run, device: str | torch.device) -> int:
-        """Restore a run from its checkpoint; returns the number of its steps, 0 without a checkpoint.
-
-        ValueError for a file that cannot be read.
-        """
-        if self.path is None or not self.path.exists():
-            return 0
-        try:
-            state = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.path} cannot be read; delete it, and training starts again") from error
-        state["losses"] = state["losses"].to(device)
-        run.restore(state)
-        self.resumed = len(run.losses)
-        return self.resumed
-
-    def reached(self, run: Run) -> None:
-        """Called after a step: writes the file if the last time is `seconds` ago."""
-        if self.path is not None and time.monotonic() - self.written >= self.seconds:
-            self._write(self.path, run)
-            self.written = time.monotonic()
-
-    def done(self) -> None:
-        """Delete the file: the run is over and its model is stored elsewhere."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _write(self, path: Path, run: Run) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(run.state(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-
-
-class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` that multiplies in `dtype`: with torch.bfloat16 it takes the same steps, bit for bit.
-
-    Arguments beside `dtype` are torch's; `state_dict` is as well. Parameters are matrices, real and dense; a parameter
-    without a gradient stays as it is. `adjust_lr_fn` other than None or "original" raises ValueError.
-    """
-
-    def __init__(self, params: Iterable[Tensor], *, dtype: torch.dtype, **options: Any) -> None:
-        if options.get("adjust_lr_fn") not in (None, "original"):
-            raise ValueError(f"adjust_lr_fn is None or 'original'; got {options['adjust_lr_fn']!r}")
-        super().__init__(params, **options)
-        self.dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step; returns the loss of `closure`, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        buffer, momentum, rate = state["momentum_buffer"], group["momentum"], float(group["lr"])
-        gradient: Tensor = parameter.grad  # type: ignore[assignment]
-        buffer.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        update = orthogonal(
-            update, group["ns_coefficients"], group["ns_steps"], eps=group["eps"], dtype=self.dtype
-        )
-        rows, columns = parameter.shape
-        parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.add_(update, alpha=-rate * math.sqrt(max(1, rows / columns)))
-
-
-def orthogonal(
-    x: Tensor, coefficients: tuple[float, float, float], steps: int, *, eps: float, dtype: torch.dtype
-) -> Tensor:
-    """The matrix x with singular values near 1, in `dtype`: `steps` times a x + (b g + c g g) x with g = x x^T.
-
-    x is divided by its Frobenius norm first, at least `eps`. The iterations run along the shorter side. x is not modified.
-    """
-    a, b, c = coefficients
-    tall = x.shape[0] > x.shape[1]
-    y = x.to(dtype, copy=True)
-    y = y.T if tall else y
-    y.div_(y.norm().clamp(min=eps))
-    for _ in range(steps):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.T if tall else y
-
-
-#: Steps before the capture, in which libraries, kernels and optimizers allocate their state.
-WARMUP = 3
-
-
-class Steps:
-    """Calls `step(batch) -> loss`; batches are of one shape and dtype. captured: whether by a CUDA graph."""
-
-    def __init__(self, step: Callable[[Tensor], Tensor], *, captured: bool) -> None:
-        self.step, self.captured = step, captured
-        self.taken = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.batch = self.loss = torch.empty(0)
-
-    def __call__(self, batch: Tensor) -> Tensor:
-        """The loss of one more step, in new memory."""
-        if not self.captured:
-            return self.step(batch)
-        self.taken += 1
-        if self.taken <= WARMUP:
-            return self._warm_up(batch)
-        self.graph = self.graph or self._capture(batch)
-        self.batch.copy_(batch)
-        self.graph.replay()
-        return self.loss.clone()
-
-    def _warm_up(self, batch: Tensor) -> Tensor:
-        """A step on a side stream, as capture requires of the steps before it."""
-        stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            loss = self.step(batch)
-        main.wait_stream(stream)
-        return loss
-
-    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
-        self.batch, graph = batch.clone(), torch.cuda.CUDAGraph()
-        with recorded(graph):
-            self.loss = self.step(self.batch)
-        return graph
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
@@ -470,3 +287,187 @@ def _load(folder: Path, settings: TrainSettings, device: str) -> Trained:
     model.load_state_dict(load_file(folder / "model.safetensors"))
     facts = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     return Trained(model.to(device).eval().requires_grad_(False), folder.name, facts)
+
+
+#: Seconds between checkpoints: a kill loses at most this and one step.
+SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """The state that changes from step to step. `losses` grows in place: one 0-d tensor a step."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    generator: torch.Generator
+    losses: list[Tensor]
+
+    def state(self) -> dict[str, Any]:
+        """The state as tensors and plain values; one loss for each step."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "generator": self.generator.get_state(),
+            "torch": torch.get_rng_state(),
+            "losses": torch.stack(self.losses) if self.losses else torch.empty(0),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned; errors where it is another model's."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        self.generator.set_state(state["generator"])
+        torch.set_rng_state(state["torch"])
+        self.losses[:] = state["losses"].unbind()
+
+
+class Checkpoint:
+    """The checkpoint file of one training run; without a path, none is written."""
+
+    def __init__(self, path: Path | None = None, seconds: float = SECONDS) -> None:
+        self.path, self.seconds = path, seconds
+        self.written = time.monotonic()
+        #: Steps of earlier processes.
+        self.resumed = 0
+
+    def resume(self, run: Run, device: str | torch.device) -> int:
+        """Restore a run from its checkpoint; returns the number of its steps, 0 without a checkpoint.
+
+        ValueError for a file that cannot be read.
+        """
+        if self.path is None or not self.path.exists():
+            return 0
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.path} cannot be read; delete it, and training starts again") from error
+        state["losses"] = state["losses"].to(device)
+        run.restore(state)
+        self.resumed = len(run.losses)
+        return self.resumed
+
+    def reached(self, run: Run) -> None:
+        """Called after a step: writes the file if the last time is `seconds` ago."""
+        if self.path is not None and time.monotonic() - self.written >= self.seconds:
+            self._write(self.path, run)
+            self.written = time.monotonic()
+
+    def done(self) -> None:
+        """Delete the file: the run is over and its model is stored elsewhere."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, path: Path, run: Run) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(run.state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` that multiplies in `dtype`: with torch.bfloat16 it takes the same steps, bit for bit.
+
+    Arguments beside `dtype` are torch's; `state_dict` is as well. Parameters are matrices, real and dense; a parameter
+    without a gradient stays as it is. `adjust_lr_fn` other than None or "original" raises ValueError.
+    """
+
+    def __init__(self, params: Iterable[Tensor], *, dtype: torch.dtype, **options: Any) -> None:
+        if options.get("adjust_lr_fn") not in (None, "original"):
+            raise ValueError(f"adjust_lr_fn is None or 'original'; got {options['adjust_lr_fn']!r}")
+        super().__init__(params, **options)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; returns the loss of `closure`, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        buffer, momentum, rate = state["momentum_buffer"], group["momentum"], float(group["lr"])
+        gradient: Tensor = parameter.grad  # type: ignore[assignment]
+        buffer.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        update = orthogonal(
+            update, group["ns_coefficients"], group["ns_steps"], eps=group["eps"], dtype=self.dtype
+        )
+        rows, columns = parameter.shape
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(update, alpha=-rate * math.sqrt(max(1, rows / columns)))
+
+
+def orthogonal(
+    x: Tensor, coefficients: tuple[float, float, float], steps: int, *, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """The matrix x with singular values near 1, in `dtype`: `steps` times a x + (b g + c g g) x with g = x x^T.
+
+    x is divided by its Frobenius norm first, at least `eps`. The iterations run along the shorter side. x is not modified.
+    """
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
+    y = x.to(dtype, copy=True)
+    y = y.T if tall else y
+    y.div_(y.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.T if tall else y
+
+
+#: Steps before the capture, in which libraries, kernels and optimizers allocate their state.
+WARMUP = 3
+
+
+class Steps:
+    """Calls `step(batch) -> loss`; batches are of one shape and dtype. captured: whether by a CUDA graph."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor], *, captured: bool) -> None:
+        self.step, self.captured = step, captured
+        self.taken = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.batch = self.loss = torch.empty(0)
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """The loss of one more step, in new memory."""
+        if not self.captured:
+            return self.step(batch)
+        self.taken += 1
+        if self.taken <= WARMUP:
+            return self._warm_up(batch)
+        self.graph = self.graph or self._capture(batch)
+        self.batch.copy_(batch)
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _warm_up(self, batch: Tensor) -> Tensor:
+        """A step on a side stream, as capture requires of the steps before it."""
+        stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            loss = self.step(batch)
+        main.wait_stream(stream)
+        return loss
+
+    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
+        self.batch, graph = batch.clone(), torch.cuda.CUDAGraph()
+        with recorded(graph):
+            self.loss = self.step(self.batch)
+        return graph

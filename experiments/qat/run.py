@@ -48,211 +48,16 @@ from experiments.report.results import Results
 from experiments.report.targets import Target, limits
 from experiments.runs.run import Settings
 
-# Targets of experiment `qat`: the percentage of the PTQ loss that QAT is to recover, mean over seeds.
-
-#: Metrics of rows: the target of a method, and what it reached.
-TARGET_METRIC, RECOVERED = "bar", "recovered"
-
-
-def targets_of(results: Results) -> list[Target]:
-    """The targets of all methods that have one; without a value where the loss is too small for a percentage."""
-    found = dict.fromkeys((row.setting, row.method) for row in results.rows if row.metric == TARGET_METRIC)
-    return [
-        Target(
-            name=method,
-            value=results.value(setting, method, RECOVERED),
-            limit=results.value(setting, method, TARGET_METRIC) or 0.0,
-            unit="%",
-            value_format=".1f",
-            limit_format=".0f",
-            day=results.day(setting, method),
-        )
-        for setting, method in found
-    ]
-
-
-#: A loss of fewer than this many of its standard deviations over seeds has no percentage: it would be a ratio of noise.
-DEVIATIONS = 10
-#: 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
-STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds, and half the width of its 95% interval (Student's t)."""
-
-    mean: float
-    half: float
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """The loss of PTQ and of QAT in bits per byte over float32, and the recovered percentage.
-
-    deviations: the loss to recover, in its standard deviations over seeds. recovered: mean over seeds of
-    100 (ptq - qat) / (ptq - base); None where `deviations` is under DEVIATIONS, or nothing was lost.
-    """
-
-    ptq: Interval
-    qat: Interval
-    deviations: float
-    recovered: Interval | None
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean and its interval; ValueError for one value or more than there are quantiles for."""
-    degrees = len(values) - 1
-    if not 1 <= degrees <= len(STUDENT):
-        raise ValueError(f"an interval takes 2 to {len(STUDENT) + 1} seeds, got {len(values)}")
-    return Interval(fmean(values), STUDENT[degrees - 1] * stdev(values) / math.sqrt(len(values)))
-
-
-def deviations_of(values: Sequence[float]) -> float:
-    """The mean in standard deviations; infinite where all values are the same, except of zeros."""
-    mean, spread = fmean(values), stdev(values)
-    if spread:
-        return mean / spread
-    return math.copysign(math.inf, mean) if mean else 0.0
-
-
-def recovery(base: Sequence[float], ptq: Sequence[float], qat: Sequence[float]) -> Recovery:
-    """Of the losses of each seed, in the same order."""
-    lost = [after - before for after, before in zip(ptq, base, strict=True)]
-    remaining = [after - before for after, before in zip(qat, base, strict=True)]
-    deviations = deviations_of(lost)
-    recovered = None
-    if deviations >= DEVIATIONS:
-        recovered = interval(
-            [100 * (whole - rest) / whole for whole, rest in zip(lost, remaining, strict=True)]
-        )
-    return Recovery(interval(lost), interval(remaining), deviations, recovered)
-
-
-def target_of(method: str) -> float | None:
-    """Percent of the PTQ loss to recover; None where a method has no target."""
-    return next((one.bound for one in limits(EXPERIMENT) if fnmatchcase(method, one.key)), None)
-
-
-@dataclass(frozen=True)
-class Method:
-    """A configuration to train for and to quantize with, and its options in `QATConfig`."""
-
-    config: Config
-    learn_scales: bool = False
-
-    @property
-    def name(self) -> str:
-        """The method of its rows: the scheme of the weights."""
-        return self.config.recipe().weight.name
-
-    @property
-    def setting(self) -> str:
-        """The setting of its rows: how inputs of layers are quantized."""
-        activation = self.config.recipe().activation
-        return setting_name(None if activation is None else activation.name)
-
-    def step(self, step: str) -> QATConfig:
-        """The configuration of step "prepare" or "convert"."""
-        if step == "convert" or not self.learn_scales:
-            return QATConfig(self.config, step=step)
-        return QATConfig(self.config, step=step, learn_scales=True, scale_start="error")
-
-
-METHODS = (
-    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32)), True),
-    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(256)), True),
-    Method(Int4WeightOnlyConfig(128), True),
-    Method(IntxWeightOnlyConfig("int3", PerGroup(32)), True),
-    Method(IntxWeightOnlyConfig("int3", PerGroup(128)), True),
-    Method(IntxWeightOnlyConfig("int2", PerGroup(32)), True),
-    Method(LowBitWeightOnlyConfig(1.58, PerGroup(32)), True),
-    Method(MXDynamicActivationMXWeightConfig(activation_dtype="float4_e2m1fn", weight_dtype="float4_e2m1fn")),
-    Method(NVFP4DynamicActivationNVFP4WeightConfig()),
-)
-#: Few enough for two cores.
-QUICK_METHODS = tuple(
-    method for method in METHODS if method.name in ("int4_g256", "int3_g128", "mxfp4_rceil")
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One scale of the experiment.
-
-    start: training of the common initial model; None: that of the other experiments.
-    seeds: of the text that is drawn for the compared training.
-    steps, batch, rate, scale_rate: of the compared training, with and without QAT, by AdamW, down to a rate of 0.
-    windows, evaluations: held-out files with a window in each evaluation, and the number of evaluations.
-    """
-
-    methods: tuple[Method, ...]
-    seeds: int
-    start: TrainSettings | None
-    steps: int
-    batch: int
-    rate: float
-    scale_rate: float
-    windows: int
-    evaluations: int = 1
-
-    def __post_init__(self) -> None:
-        if self.seeds < 2:
-            raise ValueError(f"an interval over seeds needs at least two, got {self.seeds}")
-
-    def training(self, settings: Settings, seed: int) -> TrainSettings:
-        """The training of a seed, the same for the baseline and for every method in step "prepare"."""
-        start = self.start or settings.train
-        return replace(
-            start,
-            start=start,
-            steps=self.steps,
-            batch=self.batch,
-            warmup=max(1, self.steps // 20),
-            matrix_rate=None,
-            rate=self.rate,
-            last_rate=0.0,
-            scale_rate=self.scale_rate,
-            # Other text than in the training of the initial model.
-            seed=TRAINING_SEED + seed,
-        )
-
-
-#: First seeds of the compared training and of its evaluations, far above those of the initial training and of the evaluation
-#: that chose the learning rates.
-TRAINING_SEED, EVALUATION_SEED = 2000, 100
-PLANS = {
-    "quick": Plan(
-        methods=QUICK_METHODS, seeds=2, start=None, steps=30, batch=4, rate=3e-4, scale_rate=5e-3, windows=40
-    ),
-    "full": Plan(
-        methods=METHODS,
-        seeds=5,
-        # Long enough that further training changes little: two runs on different text then end alike, and the loss by
-        # quantization exceeds the noise (after 600 steps models differ by half the loss of 4 bits).
-        start=TrainSettings(
-            model=ModelSettings(width=512, layers=3, heads=8, kv_heads=4, feed_forward=1536, context=512),
-            batch=32,
-            steps=3000,
-            warmup=200,
-            matrix_rate=None,
-            rate=2e-3,
-        ),
-        steps=1000,
-        batch=32,
-        rate=3e-4,
-        scale_rate=5e-3,
-        windows=70,
-        evaluations=8,
-    ),
-}
-
-
 EXPERIMENT = "qat"
 RUNS, RECOVERY = "runs", "recovery"
 BASELINE = "baseline"
 PTQ, QAT = "bits per byte, PTQ", "bits per byte, QAT"
 #: The baseline quantized with the initial scales of QAT, where those are not quantize_'s.
 CLIPPED = "bits per byte, PTQ clipped"
+
+
+#: A loss of fewer than this many of its standard deviations over seeds has no percentage: it would be a ratio of noise.
+DEVIATIONS = 10
 NO_PERCENTAGE = f"recovered: no percentage, the loss is under {DEVIATIONS} seed deviations"
 
 
@@ -487,3 +292,199 @@ def of_method(found: Recovery, target: float | None) -> dict[str, tuple[float, s
     if target is not None:
         values[TARGET_METRIC] = (target, "%")
     return values
+
+
+def target_of(method: str) -> float | None:
+    """Percent of the PTQ loss to recover; None where a method has no target."""
+    return next((one.bound for one in limits(EXPERIMENT) if fnmatchcase(method, one.key)), None)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A configuration to train for and to quantize with, and its options in `QATConfig`."""
+
+    config: Config
+    learn_scales: bool = False
+
+    @property
+    def name(self) -> str:
+        """The method of its rows: the scheme of the weights."""
+        return self.config.recipe().weight.name
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows: how inputs of layers are quantized."""
+        activation = self.config.recipe().activation
+        return setting_name(None if activation is None else activation.name)
+
+    def step(self, step: str) -> QATConfig:
+        """The configuration of step "prepare" or "convert"."""
+        if step == "convert" or not self.learn_scales:
+            return QATConfig(self.config, step=step)
+        return QATConfig(self.config, step=step, learn_scales=True, scale_start="error")
+
+
+METHODS = (
+    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(32)), True),
+    Method(Int8DynamicActivationIntxWeightConfig("int4", PerGroup(256)), True),
+    Method(Int4WeightOnlyConfig(128), True),
+    Method(IntxWeightOnlyConfig("int3", PerGroup(32)), True),
+    Method(IntxWeightOnlyConfig("int3", PerGroup(128)), True),
+    Method(IntxWeightOnlyConfig("int2", PerGroup(32)), True),
+    Method(LowBitWeightOnlyConfig(1.58, PerGroup(32)), True),
+    Method(MXDynamicActivationMXWeightConfig(activation_dtype="float4_e2m1fn", weight_dtype="float4_e2m1fn")),
+    Method(NVFP4DynamicActivationNVFP4WeightConfig()),
+)
+#: Few enough for two cores.
+QUICK_METHODS = tuple(
+    method for method in METHODS if method.name in ("int4_g256", "int3_g128", "mxfp4_rceil")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One scale of the experiment.
+
+    start: training of the common initial model; None: that of the other experiments.
+    seeds: of the text that is drawn for the compared training.
+    steps, batch, rate, scale_rate: of the compared training, with and without QAT, by AdamW, down to a rate of 0.
+    windows, evaluations: held-out files with a window in each evaluation, and the number of evaluations.
+    """
+
+    methods: tuple[Method, ...]
+    seeds: int
+    start: TrainSettings | None
+    steps: int
+    batch: int
+    rate: float
+    scale_rate: float
+    windows: int
+    evaluations: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"an interval over seeds needs at least two, got {self.seeds}")
+
+    def training(self, settings: Settings, seed: int) -> TrainSettings:
+        """The training of a seed, the same for the baseline and for every method in step "prepare"."""
+        start = self.start or settings.train
+        return replace(
+            start,
+            start=start,
+            steps=self.steps,
+            batch=self.batch,
+            warmup=max(1, self.steps // 20),
+            matrix_rate=None,
+            rate=self.rate,
+            last_rate=0.0,
+            scale_rate=self.scale_rate,
+            # Other text than in the training of the initial model.
+            seed=TRAINING_SEED + seed,
+        )
+
+
+#: First seeds of the compared training and of its evaluations, far above those of the initial training and of the evaluation
+#: that chose the learning rates.
+TRAINING_SEED, EVALUATION_SEED = 2000, 100
+PLANS = {
+    "quick": Plan(
+        methods=QUICK_METHODS, seeds=2, start=None, steps=30, batch=4, rate=3e-4, scale_rate=5e-3, windows=40
+    ),
+    "full": Plan(
+        methods=METHODS,
+        seeds=5,
+        # Long enough that further training changes little: two runs on different text then end alike, and the loss by
+        # quantization exceeds the noise (after 600 steps models differ by half the loss of 4 bits).
+        start=TrainSettings(
+            model=ModelSettings(width=512, layers=3, heads=8, kv_heads=4, feed_forward=1536, context=512),
+            batch=32,
+            steps=3000,
+            warmup=200,
+            matrix_rate=None,
+            rate=2e-3,
+        ),
+        steps=1000,
+        batch=32,
+        rate=3e-4,
+        scale_rate=5e-3,
+        windows=70,
+        evaluations=8,
+    ),
+}
+
+# Targets of experiment `qat`: the percentage of the PTQ loss that QAT is to recover, mean over seeds.
+
+#: Metrics of rows: the target of a method, and what it reached.
+TARGET_METRIC, RECOVERED = "bar", "recovered"
+
+
+def targets_of(results: Results) -> list[Target]:
+    """The targets of all methods that have one; without a value where the loss is too small for a percentage."""
+    found = dict.fromkeys((row.setting, row.method) for row in results.rows if row.metric == TARGET_METRIC)
+    return [
+        Target(
+            name=method,
+            value=results.value(setting, method, RECOVERED),
+            limit=results.value(setting, method, TARGET_METRIC) or 0.0,
+            unit="%",
+            value_format=".1f",
+            limit_format=".0f",
+            day=results.day(setting, method),
+        )
+        for setting, method in found
+    ]
+
+
+#: 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
+STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and half the width of its 95% interval (Student's t)."""
+
+    mean: float
+    half: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The loss of PTQ and of QAT in bits per byte over float32, and the recovered percentage.
+
+    deviations: the loss to recover, in its standard deviations over seeds. recovered: mean over seeds of
+    100 (ptq - qat) / (ptq - base); None where `deviations` is under DEVIATIONS, or nothing was lost.
+    """
+
+    ptq: Interval
+    qat: Interval
+    deviations: float
+    recovered: Interval | None
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean and its interval; ValueError for one value or more than there are quantiles for."""
+    degrees = len(values) - 1
+    if not 1 <= degrees <= len(STUDENT):
+        raise ValueError(f"an interval takes 2 to {len(STUDENT) + 1} seeds, got {len(values)}")
+    return Interval(fmean(values), STUDENT[degrees - 1] * stdev(values) / math.sqrt(len(values)))
+
+
+def deviations_of(values: Sequence[float]) -> float:
+    """The mean in standard deviations; infinite where all values are the same, except of zeros."""
+    mean, spread = fmean(values), stdev(values)
+    if spread:
+        return mean / spread
+    return math.copysign(math.inf, mean) if mean else 0.0
+
+
+def recovery(base: Sequence[float], ptq: Sequence[float], qat: Sequence[float]) -> Recovery:
+    """Of the losses of each seed, in the same order."""
+    lost = [after - before for after, before in zip(ptq, base, strict=True)]
+    remaining = [after - before for after, before in zip(qat, base, strict=True)]
+    deviations = deviations_of(lost)
+    recovered = None
+    if deviations >= DEVIATIONS:
+        recovered = interval(
+            [100 * (whole - rest) / whole for whole, rest in zip(lost, remaining, strict=True)]
+        )
+    return Recovery(interval(lost), interval(remaining), deviations, recovered)

@@ -1,7 +1,5 @@
 """The page of experiment `qat_overhead`: time and memory of training over plain training, with targets and published values.
 
-Targets of our quantization-aware training relative to bfloat16 training, and published overheads.
-
 Published numbers are of whole fine-tuning runs, optimizer included, on other hardware: only their ratios stand beside ours.
 """
 

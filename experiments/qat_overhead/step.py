@@ -1,16 +1,12 @@
-"""A training step: forward and backward of one model on one batch, its memory, and a stopwatch by the host's clock.
-
-Llama in training, with random weights: decoder layers alone, or a whole model with its loss.
+"""A training step: forward and backward of one Llama on one batch, its memory, and what it is trained with.
 
 The modules are those of `experiments.models.llama`: attention over the whole text, no cache, no dropout, no checkpointing.
-Time and memory do not depend on the values of weights.
+Time and memory do not depend on the values of weights, which are random.
 
-Variants of training in experiment `qat_overhead`: bfloat16, our QAT and torchao's for two recipes, and LoRA over frozen
-quantized weights; and the least number of bytes that each must move.
-
-The floor assumes recomputation: nothing is saved for backward that bfloat16 training does not save, so both operands of every
-layer are rounded once in forward and once in backward. A pass reads and writes each element, 4 bytes of bfloat16. Masking the
-gradients of saturated elements, which are rare, takes no pass.
+Variants are bfloat16, our QAT and torchao's for two recipes, and LoRA over frozen quantized weights. The least number of bytes
+that each must move assumes recomputation: nothing is saved for backward that bfloat16 training does not save, so both operands
+of every layer are rounded once in forward and once in backward. A pass reads and writes each element, 4 bytes of bfloat16.
+Masking the gradients of saturated elements, which are rare, takes no pass.
 """
 
 from __future__ import annotations
@@ -34,194 +30,6 @@ from experiments.models.llama import (
     rotary_tables,
     scaled_frequencies,
 )
-
-OURS, BASELINE = "ours", "bfloat16"
-LORA = "LoRA"
-INT8_INT4, INT4 = "int8 dynamic, int4 g32", "int4 weight-only g128"
-#: Bytes moved to round one element from bfloat16 to bfloat16, and how often a step does that.
-BYTES_PER_ELEMENT, PASSES = 4, 2
-#: Copy rate of an H200, bytes a second.
-COPY_RATE = 4.2e12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A recipe as a configuration of both libraries, and whether it rounds inputs too."""
-
-    ours: Callable[[], Any]
-    torchao: Callable[[], Any]
-    inputs: bool
-
-
-def int8_int4() -> Any:
-    """Ours: 8-bit integers with zero points per token, 4-bit integers in groups of 32."""
-    from ao_lab import Int8DynamicActivationIntxWeightConfig, PerGroup
-
-    return Int8DynamicActivationIntxWeightConfig(weight_dtype="int4", weight_granularity=PerGroup(32))
-
-
-def torchao_int8_int4() -> Any:
-    """The same in torchao."""
-    import torch
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig
-    from torchao.quantization.granularity import PerGroup
-
-    return Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
-
-
-def int4() -> Any:
-    """Ours: 4-bit integers with zero points in groups of 128."""
-    from ao_lab import Int4WeightOnlyConfig
-
-    return Int4WeightOnlyConfig(group_size=128)
-
-
-def torchao_int4() -> Any:
-    """The same in torchao."""
-    from torchao.quantization import Int4WeightOnlyConfig
-
-    return Int4WeightOnlyConfig(group_size=128)
-
-
-RECIPES = {
-    INT8_INT4: Recipe(ours=int8_int4, torchao=torchao_int8_int4, inputs=True),
-    INT4: Recipe(ours=int4, torchao=torchao_int4, inputs=False),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One way to train.
-
-    library, recipe: whose QAT, for which recipe; together they name a method. lora: whether only LoRA adapters are trained,
-    over weights that are quantized and frozen.
-    """
-
-    library: str = BASELINE
-    recipe: str = ""
-    lora: bool = False
-
-    @property
-    def method(self) -> str:
-        """The name of its rows."""
-        name = f"{self.library}, {self.recipe}" if self.recipe else self.library
-        return f"{name}, {LORA}" if self.lora else name
-
-    @property
-    def rounds(self) -> bool:
-        """Whether it rounds the operands of the layers it trains."""
-        return bool(self.recipe) and not self.lora
-
-    def prepare(self, model: DecoderLayers | ModelWithLoss) -> None:
-        """Prepare the linear layers of the decoder layers for QAT with the recipe."""
-        if self.library == OURS:
-            from ao_lab import LoRA, QATConfig, quantize_
-
-            if self.lora:
-                model.requires_grad_(False)
-            config = QATConfig(
-                RECIPES[self.recipe].ours(), step="prepare", lora=LoRA() if self.lora else None
-            )
-            quantize_(layers_of(model), config, is_linear)
-        elif self.library == TORCHAO:
-            from torchao.quantization import quantize_
-            from torchao.quantization.qat import QATConfig
-
-            quantize_(layers_of(model), QATConfig(RECIPES[self.recipe].torchao(), step="prepare"), is_linear)
-
-    def missing(self) -> str | None:
-        """Why it cannot be trained here; None where it can."""
-        return revision.missing(TORCHAO) if self.library == TORCHAO else None
-
-
-def is_linear(module: nn.Module, name: str) -> bool:
-    """The filter of `quantize_`: every nn.Linear, subclasses excluded."""
-    return type(module) is nn.Linear
-
-
-class DecoderLayers(nn.Module):
-    """Decoder layers one after the other, over texts of one length."""
-
-    cosine: Tensor
-    sine: Tensor
-
-    def __init__(self, config: LlamaConfig, length: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
-        for name in ("cosine", "sine"):
-            self.register_buffer(name, torch.empty(length, config.head_dim), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The residual stream (batch, length, width) after all layers."""
-        for layer in self.layers:
-            x = layer(x, self.cosine, self.sine)
-        return x
-
-    def fill_tables(self, config: LlamaConfig) -> None:
-        """Write the rotary tables into their buffers."""
-        positions = torch.arange(len(self.cosine), dtype=torch.float32, device=self.cosine.device)
-        cosine, sine = rotary_tables(positions, scaled_frequencies(config).to(positions.device))
-        self.cosine.copy_(cosine)
-        self.sine.copy_(sine)
-
-
-class ModelWithLoss(nn.Module):
-    """Embedding, decoder layers, norm and an output layer tied to the embedding; returns the loss of the next token."""
-
-    def __init__(self, config: LlamaConfig, length: int) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = DecoderLayers(config, length)
-        self.norm = nn.RMSNorm(config.width, eps=config.epsilon)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, length) to the mean loss, float32."""
-        x = self.norm(self.blocks(self.embed_tokens(tokens)))
-        logits = functional.linear(x[:, :-1], self.embed_tokens.weight).flatten(0, 1)
-        return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
-
-
-def layers_of(model: DecoderLayers | ModelWithLoss) -> DecoderLayers:
-    """The decoder layers of either."""
-    return model.blocks if isinstance(model, ModelWithLoss) else model
-
-
-PLAIN = Variant()
-VARIANTS = (
-    PLAIN,
-    *(Variant(library=library, recipe=recipe) for recipe in RECIPES for library in (OURS, TORCHAO)),
-    Variant(library=OURS, recipe=INT8_INT4, lora=True),
-)
-
-
-def rounding_bytes(recipe: Recipe, layers: list[tuple[int, int]], tokens: int) -> int:
-    """Bytes that one step must move to round the operands of linear layers, given as (outputs, inputs)."""
-    elements = sum(outputs * inputs + recipe.inputs * tokens * inputs for outputs, inputs in layers)
-    return elements * BYTES_PER_ELEMENT * PASSES
-
-
-def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
-    """(outputs, inputs) of every linear layer."""
-    return [
-        (layer.out_features, layer.in_features) for layer in model.modules() if isinstance(layer, nn.Linear)
-    ]
-
-
-def random_model(
-    config: LlamaConfig,
-    length: int,
-    device: str,
-    seed: int,
-    *,
-    whole: bool,
-    dtype: torch.dtype = torch.bfloat16,
-) -> DecoderLayers | ModelWithLoss:
-    """Decoder layers, or a whole model, with random normal weights, allocated where they stay."""
-    build = ModelWithLoss if whole else DecoderLayers
-    model: DecoderLayers | ModelWithLoss = random_weights(lambda: build(config, length), device, seed, dtype)
-    layers_of(model).fill_tables(config)
-    return model
-
 
 GB, MB = 1e9, 1e6
 
@@ -349,3 +157,191 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 def id_of(tensor: Tensor) -> int:
     """The address that identifies a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
+
+
+class DecoderLayers(nn.Module):
+    """Decoder layers one after the other, over texts of one length."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, config: LlamaConfig, length: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        for name in ("cosine", "sine"):
+            self.register_buffer(name, torch.empty(length, config.head_dim), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream (batch, length, width) after all layers."""
+        for layer in self.layers:
+            x = layer(x, self.cosine, self.sine)
+        return x
+
+    def fill_tables(self, config: LlamaConfig) -> None:
+        """Write the rotary tables into their buffers."""
+        positions = torch.arange(len(self.cosine), dtype=torch.float32, device=self.cosine.device)
+        cosine, sine = rotary_tables(positions, scaled_frequencies(config).to(positions.device))
+        self.cosine.copy_(cosine)
+        self.sine.copy_(sine)
+
+
+class ModelWithLoss(nn.Module):
+    """Embedding, decoder layers, norm and an output layer tied to the embedding; returns the loss of the next token."""
+
+    def __init__(self, config: LlamaConfig, length: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = DecoderLayers(config, length)
+        self.norm = nn.RMSNorm(config.width, eps=config.epsilon)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, length) to the mean loss, float32."""
+        x = self.norm(self.blocks(self.embed_tokens(tokens)))
+        logits = functional.linear(x[:, :-1], self.embed_tokens.weight).flatten(0, 1)
+        return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten())
+
+
+def layers_of(model: DecoderLayers | ModelWithLoss) -> DecoderLayers:
+    """The decoder layers of either."""
+    return model.blocks if isinstance(model, ModelWithLoss) else model
+
+
+OURS, BASELINE = "ours", "bfloat16"
+LORA = "LoRA"
+INT8_INT4, INT4 = "int8 dynamic, int4 g32", "int4 weight-only g128"
+#: Bytes moved to round one element from bfloat16 to bfloat16, and how often a step does that.
+BYTES_PER_ELEMENT, PASSES = 4, 2
+#: Copy rate of an H200, bytes a second.
+COPY_RATE = 4.2e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe as a configuration of both libraries, and whether it rounds inputs too."""
+
+    ours: Callable[[], Any]
+    torchao: Callable[[], Any]
+    inputs: bool
+
+
+def int8_int4() -> Any:
+    """Ours: 8-bit integers with zero points per token, 4-bit integers in groups of 32."""
+    from ao_lab import Int8DynamicActivationIntxWeightConfig, PerGroup
+
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype="int4", weight_granularity=PerGroup(32))
+
+
+def torchao_int8_int4() -> Any:
+    """The same in torchao."""
+    import torch
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig
+    from torchao.quantization.granularity import PerGroup
+
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+
+
+def int4() -> Any:
+    """Ours: 4-bit integers with zero points in groups of 128."""
+    from ao_lab import Int4WeightOnlyConfig
+
+    return Int4WeightOnlyConfig(group_size=128)
+
+
+def torchao_int4() -> Any:
+    """The same in torchao."""
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    return Int4WeightOnlyConfig(group_size=128)
+
+
+RECIPES = {
+    INT8_INT4: Recipe(ours=int8_int4, torchao=torchao_int8_int4, inputs=True),
+    INT4: Recipe(ours=int4, torchao=torchao_int4, inputs=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train.
+
+    library, recipe: whose QAT, for which recipe; together they name a method. lora: whether only LoRA adapters are trained,
+    over weights that are quantized and frozen.
+    """
+
+    library: str = BASELINE
+    recipe: str = ""
+    lora: bool = False
+
+    @property
+    def method(self) -> str:
+        """The name of its rows."""
+        name = f"{self.library}, {self.recipe}" if self.recipe else self.library
+        return f"{name}, {LORA}" if self.lora else name
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds the operands of the layers it trains."""
+        return bool(self.recipe) and not self.lora
+
+    def prepare(self, model: DecoderLayers | ModelWithLoss) -> None:
+        """Prepare the linear layers of the decoder layers for QAT with the recipe."""
+        if self.library == OURS:
+            from ao_lab import LoRA, QATConfig, quantize_
+
+            if self.lora:
+                model.requires_grad_(False)
+            config = QATConfig(
+                RECIPES[self.recipe].ours(), step="prepare", lora=LoRA() if self.lora else None
+            )
+            quantize_(layers_of(model), config, is_linear)
+        elif self.library == TORCHAO:
+            from torchao.quantization import quantize_
+            from torchao.quantization.qat import QATConfig
+
+            quantize_(layers_of(model), QATConfig(RECIPES[self.recipe].torchao(), step="prepare"), is_linear)
+
+    def missing(self) -> str | None:
+        """Why it cannot be trained here; None where it can."""
+        return revision.missing(TORCHAO) if self.library == TORCHAO else None
+
+
+def is_linear(module: nn.Module, name: str) -> bool:
+    """The filter of `quantize_`: every nn.Linear, subclasses excluded."""
+    return type(module) is nn.Linear
+
+
+PLAIN = Variant()
+VARIANTS = (
+    PLAIN,
+    *(Variant(library=library, recipe=recipe) for recipe in RECIPES for library in (OURS, TORCHAO)),
+    Variant(library=OURS, recipe=INT8_INT4, lora=True),
+)
+
+
+def rounding_bytes(recipe: Recipe, layers: list[tuple[int, int]], tokens: int) -> int:
+    """Bytes that one step must move to round the operands of linear layers, given as (outputs, inputs)."""
+    elements = sum(outputs * inputs + recipe.inputs * tokens * inputs for outputs, inputs in layers)
+    return elements * BYTES_PER_ELEMENT * PASSES
+
+
+def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
+    """(outputs, inputs) of every linear layer."""
+    return [
+        (layer.out_features, layer.in_features) for layer in model.modules() if isinstance(layer, nn.Linear)
+    ]
+
+
+def random_model(
+    config: LlamaConfig,
+    length: int,
+    device: str,
+    seed: int,
+    *,
+    whole: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> DecoderLayers | ModelWithLoss:
+    """Decoder layers, or a whole model, with random normal weights, allocated where they stay."""
+    build = ModelWithLoss if whole else DecoderLayers
+    model: DecoderLayers | ModelWithLoss = random_weights(lambda: build(config, length), device, seed, dtype)
+    layers_of(model).fill_tables(config)
+    return model

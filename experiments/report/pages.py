@@ -3,20 +3,13 @@
 
 The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
-`experiments.report.content`). It may have `comparisons(rows)` (published values beside measured ones), `headlines(rows)` (for
-the first page), `main_finding(rows)` (a few words for its line there; else how many targets are reached) and
-`targets_by_run(rows)` (`experiments.report.targets`). This module turns them into HTML and Markdown.
+`experiments.report.content`). It may have `comparisons(rows)` (published values beside measured ones: the scoreboard),
+`headlines(rows)` (for the first page), `main_finding(rows)` (a few words for its line there; else how many targets are reached)
+and `targets_by_run(rows)` (`experiments.report.targets`). This module turns them into HTML and Markdown.
 
-DataTables for the HTML pages: sorting and filtering of tables without a network.
-
-The script and its style come from the package itables, which ships them for notebooks without a network (MIT). They are stored
-compressed beside the pages (about 0.25 MB) and unpacked by the browser when the first table is opened; without scripts the
-tables are plain HTML.
-
-The scoreboard: every published value beside ours, with ratio and devices.
-
-An experiment whose page module has `comparisons(rows)` contributes to it. A published value without a measured row of the same
-model, method and metric stands in a second table, with nothing beside it.
+Tables of the HTML pages sort and filter without a network: script and style of DataTables come from the package itables (MIT).
+They are stored compressed beside the pages (about 0.25 MB) and unpacked by the browser when the first table is opened; without
+scripts the tables are plain HTML.
 """
 
 from __future__ import annotations

@@ -22,86 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A heat map of ratios in the style of `experiments.report.plots`: a colour each side of 1, the value in every cell.
-
-#: Ratios at the ends of the colours, and their inverse: what is beyond has the same colour. Neighbours that differ by a
-#: hundredth look alike.
-END = 4.0
-#: How far from 1, as a power of two, a cell is so dark that its value is written in white.
-DARK = 1.1
-
-
-def ratio_map(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
-) -> Figure:
-    """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white."""
-    import numpy as np
-
-    powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
-    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), 1.2 + 0.24 * len(rows)))
-    reach = math.log2(END)
-    image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
-    write_values(axis, values)
-    axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
-    axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
-    axis.grid(False)
-    bar = figure.colorbar(image, ax=axis, pad=0.02)
-    ticks = (1 / END, 0.5, 1.0, 2.0, END)
-    bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
-    bar.set_label(label)
-    return figure
-
-
-def write_values(axis: Axes, values: Sequence[Sequence[float | None]]) -> None:
-    """Each value in its cell."""
-    for place, line in enumerate(values):
-        for column, value in enumerate(line):
-            if not math.isnan(power := power_of(value)):
-                color = "white" if abs(power) > DARK else "black"
-                axis.text(column, place, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=color)
-
-
-def power_of(value: float | None) -> float:
-    """The power of two that a ratio is; NaN for one that is missing or no positive number."""
-    return math.log2(value) if value is not None and 0 < value < math.inf else math.nan
-
-
-# Line plots in the style of `experiments.report.plots`.
-
-
-def curves(
-    series: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str, *, base: float | None = None
-) -> Figure:
-    """One line per series over 1, 2, ...; missing values leave a gap.
-
-    base: where a horizontal line marks what is compared with. Colours repeat behind the fifth series with another marker and
-    a dashed line.
-    """
-    figure, (axis,) = subplots(1, 1, (7.6, 4.2))
-    for number, (name, values) in enumerate(series.items()):
-        drawn = [(x, y) for x, y in enumerate(values, 1) if y is not None and math.isfinite(y)]
-        if not drawn:
-            continue
-        x, y = zip(*drawn, strict=True)
-        turn = number // len(SERIES)
-        axis.plot(
-            x,
-            y,
-            color=SERIES[number % len(SERIES)],
-            marker=MARKERS[(number + turn) % len(MARKERS)],
-            linestyle="--" if turn else "-",
-            markersize=3.5,
-            linewidth=1.1,
-            label=name,
-        )
-    if base is not None:
-        axis.axhline(base, color="#444444", linewidth=0.9)
-    axis.set_xlabel(xlabel)
-    axis.set_ylabel(ylabel)
-    if series:
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=7.5)
-    return figure
-
 
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -378,3 +298,84 @@ def _family_legend(figure: Figure, families: set[str]) -> None:
     shown = [name for name in COLORS if name in families]
     handles = [Line2D([], [], marker="o", linestyle="", color=COLORS[name], label=name) for name in shown]
     figure.legend(handles=handles, loc="upper center", ncols=max(1, len(shown)), frameon=False)
+
+
+# Line plots in the style of `experiments.report.plots`.
+
+
+def curves(
+    series: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str, *, base: float | None = None
+) -> Figure:
+    """One line per series over 1, 2, ...; missing values leave a gap.
+
+    base: where a horizontal line marks what is compared with. Colours repeat behind the fifth series with another marker and
+    a dashed line.
+    """
+    figure, (axis,) = subplots(1, 1, (7.6, 4.2))
+    for number, (name, values) in enumerate(series.items()):
+        drawn = [(x, y) for x, y in enumerate(values, 1) if y is not None and math.isfinite(y)]
+        if not drawn:
+            continue
+        x, y = zip(*drawn, strict=True)
+        turn = number // len(SERIES)
+        axis.plot(
+            x,
+            y,
+            color=SERIES[number % len(SERIES)],
+            marker=MARKERS[(number + turn) % len(MARKERS)],
+            linestyle="--" if turn else "-",
+            markersize=3.5,
+            linewidth=1.1,
+            label=name,
+        )
+    if base is not None:
+        axis.axhline(base, color="#444444", linewidth=0.9)
+    axis.set_xlabel(xlabel)
+    axis.set_ylabel(ylabel)
+    if series:
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=7.5)
+    return figure
+
+
+# A heat map of ratios in the style of `experiments.report.plots`: a colour each side of 1, the value in every cell.
+
+#: Ratios at the ends of the colours, and their inverse: what is beyond has the same colour. Neighbours that differ by a
+#: hundredth look alike.
+END = 4.0
+#: How far from 1, as a power of two, a cell is so dark that its value is written in white.
+DARK = 1.1
+
+
+def ratio_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], label: str
+) -> Figure:
+    """A grid of colours, purple above 1 and orange below, as colour-blind readers can tell apart; missing ones stay white."""
+    import numpy as np
+
+    powers = np.array([[power_of(value) for value in line] for line in values], dtype=float)
+    figure, (axis,) = subplots(1, 1, (2.6 + 0.46 * len(columns), 1.2 + 0.24 * len(rows)))
+    reach = math.log2(END)
+    image = axis.imshow(powers, aspect="auto", cmap="PuOr", interpolation="nearest", vmin=-reach, vmax=reach)
+    write_values(axis, values)
+    axis.set_xticks(range(len(columns)), columns, fontsize=7.5)
+    axis.set_yticks(range(len(rows)), rows, fontsize=7.5)
+    axis.grid(False)
+    bar = figure.colorbar(image, ax=axis, pad=0.02)
+    ticks = (1 / END, 0.5, 1.0, 2.0, END)
+    bar.set_ticks([math.log2(tick) for tick in ticks], labels=[f"{tick:g}" for tick in ticks])
+    bar.set_label(label)
+    return figure
+
+
+def write_values(axis: Axes, values: Sequence[Sequence[float | None]]) -> None:
+    """Each value in its cell."""
+    for place, line in enumerate(values):
+        for column, value in enumerate(line):
+            if not math.isnan(power := power_of(value)):
+                color = "white" if abs(power) > DARK else "black"
+                axis.text(column, place, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=color)
+
+
+def power_of(value: float | None) -> float:
+    """The power of two that a ratio is; NaN for one that is missing or no positive number."""
+    return math.log2(value) if value is not None and 0 < value < math.inf else math.nan

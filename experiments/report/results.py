@@ -1,9 +1,7 @@
-"""Rows as pages and plots read them: one table at a time, by setting, method and metric.
+"""Rows as pages and plots read them: one table at a time, by setting, method and metric; and values that others published.
 
-Values that others published: CSV files in ``experiments/published/``, with their sources.
-
-A published value stands beside one of ours where model, setting and method are the same; the hardware may differ, and pages
-say so. A stand-in never stands beside one.
+Published values are CSV files in ``experiments/published/``, with their sources. One stands beside one of ours where model,
+setting and method are the same; the hardware may differ, and pages say so. A stand-in never stands beside one.
 """
 
 from __future__ import annotations
@@ -19,99 +17,6 @@ from experiments.data.corpus import DEFAULT
 from experiments.harness.rows import Row, corpus_source, table_parts
 from experiments.report.content import Table
 from reference import SCHEMES, Scheme
-
-# Rows as tables: one line for each (setting, method), with the metrics that a table shows.
-
-STATUS = "status: "
-#: Of a metric: the column's name, digits, and a factor.
-Columns = Mapping[str, tuple[str, int, float]]
-
-
-def lines_of(results: Results) -> list[tuple[str, str]]:
-    """(setting, method) in the order in which they were measured."""
-    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
-
-
-def state(results: Results, setting: str, method: str) -> str:
-    """ok, or what went wrong."""
-    found = (row.metric for row in results.rows if (row.setting, row.method) == (setting, method))
-    return next((metric.removeprefix(STATUS) for metric in found if metric.startswith(STATUS)), "ok")
-
-
-def failures(results: Results) -> list[str]:
-    """What was not measured, and why."""
-    states = {one: state(results, *one) for one in lines_of(results)}
-    failed = [f"{method}, {setting} ({word})" for (setting, method), word in states.items() if word != "ok"]
-    return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
-
-
-def table(
-    caption: str, results: Results, columns: Columns, lines: Sequence[tuple[str, str]] | None = None
-) -> Table:
-    """Methods with their settings and values; lines without any value are left out: `failures` names them."""
-    cells = []
-    for setting, method in lines_of(results) if lines is None else lines:
-        values = [results.value(setting, method, metric) for metric in columns]
-        if any(value is not None for value in values):
-            shown = [
-                number(None if value is None else value * factor, digits)
-                for value, (_, digits, factor) in zip(values, columns.values(), strict=True)
-            ]
-            cells.append([method, setting, *shown])
-    names = ["training", "as", *(name for name, _, _ in columns.values())]
-    return Table(caption, names, cells, results.rows)
-
-
-FOLDER = Path(__file__).resolve().parents[1] / "published"
-DECODING = FOLDER / "ptq_decoding.csv"
-#: Their metrics by our names.
-METRICS = {
-    "throughput": "tokens/s",
-    "bandwidth": "bandwidth",
-    "peak_memory": "peak memory",
-    "model_size": "model size",
-}
-#: The table that is beside ours: same model and setting.
-MODEL, HARDWARE = "Llama-3.1-8B", "H100"
-
-
-@dataclass(frozen=True)
-class Published:
-    """One published value. setting: under which it was measured, where one table has several."""
-
-    paper: str
-    model: str
-    hardware: str
-    method: str
-    metric: str
-    value: float
-    unit: str
-    source: str
-    setting: str = ""
-
-
-@lru_cache(maxsize=1)
-def decoding() -> tuple[Published, ...]:
-    """Every published row about generating with a quantized Llama at batch 1."""
-    return read(DECODING)
-
-
-def read(path: Path) -> tuple[Published, ...]:
-    """The rows of a file."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return tuple(
-            Published(**{**record, "value": float(record["value"])}) for record in csv.DictReader(file)
-        )
-
-
-def published(method: str, model: str = MODEL, hardware: str = HARDWARE) -> dict[str, float]:
-    """What was published for a method, by our names of metrics."""
-    return {
-        METRICS[one.metric]: one.value
-        for one in decoding()
-        if (one.model, one.hardware, one.method) == (model, hardware, method) and one.metric in METRICS
-    }
-
 
 BASELINES = ("float32", "bfloat16")
 
@@ -258,3 +163,96 @@ def number(value: float | None, digits: int) -> str:
     if value in (float("inf"), float("-inf")):
         return "exact" if value > 0 else "-inf"
     return f"{value:.{digits}f}"
+
+
+# Rows as tables: one line for each (setting, method), with the metrics that a table shows.
+
+STATUS = "status: "
+#: Of a metric: the column's name, digits, and a factor.
+Columns = Mapping[str, tuple[str, int, float]]
+
+
+def lines_of(results: Results) -> list[tuple[str, str]]:
+    """(setting, method) in the order in which they were measured."""
+    return list(dict.fromkeys((row.setting, row.method) for row in results.rows))
+
+
+def state(results: Results, setting: str, method: str) -> str:
+    """ok, or what went wrong."""
+    found = (row.metric for row in results.rows if (row.setting, row.method) == (setting, method))
+    return next((metric.removeprefix(STATUS) for metric in found if metric.startswith(STATUS)), "ok")
+
+
+def failures(results: Results) -> list[str]:
+    """What was not measured, and why."""
+    states = {one: state(results, *one) for one in lines_of(results)}
+    failed = [f"{method}, {setting} ({word})" for (setting, method), word in states.items() if word != "ok"]
+    return [f"**Not measured: {len(failed)}.** " + "; ".join(failed) + "."] if failed else []
+
+
+def table(
+    caption: str, results: Results, columns: Columns, lines: Sequence[tuple[str, str]] | None = None
+) -> Table:
+    """Methods with their settings and values; lines without any value are left out: `failures` names them."""
+    cells = []
+    for setting, method in lines_of(results) if lines is None else lines:
+        values = [results.value(setting, method, metric) for metric in columns]
+        if any(value is not None for value in values):
+            shown = [
+                number(None if value is None else value * factor, digits)
+                for value, (_, digits, factor) in zip(values, columns.values(), strict=True)
+            ]
+            cells.append([method, setting, *shown])
+    names = ["training", "as", *(name for name, _, _ in columns.values())]
+    return Table(caption, names, cells, results.rows)
+
+
+FOLDER = Path(__file__).resolve().parents[1] / "published"
+DECODING = FOLDER / "ptq_decoding.csv"
+#: Their metrics by our names.
+METRICS = {
+    "throughput": "tokens/s",
+    "bandwidth": "bandwidth",
+    "peak_memory": "peak memory",
+    "model_size": "model size",
+}
+#: The table that is beside ours: same model and setting.
+MODEL, HARDWARE = "Llama-3.1-8B", "H100"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published value. setting: under which it was measured, where one table has several."""
+
+    paper: str
+    model: str
+    hardware: str
+    method: str
+    metric: str
+    value: float
+    unit: str
+    source: str
+    setting: str = ""
+
+
+@lru_cache(maxsize=1)
+def decoding() -> tuple[Published, ...]:
+    """Every published row about generating with a quantized Llama at batch 1."""
+    return read(DECODING)
+
+
+def read(path: Path) -> tuple[Published, ...]:
+    """The rows of a file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return tuple(
+            Published(**{**record, "value": float(record["value"])}) for record in csv.DictReader(file)
+        )
+
+
+def published(method: str, model: str = MODEL, hardware: str = HARDWARE) -> dict[str, float]:
+    """What was published for a method, by our names of metrics."""
+    return {
+        METRICS[one.metric]: one.value
+        for one in decoding()
+        if (one.model, one.hardware, one.method) == (model, hardware, method) and one.metric in METRICS
+    }
