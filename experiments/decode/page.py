@@ -1,7 +1,7 @@
 """The page of experiment `decode`: tokens a second, size and memory of a quantized model, beside what others published.
 
-Targets: speedups over the fastest form of bfloat16 are held to the published ones, tokens a second to torchao's of the same run,
-sizes to the published, quantization to a time and a peak of memory.
+Targets: speedups over the fastest form of bfloat16 are held to the published ones, tokens a second to torchao's of the same
+run, sizes to the published, quantization to a time and a peak of memory.
 """
 
 from __future__ import annotations
