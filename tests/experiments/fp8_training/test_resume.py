@@ -93,7 +93,7 @@ def test_all_parts_go_on(machine, tmp_path, monkeypatch):
     machine(only=("linear", "blocks", "grid", "faults"))
     before = published(tmp_path)
     assert {table_parts(row.table)[0] for row in before} == {"linear", "blocks", "grid", "faults"}
-    for place in ("linear.measure", "grid.measure", "blocks.measure", "faults.measure"):
+    for place in ("linear.measure", "linear.grid_measure", "blocks.measure", "convergence.fault_measure"):
         monkeypatch.setattr(f"experiments.fp8_training.{place}", lambda *_: pytest.fail("measured again"))
     machine(only=("linear", "blocks", "grid", "faults"))
     assert published(tmp_path) == before
