@@ -32,8 +32,8 @@ from experiments.fp8_training import blocks, convergence, linear
 from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
 from experiments.harness.revision import seed_and_libraries
-from experiments.harness.rows import NOT_RUN, Journal, Row, table_name, table_parts
-from experiments.runs.run import Settings, published_shapes
+from experiments.harness.rows import Journal, Row, table_name, table_parts
+from experiments.runs.run import Settings, all_rows, published_shapes
 
 EXPERIMENT = "fp8_training"
 
@@ -50,10 +50,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     for name, part in {**PARTS, **SMALLER}.items():
         if name in (settings.only or PARTS):
             part(settings, journal, failed, deadline)
-    if settings.seconds is not None:
-        # What another run measured stays as it is where this one did not come to it.
-        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
-    return journal.rows + failed
+    return all_rows(settings, journal, failed)
 
 
 def linear_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:

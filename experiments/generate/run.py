@@ -30,7 +30,6 @@ from experiments.generate.tables import (
     BASE,
     DECODE,
     EAGER_DECODE,
-    KIND,
     PREFILL,
     PROMPT,
     TORCHAO,
@@ -41,11 +40,12 @@ from experiments.generate.tables import (
     tables_of,
 )
 from experiments.harness.bench import REPEAT, summary
-from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, keep, status
+from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, status
+from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries, version_of
-from experiments.harness.rows import NOT_RUN, Journal, Row, table_name
+from experiments.harness.rows import Journal, Row
 from experiments.models.llama import COMPILED_LIMIT, SCHEME_LIMIT, relative_change
-from experiments.runs.run import Settings, published_shapes
+from experiments.runs.run import Settings, all_rows, published_shapes, put_table, where_of
 
 EXPERIMENT = "generate"
 PARTS = (EAGER_DECODE, PREFILL, DECODE)
@@ -70,12 +70,9 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     todo = [table for table in tables if not is_whole(settings, journal, table)]
     with bar("generate()", len(todo)) as step:
         for table in todo:
-            add(settings, journal, failed, table, values_of(table, bench, deadline))
+            put_table(EXPERIMENT, table, values_of(table, bench, deadline), settings, journal, failed)
             step(f"{table.stage.data}, {table.setting}")
-    if settings.seconds is not None:
-        # What another run measured stays as it is where this one did not come to it.
-        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
-    return journal.rows + failed
+    return all_rows(settings, journal, failed)
 
 
 def values_of(table: Table, bench: Bench, deadline: Deadline) -> dict[str, Values]:
@@ -89,27 +86,10 @@ def values_of(table: Table, bench: Bench, deadline: Deadline) -> dict[str, Value
 def is_whole(settings: Settings, journal: Journal, table: Table) -> bool:
     """Whether nothing is missing that can be measured here; what torchao refused is not asked for again."""
     own = [one for one in table.methods if one.library != TORCHAO and one.missing is None]
-    where = table_name(KIND, settings.scale, table.stage.data), table.setting
-    return bool(own) and all(journal.finished(*where, one.name) for one in own)
+    return bool(own) and all(journal.finished(*where_of(settings, table), one.name) for one in own)
 
 
-def add(
-    settings: Settings, journal: Journal, failed: list[Row], table: Table, found: Mapping[str, Values]
-) -> None:
-    """Rows of a table in the place of older ones, where something was measured."""
-    where = (EXPERIMENT, KIND, table.stage.data, table.setting)
-    if any(OK in values for values in found.values()):
-        name = table_name(KIND, settings.scale, table.stage.data)
-        journal.drop([row for row in journal.rows if (row.table, row.setting) == (name, table.setting)])
-    for method, values in found.items():
-        keep(journal, failed, settings.rows(*where, method, values))
-
-
-def check_parts(names: tuple[str, ...]) -> None:
-    """ValueError for a name that is no part."""
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
+check_parts = partial(check_known, EXPERIMENT, PARTS)
 
 
 TIME, SPEED, RATE, WARM = "time", "speed over bfloat16", "tokens/s", "warm-up"

@@ -231,6 +231,16 @@ class Table:
     beside: str = ""
 
     @property
+    def kind(self) -> str:
+        """The kind of its rows' table."""
+        return KIND
+
+    @property
+    def data(self) -> str:
+        """How its rows call the model."""
+        return self.stage.data
+
+    @property
     def compiled(self) -> bool:
         """Whether transformers compiles the steps of decoding."""
         return self.part == DECODE

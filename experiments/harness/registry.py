@@ -81,3 +81,11 @@ def chosen(tables: Sequence[str] | None) -> list[str]:
         for name, experiment in EXPERIMENTS.items()
         if (name in tables or experiment.part_of in tables if tables else experiment.always)
     ]
+
+
+def check_known(experiment: str, parts: Iterable[str], names: Iterable[str]) -> None:
+    """ValueError for a name that is no part of an experiment."""
+    parts = list(parts)
+    for name in names:
+        if name not in parts:
+            raise ValueError(f"unknown part {name!r} of {experiment}; the parts are {', '.join(parts)}")

@@ -42,8 +42,9 @@ from experiments.harness.bench import (
 )
 from experiments.harness.cuda_graph import launched
 from experiments.harness.measuring import Deadline, Values, attempt, free, kernel
+from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
-from experiments.harness.rows import NOT_RUN, Journal, Row
+from experiments.harness.rows import Journal, Row
 from experiments.linear.tables import (
     BASE,
     EXPERIMENT,
@@ -59,7 +60,7 @@ from experiments.linear.tables import (
     stored_bytes,
     tables_of,
 )
-from experiments.runs.run import Settings, published_shapes
+from experiments.runs.run import Settings, all_rows, published_shapes
 
 
 def subject(settings: Settings) -> str:
@@ -83,10 +84,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 
     tables = (tables_of if timed else stand_ins)(parts, settings.device, settings.seed)
     run_tables(tables, measure, settings, journal, failed, deadline)
-    if settings.seconds is not None:
-        # What another run measured stays as it is where this one did not come to it.
-        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
-    return journal.rows + failed
+    return all_rows(settings, journal, failed)
 
 
 def bench_here() -> Bench:
@@ -95,11 +93,7 @@ def bench_here() -> Bench:
     return Bench(watch, measure_rates(watch))
 
 
-def check_parts(names: Sequence[str]) -> None:
-    """ValueError for a name that is no part."""
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
+check_parts = partial(check_known, EXPERIMENT, PARTS)
 
 
 TIME, SPEED, FLOOR, HOST = "time", "speed over bfloat16", "fraction of the floor", "host time"

@@ -30,9 +30,9 @@ from ao_lab.gemm.select import select_kernel
 from experiments.decode.run import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
 from experiments.harness import revision
 from experiments.harness.bench import cache_bytes, input_sets
-from experiments.harness.measuring import Deadline, Values, Wrong, bar, keep, status
-from experiments.harness.rows import Journal, Row, table_name
-from experiments.runs.run import Settings
+from experiments.harness.measuring import Deadline, Values, Wrong, bar, status
+from experiments.harness.rows import Journal, Row
+from experiments.runs.run import Settings, put_table, where_of
 from fast.matmul.preshuffled.grouped import average_rows_as_stored
 
 TORCH, OURS, TORCHAO = "torch", "ao_lab", revision.TORCHAO
@@ -375,6 +375,11 @@ class Table:
         return {name: reason for name, reason in reasons.items() if reason}
 
     @property
+    def kind(self) -> str:
+        """The kind of its rows' table: the part."""
+        return self.part
+
+    @property
     def data(self) -> str:
         """The shape, before it the number of experts."""
         return self.layers.data
@@ -440,7 +445,7 @@ def run_tables(
     todo = []
     for table in tables:
         for name, reason in table.absent.items():
-            failed += rows_of(settings, table, name, status(reason))
+            failed += settings.rows(EXPERIMENT, table.kind, table.data, table.setting, name, status(reason))
         if not is_whole(settings, journal, table):
             todo.append(table)
     todo.sort(key=lambda one: is_begun(settings, journal, one))
@@ -448,7 +453,7 @@ def run_tables(
         for table in todo:
             reason = deadline.reason(table.needed)
             late = {method.name: status(reason or "") for method in table.methods}
-            add(settings, journal, failed, table, late if reason else measure(table))
+            put_table(EXPERIMENT, table, late if reason else measure(table), settings, journal, failed)
             step(f"{table.data}, {table.setting}")
 
 
@@ -461,24 +466,3 @@ def is_whole(settings: Settings, journal: Journal, table: Table) -> bool:
 def is_begun(settings: Settings, journal: Journal, table: Table) -> bool:
     """Whether some of it was measured."""
     return any(journal.finished(*where_of(settings, table), one.name) for one in table.methods)
-
-
-def where_of(settings: Settings, table: Table) -> tuple[str, str]:
-    """Table and setting of its rows."""
-    return table_name(table.part, settings.scale, table.data), table.setting
-
-
-def add(
-    settings: Settings, journal: Journal, failed: list[Row], table: Table, found: Mapping[str, Values]
-) -> None:
-    """Rows of a table in the place of older ones, where something was measured."""
-    if any(OK in values for values in found.values()):
-        where = where_of(settings, table)
-        journal.drop([row for row in journal.rows if (row.table, row.setting) == where])
-    for name, values in found.items():
-        keep(journal, failed, rows_of(settings, table, name, values))
-
-
-def rows_of(settings: Settings, table: Table, method: str, values: Values) -> list[Row]:
-    """Tidy rows of a method."""
-    return settings.rows(EXPERIMENT, table.part, table.data, table.setting, method, values)

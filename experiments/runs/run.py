@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -23,7 +24,7 @@ from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
 from experiments.data.evaluation import MultipleChoiceSettings
 from experiments.harness import registry, revision
-from experiments.harness.measuring import KERNEL, Values
+from experiments.harness.measuring import KERNEL, Values, keep
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS, Experiment, chosen
 from experiments.harness.revision import commit, versions
@@ -162,6 +163,51 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
         multiple_choice=multiple_choice,
         shape=(2048, 4096),
     )
+
+
+class TimedTable(Protocol):
+    """Methods that are timed in turn, whole or not at all: a kind of table, its data, the setting of all its rows."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of its rows' table."""
+
+    @property
+    def data(self) -> str:
+        """The data of its rows' table."""
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows."""
+
+
+def where_of(settings: Settings, table: TimedTable) -> tuple[str, str]:
+    """Table and setting of a table's rows."""
+    return table_name(table.kind, settings.scale, table.data), table.setting
+
+
+def put_table(
+    experiment: str,
+    table: TimedTable,
+    found: Mapping[str, Values],
+    settings: Settings,
+    journal: Journal,
+    failed: list[Row],
+) -> None:
+    """Rows of a table's methods in the place of older ones, where something was measured."""
+    where = where_of(settings, table)
+    if any("status: ok" in values for values in found.values()):
+        journal.drop([row for row in journal.rows if (row.table, row.setting) == where])
+    for method, values in found.items():
+        keep(
+            journal, failed, settings.rows(experiment, table.kind, table.data, table.setting, method, values)
+        )
+
+
+def all_rows(settings: Settings, journal: Journal, failed: Sequence[Row]) -> list[Row]:
+    """What a run publishes: with a limit of seconds, what another run measured stays where this one did not come to it."""
+    late = NOT_RUN if settings.seconds is not None else ()
+    return journal.rows + [row for row in failed if not row.metric.startswith(late)]
 
 
 def published_shapes(settings: Settings) -> bool:

@@ -12,13 +12,14 @@ A run that has a limit of seconds starts nothing after it and publishes what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from experiments.harness.measuring import Deadline
+from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
-from experiments.harness.rows import NOT_RUN, Journal, Row
-from experiments.runs.run import Settings
+from experiments.harness.rows import Journal, Row
+from experiments.runs.run import Settings, all_rows
 from experiments.sparsity import models, pairs, products
 from experiments.sparsity import subjects as vision
 from experiments.sparsity.pairs import EXPERIMENT
@@ -39,10 +40,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     for name, part in PARTS.items():
         if not settings.only or name in settings.only:
             part(settings, journal, failed, deadline)
-    if settings.seconds is not None:
-        # What another run measured stays as it is where this one did not come to it.
-        failed = [row for row in failed if not row.metric.startswith(NOT_RUN)]
-    return journal.rows + failed
+    return all_rows(settings, journal, failed)
 
 
 Part = Callable[[Settings, Journal, list[Row], Deadline], None]
@@ -79,8 +77,4 @@ PARTS: dict[str, Part] = {
 }
 
 
-def check_parts(names: Sequence[str]) -> None:
-    """ValueError for a name that is no part."""
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise ValueError(f"unknown part {unknown[0]!r} of {EXPERIMENT}; the parts are {', '.join(PARTS)}")
+check_parts = partial(check_known, EXPERIMENT, PARTS)
