@@ -29,22 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.gpu.harness.pool import Done, Job, run_jobs
 from tests.gpu.harness.run import Check, Settings
 from tests.gpu.kernels import (
-    errors,
     fused,
     jax_calls,
     layouts,
     linear,
     linear_of_codes,
-    provided_scales,
     scales,
     schemes,
     sparsity,
     torch_calls,
 )
 
-FAMILIES = (
-    schemes, layouts, provided_scales, scales, errors, torch_calls, fused, linear, linear_of_codes, jax_calls, sparsity,
-)  # fmt: skip
+FAMILIES = (schemes, layouts, scales, torch_calls, fused, linear, linear_of_codes, jax_calls, sparsity)
 QUICK = 0.1
 SLOWEST = 12  # jobs whose times the file names
 SHOWN = 4  # failing checks that a family shows

@@ -18,7 +18,7 @@ from tests.gpu.harness.poison import WroteBeyond, poisoned
 from tests.gpu.harness.pool import Job, perform, run_jobs
 from tests.gpu.harness.run import Run, Settings
 from tests.gpu.harness.subject import Asked, Subject, beyond, differs, told
-from tests.gpu.kernels import errors as kernel_errors
+from tests.gpu.kernels import layouts as kernel_errors
 from tests.gpu.kernels import schemes as kernel_formats
 from tests.gpu.kernels import schemes as kernel_schemes
 from tests.gpu.kernels import torch_calls as kernel_races

@@ -40,7 +40,7 @@ from reference.arrays.torch_bridge import to_torch
 from tests.emulator import ptx_interpreter
 from tests.emulator.ptx_opcodes import RECIPROCAL
 from tests.gpu.harness.inputs import DTYPES, NUMPY, WIDTH, Array, all_patterns, scheme_inputs, shared
-from tests.gpu.kernels.provided_scales import STRANGE
+from tests.gpu.kernels.scales import STRANGE
 from tests.gpu.kernels.schemes import encode_inputs
 
 GROUPS = {

@@ -14,7 +14,7 @@ from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.sparsity import compress as module
 from fast.sparsity.compress import DTYPES, compress_masked, masked
-from tests.gpu.sparsity.patterns import masked_weights
+from tests.gpu.sparsity.cases import masked_weights
 
 
 @pytest.mark.parametrize("turned", [False, True])

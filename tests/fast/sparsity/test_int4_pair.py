@@ -14,7 +14,7 @@ from fast.sparsity import linear_sparse_int4 as pair
 from fast.sparsity.linear_sparse_int4 import linear_sparse_int4_pair, linear_sparse_int4_swiglu
 from tests.fast.linear.test_linear_pair import targets
 from tests.fast.linear.test_linear_swiglu import compiled
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.cases import as_tensors, exact_case, random_case
 
 BF16, F16 = torch.bfloat16, torch.float16
 ONE, PAIR, SWIGLU = (f"ao_lab.linear_sparse_int4{end}.default" for end in ("", "_pair", "_swiglu"))

@@ -8,7 +8,7 @@ import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.sparsity import linear_sparse_int4 as ops
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case, zero_points
+from tests.gpu.sparsity.cases import as_tensors, exact_case, random_case, zero_points
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

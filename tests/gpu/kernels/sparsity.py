@@ -16,9 +16,18 @@ import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Run, Settings, outcome
-from tests.gpu.sparsity.cases import case, wanted
-from tests.gpu.sparsity.int4_cases import EXACT, as_tensors, exact_case
-from tests.gpu.sparsity.patterns import PATTERNS, SHAPES, few_of_four, generator, patterns
+from tests.gpu.sparsity.cases import (
+    EXACT,
+    PATTERN_SHAPES,
+    PATTERNS,
+    as_tensors,
+    case,
+    exact_case,
+    few_of_four,
+    generator,
+    patterns,
+    wanted,
+)
 from tests.support.linear_cases import exact_result
 
 STORED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "int32")
@@ -44,7 +53,7 @@ def storage_jobs(settings: Settings) -> list[Job]:
 
 def inputs(run: Run, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a dtype on the CPU, with labels."""
-    shapes = (*SHAPES, *MORE) if run.settings.fraction > 0.1 else SHAPES
+    shapes = (*PATTERN_SHAPES, *MORE) if run.settings.fraction > 0.1 else PATTERN_SHAPES
     for shape in shapes:
         yield f"{name} {shape}", patterns(getattr(torch, name), shape)
 

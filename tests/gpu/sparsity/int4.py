@@ -34,7 +34,7 @@ from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, in_th
 from tests.gpu.harness.timing import Call, measured, rate, several
 from tests.gpu.linear.family import Family, Problem, by_torch, dense_weights, exact_product, numbers
 from tests.gpu.linear.weights import filled_weight
-from tests.gpu.sparsity.int4_cases import EXACT, PAIRS, as_tensors, exact_case, random_case
+from tests.gpu.sparsity.cases import EXACT, PAIRS, as_tensors, exact_case, random_case
 from tests.support.linear_cases import distance_allowed
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -43,8 +43,7 @@ from fast.sparsity.prune import prune_into
 from tests.gpu.harness.products import sparse24_gemm
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, in_processes, in_threads, same_bits
 from tests.gpu.harness.timing import Call, measured, several
-from tests.gpu.sparsity.patterns import MASKED_SHAPES, masked_weights
-from tests.gpu.sparsity.sum_model import bound, model
+from tests.gpu.sparsity.cases import MASKED_SHAPES, masked_weights, sum_bound, sum_model
 
 #: Tokens, inputs, outputs.
 Shape = tuple[int, int, int]
@@ -395,8 +394,8 @@ def wrong_sums(dtype: torch.dtype) -> Iterator[str]:
         for first in (0, 1):
             g = memory[first : first + rows * length].view(rows, length)
             plan, wide = plan_of(rows, length), g.float().cpu().numpy()
-            right, label = model(wide, plan.parts, plan.chunk), f"{(rows, length)} from element {first}"
-            if (abs(right - wide.astype("float64").sum(0)) > bound(wide, plan.parts, plan.chunk)).any():
+            right, label = sum_model(wide, plan.parts, plan.chunk), f"{(rows, length)} from element {first}"
+            if (abs(right - wide.astype("float64").sum(0)) > sum_bound(wide, plan.parts, plan.chunk)).any():
                 yield f"{label}: the model is outside of its bound"
             for out in dict.fromkeys((dtype, torch.float32)):
                 for call in (column_sums, column_sums, torch.ops.ao_lab.column_sums):

@@ -11,7 +11,7 @@ from ao_lab.testing.strategies import assert_same_bits, fill
 from reference import linear_sparse, linear_sparse_error_bound
 from reference.sparsity.linear_sparse import PAIRS
 from reference.sparsity.linear_sparse_int4 import linear_sparse_int4, sparse_int4_weight
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case, zero_points
+from tests.gpu.sparsity.cases import as_tensors, exact_case, random_case, zero_points
 from tests.support.refusals import refused
 
 SIZE = (6, 5, 64)

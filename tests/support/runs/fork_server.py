@@ -32,7 +32,7 @@ MODULES = {
         "tests.emulator.ptx_interpreter",
         "tests.emulator.quick_interpreter",
         "tests.gpu.kernels.schemes",
-        "tests.gpu.kernels.provided_scales",
+        "tests.gpu.kernels.scales",
     ],
 }
 LAZY = ("ao_lab",)

@@ -21,7 +21,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sparse_linear import host
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.int4_cases import as_tensors, random_case, zero_points
+from tests.gpu.sparsity.cases import as_tensors, random_case, zero_points
 
 #: Programs that are not filled, filled and followed by another.
 SHAPES = ((5, 96, 32), (16, 256, 256), (3, 4096, 128))

@@ -20,7 +20,7 @@ from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.kernels.sm90_sparse24_gemm.masked_host import compress_masked, keep
 from fast.sparsity.compress import COMPRESS_MASKED, DTYPES
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.patterns import MASKED_SHAPES, masked_weights
+from tests.gpu.sparsity.cases import MASKED_SHAPES, masked_weights
 
 
 def compare_full(w: torch.Tensor) -> None:

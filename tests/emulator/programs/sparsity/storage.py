@@ -26,7 +26,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, packed_shape
 from fast.kernels.sparsity import host
 from tests.emulator import ptx_interpreter
-from tests.gpu.sparsity.patterns import PATTERNS, SHAPES, few_of_four, patterns
+from tests.gpu.sparsity.cases import PATTERN_SHAPES, PATTERNS, few_of_four, patterns
 
 #: Of rows: usual, zero, subnormal, below zero, infinite, NaN, so large that its reciprocal is subnormal.
 SCALES = (0.0173, 1.0, 0.0, 1e-40, -1.0, float("inf"), float("nan"), 3e38)
@@ -34,7 +34,7 @@ SCALES = (0.0173, 1.0, 0.0, 1e-40, -1.0, float("inf"), float("nan"), 3e38)
 
 def compare_masks(dtype: torch.dtype, chosen: tuple[str, ...]) -> None:
     """The mask of 2:4, and of other patterns, of scores with ties, NaN and both zeros."""
-    for shape in SHAPES:
+    for shape in PATTERN_SHAPES:
         scores = patterns(dtype, shape)
         for pattern in chosen:
             if shape[-1] % int(pattern.split(":")[1]) == 0:
@@ -43,10 +43,10 @@ def compare_masks(dtype: torch.dtype, chosen: tuple[str, ...]) -> None:
             bits = torch.randint(0, 256, packed_shape(shape), dtype=torch.uint8)
             assert host.prune(scores, None, "2:4", None, bits) is bits
             assert_same_bits(bits, pack_bits(torch.as_tensor(reference.prune(scores))))
-    w = torch.zeros(SHAPES[0])
+    w = torch.zeros(PATTERN_SHAPES[0])
     assert_same_bits(
-        host.prune(w, patterns(dtype, SHAPES[0]), "2:4"),
-        reference.prune(w, scores=patterns(dtype, SHAPES[0])),
+        host.prune(w, patterns(dtype, PATTERN_SHAPES[0]), "2:4"),
+        reference.prune(w, scores=patterns(dtype, PATTERN_SHAPES[0])),
     )
 
 
@@ -61,7 +61,7 @@ def compare_storage(w: torch.Tensor, pattern: str | None, mask: torch.Tensor | N
 
 def compare_rules(dtype: torch.dtype) -> None:
     """By magnitude, by a mask with two, one or no element of a group, and what is not zero."""
-    for shape in SHAPES:
+    for shape in PATTERN_SHAPES:
         w = patterns(dtype, shape)
         if dtype in host.RANKED:
             compare_storage(w, "2:4", None)
@@ -90,7 +90,7 @@ def compare_refusals(dtype: torch.dtype) -> None:
 def compare_codes(dtype: torch.dtype) -> None:
     """Pruned, scaled, rounded and compressed: rows that fill a program and that do not, scales that are hard."""
     for name in host.SERVED:
-        for shape in SHAPES:
+        for shape in PATTERN_SHAPES:
             w = patterns(dtype, shape)
             scales = torch.tensor(SCALES).repeat(shape[0])[: w.numel() // shape[-1]].reshape(*shape[:-1], 1)
             for scale in [scales] if "row" in name else [torch.tensor(SCALES[0])]:

@@ -15,7 +15,7 @@ import torch
 
 from fast.kernels.layers.column_sums import Plan, column_sums, plan_of
 from tests.emulator import quick_interpreter
-from tests.gpu.sparsity.sum_model import bound, model
+from tests.gpu.sparsity.cases import sum_bound, sum_model
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Rows and columns: chunks that end within a step, columns that fill no program, one chunk, three axes.
@@ -34,10 +34,10 @@ def compare(g: torch.Tensor, dtype: torch.dtype, plan: Plan, label: str) -> None
     """The bits of the model rounded once; ValueError where they differ, or the model leaves its bound."""
     made = column_sums(g, dtype, None, plan)
     wide = g.float().reshape(-1, g.shape[-1]).numpy()
-    right = model(wide, plan.parts, plan.chunk)
+    right = sum_model(wide, plan.parts, plan.chunk)
     if made is None or made.dtype != dtype or not torch.equal(made, torch.from_numpy(right).to(dtype)):
         raise ValueError(f"{label}: other bits")
-    if (np.abs(right - wide.astype(np.float64).sum(0)) > bound(wide, plan.parts, plan.chunk)).any():
+    if (np.abs(right - wide.astype(np.float64).sum(0)) > sum_bound(wide, plan.parts, plan.chunk)).any():
         raise ValueError(f"{label}: beyond the bound")
     print(label)
 

@@ -26,7 +26,7 @@ from fast.kernels.sm90_w4a16_gemv import host as gemv
 from fast.kernels.sm90_w4a16_gemv.variants import Variant
 from fast.kernels.sparse_linear import host as sparse_linear
 from fast.launch import cuda, hopper
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case
+from tests.gpu.sparsity.cases import as_tensors, exact_case
 from tests.support.chosen import launch_for, rows_fused
 
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import torch
 import fast
 from fast.kernels.sm90_sparse24_gemm.select import RATES, Rates, Terms, choose
 from tests.gpu.sparsity import gemm
-from tests.gpu.sparsity.rates import choices, described_now, fitted, main, microseconds, spread
+from tests.gpu.sparsity.gemm import choices, described_now, fit_fitted, main, microseconds, spread
 
 TIMES = Path(__file__).resolve().parents[4] / "reports/data/linear_sparse_times.json"
 TRUE = Rates(l2=48.0, memory=12.0, multiply=1.3, begin=5200.0, token=7.0, clock=1.6)
@@ -40,7 +40,7 @@ def test_the_choice_is_among_the_quickest_of_what_an_h200_took():
     assert sum(one.regret for one in made) / len(made) < 1.03
     assert max(one.regret for one in made) < 1.08
     assert spread(measured, RATES) < 0.11
-    again = fitted(measured)
+    again = fit_fitted(measured)
     assert again[:-1] == pytest.approx(RATES[:-1], rel=0.1)
 
 
@@ -55,7 +55,7 @@ def test_three_variants_of_each_shape_the_choice_first():
 
 
 def test_constants_come_back():
-    found = fitted(rows())
+    found = fit_fitted(rows())
     assert spread(rows(), RATES) > 0.1
     assert spread(rows(), found) < 0.03
     # The clock is the one of before, so constants are compared by the nanosecond.
@@ -67,7 +67,7 @@ def test_constants_come_back():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_noise_is_not_followed(seed):
     noisy = rows(noise=0.05, seed=seed)
-    found = fitted(noisy)
+    found = fit_fitted(noisy)
     assert spread(noisy, found) < 0.07
     assert spread(rows(), found) < 0.05
 
@@ -75,7 +75,7 @@ def test_noise_is_not_followed(seed):
 def test_what_no_time_says_anything_of_stays():
     """Rows of one wave that the memory limits know no tensor core."""
     few = [row for row in rows(RATES) if row["shape"][0] == 16]
-    assert fitted(few).multiply == pytest.approx(RATES.multiply, rel=0.05)
+    assert fit_fitted(few).multiply == pytest.approx(RATES.multiply, rel=0.05)
 
 
 def test_choices_and_what_they_lose():
@@ -88,7 +88,7 @@ def test_choices_and_what_they_lose():
     made = rows()
     assert all(one.regret == 1 for one in choices(made, TRUE))
     with pytest.raises(ValueError, match="5 constants are fitted to at least as many times, got 2"):
-        fitted([slow, quick])
+        fit_fitted([slow, quick])
 
 
 def test_rows_say_what_is_right(monkeypatch):

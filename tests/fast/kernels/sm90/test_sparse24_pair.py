@@ -17,7 +17,7 @@ from tests.emulator.device.memory import Memory
 from tests.emulator.device.stand_in import bytes_at
 from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
 from tests.fast.kernels.sm90.products import require_nvrtc, sparse24_pair, sparse24_w4a16_gemv
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case
+from tests.gpu.sparsity.cases import as_tensors, exact_case, random_case
 from tests.support.linear_cases import exact_result, outside
 
 BF16, F16, WIDE = "bfloat16", "float16", "float32"

@@ -8,7 +8,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import Form, fitted
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.sm90.products import require_nvrtc, sparse24_w4a16_gemv
-from tests.gpu.sparsity.int4_cases import as_tensors, exact_case, random_case, zero_points
+from tests.gpu.sparsity.cases import as_tensors, exact_case, random_case, zero_points
 from tests.support.linear_cases import exact_result, outside
 
 BF16, F16, WIDE = "bfloat16", "float16", "float32"

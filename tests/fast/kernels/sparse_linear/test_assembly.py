@@ -8,7 +8,7 @@ import pytest
 
 from fast.kernels.sparse_linear.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
 from tests.emulator.ptx_opcodes import run
-from tests.gpu.sparsity.int4_cases import metadata_of
+from tests.gpu.sparsity.cases import metadata_of
 
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 #: Lanes of four, and random words.

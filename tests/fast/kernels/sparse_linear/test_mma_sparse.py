@@ -12,7 +12,7 @@ import pytest
 
 import reference
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
-from tests.gpu.sparsity.int4_cases import exact_case, random_case
+from tests.gpu.sparsity.cases import exact_case, random_case
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
