@@ -12,7 +12,7 @@ from ao_lab.gemm.sparse import forget_arranged
 from ao_lab.tensor import slicing
 from ao_lab.tensor.experts import chosen, gathered, waits
 from ao_lab.tensor.flat_concat import Bundle, joins
-from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED, SPARSE
+from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
 from ao_lab.tensor.op_registry import operation, view
 from ao_lab.tensor.preshuffled import moved_to_gpu, stays
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
@@ -58,12 +58,16 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize(target.dtype))
+    sparse = isinstance(target, SparseQuantizedTensor)
     if not isinstance(source, QuantizedTensor):
-        source = _like(target, source)
-    if isinstance(source, SparseQuantizedTensor) != isinstance(target, SparseQuantizedTensor):
-        into = "2:4 storage into a dense one; to_layout('plain')"
-        into = "a dense one into 2:4 storage; dequantize()" if target.meta.layout == SPARSE else into
-        raise ValueError(f"copy_ of {source!r} into {target!r}: {into} it first")
+        source = _like(target, source.to(target.device) if sparse else source)
+    if isinstance(source, SparseQuantizedTensor) != sparse:
+        told = (
+            "a dense one into 2:4 storage; dequantize() it first"
+            if sparse
+            else "2:4 storage into a dense one; to_layout('plain') it first"
+        )
+        raise ValueError(f"copy_ of {source!r} into {target!r}: {told}")
     source = source.to_layout(target.meta.layout)
     if stored_as(source) != stored_as(target):
         raise ValueError(f"copy_ of {source!r} into {target!r}: recipes, shapes and axes must be the same")
