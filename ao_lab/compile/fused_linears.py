@@ -61,10 +61,10 @@ def silu_graph(dtype: torch.dtype) -> Graph:
 
 def silu_of(value: Any, seen: set[Node]) -> Any:
     """What a node is the silu of, None if it is none; the nodes on the way are noted in `seen`."""
-    found = value.meta.get("val") if isinstance(value, Node) else None
-    if not isinstance(found, torch.Tensor) or found.dtype not in HALVES:
+    example = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(example, torch.Tensor) or example.dtype not in HALVES:
         return None
-    graph = silu_graph(found.dtype)
+    graph = silu_graph(example.dtype)
     start, *_, end = graph.nodes
     bound: dict[Node, Any] = {}
     if not _alike(value, end.args[0], bound):
@@ -217,9 +217,9 @@ def most_rows(graph: Graph) -> int:
 def input_of(node: Node) -> Node | None:
     """The inputs of a product by a weight, ours or torch's; None of other nodes."""
     name = str(node.target)
-    place = 1 if name == "aten.addmm.default" else 0 if name.startswith(TIMES_WEIGHTS) else None
-    found = None if place is None else node.args[place]
-    return found if isinstance(found, Node) else None
+    at = 1 if name == "aten.addmm.default" else 0 if name.startswith(TIMES_WEIGHTS) else None
+    inputs = None if at is None else node.args[at]
+    return inputs if isinstance(inputs, Node) else None
 
 
 def without_dependent_launches() -> None:
@@ -232,11 +232,11 @@ def without_dependent_launches() -> None:
 
 def fuse_gated(graph: Graph, node: Node) -> None:
     """Fuse silu(gate) * up into one node, where both are products of the same few 16-bit rows by weights of one shape."""
-    found = gated(node)
-    products = [product_of(one) for one in found[:2]] if found else []
-    if found is None or products[0] is None or products[0] is not products[1]:
+    pair = gated(node)
+    products = [product_of(one) for one in pair[:2]] if pair else []
+    if pair is None or products[0] is None or products[0] is not products[1]:
         return
-    (gate, up, between), product = found, products[0]
+    (gate, up, between), product = pair, products[0]
     like, wanted = gate.meta["val"], node.meta["val"]
     alike = source(gate.args[0]) == source(up.args[0]) and product.rows_of(gate) == product.rows_of(up)
     if not alike or like.dtype not in HALVES or wanted.numel() != like.numel():
@@ -245,8 +245,8 @@ def fuse_gated(graph: Graph, node: Node) -> None:
         return
     with graph.inserting_before(node):
         form = (*product.form(gate), *product.form(up)[1:]) if product.mixed else product.form(gate)
-        given = (gate.args[0], *product.parts(gate), *product.parts(up), *form)
-        result = graph.call_function(product.at_once("swiglu"), given)
+        arguments = (gate.args[0], *product.parts(gate), *product.parts(up), *form)
+        result = graph.call_function(product.at_once("swiglu"), arguments)
         result.meta["val"] = like
         shaped = graph.call_function(torch.ops.aten.reshape.default, (result, list(wanted.shape)))
         shaped.meta.update(node.meta)
@@ -301,8 +301,8 @@ def fuse_pair(graph: Graph, product: Product, first: Node, second: Node, order: 
     if any(order.get(part, len(order)) > order[first] for part in parts):
         return
     with graph.inserting_before(first):
-        given = (first.args[0], *product.parts(first), *product.parts(second), *product.form(first))
-        result = graph.call_function(product.at_once("pair"), given)
+        arguments = (first.args[0], *product.parts(first), *product.parts(second), *product.form(first))
+        result = graph.call_function(product.at_once("pair"), arguments)
         result.meta["val"] = (first.meta["val"], second.meta["val"])
         for at, node in enumerate((first, second)):
             one = graph.call_function(getitem, (result, at))

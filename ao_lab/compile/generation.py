@@ -159,23 +159,23 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     return GenerationSettings(config.cache_implementation, before, tuple(sorted(compiled.options)))
 
 
-def _compile_config(given: Any, frozen: bool) -> Any:
-    """A CompileConfig with our options, and all else as in the one that was given, if any."""
-    made = needed("transformers").CompileConfig() if given is None else copy.copy(given)
-    if made.backend != BACKEND:
+def _compile_config(before: Any, frozen: bool) -> Any:
+    """A CompileConfig with our options, and all else as in the one before, if any."""
+    config = needed("transformers").CompileConfig() if before is None else copy.copy(before)
+    if config.backend != BACKEND:
         raise ValueError(
-            f"a compile_config for backend {made.backend!r} takes no options of ours; set generation_config.compile_config to "
-            f"None, or its backend to {BACKEND!r}"
+            f"a compile_config for backend {config.backend!r} takes no options of ours; set generation_config.compile_config "
+            f"to None, or its backend to {BACKEND!r}"
         )
     from torch._inductor import list_mode_options
 
     # None: its mode is among its options already.
-    mode = list_mode_options(made.mode) if made.mode is not None else {}
-    known = str((made.options or {}).get(PASS, ""))
+    mode = list_mode_options(config.mode) if config.mode is not None else {}
+    known = str((config.options or {}).get(PASS, ""))
     name = (known if SEPARATE in known else _another()) if frozen else NAME
-    made.options = {**mode, **(made.options or {}), **_options(name), **guard_options(frozen)}
-    made.mode = None
-    return made
+    config.options = {**mode, **(config.options or {}), **_options(name), **guard_options(frozen)}
+    config.mode = None
+    return config
 
 
 def _another() -> str:
