@@ -267,7 +267,9 @@ def measured(
             first = logp.argmax(1)
             sums.right += int((first == wanted).sum())
             if base is not None:
-                other = log_probabilities(base, ids.to(_device(base)), windows.first).to(device)
+                other = log_probabilities(base, ids.to(next(base.parameters()).device), windows.first).to(
+                    device
+                )
                 _compare(sums, logp, first, other, wanted)
     progress(len(windows.ids), len(windows.ids))
     return sums
@@ -360,10 +362,6 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedTensor]]
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedTensor):
             yield name, parameter
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 # Tasks of lm-evaluation-harness (lm_eval), by the options of its own command: `--num_fewshot`, `--batch_size`,

@@ -93,7 +93,7 @@ BLOCK_SCALE = 127 + 3
 Status = Literal["ok", "missing", "failed"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the report; `reason` and `remedy` are empty where all is well."""
 
@@ -115,8 +115,8 @@ def examine() -> list[Finding]:
     jax = pip_install("jax")
     return [
         Finding(
-            name="python",
-            status="ok",
+            "python",
+            "ok",
             detail=f"{platform.python_version()}, {platform.system()} {platform.machine()}",
             required=True,
         ),
@@ -157,11 +157,7 @@ def library(name: str, *, remedy: str = "", required: bool = False) -> Finding:
     """Whether a library is installed, and its version, without importing it."""
     if importlib.util.find_spec(name) is None:
         return Finding(
-            name=name,
-            status="missing",
-            reason="not installed",
-            remedy=remedy or pip_install(),
-            required=required,
+            name, "missing", reason="not installed", remedy=remedy or pip_install(), required=required
         )
     try:
         version = importlib.metadata.version(name)
@@ -169,7 +165,7 @@ def library(name: str, *, remedy: str = "", required: bool = False) -> Finding:
         version = "version unknown"
     if name in TESTED and outside(name, version):
         version += f" (tested: {' to '.join(dict.fromkeys(TESTED[name]))})"
-    return Finding(name=name, status="ok", detail=version, required=required)
+    return Finding(name, "ok", detail=version, required=required)
 
 
 def cpu() -> Finding:
@@ -177,11 +173,9 @@ def cpu() -> Finding:
     try:
         detail, reason = cpu_found(torch_of())
     except PROBE_ERRORS as error:
-        return Finding(name="cpu", status="missing", reason=one_line(error), remedy="see torch")
+        return Finding("cpu", "missing", reason=one_line(error), remedy="see torch")
     # Training and quantized layers of ao_lab choose what the CPU has.
-    return Finding(
-        name="cpu", status="ok", detail=detail, reason=reason, remedy=reason and "models in float32"
-    )
+    return Finding("cpu", "ok", detail=detail, reason=reason, remedy=reason and "models in float32")
 
 
 def gpu() -> Finding:
@@ -190,35 +184,30 @@ def gpu() -> Finding:
         torch = torch_of()
     except PROBE_ERRORS as error:
         return Finding(
-            name="gpu",
-            status="missing",
-            reason=f"torch does not import: {one_line(error)}",
-            remedy="see torch",
+            "gpu", "missing", reason=f"torch does not import: {one_line(error)}", remedy="see torch"
         )
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        return Finding(name="gpu", status="ok", detail=gpu_found(torch), reason=limits(capability))
+        return Finding("gpu", "ok", detail=gpu_found(torch), reason=limits(capability))
     if torch.version.cuda is None:
         reason, remedy = "torch is the CPU build", cuda_torch("with an NVIDIA GPU, the CUDA build")
     else:
         reason, remedy = "torch has CUDA and sees no GPU", "check the driver with nvidia-smi"
-    return Finding(name="gpu", status="missing", reason=reason, remedy=remedy)
+    return Finding("gpu", "missing", reason=reason, remedy=remedy)
 
 
 def part(name: str, run: Callable[[], str], *, remedy: str = "", required: bool = False) -> Finding:
     """Run a probe. What it cannot import or reach is missing; any other answer than the right one has failed."""
     remedy = remedy or pip_install()
     try:
-        return Finding(name=name, status="ok", detail=run(), required=required)
+        return Finding(name, "ok", detail=run(), required=required)
     except WrongBits as error:
-        return Finding(
-            name=name, status="failed", reason=one_line(error), remedy="report this", required=required
-        )
+        return Finding(name, "failed", reason=one_line(error), remedy="report this", required=required)
     except Unavailable as error:
-        return Finding(name=name, status="missing", reason=str(error), remedy=remedy, required=required)
+        return Finding(name, "missing", reason=str(error), remedy=remedy, required=required)
     except PROBE_ERRORS as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        return Finding(name=name, status="failed", reason=reason, remedy=remedy, required=required)
+        return Finding(name, "failed", reason=reason, remedy=remedy, required=required)
 
 
 class Unavailable(Exception):

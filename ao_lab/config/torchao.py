@@ -96,21 +96,10 @@ def _mapping(value: Any) -> str:
     return MAPPINGS[choice(name, tuple(MappingType), "mapping type")]
 
 
-def _int8(config: Any) -> Records:
-    group = getattr(config, "group_size", None)
-    return int8_record(group or block_of(config.granularity)).name, None
-
-
 def _int8_int8(config: Any) -> Records:
     given = PerRow() if config.granularity is None else config.granularity
     inputs, weight = map(block_of, operands(given))
     return int8_record(weight).name, int8_record(inputs, _mapping(config.act_mapping_type)).name
-
-
-def _static_int8(config: Any) -> Records:
-    """One scale for all inputs, whatever the weight's granularity is."""
-    weight = block_of(operands(config.granularity)[1])
-    return int8_record(weight).name, int8_record("tensor", _mapping(config.act_mapping_type)).name
 
 
 def _intx_of(dtype: Any, granularity: Any, mapping: Any, scale_dtype: Any) -> str:
@@ -152,21 +141,12 @@ def _float8_of(dtype: Any, granularity: Any) -> str:
     return float8_record(dtype_name(dtype), block_of(granularity)).name
 
 
-def _float8(config: Any) -> Records:
-    return _float8_of(config.weight_dtype, config.granularity or PerRow()), None
-
-
 def _float8_float8(config: Any) -> Records:
     for bound in ("activation_value_lb", "activation_value_ub"):
         if getattr(config, bound, None) is not None:
             raise ValueError(f"{bound} is in no record; leave it out")
     inputs, weight = operands(config.granularity or PerTensor())
     return _float8_of(config.weight_dtype, weight), _float8_of(config.activation_dtype, inputs)
-
-
-def _static_float8(config: Any) -> Records:
-    weight = operands(config.granularity or PerTensor())[1]
-    return _float8_of(config.weight_dtype, weight), _float8_of(config.activation_dtype, PerTensor())
 
 
 def _mx_of(dtype: Any, mode: Any) -> Scheme:
@@ -176,33 +156,38 @@ def _mx_of(dtype: Any, mode: Any) -> Scheme:
     return mx_record(dtype_name(dtype), rule)
 
 
-def _mx(config: Any) -> Records:
-    return _mx_of(config.weight_dtype, config.scaling_mode), None
+def _nvfp4_of(config: Any) -> str:
+    return "torchao.nvfp4" if config.use_dynamic_per_tensor_scale else "torchao.nvfp4_single_level"
 
 
-def _mx_mx(config: Any) -> Records:
-    mode = config.scaling_mode
-    return _mx_of(config.weight_dtype, mode), _mx_of(config.activation_dtype, mode)
-
-
-def _nvfp4(config: Any) -> Records:
-    return "torchao.nvfp4" if config.use_dynamic_per_tensor_scale else "torchao.nvfp4_single_level", None
-
-
-def _nvfp4_nvfp4(config: Any) -> Records:
-    record = _nvfp4(config)[0]
-    return record, record
-
-
-#: The records of each class, from its parameters.
+#: The records of each class, from its parameters. Static configurations have one scale for all inputs.
 RECORDS_OF: dict[str, Callable[[Any], Records]] = {
     "Float8DynamicActivationFloat8WeightConfig": _float8_float8,
-    "Float8StaticActivationFloat8WeightConfig": _static_float8, "Float8WeightOnlyConfig": _float8,
-    "Int4WeightOnlyConfig": _int4, "Int8DynamicActivationInt8WeightConfig": _int8_int8,
-    "Int8DynamicActivationIntxWeightConfig": _int8_intx, "Int8StaticActivationInt8WeightConfig": _static_int8,
-    "Int8WeightOnlyConfig": _int8, "IntxWeightOnlyConfig": _intx, "MXDynamicActivationMXWeightConfig": _mx_mx,
-    "MXWeightOnlyConfig": _mx, "NF4WeightOnlyConfig": lambda config: ("torchao.nf4", None),
-    "NVFP4DynamicActivationNVFP4WeightConfig": _nvfp4_nvfp4, "NVFP4WeightOnlyConfig": _nvfp4,
-}  # fmt: skip
+    "Float8StaticActivationFloat8WeightConfig": lambda c: (
+        _float8_of(c.weight_dtype, operands(c.granularity or PerTensor())[1]),
+        _float8_of(c.activation_dtype, PerTensor()),
+    ),
+    "Float8WeightOnlyConfig": lambda c: (_float8_of(c.weight_dtype, c.granularity or PerRow()), None),
+    "Int4WeightOnlyConfig": _int4,
+    "Int8DynamicActivationInt8WeightConfig": _int8_int8,
+    "Int8DynamicActivationIntxWeightConfig": _int8_intx,
+    "Int8StaticActivationInt8WeightConfig": lambda c: (
+        int8_record(block_of(operands(c.granularity)[1])).name,
+        int8_record("tensor", _mapping(c.act_mapping_type)).name,
+    ),
+    "Int8WeightOnlyConfig": lambda c: (
+        int8_record(getattr(c, "group_size", None) or block_of(c.granularity)).name,
+        None,
+    ),
+    "IntxWeightOnlyConfig": _intx,
+    "MXDynamicActivationMXWeightConfig": lambda c: (
+        _mx_of(c.weight_dtype, c.scaling_mode),
+        _mx_of(c.activation_dtype, c.scaling_mode),
+    ),
+    "MXWeightOnlyConfig": lambda c: (_mx_of(c.weight_dtype, c.scaling_mode), None),
+    "NF4WeightOnlyConfig": lambda c: ("torchao.nf4", None),
+    "NVFP4DynamicActivationNVFP4WeightConfig": lambda c: (_nvfp4_of(c), _nvfp4_of(c)),
+    "NVFP4WeightOnlyConfig": lambda c: (_nvfp4_of(c), None),
+}
 
 __all__ = ["RECORDS_OF", "as_torchao", "float8_record", "int8_record", "intx_record", "mx_record"]

@@ -383,8 +383,10 @@ def mapped(operation: Operation, arrays: Arrays) -> Arrays:
     def batch(size: int, batched: tuple[dict[str, bool]], arrays: Arrays) -> tuple[Arrays, dict[str, bool]]:
         (which,) = batched
         if operation.folds:
-            long = {name: _lengthened(value, size, which[name]) for name, value in arrays.items()}
-            made = mapped(_folded(operation, size), long)
+            broadcast = jax.numpy.broadcast_to
+            long = {n: v if which[n] else broadcast(v, (size, *v.shape)) for n, v in arrays.items()}
+            folded = replace(operation, shape=(size, *operation.shape), axis=operation.axis + 1)
+            made = mapped(folded, long)
         else:
             fixed = {name: v for name, v in arrays.items() if not which[name]}
             along = {name: v for name, v in arrays.items() if which[name]}
@@ -393,14 +395,6 @@ def mapped(operation: Operation, arrays: Arrays) -> Arrays:
 
     made: Arrays = run(arrays)
     return made
-
-
-def _folded(operation: Operation, size: int) -> Operation:
-    return replace(operation, shape=(size, *operation.shape), axis=operation.axis + 1)
-
-
-def _lengthened(array: Any, size: int, batched: bool) -> Any:
-    return array if batched else jax.numpy.broadcast_to(array, (size, *array.shape))
 
 
 def by_reference(operation: Operation, arrays: Arrays) -> Arrays:
@@ -464,16 +458,15 @@ def by_kernels(operation: Operation, arrays: Arrays) -> Arrays:
         fused = operation.packed and passes.packs(of)
         tiles = operation.tiled and passes.tiles(of, given) and _whole_tiles(of)
         made = run_plan(passes.quantizing(of, given, fused, tiles), arrays)
-        made = _packed(operation, made) if operation.packed and not fused else made
-        return _tiled(made) if operation.tiled and not tiles else made
+        if operation.packed and not fused:
+            made["codes"] = reference.pack(made["codes"], operation.scheme.element)
+        if operation.tiled and not tiles and "scale" in made:
+            made["scale"] = reference.tile_scales(made["scale"])
+        return made
     if operation.kind == "choose":
         return run_plan(passes.choosing(of, given), arrays)
     plan = passes.masking(of) if operation.kind == "mask" else passes.fake_quantizing(of, given)
     return {"y": run_plan(plan, arrays)["y"]}
-
-
-def _packed(operation: Operation, made: Arrays) -> Arrays:
-    return {**made, "codes": reference.pack(made["codes"], operation.scheme.element)}
 
 
 def _whole_tiles(of: Any) -> bool:
@@ -481,11 +474,6 @@ def _whole_tiles(of: Any) -> bool:
     goes out: no order of the kernel's arrays has an outer scale on one side of the scales in every job."""
     shape = of.blocks.scale_shape
     return bool(tiled_size(shape) == prod(shape))
-
-
-def _tiled(made: Arrays) -> Arrays:
-    """The scales tiled, where they were made here."""
-    return {name: reference.tile_scales(value) if name == "scale" else value for name, value in made.items()}
 
 
 def run_plan(plan: Any, arrays: Arrays) -> Arrays:

@@ -53,7 +53,10 @@ def matmul(
         exact = isinstance(a, Quantized) or isinstance(b, Quantized)
         precision = jax.lax.Precision.HIGHEST if exact else precision
         values = [dequantize(one) if isinstance(one, Quantized) else one for one in (a, b)]
-        total = jnp.matmul(*_promoted(*values), precision=precision, preferred_element_type=jnp.float32)
+        # Strict promotion asks for the wider dtype explicitly.
+        wide = values[0].dtype if values[0].dtype == values[1].dtype else jnp.float32
+        factors = (value.astype(wide) for value in values)
+        total = jnp.matmul(*factors, precision=precision, preferred_element_type=jnp.float32)
     total = total if bias is None else total + bias.astype(jnp.float32)
     return total.astype(name)
 
@@ -87,18 +90,9 @@ def _swapped(value: Operand) -> Operand:
     q = unpacked(with_plain_scales(value))
     if q.scheme.scale.flat_size or (q.scheme.outer is not None and q.outer.ndim):
         return dequantize(q).T
-    parts = {name: _turned(getattr(q, name)) for name in ("codes", "scale", "zero")}
-    return replace(q, **parts, shape=q.shape[::-1], axis=1 - q.axis)
-
-
-def _turned(part: Any) -> Any:
-    return part if part is None or part.ndim < 2 else part.T
-
-
-def _promoted(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in the wider dtype: explicitly, as strict promotion asks."""
-    wide = a.dtype if a.dtype == b.dtype else jnp.float32
-    return a.astype(wide), b.astype(wide)
+    parts = {name: getattr(q, name) for name in ("codes", "scale", "zero")}
+    transposed = {name: p if p is None or p.ndim < 2 else p.T for name, p in parts.items()}
+    return replace(q, **transposed, shape=q.shape[::-1], axis=1 - q.axis)
 
 
 #: Bits of a significand of bfloat16.

@@ -131,7 +131,7 @@ def dot_general(
     )
     axes = tuple(tuple(tuple(int(axis) for axis in axes) for axes in pair) for pair in dimension_numbers)
     swapped = _weight_is_left(weight, (lhs.ndim, rhs.ndim), axes)
-    rule = _Rule(recipe, str(like.dtype), _hashable(precision))
+    rule = _Rule(recipe, str(like.dtype), tuple(precision) if isinstance(precision, list) else precision)
     words = None if seed is None else seed_words(seed)
     run = partial(_product, rule, axes, swapped, like.shape)
     if mesh is None:
@@ -183,11 +183,6 @@ def _check(lhs: Any, rhs: Any, preferred: Any) -> None:
         raise TypeError(f"both operands have one dtype, got {lhs.dtype} and {rhs.dtype}; cast one of them")
     if preferred is not None and str(jnp.dtype(preferred)) not in DTYPES:
         raise TypeError(f"preferred_element_type is one of {', '.join(DTYPES)}, got {jnp.dtype(preferred)}")
-
-
-def _hashable(precision: Any) -> Any:
-    """A pair may come as a list."""
-    return tuple(precision) if isinstance(precision, list) else precision
 
 
 def _matrices(array: jax.Array, contracting: Axes, batch: Axes) -> jax.Array:
