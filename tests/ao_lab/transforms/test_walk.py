@@ -2,6 +2,7 @@
 
 import copy
 import re
+from itertools import chain
 
 import pytest
 import torch
@@ -109,20 +110,20 @@ MODELS = {
 }
 
 
-def arguments(model, x):
-    """Tensors that each block is given, as copies."""
-    seen = []
-    handles = [
-        block.register_forward_pre_hook(
-            lambda m, args, kwargs: seen.append(copies(args, kwargs)), with_kwargs=True
+def recorded(blocks, run):
+    """Copies of the tensors that blocks are given while `run()` runs: a list for each, call by call."""
+    calls, handles = [[] for _ in blocks], []
+    for block, mine in zip(blocks, calls, strict=True):
+        handles.append(
+            block.register_forward_pre_hook(
+                lambda m, args, kwargs, mine=mine: mine.append(copies(args, kwargs)), with_kwargs=True
+            )
         )
-        for block in model.blocks
-    ]
     with torch.no_grad():
-        model(x)
+        run()
     for handle in handles:
         handle.remove()
-    return seen
+    return calls
 
 
 def copies(args, kwargs):
@@ -130,32 +131,37 @@ def copies(args, kwargs):
     return [value.clone() for value in values if isinstance(value, torch.Tensor)]
 
 
-def handed_walked(model, batches, **options):
-    """The same in a walk that changes each block when it has run twice, of the last batch."""
+def of_model(model, blocks, batches):
+    """What each block is given when the model runs."""
+    return recorded(blocks, lambda: [model(batch) for batch in batches])
+
+
+def walked(model, batches, change=lambda block: None, blocks=None, **options):
+    """What each block is given in a walk, twice the same, before `change` changes it."""
     seen = []
 
     def visit(block):
-        mine = []
-        handle = block.module.register_forward_pre_hook(
-            lambda m, args, kwargs: mine.append(copies(args, kwargs)), with_kwargs=True
-        )
-        block.run()
-        block.run()
-        handle.remove()
-        assert len(mine) == 2 * len(batches)
-        handed_assert_same(mine[: len(batches)], mine[len(batches) :])
-        seen.append(mine[-1])
-        block.module.linear.weight.data.mul_(-0.5)
+        (first,), (again,) = (recorded([block.module], block.run) for _ in range(2))
+        assert_same([again], [first])
+        seen.append(first)
+        change(block)
 
     with calibrating(model):
-        walk(captured(model, batches, find_blocks(model), **options), visit)
+        walk(captured(model, batches, find_blocks(model, blocks), **options), visit)
     return seen
 
 
-def handed_assert_same(found, expected):
-    assert [len(one) for one in found] == [len(one) for one in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert [len(call) for call in mine] == [len(call) for call in other] != []
+        for a, b in zip(chain(*mine), chain(*other), strict=True):
+            assert torch.equal(a, b)
+
+
+def halve(block):
+    for parameter in block.module.parameters():
+        parameter.data.mul_(-0.5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -163,9 +169,9 @@ def handed_assert_same(found, expected):
 def test_every_tensor_is_that_of_the_changed_model(name, offload):
     model = Model(*MODELS[name])
     batches = [torch.randn(3, WIDTH) for _ in range(2)]
-    found = handed_walked(model, batches, offload=offload)
-    handed_assert_same(found, arguments(model, batches[-1]))
-    assert any(len(one) > 1 for one in found)
+    ours = walked(model, batches, halve, offload=offload)
+    assert_same(ours, of_model(model, model.blocks, batches))
+    assert any(len(call) > 1 for calls in ours for call in calls)
 
 
 def test_writing_to_what_is_no_output_is_refused():
@@ -174,7 +180,7 @@ def test_writing_to_what_is_no_output_is_refused():
     with pytest.raises(
         ValueError, match=r"blocks.0 writes to an argument, float32 \(3, 16\), so that its second"
     ):
-        handed_walked(model, [torch.randn(3, WIDTH)])
+        walked(model, [torch.randn(3, WIDTH)])
 
 
 @pytest.mark.parametrize("score", ["wanda", "sparsegpt"])
@@ -216,7 +222,7 @@ def test_what_the_model_makes_of_outputs_in_between_is_refused(change):
     with pytest.raises(
         ValueError, match=r"argument 1 of blocks.1, float32 \(\d, 16\), may be made of.*blocks=''"
     ):
-        handed_walked(model, [torch.randn(3, WIDTH)])
+        walked(model, [torch.randn(3, WIDTH)])
 
 
 def test_outputs_in_mappings_are_refused():
@@ -228,7 +234,7 @@ def test_outputs_in_mappings_are_refused():
 
     model = Model(run, lambda y, x, state: added(y, x, state.get("residual")))
     with pytest.raises(ValueError, match=r"argument state of blocks.1 is a mapping with outputs of blocks"):
-        handed_walked(model, [torch.randn(3, WIDTH)])
+        walked(model, [torch.randn(3, WIDTH)])
 
 
 def test_what_blocks_share_in_a_mapping_is_written_anew():
@@ -246,7 +252,7 @@ def test_what_blocks_share_in_a_mapping_is_written_anew():
         return x
 
     model, x = Model(run, result), torch.randn(3, WIDTH)
-    handed_assert_same(handed_walked(model, [x]), arguments(model, x))
+    assert_same(walked(model, [x], halve), of_model(model, model.blocks, [x]))
 
 
 def test_values():
@@ -302,66 +308,14 @@ class Casting(Stack):
         return self.blocks[2](x)
 
 
-def inputs_of_blocks(model, batches, blocks):
-    """What each block is given when the model runs."""
-    seen, handles = [[] for _ in blocks], []
-    for block, mine in zip(blocks, seen, strict=True):
-        handles.append(
-            block.register_forward_pre_hook(lambda m, args, mine=mine: mine.append(args[0].clone()))
-        )
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def walked(model, batches, change=lambda block: None, **options):
-    """What each block is given in a walk, before `change` changes it."""
-    seen = []
-
-    def visit(block):
-        mine = []
-        handle = block.module.register_forward_pre_hook(
-            lambda m, args, kwargs: mine.append((args or tuple(kwargs.values()))[0].clone()), with_kwargs=True
-        )
-        block.run()
-        handle.remove()
-        seen.append(mine)
-        change(block)
-
-    blocks = options.pop("blocks", None)
-    with calibrating(model):
-        walk(captured(model, batches, find_blocks(model, blocks), **options), visit)
-    return seen
-
-
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert len(ours) == len(theirs) > 0
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("offload", [False, True])
-def test_inputs_are_those_of_the_model(offload):
+@pytest.mark.parametrize("change", [lambda block: None, halve])
+def test_inputs_are_those_of_the_model(change, offload):
+    """Of the changed model, at every block."""
     model = language_model()
-    expected = inputs_of_blocks(model, TOKENS, model.model.layers)
-    assert_same(walked(model, TOKENS, offload=offload), expected)
+    ours = walked(model, TOKENS, change, offload=offload)
+    assert_same(ours, of_model(model, model.model.layers, TOKENS))
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
-
-
-def halve(block):
-    for parameter in block.module.parameters():
-        parameter.mul_(0.5)
-
-
-def test_inputs_are_made_by_the_changed_blocks():
-    """Those that the changed model has, at every block."""
-    model = language_model()
-    found = walked(model, TOKENS, halve)
-    assert_same(found, inputs_of_blocks(model, TOKENS, model.model.layers))
 
 
 def test_every_block_has_its_own_arguments():
@@ -372,21 +326,20 @@ def test_every_block_has_its_own_arguments():
     with torch.no_grad():
         second = x * 1 + stack.blocks[0].linear(x * 1)
         third = second + 2.0 * stack.blocks[1].linear(second)
-    assert_same(found, [[x], [second], [third]])
+    assert_same(found, [[[x]], [[second]], [[third]]])
 
 
 @pytest.mark.parametrize("options", [{"tupled": True}, {"writes": True}])
 def test_blocks_that_return_tuples_or_write_to_their_input(options):
     stack, x = Stack(Residual(**options), Residual(**options)), torch.randn(4, 8)
-    expected = inputs_of_blocks(stack, [x], stack.blocks)
-    assert_same(walked(stack, [x], lambda block: block.run()), expected)
+    assert_same(walked(stack, [x]), of_model(stack, stack.blocks, [x]))
 
 
 def test_the_whole_model_as_one_block():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     assert_same(
         walked(model, [torch.ones(2, 8), torch.zeros(1, 8)], blocks=""),
-        [[torch.ones(2, 8), torch.zeros(1, 8)]],
+        [[[torch.ones(2, 8)], [torch.zeros(1, 8)]]],
     )
 
 
@@ -413,27 +366,25 @@ def refused(stack, batches=None, blocks=None):
         return captured(stack, [torch.ones(2, 8)] if batches is None else batches, find_blocks(stack, blocks))
 
 
+SHARED = Residual()  # as models that share all layers have it
+
+
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("stack", "said"),
     [
-        ([1, 0], "blocks.1 was called where block 0 of 2 was next"),
-        ([0, 0, 1], "blocks.0 was called where block 1 of 2 was next"),
-        ([0], "blocks.1 was not called by the model's forward"),
+        (Stack(Residual(), Residual(), order=[1, 0]), "blocks.1 was called where block 0 of 2 was next"),
+        (Stack(Residual(), Residual(), order=[0, 0, 1]), "blocks.0 was called where block 1 of 2 was next"),
+        (Stack(Residual(), Residual(), order=[0]), "blocks.1 was not called by the model's forward"),
+        (Stack(Residual(), Residual(), order=[0, 1, 1]), "blocks.1 was called where the end of all blocks was next"),
+        (Stack(SHARED, SHARED, SHARED), "blocks.0 was called where the end of all blocks was next"),
+        (Stack(Residual(), Residual(), between=lambda x: x + 1), "the input of blocks.1 is not the output of blocks.0"),
+        (Stack(Residual(), Residual(), between=lambda x: x.add_(1)), "the input of blocks.1 is not the output of blocks.0"),
     ],
-)
-def test_other_orders_are_refused(order, said):
-    stack = Stack(Residual(), Residual(), order=order)
-    with pytest.raises(ValueError, match=said):
+)  # fmt: skip
+def test_what_is_no_walk_is_refused(stack, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
         refused(stack)
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in stack.modules())
-
-
-def test_blocks_that_run_again_at_the_end_are_refused():
-    block = Residual()
-    with pytest.raises(ValueError, match=r"blocks\.1 was called where the end of all blocks was next"):
-        refused(Stack(Residual(), Residual(), order=[0, 1, 1]))
-    with pytest.raises(ValueError, match=r"blocks\.0 was called where the end of all blocks was next"):
-        refused(Stack(block, block, block))  # one block, as models that share all layers have it
 
 
 def test_what_stands_behind_the_blocks_runs_for_the_first_batch_alone():
@@ -441,13 +392,6 @@ def test_what_stands_behind_the_blocks_runs_for_the_first_batch_alone():
     model.lm_head.register_forward_hook(lambda *args: heads.append(1))
     refused(model, TOKENS)
     assert heads == [1]
-
-
-def test_what_changes_between_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"the input of blocks.1 is not the output of blocks.0"):
-        refused(Stack(Residual(), Residual(), between=lambda x: x + 1))
-    with pytest.raises(ValueError, match=r"the input of blocks.1 is not the output of blocks.0"):
-        refused(Stack(Residual(), Residual(), between=lambda x: x.add_(1)))
 
 
 def test_what_is_not_finite_is_refused():
@@ -551,18 +495,10 @@ def test_blocks_are_called_under_the_autocast_that_their_model_enters():
     torch.manual_seed(0)
     model = Casting(Residual(), Residual(), Residual())
     batches = [torch.randn(4, 8) for _ in range(2)]
-    for mine, other in zip(
-        walked(model, batches), inputs_of_blocks(model, batches, model.blocks), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-
-    def halve(block):
-        block.module.linear.weight.data.mul_(0.5)
-
+    assert_same(walked(model, batches), of_model(model, model.blocks, batches))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        seen = walked(model, batches, halve)
-    after = inputs_of_blocks(model, batches, model.blocks)
-    assert all(torch.equal(a, b) for a, b in zip(seen[1], after[1], strict=True))
+        ours = walked(model, batches, halve)
+    assert_same(ours[1:2], of_model(model, model.blocks, batches)[1:2])
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -570,10 +506,6 @@ def test_weights_that_changed_multiply_inside_the_callers_autocast():
     """What is cast once is kept until autocast ends, also of weights that the walk has changed."""
     torch.manual_seed(0)
     model, x = Stack(Residual(), Residual()), torch.randn(4, 8)
-
-    def halve(block):
-        block.module.linear.weight.data.mul_(0.5)
-
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         walked(model, [x], halve)
         inside = model(x)

@@ -62,27 +62,6 @@ def integers(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("transposable", [False, True])
-@pytest.mark.parametrize("shape", [(8,), (3,), (2, 5), (0,)], ids=str)
-def test_outputs_and_gradients_of_integers(library, shape, transposable):
-    x, w, b = integers(*shape, 32).requires_grad_(), integers(48, 32, seed=1), integers(48, seed=2)
-    find = reference.prune_transposable if transposable else reference.prune
-    mask = torch.as_tensor(find(w))
-    w, b = w.requires_grad_(), b.requires_grad_()
-    rule = Rule("masked", 0.0, "cusparselt", transposable)
-    ours, theirs = masked_linear(x, w, mask, b, rule), F.linear(x, torch.where(mask, w, 0), b)
-    g = integers(*shape, 48, seed=3)
-    assert ours.shape == theirs.shape
-    assert torch.equal(ours, theirs)
-    made, expected = (torch.autograd.grad(y, (x, w, b), g) for y in (ours, theirs))
-    assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
-    rows = torch.Size(shape).numel()
-    padded = rows + -rows % 8
-    forward = [("compress", (48, 32)), ("multiply", (32, padded))]
-    backward = [("compress", (32, 48)), ("multiply", (48, padded))]
-    assert library == (forward + (backward if transposable else []) if rows else [])
-
-
 def test_what_a_bias_gets(monkeypatch):
     """Torch's own sum with dense products, to the bit; `column_sums` with others; the layer asks its product."""
     g = torch.randn(300, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -188,32 +167,6 @@ def test_dense_phases_have_dense_products(library):
         step_sparsity_(net)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-def test_compiled(library):
-    net = nn.Sequential(nn.Linear(16, 32)).bfloat16()
-    sparsify_(net, SparseTrainingConfig(products="cusparselt", transposable=True))
-    x = integers(3, 16).requires_grad_()
-    expected = torch.autograd.grad(net(x).sum(), (x, net[0].weight))
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), net(x))
-    made = torch.autograd.grad(compiled(x).sum(), (x, net[0].weight))
-    assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
-    torch.compiler.reset()
-
-
-def test_the_operator(library):
-    w = integers(16, 32)
-    arguments = (integers(3, 32), w, torch.as_tensor(reference.prune(w)), integers(16))
-    torch.library.opcheck(cusparselt_linear, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "cpu")])
-def test_inputs_that_it_does_not_take(dtype, device):
-    w = torch.ones(16, 16, dtype=dtype)
-    with pytest.raises(TypeError, match=rf"float16 and bfloat16 inputs on CUDA, got {dtype} on cpu"):
-        masked_linear(w, w, w > 0, None, Rule("masked", 0.0, "cusparselt", False))
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """Inputs and weights count as lying on a Hopper GPU; how often weights were compressed."""
@@ -234,21 +187,30 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("transposable", [False, True])
 @pytest.mark.parametrize("shape", [(8,), (3,), (2, 5), (0,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_our_outputs_and_gradients_of_integers(kernels, dtype, shape, transposable):
+@pytest.mark.parametrize(
+    ("product", "dtype"),
+    [("cusparselt", torch.bfloat16), ("sparse_wgmma", torch.bfloat16), ("sparse_wgmma", torch.float16)],
+)
+def test_outputs_and_gradients_of_integers(library, kernels, product, dtype, shape, transposable):
     x, w = integers(*shape, 32, dtype=dtype).requires_grad_(), integers(48, 32, seed=1, dtype=dtype)
     b = integers(48, seed=2, dtype=dtype)
     mask = torch.as_tensor((reference.prune_transposable if transposable else reference.prune)(w))
     w, b = w.requires_grad_(), b.requires_grad_()
-    rule = Rule("masked", 0.0, "sparse_wgmma", transposable)
+    rule = Rule("masked", 0.0, product, transposable)
     ours, theirs = masked_linear(x, w, mask, b, rule), F.linear(x, torch.where(mask, w, 0), b)
     g = integers(*shape, 48, seed=3, dtype=dtype)
     assert ours.shape == theirs.shape
     assert torch.equal(ours, theirs)
     made, expected = (torch.autograd.grad(y, (x, w, b), g) for y in (ours, theirs))
     assert all(torch.equal(a, e) for a, e in zip(made, expected, strict=True))
-    sides = [(48, 32), (32, 48)] if transposable else [(48, 32)]
-    assert kernels == (sides if torch.Size(shape).numel() else [])
+    rows = torch.Size(shape).numel()
+    compressed = ([(48, 32), (32, 48)] if transposable else [(48, 32)]) if rows else []
+    if product == "cusparselt":
+        padded = rows + -rows % 8
+        calls = [[("compress", sides), ("multiply", (sides[1], padded))] for sides in compressed]
+        assert library == [call for pair in calls for call in pair]
+    else:
+        assert kernels == compressed
 
 
 def test_our_products_keep_what_the_mask_keeps(kernels):
@@ -260,12 +222,17 @@ def test_our_products_keep_what_the_mask_keeps(kernels):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("transposable", [False, True])
-@pytest.mark.parametrize("shape", [(3,), (2, 5), (0,)], ids=str)
-def test_our_compiled_layer(kernels, shape, transposable):
+@pytest.mark.parametrize(
+    ("product", "shape", "transposable"),
+    [
+        ("cusparselt", (3,), True),
+        *(("sparse_wgmma", shape, both) for shape in ((3,), (2, 5), (0,)) for both in (False, True)),
+    ],
+)
+def test_compiled(library, kernels, product, shape, transposable):
     torch.compiler.reset()
     net = nn.Sequential(nn.Linear(16, 32)).bfloat16()
-    sparsify_(net, SparseTrainingConfig(products="sparse_wgmma", transposable=transposable))
+    sparsify_(net, SparseTrainingConfig(products=product, transposable=transposable))
     with torch.no_grad():
         net[0].weight.copy_(integers(32, 16, seed=1))
     x, g = integers(*shape, 16).requires_grad_(), integers(*shape, 32, seed=2)
@@ -305,17 +272,18 @@ def test_a_compiled_layer_multiplies_what_it_keeps(kernels):
     torch.compiler.reset()
 
 
-def test_our_operators():
+def test_the_operators(library):
     w, g = integers(16, 32), integers(3, 16, seed=2)
     mask = torch.as_tensor(reference.prune_transposable(w))
     calls = (
+        (cusparselt_linear, (integers(3, 32), w, mask, integers(16))),
         (sparse_wgmma_linear, (integers(3, 32), w, mask, integers(16), False)),
         (sparse_wgmma_linear, (integers(2, 3, 16), w, mask, None, True)),
         (sparse_wgmma_gradients, (g, integers(3, 32), w, mask)),
     )
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-    dx, dw, db = sparse_wgmma_gradients(*calls[2][1])
+    dx, dw, db = sparse_wgmma_gradients(*calls[3][1])
     assert torch.equal(dx, g.mm(torch.where(mask, w, 0)))
     assert torch.equal(dw, g.t().mm(integers(3, 32)))
     assert torch.equal(db, g.sum(0))
@@ -346,38 +314,34 @@ def test_eager_calls_pass_the_operator_by(kernels, monkeypatch):
     assert torch.equal(x.grad, 2 * torch.ones(4, 48, dtype=x.dtype).mm(torch.where(mask, w, 0)))
 
 
-def test_inputs_and_weights_that_our_kernels_do_not_take(monkeypatch):
-    w = torch.ones(16, 16)
-    with pytest.raises(TypeError, match="products='sparse_wgmma' takes float16 and bfloat16 inputs on CUDA"):
-        masked_linear(w, w, w > 0, None, Rule("masked", 0.0, "sparse_wgmma", False))
-    reason = PRODUCTS["sparse_wgmma"].unsupported_reason
-    assert "needs weights on CUDA, got cpu" in reason(w)
+@pytest.mark.parametrize("product", ["cusparselt", "sparse_wgmma"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inputs_that_are_not_taken(product, dtype):
+    w = torch.ones(16, 16, dtype=dtype)
+    said = rf"products='{product}' takes float16 and bfloat16 inputs on CUDA, got {dtype} on cpu"
+    with pytest.raises(TypeError, match=said):
+        masked_linear(w, w, w > 0, None, Rule("masked", 0.0, product, False))
+    assert "needs weights on CUDA, got cpu" in PRODUCTS[product].unsupported_reason(w)
+
+
+@pytest.mark.parametrize(
+    ("product", "capability", "said"),
+    [("cusparselt", (7, 5), "Tesla T4 has no sparse matrix units"), ("sparse_wgmma", (10, 0), "compute capability 9.0")],
+)  # fmt: skip
+def test_weights_that_are_not_taken(monkeypatch, product, capability, said):
+    reason = PRODUCTS[product].unsupported_reason
 
     class OnCuda:
         is_cuda, device, shape = True, "cuda:0", (24, 32)
 
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "compute capability 9.0" in reason(OnCuda)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "multiples of 16, got shape (24, 32)" in reason(OnCuda)
-    OnCuda.shape = (32, 32)
-    assert reason(OnCuda) is None
-
-
-def test_weights_that_it_does_not_take(monkeypatch):
-    reason = PRODUCTS["cusparselt"].unsupported_reason
-
-    class OnCuda:
-        is_cuda, device, shape = True, "cuda:0", (24, 32)
-
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert "has no cuSPARSELt" in reason(OnCuda)
+    if product == "cusparselt":
+        monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+        assert "has no cuSPARSELt" in reason(OnCuda)
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert reason(OnCuda).startswith("Tesla T4 has no sparse matrix units")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert said in reason(OnCuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert "multiples of 16, got shape (24, 32)" in reason(OnCuda)
     OnCuda.shape = (32, 32)
