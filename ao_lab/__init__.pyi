@@ -79,8 +79,8 @@ from ao_lab.qat.config import advance_qat as advance_qat
 from ao_lab.qat.config import llama32_configs as llama32_configs
 from ao_lab.qat.config import llama32_qat as llama32_qat
 from ao_lab.qat.lora import lora_state_dict as lora_state_dict
+from ao_lab.quantization.api import calibrate as calibrate
 from ao_lab.quantization.api import quantize_ as quantize_
-from ao_lab.quantization.calibrate import calibrate as calibrate
 from ao_lab.quantization.report import Layer as Layer
 from ao_lab.quantization.report import Report as Report
 from ao_lab.quantization.report import explain as explain
@@ -88,12 +88,12 @@ from ao_lab.sparsity.api import sparsify_ as sparsify_
 from ao_lab.sparsity.config import SparsityConfig as SparsityConfig
 from ao_lab.sparsity.plan import SparseLayer as SparseLayer
 from ao_lab.sparsity.plan import SparsityReport as SparsityReport
-from ao_lab.sparsity.training.activation import SparseSquaredReLU as SparseSquaredReLU
-from ao_lab.sparsity.training.activation import sparse_squared_relu as sparse_squared_relu
 from ao_lab.sparsity.training.api import SparsityStep as SparsityStep
 from ao_lab.sparsity.training.api import finish_sparsity_ as finish_sparsity_
 from ao_lab.sparsity.training.api import step_sparsity_ as step_sparsity_
 from ao_lab.sparsity.training.config import SparseTrainingConfig as SparseTrainingConfig
+from ao_lab.sparsity.training.layers import SparseSquaredReLU as SparseSquaredReLU
+from ao_lab.sparsity.training.layers import sparse_squared_relu as sparse_squared_relu
 from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
 from ao_lab.tensor.quantized_tensor import SparseQuantizedTensor as SparseQuantizedTensor
 from ao_lab.tensor.quantized_tensor import quantized as quantized

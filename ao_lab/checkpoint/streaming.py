@@ -33,8 +33,7 @@ from ao_lab.checkpoint.records import KEY
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.install.extras import needed
-from ao_lab.quantization.api import StreamedWeights, keep_report, quantize_
-from ao_lab.quantization.calibrate import required_observers
+from ao_lab.quantization.api import StreamedWeights, keep_report, quantize_, required_observers
 from ao_lab.quantization.plan import planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Progress

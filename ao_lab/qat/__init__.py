@@ -2,4 +2,4 @@
 `convert_for_training_` and `sparsify_` do for prepared layers."""
 
 from ao_lab.qat import api as api
-from ao_lab.qat import low_precision as low_precision
+from ao_lab.qat import layers as layers

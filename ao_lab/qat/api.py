@@ -18,7 +18,6 @@ from torch import nn
 from ao_lab.calibration.static import InputScales
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.qat.config import QATConfig
-from ao_lab.qat.forward import weight_as_stored
 from ao_lab.qat.layers import (
     ADDED,
     QATLinear,
@@ -29,6 +28,7 @@ from ao_lab.qat.layers import (
     train_as,
     was_written,
 )
+from ao_lab.qat.linear import weight_as_stored
 from ao_lab.qat.lora import (
     LoRALinear,
     LoRASumLinear,
@@ -40,8 +40,7 @@ from ao_lab.qat.lora import (
     merge,
     prepare_lora,
 )
-from ao_lab.quantization.api import Call, keep_report, report_of, transform
-from ao_lab.quantization.calibrate import calibrated, required_observers
+from ao_lab.quantization.api import Call, calibrated, keep_report, report_of, required_observers, transform
 from ao_lab.quantization.plan import ALREADY, Change, QuantizationPlan, planned
 from ao_lab.quantization.report import Report, known_reasons
 from ao_lab.training.layers import never_ran

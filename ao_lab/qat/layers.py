@@ -2,13 +2,8 @@
 
 `quantize_(model, QATConfig(..., step="prepare"))` gives a module one of these classes, in place: the module, its weight, its
 hooks and the names in its state_dict stay what they were, and isinstance(module, nn.Linear) stays true. What was added is
-`module.qat`, and, where the configuration asks for it, buffers and parameters whose names begin with `qat_`.
-
-Where learned scales start: at those of the scheme's own rule, or at those that round the weight with the least error.
-
-A rule that maps the largest magnitude of a block onto the largest code never clips. At 8 bits nothing is gained by clipping;
-at 3 and 2 bits most of a block lies within a code or two of zero, and scales much below the rule's are far better. Learning
-takes hundreds of steps to get there from the rule.
+`module.qat`, and, where the configuration asks for it, buffers and parameters whose names begin with `qat_`. At the end stand
+where learned scales start, and layers that also train sparse or by a recipe.
 """
 
 from __future__ import annotations
@@ -22,10 +17,12 @@ from torch import nn
 
 import fast
 from ao_lab.config.recipe import Recipe
-from ao_lab.qat import autograd
-from ao_lab.qat.autograd import qat_linear, refuse_dtensor
-from ao_lab.qat.forward import Given, Rule, with_nan
-from ao_lab.training.layers import RAN, mark_run
+from ao_lab.qat import linear
+from ao_lab.qat.linear import Given, Rule, qat_linear, refuse_dtensor, with_nan
+from ao_lab.sparsity.training.config import SparseTrainingConfig
+from ao_lab.sparsity.training.layers import TRAINS_AS, SparseLinear, mask_weight
+from ao_lab.training.casts import own_memory
+from ao_lab.training.layers import CLASSES, RAN, LowPrecisionLinear, autocast_dtype, mark_run
 from ao_lab.transforms.layers import ConvertedModule
 from fast.device import PLAIN, functional_transform
 from fast.ops import record_name
@@ -38,49 +35,6 @@ from reference.schemes.schemes import record_of
 SMALLEST = 2.0**-126
 #: Parts of the rule's scale that are tried, down to a tenth: two bits go to a quarter, more bits stay far above.
 PARTS = tuple(1 - number / 40 for number in range(37))
-
-
-def first_scales(weight: torch.Tensor, scheme: Scheme, axis: int, start: str = "rule") -> Scales:
-    """Scales of the weight as it is, by the scheme's rule or (start="error") with the least error.
-
-    A block with NaN or infinity keeps the rule's NaN: it is as visible as in a model that is quantized at once. A block of
-    zeros starts at the largest scale of the others: its own is the smallest that there is, and a weight that leaves zero would
-    saturate there, and stay.
-    """
-    weight = weight.detach()
-    scales = fast.choose_scales(weight, scheme, axis=axis)
-    if not scales.scale.numel():
-        return scales
-    if start == "error":
-        scales = closest_scales(weight, scheme, axis, scales)
-    most = torch.where(scales.scale.isfinite(), scales.scale, 0.0).amax()
-    usual = torch.where(most > SMALLEST, most, 1.0)
-    return Scales(torch.where(scales.scale <= SMALLEST, usual, scales.scale), None, scales.zero)
-
-
-def closest_scales(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> Scales:
-    """Of PARTS of given scales, block by block that with the least sum of squared errors; the larger one of two as good.
-
-    Zero points stay. A block whose error is no number keeps its scale.
-    """
-    best, least = scales.scale, squared_error(weight, scheme, axis, scales)
-    for part in PARTS[1:]:
-        tried = torch.clamp(scales.scale * part, min=SMALLEST)
-        error = squared_error(weight, scheme, axis, Scales(tried, None, scales.zero))
-        better = error < least
-        best, least = torch.where(better, tried, best), torch.where(better, error, least)
-    return Scales(best, None, scales.zero)
-
-
-def squared_error(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> torch.Tensor:
-    """Of every block, in the shape of the scales."""
-    result = fast.fake_quantize(weight, scheme, axis=axis, scales=scales)
-    error = (result.to(torch.float32) - weight.to(torch.float32)).square()
-    blocks, ns = Blocks.of(tuple(weight.shape), scheme.scale, axis), namespace_of(weight)
-    summed: torch.Tensor = blocks.expose(blocks.split(ns, error, zeros=True).sum(-1)[..., None], ns)
-    return summed
-
-
 NOTHING = Given()
 PREPARED = (
     "it is prepared for QAT; QATConfig(..., step='convert') quantizes it, QATConfig(step='convert') makes it dense again, "
@@ -152,7 +106,7 @@ def with_scaled_gradient(x: torch.Tensor, elements: int, scheme: str) -> torch.T
         op: torch.Tensor = scaled_gradient(x, elements, scheme)
         return op
     factor = lsq_factor(record_of(scheme), elements)
-    made: torch.Tensor = autograd.ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = linear.ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -226,7 +180,7 @@ class QATLinear(QATModule, nn.Linear):
     """nn.Linear in training for a recipe."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product of the rounded operands; see `ao_lab.qat.autograd`."""
+        """The product of the rounded operands; see `ao_lab.qat.linear`."""
         mark_run(self)
         return qat_linear(input, self.weight, self.bias, self.given(), self.qat.rule)
 
@@ -250,7 +204,7 @@ class QATEmbedding(QATModule, nn.Embedding):
         scheme, axis = self.qat.recipe.weight, self.qat.axis
         scales = None if given.scale is None else Scales(given.scale, None, given.zero)
         if not torch.compiler.is_compiling() and functional_transform() is not None:
-            return autograd.rounded(x, scheme, axis, scales, x.dtype, given.started)
+            return linear.transformed_rounding(x, scheme, axis, scales, x.dtype, given.started)
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             # It records one operator: inside of it lengths are tensors.
             name = record_name(scheme)
@@ -262,7 +216,7 @@ class QATEmbedding(QATModule, nn.Embedding):
 
 
 #: The class of a layer, and the one that it trains as.
-CLASSES: dict[type[nn.Module], type[QATModule]] = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
+QAT_CLASSES: dict[type[nn.Module], type[QATModule]] = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
@@ -270,7 +224,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if isinstance(module, QATModule):
         return PREPARED
-    if type(module) not in CLASSES:
+    if type(module) not in QAT_CLASSES:
         return f"QAT trains nn.Linear and nn.Embedding themselves; a {kind} may compute otherwise"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return "QAT trains no embedding with max_norm (its lookups change the table) or sparse gradients"
@@ -293,14 +247,14 @@ def train_as(module: nn.Module, training: Training) -> None:
     """Make a module a layer in training."""
     module.__dict__.pop(RAN, None)
     count_writes(module, module.weight)  # type: ignore[arg-type]
-    module.__class__ = CLASSES[type(module)]
+    module.__class__ = QAT_CLASSES[type(module)]
     module.qat = training  # type: ignore[assignment]
 
 
 def plain_again(module: nn.Module) -> None:
     """Undo `train_as`, and drop what it has brought."""
     if isinstance(module, QATModule):
-        kinds = {trained: plain for plain, trained in CLASSES.items()}
+        kinds = {trained: plain for plain, trained in QAT_CLASSES.items()}
         module.__class__ = next(kinds[kind] for kind in type(module).__mro__ if kind in kinds)  # type: ignore[assignment]
         del module.__dict__["qat"]
         for name in ("lora", "low_precision", RAN, WRITES):
@@ -309,3 +263,128 @@ def plain_again(module: nn.Module) -> None:
         module._parameters.pop(name, None)
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
+
+
+def first_scales(weight: torch.Tensor, scheme: Scheme, axis: int, start: str = "rule") -> Scales:
+    """Scales of the weight as it is, by the scheme's rule or (start="error") with the least error.
+
+    A rule that maps the largest magnitude of a block onto the largest code never clips. At 8 bits nothing is gained by
+    clipping; at 3 and 2 bits most of a block lies within a code or two of zero, and scales much below the rule's are far
+    better.
+
+    A block with NaN or infinity keeps the rule's NaN: it is as visible as in a model that is quantized at once. A block of
+    zeros starts at the largest scale of the others: its own is the smallest that there is, and a weight that leaves zero would
+    saturate there, and stay.
+    """
+    weight = weight.detach()
+    scales = fast.choose_scales(weight, scheme, axis=axis)
+    if not scales.scale.numel():
+        return scales
+    if start == "error":
+        scales = closest_scales(weight, scheme, axis, scales)
+    most = torch.where(scales.scale.isfinite(), scales.scale, 0.0).amax()
+    usual = torch.where(most > SMALLEST, most, 1.0)
+    return Scales(torch.where(scales.scale <= SMALLEST, usual, scales.scale), None, scales.zero)
+
+
+def closest_scales(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> Scales:
+    """Of PARTS of given scales, block by block that with the least sum of squared errors; the larger one of two as good.
+
+    Zero points stay. A block whose error is no number keeps its scale.
+    """
+    best, least = scales.scale, squared_error(weight, scheme, axis, scales)
+    for part in PARTS[1:]:
+        tried = torch.clamp(scales.scale * part, min=SMALLEST)
+        error = squared_error(weight, scheme, axis, Scales(tried, None, scales.zero))
+        better = error < least
+        best, least = torch.where(better, tried, best), torch.where(better, error, least)
+    return Scales(best, None, scales.zero)
+
+
+def squared_error(weight: torch.Tensor, scheme: Scheme, axis: int, scales: Scales) -> torch.Tensor:
+    """Of every block, in the shape of the scales."""
+    result = fast.fake_quantize(weight, scheme, axis=axis, scales=scales)
+    error = (result.to(torch.float32) - weight.to(torch.float32)).square()
+    blocks, ns = Blocks.of(tuple(weight.shape), scheme.scale, axis), namespace_of(weight)
+    summed: torch.Tensor = blocks.expose(blocks.split(ns, error, zeros=True).sum(-1)[..., None], ns)
+    return summed
+
+
+class SparseQATLinear(SparseLinear, QATLinear):
+    """A QAT layer whose weight is N:M sparse: masked first, then rounded as it will be stored.
+
+    y = fq(x) fq(W * m)^T + b with fq of the QAT recipe and the mask m of a sparse training (`ao_lab.sparsity.training`), whose
+    rule says what of the gradient of W * m the weight gets. `sparsify_` makes such layers of prepared ones; `finish_sparsity_`
+    makes them QAT layers again, with weights that are exactly N:M, and step="convert" quantizes those. Schemes that have a zero
+    keep the pattern.
+    """
+
+    plain: ClassVar[type[nn.Linear]] = QATLinear
+
+    @classmethod
+    def unsupported_config(cls, config: SparseTrainingConfig) -> str | None:
+        """Why QAT layers do not train by a configuration."""
+        if config.products == "dense":
+            return None
+        return f"QAT layers multiply rounded matrices densely, not by products={config.products!r}; take products='dense'"
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """The product of the rounded operands, the weight masked before."""
+        mark_run(self)
+        weight = mask_weight(self.weight, self.sparse_mask, self.sparse_rule)
+        return qat_linear(input, weight, self.bias, self.given(), self.qat.rule)
+
+    def conversion_reason(self) -> str | None:
+        """Why step "convert" cannot quantize the layer now: the parameter is not masked."""
+        return (
+            f"trains {self.sparse.pattern} sparse; call ao_lab.finish_sparsity_(model) before step='convert'"
+        )
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        said = SparseLinear.parameter_reason(self, name)
+        prepared = QATLinear.parameter_reason(self, name)
+        return f"{said}; {prepared}" if said else prepared
+
+
+TRAINS_AS[QATLinear] = SparseQATLinear
+
+
+class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
+    """A QAT layer whose products run by a training recipe: operands are rounded as served, then cast as they train.
+
+    y = P(fq(x), fq(W)) + b with fq of the QAT recipe (straight-through gradients) and P the three products of a training recipe
+    (`ao_lab.training`). `convert_for_training_` makes such layers of prepared ones; `quantize_` with step="convert" and
+    `convert_from_training_` end either part.
+    """
+
+    plain: ClassVar[type[nn.Linear]] = QATLinear
+
+    def operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs and the weight, both rounded. Under autocast inputs are cast first, and the weight is rounded in its own
+        dtype, as in QAT alone."""
+        recipe, dtype = self.qat.recipe, autocast_dtype(input)
+        weight = fast.fake_quantize(own_memory(self.weight), recipe.weight, axis=self.qat.axis)
+        input = input if dtype is None else input.to(dtype)
+        if self.qat.rule.activation and recipe.activation is not None:
+            input = fast.fake_quantize(input, recipe.activation)
+        return input, weight
+
+    def unsupported_reason(self) -> str | None:
+        """Why `quantize_` leaves the layer as it is: it is prepared for QAT."""
+        return QATLinear.unsupported_reason(self)
+
+    def parameter_reason(self, name: str) -> str | None:
+        """Why a parameter is as it is, for `explain`."""
+        by_recipe = LowPrecisionLinear.parameter_reason(self, name)
+        return by_recipe and f"{by_recipe}; {QATLinear.parameter_reason(self, name)}"
+
+
+def class_of(layer: QATLinear) -> type[LowPrecisionLinear] | str:
+    """The class of a QAT layer that trains by a recipe, or why it has none."""
+    if layer.qat.added:
+        return "recipes train no QAT layer with learned or static scales, or with a start step: products of these are dense"
+    return LowPrecisionQATLinear
+
+
+CLASSES[QATLinear] = class_of

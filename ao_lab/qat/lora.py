@@ -52,11 +52,10 @@ from torch.utils.checkpoint import checkpoint
 from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.select import product
-from ao_lab.qat import autograd
-from ao_lab.qat.autograd import qat_linear, refuse_dtensor
+from ao_lab.qat import linear as autograd
 from ao_lab.qat.config import LoRA, QATConfig
-from ao_lab.qat.forward import cannot_saturate, straight_through
 from ao_lab.qat.layers import ADAPTERS, WRITES, QATLinear, QATModule, count_writes
+from ao_lab.qat.linear import cannot_saturate, qat_linear, refuse_dtensor, straight_through
 from ao_lab.quantization.api import Call, keep_report, quantize_weights, report_of
 from ao_lab.quantization.plan import QuantizationPlan
 from ao_lab.quantization.report import ADAPTER, Report, known_reasons
@@ -242,7 +241,7 @@ def frozen_linear(rows: torch.Tensor, weight: QuantizedTensor, bias: torch.Tenso
     if not torch.compiler.is_compiling() and functional_transform() is not None:
         scheme = weight.recipe.activation
         if scheme is not None:
-            rows = autograd.rounded(rows, scheme, -1, weight.input_scales, rows.dtype, None)
+            rows = autograd.transformed_rounding(rows, scheme, -1, weight.input_scales, rows.dtype, None)
         return torch.nn.functional.linear(rows, weight.dequantize(rows.dtype), bias)
     run: Any = torch.ops.ao_lab.frozen_linear if is_traced(rows) else FrozenLinear.apply
     y: torch.Tensor = run(rows, weight, bias)

@@ -13,6 +13,7 @@ from torch import nn
 from ao_lab.calibration.statistics import Hessian, SquareSums, Statistics
 from ao_lab.sparsity.config import SparsityConfig
 from ao_lab.sparsity.plan import (
+    NOT_FINITE,
     TRANSFORMS,
     SparseLayer,
     SparsityPlan,
@@ -20,8 +21,8 @@ from ao_lab.sparsity.plan import (
     Target,
     block_of,
     planned,
+    prune_weight,
 )
-from ao_lab.sparsity.prune_layer import NOT_FINITE, prune_weight
 from ao_lab.transforms.data import calibrating, observe
 from ao_lab.transforms.layers import check_model, shorten, untying
 from ao_lab.transforms.plan import Progress, noting

@@ -372,12 +372,12 @@ KERNELS = [
 ]  # fmt: skip
 
 LIBRARY = [
-    Mutation("gradients pass before QAT begins", "ao_lab/qat/forward.py",
+    Mutation("gradients pass before QAT begins", "ao_lab/qat/linear.py",
              "return torch.where(started, dx, g), late[0], late[1]", "return dx, late[0], late[1]",
-             "tests/ao_lab/qat/test_forward.py -k delayed_start"),
-    Mutation("inputs that saturate have gradients", "ao_lab/qat/forward.py",
+             "tests/ao_lab/qat/test_linear_forward.py -k delayed_start"),
+    Mutation("inputs that saturate have gradients", "ao_lab/qat/linear.py",
              "dx, dinput, _ = straight_through(dx,", "_, dinput, _ = straight_through(dx,",
-             "tests/ao_lab/qat/test_forward.py -k 'straight_through or static_inputs'"),
+             "tests/ao_lab/qat/test_linear_forward.py -k 'straight_through or static_inputs'"),
     Mutation("AWQ's nibbles in order", "ao_lab/checkpoint/formats/awq.py",
              "NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]", "NIBBLES = [0, 1, 2, 3, 4, 5, 6, 7]",
              "tests/ao_lab/checkpoint/formats/test_group_integers.py -k library_dequantizes"),

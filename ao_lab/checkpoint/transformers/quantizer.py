@@ -42,8 +42,7 @@ from ao_lab.checkpoint.transformers.methods import (
     placed_as,
 )
 from ao_lab.config.base import Config, FqnToConfig, Observer
-from ao_lab.quantization.api import StreamedWeights, keep_report, preshuffle
-from ao_lab.quantization.calibrate import required_observers
+from ao_lab.quantization.api import StreamedWeights, keep_report, preshuffle, required_observers
 from ao_lab.quantization.plan import ALREADY, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear, linear_and_experts

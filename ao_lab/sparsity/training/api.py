@@ -15,8 +15,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from ao_lab.sparsity.plan import DTYPES, TRANSFORMS, SparseLayer, SparsityPlan, SparsityReport, selected
-from ao_lab.sparsity.prune_layer import in_place_reason, layout_reason
+from ao_lab.sparsity.plan import (
+    DTYPES,
+    TRANSFORMS,
+    SparseLayer,
+    SparsityPlan,
+    SparsityReport,
+    in_place_reason,
+    layout_reason,
+    selected,
+)
 from ao_lab.sparsity.training.config import (
     SPARSE_PHASE,
     WARMUP_PHASE,

@@ -13,18 +13,14 @@ state_dict with either one loads into both. The attribute `layer.sparse_mask` is
 copy, and so gives `get_buffer`: only the buffer (`layer.stored_mask`) can be written to. Nobody may average bits: leave buffers
 out of averaged models (`AveragedModel(use_buffers=False)`, torch's default).
 
-Steps of optimizers that `step_sparsity_` has not been told of.
-
 A hook of torch's that runs before the step of every optimizer, of eager and compiled models and under FSDP2 alike: a weight
 whose last step was not counted is not stepped again. That is an error before the optimizer changes anything. What writes to
 weights without a `torch.optim.Optimizer`, or in a compiled `optimizer.step`, is not seen.
 
-The linear layer with a masked weight, in autograd: y = x (W * m)^T + b and its gradients.
-
-Kept for backward are x, W and the mask, never a masked copy of W, which would double what FSDP2 gathers: it is masked again.
-W * m is W where m is True and +0 elsewhere: the mask decides, so what was dropped may be anything, and finite weights give no
-NaN. With dense products outputs and gradients are those of torch's own linear layer of the masked weight, bit for bit: the same
-operators with the same operands.
+The product is y = x (W * m)^T + b. Kept for backward are x, W and the mask, never a masked copy of W, which would double what
+FSDP2 gathers: it is masked again. W * m is W where m is True and +0 elsewhere: the mask decides, so what was dropped may be
+anything, and finite weights give no NaN. With dense products outputs and gradients are those of torch's own linear layer of
+the masked weight, bit for bit: the same operators with the same operands.
 
 Under autocast operands are cast to its dtype, W before it is masked; the gradient of W is cast back before the rule of
 `gradient` sees it, so that this works on the master weight.
@@ -57,8 +53,7 @@ from fast.device import functional_transform
 from fast.kernels.sm90_sparse24_gemm.bits import unpack_bits
 from fast.ops import once_differentiable
 from fast.sparsity.compress import masked
-
-Grad = torch.Tensor | None
+from reference.sparsity.activation import squared_relu_24
 
 
 @dataclass(frozen=True)
@@ -452,3 +447,83 @@ def plain_again(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
     if isinstance(module, SparseLinear):
         module.__class__ = module.plain  # type: ignore[assignment]
+
+
+class SquaredReLU24(torch.autograd.Function):
+    """Values of `reference.squared_relu_24`, and their gradient; the mask is a constant of it.
+
+    With u an operation rounded to float32 and g the gradient of y: kept and positive elements get 2 u(g x), cast to x's dtype
+    once; others +0, and NaN of x gives NaN. Kept for backward is x alone; the mask is found again. Finite x and g give no NaN:
+    g x is made first, and what overflows is infinite. Source: Haziza et al., "Accelerating Transformer Inference and Training
+    with 2:4 Activation Sparsity" (arXiv 2503.16672). The product with the next weight is a dense one of a matrix with zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """The values; x is kept."""
+        ctx.save_for_backward(x)
+        return activated(x)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        (x,) = ctx.saved_tensors
+        mask = activated(x)[1] & ~(x <= 0)
+        product = (g.float() * x.float()).mul_(2).to(x.dtype)
+        return torch.where(mask, product, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def activated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and mask of x, as operators."""
+    values, mask = torch.ops.ao_lab.squared_relu_24(x)
+    return values, mask
+
+
+@torch.library.custom_op("ao_lab::squared_relu_24", mutates_args=())
+def squared_relu_24_op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.squared_relu_24` of a tensor."""
+    result = squared_relu_24(x)
+    return result.values, result.mask
+
+
+@squared_relu_24_op.register_vmap
+def _batched(
+    info: Any, in_dims: tuple[int], x: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    # The mask is of the last axis: others, a batch's among them, are alike.
+    return activated(x.movedim(in_dims[0], 0)), (0, 0)
+
+
+@squared_relu_24_op.register_fake
+def _activation_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def sparse_squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """The squared ReLU of x (..., K), 2:4 along K: shape and dtype of x (float32, bfloat16, float16), with a gradient.
+
+    Rounding and edges as `SquaredReLU24` says. Raises TypeError for what is no such tensor, ValueError where 4 does not divide
+    K.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"sparse_squared_relu takes a torch tensor, got {type(x).__name__}: {x!r:.60}")
+    if not torch.compiler.is_compiling() and functional_transform() is not None:
+        kept = activated(x.detach())[1] & (x.detach() > 0) | x.detach().isnan()
+        return torch.where(kept, x, 0).square()
+    y: torch.Tensor = SquaredReLU24.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+class SparseSquaredReLU(nn.Module):
+    """`sparse_squared_relu` as a module, in the place of a squared ReLU between two linear layers."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """See `sparse_squared_relu`."""
+        return sparse_squared_relu(input)
+
+
+Grad = torch.Tensor | None
+
+
+__all__ = ["SparseSquaredReLU", "sparse_squared_relu"]

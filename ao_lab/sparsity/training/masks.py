@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ao_lab.sparsity.prune_layer import mask_of, most_kept, pruned_pattern
+from ao_lab.sparsity.plan import mask_of, most_kept, pruned_pattern
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits, unpack_bits
 from fast.sparsity.compress import masked

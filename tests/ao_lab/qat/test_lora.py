@@ -25,7 +25,7 @@ from ao_lab import (
 from ao_lab.checkpoint.api import load_pretrained, save_pretrained
 from ao_lab.qat.lora import LoRALinear
 from tests.ao_lab.config.test_every_config import TOKENS, Net
-from tests.ao_lab.qat.test_autograd import gradients
+from tests.ao_lab.qat.test_linear import gradients
 from tests.support.models.qat_models import everything, linears, multiplied, same, steps
 
 CONFIGS = {

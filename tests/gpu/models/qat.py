@@ -13,7 +13,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.qat.forward import Given, Rule, gradients
+from ao_lab.qat.linear import Given, Rule, gradients
 from tests.gpu.harness.subject import Asked, Check, Subject, same_bits
 
 DYNAMIC, WEIGHTS = "int8_rowwise_asymmetric", "int4_g128_asymmetric"

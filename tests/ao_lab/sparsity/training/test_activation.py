@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import reference
 from ao_lab import SparseSquaredReLU, SparseTrainingConfig, sparse_squared_relu, sparsify_, step_sparsity_
-from ao_lab.sparsity.training.activation import squared_relu_24_op
+from ao_lab.sparsity.training.layers import squared_relu_24_op
 from tests.support.models.qat_models import same
 
 #: Dynamo's own warning.

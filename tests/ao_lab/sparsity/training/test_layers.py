@@ -397,7 +397,7 @@ def test_every_optimizer(kind, how, compiled):
     step_once(net, optimizer, run)
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with pytest.raises(
-        RuntimeError, match=r"step\(\) was called twice without ao_lab.step_sparsity_\(watched\)"
+        RuntimeError, match=r"step\(\) was called twice without ao_lab.step_sparsity_\(model\)"
     ):
         step_once(net, optimizer, run)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
@@ -408,7 +408,7 @@ def test_every_optimizer(kind, how, compiled):
 
 @pytest.mark.usefixtures("few_objects")
 def test_other_models_and_frozen_weights():
-    """Optimizers that hold other weights, or weights without gradients, step_once as they like."""
+    """Optimizers that hold other weights, or weights without gradients, step as they like."""
     net, other = watched(), nn.Linear(16, 8)
     optimizer, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, other))
     step_once(net, optimizer)
@@ -434,18 +434,18 @@ def test_copies_have_their_own_count(copied):
 @pytest.mark.usefixtures("few_objects")
 def test_finished_and_forgotten_models():
     gc.collect()
-    watched = len(layers._watched)
+    before = len(layers._watched)
     net = watched()
-    assert len(layers._watched) == watched + 2
+    assert len(layers._watched) == before + 2
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step_once(net, optimizer)
     finish_sparsity_(net)
     step_once(net, optimizer)
-    assert len(layers._watched) == watched
+    assert len(layers._watched) == before
     net = watched()
     del net
     gc.collect()
-    assert len(layers._watched) == watched
+    assert len(layers._watched) == before
 
 
 @pytest.mark.usefixtures("few_objects")

@@ -23,7 +23,7 @@ from ao_lab import (
     quantize_,
     sparsify_,
 )
-from ao_lab.qat.forward import rule_of
+from ao_lab.qat.linear import rule_of
 from tests.ao_lab.config.test_every_config import TOKENS
 from tests.support.models.qat_models import everything, in_training, multiplied, same
 
@@ -312,7 +312,7 @@ def test_exported(strict):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_operators(name):
-    from ao_lab.qat.autograd import qat_linear_op
+    from ao_lab.qat.linear import qat_linear_op
 
     net = in_training(TRACED[name])
     layer = net.first

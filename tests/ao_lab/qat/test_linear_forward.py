@@ -14,8 +14,8 @@ import ao_lab
 import fast
 from ao_lab import QATConfig, SchemeConfig, advance_qat, quantize_
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.qat import forward
-from ao_lab.qat.forward import Given, Rule, cannot_saturate, gradients
+from ao_lab.qat import linear
+from ao_lab.qat.linear import Given, Rule, cannot_saturate, gradients
 from ao_lab.testing.strategies import assert_same_bits
 from reference import SCHEMES, Scales
 from tests.gpu.models.qat import expected as expected_gradients
@@ -288,8 +288,8 @@ class Masks:
 @pytest.fixture
 def masks(monkeypatch):
     made = Masks()
-    monkeypatch.setattr(forward, "fake_quantize", made)
-    monkeypatch.setattr(forward, "has_kernels", lambda x: True)
+    monkeypatch.setattr(linear, "fake_quantize", made)
+    monkeypatch.setattr(linear, "has_kernels", lambda x: True)
     return made
 
 
