@@ -474,3 +474,6 @@ def one_block_a_row(scheme: Scheme) -> Scheme:
     if scheme.key not in ROWS:
         ROWS[scheme.key] = replace(scheme, name=f"{scheme.name}_rows", scale=replace(scheme.scale, block=-1))
     return ROWS[scheme.key]
+
+
+__all__ = ["precompute_float8_dynamic_scale_for_fsdp"]
