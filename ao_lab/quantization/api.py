@@ -194,7 +194,8 @@ def _quantize_all(
             placing = change, quantize_parameter(change, change.parameter, device, known, outer)
             change.put(placing[1])
             for module in change.layers.values():
-                unwatch(module)
+                if module._forward_pre_hooks:
+                    unwatch(module)
             done += 1
             if progress is not None:
                 progress(change.name, done, len(quantizing))
