@@ -22,6 +22,7 @@ Source: Shazeer, GLU variants improve transformer, arXiv 2002.05202.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -81,8 +82,14 @@ def silu_bits(ns: Namespace, gate: Array, name: str) -> Array:
 @lru_cache
 def silu_codes(name: str) -> npt.NDArray[np.uint16]:
     """Bit pattern of silu(v), correctly rounded, for every bit pattern of v; read-only, shape (65536,)."""
+    return _of_every_pattern(silu_float64, name)
+
+
+def _of_every_pattern(
+    function: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]], name: str
+) -> npt.NDArray[np.uint16]:
     patterns = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
-    values = silu_float64(decode(patterns, name).astype(np.float64))
+    values = function(decode(patterns, name).astype(np.float64))
     codes: npt.NDArray[np.uint16] = encode(values, name, overflow="nonfinite")
     codes.flags.writeable = False
     return codes
@@ -117,11 +124,7 @@ def swiglu_vjp(g: Any, gate: Any, up: Any) -> tuple[Array, Array]:
 @lru_cache
 def silu_slope_codes(name: str) -> npt.NDArray[np.uint16]:
     """Bit pattern of silu'(v), correctly rounded, for every bit pattern of v; read-only, shape (65536,)."""
-    patterns = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
-    values = silu_slope_float64(decode(patterns, name).astype(np.float64))
-    codes: npt.NDArray[np.uint16] = encode(values, name, overflow="nonfinite")
-    codes.flags.writeable = False
-    return codes
+    return _of_every_pattern(silu_slope_float64, name)
 
 
 @lru_cache
