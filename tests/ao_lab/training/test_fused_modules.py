@@ -1,4 +1,5 @@
-"""`convert_for_training_(fuse=True)`: which modules are fused, what they compute, and how all of it is undone."""
+"""`convert_for_training_(fuse=True)`: which modules are fused, what they compute, and how all of it is undone; SwiGLU with the
+linear layer behind it has the bits of the two parts."""
 
 import copy
 import functools
@@ -26,8 +27,6 @@ from ao_lab.training.fused_modules import (
 )
 from experiments.models.llama import TINY_ONE_LAYER, Attention, rotary_tables, scaled_frequencies
 from reference.training import RECIPES
-
-# SwiGLU with the linear layer behind it: the bits of the two parts, and what is kept for backward.
 
 M, K, N = 128, 256, 128
 SERVED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")

@@ -1,4 +1,5 @@
-"""Which function computes a training product, and the one of codes that few rows take."""
+"""Which function computes a training product; what torch's products of blocks are given; the product of codes that few rows
+take."""
 
 from dataclasses import replace
 
@@ -14,8 +15,6 @@ from ao_lab.training.products import PRODUCTS
 from reference.training import RECIPES
 from reference.training.recipe import Operand, Product
 from tests.support.refusals import refused
-
-# What torch's products of blocks are given: scales as they ask for them, on a model of their rules.
 
 M, N = 32, 256
 

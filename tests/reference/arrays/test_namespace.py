@@ -1,4 +1,5 @@
-"""The shim: each operation means the same in NumPy, JAX and torch."""
+"""The shim: each operation means the same in NumPy, JAX and torch; arrays that mean more than their values are refused by every
+function that takes arrays, before anything is computed."""
 
 import inspect
 import subprocess
@@ -24,8 +25,6 @@ from reference.arrays.namespace import (
     namespace_of,
 )
 from tests.support.refusals import refused
-
-# Arrays that mean more than their values are refused by every function that takes arrays, before anything is computed.
 
 X = np.random.default_rng(0).standard_normal((4, 64), np.float32)
 HALF = X.astype(np.float16)

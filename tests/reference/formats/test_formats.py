@@ -1,4 +1,5 @@
-"""Records of formats: derived limits and tables against the published figures, ml_dtypes, gfloat and exact fractions."""
+"""Records of formats are checked where they are made, and whatever is accepted encodes its own values back; derived limits and
+tables against the published figures, ml_dtypes, gfloat and exact fractions."""
 
 from __future__ import annotations
 
@@ -19,8 +20,6 @@ from reference.formats.formats import FORMATS, Format, format_of
 from tests.support import oracles
 from tests.support.oracles import CODEBOOKS, FLOATS, INTEGERS, Array
 from tests.support.refusals import refused
-
-# Records of formats are checked where they are made; whatever is accepted encodes its own values back.
 
 FLOAT = {"kind": "float", "bits": 8, "exponent_bits": 4, "mantissa_bits": 3, "bias": 7}
 

@@ -1,4 +1,5 @@
-"""`round_shift`, the one rounding rule, against its definition in fractions, and the properties that follow from it."""
+"""`round_shift`, the one rounding rule, against its definition in fractions, and the properties that follow from it; random
+bits; casts of float32 bit patterns."""
 
 from __future__ import annotations
 
@@ -27,8 +28,6 @@ from reference.formats.rounding import (
 from tests.support import oracles
 from tests.support.oracles import SIXTEEN_BIT, Array
 from tests.support.refusals import refused
-
-# Philox against the published test vectors, and the layout of words in a tensor.
 
 # Known answers of Philox4x32-10 from the authors' Random123 library: counter, key, words.
 KNOWN = [

@@ -1,4 +1,5 @@
-"""Stored scales times a power of two, against exact fractions."""
+"""`pack` and `unpack` against a bit stream kept as one Python integer per row; stored scales times a power of two against exact
+fractions."""
 
 from fractions import Fraction
 
@@ -16,8 +17,6 @@ from reference import FORMATS
 from reference.arrays.namespace import namespace_of
 from reference.formats.storage import SCALED, load, times_power_of_two
 from tests.support.refusals import refused
-
-# pack and unpack against a bit stream kept as one Python integer per row.
 
 SUBBYTE = [name for name, fmt in FORMATS.items() if fmt.bits < 8]
 

@@ -1,3 +1,5 @@
+"""`matmul_error_bound` holds for every tier of accumulation, against rational sums, and is not empty."""
+
 from __future__ import annotations
 
 from dataclasses import replace

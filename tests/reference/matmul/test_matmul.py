@@ -1,3 +1,5 @@
+"""`matmul`: tiers of accumulation, bias and dtypes of results, edges, three libraries; operands that are `Quantized`."""
+
 from __future__ import annotations
 
 from dataclasses import replace

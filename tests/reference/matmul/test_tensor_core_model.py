@@ -1,3 +1,5 @@
+"""Sums of Hopper's tensor cores as the model has them, against integers and fractions."""
+
 from __future__ import annotations
 
 import sys

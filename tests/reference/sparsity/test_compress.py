@@ -1,3 +1,6 @@
+"""2:4 storage against loops and against torch's, every pattern of four; of codes by `quantize_compressed`, where zero has a
+code."""
+
 from __future__ import annotations
 
 import itertools
@@ -249,8 +252,6 @@ def test_refusals_name_the_way_out():
     refused(ValueError, r"decompress to \(2, 8\)", decompress, values, metadata, shape=(2, 16))
     refused(TypeError, "metadata is uint8", decompress, values, metadata.astype(np.int8))
 
-
-# The code of zero, on which 2:4 storage of codes rests, and elements that are stored as they are.
 
 # `quantize_compressed` is quantization and compression, whose mask is chosen before anything is rounded.
 

@@ -1,3 +1,5 @@
+"""Scores and masks against scalar programs in NumPy's float32, and the stated answers at their edges; SR-STE; squared ReLU."""
+
 from __future__ import annotations
 
 import jax
@@ -24,8 +26,6 @@ from reference.sparsity.prune import (
     wanda_scores,
 )
 from tests.support.refusals import refused
-
-# Scores against scalar programs in NumPy's float32, and the stated answers at their edges.
 
 F = np.float32
 SPECIAL = [0.0, -0.0, 1.0, -3.0, 2.0**-149, 2.0**-126, 3e38, -1e-30, 1e25]

@@ -1,4 +1,5 @@
-"""The linear layer of every recipe: operands, products and their bounds, three libraries, edges."""
+"""The linear layer of every recipe: shapes, operands, products and their bounds, three libraries, edges; the Hadamard
+transform."""
 
 import itertools
 from dataclasses import replace
@@ -20,8 +21,6 @@ from reference.training.linear import operands, product, unsupported_reason
 from reference.training.recipe import PRODUCTS
 from tests.support.bits import tensor_of
 from tests.support.refusals import refused
-
-# Shapes that recipes take: the words, and that they are right.
 
 NAMED = ("tensorwise", "blockwise", "mxfp8", "mxfp4", "nvfp4", "bf16")
 

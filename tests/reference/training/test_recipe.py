@@ -1,4 +1,5 @@
-"""Records of recipes: what they refuse, and what they say of themselves."""
+"""What each recipe quantizes and how, and the claims of its text: no saturation, no bias, nothing flushed. Records: what they
+refuse, and what they say of themselves."""
 
 from dataclasses import replace
 
@@ -19,8 +20,6 @@ from reference.training.recipe import (
     saving_codes,
 )
 from tests.support.refusals import refused
-
-# What each recipe quantizes and how, and the claims of its text: no saturation, no bias, nothing flushed.
 
 E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 RECIPES_ROW, TENSOR, TENSOR_2 = (

@@ -1,4 +1,5 @@
-"""Modules of experts train by a recipe: those of transformers by a forward of ours, others by their own."""
+"""Modules of experts train by a recipe: those of transformers by a forward of ours that sorts tokens, others by their own,
+whose products are taken over, or an error."""
 
 import copy
 import io
@@ -14,8 +15,6 @@ from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.grouped.experts import LowPrecisionExperts, combine, sort_by_expert
 from reference.training import RECIPES
 from tests.support.refusals import refused
-
-# Sorting tokens by expert, and their results added up again.
 
 
 def test_pairs_stand_by_expert_in_the_order_of_tokens():
