@@ -208,7 +208,7 @@ def table(shape: Shape, name: str) -> Iterator[Row]:
     ]
     scaled, methods, right = name == "fp8", {}, {}
     for variant in chosen(shape, name):
-        call = partial(sparse24_gemm, "bfloat16", variant)
+        call = product_of(variant)
         calls = [partial(call, *operands(one, scaled)) for one in cases]
         right[variant.name] = error_of(cases[0], calls[0](), scaled=scaled) <= LIMIT
         methods |= {variant.name: calls} if right[variant.name] else {}
@@ -221,6 +221,11 @@ def table(shape: Shape, name: str) -> Iterator[Row]:
 def operands(one: Case, scaled: bool) -> tuple[Any, ...]:
     """Of a call."""
     return (one.x, one.values, one.arranged, None, *((one.x_scale, one.scale) if scaled else (None, None)))
+
+
+def product_of(variant: Variant) -> Any:
+    """The function of a variant."""
+    return partial(sparse24_gemm, "bfloat16", variant)
 
 
 def error_of(one: Case, y: Any, *, scaled: bool) -> float:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import fast
+from fast.kernels.sm90_sparse24_gemm.arrange import restore
 from fast.kernels.sm90_sparse24_gemm.select import RATES, Rates, Terms, choose
+from fast.sparsity.linear_sparse import canonical_shape
 from tests.gpu.sparsity import gemm
 from tests.gpu.sparsity.gemm import choices, described_now, fit_fitted, main, microseconds, spread
 
@@ -95,12 +97,11 @@ def test_rows_say_what_is_right(monkeypatch):
     """The reference in place of the kernel, and a clock that stands still; one variant in three is wrong and not timed."""
     wrong = gemm.chosen((128, 64, 256), "bf16")[1].name
 
-    def product_of(one, variant, scaled):
+    def product_of(variant):
         def call(x, values, metadata, bias, x_scale, scale):
-            y = fast.linear_sparse(
-                one.x, one.values, one.metadata, x_scale=x_scale, scale=scale, out_dtype=torch.bfloat16
-            )
-            return -y if variant.name == wrong and not scaled else y
+            order = restore(metadata, 8 * x.itemsize, canonical_shape(values))
+            y = fast.linear_sparse(x, values, order, x_scale=x_scale, scale=scale, out_dtype=torch.bfloat16)
+            return -y if variant.name == wrong and scale is None else y
 
         return call
 
