@@ -29,3 +29,7 @@ struct Place {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 };
+
+// Where one of two warpgroups is some stages behind the other: the first says so, the second waits for it.
+__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
+__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }

@@ -6,20 +6,6 @@
 //
 // Before: `problem.cuh`, `words.cuh`; BITS, SIGNED, HALF, ZERO.
 
-template <int TABLE>
-__device__ __forceinline__ u32 logic(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
-  return d;
-}
-
-__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
-  u32 d;
-  if constexpr (HALF) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 __device__ __forceinline__ u32 twice(float v) {
   u32 d;
   if constexpr (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(d) : "f"(v));

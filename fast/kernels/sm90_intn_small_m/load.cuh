@@ -2,10 +2,6 @@
 //
 // Before: `problem.cuh`, `words.cuh`, `decode.cuh`.
 
-__device__ __forceinline__ void copy_16(u32 to, const char* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-
 __device__ __forceinline__ void copy_4(u32 to, const char* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
 }

@@ -17,6 +17,7 @@ struct TensorMap;
 #include "problem.cuh"
 #include "words.cuh"
 #include "copies.cuh"
+#include "pairs.cuh"
 #include "decode.cuh"
 #include "load.cuh"
 

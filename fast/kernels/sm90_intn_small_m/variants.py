@@ -114,7 +114,7 @@ KERNEL = Kernel(
     Path(__file__).parent,
     _defines,
     own=("problem.cuh", "decode.cuh", "load.cuh"),
-    shared=("words.cuh", "copies.cuh"),
+    shared=("words.cuh", "copies.cuh", "pairs.cuh"),
     programmatic=True,
 )
 

@@ -87,9 +87,6 @@ __device__ __forceinline__ void multiply_stage(Sum (&sum)[SUMS], const Ring& rin
   commit();
 }
 
-__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
-__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
-
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
 __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour) {
   Tiles tiles(p);

@@ -114,8 +114,6 @@ __device__ __forceinline__ void multiply_panels(Sum (&sum)[SUMS], u64 a, u64 b, 
 }
 
 static_assert(SKEW % 2 == 0);  // stages are multiplied in pairs
-__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
-__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
 
 // Multiply what arrives, 64 features by TOKENS, and write the tiles.
 __device__ __forceinline__ void consume(const Maps& maps, const Problem& p, const Ring& ring, int group, int thread, int neighbour,

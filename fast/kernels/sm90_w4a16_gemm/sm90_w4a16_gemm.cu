@@ -94,8 +94,6 @@ struct Ring {
 // One warpgroup begins SKEW stages behind the other, so that one multiplies while the other writes its tile. The ring has more, and
 // three at least: a stage is handed back after the next but one was read.
 static_assert(SKEW < STAGES && STAGES > 2);
-__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 4, 256;" ::: "memory"); }
-__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 4, 256;" ::: "memory"); }
 
 // The steps of a program: a part of K, whole pairs.
 struct Steps {

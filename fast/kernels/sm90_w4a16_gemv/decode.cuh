@@ -9,20 +9,6 @@ __device__ __forceinline__ void load_inputs(u32 (&b)[4], u32 address) {
       : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
 }
 
-template <int TABLE>
-__device__ __forceinline__ u32 logic(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
-  return d;
-}
-
-__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
-  u32 d;
-  if constexpr (HALF) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  else asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
   u32 d;
   if constexpr (HALF) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

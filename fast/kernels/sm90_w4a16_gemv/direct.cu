@@ -28,6 +28,7 @@ static_assert(!GROUPED || GROUP % 64 == 0 && NIBBLES && !ZERO, "an atom has one 
 
 #include "words.cuh"
 #include "copies.cuh"
+#include "pairs.cuh"
 #include "decode.cuh"
 #include "factors.cuh"
 #include "sums.cuh"

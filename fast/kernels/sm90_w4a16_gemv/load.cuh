@@ -51,10 +51,6 @@ __device__ __forceinline__ void produce(const Problem& p, const Ring& ring, cons
   }
 }
 
-__device__ __forceinline__ void copy_16(u32 to, const char* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-
 // Rows of memory, `bytes` (a multiple of 16) of each, by all threads that multiply.
 __device__ __forceinline__ void copy_rows(u32 to, u32 pitch, const char* from, i64 step, int rows, int bytes, int thread) {
   const int each = bytes / 16;

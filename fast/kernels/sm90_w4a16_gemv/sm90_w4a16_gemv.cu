@@ -35,6 +35,7 @@ constexpr int LINE = ROWS + 4;                                 // words of a row
 
 #include "words.cuh"
 #include "copies.cuh"
+#include "pairs.cuh"
 #include "decode.cuh"
 #include "levels.cuh"
 #include "factors.cuh"

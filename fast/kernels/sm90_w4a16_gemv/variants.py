@@ -183,7 +183,7 @@ KERNEL = Kernel(
     Path(__file__).parent,
     _defines,
     own=("problem.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "sums.cuh", "load.cuh"),
-    shared=("words.cuh", "copies.cuh"),
+    shared=("words.cuh", "copies.cuh", "pairs.cuh"),
     programmatic=True,
 )
 
