@@ -105,7 +105,7 @@ def _reference(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) ->
 
 
 def _masked_kernel(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> Compressed:
-    from fast.kernels.sm90_sparse24_gemm.masked_host import compress_masked
+    from fast.kernels.sm90_sparse24_gemm.masked import compress_masked
 
     _check(*operands)
     return compress_masked(*operands, *values, key)
@@ -117,7 +117,7 @@ def _unpacked(record: Any, values: tuple[Any, ...], operands: Sequence[Any]) -> 
 
 
 def _keep(record: Any, values: tuple[Any, ...], operands: Sequence[Any], key: Any) -> torch.Tensor:
-    from fast.kernels.sm90_sparse24_gemm.masked_host import keep
+    from fast.kernels.sm90_sparse24_gemm.masked import keep
 
     return keep(*operands, key)
 

@@ -17,7 +17,7 @@ import triton
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
-from fast.kernels.sm90_sparse24_gemm.masked_host import compress_masked, keep
+from fast.kernels.sm90_sparse24_gemm.masked import compress_masked, keep
 from fast.sparsity.compress import COMPRESS_MASKED, DTYPES
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.cases import MASKED_SHAPES, masked_weights

@@ -13,7 +13,7 @@ if platform.system() != "Linux":
 
 from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
-from fast.kernels.sm90_sparse24_gemm.masked_host import compress_masked, keep
+from fast.kernels.sm90_sparse24_gemm.masked import compress_masked, keep
 from fast.sparsity import compress as public
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
