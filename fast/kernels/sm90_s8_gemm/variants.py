@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from fast.kernels.hopper.wgmma import header, product
 from fast.launch.cuda import Kernel
 from fast.launch.hopper import KINDS, MOST_SHARED
 
@@ -93,46 +94,27 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     }  # fmt: skip
 
 
-def header(element: str, tokens: int) -> str:
-    """The text of `products.h`: wgmma.mma_async of 8-bit elements in shared memory, as inline PTX. element: of `ELEMENTS`;
-    tokens: of a tile.
-
-    A statement of inline PTX names each of its registers, of which there are up to 130, so it is written out here.
-    Source: PTX ISA, section 9.7.15.5 (`wgmma.mma_async`).
-    """
-    sums, kind = tokens // 2, ELEMENTS[element]
-    integer = element == INTEGER
-    name, letter, dtype = ("int", "r", "s32") if integer else ("float", "f", "f32")
+def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
+    integer, kind = problem.element == INTEGER, ELEMENTS[problem.element]
     # Integers have no signs of the operands.
-    tail = "" if integer else ", 1, 1"
-    registers = ", ".join(f"%{i}" for i in range(sums))
-    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(sums))
-    return f"""
-typedef {name} Sum;
-
-__device__ __forceinline__ void fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
-__device__ __forceinline__ void commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
-
-__device__ __forceinline__ void multiply(Sum (&d)[{sums}], u64 a, u64 b) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k{INSTRUCTION}.{dtype}.{kind}.{kind} "
-      "{{{registers}}}, %{sums}, %{sums + 1}, 1{tail};"
-      : {outputs}
-      : "l"(a), "l"(b) : "memory");
-}}
-
-// Wait for all but the last PENDING groups of products.
-template <int PENDING>
-__device__ __forceinline__ void finish(Sum (&d)[{sums}]) {{
-  asm volatile("wgmma.wait_group.sync.aligned %{sums};" : {outputs} : "n"(PENDING) : "memory");
-}}
-"""
+    operands = "{0}, {1}, 1" + ("" if integer else ", 1, 1")
+    made = product(
+        variant.tokens,
+        INSTRUCTION,
+        f"{kind}.{kind}",
+        "u64 a, u64 b",
+        operands,
+        '"l"(a), "l"(b)',
+        integer=integer,
+    )
+    return {"products.h": header(integer, [made])}
 
 
 KERNEL = Kernel(
     "sm90_s8_gemm",
     Path(__file__).parent,
     _defines,
-    generated=lambda variant, problem: {"products.h": header(problem.element, variant.tokens)},
+    generated=_generated,
     instead="Triton's kernel multiplies",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from fast.kernels.hopper.wgmma import header, product
 from fast.launch.cuda import Kernel
 from fast.launch.hopper import KINDS, MOST_SHARED
 
@@ -132,45 +133,22 @@ def _defines(variant: Variant, problem: Problem) -> dict[str, int]:
     }  # fmt: skip
 
 
-def header(elements: Elements, tokens: int) -> str:
-    """The text of `products.h`: wgmma.mma_async.sp for the elements and the tokens of a variant, as inline PTX.
-
-    A statement of inline PTX names each of its registers, of which there are up to 132, so it is written out here.
-    Source: PTX ISA, section 9.7.15.6 (`wgmma.mma_async.sp`).
-    """
-    sums = tokens // 2
-    kind, letter, dtype = ("int", "r", "s32") if elements.integer else ("float", "f", "f32")
+def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
+    one = problem.elements
     # Signs of the operands, and for 16 bits that neither is transposed; integers have neither.
-    tail = "" if elements.integer else ", 1, 1" + (", 0, 0" if elements.bits == 16 else "")
-    shape = f"m64n{tokens}k{INSTRUCTION[elements.bits]}"
-    registers = ", ".join(f"%{i}" for i in range(sums))
-    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(sums))
-    return f"""
-typedef {kind} Sum;
-
-__device__ __forceinline__ void fence() {{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }}
-__device__ __forceinline__ void commit() {{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }}
-
-__device__ __forceinline__ void multiply(Sum (&d)[{sums}], u64 a, u64 b, u32 metadata) {{
-  asm volatile("wgmma.mma_async.sp.sync.aligned.{shape}.{dtype}.{elements.values}.{elements.x} "
-      "{{{registers}}}, %{sums}, %{sums + 1}, %{sums + 2}, 0, 1{tail};"
-      : {outputs}
-      : "l"(a), "l"(b), "r"(metadata) : "memory");
-}}
-
-// Wait for all but the last PENDING groups of products.
-template <int PENDING>
-__device__ __forceinline__ void finish(Sum (&d)[{sums}]) {{
-  asm volatile("wgmma.wait_group.sync.aligned %{sums};" : {outputs} : "n"(PENDING) : "memory");
-}}
-"""
+    operands = "{0}, {1}, {2}, 0, 1" + ("" if one.integer else ", 1, 1" + ", 0, 0" * (one.bits == 16))
+    made = product(
+        variant.tokens, INSTRUCTION[one.bits], f"{one.values}.{one.x}", "u64 a, u64 b, u32 metadata", operands,
+        '"l"(a), "l"(b), "r"(metadata)', integer=one.integer, sparse=True,
+    )  # fmt: skip
+    return {"products.h": header(one.integer, [made])}
 
 
 KERNEL = Kernel(
     "sm90_sparse24_gemm",
     Path(__file__).parent,
     _defines,
-    generated=lambda variant, problem: {"products.h": header(problem.elements, variant.tokens)},
+    generated=_generated,
 )
 
 

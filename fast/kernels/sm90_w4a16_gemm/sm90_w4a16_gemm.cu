@@ -1,6 +1,6 @@
 // y = x @ dequantize(w).T + bias, the product times a scale of each row of x where SCALED, with a preshuffled weight w of 4 or 8
 // bits, for Hopper (sm_90a). `variants.py` says what is defined for a variant and `host.py` launches it; `multiply` is generated
-// by `products.py`.
+// by `hopper/wgmma.py`.
 //
 // The first operand of wgmma comes from registers: features (rows of w) are its M, 64 a warpgroup, tokens (rows of x) its N. One
 // thread of each of three warps loads by the copy engine into a ring of STAGES; GROUPS warpgroups, or TURNS times as many that take
