@@ -81,13 +81,9 @@ class Kernel:
         """Compiled anew: the cubin or the PTX, and what the compiler says."""
         return compile_source(*self.sources(variant, problem), ptx=ptx, name=self.name)
 
-    def failure(self, problem: Any, device: int) -> str | None:
-        """What the compiler or the driver said of a variant before; None where nothing failed."""
-        return _FAILED.get((self, problem, device))
 
-
-#: By kernel, problem and device, why a variant was left out.
-_FAILED: dict[tuple[Kernel, Any, int], str] = {}
+#: Kernels, problems and devices of which a variant did not compile or load: no other is tried in this process then.
+_FAILED: set[tuple[Kernel, Any, int]] = set()
 
 
 @lru_cache(maxsize=64)
@@ -103,11 +99,13 @@ def loaded(kernel: Kernel, variant: Any, problem: Any, device: int) -> ctypes.c_
 
 @lru_cache(maxsize=1024)
 def is_loadable(kernel: Kernel, variant: Any, problem: Any, device: int) -> bool:
-    """Whether a variant compiles and loads; where it does not, a warning says why, once."""
+    """Whether a variant compiles and loads; where one does not, a warning says why, and no other of the problem is tried."""
+    if (kernel, problem, device) in _FAILED:
+        return False
     try:
         return bool(loaded(kernel, variant, problem, device))
     except (RuntimeError, OSError) as error:
-        _FAILED[kernel, problem, device] = f"it did not compile or load before: {error}"
+        _FAILED.add((kernel, problem, device))
         warnings.warn(f"{kernel.name} is left out, {kernel.instead}: {error}", stacklevel=3)
         return False
 

@@ -24,8 +24,6 @@ SYSTEM = 1024
 MOST_SHARED = 232448
 #: Registers of a multiprocessor.
 REGISTERS = 1 << 16
-#: Rows at most: sizes are 32-bit numbers in the sources.
-MOST_ROWS = 2**31 - 1
 #: Tiles of rows that share their weights' values in the L2 cache.
 GROUP = 8
 #: Names of dtypes by the numbers that the sources give them.
@@ -54,32 +52,17 @@ def is_served(tensor: torch.Tensor) -> bool:
     )
 
 
-def refused_device(device: torch.device) -> str | None:
-    """Why a device is none for the kernels, or nothing compiles them; None where it is one."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
-        return f"it is for GPUs of capability {HOPPER}, got {device}"
-    return missing_compiler()
-
-
-def index_of(device: torch.device) -> int:
-    """The number of a CUDA device, the current one where it has none."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 __all__ = [
     "AT_ONCE",
     "GROUP",
     "HOPPER",
     "KINDS",
-    "MOST_ROWS",
     "MOST_SHARED",
     "MULTIPROCESSORS",
     "REGISTERS",
     "SHARED",
     "SYSTEM",
     "capability",
-    "index_of",
     "is_served",
     "processors_of",
-    "refused_device",
 ]

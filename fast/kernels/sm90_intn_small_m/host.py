@@ -6,17 +6,15 @@ from functools import lru_cache
 
 import torch
 
-from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, choose, most_rows
+from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, choose
 from fast.kernels.sm90_intn_small_m.variants import KERNEL, STEP, WIDTHS, Form, Variant
 from fast.launch import cuda
 from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch
-from fast.launch.hopper import is_served
 from reference import Quantized
 from reference.quantize.quantize import check_quantized
 from reference.schemes.schemes import Scheme
 
-INPUTS = (torch.bfloat16, torch.float16)
 #: Pointers of a launch in the order of the source's `Problem`; then count, n, k and the bias's dtype.
 POINTERS = ("x", "codes", "scale", "zero", "bias", "y")
 
@@ -26,25 +24,19 @@ def launch_for(
 ) -> CudaLaunch | None:
     """What multiplies `count` rows of a dtype by a stored weight (N, K); its pointers are POINTERS.
 
-    None where another kernel has to: devices that are not Hopper's, no rows or more than MOST_ROWS, other dtypes, weights of
-    which `form_of` knows nothing, variants that do not fit. variant: by default that of `choose`.
+    None where another kernel has to: no rows or more than MOST_ROWS, weights of which `form_of` knows nothing, variants that do
+    not fit, compile or load. variant: by default that of `choose`.
     """
-    form = form_on_device(w, dtype)
+    form = form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
     if form is None or not 0 < count <= MOST_ROWS:
         return None
+    form = form._replace(half=dtype == torch.float16)
     given = variant or choose(form, count, *w.shape)
     if given is None or not given.takes(form, w.shape[1]):
         return None
     if not cuda.is_loadable(KERNEL, given, form, w.codes.get_device()):
         return None
     return launch_of(given, form, count, (w.shape[0], w.shape[1]))
-
-
-def rows_taken(w: Quantized, dtype: torch.dtype) -> int:
-    """The most rows of a dtype that are for this kernel, as far as that is known before one is compiled; 0 where none are."""
-    form = form_on_device(w, dtype)
-    most = most_rows(w.shape[0])
-    return most if form is not None and choose(form, most, *w.shape) is not None else 0
 
 
 def sm90_intn_small_m(
@@ -60,14 +52,6 @@ def sm90_intn_small_m(
     call.launch(launch, POINTERS)
     y: torch.Tensor = call.result("y")
     return y
-
-
-def form_on_device(w: Quantized, dtype: torch.dtype) -> Form | None:
-    """A weight's form beside inputs of a dtype; None for those that the kernel, or its device, does not take."""
-    if w.tiled or dtype not in INPUTS or not is_served(w.codes):
-        return None
-    form = form_of(w.scheme, tuple(w.shape), w.axis, w.packed)
-    return None if form is None or not w.shape[0] else form._replace(half=dtype == torch.float16)
 
 
 @lru_cache(maxsize=4096)
@@ -108,4 +92,4 @@ def launch_of(variant: Variant, form: Form, count: int, shape: tuple[int, int]) 
     )
 
 
-__all__ = ["MOST_ROWS", "form_of", "launch_for", "rows_taken", "sm90_intn_small_m"]
+__all__ = ["MOST_ROWS", "form_of", "launch_for", "sm90_intn_small_m"]

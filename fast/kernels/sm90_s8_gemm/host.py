@@ -11,16 +11,14 @@ from fast.kernels.sm90_s8_gemm.variants import FEATURES, INTEGER, KERNEL, ROW, P
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import BIAS, CudaLaunch, Maps
-from fast.launch.driver import STEP, tensor_map
-from fast.launch.hopper import GROUP, MOST_ROWS, index_of, processors_of, refused_device
+from fast.launch.driver import tensor_map
+from fast.launch.hopper import GROUP, processors_of
 from reference import Quantized
 
 #: Pointers of a launch, of which the first two are read through their tensor maps alone.
 POINTERS = ("codes", "x", "x_scale", "scale", "bias", "y")
 #: Numbers of the source's `Problem`: tokens, features, steps, x_scale_step, scale_step, bias_kind, group; filled up to 8 bytes.
 NUMBERS = "7i4x"
-#: What rows of y, in elements, are multiples of.
-FEATURES_STEP = 8
 
 
 def linear_of_codes(
@@ -29,10 +27,9 @@ def linear_of_codes(
     """Rows of int8 codes (M, K) times the transpose of a weight of int8 codes (N, K): the sum, exact in int32, as float32,
     times x's scale, times the weight's, plus the bias, each rounded to float32; then one rounding to `dtype`.
 
-    None where another kernel has to take it, see `refused`, or is faster (`select`). key: of the call; see `launch.cache`.
+    Operands are those that the family takes (`fast.gemm.families`). None where another kernel is faster (`select`), and where
+    the variant does not compile or load. key: of the call; see `launch.cache`.
     """
-    if refused(x, w, dtype) is not None:
-        return None
     variant = choose(x.shape[0], w.shape[0], is_stored(dtype), processors_of(x.codes.get_device()))
     call = None if variant is None else call_of(variant, problem_of(dtype), x, w, bias)
     if call is None:
@@ -44,40 +41,6 @@ def linear_of_codes(
 def problem_of(dtype: torch.dtype) -> Problem:
     """Products of int8 codes into a dtype."""
     return Problem(INTEGER, FLOAT_NAMES[dtype])
-
-
-def refused(x: Quantized, w: Quantized, dtype: torch.dtype) -> str | None:
-    """Why the kernel does not take a product of checked codes; None where it does."""
-    if (x.scheme.element, w.scheme.element) != (INTEGER, INTEGER):
-        return f"elements are {INTEGER}, got {x.scheme.element} and {w.scheme.element}"
-    if x.zero is not None:
-        return "there are no zero points"
-    return refused_sizes(x.shape[0], tuple(w.shape), dtype, device_of(x.codes))
-
-
-def refused_sizes(rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-    """The same of so many rows and a weight (N, K) of codes that it takes, on a device."""
-    features, length = shape
-    if dtype not in FLOAT_NAMES:
-        return f"results are {', '.join(FLOAT_NAMES.values())}, got {dtype}"
-    if not rows or not features or not length or max(rows, features, length) > MOST_ROWS:
-        return f"sizes are 1 to {MOST_ROWS}, got {(rows, features, length)}"
-    if length % STEP or features % FEATURES_STEP:
-        return f"K is a multiple of {STEP} and N of {FEATURES_STEP}, got {(rows, features, length)}"
-    reason = refused_device(device)
-    return KERNEL.failure(problem_of(dtype), index_of(device)) if reason is None else reason
-
-
-def is_faster(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether so many rows by a weight (N, K) are taken, and faster than by Triton's kernel."""
-    if refused_sizes(rows, shape, dtype, device) is not None:
-        return False
-    return choose(rows, shape[0], is_stored(dtype), processors_of(index_of(device))) is not None
-
-
-def device_of(codes: torch.Tensor) -> torch.device:
-    """Where it would run; a function of its own, so that tests can say another one."""
-    return codes.device
 
 
 def is_stored(dtype: torch.dtype) -> bool:
@@ -116,4 +79,4 @@ def call_of(
     return call
 
 
-__all__ = ["POINTERS", "call_of", "is_faster", "is_stored", "linear_of_codes", "problem_of", "refused"]
+__all__ = ["POINTERS", "call_of", "is_stored", "linear_of_codes", "problem_of"]

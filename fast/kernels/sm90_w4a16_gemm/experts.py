@@ -40,14 +40,11 @@ def sm90_w4a16_gemm_of_experts(
     experts: an arranged weight whose parts have an axis of experts in front, of one element; `shape` is that of one of them.
     ends: int32 (E,), on x's device: the row after each expert's last one, none of which the host reads; rows behind the last
     end are undefined, as torch's `_grouped_mm` leaves them. Sums are float32 over all of K, rounded once to x's dtype: each row
-    has the bits that `sm90_w4a16_gemm` gives it without parts of K. None where the dense weights have to be multiplied, see
-    `host.refused_operands`. key, record: see `launch.cache`. ValueError for shapes, dtypes and devices that
-    do not go together.
+    has the bits that `sm90_w4a16_gemm` gives it without parts of K. Operands are those that the family takes
+    (`fast.gemm.families`); None where the variant does not compile or load. key, record: see `launch.cache`. ValueError for
+    shapes, dtypes and devices that do not go together.
     """
     check_experts(x, experts, ends)
-    # Weights of experts in NF4 are not preshuffled; their levels would be those of the first one here.
-    if experts.element == "nf4" or host.refused_operands(x, experts, None) is not None:
-        return None
     launch = launch_of(x, experts)
     if launch is None:
         return None

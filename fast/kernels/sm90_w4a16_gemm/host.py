@@ -12,8 +12,6 @@ from fast.kernels.sm90_w4a16_gemm.schedule import Grid, Schedule, grid_of, sched
 from fast.kernels.sm90_w4a16_gemm.select import choose, ratio_of
 from fast.kernels.sm90_w4a16_gemm.variants import (
     ATOM,
-    ELEMENTS,
-    FEATURES,
     KERNEL,
     PANEL,
     Problem,
@@ -25,9 +23,8 @@ from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import BIAS, CudaLaunch, Maps
 from fast.launch.driver import tensor_map
-from fast.launch.hopper import GROUP, MOST_ROWS, index_of, processors_of, refused_device
+from fast.launch.hopper import GROUP, processors_of
 
-INPUTS = (torch.bfloat16, torch.float16)
 #: Pointers of a launch; behind them scales of rows, where these have some. x is read through its tensor map alone.
 POINTERS = ("x", "codes", "scale", "zero", "bias", "y")
 #: Of them those that tensor maps are made of.
@@ -36,17 +33,6 @@ MAPPED = (0, 5)
 NUMBERS = "11i4x"
 #: Four bits, which the kernel is told: no compiler may know them.
 NIBBLE = 15
-#: Columns of a group whose elements have a product more each.
-SIXTEEN = 16
-#: Rows up to which that product is hidden; of more the dense weight is quicker (times: reports/LOG.md).
-MOST_OF_SIXTEEN = 1024
-#: Rows of NF4 up to which it is quicker than the dense weight: each element reads a word of shared memory, beside those that
-#: products read (times: reports/LOG.md).
-MOST_OF_LEVELS = 2048
-#: Elements of a weight of either, of fewer than which the dense one is quicker behind fewer rows.
-SMALL = 1 << 23
-#: Rows up to which such a weight is quicker than the dense one (times: reports/LOG.md).
-MOST_OF_SMALL = 512
 
 
 def sm90_w4a16_gemm(
@@ -62,8 +48,9 @@ def sm90_w4a16_gemm(
 
     Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32, and
     the result rounded once to x's dtype. x_scale: float32, one for each row of x, by which its sums are multiplied in float32
-    before that: x is then the rows' codes, which are exact in its dtype. None where another route has to take it, see
-    `refused`. key, record: see `launch.cache`, of a call without x_scale. ValueError for other scales.
+    before that: x is then the rows' codes, which are exact in its dtype. Operands are those that the family takes
+    (`fast.gemm.families`); None where the variant does not compile or load. key, record: see `launch.cache`, of a call without
+    x_scale. ValueError for other scales.
     """
     launch = launch_for(x, w, bias, x_scale)
     if launch is None:
@@ -78,8 +65,6 @@ def launch_for(
     """What multiplies such operands; its pointers are its `names`. None and errors as `sm90_w4a16_gemm`."""
     rows = x.numel() // w.shape[1]
     check_row_scales(x_scale, x, rows, KERNEL.name)
-    if refused(x, w, bias) is not None:
-        return None
     variant = choose(rows, *w.shape, weight_of(w), processors_of(x.get_device()))
     return launch_of(w, rows, x.dtype, x.get_device(), variant, scaled=x_scale is not None)
 
@@ -125,62 +110,6 @@ def call_of(
     return call
 
 
-def refused(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
-    """Why the kernel does not take a call; None where it does."""
-    return refused_operands(x, w, bias) or refused_rows(x.numel() // w.shape[1], w)
-
-
-def refused_rows(rows: int, w: ArrangedWeight) -> str | None:
-    """Why so many rows are not multiplied by a weight as it is stored: the dense one is quicker. None where they are."""
-    most = most_rows(w)
-    if rows > most:
-        return f"{w.element} in groups of {w.group} is multiplied by the dense weight from {most + 1} rows on"
-    return None
-
-
-def refused_operands(x: torch.Tensor, w: ArrangedWeight, bias: torch.Tensor | None) -> str | None:
-    """Why operands are not taken, whatever is quicker; None where they are."""
-    if bias is not None and bias.dtype not in FLOAT_NAMES:
-        return f"a bias is a float, got {bias.dtype}"
-    if not x.numel() or x.numel() // w.shape[1] > MOST_ROWS:
-        return f"there are 1 to {MOST_ROWS} rows, got {tuple(x.shape)}"
-    return refused_weight(w, x.dtype, x.device)
-
-
-def refused_weight(w: ArrangedWeight, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The same of any rows of a dtype on a device."""
-    n, length = w.shape
-    if w.element not in ELEMENTS:
-        return f"elements are {', '.join(ELEMENTS)}, got {w.element}"
-    if dtype not in INPUTS:
-        return f"inputs are {' or '.join(map(str, INPUTS))}, got {dtype}"
-    if n % FEATURES or length % (2 * ATOM) or (n, length) != (w.rows, w.columns):
-        return f"weights have multiples of {FEATURES} rows and columns, got {w.shape}"
-    reason = refused_device(device)
-    if reason is not None:
-        return reason
-    return KERNEL.failure(Problem(weight_of(w), FLOAT_NAMES[dtype]), index_of(device))
-
-
-def rows_taken(w: ArrangedWeight, dtype: torch.dtype) -> int:
-    """The most rows of a dtype that the kernel takes of a weight on its device; 0 where none."""
-    return most_rows(w) if takes(w, dtype) else 0
-
-
-def takes(w: ArrangedWeight, dtype: torch.dtype) -> bool:
-    """Whether there are rows of a dtype that the kernel takes of a weight on its device."""
-    return refused_weight(w, dtype, w.words.device) is None
-
-
-def most_rows(w: ArrangedWeight) -> int:
-    """The most rows for which the dense weight is not quicker."""
-    if w.group != SIXTEEN and w.element != "nf4":
-        return MOST_ROWS
-    if w.shape[0] * w.shape[1] < SMALL:
-        return MOST_OF_SMALL
-    return MOST_OF_SIXTEEN if w.group == SIXTEEN else MOST_OF_LEVELS
-
-
 def weight_of(w: ArrangedWeight) -> Weight:
     """What the kernel decodes."""
     return Weight(w.element, w.zero is not None, max(1, ATOM // (w.group or ATOM)))
@@ -200,8 +129,6 @@ def described(one: Variant, tokens: int, length: int, features: int, x: int, y: 
 
 
 __all__ = [
-    "ELEMENTS",
-    "INPUTS",
     "NUMBERS",
     "POINTERS",
     "call_of",
@@ -209,12 +136,6 @@ __all__ = [
     "launch_for",
     "launch_of",
     "programs_of",
-    "refused",
-    "refused_operands",
-    "refused_rows",
-    "refused_weight",
-    "rows_taken",
     "sm90_w4a16_gemm",
-    "takes",
     "weight_of",
 ]

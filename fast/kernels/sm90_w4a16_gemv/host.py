@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from fast.kernels.linear_small.layout import ArrangedWeight
-from fast.kernels.sm90_w4a16_gemv.select import MOST_ROWS, choose, gains
-from fast.kernels.sm90_w4a16_gemv.variants import ELEMENTS, FACTORED, KERNEL, STEP, Direct, Form, Variant
+from fast.kernels.sm90_w4a16_gemv.select import MOST_ROWS, choose
+from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, STEP, Direct, Form, Variant
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import BIAS, CudaLaunch
-from fast.launch.hopper import is_served
 
-INPUTS = (torch.bfloat16, torch.float16)
 #: Pointers of a launch in the order of the source's `Problem`; then count, n, k and the bias's dtype.
 POINTERS = ("x", "codes", "scale", "zero", "x_scale", "bias", "y")
 
@@ -27,13 +25,9 @@ def launch_for(
     dtype: torch.dtype,
     variant: Variant | Direct | None = None,
 ) -> CudaLaunch | None:
-    """What multiplies `count` rows of inputs by a weight into `dtype`; its pointers are POINTERS.
-
-    None where another kernel has to: devices that are not Hopper's, weights whose rows or columns are filled, other dtypes and
-    elements, float16 where scales are factors, more than MOST_ROWS rows. variant: by default that of `choose`.
+    """What multiplies `count` rows of inputs by a weight into `dtype`, where the family takes them (`fast.gemm.families`); its
+    pointers are POINTERS. None where no variant has room, compiles and loads. variant: by default that of `choose`.
     """
-    if not is_taken(w, count, inputs, dtype):
-        return None
     form = form_of(w, inputs, dtype)
     given = variant or choose(form, count, *w.shape)
     if given is None or not cuda.is_loadable(KERNEL, given, form, w.words.get_device()):
@@ -68,27 +62,9 @@ def sm90_w4a16_gemv(
     return y
 
 
-def is_faster(w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes so many rows and was measured to be faster than `linear_small`."""
-    if not is_taken(w, count, inputs, dtype):
-        return False
-    return gains(form_of(w, inputs, dtype), count, *w.shape)
-
-
 def form_of(w: ArrangedWeight, inputs: torch.dtype, dtype: torch.dtype) -> Form:
     """What is multiplied."""
     return Form(w.element, w.group, w.zero is not None, inputs == torch.float16, FLOAT_NAMES[dtype])
-
-
-def is_taken(w: ArrangedWeight, count: int, inputs: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether sizes, dtypes and the device are those of the kernel."""
-    if inputs not in INPUTS or dtype not in FLOAT_NAMES or not 0 < count <= MOST_ROWS:
-        return False
-    if w.element in FACTORED and inputs != torch.bfloat16:
-        return False
-    if w.element not in ELEMENTS or w.shape != (w.rows, w.columns) or w.shape[1] % STEP:
-        return False
-    return is_served(w.words)
 
 
 @lru_cache(maxsize=4096)
@@ -101,4 +77,4 @@ def launch_of(variant: Variant | Direct, form: Form, count: int, shape: tuple[in
     )
 
 
-__all__ = ["MOST_ROWS", "is_faster", "launch_for", "sm90_w4a16_gemv"]
+__all__ = ["MOST_ROWS", "POINTERS", "form_of", "launch_for", "launch_of", "sm90_w4a16_gemv"]

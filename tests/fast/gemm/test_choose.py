@@ -78,6 +78,21 @@ def test_what_is_not_taken():
 
 
 @pytest.mark.parametrize(
+    ("element", "group", "shape", "most"),
+    [
+        ("nf4", 64, (14336, 4096), 2048), ("nf4", 64, (1024, 4096), 512), ("e2m1", 16, (14336, 4096), 1024),
+        ("e2m1", 16, (1024, 4096), 512), ("e2m1", 32, (1024, 4096), None), ("int8", 0, (14336, 4096), None),
+    ],
+)  # fmt: skip
+def test_many_rows_are_left_to_the_dense_weight(element, group, shape, most):
+    """Of levels, and of groups of 16, where that was measured to be faster: sooner for small weights."""
+    assert names(weight(most or 1 << 20, shape, element, group)) == [GEMM, TORCH]
+    beyond = names(weight((most or 1 << 20) + 1, shape, element, group))
+    assert beyond == ([TORCH] if most else [GEMM, TORCH])
+    assert names(weight(256, (192, 256), element, group)) == [TORCH]
+
+
+@pytest.mark.parametrize(
     ("average", "device", "order"),
     [
         (0, HOPPER, [SMALL_M, TORCH]),

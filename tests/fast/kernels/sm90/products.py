@@ -44,22 +44,14 @@ def w4a16_gemv(
     x: Any, w: Any, bias: Any = None, *, variant: Any, x_scale: Any = None, dtype: Any = None, **device: Any
 ) -> torch.Tensor:
     """`sm90_w4a16_gemv`."""
-
-    def call() -> Any:
-        with mock.patch.object(gemv, "is_taken", return_value=True):
-            return gemv.sm90_w4a16_gemv(x, w, bias, variant=variant, x_scale=x_scale, dtype=dtype)
-
+    call = lambda: gemv.sm90_w4a16_gemv(x, w, bias, variant=variant, x_scale=x_scale, dtype=dtype)  # noqa: E731
     return StandIn(**device).made(call, x, w.words, w.scale, w.zero, bias, x_scale)
 
 
 def intn_small_m(x: Any, w: Any, bias: Any, variant: Any, **device: Any) -> torch.Tensor:
     """`sm90_intn_small_m`."""
-
-    def call() -> Any:
-        with mock.patch.object(intn, "is_served", return_value=True):
-            return intn.sm90_intn_small_m(x, w, bias, variant)
-
-    return StandIn(**device).made(call, x, w.codes, w.scale, w.zero, bias)
+    operands = x, w.codes, w.scale, w.zero, bias
+    return StandIn(**device).made(lambda: intn.sm90_intn_small_m(x, w, bias, variant), *operands)
 
 
 def w4a16_gemm(

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_s8_gemm import host
 from fast.kernels.sm90_s8_gemm.select import LEAST
 from fast.kernels.sm90_s8_gemm.variants import Variant, fitted
 from fast.launch import cache, cuda
-from fast.launch import hopper as hopper_gpu
 from reference import SCHEMES, Quantized
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import Planted, assert_seen, every_second
@@ -181,12 +179,8 @@ def test_the_emulator_sees_a_payload_of_nan():
 @pytest.fixture
 def hopper(monkeypatch):
     """CPU tensors pass for those of a Hopper GPU."""
-    device = type("Device", (), {"type": "cuda", "index": -1})()
-    monkeypatch.setattr(host, "device_of", lambda codes: device)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(hopper_gpu, "missing_compiler", lambda: None)
     monkeypatch.setattr(host, "processors_of", lambda index: 132)
-    monkeypatch.setattr(cuda, "_FAILED", {})
+    monkeypatch.setattr(cuda, "_FAILED", set())
 
 
 def codes(m=1024, n=4096, k=64, **changed):
@@ -195,38 +189,6 @@ def codes(m=1024, n=4096, k=64, **changed):
     x = replace(x, codes=torch.zeros(1, dtype=torch.uint8).expand(m, k), scale=torch.ones(m, 1), shape=(m, k))
     w = replace(w, codes=torch.zeros(1, dtype=torch.uint8).expand(n, k), scale=torch.ones(n, 1), shape=(n, k))
     return replace(x, **changed), w
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "reason"),
-    [
-        ((1024, 4096, 64), BF16, None), ((1024, 4096, 64), torch.float32, None), ((1024, 4104, 16), torch.float16, None),
-        ((1024, 4096, 64), torch.float64, "results are"), ((1024, 4100, 64), BF16, "multiple of 16 and N of 8"),
-        ((1024, 4096, 72), BF16, "multiple of 16 and N of 8"), ((0, 4096, 64), BF16, "sizes are"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(hopper, sizes, dtype, reason):
-    found = host.refused(*codes(*sizes), dtype)
-    assert found is None if reason is None else reason in found
-
-
-def test_zero_points_and_other_devices_are_refused(hopper, monkeypatch):
-    x, w = codes(zero=torch.zeros(1024, 1, dtype=torch.int8))
-    assert "no zero points" in host.refused(x, w, BF16)
-    for capability in ((8, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, one=capability: one)
-        assert "capability (9, 0)" in host.refused(*codes(), BF16)
-    monkeypatch.undo()
-    assert "got cpu" in host.refused(*codes(), BF16)
-
-
-def test_floats_and_a_missing_compiler_are_refused(hopper, monkeypatch):
-    x, w = codes()
-    floats = replace(x, scheme=fast.quantize(torch.ones(1, 16), "fp8_rowwise").scheme)
-    assert "elements are int8" in host.refused(floats, w, BF16)
-    monkeypatch.setattr(hopper_gpu, "missing_compiler", lambda: "no NVRTC")
-    assert host.refused(x, w, BF16) == "no NVRTC"
-    assert host.linear_of_codes(x, w, None, BF16, None) is None
 
 
 def test_few_rows_are_left_to_triton(hopper, monkeypatch):
@@ -247,8 +209,6 @@ def test_a_variant_that_does_not_load_is_left_out_once(hopper, monkeypatch):
         assert host.linear_of_codes(*codes(), None, BF16, None) is None
     assert host.linear_of_codes(*codes(), None, BF16, None) is None
     assert len(tried) == 1
-    assert host.refused(*codes(), BF16) == "it did not compile or load before: no module"
-    assert host.refused(*codes(), FP32) is None
     cuda.is_loadable.cache_clear()
 
 
