@@ -96,7 +96,7 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
     monkeypatch.setattr(cuda, "current_stream", lambda index: 7)
     for host in (sm90_w4a16_gemm, sm90_s8_gemm):
         for name, value in {
-            "refused": lambda *given: None, "processors_of": lambda index: 132,
+            "processors_of": lambda index: 132,
             "tensor_map": lambda address, *rest: struct.pack("=q120x", address),
         }.items():  # fmt: skip
             monkeypatch.setattr(host, name, value)
