@@ -34,7 +34,7 @@ from ao_lab.gemm import fused, select
 from ao_lab.gemm.fused import groups_reason, most_fused_rows
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.quantization.api import preshuffle
-from fast.launch import hopper
+from fast.gemm import problem
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored
 from reference import SCHEMES
@@ -416,15 +416,12 @@ def test_explain_says_up_to_how_many_rows(monkeypatch):
 def test_rows_that_read_the_weight_as_it_is_stored(monkeypatch, name, most):
     """On Hopper where NVRTC is; else, and of other shapes, those of the kernel of few rows."""
     stored = on_device(with_inputs(name, "int8_rowwise", (4096, 4096)).to_layout(LAYOUT).stored)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
+    monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
     assert rows_as_stored(stored, BF16) == most
     assert rows_as_stored(stored, torch.float32) == 0
-    monkeypatch.setattr(hopper, "missing_compiler", lambda: "no NVRTC")
-    assert rows_as_stored(stored, BF16) == 128
-    monkeypatch.setattr(hopper, "missing_compiler", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert rows_as_stored(stored, BF16) == 128
+    for other in (problem.HOPPER._replace(nvrtc=False), problem.HOPPER._replace(capability=(8, 0))):
+        monkeypatch.setattr(problem, "device_of", lambda device, other=other: other)
+        assert rows_as_stored(stored, BF16) == 128
 
 
 def on_device(stored):
