@@ -1,4 +1,7 @@
-"""`encode` and `decode` for torch tensors; see `reference.encode` for the rules."""
+"""`encode`, `decode`, `pack` and `unpack` for torch tensors: the rules of `reference.encode`, the layout of `reference.pack`.
+
+`times_power_of_two` is no name of `fast` itself: readers of folders scale stored scales by it.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +16,27 @@ from fast.ops import format_name, in_own_memory, named_format, register
 from reference import Format
 from reference.formats.storage import SCALED, packed_shape
 
-# `times_power_of_two` for torch tensors; see `reference.formats.storage`.
 
+def encode(
+    x: torch.Tensor,
+    fmt: str | Format,
+    *,
+    rounding: str = "nearest_even",
+    overflow: str = "saturate",
+    random_bits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Codes of x: uint8 (uint16 for 16-bit formats) of x's shape, on its device. No gradient flows through them.
 
-def times_power_of_two(
-    stored: torch.Tensor, storage: str, exponent: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stored scales times 2**exponent, and where that is exact, as in the reference; on their device, without gradient.
-
-    Values that are not exact may differ from the reference's: they mean nothing.
+    Arguments, edges and errors as in `reference.encode`.
     """
-    stored = require_tensor(stored, "times_power_of_two").detach()
-    if storage not in SCALED:
-        raise ValueError(
-            f"scales stored as {storage} times a power of two are not exact; {', '.join(SCALED)} are"
-        )
-    if storage == "float8_e8m0fnu":
-        codes = stored.to(torch.int32)
-        moved = torch.where(codes == 255, codes, codes + exponent)
-        return moved.to(stored.dtype), ((moved >= 1) & (moved < 255)) | (codes == 255)
-    numbers = stored if storage == "float32" else stored.view(getattr(torch, storage))
-    moved = _times(numbers, exponent)
-    # Zeros, infinities and NaN have no other exponent.
-    special = (numbers == 0) | ~numbers.isfinite()
-    exact = (_times(moved, -exponent) == numbers) & (
-        moved.abs() >= torch.finfo(numbers.dtype).smallest_normal
-    )
-    return torch.where(special, numbers, moved).view(stored.dtype), special | exact
+    codes: torch.Tensor = run(ENCODE, fmt, (rounding, overflow), (x, random_bits))
+    return codes
 
 
-def _times(numbers: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Times 2**exponent in float64, which float32 cannot leave by a product that is exact, rounded to their dtype."""
-    return torch.ldexp(numbers.double(), torch.tensor(exponent, device=numbers.device)).to(numbers.dtype)
+def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
+    """float32 values of codes, exact, as in `reference.decode`."""
+    values: torch.Tensor = run(DECODE, fmt, (), (codes,))
+    return values
 
 
 # `pack` and `unpack` for torch tensors; see `reference.pack` for the layout.
@@ -149,23 +141,35 @@ UNPACK = Function(
 register("unpack", unpack_op, lambda packed, fmt, shape: packed.new_empty(shape))
 
 
-def encode(
-    x: torch.Tensor,
-    fmt: str | Format,
-    *,
-    rounding: str = "nearest_even",
-    overflow: str = "saturate",
-    random_bits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Codes of x: uint8 (uint16 for 16-bit formats) of x's shape, on its device. No gradient flows through them.
+# `times_power_of_two` for torch tensors; see `reference.formats.storage`.
 
-    Arguments, edges and errors as in `reference.encode`.
+
+def times_power_of_two(
+    stored: torch.Tensor, storage: str, exponent: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stored scales times 2**exponent, and where that is exact, as in the reference; on their device, without gradient.
+
+    Values that are not exact may differ from the reference's: they mean nothing.
     """
-    codes: torch.Tensor = run(ENCODE, fmt, (rounding, overflow), (x, random_bits))
-    return codes
+    stored = require_tensor(stored, "times_power_of_two").detach()
+    if storage not in SCALED:
+        raise ValueError(
+            f"scales stored as {storage} times a power of two are not exact; {', '.join(SCALED)} are"
+        )
+    if storage == "float8_e8m0fnu":
+        codes = stored.to(torch.int32)
+        moved = torch.where(codes == 255, codes, codes + exponent)
+        return moved.to(stored.dtype), ((moved >= 1) & (moved < 255)) | (codes == 255)
+    numbers = stored if storage == "float32" else stored.view(getattr(torch, storage))
+    moved = _times(numbers, exponent)
+    # Zeros, infinities and NaN have no other exponent.
+    special = (numbers == 0) | ~numbers.isfinite()
+    exact = (_times(moved, -exponent) == numbers) & (
+        moved.abs() >= torch.finfo(numbers.dtype).smallest_normal
+    )
+    return torch.where(special, numbers, moved).view(stored.dtype), special | exact
 
 
-def decode(codes: torch.Tensor, fmt: str | Format) -> torch.Tensor:
-    """float32 values of codes, exact, as in `reference.decode`."""
-    values: torch.Tensor = run(DECODE, fmt, (), (codes,))
-    return values
+def _times(numbers: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Times 2**exponent in float64, which float32 cannot leave by a product that is exact, rounded to their dtype."""
+    return torch.ldexp(numbers.double(), torch.tensor(exponent, device=numbers.device)).to(numbers.dtype)

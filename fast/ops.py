@@ -5,12 +5,11 @@ public functions of `fast` call these operators, whose fake implementations know
 changed one (`dataclasses.replace`) with all its fields, so that a saved program runs in another process. Operators are
 implemented by `dispatch.execute`, below the public functions.
 
-Records made of other records, while a program is traced too.
-
-Dynamo runs a function whose result is constant instead of tracing it. Of a record that such a function gives, Dynamo of torch
-2.11 knows no origin, and reads its fields but not its key, by which operators are called. So the function gives no record but
-the attribute that holds it: attributes are read when they are asked for, where of a dictionary (`reference.schemes.RECORDS`) a
-program would see what was in it when it first looked.
+`derived` makes records of other records, while a program is traced too. Dynamo runs a function whose result is constant
+instead of tracing it. Of a record that such a function gives, Dynamo of torch 2.11 knows no origin, and reads its fields but
+not its key, by which operators are called. So `derived` gives no record but the attribute that holds it: attributes are read
+when they are asked for, where of a dictionary (`reference.schemes.RECORDS`) a program would see what was in it when it first
+looked. `once_differentiable` says what has no second derivatives.
 """
 
 from __future__ import annotations
@@ -30,70 +29,6 @@ from fast.device import is_transformed
 from reference import FORMATS, Format, Scales
 from reference.formats.formats import format_of
 from reference.schemes.schemes import Scheme, record_of
-
-# Gradients that have no derivatives: codes stand between, and gradients of rounded values are straight-through estimates.
-
-REFUSED = (
-    "a layer that trains in low precision, with fake-quantized weights or sparse has no second derivatives: its gradient is "
-    "computed from codes, or passes rounding by as if it were not there. Compute this loss (a gradient penalty, a product with "
-    "the Hessian) with dense layers: leave the layer out by filter_fn, or copy the model before quantize_, "
-    "convert_for_training_ or sparsify_; where the first gradient is a constant, call its detach()"
-)
-
-
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `torch.autograd.Function.backward` whose results raise a RuntimeError where they are differentiated (create_graph).
-
-    torch's own decorator takes gradients for constants where the gradient that arrives is one, as that of a sum is: weights and
-    inputs, on which they depend, would get no gradient through them, without a word. A compiled program refuses by itself.
-    """
-
-    @functools.wraps(backward)
-    def wrapper(ctx: Any, *grads: Any) -> Any:
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return found
-        results = found if isinstance(found, tuple) else (found,)
-        refusing: Any = torch._C._functions.DelayedError(REFUSED, len(results))
-        return refusing(*map(_requiring, results))
-
-    return wrapper
-
-
-def _requiring(result: Any) -> Any:
-    """The same values, which require a gradient: what comes of them then has the refusing function for its origin."""
-    return result.detach().requires_grad_() if isinstance(result, torch.Tensor) else result
-
-
-Given = ParamSpec("Given")
-
-
-class _Kept:
-    """Records as attributes."""
-
-
-def derived(make: Callable[Given, Scheme]) -> Callable[Given, Scheme]:
-    """A function from text and numbers to a record, which is made once, and which a tracer can read as any other."""
-    kept, numbers, places = _Kept(), count(), dict[object, str]()
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def place(*given: str | int) -> str:
-        key = *map(type, given), *given  # 1 is True
-        if key not in places:
-            name = f"record_{next(numbers)}"
-            setattr(kept, name, make(*given))  # type: ignore[arg-type, call-arg]
-            places.setdefault(key, name)
-        return places[key]
-
-    @wraps(make)
-    def found(*args: Given.args, **kwargs: Given.kwargs) -> Scheme:
-        if kwargs:
-            raise TypeError(f"{make.__name__} takes positional arguments, got {', '.join(kwargs)}")
-        record: Scheme = getattr(kept, place(*args))
-        return record
-
-    return found
 
 
 def register(
@@ -233,3 +168,68 @@ def given_of(scale: Any, outer: Any, zero: Any) -> Any:
     if outer is None and zero is None:
         return scale
     return Scales(scale, outer, zero)
+
+
+# Gradients that have no derivatives: codes stand between, and gradients of rounded values are straight-through estimates.
+
+REFUSED = (
+    "a layer that trains in low precision, with fake-quantized weights or sparse has no second derivatives: its gradient is "
+    "computed from codes, or passes rounding by as if it were not there. Compute this loss (a gradient penalty, a product with "
+    "the Hessian) with dense layers: leave the layer out by filter_fn, or copy the model before quantize_, "
+    "convert_for_training_ or sparsify_; where the first gradient is a constant, call its detach()"
+)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `torch.autograd.Function.backward` whose results raise a RuntimeError where they are differentiated (create_graph).
+
+    torch's own decorator takes gradients for constants where the gradient that arrives is one, as that of a sum is: weights and
+    inputs, on which they depend, would get no gradient through them, without a word. A compiled program refuses by itself.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        results = found if isinstance(found, tuple) else (found,)
+        refusing: Any = torch._C._functions.DelayedError(REFUSED, len(results))
+        return refusing(*map(_requiring, results))
+
+    return wrapper
+
+
+def _requiring(result: Any) -> Any:
+    """The same values, which require a gradient: what comes of them then has the refusing function for its origin."""
+    return result.detach().requires_grad_() if isinstance(result, torch.Tensor) else result
+
+
+Given = ParamSpec("Given")
+
+
+class _Kept:
+    """Records as attributes."""
+
+
+def derived(make: Callable[Given, Scheme]) -> Callable[Given, Scheme]:
+    """A function from text and numbers to a record, which is made once, and which a tracer can read as any other."""
+    kept, numbers, places = _Kept(), count(), dict[object, str]()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def place(*given: str | int) -> str:
+        key = *map(type, given), *given  # 1 is True
+        if key not in places:
+            name = f"record_{next(numbers)}"
+            setattr(kept, name, make(*given))  # type: ignore[arg-type, call-arg]
+            places.setdefault(key, name)
+        return places[key]
+
+    @wraps(make)
+    def found(*args: Given.args, **kwargs: Given.kwargs) -> Scheme:
+        if kwargs:
+            raise TypeError(f"{make.__name__} takes positional arguments, got {', '.join(kwargs)}")
+        record: Scheme = getattr(kept, place(*args))
+        return record
+
+    return found

@@ -1,4 +1,6 @@
-"""Scales of blocks that are multiplied into 16-bit elements without rounding, as the product of few rows stores them.
+"""What preshuffled weights store of the scales of blocks: factors of decoded elements, and the two parts of NF4's levels.
+
+Scales that are multiplied into 16-bit elements without rounding, as the product of few rows stores them.
 
 A power of two times e2m1 or e4m3, and an e4m3 scale times e2m1, have at most 8 significant bits: bfloat16 holds them. So these
 scales are factors of the decoded weight and not of the sums, and a product reads 2 bytes of one, of a power of two 1:

@@ -5,10 +5,8 @@ Records that follow the rules of default schemes are taken: symmetric floats and
 codes, scales that are a ratio, a power of two, or a ratio under an outer scale over all elements. Results have the
 reference's bits; None stands for what is left to the reference, NaN and infinities among it.
 
-`fake_quantize` of CPU tensors: by a compiled loop (`activations`), or some rows at a time: quantized by the reference,
-dequantized by what is quicker.
-
-The bits are those of `reference.fake_quantize`, which is `dequantize(quantize(x))`. Where no scale is of more than a row, rows
+`fake_quantize` goes by that loop, or some rows at a time: quantized by the reference, dequantized by what is quicker. The bits
+are those of `reference.fake_quantize`, which is `dequantize(quantize(x))`. Where no scale is of more than a row, rows
 do not depend on each other, and what lies between stays in cache; else all rows go at once.
 """
 

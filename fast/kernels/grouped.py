@@ -1,30 +1,25 @@
-"""Which rows and schemes `columns` covers, and its launches.
+"""Rows sorted by expert: tables of groups, columns gathered or quantized, zeros where grouped products write nothing.
 
-Zeros where grouped products write nothing: rows of no group, and weight gradients of groups without rows.
+`zero_tail_` and `zero_empty_`: rows of no group, and weight gradients of groups without rows. How much that is stands in
+`ends` on the GPU alone, so programs are started for everything and leave at once where there is nothing to do.
 
-How much that is stands in `ends` on the GPU alone, so programs are started for everything and leave at once where there is
-nothing to do.
+`group_columns`: columns as transposed 8-bit codes (and MX codes below), groups filled up by zeros, without a copy. As
+`rowwise_colwise.tiles` and `mx`, of 16-bit floats in patches of 32 x 64; rows come by index, and a row of no index is zeros.
+KIND says what has one scale:
 
-Columns of rows sorted by expert as transposed 8-bit codes (and MX codes below), groups filled up by zeros, without a copy.
-
-As `rowwise_colwise.pairs` and `mxfp8`, of 16-bit floats in patches of 32 x 64; rows come by index, and a row of no index is
-zeros. KIND says what has one scale:
-
-* ``"vectors"``: a column in a group. `maxima` has found their largest magnitudes before.
+* ``"vectors"``: a column in a group. `group_maxima_kernel` has found their largest magnitudes before.
 * ``"tensor"``: a group. The same.
 * ``"blocks"``: 128 places.
 * ``"mx"``: 32 places, powers of two.
 
 A group's scale stands at each STEP of its places, and for each column in `table`.
 
-The largest magnitude of each column in each group of rows, or of each group: `columns` makes scales of them.
+`group_maxima_kernel`: the largest magnitude of each column in each group, or of each group, of 16-bit floats in pairs of
+neighbouring columns. A program goes down a strip of grains, 16 places of one group each, and leaves its maxima where the group
+changes and at the end, by atomic maximum.
 
-As `rowwise_colwise.maxima`, of 16-bit floats in pairs of neighbouring columns. A program goes down a strip of grains, 16 places
-of one group each, and leaves its maxima where the group changes and at the end, by atomic maximum.
-
-Where rows sorted by expert stand once each group is filled up to a multiple of a step: all tables from one launch.
-
-A program has some places and sees all groups: their ends are sums over as many numbers as there are experts.
+`group_layout`: where rows stand once each group is filled up to a multiple of a step, all tables from one launch. A program
+has some places and sees all groups: their ends are sums over as many numbers as there are experts.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""The host side of blocks that are mixed, and rounded by words drawn in place: which matrices the kernels take.
+"""Blocks of 16-bit floats mixed by a Hadamard transform, scaled, and rounded by words drawn in place, from one read.
 
-Blocks along the rows of a matrix of 16-bit floats: mixed, scaled and rounded from one read.
+Along rows, a number of a tile is a word of four neighbouring elements, which four random words of one counter round. So no
+word moves, and two stages of the butterfly are arithmetic in registers; the others ask a neighbouring lane.
 
-A number of a tile is a word of four neighbouring elements, which four random words of one counter round. So no word moves, and
-two stages of the butterfly are arithmetic in registers; the others ask a neighbouring lane.
-
-Blocks down the columns of a row-major matrix: mixed, scaled and rounded where they lie, so that nothing is transposed.
-
-A thread has all elements of the columns that it works on. So the butterfly and the maximum are arithmetic in registers, every
-row is read and written by neighbouring threads, and four random words, which belong to four neighbouring elements of a row of
-the transposed matrix, are four rows of one column here.
-
-What follows once a block's elements are in registers: their largest magnitude, scale, codes and values.
+Down columns blocks stay where they lie, so that nothing is transposed. A thread has all elements of the columns that it works
+on. So the butterfly and the maximum are arithmetic in registers, every row is read and written by neighbouring threads, and
+four random words, which belong to four neighbouring elements of a row of the transposed matrix, are four rows of one column
+here.
 
 Elements come one tensor for each place in a block (or in a word), which has the shape of the scales or broadcasts with it.
 """

@@ -1,9 +1,8 @@
 """`fast.quantize.static_scales` of tensors on a GPU: one launch, whatever the shape.
 
-Codes of rows under given scales, with a scale for each row: the given one, or NaN where the row holds a NaN.
-
-Integers have no code for NaN, and a scale that comes from outside does not show one. A product that multiplies each row's sum
-by that row's scale makes such a row NaN, as it does under scales that are found in the row.
+Codes of rows under static scales, with a scale for each row: the static one, or NaN where the row holds a NaN. Integers have
+no code for NaN, and a scale that comes from outside does not show one. A product that multiplies each row's sum by that row's
+scale makes such a row NaN, as it does under scales that are found in the row.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`rotary` for torch tensors, with its gradient; see `reference.layers.rotary` for the rules.
+"""What attention needs beside products; no names of `fast` itself.
 
-No name of `fast` itself: attention of models that train calls it.
+`rotary`, with its gradient: attention of models that train calls it; see `reference.layers.rotary` for the rules.
 
-Attention of a single generated token over a static cache: one kernel, the same for all weights.
-
-No name of `fast` itself: it has no scheme, no reference and no gradient, and runs on CUDA alone. `experiments.decode` calls it.
+`attend_one`: attention of a single generated token over a static cache, one kernel, the same for all weights. It has no
+scheme, no reference and no gradient, and runs on CUDA alone. `experiments.decode` calls it.
 
 Between two products of a layer there is little to compute, so what counts is how many kernels follow each other: compiled from
 plain torch, rotary embedding, cache writes and attention are six (times: reports/LOG.md). A serving engine has such a kernel.
@@ -23,6 +22,61 @@ from torch import Tensor
 from fast.dispatch import Function, execute, run
 from fast.ops import register, strides
 from reference.layers import rotary as specified
+
+Values = tuple[Any, ...]
+Operands = Sequence[Any]
+
+
+def rotary(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *, inverse: bool = False
+) -> torch.Tensor:
+    """x (B, H, T, D) turned, on its device; its memory is (B, T, H, D). Differentiable in x; tables are constants.
+
+    Arguments, edges and errors as in `reference.layers.rotary.rotary`; x may be a view of (B, T, H, D).
+    """
+    if cosine.requires_grad or sine.requires_grad:
+        raise ValueError("rotary's tables have no gradient, and one of them requires it; detach them")
+    y: torch.Tensor = run(ROTARY, None, (inverse, *strides(x, cosine, sine)), (x, cosine, sine))
+    return y
+
+
+def rotary_op(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool) -> torch.Tensor:
+    """x turned; memory of (B, T, H, D)."""
+    y = execute(ROTARY, None, (inverse, *strides(x, cosine, sine)), (x, cosine, sine))
+    return _as_heads(y)
+
+
+def _as_heads(y: torch.Tensor) -> torch.Tensor:
+    """The result where its memory is (B, T, H, D): the reference's is not."""
+    return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool) -> torch.Tensor:
+    batch, heads, length, width = x.shape
+    return x.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, cosine, sine, ctx.inverse = inputs
+    ctx.save_for_backward(cosine, sine)
+
+
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    return rotary(g, *ctx.saved_tensors, inverse=not ctx.inverse), None, None, None
+
+
+def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    from fast.kernels.layers import attention as kernels
+
+    return kernels.rotary(*operands, values[0], key)
+
+
+ROTARY = Function(
+    "rotary", ("x", "cosine", "sine"), lambda r, v, o: _as_heads(specified.rotary(*o, inverse=v[0])),
+    lambda r, v, o: ROTARY_OP(*o, v[0]), _kernel, differentiable=True,
+)  # fmt: skip
+ROTARY_OP = register("rotary", rotary_op, _fake, _backward, _save)
+
 
 #: Keys that a program loads at once.
 STEP = 256
@@ -85,61 +139,6 @@ def _decode_fake(
 ) -> Tensor:
     kv_heads, _, width = keys.shape[1:]
     return qkv.new_empty(1, 1, qkv.shape[-1] - 2 * kv_heads * width)
-
-
-Values = tuple[Any, ...]
-Operands = Sequence[Any]
-
-
-def rotary(
-    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, *, inverse: bool = False
-) -> torch.Tensor:
-    """x (B, H, T, D) turned, on its device; its memory is (B, T, H, D). Differentiable in x; tables are constants.
-
-    Arguments, edges and errors as in `reference.layers.rotary.rotary`; x may be a view of (B, T, H, D).
-    """
-    if cosine.requires_grad or sine.requires_grad:
-        raise ValueError("rotary's tables have no gradient, and one of them requires it; detach them")
-    y: torch.Tensor = run(ROTARY, None, (inverse, *strides(x, cosine, sine)), (x, cosine, sine))
-    return y
-
-
-def rotary_op(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool) -> torch.Tensor:
-    """x turned; memory of (B, T, H, D)."""
-    y = execute(ROTARY, None, (inverse, *strides(x, cosine, sine)), (x, cosine, sine))
-    return _as_heads(y)
-
-
-def _as_heads(y: torch.Tensor) -> torch.Tensor:
-    """The result where its memory is (B, T, H, D): the reference's is not."""
-    return y.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _fake(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inverse: bool) -> torch.Tensor:
-    batch, heads, length, width = x.shape
-    return x.new_empty((batch, length, heads, width)).transpose(1, 2)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cosine, sine, ctx.inverse = inputs
-    ctx.save_for_backward(cosine, sine)
-
-
-def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
-    return rotary(g, *ctx.saved_tensors, inverse=not ctx.inverse), None, None, None
-
-
-def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.layers import attention as kernels
-
-    return kernels.rotary(*operands, values[0], key)
-
-
-ROTARY = Function(
-    "rotary", ("x", "cosine", "sine"), lambda r, v, o: _as_heads(specified.rotary(*o, inverse=v[0])),
-    lambda r, v, o: ROTARY_OP(*o, v[0]), _kernel, differentiable=True,
-)  # fmt: skip
-ROTARY_OP = register("rotary", rotary_op, _fake, _backward, _save)
 
 
 __all__ = ["attend_one", "rotary", "supports"]

@@ -1,13 +1,12 @@
 """The randomized Hadamard transform of `reference.training.hadamard` for torch tensors, the same bits; no gradient of its own.
 
-On a GPU one read and one write (`fast.kernels.hadamard`); operations of torch where a tracer has to see them. No name of `fast`
-itself: products of training quantize what it gives.
+On a GPU one read and one write (`fast.kernels.hadamard`); operations of torch where a tracer has to see them. No names of
+`fast` itself: operands of training products.
 
-Matrices mixed by a Hadamard transform, then quantized: as values or as codes, along either axis, in the matrix's own layout.
-
-Along axis 0 they are those of the transposed matrix along its last axis, transposed back, without a transposition. Words of
+`mixed_values` and `mixed_codes`: matrices mixed by it, then quantized, along either axis, in the matrix's own layout. Along
+axis 0 they are those of the transposed matrix along its last axis, transposed back, without a transposition. Words of
 stochastic rounding are those of `reference.random_bits` for the matrix (axis 0: the transposed one) and a seed; kernels draw
-them where they round. No name of `fast` itself: operands of training products.
+them where they round.
 """
 
 from __future__ import annotations
@@ -22,6 +21,54 @@ from fast.quantize.quantize import quantize
 from reference import Quantized, Scheme
 from reference.formats.rounding import random_bits
 from reference.training.hadamard import signs
+
+#: Signs in a number.
+PIECE = 32
+
+
+def hadamard(x: torch.Tensor, length: int, axis: int = -1) -> torch.Tensor:
+    """Blocks of `length` elements along an axis (the last, or 0 of a matrix) transformed; sums and differences in float32, in
+    order. ValueError for a length that does not divide the axis, or is no power of two."""
+    if length < 1 or length & (length - 1) or not x.dim() or x.shape[axis] % length:
+        raise ValueError(
+            f"hadamard mixes blocks of a power of two that divides the axis, got {length} for shape {tuple(x.shape)}; pad it"
+        )
+    columns = axis == 0 and x.dim() > 1
+    if not is_traced(x) and has_kernels(x) and x.is_contiguous():
+        from fast.kernels import hadamard as host
+
+        matrix = x if columns else x.reshape(-1, x.shape[-1])
+        rule = host.Rule(None, length, 0 if columns else 1)
+        if host.covers(matrix, rule):
+            return host.mixed(matrix, rule).reshape(x.shape)
+    if columns:
+        return _by_operations(x.t().contiguous(), length).t().contiguous()
+    return _by_operations(x, length)
+
+
+def _by_operations(x: torch.Tensor, length: int) -> torch.Tensor:
+    """The same along the last axis by operations of torch, on any device."""
+    sign = _signs(length, x.device)
+    y = x.to(torch.float32).reshape(-1, length) * sign
+    for stage in range(length.bit_length() - 1):
+        pairs = y.reshape(-1, length >> (stage + 1), 2, 1 << stage)
+        left, right = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack([left + right, left - right], dim=2).reshape(-1, length)
+    factor = torch.full((), 1 / sqrt(length), dtype=torch.float32, device=x.device)
+    return (y * factor).reshape(x.shape).to(x.dtype)
+
+
+def _signs(length: int, device: torch.device) -> torch.Tensor:
+    """The signs of a block, from the bits of numbers: a copy of a table from the host would wait for the GPU."""
+    table = signs(length)
+    return torch.cat([_piece(table[first : first + PIECE], device) for first in range(0, length, PIECE)])
+
+
+def _piece(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    negative = sum(1 << at for at, sign in enumerate(table) if sign < 0)
+    at = torch.arange(len(table), device=device)
+    bits = torch.bitwise_right_shift(torch.full_like(at, negative), at) & 1
+    return (1 - 2 * bits).to(torch.float32)
 
 
 def mixed_values(
@@ -83,52 +130,3 @@ def words(x: torch.Tensor, scheme: Scheme, axis: int, seed: int, stream: int) ->
     else:
         drawn = torch.from_numpy(random_bits(shape, seed=seed, stream=stream)).to(x.device)
     return drawn if axis else drawn.t().contiguous()
-
-
-#: Signs in a number.
-PIECE = 32
-
-
-def hadamard(x: torch.Tensor, length: int, axis: int = -1) -> torch.Tensor:
-    """Blocks of `length` elements along an axis (the last, or 0 of a matrix) transformed; sums and differences in float32, in
-    order. ValueError for a length that does not divide the axis, or is no power of two."""
-    if length < 1 or length & (length - 1) or not x.dim() or x.shape[axis] % length:
-        raise ValueError(
-            f"hadamard mixes blocks of a power of two that divides the axis, got {length} for shape {tuple(x.shape)}; pad it"
-        )
-    columns = axis == 0 and x.dim() > 1
-    if not is_traced(x) and has_kernels(x) and x.is_contiguous():
-        from fast.kernels import hadamard as host
-
-        matrix = x if columns else x.reshape(-1, x.shape[-1])
-        rule = host.Rule(None, length, 0 if columns else 1)
-        if host.covers(matrix, rule):
-            return host.mixed(matrix, rule).reshape(x.shape)
-    if columns:
-        return _by_operations(x.t().contiguous(), length).t().contiguous()
-    return _by_operations(x, length)
-
-
-def _by_operations(x: torch.Tensor, length: int) -> torch.Tensor:
-    """The same along the last axis by operations of torch, on any device."""
-    sign = _signs(length, x.device)
-    y = x.to(torch.float32).reshape(-1, length) * sign
-    for stage in range(length.bit_length() - 1):
-        pairs = y.reshape(-1, length >> (stage + 1), 2, 1 << stage)
-        left, right = pairs[:, :, 0], pairs[:, :, 1]
-        y = torch.stack([left + right, left - right], dim=2).reshape(-1, length)
-    factor = torch.full((), 1 / sqrt(length), dtype=torch.float32, device=x.device)
-    return (y * factor).reshape(x.shape).to(x.dtype)
-
-
-def _signs(length: int, device: torch.device) -> torch.Tensor:
-    """The signs of a block, from the bits of numbers: a copy of a table from the host would wait for the GPU."""
-    table = signs(length)
-    return torch.cat([_piece(table[first : first + PIECE], device) for first in range(0, length, PIECE)])
-
-
-def _piece(table: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    negative = sum(1 << at for at, sign in enumerate(table) if sign < 0)
-    at = torch.arange(len(table), device=device)
-    bits = torch.bitwise_right_shift(torch.full_like(at, negative), at) & 1
-    return (1 - 2 * bits).to(torch.float32)

@@ -1,9 +1,9 @@
 """`fake_quantize` for torch tensors, with autograd; see `reference.fake_quantize` for values and gradients.
 
-Fake quantization whose gradient costs no pass over memory: what saturates is marked in forward, block by block.
-
-Two steps of `fake_quantize_vjp` for those who round x anyway before its gradient is there, as a layer does that rounds its
-operands again in backward. Marked are blocks with an element beyond the codes; a gradient is read and written only there.
+`fake_quantize_with_mask` and `mask_gradient`: a gradient that costs no pass over memory, as what saturates is marked in
+forward, block by block. They are two steps of `fake_quantize_vjp` for those who round x anyway before its gradient is there,
+as a layer does that rounds its operands again in backward. Marked are blocks with an element beyond the codes; a gradient is
+read and written only there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,49 @@ from fast.ops import given_of, in_own_memory, no_gradient, once_differentiable, 
 from fast.quantize.quantize import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference import Scales, Scheme
 from reference.schemes.schemes import record_of
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | torch.Tensor | None = None,
+    random_bits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x rounded to what its scheme represents, in x's dtype, as in `reference.fake_quantize`; differentiable.
+
+    The gradient is that of `fake_quantize_vjp`: straight through to x where nothing saturated, and to float32 `scales` that
+    require a gradient. Raises NotImplementedError for an outer scale that requires one.
+    """
+    operands = operands_of(x, scales, random_bits, keep_history=True)
+    if len(operands) > 1 and wants_gradient(operands[2:3]):
+        raise NotImplementedError(
+            "fast.fake_quantize has no gradient for an outer scale: detach it, and learn the block scales instead"
+        )
+    if wants_gradient(operands) and not (is_traced(x) or is_transformed()):
+        (_, *parts, words) = operands if len(operands) > 1 else (x, None, None, None, None)
+        made: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]
+    else:
+        made = run(FAKE_QUANTIZE, scheme, (axis,), operands)
+    return made  # type: ignore[no-any-return]
+
+
+def fake_quantize_vjp(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    axis: int = -1,
+    scales: Scales | torch.Tensor | None = None,
+    random_bits: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`; they have no gradient themselves."""
+    require_tensor(x, "fake_quantize_vjp")
+    made: tuple[Any, Any, Any] = run(
+        FAKE_QUANTIZE_VJP, scheme, (axis,), (g, *operands_of(x, scales, random_bits))
+    )
+    return made
 
 
 def fake_quantize_with_mask(
@@ -218,46 +261,3 @@ def forward(x: torch.Tensor, scheme: str | Scheme, axis: int, scales: Any, words
     """Values without autograd."""
     y: torch.Tensor = execute(FAKE_QUANTIZE, scheme, (axis,), operands_of(x, scales, words))
     return y
-
-
-def fake_quantize(
-    x: torch.Tensor,
-    scheme: str | Scheme,
-    *,
-    axis: int = -1,
-    scales: Scales | torch.Tensor | None = None,
-    random_bits: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x rounded to what its scheme represents, in x's dtype, as in `reference.fake_quantize`; differentiable.
-
-    The gradient is that of `fake_quantize_vjp`: straight through to x where nothing saturated, and to float32 `scales` that
-    require a gradient. Raises NotImplementedError for an outer scale that requires one.
-    """
-    operands = operands_of(x, scales, random_bits, keep_history=True)
-    if len(operands) > 1 and wants_gradient(operands[2:3]):
-        raise NotImplementedError(
-            "fast.fake_quantize has no gradient for an outer scale: detach it, and learn the block scales instead"
-        )
-    if wants_gradient(operands) and not (is_traced(x) or is_transformed()):
-        (_, *parts, words) = operands if len(operands) > 1 else (x, None, None, None, None)
-        made: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]
-    else:
-        made = run(FAKE_QUANTIZE, scheme, (axis,), operands)
-    return made  # type: ignore[no-any-return]
-
-
-def fake_quantize_vjp(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    scheme: str | Scheme,
-    *,
-    axis: int = -1,
-    scales: Scales | torch.Tensor | None = None,
-    random_bits: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`; they have no gradient themselves."""
-    require_tensor(x, "fake_quantize_vjp")
-    made: tuple[Any, Any, Any] = run(
-        FAKE_QUANTIZE_VJP, scheme, (axis,), (g, *operands_of(x, scales, random_bits))
-    )
-    return made

@@ -18,24 +18,6 @@ from reference.quantize.least_error import (
     rounds_scales_to_float16,
 )
 
-# Sums of torch tensors in the order that `reference.quantize.statistics` states.
-
-
-def tree_sum(terms: torch.Tensor, axis: int = -1) -> torch.Tensor:
-    """The sum along one axis, which goes away: adjacent pairs, in a tree filled up with zeros to a power of two.
-
-    terms: any float dtype, to which every addition is rounded; on any device, by torch's operations. +0 along an empty axis.
-    """
-    terms = terms.movedim(axis, 0)
-    if not len(terms):
-        return terms.new_zeros(terms.shape[1:])
-    while len(terms) > 1:
-        pairs = terms[: len(terms) // 2 * 2]
-        sums = pairs[0::2] + pairs[1::2]
-        # An odd one out meets the zero that would stand there.
-        terms = torch.cat([sums, terms[-1:] + 0]) if len(terms) % 2 else sums
-    return terms[0]
-
 
 def refine_float16_scales(x: torch.Tensor, q: Quantized) -> Quantized:
     """q = quantize(x, scheme) with other scales below 2**-17 and the codes under them: the reference states rule and shapes.
@@ -87,6 +69,25 @@ def _errors(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tenso
     size = int(scheme.scale.block) if scheme.scale.block != -1 else max(x.shape[1], 1)
     padded = torch.nn.functional.pad(squares, (0, blocks * size - x.shape[1]))
     return tree_sum(padded.reshape(len(x), blocks, size))
+
+
+# Sums of torch tensors in the order that `reference.quantize.statistics` states.
+
+
+def tree_sum(terms: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    """The sum along one axis, which goes away: adjacent pairs, in a tree filled up with zeros to a power of two.
+
+    terms: any float dtype, to which every addition is rounded; on any device, by torch's operations. +0 along an empty axis.
+    """
+    terms = terms.movedim(axis, 0)
+    if not len(terms):
+        return terms.new_zeros(terms.shape[1:])
+    while len(terms) > 1:
+        pairs = terms[: len(terms) // 2 * 2]
+        sums = pairs[0::2] + pairs[1::2]
+        # An odd one out meets the zero that would stand there.
+        terms = torch.cat([sums, terms[-1:] + 0]) if len(terms) % 2 else sums
+    return terms[0]
 
 
 __all__ = ["refine_float16_scales", "tree_sum"]

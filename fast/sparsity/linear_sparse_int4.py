@@ -1,11 +1,7 @@
 """`linear_sparse_int4` for torch tensors; see `reference.linear_sparse_int4` for the layout of the weight.
 
-Two products of the same inputs by weights of 4-bit integers in 2:4 storage, and silu of one times the other.
-
-Two products of the same inputs by 2:4 weights of 4-bit integers, and silu of one times the other, below their signatures:
-kernels, references, operators and gradients; see `fast.dispatch`.
-
-Operands are x and codes, metadata and scales of both weights.
+And two products of the same inputs by 2:4 weights of 4-bit integers, and silu of one times the other. Operands are x and
+codes, metadata and scales of both weights.
 """
 
 from __future__ import annotations
@@ -25,6 +21,32 @@ from fast.layers.swiglu import SWIGLU, swiglu_vjp
 from fast.matmul.weights import has_float_inputs, refuse_scale_gradients
 from fast.ops import register, strides
 from reference.sparsity.linear_sparse_int4 import check_operands, check_sparse_int4, sparse_int4_weight
+
+
+def linear_sparse_int4(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    metadata: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x (..., K) times the transpose of a weight (N, K) of 4-bit integers in 2:4 storage, plus bias (N), in x's dtype.
+
+    x: bfloat16 or float16; codes uint8 (N, K/4), metadata uint8 (N, K/8), scale (N, K/g) and, where there are zero points,
+    zero int8 (N, K/g) as `reference.linear_sparse_int4` has them, on one device. On a GPU up to 64 rows of x read the weight
+    as it is stored, 0.375 bytes an element and the scales, and nothing dense is made: the result is within
+    `reference.linear_error_bound` of the exact product with the dense weight, exact where all sums are exact in float32, and
+    the same bits in every call. More rows, and zero points on other GPUs than Hopper or of a K that no kernel divides, are
+    multiplied by torch with a dense weight in x's dtype that is made for the call. CPU tensors run the reference. Metadata are
+    those of `compress`: of other bits the sparse tensor core makes anything. Zero points beyond -8 to 7 give anything, too.
+
+    Errors are those of the reference. Differentiable in x and bias, by products with the dense weight; NotImplementedError
+    where scales require a gradient.
+    """
+    y: torch.Tensor = run(LINEAR_SPARSE_INT4, None, (), (x, codes, metadata, scale, bias, zero))
+    return y
+
 
 # `linear_sparse_int4` below its signature: kernel, reference, operator and gradient; see `fast.dispatch`.
 
@@ -139,28 +161,35 @@ SPARSE_INT4_DENSE = Function(
 register("sparse_int4_dense", sparse_int4_dense_op, _dense_fake)
 
 
-def linear_sparse_int4(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    metadata: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x (..., K) times the transpose of a weight (N, K) of 4-bit integers in 2:4 storage, plus bias (N), in x's dtype.
+#: The most rows of inputs that take one launch.
+MOST_ROWS = 16
 
-    x: bfloat16 or float16; codes uint8 (N, K/4), metadata uint8 (N, K/8), scale (N, K/g) and, where there are zero points,
-    zero int8 (N, K/g) as `reference.linear_sparse_int4` has them, on one device. On a GPU up to 64 rows of x read the weight
-    as it is stored, 0.375 bytes an element and the scales, and nothing dense is made: the result is within
-    `reference.linear_error_bound` of the exact product with the dense weight, exact where all sums are exact in float32, and
-    the same bits in every call. More rows, and zero points on other GPUs than Hopper or of a K that no kernel divides, are
-    multiplied by torch with a dense weight in x's dtype that is made for the call. CPU tensors run the reference. Metadata are
-    those of `compress`: of other bits the sparse tensor core makes anything. Zero points beyond -8 to 7 give anything, too.
 
-    Errors are those of the reference. Differentiable in x and bias, by products with the dense weight; NotImplementedError
-    where scales require a gradient.
+def linear_sparse_int4_pair(
+    x: torch.Tensor, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`linear_sparse_int4(x, *first)`, `linear_sparse_int4(x, *second)`) of x (..., K) and weights (N, K) and (M, K).
+
+    first, second: codes, metadata and scales of a weight, without zero points. On a Hopper GPU up to MOST_ROWS rows of x and
+    two weights with groups of one size and scales of one dtype take one launch. Its results lie within
+    `reference.linear_error_bound`, like those of `linear_sparse_int4`, whose sums may be made in another order. Everything else
+    is two calls. Errors are those of `linear_sparse_int4`. Differentiable in x.
     """
-    y: torch.Tensor = run(LINEAR_SPARSE_INT4, None, (), (x, codes, metadata, scale, bias, zero))
+    made: tuple[torch.Tensor, torch.Tensor] = run(LINEAR_SPARSE_INT4_PAIR, None, (), (x, *first, *second))
+    return made
+
+
+def linear_sparse_int4_swiglu(
+    x: torch.Tensor, gate: Sequence[torch.Tensor], up: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """`swiglu(linear_sparse_int4(x, *gate), linear_sparse_int4(x, *up))` of x (..., K) and weights (N, K).
+
+    Both products are rounded to x's dtype, then `reference.swiglu` holds, and that is the dtype of the result. On a Hopper GPU
+    up to MOST_ROWS rows and two weights with groups of one size and scales of one dtype take one launch, whose sums may be made
+    in another order than those of `linear_sparse_int4`, within the same bound. Everything else is three calls. Errors are those
+    of `linear_sparse_int4`; ValueError where the weights have other shapes. Differentiable in x.
+    """
+    y: torch.Tensor = run(LINEAR_SPARSE_INT4_SWIGLU, None, (), (x, *gate, *up))
     return y
 
 
@@ -328,38 +357,6 @@ LINEAR_SPARSE_INT4_SWIGLU_OP = register(
     "linear_sparse_int4_swiglu", linear_sparse_int4_swiglu_op, _swiglu_fake, _swiglu_backward,
     _pair_save("linear_sparse_int4_swiglu"),
 )  # fmt: skip
-
-
-#: The most rows of inputs that take one launch.
-MOST_ROWS = 16
-
-
-def linear_sparse_int4_pair(
-    x: torch.Tensor, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`linear_sparse_int4(x, *first)`, `linear_sparse_int4(x, *second)`) of x (..., K) and weights (N, K) and (M, K).
-
-    first, second: codes, metadata and scales of a weight, without zero points. On a Hopper GPU up to MOST_ROWS rows of x and
-    two weights with groups of one size and scales of one dtype take one launch. Its results lie within
-    `reference.linear_error_bound`, like those of `linear_sparse_int4`, whose sums may be made in another order. Everything else
-    is two calls. Errors are those of `linear_sparse_int4`. Differentiable in x.
-    """
-    made: tuple[torch.Tensor, torch.Tensor] = run(LINEAR_SPARSE_INT4_PAIR, None, (), (x, *first, *second))
-    return made
-
-
-def linear_sparse_int4_swiglu(
-    x: torch.Tensor, gate: Sequence[torch.Tensor], up: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """`swiglu(linear_sparse_int4(x, *gate), linear_sparse_int4(x, *up))` of x (..., K) and weights (N, K).
-
-    Both products are rounded to x's dtype, then `reference.swiglu` holds, and that is the dtype of the result. On a Hopper GPU
-    up to MOST_ROWS rows and two weights with groups of one size and scales of one dtype take one launch, whose sums may be made
-    in another order than those of `linear_sparse_int4`, within the same bound. Everything else is three calls. Errors are those
-    of `linear_sparse_int4`; ValueError where the weights have other shapes. Differentiable in x.
-    """
-    y: torch.Tensor = run(LINEAR_SPARSE_INT4_SWIGLU, None, (), (x, *gate, *up))
-    return y
 
 
 __all__ = [

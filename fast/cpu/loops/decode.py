@@ -4,9 +4,8 @@ A step reads `LANES` groups of codes, each of which ends on a byte, and writes t
 `fast.cpu.elements` says, less the zero point, times the scale, each rounded as `reference.dequantize` rounds it. Where
 whole steps share a scale, elements of up to 4 bits are looked up among their 16 scaled numbers.
 
-Vectors of LLVM, in which steps of compiled loops are written that Numba does not make of simple ones: types, loads, a loop.
-
-LLVM lowers them to whatever the processor has. Where it has AVX-512, instructions are named that LLVM has no words for.
+Vectors are those of LLVM, in which steps are written that Numba does not make of simple ones. LLVM lowers them to whatever the
+processor has. Where it has AVX-512, instructions are named that LLVM has no words for.
 """
 
 from __future__ import annotations

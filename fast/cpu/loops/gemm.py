@@ -5,9 +5,8 @@ Decoded numbers have the bits of `reference.dequantize`: code, zero point and sc
 float32 or in bfloat16. Steps are vector instructions (`fast.cpu.loops.decode`). Kernels are compiled, kept and named as those
 of `fast.cpu.loops.gemv` are.
 
-Small blocks of dot products, as vector instructions for a loop that Numba compiles: their sums stay in registers.
-
-Numba makes such blocks of float32 by itself, but none of bfloat16, whose products have an instruction of their own.
+Small blocks of dot products keep their sums in registers (`dots`). Numba makes such blocks of float32 by itself, but none of
+bfloat16, whose products have an instruction of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`swiglu` and `swiglu_quantize` for CUDA tensors.
+"""`swiglu`, `swiglu_quantize` and `swiglu_vjp` for CUDA tensors.
 
 silu has to be the correctly rounded 16-bit float for every input (`reference.swiglu` has the table). It is computed in
 float32 by operations that are the same everywhere, so that the 65,536 inputs of a dtype can be tried without a GPU
@@ -15,11 +15,11 @@ one: silu(5.9375) needs a reciprocal that is not too large. float16 needs degree
 
 The rest, and the product with up, is done on pairs of 16-bit floats: see `bf16x2.gated`.
 
-`swiglu_vjp` for CUDA tensors: dgate and dup in one kernel, which reads g, gate and up once.
+`swiglu_vjp`: dgate and dup in one kernel, which reads g, gate and up once.
 
 dup is the forward kernel's own arithmetic, with g in place of up. silu' has to be the correctly rounded 16-bit float for every
 gate (`reference.layers.swiglu` has the table), computed in float32 by operations that are the same everywhere: all
-65,536 inputs of a dtype are tried in Triton's interpreter and on a GPU. With e = exp(-v) as in `fast.kernels.layers.swiglu`,
+65,536 inputs of a dtype are tried in Triton's interpreter and on a GPU. With e = exp(-v) as above,
 d = 1 + e and n = 1 + e (1 + v), all scaled by 2**-32: silu' = n / d / d, divisions by products with approximate reciprocals.
 
 bfloat16 needs degree 5, and reciprocals may be wrong by two units. float16 needs degree 6 and a step of Newton's; one input,
@@ -52,89 +52,6 @@ from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch, interpreted
 from reference import Quantized
 from reference.schemes.schemes import Scheme, scheme_of
-
-SMALL, HARD = tl.constexpr(2.0**-6), tl.constexpr(-1.455078125)
-
-
-@triton.jit
-def exponential(z, f, DTYPE: tl.constexpr):
-    """(2**-32 exp(-v), as a power of two and a factor)."""
-    power = float_of((bits_of(z) << 23) + SCALED_ONE)
-    if DTYPE == "bfloat16":
-        p = tl.fma(f, 0.0013400171, 0.00961845)
-        p = tl.fma(p, f, 0.055503294)
-        p = tl.fma(p, f, 0.24022648)
-        p = tl.fma(p, f, 0.6931472)
-        p = tl.fma(p, f, 1.0)
-    else:
-        p = power_of_fraction(f, DTYPE)
-    return power, p
-
-
-@triton.jit
-def silu_slope(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
-    """silu'(v) between the bounds of `clamped_gate`, on the right side of every tie of 16-bit floats."""
-    z, f = _exponent(v, DTYPE)
-    power, p = exponential(z, f, DTYPE)
-    d = tl.fma(power, p, SCALE)
-    r = approximate_reciprocal(d, HAS_PTX)
-    if DTYPE == "float16":
-        r = tl.fma(tl.fma(-d, r, 1.0), r, r)
-    n = tl.fma(power * p, v + 1.0, SCALE)
-    slope = (n * r) * r * SCALE
-    if DTYPE == "float16":
-        slope = tl.where(v == HARD, float_of(bits_of(slope) + 8), slope)
-    line = bits_of(tl.fma(v, 0.5, 0.5))
-    line = float_of(tl.where(v > 0, line - 1, line + 1))
-    return tl.where(tl.abs(v) < SMALL, line, slope)
-
-
-@triton.jit
-def swiglu_gradient_kernel(
-    g, gate, up, dgate, dup, rows, length, per_row, column_tiles, gate_stride, up_stride,
-    DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-    GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
-):  # fmt: skip
-    """A tile of both gradients; g has no gaps between its rows."""
-    row, column, inside, block, exists = tile_of(
-        rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
-    )
-    at = row * length + column
-    d = read(g + at, inside)
-    a = read(gate + (row * gate_stride + column), inside)
-    b = read(up + (row * up_stride + column), inside)
-    v = clamped_gate(a, DTYPE, HAS_PTX)
-    tl.store(dup + at, gated(silu(v, DTYPE, HAS_PTX), a, d, DTYPE, False, HAS_PTX), mask=inside)
-    slope = rounded_once(silu_slope(v, DTYPE, HAS_PTX), DTYPE, HAS_PTX)
-    wide = floats(a, HAS_PTX)
-    # The clamp made a NaN a number.
-    slope = tl.where(wide == wide, slope, wide)
-    product = (floats(d, HAS_PTX) * (slope * 0.5)) * floats(b, HAS_PTX)
-    tl.store(dgate + at, narrowed(product + product, DTYPE, HAS_PTX), mask=inside)
-
-
-def swiglu_vjp(
-    g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, key: Any = None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`fast.layers.swiglu.swiglu_vjp` by a kernel, or None where the reference has to answer."""
-    if not (covers(gate, up) and covers(gate, g)):
-        return None
-    call = Call({"g": g.contiguous(), "gate": gate, "up": up}, strided=True)
-    rows, others = matrices(call.tensors["gate"], call.tensors["up"], None)
-    strides = row_strides(rows, others)
-    place = place_of(*rows.shape, None, max(strides))
-    for name in ("dgate", "dup"):
-        call.allocate(name, gate.shape, gate.dtype)
-    constants = (HALVES[gate.dtype], *place.constants.values(), not interpreted())
-    tail = (*place.integers, *strides, *constants)
-    launch = CompiledLaunch(swiglu_gradient_kernel, place.programs, tail, place.warps)
-    # Not remembered where a copy is read.
-    views = {"gate": rows, "up": others}
-    call.repeatable &= g.is_contiguous()
-    call.launch(launch, ("g", "gate", "up", "dgate", "dup"), views)
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("dgate", "dup"), key)
-    return made
-
 
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Elements of a program, unless a block is larger, and of a thread: four 16-byte loads of 16-bit floats.
@@ -229,7 +146,7 @@ def swiglu_pieces_kernel(
     SCHEME: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, THREADS: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of a row of A, B and C elements, quantized under one scale; see `quantize.split_rows`."""
+    """silu(gate) * up of a row of A, B and C elements, quantized under one scale; see `tiles.quantize_row`."""
     row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     gates, ups = gate + row * gate_stride, up + row * up_stride
     a = _gated_piece(gates, ups, A, DTYPE, HAS_PTX)
@@ -362,3 +279,86 @@ def place_of(rows: int, length: int, block: int | None, stride: int) -> Tiles:
         if size // 4 <= divides < size:
             size = divides
     return tiles(rows, length, block, size=size, elements=ELEMENTS, stride=stride, per_thread=PER_THREAD)
+
+
+SMALL, HARD = tl.constexpr(2.0**-6), tl.constexpr(-1.455078125)
+
+
+@triton.jit
+def exponential(z, f, DTYPE: tl.constexpr):
+    """(2**-32 exp(-v), as a power of two and a factor)."""
+    power = float_of((bits_of(z) << 23) + SCALED_ONE)
+    if DTYPE == "bfloat16":
+        p = tl.fma(f, 0.0013400171, 0.00961845)
+        p = tl.fma(p, f, 0.055503294)
+        p = tl.fma(p, f, 0.24022648)
+        p = tl.fma(p, f, 0.6931472)
+        p = tl.fma(p, f, 1.0)
+    else:
+        p = power_of_fraction(f, DTYPE)
+    return power, p
+
+
+@triton.jit
+def silu_slope(v, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """silu'(v) between the bounds of `clamped_gate`, on the right side of every tie of 16-bit floats."""
+    z, f = _exponent(v, DTYPE)
+    power, p = exponential(z, f, DTYPE)
+    d = tl.fma(power, p, SCALE)
+    r = approximate_reciprocal(d, HAS_PTX)
+    if DTYPE == "float16":
+        r = tl.fma(tl.fma(-d, r, 1.0), r, r)
+    n = tl.fma(power * p, v + 1.0, SCALE)
+    slope = (n * r) * r * SCALE
+    if DTYPE == "float16":
+        slope = tl.where(v == HARD, float_of(bits_of(slope) + 8), slope)
+    line = bits_of(tl.fma(v, 0.5, 0.5))
+    line = float_of(tl.where(v > 0, line - 1, line + 1))
+    return tl.where(tl.abs(v) < SMALL, line, slope)
+
+
+@triton.jit
+def swiglu_gradient_kernel(
+    g, gate, up, dgate, dup, rows, length, per_row, column_tiles, gate_stride, up_stride,
+    DTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """A tile of both gradients; g has no gaps between its rows."""
+    row, column, inside, block, exists = tile_of(
+        rows, length, per_row, column_tiles, MASKED, WIDE, ROWS, SIZE, GROUP
+    )
+    at = row * length + column
+    d = read(g + at, inside)
+    a = read(gate + (row * gate_stride + column), inside)
+    b = read(up + (row * up_stride + column), inside)
+    v = clamped_gate(a, DTYPE, HAS_PTX)
+    tl.store(dup + at, gated(silu(v, DTYPE, HAS_PTX), a, d, DTYPE, False, HAS_PTX), mask=inside)
+    slope = rounded_once(silu_slope(v, DTYPE, HAS_PTX), DTYPE, HAS_PTX)
+    wide = floats(a, HAS_PTX)
+    # The clamp made a NaN a number.
+    slope = tl.where(wide == wide, slope, wide)
+    product = (floats(d, HAS_PTX) * (slope * 0.5)) * floats(b, HAS_PTX)
+    tl.store(dgate + at, narrowed(product + product, DTYPE, HAS_PTX), mask=inside)
+
+
+def swiglu_vjp(
+    g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, key: Any = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`fast.layers.swiglu.swiglu_vjp` by a kernel, or None where the reference has to answer."""
+    if not (covers(gate, up) and covers(gate, g)):
+        return None
+    call = Call({"g": g.contiguous(), "gate": gate, "up": up}, strided=True)
+    rows, others = matrices(call.tensors["gate"], call.tensors["up"], None)
+    strides = row_strides(rows, others)
+    place = place_of(*rows.shape, None, max(strides))
+    for name in ("dgate", "dup"):
+        call.allocate(name, gate.shape, gate.dtype)
+    constants = (HALVES[gate.dtype], *place.constants.values(), not interpreted())
+    tail = (*place.integers, *strides, *constants)
+    launch = CompiledLaunch(swiglu_gradient_kernel, place.programs, tail, place.warps)
+    # Not remembered where a copy is read.
+    views = {"gate": rows, "up": others}
+    call.repeatable &= g.is_contiguous()
+    call.launch(launch, ("g", "gate", "up", "dgate", "dup"), views)
+    made: tuple[torch.Tensor, torch.Tensor] = call.result(("dgate", "dup"), key)
+    return made

@@ -5,7 +5,7 @@ A program takes a tile of P blocks with SIZE elements each. Where the elements l
 * ``flat``: block b is elements b * length ... of the flattened tensor (groups that divide the last axis, whole rows, the
   whole tensor). With CHUNKED a block is larger than a tile, and the second grid axis counts blocks.
 * ``columns``: blocks run along an axis that is not the last; P neighbouring columns make a tile, so that memory is read in
-  rows. See `columns`.
+  rows (`column_places`).
 * ``tiles``: blocks of rows x INNER, and rows with a short last block.
 * ``strips``: P blocks of rows x INNER side by side, whose rows are read and written together where codes are made: a row of a
   block is less than a warp reads at once. Elsewhere these are ``tiles``.
@@ -16,11 +16,10 @@ What happens is a `BlockOp`: where scales come from (the tile, a statistic that 
 written. Blocks too large for one tile take two passes: the first leaves statistics by atomic maximum on bit patterns, the
 second reads x again, in reverse order, since the end of x is what the L2 cache still holds.
 
-Where a program's elements lie when blocks run along an axis that is not the last.
-
-A tile has P neighbouring columns and SIZE rows of a block. Triton hands out lanes along columns first, then along rows, and
-warps last; a thread has INNER neighbouring columns, since `at` is said to have no more neighbours than that (and INNER divides
-the number of columns, so that they are in one place of memory, there or not there together). So
+Where blocks run along an axis that is not the last, a tile has P neighbouring columns and SIZE rows of a block. Triton hands
+out lanes along columns first, then along rows, and warps last; a thread has INNER neighbouring columns, since `at` is said to
+have no more neighbours than that (and INNER divides the number of columns, so that they are in one place of memory, there or
+not there together). So
 
 * of a warp's lanes P / INNER lie along columns, and a maximum over rows takes log2(32 * INNER / P) shuffles;
 * a program of one warp needs no barrier, nor shared memory but to put scales side by side, which is why `geometry` asks for
@@ -50,81 +49,6 @@ from fast.kernels.tile.quantize import (
     segments_tile,
     strip_tile,
 )
-
-# Values of a tile of codes: the counterpart of `reference.dequantize`.
-
-
-@triton.jit
-def dequantize_tile(
-    codes, scale, outer, zero, y, at, inside, block, exists, SCHEME: tl.constexpr, OP: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """Read codes and scales, write the values that the operation asks for."""
-    PRECISION: tl.constexpr = OP.output if SCHEME.dequantize == "target" else "float32"
-    if OP.packed:
-        SEQUENCE: tl.constexpr = SCHEME.bits == 4 or SCHEME.kind == "float" or SIZE % 32 == 0
-    else:
-        SEQUENCE: tl.constexpr = SCHEME.bits == 8 or SCHEME.kind == "int" or SCHEME.kind == "codebook"
-    FAST_PATH: tl.constexpr = SCHEME.fast_values and SEQUENCE
-    if FAST_PATH:
-        code = block
-    elif OP.packed:
-        code = load_packed(codes, block, exists, SIZE, SCHEME.bits)
-    else:
-        code = read(codes + at, inside).to(tl.int32) & ((1 << SCHEME.bits) - 1)
-    if SCHEME.two_level:
-        s = double_scale(scale, outer, zero, block, exists, SCHEME, PRECISION)
-    else:
-        s = loaded_scale(read(scale + block, exists), SCHEME.level)
-    z = s
-    if SCHEME.zero != "":
-        z = loaded_zero(read(zero + block, exists), SCHEME)
-    o = tl.full((), 1.0, tl.float32)
-    if SCHEME.has_outer:
-        o = loaded_scale(tl.load(outer), SCHEME.outer)
-    if FAST_PATH:
-        c = combined(s, o, SCHEME, "float32")
-        value = load_values(codes, at, inside, block, exists, z, SCHEME, OP.packed, SIZE)
-        tl.store(y + at, finished(value * c, c, OP.output), mask=inside)
-    else:
-        value = values(code, combined(s, o, SCHEME, PRECISION), z, SCHEME, PRECISION)
-        tl.store(y + at, narrow(value, OP.output, SCHEME.dequantize == "float32"), mask=inside)
-
-
-@triton.jit
-def column_places(
-    program, columns, rows, length, limit, chunks, lead_stride, row_stride, inner_row,
-    CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
-    P: tl.constexpr,
-):  # fmt: skip
-    """`kernel.block_places` for the shape "columns"."""
-    tiles = tl.cdiv(columns, P)
-    strip = program // tiles
-    column = tl.arange(0, P)[:, None] + program % tiles * P
-    exists = column < columns
-    block, chunk = strip, 0
-    if CHUNKED:
-        block, chunk = strip // chunks, strip % chunks
-    i = tl.arange(0, SIZE)[None, :]
-    if MASKED:
-        row, lead = block % rows, block // rows
-        i += chunk * SIZE
-        base = _wide(lead, WIDE) * lead_stride + _wide(row, WIDE) * row_stride
-        inside = tl.max_constancy(exists & (row * length + i < limit) & (i < length), [INNER, 1])
-    else:
-        # Strips follow each other without a gap.
-        base = _wide(strip, WIDE) * SIZE * inner_row
-        inside = tl.full((P, SIZE), 1, tl.int1)
-    at = base + _wide(i, WIDE) * inner_row + column
-    at = tl.multiple_of(tl.max_contiguous(at, [INNER, 1]), [INNER, 1])
-    return at, inside, block * columns + column, exists, chunk == 0
-
-
-@triton.jit
-def _wide(index, WIDE: tl.constexpr):
-    """An index of enough bits for offsets."""
-    return index.to(tl.int64) if WIDE else index
-
 
 # Neighbours that a thread has of a strip: 16 bytes of 16-bit floats.
 WIDTH = tl.constexpr(8)
@@ -295,3 +219,78 @@ def _leave_statistic(tile, inside, statistic, block, exists, stride, SCHEME: tl.
         tl.atomic_max(statistic + block, largest, mask=exists, sem="relaxed")
         tl.atomic_min(statistic + stride + block, order_key(low), mask=exists, sem="relaxed")
         tl.atomic_max(statistic + 2 * stride + block, order_key(high), mask=exists, sem="relaxed")
+
+
+# Values of a tile of codes: the counterpart of `reference.dequantize`.
+
+
+@triton.jit
+def dequantize_tile(
+    codes, scale, outer, zero, y, at, inside, block, exists, SCHEME: tl.constexpr, OP: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Read codes and scales, write the values that the operation asks for."""
+    PRECISION: tl.constexpr = OP.output if SCHEME.dequantize == "target" else "float32"
+    if OP.packed:
+        SEQUENCE: tl.constexpr = SCHEME.bits == 4 or SCHEME.kind == "float" or SIZE % 32 == 0
+    else:
+        SEQUENCE: tl.constexpr = SCHEME.bits == 8 or SCHEME.kind == "int" or SCHEME.kind == "codebook"
+    FAST_PATH: tl.constexpr = SCHEME.fast_values and SEQUENCE
+    if FAST_PATH:
+        code = block
+    elif OP.packed:
+        code = load_packed(codes, block, exists, SIZE, SCHEME.bits)
+    else:
+        code = read(codes + at, inside).to(tl.int32) & ((1 << SCHEME.bits) - 1)
+    if SCHEME.two_level:
+        s = double_scale(scale, outer, zero, block, exists, SCHEME, PRECISION)
+    else:
+        s = loaded_scale(read(scale + block, exists), SCHEME.level)
+    z = s
+    if SCHEME.zero != "":
+        z = loaded_zero(read(zero + block, exists), SCHEME)
+    o = tl.full((), 1.0, tl.float32)
+    if SCHEME.has_outer:
+        o = loaded_scale(tl.load(outer), SCHEME.outer)
+    if FAST_PATH:
+        c = combined(s, o, SCHEME, "float32")
+        value = load_values(codes, at, inside, block, exists, z, SCHEME, OP.packed, SIZE)
+        tl.store(y + at, finished(value * c, c, OP.output), mask=inside)
+    else:
+        value = values(code, combined(s, o, SCHEME, PRECISION), z, SCHEME, PRECISION)
+        tl.store(y + at, narrow(value, OP.output, SCHEME.dequantize == "float32"), mask=inside)
+
+
+@triton.jit
+def column_places(
+    program, columns, rows, length, limit, chunks, lead_stride, row_stride, inner_row,
+    CHUNKED: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """`kernel.block_places` for the shape "columns"."""
+    tiles = tl.cdiv(columns, P)
+    strip = program // tiles
+    column = tl.arange(0, P)[:, None] + program % tiles * P
+    exists = column < columns
+    block, chunk = strip, 0
+    if CHUNKED:
+        block, chunk = strip // chunks, strip % chunks
+    i = tl.arange(0, SIZE)[None, :]
+    if MASKED:
+        row, lead = block % rows, block // rows
+        i += chunk * SIZE
+        base = _wide(lead, WIDE) * lead_stride + _wide(row, WIDE) * row_stride
+        inside = tl.max_constancy(exists & (row * length + i < limit) & (i < length), [INNER, 1])
+    else:
+        # Strips follow each other without a gap.
+        base = _wide(strip, WIDE) * SIZE * inner_row
+        inside = tl.full((P, SIZE), 1, tl.int1)
+    at = base + _wide(i, WIDE) * inner_row + column
+    at = tl.multiple_of(tl.max_contiguous(at, [INNER, 1]), [INNER, 1])
+    return at, inside, block * columns + column, exists, chunk == 0
+
+
+@triton.jit
+def _wide(index, WIDE: tl.constexpr):
+    """An index of enough bits for offsets."""
+    return index.to(tl.int64) if WIDE else index

@@ -1,13 +1,10 @@
 """`fake_quantize_vjp` of torch tensors by kernels; see `reference.fake_quantize` for what the gradients are.
 
-Scales computed from x take the passes of the forward function with a mask at the end. Given ones are parameters: `slopes` makes
-their gradients and dx in one pass, and adds up what the parts of large blocks leave.
-
-Gradients of fake quantization with given scales: dx, and sums over blocks of g * dy/ds and g * dy/dz.
-
-The counterpart of `reference.fake_quantize._parameter_gradients`, on the tiles of `blocks`. A sum runs over adjacent pairs, in
-a binary tree over the block filled with zeros to a power of two. The parts of a block that is larger than a tile are aligned
-and powers of two, so each is a branch of that tree: programs leave their sums, and `part_sums_kernel` goes on from there.
+Scales computed from x take the passes of the forward function with a mask at the end. Scales from outside are parameters: one
+pass makes dx and sums over blocks of g * dy/ds and g * dy/dz, as `reference.fake_quantize._parameter_gradients` does. A sum
+runs over adjacent pairs, in a binary tree over the block filled with zeros to a power of two. The parts of a block that is
+larger than a tile are aligned and powers of two, so each is a branch of that tree: programs leave their sums, and
+`part_sums_kernel` goes on from there.
 
 A short last block is filled, as in the reference, with its last element under a gradient of 0: where that element's slope is
 not finite the sum is NaN, and a sum of zeros has the sign of all of them.

@@ -4,24 +4,21 @@ A training step multiplies an activation along its columns in the forward GEMM a
 gradient, and 8-bit GEMMs want both operands contiguous along the summed axis. So the second output is x.T in blocks along
 x's rows: codes (K, M), scales of blocks of `n` rows.
 
-Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: `mxfp8`), and 8-bit floats under a given scale
+Two kinds of schemes have such a kernel: MX with 8-bit floats (16-bit inputs: by pairs), and 8-bit floats under a given scale
 for the whole tensor. Everything else is two calls of `quantize`, the same bits from two reads.
 
 A program of the MX kernel takes 32 * WARPS rows and COLUMNS columns. Rows are permuted so that a group of 32 rows lies in the
 registers of one warp (and of at most TURNS of its lanes): the maxima over rows need no shared memory, only the transposed codes
 pass through it.
 
-Tiled scales of two matrices to plain ones: the second half of `both.mx_both` for plain scales.
-
-A tile of codes has 4 scales in each row, and as many in each column. Written row by row they fill an eighth of a 32-byte sector
-of memory (times: reports/LOG.md). In the tiled layout they lie side
+`untile`: tiled scales of two matrices to plain ones. A tile of codes has 4 scales in each row, and as many in each column.
+Written row by row they fill an eighth of a 32-byte sector of memory (times: reports/LOG.md). In the tiled layout they lie side
 by side, and putting them in rows afterwards moves a thirty-second of the bytes, in whole sectors.
 
-MXFP8 of 16-bit matrices in both layouts, two elements at a time.
-
-Integer and comparison instructions run at half the rate of float ones on Hopper, and two maxima for every element are most of
-what this kernel does. So x is read as words of two neighbouring columns: magnitudes of 16-bit floats order like their patterns,
-and one `max.u16x2` compares two. Scales of bfloat16 are made in pairs as well.
+16-bit matrices go two elements at a time (`mx_pairs_kernel`). Integer and comparison instructions run at half the rate of
+float ones on Hopper, and two maxima for every element are most of what this kernel does. So x is read as words of two
+neighbouring columns: magnitudes of 16-bit floats order like their patterns, and one `max.u16x2` compares two. Scales of
+bfloat16 are made in pairs as well.
 
 A warp has a patch of 32 rows by 64 columns. Lane 8 r + c (r from 0 to 3, c from 0 to 7) holds 8 rows by 8 columns of it:
 

@@ -4,11 +4,9 @@ device functions.
 Statistics come as patterns of magnitudes and as float32 minima and maxima, shape (blocks, 1); scales leave as float32, NaN
 canonical, beside the code or value that is stored. `L` is a `Level`, `SCHEME` a `SchemeConstants`.
 
-Scales that are quantized themselves, about their mean and in groups: `reference.quantize.scales.second_level` as device
-functions.
-
-The mean is a tree of averages of neighbours. Programs leave the averages of aligned parts of it, as many passes as it takes,
-and the last pass, whose programs quantize the groups, goes on from there: each makes the same mean of the same few averages.
+Scales that are quantized themselves, about their mean and in groups, are `reference.quantize.scales.second_level`. The mean is
+a tree of averages of neighbours. Programs leave the averages of aligned parts of it, as many passes as it takes, and the last
+pass, whose programs quantize the groups, goes on from there: each makes the same mean of the same few averages.
 """
 
 from __future__ import annotations
@@ -33,88 +31,6 @@ from fast.kernels.bits import (
 from fast.kernels.rules.elements import decode, e4m3_value, encode, nearest_integer, nonnegative_code
 from fast.kernels.rules.statistics import MOST_LEVELS, absmax
 from fast.kernels.sm90.bit_tricks import quotient, round_to_dtype
-
-
-@triton.jit
-def averages(v, HAS_PTX: tl.constexpr):
-    """Rows of (P, S), S a power of two, averaged to (P, 1): neighbours first, as `reference.quantize.statistics.mean`."""
-    COUNT: tl.constexpr = v.shape[0]
-    for _ in tl.static_range(MOST_LEVELS):
-        if v.shape[1] > 1:
-            halves = tl.reshape(v * 0.5, (COUNT, v.shape[1] // 2, 2))
-            if HAS_PTX:
-                v = tl.sum(halves, axis=2)
-            else:
-                even, odd = tl.split(halves)
-                v = even + odd
-    return v
-
-
-@triton.jit
-def averaged_scales(v, SCHEME: tl.constexpr):
-    """Scales as the mean has them: in default schemes those of NaN blocks are left out."""
-    if SCHEME.house:
-        v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)
-    return v
-
-
-@triton.jit
-def leave_averages(scales, averaged, at, inside, part, exists, SCHEME: tl.constexpr):
-    """The averages of parts of the scales, or of averages before them; what lies beyond the last scale is 0."""
-    made = averages(averaged_scales(read(scales + at, inside), SCHEME), SCHEME.has_ptx)
-    tl.store(averaged + part, made, mask=exists)
-
-
-@triton.jit
-def quantize_groups(
-    scales, averaged, codes, outer, center, at, inside, group, exists, count, parts, SCHEME: tl.constexpr, OP: tl.constexpr
-):  # fmt: skip
-    """Codes of scales, the scale of each group, and the mean. count: of all scales. parts: of averages that are left."""
-    L: tl.constexpr = SCHEME.outer
-    i = tl.arange(0, OP.parts)[None, :]
-    top = averages(averaged_scales(read(averaged + i, i < parts), SCHEME), SCHEME.has_ptx)
-    share = (count + tl.zeros((1, 1), tl.int32)).to(tl.float32) * OP.share
-    mean = rounded(canonical(tl.div_rn(top, share)), L.compute)
-    shifted = tl.where(inside, rounded(read(scales + at, inside) - mean, L.compute), 0.0)
-    made = canonical(ratio(absmax(shifted, SCHEME.house, SCHEME.has_ptx), None, None, L, SCHEME.house))
-    tl.store(outer + group, made, mask=exists)
-    scale_code = _codes(rounded(shifted * made, L.compute), SCHEME.level.storage_element)
-    tl.store(codes + at, scale_code.to(tl.int8), mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(center + tl.zeros((1, 1), tl.int32), mean)
-
-
-@triton.jit
-def _codes(v, E: tl.constexpr):
-    """int32 codes of scaled scales in an integer format."""
-    integer = tl.minimum(tl.maximum(nearest_integer(v), E.low), E.high)
-    return tl.where(is_nan(v), E.nan_code, integer)
-
-
-@triton.jit
-def double_scale(scale, outer, center, block, exists, SCHEME: tl.constexpr, DTYPE: tl.constexpr):
-    """The scales of blocks, float32 (P, 1): code / outer scale + mean, each step rounded to DTYPE."""
-    code = read(scale + block, exists).to(tl.int32)
-    divisor = canonical(read(outer + block // SCHEME.group, exists))
-    made = rounded(tl.div_rn(decode(code, SCHEME.level.storage_element), divisor), DTYPE)
-    made = canonical(rounded(made + canonical(tl.load(center)), DTYPE))
-    if SCHEME.dequantize == "float32":
-        # A scale that was rounded up may lie beyond the largest float32.
-        made = finite(made)
-    return made
-
-
-# Where scales of a matrix lie: row by row, or in the tiles of 128 rows by 4 columns of `reference.quantize.stored`.
-
-
-@triton.jit
-def scale_place(row, block, blocks, TILED: tl.constexpr):
-    """Index of the scale of a block of a row, of `blocks` in each row."""
-    if TILED:
-        tile = (row >> 7) * ((blocks + 3) >> 2) + (block >> 2)
-        return tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (block & 3)
-    else:
-        return row * blocks + block
 
 
 @triton.jit
@@ -381,3 +297,85 @@ def zero_point(low, exact, SCHEME: tl.constexpr):
         steps = rounded(tl.div_rn(low, scale), L.compute)
         code = tl.minimum(tl.maximum(SCHEME.low - nearest_integer(steps), SCHEME.low), SCHEME.high)
         return tl.where(is_nan(steps), 0, code)
+
+
+@triton.jit
+def averages(v, HAS_PTX: tl.constexpr):
+    """Rows of (P, S), S a power of two, averaged to (P, 1): neighbours first, as `reference.quantize.statistics.mean`."""
+    COUNT: tl.constexpr = v.shape[0]
+    for _ in tl.static_range(MOST_LEVELS):
+        if v.shape[1] > 1:
+            halves = tl.reshape(v * 0.5, (COUNT, v.shape[1] // 2, 2))
+            if HAS_PTX:
+                v = tl.sum(halves, axis=2)
+            else:
+                even, odd = tl.split(halves)
+                v = even + odd
+    return v
+
+
+@triton.jit
+def averaged_scales(v, SCHEME: tl.constexpr):
+    """Scales as the mean has them: in default schemes those of NaN blocks are left out."""
+    if SCHEME.house:
+        v = tl.where((bits_of(v) & MAGNITUDE) < INFINITY, v, 0.0)
+    return v
+
+
+@triton.jit
+def leave_averages(scales, averaged, at, inside, part, exists, SCHEME: tl.constexpr):
+    """The averages of parts of the scales, or of averages before them; what lies beyond the last scale is 0."""
+    made = averages(averaged_scales(read(scales + at, inside), SCHEME), SCHEME.has_ptx)
+    tl.store(averaged + part, made, mask=exists)
+
+
+@triton.jit
+def quantize_groups(
+    scales, averaged, codes, outer, center, at, inside, group, exists, count, parts, SCHEME: tl.constexpr, OP: tl.constexpr
+):  # fmt: skip
+    """Codes of scales, the scale of each group, and the mean. count: of all scales. parts: of averages that are left."""
+    L: tl.constexpr = SCHEME.outer
+    i = tl.arange(0, OP.parts)[None, :]
+    top = averages(averaged_scales(read(averaged + i, i < parts), SCHEME), SCHEME.has_ptx)
+    share = (count + tl.zeros((1, 1), tl.int32)).to(tl.float32) * OP.share
+    mean = rounded(canonical(tl.div_rn(top, share)), L.compute)
+    shifted = tl.where(inside, rounded(read(scales + at, inside) - mean, L.compute), 0.0)
+    made = canonical(ratio(absmax(shifted, SCHEME.house, SCHEME.has_ptx), None, None, L, SCHEME.house))
+    tl.store(outer + group, made, mask=exists)
+    scale_code = _codes(rounded(shifted * made, L.compute), SCHEME.level.storage_element)
+    tl.store(codes + at, scale_code.to(tl.int8), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(center + tl.zeros((1, 1), tl.int32), mean)
+
+
+@triton.jit
+def _codes(v, E: tl.constexpr):
+    """int32 codes of scaled scales in an integer format."""
+    integer = tl.minimum(tl.maximum(nearest_integer(v), E.low), E.high)
+    return tl.where(is_nan(v), E.nan_code, integer)
+
+
+@triton.jit
+def double_scale(scale, outer, center, block, exists, SCHEME: tl.constexpr, DTYPE: tl.constexpr):
+    """The scales of blocks, float32 (P, 1): code / outer scale + mean, each step rounded to DTYPE."""
+    code = read(scale + block, exists).to(tl.int32)
+    divisor = canonical(read(outer + block // SCHEME.group, exists))
+    made = rounded(tl.div_rn(decode(code, SCHEME.level.storage_element), divisor), DTYPE)
+    made = canonical(rounded(made + canonical(tl.load(center)), DTYPE))
+    if SCHEME.dequantize == "float32":
+        # A scale that was rounded up may lie beyond the largest float32.
+        made = finite(made)
+    return made
+
+
+# Where scales of a matrix lie: row by row, or in the tiles of 128 rows by 4 columns of `reference.quantize.stored`.
+
+
+@triton.jit
+def scale_place(row, block, blocks, TILED: tl.constexpr):
+    """Index of the scale of a block of a row, of `blocks` in each row."""
+    if TILED:
+        tile = (row >> 7) * ((blocks + 3) >> 2) + (block >> 2)
+        return tile * 512 + (row & 31) * 16 + ((row >> 5) & 3) * 4 + (block & 3)
+    else:
+        return row * blocks + block

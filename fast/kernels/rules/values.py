@@ -1,4 +1,4 @@
-"""Decoded values: the second half of `reference.quantize.dequantize`, and which elements saturated."""
+"""Codes of elements under a scale, decoded values (the second half of `reference.quantize.dequantize`), and what saturated."""
 
 from __future__ import annotations
 

@@ -6,11 +6,10 @@ are stored as a tile in which neighbouring lanes have neighbouring words, and la
 
 A thread loads all 32 elements of a group: then nothing else changes places, and few threads choose the scale of a block.
 
-Integers with zero points: minima and maxima of 16-bit floats in pairs, and what is made of a range once for a block.
-
-Comparison instructions run at half the rate of float ones on Hopper, and in float32 a range takes two of them for every
-element. In 16 bits one instruction compares two elements. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a
-maximum of elements with their signs flipped: what lanes exchange is one word, (maximum, -minimum).
+Integers with zero points take minima and maxima of 16-bit floats in pairs. Comparison instructions run at half the rate of
+float ones on Hopper, and in float32 a range takes two of them for every element. In 16 bits one instruction compares two
+elements. It keeps NaN, as 0x7fff, and puts -0 below +0, so a minimum is a maximum of elements with their signs flipped: what
+lanes exchange is one word, (maximum, -minimum).
 """
 
 from __future__ import annotations

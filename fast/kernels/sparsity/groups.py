@@ -8,17 +8,15 @@ nothing.
 Why: at the copy rate the bytes of an octet leave time for 45 (8-bit elements) or 86 (bfloat16) integer operations. Six
 subtractions and four majorities rank two groups, where comparisons and selections would take some sixty (reports/LOG.md).
 
-Octets as the kernels read and write them: 16 bytes a thread, and nothing moves between threads.
+16 bytes a thread are read and written, and nothing moves between threads. A tile is read as words of four bytes, of which a
+thread gets four neighbours, and they are split into the words of octets: two octets of 8-bit elements, one of 16 bits. An
+octet of 32-bit elements is two groups of 16 bytes; each is read by itself, and the second finds its sector in the first-level
+cache. Results are said to have no more neighbours than a thread makes: for wider stores the compiler would exchange them
+through shared memory.
 
-A tile is read as words of four bytes, of which a thread gets four neighbours, and they are split into the words of octets: two
-octets of 8-bit elements, one of 16 bits. An octet of 32-bit elements is two groups of 16 bytes; each is read by itself, and the
-second finds its sector in the first-level cache. Results are said to have no more neighbours than a thread makes: for wider
-stores the compiler would exchange them through shared memory.
-
-Marks of the elements that are kept, by each rule, from the words of octets; see `groups` for what a mark is.
-
-RULE "largest": the two largest magnitudes of each group, a NaN above all others, as `reference.prune` ranks them. "nonzero":
-elements that are neither +0 nor, where SIGNED says that the dtype has one, -0. "mask": those whose byte in a mask is 1.
+Which elements are marked: RULE "largest": the two largest magnitudes of each group, a NaN above all others, as
+`reference.prune` ranks them. "nonzero": elements that are neither +0 nor, where SIGNED says that the dtype has one, -0.
+"mask": those whose byte in a mask is 1.
 
 Functions give the four marks, and the words with zeros in the place of what may not be stored: a group with less than two marks
 stores elements that it does not keep.

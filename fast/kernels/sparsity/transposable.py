@@ -11,10 +11,9 @@ NaN and infinities are rare, and only they need `careful_key`: where one of a wa
 one after the other. Keys take two registers, so nothing is kept meanwhile: what is written is read once more, from the
 first-level cache.
 
-The best transposable mask of a 4 x 4 tile, all in registers of one thread: `reference.sparsity.transposable` by fewer sums.
-
-Masks of rows: element c of a row at bit 3 - c, so that of two pairs the one that comes first in the reference is larger. Pairs
-are numbered as there, and 5 - p is the pair of the other two columns. Of rows 0 and 1 with pairs p and q there are
+`best_mask` of a 4 x 4 tile is `reference.sparsity.transposable` by fewer sums, all in registers of one thread. Masks of rows:
+element c of a row at bit 3 - c, so that of two pairs the one that comes first in the reference is larger. Pairs are numbered
+as there, and 5 - p is the pair of the other two columns. Of rows 0 and 1 with pairs p and q there are
 
 * p = q: rows 2 and 3 both have 5 - p;
 * q = 5 - p: rows 2 and 3 have any r and 5 - r, six masks;

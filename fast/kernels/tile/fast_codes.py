@@ -1,7 +1,8 @@
 """Codes and values of default schemes by the instruction sequences of `sm90`.
 
 Only for scales that were computed from the tile: then a block with NaN or infinity has a NaN scale, every other element is
-finite, and what must become the poison code is masked a word at a time. Everything else goes through `elements` and `values`.
+finite, and what must become the poison code is masked a word at a time. Everything else goes through `rules.elements` and
+`rules.values`.
 """
 
 from __future__ import annotations

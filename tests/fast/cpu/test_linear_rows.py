@@ -45,7 +45,7 @@ def within(got, x, w, bias):
 def test_inside_the_bound(scheme, dtype, few, monkeypatch):
     """By the loop, and by torch of decoded tiles of some rows and a rest."""
     if not few:
-        monkeypatch.setattr(linear, "_few", lambda dtype: 0)
+        monkeypatch.setattr(linear, "_loop_rows", lambda dtype: 0)
         monkeypatch.setattr(linear, "KEPT", 100 * K * 4)
     w, bias = stored(scheme, (N, K)), normal(N, seed=2).to(dtype)
     for count in (2, 5):
