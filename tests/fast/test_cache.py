@@ -12,7 +12,6 @@ import fast
 import reference
 from fast import dispatch
 from fast.launch import cache, direct
-from fast.launch.call import Call
 from reference import FORMATS, SCHEMES, Scales
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
@@ -137,7 +136,7 @@ def test_a_call_that_differs_repeats_no_other(flat, monkeypatch, name, number):
     launches = len(flat.jit)
     call()
     assert flat.counts() == (launches, launches)
-    monkeypatch.setattr(Call, "_launch_directly", lambda *_: pytest.fail("repeated another call"))
+    flat.refuse_repetitions(monkeypatch)
     call(**others[number])
     assert len(flat.jit) + len(flat.straight) > 2 * launches
 

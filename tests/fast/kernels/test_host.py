@@ -15,7 +15,6 @@ from fast.kernels.grouped import group_columns, group_layout
 from fast.kernels.quantize.host import POINTERS
 from fast.kernels.rowwise_colwise.host import batch_columns
 from fast.launch import cache, direct
-from fast.launch.call import Call
 from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
@@ -294,7 +293,7 @@ def test_what_differs_goes_the_ordinary_way(flat, monkeypatch, name):
     for _, call in CALLS.values():
         call()
     before = sum(flat.counts())
-    monkeypatch.setattr(Call, "_launch_directly", lambda *_: pytest.fail("repeated another call"))
+    flat.refuse_repetitions(monkeypatch)
     OTHERS[name]()
     assert sum(flat.counts()) > before
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
@@ -17,6 +18,7 @@ from fast.kernels.linear_small import host as linear_small_host
 from fast.kernels.linear_small import pair as linear_small_pair
 from fast.kernels.scaled_mm import host as scaled_mm_host
 from fast.launch import cache, direct
+from fast.launch.call import Call
 
 # Shared by JIT and C function: how Triton names what it compiled.
 FUNCTION, METADATA = 1234, (4, 1, 0)
@@ -102,6 +104,16 @@ class Recorded:
                 recorded.device = self.before
 
         return Guard()
+
+    def refuse_repetitions(self, monkeypatch: Any) -> None:
+        """No call that was remembered launches its kernels again from here on."""
+        run = Call._run
+
+        def refusing(call: Call, inputs: Any, sizes: Any) -> Any:
+            call._launches = [(lambda *_: pytest.fail("repeated another call"), lambda addresses: None)]
+            return run(call, inputs, sizes)
+
+        monkeypatch.setattr(Call, "_run", refusing)
 
     def counts(self) -> tuple[int, int]:
         """Launches through the JIT, and straight ones."""
