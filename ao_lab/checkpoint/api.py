@@ -41,8 +41,8 @@ from ao_lab.checkpoint.io.shards import (
     Folder,
     Tensors,
     look_at,
-    places_of_weights,
     remove_others,
+    weight_paths,
     write_files,
 )
 from ao_lab.checkpoint.io.strict_json import check_scheme_fields, shown
@@ -64,8 +64,8 @@ from ao_lab.checkpoint.model_builder import (
 from ao_lab.checkpoint.model_card import CARD, card_beside
 from ao_lab.checkpoint.plain_readers import (
     Reading,
+    decoded_in_bfloat16,
     flat_inputs,
-    made_in_bfloat16,
     reading,
     refusal,
     unsupported_reasons,
@@ -185,7 +185,7 @@ def write_model(
         # What could not be read again is not written: a name that is no printable text, for instance.
         check_scheme_fields(recipe["weight"], "the scheme of a weight")
     folder.mkdir(parents=True, exist_ok=True)
-    refuse_folders([*places_of_weights(folder), *(folder / name for name in (CONFIG, SETTINGS, CARD))])
+    refuse_folders([*weight_paths(folder), *(folder / name for name in (CONFIG, SETTINGS, CARD))])
     records = {"recipes": recipes, "weights": stored.records, "shared": stored.shared, "dense": stored.dense}
     metadata = {"format": "pt", KEY: json.dumps(records)}
     with staged(folder, lambda names: remove_others(folder, names)) as place:
@@ -235,7 +235,7 @@ def obstacles(model: nn.Module) -> list[str]:
     for name, weight in model.named_parameters():
         if (
             isinstance(weight, QuantizedTensor)
-            and made_in_bfloat16(weight.scheme)
+            and decoded_in_bfloat16(weight.scheme)
             and weight.dtype != torch.bfloat16
         ):
             dtype = str(weight.dtype).removeprefix("torch.")
@@ -463,7 +463,7 @@ def _state(model: nn.Module, stored: Stored) -> Tensors:
     seen: dict[Any, str] = {}
     state: Tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        key = _place(value) if value.numel() else name
+        key = _memory_of(value) if value.numel() else name
         if key in seen:
             stored.shared[name] = seen[key]
         else:
@@ -472,12 +472,12 @@ def _state(model: nn.Module, stored: Stored) -> Tensors:
     return state
 
 
-def _place(value: torch.Tensor) -> tuple[Any, ...]:
+def _memory_of(value: torch.Tensor) -> tuple[Any, ...]:
     """What two names of one tensor have in common: memory, and how it is read; without memory itself."""
     if value.is_meta:
         return (id(value),)
     if isinstance(value, QuantizedTensor):
-        return value.meta, *(None if part is None else _place(part) for part in value.parts.values())
+        return value.meta, *(None if part is None else _memory_of(part) for part in value.parts.values())
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
 
 

@@ -411,7 +411,7 @@ def fill(model: nn.Module, state: Tensors) -> None:
     expected = model.state_dict(keep_vars=True)
     state = {**state, **{name: state[other] for name, other in tied(model, state).items()}}
     parameters: dict[int, nn.Parameter] = {}
-    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    slots: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     extra: list[tuple[nn.Module, torch.Tensor]] = []
     for name, value in state.items():
         path, _, leaf = name.rpartition(".")
@@ -420,7 +420,7 @@ def fill(model: nn.Module, state: Tensors) -> None:
             extra.append((owner, value))
             continue
         if leaf in owner._buffers:
-            places.append((owner._buffers, leaf, value))
+            slots.append((owner._buffers, leaf, value))
             continue
         trains = (
             expected[name].requires_grad
@@ -430,8 +430,8 @@ def fill(model: nn.Module, state: Tensors) -> None:
         result = parameters.get(id(value))
         if result is None:
             result = parameters[id(value)] = nn.Parameter(value, requires_grad=trains)
-        places.append((owner._parameters, leaf, result))
-    for table, leaf, value in places:
+        slots.append((owner._parameters, leaf, result))
+    for table, leaf, value in slots:
         table[leaf] = value
     for owner, value in extra:
         owner.set_extra_state(value)

@@ -88,7 +88,7 @@ def reading(t: QuantizedTensor, dtype: torch.dtype | None = None) -> Reading:
     _check_groups(t)
     if (reason := unread_zero_points(t.recipe, tuple(t.shape))) is not None:
         raise ValueError(f"{reason}; {WAY_OUT}")
-    tensors = _tensors(export, t, torch.bfloat16 if made_in_bfloat16(t.scheme) else t.dtype)
+    tensors = _tensors(export, t, torch.bfloat16 if decoded_in_bfloat16(t.scheme) else t.dtype)
     if t.is_meta:
         lost = _loading(t, dtype)
         return Reading(export.name, tensors, not lost, tuple(lost), t.zero is not None and export is PACKED)
@@ -155,14 +155,14 @@ def unread_zero_points(recipe: Recipe, shape: tuple[int, ...]) -> str | None:
     )
 
 
-def made_in_bfloat16(scheme: Scheme) -> bool:
+def decoded_in_bfloat16(scheme: Scheme) -> bool:
     """Whether readers make the weight in bfloat16, whatever the model's dtype: all whose scales are codes."""
     return scheme.scale.storage in ("float8_e8m0fnu", "float8_e4m3fn")
 
 
 def _loading(t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
     """Why products of a folder that `from_pretrained` reads fail."""
-    if not made_in_bfloat16(t.scheme) or dtype == torch.bfloat16:
+    if not decoded_in_bfloat16(t.scheme) or dtype == torch.bfloat16:
         return []
     return [
         f"readers make weights of {t.scheme.name} in bfloat16, and products with {_name(dtype)} inputs fail: read it with "
@@ -193,7 +193,7 @@ def _wants_dequantizing(
 
 def _scales(export: Export, tensors: Tensors, t: QuantizedTensor, dtype: torch.dtype) -> list[str]:
     """Whether the scales survive being cast to the model's dtype."""
-    if made_in_bfloat16(t.scheme):
+    if decoded_in_bfloat16(t.scheme):
         return []
     cast = {**tensors, "weight_scale": tensors["weight_scale"].to(dtype)}
     if same_bits(value_read(export, cast, t.quantized, dtype), t.dequantize(dtype)):

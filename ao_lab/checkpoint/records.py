@@ -207,7 +207,7 @@ def check_specs(weight: Weight, folder: Folder) -> None:
             )
         if folder.specs[full] != spec:
             raise ValueError(
-                f"tensor {shown(full)} of {folder.places[full]} is {spec} in {weight.meta.recipe}, got "
+                f"tensor {shown(full)} of {folder.files[full]} is {spec} in {weight.meta.recipe}, got "
                 f"{folder.specs[full]}; fetch it again"
             )
 
@@ -422,5 +422,5 @@ def _check_dense(given: Mapping[str, Any], records: Records, folder: Folder) -> 
             )
         if str(spec.dtype).removeprefix("torch.") != dtype:
             raise ValueError(
-                f"tensor {shown(name)} of {folder.places[name]} is {shown(dtype)}, got {spec}; fetch it again"
+                f"tensor {shown(name)} of {folder.files[name]} is {shown(dtype)}, got {spec}; fetch it again"
             )

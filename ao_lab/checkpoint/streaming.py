@@ -187,16 +187,16 @@ def fill(model: nn.Module, folder: Path, loading: StreamedWeights) -> None:
     owners = owners_of(model)
     check_names(found, owners, model)
     for name, tensor in found.each(found.specs):
-        place(owners, name, tensor, loading)
+        assign(owners, name, tensor, loading)
 
 
 def owners_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """For each name of the state_dict every place that has its tensor."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
     result: dict[str, list[tuple[nn.Module, str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         path, _, leaf = name.rpartition(".")
-        result[name] = places.setdefault(id(value), [])
+        result[name] = slots.setdefault(id(value), [])
         result[name].append((model.get_submodule(path), leaf))
     return result
 
@@ -208,10 +208,10 @@ def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], 
             owner, leaf = owners[name][0]
             wanted = tuple(getattr(owner, leaf).shape)
             if wanted != spec.shape:
-                file = folder.places[name].name
+                file = folder.files[name].name
                 raise ValueError(f"{name} has shape {spec.shape} in {file}, the model's is {wanted}")
-    given = {id(places) for name, places in owners.items() if name in folder.specs}
-    missing = [name for name, places in owners.items() if id(places) not in given]
+    given = {id(slots) for name, slots in owners.items() if name in folder.specs}
+    missing = [name for name, slots in owners.items() if id(slots) not in given]
     unknown = sorted(set(folder.specs) - set(owners))
     if missing or unknown:
         raise ValueError(f"the folder lacks {missing[:5]} and has {unknown[:5]}, which the model lacks")
@@ -220,7 +220,7 @@ def check_names(folder: Folder, owners: dict[str, list[tuple[nn.Module, str]]], 
         raise ValueError(f"{empty[:5]} are on the meta device and no file has them; build them with values")
 
 
-def place(
+def assign(
     owners: dict[str, list[tuple[nn.Module, str]]], name: str, found: torch.Tensor, loading: StreamedWeights
 ) -> None:
     """Put a tensor of a file where it belongs, cast as load_state_dict casts, and what it completes."""

@@ -406,7 +406,7 @@ LIBRARY = [
     Mutation("shards in other folders", "ao_lab/checkpoint/io/shards.py",
              "[A-Za-z0-9_.-]{0,200}\\.safetensors", "[A-Za-z0-9_./-]{0,200}\\.safetensors", SHARDS + "folder_alone"),
     Mutation("two files with one tensor", "ao_lab/checkpoint/io/shards.py",
-             "            if name in places:", "            if False:", SHARDS + "two_files"),
+             "            if name in files:", "            if False:", SHARDS + "two_files"),
     Mutation("shards with other metadata", "ao_lab/checkpoint/io/shards.py",
              "if result.setdefault(key, value) != value:", "if result.setdefault(key, value) is None:", SHARDS + "differ"),
     Mutation("settings that hide a method", "ao_lab/checkpoint/model_builder.py",

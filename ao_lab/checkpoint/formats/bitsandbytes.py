@@ -122,7 +122,7 @@ def _weight(name: str, full: str, folder: Folder) -> Weight:
 
 def _state(full: str, folder: Folder) -> State:
     """The checked state; ValueError that names the tensor."""
-    where, spec = f"{shown(full)} of {folder.places[full]}", folder.specs[full]
+    where, spec = f"{shown(full)} of {folder.files[full]}", folder.specs[full]
     if spec.dtype != torch.uint8 or len(spec.shape) != 1 or spec.bytes > LARGEST_STATE:
         raise ValueError(
             f"{where} is JSON as uint8, at most {LARGEST_STATE} bytes, got {spec}; fetch it again"
@@ -164,13 +164,13 @@ def _specs(name: str, full: str, state: State, folder: Folder) -> Specs:
     stored = folder.specs[name].dtype if name in folder.specs else torch.uint8
     if stored not in STORAGE:
         raise ValueError(
-            f"{shown(name)} of {folder.places[name]} stores codes in one of {', '.join(map(str, STORAGE))}, got "
+            f"{shown(name)} of {folder.files[name]} stores codes in one of {', '.join(map(str, STORAGE))}, got "
             f"{stored}; fetch it again"
         )
     pairs = math.ceil(math.prod(state.shape) / 2)
     if pairs % stored.itemsize:
         raise ValueError(
-            f"{shown(name)} of {folder.places[name]} has {pairs} bytes of codes, no whole numbers of {stored}; "
+            f"{shown(name)} of {folder.files[name]} has {pairs} bytes of codes, no whole numbers of {stored}; "
             "fetch it again"
         )
     result = {

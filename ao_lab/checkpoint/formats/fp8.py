@@ -74,7 +74,7 @@ def _weight(name: str, folder: Folder, block: Block, dtype: torch.dtype) -> Weig
     found = folder.specs.get(name + SCALE)
     if found is None or found.dtype not in STORAGE or len(spec.shape) not in (2, 3):
         raise ValueError(
-            f"weight {shown(name)} of {folder.places[name]} is {spec}, its scales {shown(name + SCALE)} are "
+            f"weight {shown(name)} of {folder.files[name]} is {spec}, its scales {shown(name + SCALE)} are "
             f"{'nowhere' if found is None else found}; it is a matrix or a batch of them, scales are "
             f"{', '.join(map(str, STORAGE))}; {WAY_OUT}"
         )

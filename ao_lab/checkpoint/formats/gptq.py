@@ -149,10 +149,10 @@ def _grouped(path: str, integers: Integers, folder: Folder) -> Integers:
     try:
         run = run_length(listed, integers.groups)
     except ValueError as error:
-        raise ValueError(f"{shown(name)} of {folder.places[name]}: {error}; fetch it again") from error
+        raise ValueError(f"{shown(name)} of {folder.files[name]}: {error}; fetch it again") from error
     if integers.bits + 24 / run >= 16:
         raise ValueError(
-            f"{shown(name)} of {folder.places[name]}: inputs of a group do not lie beside each other (desc_act, act-order), "
+            f"{shown(name)} of {folder.files[name]}: inputs of a group do not lie beside each other (desc_act, act-order), "
             f"but in runs of {run}, and a scale for each of these takes more than the dense weight; {WAY_OUT}. Checkpoints "
             "without desc_act, or with static groups, can be read"
         )

@@ -165,7 +165,7 @@ def spec_of(folder: Folder, name: str, axes: int = 2) -> Spec:
     spec = folder.specs[name]
     if len(spec.shape) != axes or 0 in spec.shape:
         raise ValueError(
-            f"tensor {shown(name)} of {folder.places[name]} has {axes} axes, none of length 0, got {spec}; fetch it again"
+            f"tensor {shown(name)} of {folder.files[name]} has {axes} axes, none of length 0, got {spec}; fetch it again"
         )
     return spec
 
@@ -175,7 +175,7 @@ def scale_dtype(folder: Folder, name: str) -> torch.dtype:
     dtype = spec_of(folder, name).dtype
     if dtype not in STORAGE:
         raise ValueError(
-            f"tensor {shown(name)} of {folder.places[name]}: scales are float16, bfloat16 or float32, got {dtype}; fetch it "
+            f"tensor {shown(name)} of {folder.files[name]}: scales are float16, bfloat16 or float32, got {dtype}; fetch it "
             "again"
         )
     return dtype

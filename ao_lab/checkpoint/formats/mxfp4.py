@@ -47,7 +47,7 @@ def _weight(name: str, folder: Folder, dtype: torch.dtype) -> Weight:
     blocks = folder.specs[name + BLOCKS]
     if blocks.dtype != torch.uint8 or len(blocks.shape) != 4 or blocks.shape[-1] != BLOCK_BYTES:
         raise ValueError(
-            f"tensor {shown(name + BLOCKS)} of {folder.places[name + BLOCKS]} is bytes (experts, out, in / 32, {BLOCK_BYTES}), "
+            f"tensor {shown(name + BLOCKS)} of {folder.files[name + BLOCKS]} is bytes (experts, out, in / 32, {BLOCK_BYTES}), "
             f"got {blocks}; fetch it again"
         )
     experts, out, groups, _ = blocks.shape

@@ -48,7 +48,7 @@ class Folder:
 
     path: Path
     specs: Mapping[str, Spec]
-    places: Mapping[str, Path]
+    files: Mapping[str, Path]
     metadata: Mapping[str, str]
 
     def read(self, names: Iterable[str]) -> Tensors:
@@ -61,7 +61,7 @@ class Folder:
 
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self.places[name], []).append(name)
+            by_file.setdefault(self.files[name], []).append(name)
         for path, wanted in by_file.items():
             try:
                 with safe_open(path, framework="pt") as file:
@@ -73,7 +73,7 @@ class Folder:
     @property
     def bytes(self) -> int:
         """What its files take."""
-        return sum(path.stat().st_size for path in set(self.places.values()))
+        return sum(path.stat().st_size for path in set(self.files.values()))
 
 
 def write_files(
@@ -99,12 +99,12 @@ def write_files(
 
 def remove_others(folder: Path, kept: Collection[str]) -> None:
     """Remove files of weights, whatever they are called, but those of these names."""
-    for old in places_of_weights(folder):
+    for old in weight_paths(folder):
         if old.name not in kept:
             old.unlink(missing_ok=True)
 
 
-def places_of_weights(folder: Path) -> list[Path]:
+def weight_paths(folder: Path) -> list[Path]:
     """Where files of weights lie, or may be written."""
     return [path for stem in (COMMON, OWN) for path in _files_called(folder, stem)]
 
@@ -145,18 +145,18 @@ def look_at(folder: Path) -> Folder:
         )
     headers = {folder / name: read_header(folder / name) for name in names}
     specs: dict[str, Spec] = {}
-    places: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path, header in headers.items():
         for name, spec in header.tensors.items():
-            if name in places:
+            if name in files:
                 raise ValueError(
-                    f"tensor {shown(name)} is in {places[name].name} and in {path}; one of them is stale"
+                    f"tensor {shown(name)} is in {files[name].name} and in {path}; one of them is stale"
                 )
-            specs[name], places[name] = spec, path
+            specs[name], files[name] = spec, path
     if index is not None:
-        _check_index(index, places, folder / index_name)
+        _check_index(index, files, folder / index_name)
     LOG.info("%s: %d tensors in %d files", folder, len(specs), len(headers))
-    return Folder(folder, specs, places, _joined(headers))
+    return Folder(folder, specs, files, _joined(headers))
 
 
 def check_named_weights(path: Path, named: Any) -> None:
@@ -209,13 +209,13 @@ def _index(path: Path, shard: re.Pattern[str] = SHARD) -> dict[str, str]:
     return found
 
 
-def _check_index(index: Mapping[str, str], places: Mapping[str, Path], path: Path) -> None:
-    wrong = [name for name, file in index.items() if name not in places or places[name].name != file]
-    extra = [name for name in places if name not in index]
+def _check_index(index: Mapping[str, str], files: Mapping[str, Path], path: Path) -> None:
+    wrong = [name for name, file in index.items() if name not in files or files[name].name != file]
+    extra = [name for name in files if name not in index]
     if wrong or extra:
         name = (wrong or extra)[0]
         what = f"puts it into {index[name]}" if wrong else "does not name it"
-        where = f"is in {places[name].name}" if name in places else "is in no file"
+        where = f"is in {files[name].name}" if name in files else "is in no file"
         raise ValueError(f"tensor {shown(name)} {where}, but {path} {what}; fetch the folder again")
 
 
@@ -234,11 +234,11 @@ def _joined(headers: Mapping[Path, Header]) -> dict[str, str]:
 def _apart(tensors: Tensors) -> Tensors:
     """The tensors on the host, none in another's memory, which safetensors refuses: pieces of a weight share its scale."""
     result: Tensors = {}
-    places: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
-        result[name] = plain.clone() if plain.data_ptr() in places else plain
-        places.add(plain.data_ptr())
+        result[name] = plain.clone() if plain.data_ptr() in addresses else plain
+        addresses.add(plain.data_ptr())
     return result
 
 
