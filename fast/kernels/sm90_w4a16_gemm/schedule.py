@@ -109,24 +109,4 @@ def cuts(grid: Grid) -> Iterator[tuple[int, tuple[int, int]]]:
                     yield cut, (whole, fewer)
 
 
-def tiles_of(grid: Grid, one: Schedule) -> list[list[tuple[int, int, int]]]:
-    """By clusters, (column, token, tokens) of their tiles, as the kernel takes them, groups of tokens left out."""
-    plain = range(grid.columns - one.cut), range(grid.columns - one.cut, grid.columns)
-    whole = [
-        (column, at * grid.large, grid.large)
-        for kind in (0, 1) for column in plain[kind] for at in range(one.whole[kind])
-    ]  # fmt: skip
-    rest = [
-        (column, one.whole[kind] * grid.large + at * grid.small, grid.small)
-        for kind in (0, 1) for column in plain[kind] for at in range(grid.rest(one.whole[kind]))
-    ]  # fmt: skip
-    clusters = min(grid.clusters, len(whole) + len(rest))
-    taken = [whole[at::clusters] for at in range(clusters)]
-    for at in range(clusters):
-        place = (at - len(whole)) % clusters
-        if place < one.shares:
-            taken[at] += rest[place :: one.shares]
-    return taken
-
-
-__all__ = ["Grid", "Schedule", "grid_of", "least_of", "longest", "scheduled", "tiles_of"]
+__all__ = ["Grid", "Schedule", "grid_of", "least_of", "longest", "scheduled"]

@@ -15,7 +15,6 @@ from fast.kernels.sm90_w4a16_gemm.schedule import (
     least_of,
     longest,
     scheduled,
-    tiles_of,
 )
 from fast.kernels.sm90_w4a16_gemm.variants import Variant
 from tests.emulator.faults import assert_seen, at_night, every_second, unchanged
@@ -38,6 +37,26 @@ def schedules(grid):
         large = grid.counts(Schedule(cut, whole, 1))[0]
         for shares in {clusters, clusters - large % clusters}:
             yield Schedule(cut, whole, shares)
+
+
+def tiles_of(grid, one):
+    """By clusters, (column, token, tokens) of their tiles, as the kernel takes them, groups of tokens left out."""
+    plain = range(grid.columns - one.cut), range(grid.columns - one.cut, grid.columns)
+    whole = [
+        (column, at * grid.large, grid.large)
+        for kind in (0, 1) for column in plain[kind] for at in range(one.whole[kind])
+    ]  # fmt: skip
+    rest = [
+        (column, one.whole[kind] * grid.large + at * grid.small, grid.small)
+        for kind in (0, 1) for column in plain[kind] for at in range(grid.rest(one.whole[kind]))
+    ]  # fmt: skip
+    clusters = min(grid.clusters, len(whole) + len(rest))
+    taken = [whole[at::clusters] for at in range(clusters)]
+    for at in range(clusters):
+        place = (at - len(whole)) % clusters
+        if place < one.shares:
+            taken[at] += rest[place :: one.shares]
+    return taken
 
 
 def covered_once(grid, one):
