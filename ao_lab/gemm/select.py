@@ -244,7 +244,7 @@ def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
     """Of inputs as they are, or in a scheme in front of the product."""
     if w.meta.layout != PRESHUFFLED:
         return next(choose(of_stored(w.quantized, rows, dtype)))
-    from fast.kernels.linear_small.layout import ArrangedWeight
+    from fast.kernels.triton_small_m.layout import ArrangedWeight
 
     stored = w.stored
     shape = (int(stored.shape[0]), int(stored.shape[1]))

@@ -174,7 +174,7 @@ def _plain(p: Problem) -> Iterator[Family]:
 
 
 def _plain_families(p: Problem) -> Iterator[Family]:
-    from fast.kernels.linear import select
+    from fast.kernels.triton_gemv import select
 
     scheme, axis, packed = p.weight  # type: ignore[misc]
     if scheme.format.bits in select.OWN_BITS and (most := _rows_of_packed(p)):
@@ -276,7 +276,7 @@ def codes_beat_torch(x: str, w: str, shape: tuple[int, ...], rows: int, fast_sum
 
     Arguments as in `takes_codes`; fast_sums: of both. Nothing is known of other GPUs.
     """
-    from fast.kernels.scaled_mm.tiles import is_faster
+    from fast.kernels.triton_scaled_mm.tiles import is_faster
 
     tensorwise = {record_of(scheme).scale.block for scheme in (x, w)} == {"tensor"}
     return is_faster(rows, *shape, rowwise=not tensorwise, fast_sums=fast_sums)
@@ -304,7 +304,7 @@ def float8_of_training(
     """Of rows by a matrix (N, K) of a training step, both float8, on Hopper: `triton_scaled_mm` where it is quicker, and in
     brief products, launched one by one (`launched`), whose bits are the same: under powers of two, and where neither family
     adds a sum in parts. Else `torch_scaled_mm`."""
-    from fast.kernels.scaled_mm.tiles import LONG
+    from fast.kernels.triton_scaled_mm.tiles import LONG
 
     whole = shape[1] < LONG and not any(length % TILE for length in (rows, *shape))
     brief = launched and 2 * rows * shape[0] * shape[1] <= BRIEF

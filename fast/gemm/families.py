@@ -100,7 +100,7 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
 
 
 _GEMV, _GEMM, _SMALL = (
-    f"fast.kernels.{name}" for name in ("sm90_w4a16_gemv", "sm90_w4a16_gemm", "linear_small")
+    f"fast.kernels.{name}" for name in ("sm90_w4a16_gemv", "sm90_w4a16_gemm", "triton_small_m")
 )
 
 SM90_W4A16_GEMV = Family(
@@ -113,7 +113,7 @@ SM90_W4A16_GEMV = Family(
 TRITON_SMALL_M = Family(
     "triton_small_m",
     "up to 128 rows by a preshuffled weight, between the other two; a few rows of each expert; two products at once",
-    "fast/kernels/linear_small",
+    "fast/kernels/triton_small_m",
     (
         Takes(PRESHUFFLED, ELEMENTS, 128),
         Takes(PRESHUFFLED, ELEMENTS, 64, experts=True),
@@ -146,25 +146,25 @@ SM90_INTN_SMALL_M = Family(
     (Takes(PLAIN, rows=128, sm90=True, filled=False),),
 )
 TRITON_GEMV_W4A16 = Family(
-    "triton_gemv_w4a16", "one row by packed 4-bit integers that are not preshuffled", "fast/kernels/linear",
+    "triton_gemv_w4a16", "one row by packed 4-bit integers that are not preshuffled", "fast/kernels/triton_gemv",
     (Takes(PLAIN, rows=1, filled=False),),
 )  # fmt: skip
 TRITON_GEMV_W8A16 = Family(
-    "triton_gemv_w8a16", "one row by 8-bit elements that are not preshuffled", "fast/kernels/linear",
+    "triton_gemv_w8a16", "one row by 8-bit elements that are not preshuffled", "fast/kernels/triton_gemv",
     (Takes(PLAIN, rows=1, inputs=FLOATS, filled=False),),
 )  # fmt: skip
 TRITON_GEMV_ANY = Family(
-    "triton_gemv_any", "one row by any other weight: codebooks, MX, six bits, odd lengths", "fast/kernels/linear",
+    "triton_gemv_any", "one row by any other weight: codebooks, MX, six bits, odd lengths", "fast/kernels/triton_gemv",
     (Takes(PLAIN, rows=1, inputs=FLOATS, filled=False),),
 )  # fmt: skip
 TRITON_GEMM_SMALL_M = Family(
     "triton_gemm_small_m", "2 to 128 rows by a weight that is not preshuffled, 32 where scales change along K",
-    "fast/kernels/linear", (Takes(PLAIN, rows=128, filled=False),),
+    "fast/kernels/triton_gemv", (Takes(PLAIN, rows=128, filled=False),),
 )  # fmt: skip
 TRITON_GEMV_W8A8 = Family(
-    "triton_gemv_w8a8", "one row of 8-bit codes by 8-bit codes", "fast/kernels/linear",
+    "triton_gemv_w8a8", "one row of 8-bit codes by 8-bit codes", "fast/kernels/triton_gemv",
     (Takes(CODES, rows=1, inputs=FLOATS, multiples=(1, 16)),),
-    {"linear": "fast.kernels.linear.select:linear_of_codes"},
+    {"linear": "fast.kernels.triton_gemv.select:linear_of_codes"},
 )  # fmt: skip
 SM90_S8_GEMM = Family(
     "sm90_s8_gemm", "256 rows and more of int8 by int8, where tiles fill seven of ten multiprocessors",
@@ -172,14 +172,15 @@ SM90_S8_GEMM = Family(
     {"linear": "fast.kernels.sm90_s8_gemm.host:linear_of_codes"},
 )  # fmt: skip
 TRITON_INT_SCALED_MM = Family(
-    "triton_int_scaled_mm", "2 rows and more of int8 by int8, zero points too", "fast/kernels/scaled_mm",
+    "triton_int_scaled_mm", "2 rows and more of int8 by int8, zero points too", "fast/kernels/triton_scaled_mm",
     (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(1, 16)),),
-    {"linear": "fast.kernels.scaled_mm.host:linear_of_codes"},
+    {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"},
 )  # fmt: skip
 TRITON_SCALED_MM = Family(
-    "triton_scaled_mm", "rows of float8 by float8 that torch leaves most multiprocessors idle for", "fast/kernels/scaled_mm",
+    "triton_scaled_mm", "rows of float8 by float8 that torch leaves most multiprocessors idle for",
+    "fast/kernels/triton_scaled_mm",
     (Takes(CODES, ("float8_e4m3fn", "float8_e5m2"), inputs=FLOATS, multiples=(1, 16), zero=False),),
-    {"linear": "fast.kernels.scaled_mm.host:linear_of_codes"},
+    {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"},
 )  # fmt: skip
 SM90_SPARSE24_W4A16_GEMV = Family(
     "sm90_sparse24_w4a16_gemv", "up to 24 rows at once, 64 in chunks of 16, by int4 in 2:4 storage",
@@ -187,7 +188,7 @@ SM90_SPARSE24_W4A16_GEMV = Family(
 )  # fmt: skip
 TRITON_SPARSE24_SMALL_M = Family(
     "triton_sparse24_small_m", "up to 64 rows by int4 in 2:4 storage that the other does not divide, and on other GPUs",
-    "fast/kernels/sparse_linear", (Takes(SPARSE_INT4, rows=64),),
+    "fast/kernels/triton_sparse24_small_m", (Takes(SPARSE_INT4, rows=64),),
 )  # fmt: skip
 TORCH_SCALED_MM = Family("torch_scaled_mm", "other rows of float8 codes: `torch._scaled_mm`")
 TORCH_INT_MM = Family("torch_int_mm", "int8 codes on GPUs before Hopper: `torch._int_mm`")

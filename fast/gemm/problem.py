@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from fast.kernels.linear_small.layout import ArrangedWeight
+    from fast.kernels.triton_small_m.layout import ArrangedWeight
     from reference import Quantized, Scheme
 
 #: Layouts of a weight: as `reference.quantize` stores it, in the order of the tensor core's fragments, as 8-bit codes beside

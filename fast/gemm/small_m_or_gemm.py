@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from fast.kernels.linear_small.tilings import CACHE, LAUNCH, SECOND, tiling_of
 from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TURNED, choose, rounds, stage
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Variant, Weight
+from fast.kernels.triton_small_m.tilings import CACHE, LAUNCH, SECOND, tiling_of
 
 #: The fewest rows that are asked for: of fewer `linear_small` is faster.
 LEAST = 33

@@ -99,7 +99,7 @@ def _linear_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 
 def _linear_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By a kernel that decodes the weight on the way, or torch's product with what `dequantize` gives."""
-    from fast.kernels.linear import select
+    from fast.kernels.triton_gemv import select
 
     x, w, bias = linear_operands(record, values, operands)
     if not has_float_inputs(x, bias):

@@ -96,7 +96,7 @@ def _linear_swiglu_kernel(record: Any, values: Values, operands: Operands, key: 
     x, gate, up = _checked_swiglu(record, values, operands)
     if not is_one_launch(x, gate, up):
         return None
-    from fast.kernels.linear import select
+    from fast.kernels.triton_gemv import select
 
     return select.linear_swiglu(x, gate, up, key)
 
@@ -184,7 +184,7 @@ def _linear_pair_kernel(record: Any, values: Values, operands: Operands, key: An
     x, first, second = checked_pair(record, values, operands, "linear_pair")
     if not is_one_launch(x, first, second):
         return None
-    from fast.kernels.linear import select
+    from fast.kernels.triton_gemv import select
 
     return select.linear_pair(x, first, second, key)
 

@@ -76,7 +76,7 @@ def _operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By the kernel, or torch's product with the dense weight; the reference where the bias is none of its floats."""
-    from fast.kernels.sparse_linear import host
+    from fast.kernels.triton_sparse24_small_m import host
 
     x, codes, metadata, scale, bias, zero = (*operands, None)[:6]
     group = check_operands(*operands)[2]
@@ -141,7 +141,7 @@ def _dense_reference(record: Any, values: Values, operands: Operands) -> Any:
 
 
 def _dense_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.sparse_linear import host
+    from fast.kernels.triton_sparse24_small_m import host
 
     codes, metadata, scale, zero = (*operands, None)[:4]
     group = check_sparse_int4(*operands)[2]

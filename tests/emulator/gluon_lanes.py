@@ -13,10 +13,10 @@ from triton.runtime.jit import JITFunction
 
 from fast.kernels import bits
 from fast.kernels.layers import swiglu
-from fast.kernels.linear import gluon as lane_swiglu
-from fast.kernels.linear import gluon as lanes
 from fast.kernels.sm90 import bf16x2 as halves
-from fast.kernels.sparse_linear import weight_reads
+from fast.kernels.triton_gemv import gluon as lane_swiglu
+from fast.kernels.triton_gemv import gluon as lanes
+from fast.kernels.triton_sparse24_small_m import weight_reads
 from tests.emulator.ptx_opcodes import OPCODES, OPERAND, fused, immediate, parsed, run
 
 

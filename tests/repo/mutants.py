@@ -72,7 +72,7 @@ STORAGE = TESTS + "sparsity/test_sparse_kernels.py -k bits_are"
 TRANSPOSABLE = TESTS + "sparsity/test_transposable_kernels.py -k bits_are"
 NORMALIZE = TESTS + "test_normalize.py -k bits_in"
 SWIGLU = TESTS + "test_swiglu.py -k bits_in"
-SPARSE_LINEAR = TESTS + "sparse_linear/test_mma_sparse.py"
+SPARSE_LINEAR = TESTS + "triton_sparse24_small_m/test_mma_sparse.py"
 STATIC_SCALES = "tests/fast/quantize/test_static_scales.py -k kernel_agrees"
 SATURATION = "tests/fast/quantize/test_fake_quantize.py -k kernels_agree"
 GEMV = "tests/fast/linear/test_gemv_w4a16.py"
@@ -267,7 +267,7 @@ KERNELS = [
              "prmt.b32 $1, $4, $5, 0x5421;", "prmt.b32 $1, $4, $5, 0x5431;", HOT_INTEGERS, nightly=True),
     Mutation("random words in another order", "fast/kernels/encode.py",
              "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", GROUPED),
-    Mutation("two's complement is not turned", "fast/kernels/linear/gemv_w4a16.py",
+    Mutation("two's complement is not turned", "fast/kernels/triton_gemv/gemv_w4a16.py",
              "one + (8 << place if signed else 0)", "one", GEMV),
     Mutation("sums for means in a gradient", "fast/kernels/layers/rms_norm.py",
              "return tl.div_rn(share, tl.zeros_like(share) + length)", "return share", SWIGLU),
@@ -275,7 +275,7 @@ KERNELS = [
              "return tl.where(tl.abs(v) < SMALL, line, slope)", "return slope", SWIGLU),
     Mutation("folded outer scales are factors", "fast/kernels/rules/values.py",
              "scale * rounded(tl.div_rn(1.0, outer), DTYPE)", "scale * outer", INTEGERS),
-    Mutation("lanes read words of their neighbours", "fast/kernels/sparse_linear/weight_reads.py",
+    Mutation("lanes read words of their neighbours", "fast/kernels/triton_sparse24_small_m/weight_reads.py",
              "(lane % 4 * EACH + which % EACH)", "(lane % 4 + which % EACH)", SPARSE_LINEAR),
     Mutation("subnormal codes as normal ones on a CPU", "fast/cpu/loops/gemv.py",
              "if magnitude >> mantissa == 0:", "if magnitude == 0:", LOOPS),
@@ -322,12 +322,12 @@ KERNELS = [
     Mutation("short blocks are filled with other elements", "fast/kernels/quantize/vjp.py",
              "return tl.minimum(at, limit - 1), exists & (i < length)", "return tl.minimum(at, 0), exists & (i < length)",
              GRADIENTS),
-    Mutation("a part of K begins a step late", "fast/kernels/scaled_mm/kernel.py",
+    Mutation("a part of K begins a step late", "fast/kernels/triton_scaled_mm/kernel.py",
              "start = tl.program_id(1) * steps\n    if SWAP:\n        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)",
              "start = tl.program_id(1) * (steps + BLOCK_K)\n    if SWAP:\n"
              "        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)",
              PRODUCTS),
-    Mutation("a zero point of all rows is the first row's", "fast/kernels/scaled_mm/kernel.py",
+    Mutation("a zero point of all rows is the first row's", "fast/kernels/triton_scaled_mm/kernel.py",
              "zero_a + (m if EACH_A else m * 0)", "zero_a + m * 0", PRODUCTS),
     Mutation("columns' scales lie as their blocks do", "fast/kernels/rowwise_colwise/tiles.py",
              "column.to(tl.int64)[None, :] * blocks + block[:, None]",
@@ -361,13 +361,13 @@ KERNELS = [
              "_table(s + half, i, half, first, HAS_PTX)", "_table(s, i, half, first, HAS_PTX)", SWIGLU),
     Mutation("a chunk's last step reads the next chunk", "fast/kernels/layers/column_sums.py",
              "last = tl.minimum(first + chunk, rows)", "last = rows", COLUMN_SUMS),
-    Mutation("zero points of int4 without the offset", "fast/kernels/linear_small/decode.py",
+    Mutation("zero points of int4 without the offset", "fast/kernels/triton_small_m/decode.py",
              'OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (136',
              'OFFSET: tl.constexpr = 0 if ELEMENT == "int8" else (128', DYNAMIC),
-    Mutation("parts of K are not added", "fast/kernels/linear_small/product.py",
+    Mutation("parts of K are not added", "fast/kernels/triton_small_m/product.py",
              "for part in tl.static_range(1, SPLITS):\n        total", "for part in tl.static_range(2, SPLITS):\n        total",
              SMALL),
-    Mutation("factors of the upper rows", "fast/kernels/linear_small/decode.py",
+    Mutation("factors of the upper rows", "fast/kernels/triton_small_m/decode.py",
              "(n // 8 % 2 * 16 + block % 2 * 8)", "(block % 2 * 8)", DYNAMIC),
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ FAST_ALONE = {
 #: Prefixes that three siblings may share, as no folder would say more.
 SHARED_PREFIXES = {
     "ao_lab/checkpoint/model_": "what a folder is to other programs: its model, its classes, its card",
-    "fast/kernels/linear/gemv_": "the field's name of a kernel: gemv_w4a16",
+    "fast/kernels/triton_gemv/gemv_": "the field's name of a kernel: gemv_w4a16",
     "fast/matmul/linear_": "public functions, a module each, and what is below their signatures",
     "fast/sparsity/linear_": "the same of 2:4 weights",
     "fast/sparsity/linear_sparse_": "the same of 2:4 weights",

@@ -10,7 +10,7 @@ WITHOUT_NVRTC = HOPPER._replace(nvrtc=False)
 
 def launch_for(w, rows, dtype, device=WITHOUT_NVRTC):
     """The launch of the first family that has one; None where torch multiplies."""
-    from fast.kernels.linear import select
+    from fast.kernels.triton_gemv import select
 
     for family in choose(of_stored(w, rows, dtype)._replace(device=device)):
         if family is not TORCH_DEQUANTIZE and (launch := select.launch_for(w, rows, dtype, family.name)):
@@ -25,7 +25,7 @@ def rows_fused(w, dtype, device=WITHOUT_NVRTC):
 
 def linear(x, w, bias=None, device=WITHOUT_NVRTC):
     """`fast.linear` by the first family that takes the product; None where torch multiplies. device: None for the weight's."""
-    from fast.kernels.linear import select
+    from fast.kernels.triton_gemv import select
 
     p = of_stored(w, x.numel() // x.shape[-1], x.dtype)
     for family in choose(p if device is None else p._replace(device=device)):

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from fast.kernels.exact_inputs.kernel import block_values_kernel, row_codes_kernel
-from fast.kernels.linear_small import host as product
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.geometry import INT32, Geometry, power_above
 from fast.kernels.quantize.host import block_launch
 from fast.kernels.scheme.constants import block_op, constants_of
 from fast.kernels.sm90_w4a16_gemm import host as sm90_w4a16_gemm
 from fast.kernels.sm90_w4a16_gemv import host as sm90_w4a16_gemv
+from fast.kernels.triton_small_m import host as product
+from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.quantize.blocks import Blocks

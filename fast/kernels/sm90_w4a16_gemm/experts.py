@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear_small.grouped import check_experts
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.sm90_w4a16_gemm import host
 from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TILE, stage
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, KERNEL, Problem, Variant, Weight, fitted
+from fast.kernels.triton_small_m.grouped import check_experts
+from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch, Maps

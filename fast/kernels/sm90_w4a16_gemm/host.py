@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear_small.host import check_row_scales
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemm.schedule import Grid, Schedule, grid_of, scheduled
 from fast.kernels.sm90_w4a16_gemm.select import choose, ratio_of
 from fast.kernels.sm90_w4a16_gemm.variants import (
@@ -19,6 +17,8 @@ from fast.kernels.sm90_w4a16_gemm.variants import (
     Weight,
     with_scales,
 )
+from fast.kernels.triton_small_m.host import check_row_scales
+from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import BIAS, CudaLaunch, Maps

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fast.kernels.hopper.wgmma import header, product
-from fast.kernels.linear_small.layout import FACTORED
+from fast.kernels.triton_small_m.layout import FACTORED
 from fast.launch.cuda import Kernel
 from fast.launch.hopper import KINDS, MOST_SHARED
 

@@ -9,13 +9,13 @@ zero    int32 (blocks, N / 2): the zero points of rows n and n + 8, 16 bits each
 
 Parts of experts' weights have an axis of experts in front, so that an expert's are a view of them.
 
-By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/linear_small/decode.py`):
+By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (`fast/kernels/triton_small_m/decode.py`):
 
     4 bits  words n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4          nibbles of a word: k0 k3 n3, of nf4 k3 n3 k0
     8 bits  words k5 | n5 n4 | n2 n1 n0 | k2 k1 | k4 | k3     bytes of a word:   k0 n3
 
-N and K are multiples of 128, so that words are as many bytes as the codes. `fast.kernels.linear_small` arranges and restores on
-a GPU; words and rows here are the same bits, and also what a tracer records.
+N and K are multiples of 128, so that words are as many bytes as the codes. `fast.kernels.triton_small_m` arranges and
+restores on a GPU; words and rows here are the same bits, and also what a tracer records.
 """
 
 from __future__ import annotations

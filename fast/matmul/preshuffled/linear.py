@@ -91,7 +91,7 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By the quickest family that takes the product, or the next one where that does not compile or load."""
-    from fast.kernels.linear_small import host
+    from fast.kernels.triton_small_m import host
 
     x, w, bias = _checked(record, values, operands)
     if not has_float_inputs(x, bias):
@@ -108,7 +108,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 
 def _by_dense_weight(x: torch.Tensor, w: Quantized, arranged: Any, bias: torch.Tensor | None) -> torch.Tensor:
     """torch's product with what `dequantize` gives."""
-    from fast.kernels.linear_small.dense import arranged_dense
+    from fast.kernels.triton_small_m.dense import arranged_dense
 
     made = arranged_dense(arranged, x.dtype)
     values = dense(restored(w), x.dtype) if made is None else made
@@ -171,7 +171,7 @@ def _codes_shape(words: torch.Tensor, element: str) -> tuple[int, int]:
 
 def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """By the kernel, where its grid holds the rows: those of many experts may be more."""
-    from fast.kernels.linear_small.layout import arranged_words
+    from fast.kernels.triton_small_m.layout import arranged_words
 
     if operands[0].shape[0] > MOST_ROWS_ARRANGED:
         return None
@@ -179,7 +179,7 @@ def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 
 
 def _restore(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    from fast.kernels.linear_small.layout import restored_words
+    from fast.kernels.triton_small_m.layout import restored_words
 
     return restored_words(operands[0], _codes_shape(operands[0], values[0]), values[0], key)
 
@@ -227,7 +227,7 @@ def rows_as_stored(w: Quantized, dtype: torch.dtype) -> int:
     """The most rows of a dtype that read a preshuffled matrix (N, K) as it is stored, on the device where it is; 0 for none."""
     if dtype not in INPUTS or not w.codes.is_cuda:
         return 0
-    from fast.kernels.linear_small.layout import ArrangedWeight
+    from fast.kernels.triton_small_m.layout import ArrangedWeight
 
     form = layout.form_of(w.scheme, w.shape[1])
     p = of_preshuffled(ArrangedWeight(w.codes, w.scale, w.zero, (w.shape[0], w.shape[1]), *form), 1, dtype)

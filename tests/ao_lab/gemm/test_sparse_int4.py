@@ -184,7 +184,7 @@ def test_gradients_of_inputs(kernels):
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 def test_as_many_rows_as_the_kernel_takes():
-    from fast.kernels.sparse_linear import host
+    from fast.kernels.triton_sparse24_small_m import host
 
     assert sparse.MOST_ROWS == host.MOST_ROWS
 

@@ -22,9 +22,9 @@ import reference
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.quantize import host as quantizer
-from fast.kernels.scaled_mm import host as codes
-from fast.kernels.scaled_mm import tiles
-from fast.kernels.scaled_mm.tiles import MANY
+from fast.kernels.triton_scaled_mm import host as codes
+from fast.kernels.triton_scaled_mm import tiles
+from fast.kernels.triton_scaled_mm.tiles import MANY
 from reference import SCHEMES, Quantized, Scheme
 from reference.matmul.linear import transposed
 from tests.emulator import quick_interpreter

@@ -196,7 +196,7 @@ def test_the_product_asks(monkeypatch, faster):
 
 def test_operands_are_checked_before(monkeypatch):
     """By whichever kernel: devices that do not go together."""
-    from fast.kernels.linear_small import host as small
+    from fast.kernels.triton_small_m import host as small
 
     def refuse(*operands):
         raise ValueError("checked")

@@ -264,11 +264,11 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # What is compiled by tests of their own: tests/experiments/decode/test_decode.py, test_layer_gradients.py, sparsity,
 # sm90/test_masked.py, sparse_linear and tests/fast/linear/preshuffled/test_linear_small.py.
 ELSEWHERE = {"attention_kernel"}
-ELSEWHERE |= {"arrange_kernel", "dense_kernel", "mma_sparse_kernel"}
-ELSEWHERE |= {"linear_small_kernel", "sum_splits_kernel", "restore_kernel", "grouped_linear_small_kernel"}
+ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}
+ELSEWHERE |= {"triton_small_m_kernel", "sum_splits_kernel", "restore_kernel", "triton_small_m_experts_kernel"}
 # Those in front of them: tests/fast/linear/preshuffled/test_dynamic_inputs.py.
 ELSEWHERE |= {"row_codes_kernel", "block_values_kernel"}
-ELSEWHERE |= {"arranged_dense_kernel", "linear_small_pair_kernel", "sum_pair_splits_kernel"}
+ELSEWHERE |= {"arranged_dense_kernel", "triton_small_m_pair_kernel", "sum_pair_splits_kernel"}
 ELSEWHERE |= {
     "add_pieces_kernel",
     "column_sums_kernel",

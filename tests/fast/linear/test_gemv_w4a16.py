@@ -1,4 +1,4 @@
-"""`gemv_w4a16_kernel`, lane by lane: every element of a weight meets its input, its scale and its zero point.
+"""`triton_gemv_w4a16_kernel`, lane by lane: every element of a weight meets its input, its scale and its zero point.
 
 Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
 """
@@ -17,7 +17,7 @@ from ao_lab.config.recipe import named
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear import gemv_w4a16
+from fast.kernels.triton_gemv import gemv_w4a16
 from tests.emulator.gluon_lanes import Pointer, body, host
 from tests.support.chosen import launch_for
 from tests.support.linear_cases import POWERS
@@ -73,12 +73,12 @@ CASES = [
 def test_every_element_meets_its_input_its_scale_and_its_zero_point(name, rows, length, dtype):
     w, x, bias = given(name, rows, length, dtype)
     launch = launch_for(w, 1, dtype)
-    assert launch.kernel.__name__ == "gemv_w4a16_kernel"
+    assert launch.kernel.__name__ == "triton_gemv_w4a16_kernel"
     y = np.zeros(rows, ml_dtypes.bfloat16 if dtype == torch.bfloat16 else np.float16)
     pointers = [None if v is None else Pointer(host(v)) for v in (x, w.codes, w.scale, w.zero, bias)]
     programs = range(launch.grid[0]) if rows < 100 else (0, launch.grid[0] // 2, launch.grid[0] - 1)
     for program in programs:
-        body(gemv_w4a16, "gemv_w4a16_kernel", program)(*pointers, Pointer(y), *launch.tail)
+        body(gemv_w4a16, "triton_gemv_w4a16_kernel", program)(*pointers, Pointer(y), *launch.tail)
     wanted = (x.double() @ fast.dequantize(w).double().t() + bias.double()).to(torch.float32).to(dtype)
     taken = np.concatenate([np.arange(16) + min(16 * program, rows - 16) for program in programs])
     assert (y[taken] == host(wanted)[taken]).all()

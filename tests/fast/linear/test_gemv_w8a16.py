@@ -1,4 +1,4 @@
-"""`gemv_w8a16_kernel`, lane by lane: every code of a weight meets its input, its scale and its zero point.
+"""`triton_gemv_w8a16_kernel`, lane by lane: every code of a weight meets its input, its scale and its zero point.
 
 Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
 """
@@ -15,7 +15,7 @@ from ao_lab.testing.strategies import assert_same_bits
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear import gemv_w8a16
+from fast.kernels.triton_gemv import gemv_w8a16
 from tests.emulator.gluon_lanes import Pointer, body, host
 from tests.support.chosen import launch_for
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, integers
@@ -34,11 +34,13 @@ def test_every_code_meets_its_input_its_scale_and_its_zero_point(name, rows, len
     w, x = exact_weight(named(name), rows, length), exact_inputs(1, length, dtype)
     for bias in (None, integers(-3, 3, (rows,), 9).to(dtype)):
         launch = launch_for(w, 1, dtype)
-        assert launch.kernel.__name__ == "gemv_w8a16_kernel"
+        assert launch.kernel.__name__ == "triton_gemv_w8a16_kernel"
         y = torch.full((1, rows), float("nan"), dtype=dtype)
         memory = host(y)
         pointers = [None if v is None else Pointer(host(v)) for v in (x, w.codes, w.scale, w.zero, bias)]
         with np.errstate(over="ignore"):
             for program in range(launch.grid[0]):
-                body(gemv_w8a16, "gemv_w8a16_kernel", program)(*pointers, Pointer(memory), *launch.tail)
+                body(gemv_w8a16, "triton_gemv_w8a16_kernel", program)(
+                    *pointers, Pointer(memory), *launch.tail
+                )
         assert_same_bits(y, exact_result(x, w, bias))

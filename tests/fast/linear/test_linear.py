@@ -230,10 +230,10 @@ if platform.system() == "Linux":
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 W4A16, W8A16, ANY, SMALL_M = (
-    "gemv_w4a16_kernel",
-    "gemv_w8a16_kernel",
-    "gemv_any_kernel",
-    "gemm_small_m_kernel",
+    "triton_gemv_w4a16_kernel",
+    "triton_gemv_w8a16_kernel",
+    "triton_gemv_any_kernel",
+    "triton_gemm_small_m_kernel",
 )
 
 
@@ -387,7 +387,7 @@ def test_columns_and_batches_are_not_taken():
 @linux
 def test_views_at_odd_addresses_are_copied(monkeypatch):
     """Kernels read words of four bytes: a view that begins elsewhere is handed over as a copy."""
-    from fast.kernels.linear import select as kernels
+    from fast.kernels.triton_gemv import select as kernels
 
     w = fast.quantize(torch.zeros(64, 512), "int4_g32", packed=True)
     memory = torch.zeros(w.codes.numel() + 1, dtype=torch.uint8)

@@ -15,14 +15,14 @@ from tests.emulator.ptx_opcodes import fused, run
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear import gemv_w4a16, gemv_w8a16
+from fast.kernels.triton_gemv import gemv_w4a16, gemv_w8a16
 
 ELEMENT_KINDS = {
     "int": (gemv_w8a16.TEXT_INT.value, np.int8),
     "e4m3": (gemv_w8a16.TEXT_E4M3.value, ml_dtypes.float8_e4m3fn),
     "e5m2": (gemv_w8a16.TEXT_E5M2.value, ml_dtypes.float8_e5m2),
 }
-# What `gemv_w8a16_kernel` says of the operands.
+# What `triton_gemv_w8a16_kernel` says of the operands.
 OPERANDS = "=&f,f,r,f,f,f,f"
 #: The dtypes of pairs; what they count beside a nibble.
 FLOAT16_KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}

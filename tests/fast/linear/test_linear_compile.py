@@ -14,20 +14,21 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from ao_lab.config.recipe import named
-from fast.kernels.linear.select import W8A16_REGISTERS
+from fast.kernels.triton_gemv.select import W8A16_REGISTERS
 from tests.fast.kernels.compiling.kernel_calls import case, codes, gated, linear, pair
 from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
 from tests.fast.kernels.compiling.kernel_samples import features_of, in_parts
 
 W4A16, W8A16, W8A8, ANY, SMALL_M = (
-    (f"{name}_kernel",) for name in ("gemv_w4a16", "gemv_w8a16", "gemv_w8a8", "gemv_any", "gemm_small_m")
+    (f"triton_{name}_kernel",)
+    for name in ("gemv_w4a16", "gemv_w8a16", "gemv_w8a8", "gemv_any", "gemm_small_m")
 )
-W4A16_PAIR, W8A16_PAIR = ("gemv_w4a16_pair_kernel",), ("gemv_w8a16_pair_kernel",)
-TILES = ("scaled_mm_kernel",)
+W4A16_PAIR, W8A16_PAIR = ("triton_gemv_w4a16_pair_kernel",), ("triton_gemv_w8a16_pair_kernel",)
+TILES = ("triton_scaled_mm_kernel",)
 IN_PARTS = (*TILES, "add_parts_kernel")
-INT_TILES = ("int_scaled_mm_kernel",)
+INT_TILES = ("triton_int_scaled_mm_kernel",)
 INT_PARTS = (*INT_TILES, "add_parts_kernel")
-GATED = W4A16_GATED, W8A16_GATED = ("gemv_w4a16_swiglu_kernel",), ("gemv_w8a16_swiglu_kernel",)
+GATED = W4A16_GATED, W8A16_GATED = ("triton_gemv_w4a16_swiglu_kernel",), ("triton_gemv_w8a16_swiglu_kernel",)
 UP, DOWN, KEYS = (14336, 4096), (4096, 14336), (1024, 4096)
 # Scales in float16, as AutoGPTQ and AutoAWQ write them.
 HALVES = [replace(named(n), name=f"{n}_f16", scale=replace(named(n).scale, storage="float16", floor=None))

@@ -19,8 +19,8 @@ from reference import SCHEMES
 from reference.matmul.linear import transposed
 
 if platform.system() == "Linux":
-    from fast.kernels.linear import gemv_w8a16
-    from fast.kernels.linear.select import w8a8_launch_for
+    from fast.kernels.triton_gemv import gemv_w8a16
+    from fast.kernels.triton_gemv.select import w8a8_launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
     from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
@@ -194,7 +194,7 @@ def by_lanes(x, w, bias, dtype):
         None if v is None else Pointer(host(v)) for v in (x.codes, x.scale, x.zero, w.codes, w.scale, bias)
     ]
     for program in range(launch.grid[0]):
-        body(gemv_w8a16, "gemv_w8a8_kernel", program)(*given, Pointer(memory), *launch.tail)
+        body(gemv_w8a16, "triton_gemv_w8a8_kernel", program)(*given, Pointer(memory), *launch.tail)
     return y
 
 
@@ -268,7 +268,7 @@ def test_indices_beyond_32_bits(inputs):
     words = np.lib.stride_tricks.as_strided(np.array([0x01010101], np.int32), (2**32,), (0,))
     ones, zeros = np.ones(shape[0], np.float32), np.zeros(2**14, np.uint8)
     y = np.full(shape[0], 7, ml_dtypes.bfloat16)
-    body(gemv_w8a16, "gemv_w8a8_kernel", launch.grid[0] - 1)(
+    body(gemv_w8a16, "triton_gemv_w8a8_kernel", launch.grid[0] - 1)(
         Pointer(zeros), Pointer(ones), None, Pointer(words), Pointer(ones), None, Pointer(y), *launch.tail
     )
     assert (y[-4:] == 0).all()
@@ -278,7 +278,7 @@ def test_indices_beyond_32_bits(inputs):
 @linux
 def test_views_at_odd_addresses_are_copied(monkeypatch):
     """The kernel reads words of four bytes."""
-    from fast.kernels.linear import select as code_linear
+    from fast.kernels.triton_gemv import select as code_linear
 
     moved = [torch.zeros(q.codes.numel() + 1, dtype=torch.uint8)[1:].view(q.codes.shape) for q in (X, W)]
     assert all(codes.data_ptr() % 4 for codes in moved)

@@ -39,8 +39,8 @@ def weights(name, rows, length):
 @pytest.mark.parametrize(("name", "rows", "length"), CASES)
 def test_every_program_has_its_weight(name, rows, length):
     """The kernels' own code, by lanes: exact sums."""
-    from fast.kernels.linear import gemv_w4a16, gemv_w8a16
-    from fast.kernels.linear.select import pair_launch_for
+    from fast.kernels.triton_gemv import gemv_w4a16, gemv_w8a16
+    from fast.kernels.triton_gemv.select import pair_launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
 
     first, second = weights(name, rows, length)
@@ -50,7 +50,7 @@ def test_every_program_has_its_weight(name, rows, length):
     given = [
         [None if v is None else Pointer(host(v)) for v in (w.codes, w.scale, w.zero)] for w in (first, second)
     ]
-    module = gemv_w4a16 if kernel == "gemv_w4a16_pair_kernel" else gemv_w8a16
+    module = gemv_w4a16 if kernel == "triton_gemv_w4a16_pair_kernel" else gemv_w8a16
     with np.errstate(over="ignore"):
         for program in range(launch.grid[0]):
             pointers = [Pointer(host(x)), *given[0], Pointer(y[0]), *given[1], Pointer(y[1])]
@@ -73,8 +73,8 @@ def test_on_a_cpu_it_is_two_products():
 @linux
 def test_launches():
     """As for one weight of twice as many rows; none where `linear` has none for one row."""
-    from fast.kernels.linear import select as linear
-    from fast.kernels.linear import select as pair_linear
+    from fast.kernels.triton_gemv import select as linear
+    from fast.kernels.triton_gemv import select as pair_linear
 
     def launch(name, shape=(14336, 4096), dtype=torch.bfloat16):
         scheme = named(name)

@@ -36,7 +36,7 @@ def separate(x, gate, up):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_sixteen_bit_gate(dtype):
     """All patterns of a gate, times numbers of every size: the table, whatever the last bits of an exponential."""
-    from fast.kernels.linear import gluon as lane_swiglu
+    from fast.kernels.triton_gemv import gluon as lane_swiglu
     from tests.emulator.gluon_lanes import Tensor, body
 
     gate = torch.arange(1 << 16).to(torch.uint16).view(dtype)
@@ -51,7 +51,7 @@ def test_every_sixteen_bit_gate(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_rounded_before_silu(dtype):
     """Sums between two 16-bit numbers become what the products by themselves would be."""
-    from fast.kernels.linear import gluon as lane_swiglu
+    from fast.kernels.triton_gemv import gluon as lane_swiglu
     from tests.emulator.gluon_lanes import Tensor, body
 
     sums = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1)) * 4
@@ -64,8 +64,8 @@ def test_sums_are_rounded_before_silu(dtype):
 @pytest.mark.parametrize(("number", "case"), tuple(enumerate(CASES)), ids=str)
 def test_every_program_has_rows_of_both_weights(number, case):
     """The kernels' own code, by lanes: exact sums."""
-    from fast.kernels.linear import gemv_w4a16, gemv_w8a16
-    from fast.kernels.linear.select import pair_launch_for
+    from fast.kernels.triton_gemv import gemv_w4a16, gemv_w8a16
+    from fast.kernels.triton_gemv.select import pair_launch_for
     from tests.emulator.gluon_lanes import Pointer, body, host
 
     name, rows, length = case
@@ -73,7 +73,7 @@ def test_every_program_has_rows_of_both_weights(number, case):
     x, y = inputs(length, dtype), torch.full((1, rows), float("nan"), dtype=dtype)
     launch = pair_launch_for(gate.scheme, tuple(gate.shape), gate.axis, gate.packed, dtype, gated=True)
     kernel = launch.kernel.__name__
-    module = gemv_w4a16 if kernel == "gemv_w4a16_swiglu_kernel" else gemv_w8a16
+    module = gemv_w4a16 if kernel == "triton_gemv_w4a16_swiglu_kernel" else gemv_w8a16
     given = [
         Pointer(host(v)) if v is not None else None for w in (gate, up) for v in (w.codes, w.scale, w.zero)
     ]
@@ -86,7 +86,7 @@ def test_every_program_has_rows_of_both_weights(number, case):
 @linux
 def test_launches():
     """As many programs as for one weight of twice as many rows; none for float32."""
-    from fast.kernels.linear import select as pair_linear
+    from fast.kernels.triton_gemv import select as pair_linear
 
     def launch(name, shape=(14336, 4096), dtype=torch.bfloat16):
         scheme = named(name)

@@ -36,7 +36,7 @@ from ao_lab.config.recipe import named
 from ao_lab.gemm.select import select_kernel
 from ao_lab.tensor.quantized_tensor import from_quantized
 from fast.kernels.exact_inputs import host
-from fast.kernels.linear_small.host import INPUTS
+from fast.kernels.triton_small_m.host import INPUTS
 from fast.matmul.preshuffled.dynamic import CODES, kind_of
 from reference import Quantized, Scheme
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, beyond, differs

@@ -19,9 +19,9 @@ import reference
 from ao_lab import SchemeConfig, compile_options, quantize_
 from fast.gemm.choose import choose
 from fast.gemm.problem import of_preshuffled
-from fast.kernels.linear_small import host, pair
-from fast.kernels.linear_small.layout import ArrangedWeight, arrange
-from fast.kernels.linear_small.tilings import Tiling
+from fast.kernels.triton_small_m import host, pair
+from fast.kernels.triton_small_m.layout import ArrangedWeight, arrange
+from fast.kernels.triton_small_m.tilings import Tiling
 from fast.matmul.preshuffled import linear
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import Quantized

@@ -17,13 +17,13 @@ from ao_lab import Recipe
 from ao_lab.config.recipe import named
 from ao_lab.tensor.quantized_tensor import from_quantized
 from fast.gemm import families
-from fast.kernels.scaled_mm import host as scaled_host
-from fast.kernels.scaled_mm.tiles import Tile, int_tile_of
 from fast.kernels.sm90_intn_small_m import host
 from fast.kernels.sm90_intn_small_m.select import choose, placed
 from fast.kernels.sm90_intn_small_m.variants import KERNEL, Form, Variant
 from fast.kernels.sm90_s8_gemm import host as s8_host
 from fast.kernels.sm90_s8_gemm import variants as s8_variants
+from fast.kernels.triton_scaled_mm import host as scaled_host
+from fast.kernels.triton_scaled_mm.tiles import Tile, int_tile_of
 from fast.launch import cache
 from reference import SCHEMES, Quantized, Scheme
 from tests.gpu.harness.products import s8_gemm

@@ -16,14 +16,14 @@ import torch
 
 import fast
 from fast.gemm import families
-from fast.kernels.linear_small import host
-from fast.kernels.linear_small.dense import arranged_dense
-from fast.kernels.linear_small.layout import ArrangedWeight, filled, restored_codes
 from fast.kernels.sm90_w4a16_gemm import select as gemm_select
 from fast.kernels.sm90_w4a16_gemm import variants as gemm_variants
 from fast.kernels.sm90_w4a16_gemv import host as gemv_host
 from fast.kernels.sm90_w4a16_gemv import select as gemv_select
 from fast.kernels.sm90_w4a16_gemv import variants as gemv_variants
+from fast.kernels.triton_small_m import host
+from fast.kernels.triton_small_m.dense import arranged_dense
+from fast.kernels.triton_small_m.layout import ArrangedWeight, filled, restored_codes
 from fast.matmul.preshuffled import layout
 from fast.scale_factors import SECOND, TERMS
 from tests.gpu.harness.products import w4a16_gemm

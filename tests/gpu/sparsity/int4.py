@@ -1,5 +1,5 @@
 """Families that multiply rows by int4 in 2:4 storage, with zero points and without: `sm90_sparse24_w4a16_gemv` and Triton's
-`mma_sparse_kernel`; two products of one input in one launch; gradients of the public function.
+`triton_sparse24_small_m_kernel`; two products of one input in one launch; gradients of the public function.
 
 A scheme is named by the columns of a scale and what differs from float32 scales without zero points: "g128", "g64 bf16 zeros".
 """
@@ -16,8 +16,6 @@ import torch
 
 import fast
 import reference
-from fast.kernels.linear_small.host import linear_small
-from fast.kernels.linear_small.pair import linear_small_pair, linear_small_swiglu
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as gemv
 from fast.kernels.sm90_sparse24_w4a16_gemv import select, variants
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import (
@@ -25,9 +23,11 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.host import (
     sm90_sparse24_w4a16_gemv_swiglu,
 )
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, ONE, TWO, Form, Variant, rows_of_tiles
-from fast.kernels.sparse_linear import host as mma
-from fast.kernels.sparse_linear import tilings
-from fast.kernels.sparse_linear.tilings import Tiling
+from fast.kernels.triton_small_m.host import linear_small
+from fast.kernels.triton_small_m.pair import linear_small_pair, linear_small_swiglu
+from fast.kernels.triton_sparse24_small_m import host as mma
+from fast.kernels.triton_sparse24_small_m import tilings
+from fast.kernels.triton_sparse24_small_m.tilings import Tiling
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.gpu.harness.poison import poisoned
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, differs, in_threads, same_bits

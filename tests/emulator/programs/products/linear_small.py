@@ -25,10 +25,10 @@ from ao_lab.gemm import select
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch
-from fast.kernels.linear_small import grouped, host, pair
-from fast.kernels.linear_small.dense import arranged_dense
-from fast.kernels.linear_small.layout import restored_codes
-from fast.kernels.linear_small.tilings import Tiling
+from fast.kernels.triton_small_m import grouped, host, pair
+from fast.kernels.triton_small_m.dense import arranged_dense
+from fast.kernels.triton_small_m.layout import restored_codes
+from fast.kernels.triton_small_m.tilings import Tiling
 from fast.matmul.preshuffled import layout, linear
 from fast.matmul.preshuffled.linear import linear_small
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu

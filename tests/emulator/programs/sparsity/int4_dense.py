@@ -18,7 +18,7 @@ import triton
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.sparse_linear import host
+from fast.kernels.triton_sparse24_small_m import host
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator import ptx_interpreter
 from tests.gpu.sparsity.cases import as_tensors, random_case, zero_points

@@ -18,14 +18,14 @@ from fast.kernels import hadamard as hadamard
 from fast.kernels import static_scales as static_scales_host
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
-from fast.kernels.linear import select as products
 from fast.kernels.quantize import host as clipping
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import vjp
 from fast.kernels.rowwise_colwise import host as layouts_host
 from fast.kernels.rowwise_colwise import mx as both
-from fast.kernels.scaled_mm import host as code_rows
 from fast.kernels.scheme.constants import constants_of
+from fast.kernels.triton_gemv import select as products
+from fast.kernels.triton_scaled_mm import host as code_rows
 from fast.quantize.static_scales import rows_record
 from reference import FORMATS, SCHEMES, Quantized, Scales
 from reference.formats.storage import packed_shape, storage_dtype

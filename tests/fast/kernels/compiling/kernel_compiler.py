@@ -27,12 +27,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fast.kernels.exact_inputs import host as small_dynamic
-from fast.kernels.linear import select as linear
-from fast.kernels.linear_small import dense as dense_small
-from fast.kernels.linear_small import grouped as grouped_linear
-from fast.kernels.linear_small import host as small_linear
-from fast.kernels.linear_small import pair as small_pair
-from fast.kernels.scaled_mm import host as code_rows
+from fast.kernels.triton_gemv import select as linear
+from fast.kernels.triton_scaled_mm import host as code_rows
+from fast.kernels.triton_small_m import dense as dense_small
+from fast.kernels.triton_small_m import grouped as grouped_linear
+from fast.kernels.triton_small_m import host as small_linear
+from fast.kernels.triton_small_m import pair as small_pair
 from fast.launch import cache
 
 TARGET = GPUTarget("cuda", 90, 32)

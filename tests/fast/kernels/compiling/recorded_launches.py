@@ -13,10 +13,10 @@ from triton.runtime.jit import JITFunction
 
 from fast import dispatch
 from fast.kernels.exact_inputs import host as exact_inputs_host
-from fast.kernels.linear import select
-from fast.kernels.linear_small import host as linear_small_host
-from fast.kernels.linear_small import pair as linear_small_pair
-from fast.kernels.scaled_mm import host as scaled_mm_host
+from fast.kernels.triton_gemv import select
+from fast.kernels.triton_scaled_mm import host as scaled_mm_host
+from fast.kernels.triton_small_m import host as linear_small_host
+from fast.kernels.triton_small_m import pair as linear_small_pair
 from fast.launch import cache, direct
 from fast.launch.call import Call
 

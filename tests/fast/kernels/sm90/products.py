@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_s8_gemm import host as s8
 from fast.kernels.sm90_s8_gemm.variants import Problem
@@ -19,7 +18,8 @@ from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv
 from fast.kernels.sm90_w4a16_gemm import experts as of_experts
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemv import host as gemv
-from fast.kernels.sparse_linear import host as sparse_linear
+from fast.kernels.triton_small_m.layout import ArrangedWeight
+from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
 from reference import Quantized

@@ -11,8 +11,6 @@ import torch
 import fast
 from ao_lab.config.recipe import named
 from fast.gemm.problem import HOPPER
-from fast.kernels.linear import select
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
@@ -24,7 +22,9 @@ from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm.variants import ELEMENTS, FEATURES, Weight
 from fast.kernels.sm90_w4a16_gemv import host as gemv
 from fast.kernels.sm90_w4a16_gemv.variants import Variant
-from fast.kernels.sparse_linear import host as sparse_linear
+from fast.kernels.triton_gemv import select
+from fast.kernels.triton_small_m.layout import ArrangedWeight
+from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import cuda, hopper
 from tests.gpu.sparsity.cases import as_tensors, exact_case
 from tests.support.chosen import launch_for, rows_fused

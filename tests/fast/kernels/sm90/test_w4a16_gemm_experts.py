@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.linear_small.grouped import stacked
 from fast.kernels.sm90_w4a16_gemm.experts import (
     candidates,
     choose,
@@ -18,6 +17,7 @@ from fast.kernels.sm90_w4a16_gemm.experts import (
     tiles_of,
 )
 from fast.kernels.sm90_w4a16_gemm.variants import Variant
+from fast.kernels.triton_small_m.grouped import stacked
 from tests.emulator.device.memory import POISON
 from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.sm90.products import require_nvrtc, w4a16_gemm_of_experts

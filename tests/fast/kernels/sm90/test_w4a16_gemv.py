@@ -10,8 +10,8 @@ import torch
 
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
-from fast.kernels.linear_small.layout import ArrangedWeight
 from fast.kernels.sm90_w4a16_gemv.variants import ATOMS, Direct, Variant
+from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
 from fast.scale_factors import SECOND, TERMS
 from tests.emulator.device.machine import Machine

@@ -141,7 +141,7 @@ COMPILED = [
 def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructions):
     """Wide loads and stores, no spills, and the product may begin meanwhile: two launches where K is one part."""
     from fast.kernels.exact_inputs import host
-    from fast.kernels.linear_small.layout import ArrangedWeight
+    from fast.kernels.triton_small_m.layout import ArrangedWeight
     from tests.fast.kernels.compiling.kernel_compiler import launched
 
     words = torch.empty((14336 // 64, length // 64, 512), dtype=torch.int32)
@@ -154,7 +154,7 @@ def test_kernels_compile_as_they_are_meant_to(name, length, registers, instructi
         )
         first, product, *others = launched(call)
         assert first.kernel == ("row_codes_kernel" if kind_of(scheme) == CODES else "block_values_kernel")
-        assert product.kernel == "linear_small_kernel"
+        assert product.kernel == "triton_small_m_kernel"
         assert [each.kernel for each in others] in ([], ["sum_splits_kernel"])
         for machine in (first, product):
             assert (machine.local, machine.stack) == (0, 0)

@@ -15,8 +15,8 @@ import torch
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear_small import grouped
-from fast.kernels.linear_small.tilings import MOST_SHARED, Tiling
+from fast.kernels.triton_small_m import grouped
+from fast.kernels.triton_small_m.tilings import MOST_SHARED, Tiling
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
 from tests.fast.linear.preshuffled.test_linear_small import BF16, HALF, WGMMA, empty_weight, paired
@@ -55,7 +55,7 @@ def test_the_kernel_compiles_as_that_of_one_weight(element, group, count, dtype,
     (machine,) = launched(
         lambda: grouped.grouped_linear_small(torch.empty((count, 4096), dtype=dtype), w, ENDS)
     )
-    assert (machine.kernel, machine.local, machine.stack) == ("grouped_linear_small_kernel", 0, 0)
+    assert (machine.kernel, machine.local, machine.stack) == ("triton_small_m_experts_kernel", 0, 0)
     assert all(list(paired(machine)))
     assert set(WGMMA.findall(machine.ptx)) == {"{"}
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", machine.ptx)) == {"0"}

@@ -16,9 +16,9 @@ import torch
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.linear_small import dense, host, layout
-from fast.kernels.linear_small.layout import FACTORED, WORDS, ArrangedWeight, filled
-from fast.kernels.linear_small.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
+from fast.kernels.triton_small_m import dense, host, layout
+from fast.kernels.triton_small_m.layout import FACTORED, WORDS, ArrangedWeight, filled
+from fast.kernels.triton_small_m.tilings import FULL, MOST_REGISTERS, MOST_SHARED, Tiling
 from fast.scale_factors import rows_of_words, rows_with_parts
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of

@@ -1,4 +1,4 @@
-"""Which tiles `mma_sparse_kernel` has for a product: a small model, held in tests to the times of a GPU.
+"""Which tiles `triton_sparse24_small_m_kernel` has for a product: a small model, held in tests to the times of a GPU.
 
 Times are a reading of the weight and, of several rows of X in place, of X: a read of a lane's pairs of eight rows is one of
 eight lines of the cache, and a multiprocessor does one line a cycle,
@@ -28,8 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fast.kernels.quantize.geometry import ceil_div
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS
-from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
+from fast.kernels.triton_sparse24_small_m.mma_sparse import COLUMNS
+from fast.kernels.triton_sparse24_small_m.weight_reads import ROWS, TURN
 
 #: Column tiles of a program at most, so that three programs of four warps have a multiprocessor's registers.
 MOST_SUMS = 4

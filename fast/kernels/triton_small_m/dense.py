@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import narrow
-from fast.kernels.linear_small.decode import (
+from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.triton_small_m.decode import (
     half_elements,
     has_factors,
     own_scale,
@@ -26,9 +27,8 @@ from fast.kernels.linear_small.decode import (
     word_halves,
     words_of,
 )
-from fast.kernels.linear_small.layout import ArrangedWeight, filled
-from fast.kernels.linear_small.product import lacking, zero_points_of
-from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.triton_small_m.layout import ArrangedWeight, filled
+from fast.kernels.triton_small_m.product import lacking, zero_points_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted
 
@@ -63,7 +63,7 @@ def arranged_dense_kernel(
     N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     ELEMENT: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y (N, LENGTH). Other arguments as of `linear_small_kernel`."""
+    """A tile of y (N, LENGTH). Other arguments as of `triton_small_m_kernel`."""
     NB: tl.constexpr = BLOCK_N // 64
     KB: tl.constexpr = 2 if GROUP == 0 or GROUP >= 128 or has_factors(ELEMENT) else 1
     WORDS: tl.constexpr = words_of(ELEMENT)

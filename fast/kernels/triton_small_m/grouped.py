@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear_small.host import INPUTS
-from fast.kernels.linear_small.layout import ArrangedWeight, filled
-from fast.kernels.linear_small.product import grouped_linear_small_kernel
-from fast.kernels.linear_small.tilings import BITS, FULL, block_m_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.triton_small_m.host import INPUTS
+from fast.kernels.triton_small_m.layout import ArrangedWeight, filled
+from fast.kernels.triton_small_m.product import triton_small_m_experts_kernel
+from fast.kernels.triton_small_m.tilings import BITS, FULL, block_m_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
@@ -115,7 +115,7 @@ def _launch(
     )  # fmt: skip
     grid = (ceil_div(n, block_n), experts, 1)
     return CompiledLaunch(
-        grouped_linear_small_kernel, grid, tail, warps, enable_fp_fusion=True, launch_pdl=True
+        triton_small_m_experts_kernel, grid, tail, warps, enable_fp_fusion=True, launch_pdl=True
     )
 
 

@@ -1,4 +1,4 @@
-"""Rows of X in the order in which lanes of `mma_sparse_kernel` have them, so that a warp reads 512 bytes in a row.
+"""Rows of X in the order in which lanes of `triton_sparse24_small_m_kernel` have them, so that a warp reads 512 bytes in a row.
 
 In place a lane's pairs of inputs lie 16 bytes apart, those of eight rows in eight lines of the cache: sixteen reads of up to
 eight lines for 128 columns of eight rows, which a program repeats for every 16 or 32 rows of the weight. Arranged they are four
@@ -12,9 +12,9 @@ Columns without a row, other parts of a row (see `mma_sparse`) and what lies bey
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.linear.gluon import as_words, axis_range, wait_for_previous
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN
-from fast.kernels.sparse_linear.weight_reads import PART, TURN
+from fast.kernels.triton_gemv.gluon import as_words, axis_range, wait_for_previous
+from fast.kernels.triton_sparse24_small_m.mma_sparse import COLUMNS, WORDS_OF_TURN
+from fast.kernels.triton_sparse24_small_m.weight_reads import PART, TURN
 
 WARPS = gl.constexpr(4)
 

@@ -31,7 +31,7 @@ The last step of a row may be a part of one; codes beyond it are zeros of both o
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.linear.gluon import (
+from fast.kernels.triton_gemv.gluon import (
     as_scale,
     axis_range,
     broadcast_to_tile,
@@ -89,7 +89,7 @@ def _added(total, w, c, INPUT: gl.constexpr, KIND: gl.constexpr, SHAPE: gl.const
 
 
 @gluon.jit
-def gemv_w8a8_kernel(
+def triton_gemv_w8a8_kernel(
     x, x_scale, x_zero, codes, scale, bias, y, rows,
     LENGTH: gl.constexpr, EACH: gl.constexpr, INPUT: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
     WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
@@ -168,7 +168,7 @@ def _inputs(pointers):
 
 
 @gluon.jit
-def gemv_w8a16_kernel(
+def triton_gemv_w8a16_kernel(
     x, codes, scale, zero, bias, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
@@ -182,7 +182,7 @@ def gemv_w8a16_kernel(
 
 
 @gluon.jit
-def gemv_w8a16_pair_kernel(
+def triton_gemv_w8a16_pair_kernel(
     x, codes, scale, zero, y, codes2, scale2, zero2, y2, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,
@@ -205,7 +205,7 @@ def gemv_w8a16_pair_kernel(
 
 
 @gluon.jit
-def gemv_w8a16_swiglu_kernel(
+def triton_gemv_w8a16_swiglu_kernel(
     x, codes, scale, zero, codes2, scale2, zero2, y, rows, per_row,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, BLOCK_ROWS: gl.constexpr, KIND: gl.constexpr, STORAGE: gl.constexpr,
     FACTOR: gl.constexpr, ROWS: gl.constexpr, WARPS_K: gl.constexpr, WIDE: gl.constexpr, DTYPE: gl.constexpr,

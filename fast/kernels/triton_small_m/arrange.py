@@ -7,7 +7,7 @@ rows. Rows and columns that do not exist become codes of 0, which meet inputs th
 import triton
 import triton.language as tl
 
-from fast.kernels.linear_small.decode import has_nibbles, words_of
+from fast.kernels.triton_small_m.decode import has_nibbles, words_of
 
 
 @triton.jit

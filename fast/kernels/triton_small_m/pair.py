@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear_small.host import INPUTS, PART, PART_WARPS, Launches, check_operands
-from fast.kernels.linear_small.layout import FACTORED, ArrangedWeight, filled
-from fast.kernels.linear_small.product import linear_small_pair_kernel, sum_pair_splits_kernel
-from fast.kernels.linear_small.tilings import Tiling, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.triton_small_m.host import INPUTS, PART, PART_WARPS, Launches, check_operands
+from fast.kernels.triton_small_m.layout import FACTORED, ArrangedWeight, filled
+from fast.kernels.triton_small_m.product import sum_pair_splits_kernel, triton_small_m_pair_kernel
+from fast.kernels.triton_small_m.tilings import Tiling, tiling_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
@@ -143,7 +143,7 @@ def _launch(
     )  # fmt: skip
     grid = (2 * n // tiling.block_n, tiling.splits, ceil_div(count, tiling.block_m))
     product = CompiledLaunch(
-        linear_small_pair_kernel, grid, tail, tiling.warps, enable_fp_fusion=True, launch_pdl=True
+        triton_small_m_pair_kernel, grid, tail, tiling.warps, enable_fp_fusion=True, launch_pdl=True
     )
     if tiling.splits == 1:
         return product, None

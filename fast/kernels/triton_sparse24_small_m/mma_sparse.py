@@ -23,10 +23,15 @@ W too; neither is stored. What lies beyond K reads as zeros, with indices that e
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.linear.gluon import as_words, axis_range, narrowed, wait_for_previous
-from fast.kernels.sparse_linear import assembly
-from fast.kernels.sparse_linear.assembly import DECODE_OPERANDS, PRODUCT_OPERANDS, decode_asm, products_asm
-from fast.kernels.sparse_linear.weight_reads import PART, ROWS, TURN, read_weight, weight_pointers
+from fast.kernels.triton_gemv.gluon import as_words, axis_range, narrowed, wait_for_previous
+from fast.kernels.triton_sparse24_small_m import assembly
+from fast.kernels.triton_sparse24_small_m.assembly import (
+    DECODE_OPERANDS,
+    PRODUCT_OPERANDS,
+    decode_asm,
+    products_asm,
+)
+from fast.kernels.triton_sparse24_small_m.weight_reads import PART, ROWS, TURN, read_weight, weight_pointers
 
 #: Columns of an instruction.
 COLUMNS = gl.constexpr(8)
@@ -41,7 +46,7 @@ BYTES, DOWN, UP = gl.constexpr(assembly.BYTES), gl.constexpr(assembly.DOWN), gl.
 
 
 @gluon.jit
-def mma_sparse_kernel(
+def triton_sparse24_small_m_kernel(
     x, codes, metadata, scale, bias, y, count, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr,
     TILES: gl.constexpr, SUMS: gl.constexpr, FEW: gl.constexpr, ARRANGED: gl.constexpr, WIDE: gl.constexpr,

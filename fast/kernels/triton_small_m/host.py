@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear_small.layout import ArrangedWeight, arrange, filled
-from fast.kernels.linear_small.product import linear_small_kernel, sum_splits_kernel
-from fast.kernels.linear_small.tilings import Tiling, candidates, tiling_of
 from fast.kernels.quantize.geometry import INT32, ceil_div
+from fast.kernels.triton_small_m.layout import ArrangedWeight, arrange, filled
+from fast.kernels.triton_small_m.product import sum_splits_kernel, triton_small_m_kernel
+from fast.kernels.triton_small_m.tilings import Tiling, candidates, tiling_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
@@ -143,7 +143,7 @@ def _launch(
     )  # fmt: skip
     grid = (ceil_div(n, tiling.block_n), tiling.splits, ceil_div(count, tiling.block_m))
     first = CompiledLaunch(
-        linear_small_kernel, grid, tail, tiling.warps, enable_fp_fusion=True, launch_pdl=True
+        triton_small_m_kernel, grid, tail, tiling.warps, enable_fp_fusion=True, launch_pdl=True
     )
     if tiling.splits == 1:
         return first, None

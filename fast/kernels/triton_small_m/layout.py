@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear.select import Weight, weight_of
-from fast.kernels.linear_small.arrange import arrange_kernel, restore_kernel
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.scheme.fast_path_rules import ocp_name
+from fast.kernels.triton_gemv.select import Weight, weight_of
+from fast.kernels.triton_small_m.arrange import arrange_kernel, restore_kernel
 from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch, same_device
 from fast.scale_factors import (

@@ -33,7 +33,7 @@ from fast.kernels.tile.fast_codes import load_elements
 
 
 @triton.jit
-def gemv_any_kernel(
+def triton_gemv_any_kernel(
     x, codes, scale, outer, zero, bias, y, rows, per_row,
     LENGTH: tl.constexpr,
     SCHEME: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -114,7 +114,7 @@ def block_zeros(zero, block, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def gemm_small_m_kernel(
+def triton_gemm_small_m_kernel(
     x, codes, scale, outer, zero, bias, y, count, rows, per_row,
     LENGTH: tl.constexpr,
     SCHEME: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,

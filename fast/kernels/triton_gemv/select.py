@@ -20,23 +20,23 @@ from typing import Any
 
 import torch
 
-from fast.kernels.linear.gemv_w4a16 import (
-    UNIT,
-    gemv_w4a16_kernel,
-    gemv_w4a16_pair_kernel,
-    gemv_w4a16_swiglu_kernel,
-)
-from fast.kernels.linear.gemv_w8a16 import (
-    gemv_w8a8_kernel,
-    gemv_w8a16_kernel,
-    gemv_w8a16_pair_kernel,
-    gemv_w8a16_swiglu_kernel,
-)
-from fast.kernels.linear.plain import gemm_small_m_kernel, gemv_any_kernel
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
 from fast.kernels.sm90_intn_small_m import host as sm90_intn_small_m
+from fast.kernels.triton_gemv.gemv_w4a16 import (
+    UNIT,
+    triton_gemv_w4a16_kernel,
+    triton_gemv_w4a16_pair_kernel,
+    triton_gemv_w4a16_swiglu_kernel,
+)
+from fast.kernels.triton_gemv.gemv_w8a16 import (
+    triton_gemv_w8a8_kernel,
+    triton_gemv_w8a16_kernel,
+    triton_gemv_w8a16_pair_kernel,
+    triton_gemv_w8a16_swiglu_kernel,
+)
+from fast.kernels.triton_gemv.plain import triton_gemm_small_m_kernel, triton_gemv_any_kernel
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
@@ -105,10 +105,10 @@ def _pair_launch(weight: Weight, dtype: str, gated: bool) -> CompiledLaunch | No
     """Programs of the first weight, then those of the second; gated: of half as many rows of both."""
     if takes_w4a16(weight) and dtype != "float32":
         one, rows = gemv_w4a16_launch(weight, dtype, 2), W4A16_ROWS
-        kernels = gemv_w4a16_pair_kernel, gemv_w4a16_swiglu_kernel
+        kernels = triton_gemv_w4a16_pair_kernel, triton_gemv_w4a16_swiglu_kernel
     elif takes_w8a16(weight):
         one, rows = gemv_w8a16_launch(weight, dtype, 2), rows_per_program(weight.rows, 2)
-        kernels = gemv_w8a16_pair_kernel, gemv_w8a16_swiglu_kernel
+        kernels = triton_gemv_w8a16_pair_kernel, triton_gemv_w8a16_swiglu_kernel
     else:
         return None
     programs = ceil_div(weight.rows, rows // 2) if gated else 2 * one.grid[0]
@@ -163,7 +163,7 @@ def _w8a8_launch(inputs: str, kind: str, each: bool, rows: int, length: int, dty
     warps_k = warps_along_k(ceil_div(rows, taken), ceil_div(length, WARP_BYTES))
     wide = rows * length > INT32 - length
     tail = (rows, length, each, inputs, kind, taken, warps_k, wide, dtype, True)
-    return CompiledLaunch(gemv_w8a8_kernel, ceil_div(rows, taken), tail, warps_k, launch_pdl=True)
+    return CompiledLaunch(triton_gemv_w8a8_kernel, ceil_div(rows, taken), tail, warps_k, launch_pdl=True)
 
 
 #: Rows beyond which a weight is dequantized for the call.
@@ -371,7 +371,9 @@ def gemv_w4a16_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLau
         weight.rows, weight.length, weight.block or weight.length, warps_k, weight.storage, bool(weight.rule.low < 0),
         bool(weight.rule.zero == "value"), dtype, True,
     )  # fmt: skip
-    return CompiledLaunch(gemv_w4a16_kernel, tiles, tail, warps_k, launch_pdl=True, maxnreg=W4A16_REGISTERS)
+    return CompiledLaunch(
+        triton_gemv_w4a16_kernel, tiles, tail, warps_k, launch_pdl=True, maxnreg=W4A16_REGISTERS
+    )
 
 
 def gemv_w8a16_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLaunch:
@@ -386,7 +388,7 @@ def gemv_w8a16_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLau
     limit = weight.block <= 0 and (rows == 4 or weight.length > LONG)
     registers = {"maxnreg": W8A16_REGISTERS} if limit else {}
     return CompiledLaunch(
-        gemv_w8a16_kernel, ceil_div(weight.rows, rows), tail, warps_k, launch_pdl=True, **registers
+        triton_gemv_w8a16_kernel, ceil_div(weight.rows, rows), tail, warps_k, launch_pdl=True, **registers
     )
 
 
@@ -413,7 +415,11 @@ def gemv_any_launch(weight: Weight, dtype: str) -> CompiledLaunch:
         weight.wide, GEMV_ANY_ROWS, size, sub,
     )  # fmt: skip
     return CompiledLaunch(
-        gemv_any_kernel, ceil_div(weight.rows, GEMV_ANY_ROWS), tail, GEMV_ANY_WARPS, enable_fp_fusion=True
+        triton_gemv_any_kernel,
+        ceil_div(weight.rows, GEMV_ANY_ROWS),
+        tail,
+        GEMV_ANY_WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -426,4 +432,6 @@ def gemm_small_m_launch(weight: Weight, dtype: str, count: int) -> CompiledLaunc
         count, weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.block_rows,
         weight.wide, block_m, rows, size, 4,
     )  # fmt: skip
-    return CompiledLaunch(gemm_small_m_kernel, ceil_div(weight.rows, rows), tail, 4, enable_fp_fusion=True)
+    return CompiledLaunch(
+        triton_gemm_small_m_kernel, ceil_div(weight.rows, rows), tail, 4, enable_fp_fusion=True
+    )

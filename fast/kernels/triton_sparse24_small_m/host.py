@@ -8,12 +8,16 @@ import torch
 
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import add_product, launch_for
-from fast.kernels.sparse_linear import arrange
-from fast.kernels.sparse_linear.dense import COLUMNS as PAIR
-from fast.kernels.sparse_linear.dense import STEPS, TILE, WARPS, dense_kernel
-from fast.kernels.sparse_linear.mma_sparse import COLUMNS, WORDS_OF_TURN, mma_sparse_kernel
-from fast.kernels.sparse_linear.tilings import Tiling, is_wide, tiling_of
-from fast.kernels.sparse_linear.weight_reads import ROWS, TURN
+from fast.kernels.triton_sparse24_small_m import arrange
+from fast.kernels.triton_sparse24_small_m.dense import COLUMNS as PAIR
+from fast.kernels.triton_sparse24_small_m.dense import STEPS, TILE, WARPS, dense_kernel
+from fast.kernels.triton_sparse24_small_m.mma_sparse import (
+    COLUMNS,
+    WORDS_OF_TURN,
+    triton_sparse24_small_m_kernel,
+)
+from fast.kernels.triton_sparse24_small_m.tilings import Tiling, is_wide, tiling_of
+from fast.kernels.triton_sparse24_small_m.weight_reads import ROWS, TURN
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
@@ -62,7 +66,7 @@ def linear_sparse_int4(
 
 
 def by_tiles(call: Call, rows: int, length: int, group: int, count: int, tiling: Tiling) -> None:
-    """Make y by `mma_sparse_kernel`; ValueError where its tiles do not go with the product."""
+    """Make y by `triton_sparse24_small_m_kernel`; ValueError where its tiles do not go with the product."""
     x, scale = call.inputs["x"], call.inputs["scale"]
     assert x is not None
     assert scale is not None
@@ -90,7 +94,7 @@ def _served(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
 def launch_of(
     rows: int, length: int, group: int, count: int, storage: str, dtype: str, tiling: Tiling
 ) -> CompiledLaunch:
-    """The launch of `mma_sparse_kernel` with these tiles."""
+    """The launch of `triton_sparse24_small_m_kernel` with these tiles."""
     few = rows < ROWS.value * tiling.tiles
     tiles = 1 if few else tiling.tiles
     columns = tiling.sums * COLUMNS.value // tiling.parts(group)
@@ -101,7 +105,9 @@ def launch_of(
     )  # fmt: skip
     # Reads of two turns ask for more registers than four programs of four warps have, and need no more.
     limit = {"maxnreg": WIDE_REGISTERS} if tiling.wide and tiles > 1 else {}
-    return CompiledLaunch(mma_sparse_kernel, grid, tail, tiling.warps_k, launch_pdl=True, **limit)
+    return CompiledLaunch(
+        triton_sparse24_small_m_kernel, grid, tail, tiling.warps_k, launch_pdl=True, **limit
+    )
 
 
 def arrange_launch_of(

@@ -1,4 +1,4 @@
-"""The assembly of `mma_sparse_kernel`: what all codes and all indices become, in the PTX emulator."""
+"""The assembly of `triton_sparse24_small_m_kernel`: what all codes and all indices become, in the PTX emulator."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fast.kernels.sparse_linear.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
+from fast.kernels.triton_sparse24_small_m.assembly import BYTES, DECODE_OPERANDS, DOWN, UP, decode_asm
 from tests.emulator.ptx_opcodes import run
 from tests.gpu.sparsity.cases import metadata_of
 

@@ -14,9 +14,9 @@ if platform.system() != "Linux":
 
 import fast
 from fast import dispatch
-from fast.kernels.sparse_linear import host
-from fast.kernels.sparse_linear.dense import STEPS
-from fast.kernels.sparse_linear.tilings import arranged_bound, in_place, weight_bound, widened
+from fast.kernels.triton_sparse24_small_m import host
+from fast.kernels.triton_sparse24_small_m.dense import STEPS
+from fast.kernels.triton_sparse24_small_m.tilings import arranged_bound, in_place, weight_bound, widened
 from fast.launch import cache
 from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
@@ -62,7 +62,7 @@ def test_the_product(name):
     rows, length, group = *given[1], given[2]
     tiling = in_place(rows, length, group, given[0])
     (machine,) = launched(lambda: host.linear_sparse_int4(*call, group, None, tiling))
-    assert (machine.kernel, machine.local, machine.stack) == ("mma_sparse_kernel", 0, 0)
+    assert (machine.kernel, machine.local, machine.stack) == ("triton_sparse24_small_m_kernel", 0, 0)
     tiles = tiling.chunks * (1 if rows < 16 * tiling.tiles else tiling.tiles)
     sparse = sum(n for name, n in machine.instructions.items() if name.startswith("HMMA.SP.16832.F32"))
     assert sparse == machine.named("HMMA", "HGMMA") == 4 * tiles * tiling.sums
@@ -112,7 +112,10 @@ def test_arranged_inputs(shape, count):
     tiling = arranged_bound(*shape, group, count)
     call = operands(count, shape, group)
     arranging, machine = launched(lambda: host.linear_sparse_int4(*call, group, None, tiling))
-    assert [one.kernel for one in (arranging, machine)] == ["arrange_kernel", "mma_sparse_kernel"]
+    assert [one.kernel for one in (arranging, machine)] == [
+        "arrange_kernel",
+        "triton_sparse24_small_m_kernel",
+    ]
     assert (arranging.local, machine.local, machine.stack) == (0, 0, 0)
     assert arranging.accesses("STG") == {16: 1}
     indices = 2 * tiling.tiles if shape[1] % 128 == 0 else 0
@@ -146,7 +149,7 @@ def test_the_rule_launches_what_it_chose():
     for call in (operands(1, SQUARE, 128), operands(8, SQUARE, 128)):
         found = launched(lambda call=call: host.linear_sparse_int4(*call, 128))
         names.append([one.kernel for one in found])
-    assert names == [["mma_sparse_kernel"], ["arrange_kernel", "mma_sparse_kernel"]]
+    assert names == [["triton_sparse24_small_m_kernel"], ["arrange_kernel", "triton_sparse24_small_m_kernel"]]
 
 
 def test_what_other_paths_take():
@@ -169,7 +172,10 @@ def test_calls_are_remembered(monkeypatch):
         assert len(cache.CALLS) == 2
         return y
 
-    assert [machine.kernel for machine in launched(both)] == ["mma_sparse_kernel", "dense_kernel"]
+    assert [machine.kernel for machine in launched(both)] == [
+        "triton_sparse24_small_m_kernel",
+        "dense_kernel",
+    ]
 
 
 @pytest.mark.parametrize("dtype", host.INPUTS)

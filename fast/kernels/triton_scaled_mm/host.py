@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 from fast.kernels.quantize.geometry import ceil_div
-from fast.kernels.scaled_mm.kernel import add_parts_kernel, int_scaled_mm_kernel, scaled_mm_kernel
-from fast.kernels.scaled_mm.tiles import TOGETHER, Tile, int_tile_of, tile_of
+from fast.kernels.triton_scaled_mm.kernel import (
+    add_parts_kernel,
+    triton_int_scaled_mm_kernel,
+    triton_scaled_mm_kernel,
+)
+from fast.kernels.triton_scaled_mm.tiles import TOGETHER, Tile, int_tile_of, tile_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, DescriptorLaunch, Matrix, interpreted, same_device
 from reference import Quantized, Scheme
@@ -99,7 +103,7 @@ def _launches(
         Matrix(ELEMENTS[w], (n, k), (tile.columns, tile.length)),
     )
     grid = (ceil_div(m, tile.rows) * ceil_div(n, tile.columns), tile.splits, 1)
-    kernel = int_scaled_mm_kernel if x == INTEGER else scaled_mm_kernel
+    kernel = triton_int_scaled_mm_kernel if x == INTEGER else triton_scaled_mm_kernel
     of_kernel = TOGETHER if x == INTEGER else not fast_sums
     # Parts are the same for all scales and dtypes.
     scaled = (*each, name) if tile.splits == 1 or x == INTEGER else (False, False, "float32")

@@ -1,4 +1,4 @@
-"""`mma_sparse_kernel`, lane by lane: every kept code meets the input that its index names, and its scale.
+"""`triton_sparse24_small_m_kernel`, lane by lane: every kept code meets the input that its index names, and its scale.
 
 Sums are exact, so that one wrong place shows in the bits. See `tests.emulator.gluon_lanes`.
 """
@@ -17,8 +17,8 @@ from tests.gpu.sparsity.cases import exact_case, random_case
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.sparse_linear import arrange, host, mma_sparse
-from fast.kernels.sparse_linear.host import Tiling
+from fast.kernels.triton_sparse24_small_m import arrange, host, mma_sparse
+from fast.kernels.triton_sparse24_small_m.host import Tiling
 from tests.emulator.gluon_lanes import Pointer, sparse_body
 
 #: Rows of inputs, rows and columns of the weight, columns of a scale, and tiles: whole and cut, one and several of each.
@@ -52,7 +52,7 @@ def multiplied(case, tiling, storage="float32"):
             sparse_body(arrange, "arrange_kernel", *program)(pointers[0], Pointer(arranged), *arranging.tail)
         pointers[0] = Pointer(arranged)
     for program in itertools.product(*map(range, launch.grid[:2])):
-        sparse_body(mma_sparse, "mma_sparse_kernel", *program)(
+        sparse_body(mma_sparse, "triton_sparse24_small_m_kernel", *program)(
             *pointers, Pointer(y.reshape(-1)), *launch.tail
         )
     return y

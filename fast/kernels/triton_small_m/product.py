@@ -3,9 +3,10 @@
     (BLOCK_N, GROUP) of W times (GROUP, BLOCK_M) of X'  ->  a tile of Y'
 
 Every product begins at zero, and its sums are added to the total times the scale. That is where a group's scale belongs, and
-what keeps `wgmma` with operands in registers right: with sums that go from product to product both assemblers gave wrong ones.
-So no scale rounds a weight: elements less zero points are exact, and the result is within `reference.linear_error_bound`.
-Scales of few bits are in the elements (`fast.scale_factors`), which stay exact, and sums take what is left, one scale in all.
+what keeps `wgmma` with operands in registers right: with sums that go from product to product both assemblers gave wrong
+ones. So no scale rounds a weight: elements less zero points are exact, and the result is within
+`reference.linear_error_bound`. Scales of few bits are in the elements (`fast.scale_factors`), which stay exact, and sums take
+what is left, one scale in all.
 
 Parts of K are programs of their own (SPLITS); `sum_splits_kernel` adds their sums, the first part first. So the same operands
 have the same bits every time, with any number of multiprocessors.
@@ -18,9 +19,9 @@ memory once, for more rows from the second-level cache. An expert without rows c
 
 Two arranged weights of one shape and scheme times the same rows of X: both products, or silu of the first times the second.
 
-A program's tile is half of the first weight's rows and half of the second's: the product that `linear_small_kernel` makes of as
-many rows of one weight, with addresses of two. The tensor core's sums of both halves lie in the same lane where a warp has rows
-of each, so that what multiplies them moves nothing.
+A program's tile is half of the first weight's rows and half of the second's: the product that `triton_small_m_kernel` makes
+of as many rows of one weight, with addresses of two. The tensor core's sums of both halves lie in the same lane where a warp
+has rows of each, so that what multiplies them moves nothing.
 
 Sums are rounded to the dtype before silu, as two products by themselves round them; then `reference.swiglu` holds.
 """
@@ -31,7 +32,8 @@ import triton.language as tl
 from fast import scale_factors
 from fast.kernels.bits import narrow
 from fast.kernels.layers.swiglu import silu
-from fast.kernels.linear_small.decode import (
+from fast.kernels.sm90.bf16x2 import clamped_gate, gated
+from fast.kernels.triton_small_m.decode import (
     atoms_of_product,
     half_elements,
     has_factors,
@@ -47,7 +49,6 @@ from fast.kernels.linear_small.decode import (
     words_of,
     zero_pairs,
 )
-from fast.kernels.sm90.bf16x2 import clamped_gate, gated
 from fast.scale_factors import EXPONENTS
 
 
@@ -91,7 +92,7 @@ def sums_of_tile(
 ):  # fmt: skip
     """Sums (BLOCK_N, BLOCK_M) of rows n of the weight times rows m of X below count, over steps of BLOCK_K columns.
 
-    words: addresses of the first words of the tile's atoms (NB, words of KB atoms); else as `linear_small_kernel`.
+    words: addresses of the first words of the tile's atoms (NB, words of KB atoms); else as `triton_small_m_kernel`.
     """
     NB: tl.constexpr = BLOCK_N // 64
     KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
@@ -152,7 +153,7 @@ def sums_of_tile(
 
 
 @triton.jit(do_not_specialize=["count"])
-def linear_small_kernel(
+def triton_small_m_kernel(
     x, codes, scale, zero, x_scale, bias, y, count,
     N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -231,7 +232,7 @@ def _inputs(x, m, k, count, LENGTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.
 
 
 @triton.jit(do_not_specialize=["count"])
-def grouped_linear_small_kernel(
+def triton_small_m_experts_kernel(
     x, codes, scale, zero, ends, y, count,
     N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     BLOCKS: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -240,7 +241,7 @@ def grouped_linear_small_kernel(
     """Rows of y (count, N) that are one expert's, and BLOCK_N of its columns.
 
     x: (count, LENGTH), sorted by expert; ends: int32 (experts), the row after each expert's last. codes, scale, zero: as of
-    `linear_small_kernel`, with an axis of experts in front; BLOCKS: of scales along K. Rows behind the last are not written.
+    `triton_small_m_kernel`, with an axis of experts in front; BLOCKS: of scales along K. Rows behind the last are not written.
     """
     NB: tl.constexpr = BLOCK_N // 64
     KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)
@@ -285,7 +286,7 @@ def _store(y, y2, at, first, second, inside, DTYPE: tl.constexpr, HAS_PTX: tl.co
 
 
 @triton.jit(do_not_specialize=["count"])
-def linear_small_pair_kernel(
+def triton_small_m_pair_kernel(
     x, codes, scale, zero, codes2, scale2, zero2, y, y2, count,
     N: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
@@ -294,7 +295,8 @@ def linear_small_pair_kernel(
     """BLOCK_N / 2 columns of y and y2 (count, N), or of y alone where y2 is None; where SPLITS > 1, of the parts
     (SPLITS, 2, count, N), float32, in y.
 
-    x: (count, LENGTH). Weights (N, LENGTH) fill their tiles, else as of `linear_small_kernel`; N is a multiple of BLOCK_N / 2.
+    x: (count, LENGTH). Weights (N, LENGTH) fill their tiles, else as of `triton_small_m_kernel`; N is a multiple of BLOCK_N /
+    2.
     """
     NB: tl.constexpr = BLOCK_N // 64
     KB: tl.constexpr = atoms_of_product(ELEMENT, GROUP, DTYPE, BLOCK_K)

@@ -35,7 +35,7 @@ def _tile_of(m_size, n_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOGET
 
 # A number of rows gets no kernel of its own for being a multiple of 16, or 1.
 @triton.jit(do_not_specialize=["m_size"])
-def int_scaled_mm_kernel(
+def triton_int_scaled_mm_kernel(
     a, b, scale_a, zero_a, scale_b, bias, y, parts, m_size, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
     TOGETHER: tl.constexpr, EACH_A: tl.constexpr, EACH_B: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
@@ -92,7 +92,7 @@ def int_scaled_mm_kernel(
 
 # A number of rows gets no kernel of its own for being a multiple of 16, or 1.
 @triton.jit(do_not_specialize=["m_size"])
-def scaled_mm_kernel(
+def triton_scaled_mm_kernel(
     a, b, scale_a, scale_b, bias, y, parts, m_size, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SWAP: tl.constexpr,
     PROMOTE: tl.constexpr, EACH_A: tl.constexpr, EACH_B: tl.constexpr, DTYPE: tl.constexpr,

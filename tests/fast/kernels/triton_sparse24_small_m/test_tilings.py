@@ -12,7 +12,7 @@ import pytest
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
-from fast.kernels.sparse_linear.tilings import (
+from fast.kernels.triton_sparse24_small_m.tilings import (
     Tiling,
     arranged_bound,
     in_place,
@@ -20,7 +20,7 @@ from fast.kernels.sparse_linear.tilings import (
     weight_bound,
     widened,
 )
-from fast.kernels.sparse_linear.weight_reads import TURN
+from fast.kernels.triton_sparse24_small_m.weight_reads import TURN
 
 ROOT = Path(__file__).resolve().parents[4]
 GROUP = 128

@@ -1,4 +1,4 @@
-"""What lanes of `mma_sparse_kernel` read of the weight: codes, metadata and scales, as they are stored.
+"""What lanes of `triton_sparse24_small_m_kernel` read of the weight: codes, metadata and scales, as they are stored.
 
 A turn is 128 columns, of which a lane of four has 32: 8 bytes of codes of a row, of 16 of metadata. Wide, two turns are 256
 columns, of which it has 64, the first half in the first turn: 16 bytes of codes, a scale for every 128 columns of both. That is
@@ -8,7 +8,7 @@ a read where there are two of half the width: of a lane's reads each is of as ma
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.linear.gluon import as_words, axis_range
+from fast.kernels.triton_gemv.gluon import as_words, axis_range
 
 #: Columns of a turn of one warp, of a lane in it, and rows of an instruction.
 TURN, PART, ROWS = gl.constexpr(128), gl.constexpr(32), gl.constexpr(16)

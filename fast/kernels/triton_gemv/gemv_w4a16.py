@@ -46,7 +46,7 @@ Layouts are explicit, since the assembly depends on them.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from fast.kernels.linear.gluon import (
+from fast.kernels.triton_gemv.gluon import (
     as_scale,
     as_words,
     axis_range,
@@ -148,7 +148,7 @@ def _per_row(pointers, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def gemv_w4a16_kernel(
+def triton_gemv_w4a16_kernel(
     x, codes, scale, zero, bias, y, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
@@ -160,7 +160,7 @@ def gemv_w4a16_kernel(
 
 
 @gluon.jit
-def gemv_w4a16_pair_kernel(
+def triton_gemv_w4a16_pair_kernel(
     x, codes, scale, zero, y, codes2, scale2, zero2, y2, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,
@@ -179,7 +179,7 @@ def gemv_w4a16_pair_kernel(
 
 
 @gluon.jit
-def gemv_w4a16_swiglu_kernel(
+def triton_gemv_w4a16_swiglu_kernel(
     x, codes, scale, zero, codes2, scale2, zero2, y, rows,
     LENGTH: gl.constexpr, BLOCK: gl.constexpr, WARPS_K: gl.constexpr, STORAGE: gl.constexpr, SIGNED: gl.constexpr,
     SHIFTED: gl.constexpr, DTYPE: gl.constexpr, USE_PDL: gl.constexpr,

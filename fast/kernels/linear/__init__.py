@@ -1,1 +1,0 @@
-"""Linear layers with stored weights: GEMVs at one row, a small GEMM beyond."""
