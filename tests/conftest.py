@@ -47,7 +47,7 @@ MARKERS = {
     "fast/linear": "compile",
     "ao_lab/checkpoint": "integration",
     "ao_lab/cli": "integration",
-    "ao_lab/eval.py": "integration",
+    "ao_lab/test_eval.py": "integration",
     "ao_lab/qat": "integration",
     "ao_lab/quantization": "integration",
     "ao_lab/tensor": "integration",
