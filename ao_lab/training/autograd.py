@@ -154,12 +154,12 @@ def gradient_operands(
 ) -> tuple[Matrix | None, Matrix | None]:
     """g along N for the inputs' gradient, and g.T along M for the weight's: those that are wanted."""
     a, b = recipe.input_grad.a, recipe.weight_grad.a
-    found = _found(split, "g", a), _found(split, "g.T", b)
+    find_scales = _found(split, "g", a), _found(split, "g.T", b)
     if rows and columns:
-        return quantize_two(g, a, b, seed, (STREAMS["g"], STREAMS["g.T"]), found)
+        return quantize_two(g, a, b, seed, (STREAMS["g"], STREAMS["g.T"]), find_scales)
     if rows:
-        return quantize_one(g, a, seed, STREAMS["g"], found[0]), None
-    return None, quantize_one(g.t(), b, seed, STREAMS["g.T"], found[1]) if columns else None
+        return quantize_one(g, a, seed, STREAMS["g"], find_scales[0]), None
+    return None, quantize_one(g.t(), b, seed, STREAMS["g.T"], find_scales[1]) if columns else None
 
 
 def weight_columns_of(
@@ -167,8 +167,8 @@ def weight_columns_of(
 ) -> Matrix:
     """w.T along N."""
     rows, columns = recipe.output.b, recipe.input_grad.b
-    found = _found(split, "w", rows), _found(split, "w.T", columns)
-    return weight_columns(w, rows, columns, found, seed)
+    find_scales = _found(split, "w", rows), _found(split, "w.T", columns)
+    return weight_columns(w, rows, columns, find_scales, seed)
 
 
 def _found(split: Split | None, which: str, operand: Operand) -> FindScales:
@@ -227,8 +227,8 @@ def training_linear(
 
 @torch.compiler.disable(reason=DRAWS)  # type: ignore[no-untyped-call, untyped-decorator]
 def _untraced(*given: Any) -> torch.Tensor:
-    made: torch.Tensor = TrainingLinear.apply(*given)  # type: ignore[no-untyped-call]
-    return made
+    y: torch.Tensor = TrainingLinear.apply(*given)  # type: ignore[no-untyped-call]
+    return y
 
 
 class PreparedLinear(torch.autograd.Function):
@@ -255,8 +255,8 @@ class PreparedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
         """Gradients of x, w and bias."""
         if torch.compiler.is_compiling():  # compiled autograd: launches past Triton are not for tracers
-            made: tuple[Grad, Grad, Grad, None] = _prepared_untraced(ctx, g)
-            return made
+            gradients: tuple[Grad, Grad, Grad, None] = _prepared_untraced(ctx, g)
+            return gradients
         return _gradients(ctx, g)
 
 
@@ -265,12 +265,12 @@ def _gradients(ctx: Any, g: torch.Tensor) -> tuple[Grad, Grad, Grad, None]:
     step, shape = ctx.step, ctx.shape
     w, x_codes, x_scale = ctx.saved_tensors
     wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
-    made = step.gradients(g)
-    if made is None:
+    operands = step.gradients(g)
+    if operands is None:
         raise NotImplementedError(
             "a training step takes output gradients that lie in memory, and not in batches (is_grads_batched)"
         )
-    rows, scale, columns, column_scale = made
+    rows, scale, columns, column_scale = operands
     dx = dw = None
     if wants_x:
         codes, weight_scale = step.weight_columns(w)
@@ -426,8 +426,8 @@ class FunctionalLinear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         """One example after the other."""
-        made = [FunctionalLinear.apply(*one) for one in _examples(info, in_dims, inputs)]  # type: ignore[no-untyped-call]
-        return torch.stack(made), 0
+        outputs = [FunctionalLinear.apply(*one) for one in _examples(info, in_dims, inputs)]  # type: ignore[no-untyped-call]
+        return torch.stack(outputs), 0
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -464,8 +464,8 @@ class FunctionalGradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         """One example after the other."""
-        made = [FunctionalGradients.apply(*one) for one in _examples(info, in_dims, inputs)]  # type: ignore[no-untyped-call]
-        return tuple(torch.stack(each) for each in zip(*made, strict=True)), (0, 0, 0)
+        gradients = [FunctionalGradients.apply(*one) for one in _examples(info, in_dims, inputs)]  # type: ignore[no-untyped-call]
+        return tuple(torch.stack(each) for each in zip(*gradients, strict=True)), (0, 0, 0)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -475,17 +475,17 @@ class FunctionalGradients(torch.autograd.Function):
 
 def _examples(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """The inputs of each example; the last one is the seed, which each has of its own."""
-    found = []
+    examples = []
     for at in range(info.batch_size):
         one = [
             value if dim is None else value.select(dim, at)
             for value, dim in zip(inputs[:-1], in_dims[:-1], strict=True)
         ]
         seed, other = inputs[-1], 0 if info.randomness == "same" else at * NEXT
-        found.append((*one, None if seed is None else (seed + other) % SEEDS))
-    if not found:
+        examples.append((*one, None if seed is None else (seed + other) % SEEDS))
+    if not examples:
         raise ValueError("vmap over no example: a layer that trains by a recipe needs one")
-    return found
+    return examples
 
 
 def functional_linear(

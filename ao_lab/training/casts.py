@@ -161,6 +161,6 @@ def parts(matrix: Matrix) -> tuple[list[torch.Tensor | None], Any]:
 def joined(tensors: list[Any], settings: Any) -> Matrix:
     """The matrix of `parts`."""
     if settings is None:
-        found: torch.Tensor = tensors[0]
-        return found
+        dense: torch.Tensor = tensors[0]
+        return dense
     return Quantized(*tensors, *settings)

@@ -107,8 +107,8 @@ def dequantized_linear(
 
 @torch.compiler.disable(reason=DRAWS)  # type: ignore[no-untyped-call, untyped-decorator]
 def _untraced(*given: Any) -> torch.Tensor:
-    made: torch.Tensor = DequantizedLinear.apply(*given)  # type: ignore[no-untyped-call]
-    return made
+    y: torch.Tensor = DequantizedLinear.apply(*given)  # type: ignore[no-untyped-call]
+    return y
 
 
 def serves(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, kernel: str) -> bool:
@@ -188,8 +188,8 @@ def operand_values(
     """What an operand that runs along an axis of a matrix stands for, in the matrix's layout. stream: see `STREAMS`."""
     scheme = scheme_of(operand)
     if torch.compiler.is_compiling() and _is_plain(operand):
-        made: torch.Tensor = FAKE_QUANTIZE.operator(scheme, (axis,), (x,))
-        return made
+        values: torch.Tensor = FAKE_QUANTIZE.operator(scheme, (axis,), (x,))
+        return values
     return mixed_values(
         x, scheme, axis, hadamard_length=operand.hadamard, seed=seed or 0, stream=STREAMS[stream]
     )
@@ -217,8 +217,8 @@ def _kept_values(
         x = DEQUANTIZE.operator(scheme, (dtype, shape, axis, packed, tiled), (codes, scale, outer, None))
     else:
         x = dequantize(Quantized(codes, scale, outer, None, shape, axis, scheme, packed, tiled), dtype)
-    made: torch.Tensor = operand_values(x, later, 0, "x.T", seed) if later.source == "output" else x
-    return made
+    values: torch.Tensor = operand_values(x, later, 0, "x.T", seed) if later.source == "output" else x
+    return values
 
 
 def scheme_of(operand: Operand) -> Scheme:

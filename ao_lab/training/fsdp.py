@@ -73,7 +73,7 @@ COPIES = {
 class Amax:
     """The largest magnitude of a whole weight, of which each rank holds a shard; shared by all views of the shard.
 
-    It holds as long as the weight has the version that it was found for; see `gather_scales.version_of`.
+    It holds as long as the weight has the version that it was found for; see `version_of`.
     """
 
     #: float32, 0-d, over all ranks; None: not known.
@@ -96,7 +96,7 @@ class CastOnGather(torch.Tensor):
     @staticmethod
     def __new__(cls, dense: torch.Tensor, scheme: Scheme, known: Amax | None = None) -> CastOnGather:
         """A tensor over the memory of `dense`, gathered in `scheme`. known: of the shard that this is a view of."""
-        made: CastOnGather = torch.Tensor._make_wrapper_subclass(
+        shard: CastOnGather = torch.Tensor._make_wrapper_subclass(
             cls,
             dense.shape,
             strides=dense.stride(),
@@ -105,8 +105,8 @@ class CastOnGather(torch.Tensor):
             device=dense.device,
             requires_grad=dense.requires_grad,
         )
-        made.dense, made.scheme, made.known = dense, scheme, Amax() if known is None else known
-        return made
+        shard.dense, shard.scheme, shard.known = dense, scheme, Amax() if known is None else known
+        return shard
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -335,17 +335,17 @@ def wrapped(weight: torch.Tensor, scheme: Any) -> torch.Tensor:
     local = getattr(weight, "_local_tensor", weight).detach()
     if isinstance(local, CastOnGather):
         return weight
-    made = CastOnGather(local, scheme)
-    return _distributed(weight, made) if hasattr(weight, "_local_tensor") else made
+    shard = CastOnGather(local, scheme)
+    return _distributed(weight, shard) if hasattr(weight, "_local_tensor") else shard
 
 
 def _distributed(like: Any, local: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    made: torch.Tensor = DTensor.from_local(
+    weight: torch.Tensor = DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return made
+    return weight
 
 
 #: What `one_block_a_row` has made, by the keys of schemes; a cache of functools is none to torch's tracer.
@@ -368,21 +368,21 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
         if weight.scheme.scale.block == "tensor" and here and has_rows_everywhere(one.weight):
             group = one.weight.device_mesh.get_group(one.weight.device_mesh.ndim - 1)
             groups.setdefault(group, []).append((one, weight))
-    for group, found in groups.items():
-        amaxes = amax_over(magnitudes([weight.dense for _, weight in found]), group)
-        for (one, weight), amax in zip(found, amaxes, strict=True):
+    for group, members in groups.items():
+        amaxes = amax_over(magnitudes([weight.dense for _, weight in members]), group)
+        for (one, weight), amax in zip(members, amaxes, strict=True):
             remember(weight, amax, version_of(weight, one))
-        _remember_scales([weight for _, weight in found])
+        _remember_scales([weight for _, weight in members])
 
 
 def gathered_weights(module: nn.Module) -> list[tuple[Any, CastOnGather]]:
     """Modules whose sharded weight is gathered as codes, and their shards; a weight that several share once."""
-    found: dict[int, tuple[Any, CastOnGather]] = {}
+    weights: dict[int, tuple[Any, CastOnGather]] = {}
     for one in module.modules():
         local = getattr(getattr(one, "weight", None), "_local_tensor", None)
         if isinstance(local, CastOnGather):
-            found.setdefault(id(local), (one, local))
-    return list(found.values())
+            weights.setdefault(id(local), (one, local))
+    return list(weights.values())
 
 
 def has_rows_everywhere(weight: Any) -> bool:

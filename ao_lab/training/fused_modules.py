@@ -144,10 +144,10 @@ def fuse_layers_(
     left: dict[str, str] = {}
     swaps: dict[int, tuple[nn.Module, type[Fused]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found = kind_of(module)
-        if found is None or found[0] not in wanted:
+        candidate = kind_of(module)
+        if candidate is None or candidate[0] not in wanted:
             continue
-        kind, reason = found
+        kind, reason = candidate
         if reason is None:
             fused.append(name)
             swaps[id(module)] = module, kind
@@ -176,11 +176,11 @@ def kind_of(module: nn.Module) -> tuple[type[Fused], str | None] | None:
 
 def unfuse_layers_(model: nn.Module) -> tuple[str, ...]:
     """Undo `fuse_layers_`; the modules' names."""
-    found = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, Fused)}
-    for module in {id(module): module for module in found.values()}.values():
+    fused = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, Fused)}
+    for module in {id(module): module for module in fused.values()}.values():
         module.__class__ = module.plain  # type: ignore[assignment]
         del module.fused_names
-    return tuple(found)
+    return tuple(fused)
 
 
 #: Names of the three linear layers of a SwiGLU: gate, up and down.
@@ -245,10 +245,10 @@ def _forward_reason(module: nn.Module, clone: nn.Module, x: Tensor, wanted: Tens
         return "its forward was replaced on the module itself"
     if len(inspect.signature(kind.forward).parameters) != 2:
         return f"the forward of {kind.__name__} takes more than one tensor"
-    made = _outcome(kind.forward, clone, x)
-    if isinstance(made, str):
-        return f"the forward of {kind.__name__} raised on an example: {made}"
-    same = made.shape == wanted.shape and torch.allclose(made.double(), wanted, rtol=CLOSE, atol=CLOSE)
+    output = _outcome(kind.forward, clone, x)
+    if isinstance(output, str):
+        return f"the forward of {kind.__name__} raised on an example: {output}"
+    same = output.shape == wanted.shape and torch.allclose(output.double(), wanted, rtol=CLOSE, atol=CLOSE)
     return None if same else f"the forward of {kind.__name__} computes otherwise"
 
 
@@ -270,9 +270,9 @@ def _clone(module: nn.Module) -> nn.Module:
 
 def _linear(weight: Tensor) -> nn.Linear:
     outputs, inputs = weight.shape
-    made = nn.Linear(inputs, outputs, bias=False, device="meta")
-    made.weight = nn.Parameter(weight)
-    return made
+    linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    return linear
 
 
 def _example(*shape: int) -> Tensor:
@@ -305,8 +305,8 @@ def _wrapped(function: FunctionType, depth: int = 4) -> list[FunctionType]:
     if _turns(function):
         return [function]
     cells = function.__closure__ or () if depth else ()
-    found = (_wrapped(held, depth - 1) for held in map(_content, cells) if isinstance(held, FunctionType))
-    return next(([function, *inside] for inside in found if inside), [])
+    chains = (_wrapped(held, depth - 1) for held in map(_content, cells) if isinstance(held, FunctionType))
+    return next(([function, *inside] for inside in chains if inside), [])
 
 
 def _content(cell: CellType) -> Any:
@@ -345,8 +345,8 @@ def rotary_reason(module: nn.Module) -> str | None:
     inputs = (q, k) if NAMES[name] else (q,)
     try:
         with torch.no_grad():
-            made = own(*inputs, cosine, sine) if NAMES[name] else (own(*inputs, cosine[0], sine[0]),)
-            same = all(torch.equal(a, rotary(x, cosine, sine)) for a, x in zip(made, inputs, strict=True))
+            outputs = own(*inputs, cosine, sine) if NAMES[name] else (own(*inputs, cosine[0], sine[0]),)
+            same = all(torch.equal(a, rotary(x, cosine, sine)) for a, x in zip(outputs, inputs, strict=True))
     except Exception as error:  # noqa: BLE001  whatever another project's function raises, it stays
         return f"{name} raised on an example: {type(error).__name__}: {error}"
     return None if same else f"{name} of {kind.__name__} turns other pairs, or rounds otherwise"
@@ -356,9 +356,11 @@ def fused_forward(kind: type[nn.Module]) -> FunctionType:
     """The forward of a class with its rotary function exchanged."""
     *around, forward = _wrapped(kind.forward)  # type: ignore[arg-type]
     name = _turns(forward) or ""
-    made = _both(forward.__globals__[name]) if NAMES[name] else _one(forward.__globals__[name])
+    rotary_function = _both(forward.__globals__[name]) if NAMES[name] else _one(forward.__globals__[name])
     # Without the module's name, by which torch.compile would look the function up in the module.
-    names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | {name: made}
+    names = {key: value for key, value in forward.__globals__.items() if key != "__name__"} | {
+        name: rotary_function
+    }
     result = _copied(forward, names, forward.__closure__)
     for outer, inner in reversed(list(itertools.pairwise([*around, forward]))):
         cells = tuple(

@@ -230,10 +230,10 @@ def class_of(module: nn.Module) -> type[LowPrecisionLinear] | str:
 
 def train_by(module: nn.Linear, settings: Settings) -> None:
     """Make a linear layer that `class_of` knows train by a recipe."""
-    found = class_of(module)
-    if isinstance(found, str):
-        raise TypeError(found)
-    module.__class__ = found
+    kind = class_of(module)
+    if isinstance(kind, str):
+        raise TypeError(kind)
+    module.__class__ = kind
     module.low_precision = settings  # type: ignore[assignment]
 
 
@@ -254,16 +254,17 @@ def restore_class(module: Any, converted: type, plain: type[nn.Module]) -> None:
     module.__dict__.pop(RAN, None)
 
 
-def _rebased(found: type, converted: type, plain: type[nn.Module]) -> type:
+def _rebased(current: type, converted: type, plain: type[nn.Module]) -> type:
     """The class `found` with `plain` in the place of the class that conversion gave."""
-    if _is_given(found):
+    if _is_given(current):
         return plain
-    given = next(kind for kind in found.__mro__ if _is_given(kind))
+    given = next(kind for kind in current.__mro__ if _is_given(kind))
     bases = tuple(
-        _rebased(base, converted, plain) if issubclass(base, converted) else base for base in found.__bases__
+        _rebased(base, converted, plain) if issubclass(base, converted) else base
+        for base in current.__bases__
     )
-    added = {name: value for name, value in vars(found).items() if name not in ("__dict__", "__weakref__")}
-    return type(found.__name__.replace(given.__name__, plain.__name__), bases, added)
+    added = {name: value for name, value in vars(current).items() if name not in ("__dict__", "__weakref__")}
+    return type(current.__name__.replace(given.__name__, plain.__name__), bases, added)
 
 
 def _is_given(kind: type) -> bool:

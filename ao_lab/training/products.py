@@ -71,12 +71,12 @@ def select_product(
         return traced
     launched = not is_captured(codes_of(a))
     key = (name, fast_sums, launched, *_facts(a), *_facts(b))
-    found = _able_before.get(key)
-    if found is None:
+    chosen = _able_before.get(key)
+    if chosen is None:
         if len(_able_before) >= MOST:
             _able_before.clear()
-        found = _able_before[key] = _able(name, a, b, fast_sums, launched)
-    return found
+        chosen = _able_before[key] = _able(name, a, b, fast_sums, launched)
+    return chosen
 
 
 def settled(length: Any) -> int:

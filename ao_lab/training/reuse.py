@@ -169,9 +169,9 @@ def find(
     if step in (NEVER, _completed[0]):
         return None
     problem, completed = _problem(x, w, bias, recipe), _completed[0]
-    made = NEVER if problem is None else _prepared(problem, x, w, bias) or completed
-    _keep(key, made)
-    return made if isinstance(made, Step) else None
+    entry = NEVER if problem is None else _prepared(problem, x, w, bias) or completed
+    _keep(key, entry)
+    return entry if isinstance(entry, Step) else None
 
 
 def complete() -> None:
@@ -205,8 +205,8 @@ def _problem(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, recipe
     m = x.numel() // k
     records = tuple(getattr(recipe, name) for name in PRODUCTS)
     lengths = ((m, k), (n, k)), ((m, n), (k, n)), ((n, m), (k, m))
-    found = [(side_of(r.a, *a), side_of(r.b, *b)) for r, (a, b) in zip(records, lengths, strict=True)]
-    sides = tuple((a, b) for a, b in found if a is not None and b is not None)
+    operands = [(side_of(r.a, *a), side_of(r.b, *b)) for r, (a, b) in zip(records, lengths, strict=True)]
+    sides = tuple((a, b) for a, b in operands if a is not None and b is not None)
     others = any(t is not None and (t.dtype, t.device) != (x.dtype, x.device) for t in (w, bias))
     others = others or x.shape[-1] != k or (bias is not None and bias.shape != (n,))
     if len(sides) < len(PRODUCTS) or others or x.dtype not in HALVES:
@@ -356,14 +356,14 @@ def shared_copies(x: torch.Tensor, asked: tuple[Any, ...], make: Callable[[], Co
     # The address: `x.data = other` counts no version.
     key = (x._version, x.data_ptr(), stream, *asked)
     for last in _last:
-        found = last.of(x, key)
-        if found is not None:
-            return found
+        copies_before = last.of(x, key)
+        if copies_before is not None:
+            return copies_before
     forget_copies()
-    made = make()
-    if made[2] is not None:
-        _last[:] = [_Held(x, key, made)]
-    return made
+    copies = make()
+    if copies[2] is not None:
+        _last[:] = [_Held(x, key, copies)]
+    return copies
 
 
 def forget_copies() -> None:

@@ -112,12 +112,12 @@ def grouped_linear(
     _check(x, w, offsets)
     low = tuned_recipe(recipe, x, w) if tuned and kernel == "auto" else recipe
     kept = torch.is_grad_enabled()
-    made: torch.Tensor = GroupedLinear.apply(  # type: ignore[no-untyped-call]
+    y: torch.Tensor = GroupedLinear.apply(  # type: ignore[no-untyped-call]
         x.contiguous(), w, offsets.to(torch.int32), low, kernel, kept, evaluated
     )
     for listener in LISTENERS:
-        listener(x, w, offsets, recipe, kernel, made)
-    return made
+        listener(x, w, offsets, recipe, kernel, y)
+    return y
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -235,8 +235,8 @@ def fine_scales(
     if scheme.outer is not None:
         return without_outer(scheme.key), scales_of_two_levels(x, scheme, shared)
     fine = in_blocks(scheme.key, block)
-    found: torch.Tensor = fast.choose_scales(x, fine).scale
-    return fine, shared(found)
+    scales: torch.Tensor = fast.choose_scales(x, fine).scale
+    return fine, shared(scales)
 
 
 @derived
@@ -277,13 +277,15 @@ def _of_rows(w: torch.Tensor, operand: Operand, seed: int | None, stream: int) -
         return quantize_one(flat, operand, seed, stream)
     flat = hadamard(flat, operand.hadamard) if operand.hadamard else flat
 
-    def shared(found: torch.Tensor) -> torch.Tensor:
-        largest = found.reshape(experts, -1).amax(1, keepdim=True)
-        return largest.expand(experts, found.numel() // experts).reshape(found.shape).contiguous()
+    def shared(block_scales: torch.Tensor) -> torch.Tensor:
+        largest = block_scales.reshape(experts, -1).amax(1, keepdim=True)
+        return (
+            largest.expand(experts, block_scales.numel() // experts).reshape(block_scales.shape).contiguous()
+        )
 
     fine, scales = fine_scales(flat, scheme, -1, shared)
-    made = fast.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
-    return of_record(made, fine)
+    q = fast.quantize(flat, fine, scales=scales, random_bits=words(flat, operand, seed, stream))
+    return of_record(q, fine)
 
 
 def _turns(w: torch.Tensor, operand: Operand) -> bool:
@@ -316,9 +318,9 @@ def _weight_columns(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torc
     if has_kernels(x):
         from fast.kernels.rowwise_colwise.host import batch_columns
 
-        made = batch_columns(x, scheme)
-        if made is not None:
-            return made
+        copies = batch_columns(x, scheme)
+        if copies is not None:
+            return copies
     matrix = quantized(_of_rows(x.transpose(1, 2), Operand(scheme=scheme), None, 0))
     return matrix.codes, matrix.scale
 
@@ -350,7 +352,7 @@ def rows_operand(
     x = hadamard(x, operand.hadamard) if operand.hadamard else x
     owners = layout.of_rows()
     fine, scales = fine_scales(
-        x, scheme, -1, lambda found: _largest(found, owners, layout.experts, whole=True)[0]
+        x, scheme, -1, lambda block_scales: _largest(block_scales, owners, layout.experts, whole=True)[0]
     )
     return of_record(fast.quantize(x, fine, scales=scales, random_bits=words(x, operand, seed, stream)), fine)
 
@@ -382,9 +384,9 @@ def _columns(
     if has_kernels(x):
         from fast.kernels.grouped import group_columns
 
-        made = group_columns(x.contiguous(), scheme, source, owners, layout.experts, layout.step)
-        if made is not None:
-            codes, scale, table = made
+        copies = group_columns(x.contiguous(), scheme, source, owners, layout.experts, layout.step)
+        if copies is not None:
+            codes, scale, table = copies
             fine = scheme if table is None else in_blocks(scheme.key, layout.step)
             return Columns(Quantized(codes, scale, None, None, tuple(codes.shape), 1, fine), table)
     return _of_gathered(x, Operand(scheme=scheme), layout, None, 0)
@@ -396,9 +398,9 @@ def _columns_op(
     scheme: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     layout = Layout(offsets, ends, x.shape[0], step, source, owners)
-    made = _columns(x, record_of(scheme), layout, source, owners)
-    matrix = quantized(made.matrix)
-    return [matrix.codes, matrix.scale, *([] if made.table is None else [made.table])]
+    columns = _columns(x, record_of(scheme), layout, source, owners)
+    matrix = quantized(columns.matrix)
+    return [matrix.codes, matrix.scale, *([] if columns.table is None else [columns.table])]
 
 
 @_columns_op.register_fake
@@ -424,15 +426,15 @@ def _of_gathered(x: torch.Tensor, operand: Operand, layout: Layout, seed: int | 
         return Columns(of_record(fast.quantize(columns, scheme, random_bits=drawn), scheme))
     owners, whole, tables = layout.of_chunks(), scheme.scale.block == "tensor" or scheme.outer is not None, []
 
-    def shared(found: torch.Tensor) -> torch.Tensor:
-        per_chunk = owners.repeat_interleave(found.shape[1] // max(owners.shape[0], 1))
-        spread, table = _largest(found.t(), per_chunk, layout.experts, whole=whole)
+    def shared(block_scales: torch.Tensor) -> torch.Tensor:
+        per_chunk = owners.repeat_interleave(block_scales.shape[1] // max(owners.shape[0], 1))
+        spread, table = _largest(block_scales.t(), per_chunk, layout.experts, whole=whole)
         tables.append(table)
         return spread.t().contiguous()
 
     fine, scales = fine_scales(columns, scheme, layout.step, shared)
-    made = of_record(fast.quantize(columns, fine, scales=scales, random_bits=drawn), fine)
-    return Columns(made, tables[0] if scheme.outer is None else None)
+    q = of_record(fast.quantize(columns, fine, scales=scales, random_bits=drawn), fine)
+    return Columns(q, tables[0] if scheme.outer is None else None)
 
 
 def token_columns(

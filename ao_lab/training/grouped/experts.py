@@ -53,9 +53,9 @@ def sort_by_expert(router_indices: torch.Tensor, experts: int) -> Sorted:
         )
     chosen = router_indices.reshape(-1)
     chosen = torch.where((chosen < 0) | (chosen >= experts), experts, chosen)
-    found, order = torch.sort(chosen, stable=True)
+    sorted_experts, order = torch.sort(chosen, stable=True)
     numbers = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
-    offsets = torch.searchsorted(found, numbers, right=True).to(torch.int32)
+    offsets = torch.searchsorted(sorted_experts, numbers, right=True).to(torch.int32)
     return Sorted(order, offsets, torch.diff(offsets, prepend=offsets.new_zeros(1)))
 
 
@@ -78,8 +78,8 @@ def dispatch(x: torch.Tensor, order: torch.Tensor, choices: int) -> torch.Tensor
 
     Its gradient is the sum over each token's choices in float32, in their order: no atomic addition.
     """
-    made: torch.Tensor = _Dispatch.apply(x, order, choices)  # type: ignore[no-untyped-call]
-    return made
+    rows: torch.Tensor = _Dispatch.apply(x, order, choices)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def combine(y: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -219,10 +219,10 @@ class ExpertProducts(TorchFunctionMode):
         owners = [names for t in given if (names := self._names(t))]
         if not owners and func not in GROUPED:
             return func(*args, **kwargs)
-        found = self._product(func, args, kwargs)
-        if found is not None:
+        product = self._product(func, args, kwargs)
+        if product is not None:
             self.seen.update(*owners)
-            x, w, offsets, shape = found
+            x, w, offsets, shape = product
             y = linear_by(self.settings, x, w, offsets, evaluated=self.evaluated).reshape(shape)
             bias = _bias(func, args, kwargs)
             return y if bias is None else y + bias.to(y.dtype)

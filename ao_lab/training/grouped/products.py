@@ -142,10 +142,10 @@ def select_columns(a: Columns, b: Columns, ends: torch.Tensor, kernel: str = "au
 
 def _select(ends: torch.Tensor, kernel: str, scaled: bool) -> str:
     """The function of a kernel's name, for "auto" the first that serves. scaled: `scaled_grouped_mm` takes the operands."""
-    name, found = KERNELS[kernel], capability(ends.device)
-    if name == "emulate" or found < GROUPED:
+    name, capable = KERNELS[kernel], capability(ends.device)
+    if name == "emulate" or capable < GROUPED:
         return "emulate"
-    scaled = scaled and found // 10 in SCALED
+    scaled = scaled and capable // 10 in SCALED
     if name == "scaled_grouped_mm" and not scaled:
         raise ValueError(
             "kernel 'scaled_mm' multiplies experts' e4m3 codes with a scale for each row, lengths multiples of 16, on Hopper "
@@ -161,23 +161,23 @@ def is_e4m3(matrix: Matrix) -> bool:
 
 def codes(matrix: Matrix) -> torch.Tensor:
     """Codes in torch's dtype of e4m3."""
-    found: torch.Tensor = quantized(matrix).codes.view(torch.float8_e4m3fn)
-    return found
+    e4m3: torch.Tensor = quantized(matrix).codes.view(torch.float8_e4m3fn)
+    return e4m3
 
 
 def scale_of(matrix: Matrix) -> torch.Tensor:
     """(rows,) scales."""
-    found: torch.Tensor = quantized(matrix).scale.reshape(-1)
-    return found
+    scales: torch.Tensor = quantized(matrix).scale.reshape(-1)
+    return scales
 
 
 def run(name: str, operands: Operands, ends: torch.Tensor, fast_sums: bool) -> torch.Tensor:
     """The product, through an operator where a tracer listens."""
     if is_traced(operands.a) or is_transformed():
-        made: torch.Tensor = _op(
+        y: torch.Tensor = _op(
             operands.a, operands.b, operands.scale_a, operands.scale_b, ends, name, fast_sums
         )
-        return made
+        return y
     return PRODUCTS[name](operands, ends, fast_sums)
 
 
