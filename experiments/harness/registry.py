@@ -24,7 +24,7 @@ class Experiment:
     order: where it stands among the others, in a run and on the page. always: whether it runs when none is named. trained:
     whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
     whose changes pages tell of, beside what experiments share and the folder of its own. compressed: whether its rows are
-    published as ``.csv.gz``. run, page: its modules, inside its folder. name: the folder's, filled in when it is found.
+    published as ``.csv.gz``. name: the folder's, filled in when it is found.
     """
 
     order: int
@@ -33,17 +33,15 @@ class Experiment:
     part_of: str = ""
     folders: tuple[str, ...] = ("reference", "fast", "ao_lab")
     compressed: bool = False
-    run: str = "run"
-    page: str = "page"
     name: str = ""
 
     def run_module(self) -> ModuleType:
         """The module that measures."""
-        return importlib.import_module(f"{PACKAGE}.{self.name}.{self.run}")
+        return importlib.import_module(f"{PACKAGE}.{self.name}.run")
 
     def page_module(self) -> ModuleType:
         """The module that says what the rows hold."""
-        return importlib.import_module(f"{PACKAGE}.{self.name}.{self.page}")
+        return importlib.import_module(f"{PACKAGE}.{self.name}.page")
 
 
 PACKAGE = __name__.removesuffix(".harness.registry")
