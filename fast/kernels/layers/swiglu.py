@@ -2,7 +2,7 @@
 
 silu has to be the correctly rounded 16-bit float for every input (`reference.swiglu` has the table). It is computed in
 float32 by operations that are the same everywhere, so that the 65,536 inputs of a dtype can be tried without a GPU
-(`tests/fast/kernels/test_swiglu.py`) and on one (`tests/gpu/kernels/fused.py`). With v the gate between two bounds:
+(`tests/fast/kernels/test_layers.py`) and on one (`tests/gpu/kernels/fused.py`). With v the gate between two bounds:
 
 * exp(-v) = 2**k * 2**f, k = rint(-v log2(e)): 2**k as a pattern, 2**f by a polynomial.
 * d = (1 + exp(-v)) * 2**-32, which float32 holds down to the last input whose result is not zero; v times an approximate

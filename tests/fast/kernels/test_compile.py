@@ -25,10 +25,13 @@ import fast
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.scheme.constants import constants_of
 from reference import SCHEMES
-from tests.fast.kernels.compiling.day_cases import by_day
 from tests.fast.kernels.compiling.kernel_calls import (
     BIG,
+    GROUPS,
+    HOT,
     KERNELS,
+    THRICE,
+    TWICE,
     arranged,
     batches,
     both_axes,
@@ -56,8 +59,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     zeroed,
 )
 from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
-from tests.fast.kernels.compiling.kernel_limits import GROUPS, HOT, THRICE, TWICE
-from tests.fast.kernels.compiling.kernel_samples import features_of, in_parts, kinds_of_call
+from tests.fast.kernels.compiling.kernel_samples import by_day, features_of, in_parts, kinds_of_call
 from tests.fast.linear.test_linear_compile import PRODUCTS
 
 PARTS = ("slopes_kernel", "part_sums_kernel")
@@ -261,7 +263,7 @@ LONG = (
 SPILLS_LATER = ("mx_both mxfp8_e5m2_rceil float16",)
 # Bytes of stack that a limit of registers costs the general rules, for the sake of the sequence beside them (`block_launch`).
 LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
-# What is compiled by tests of their own: tests/experiments/decode/test_decode.py, test_layer_gradients.py, sparsity,
+# What is compiled by tests of their own: tests/experiments/decode/test_decode.py, test_layers.py, sparsity,
 # sm90/test_masked.py, sparse_linear and tests/fast/linear/preshuffled/test_linear_small.py.
 ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}

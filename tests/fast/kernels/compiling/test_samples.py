@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from tests.fast.kernels.compiling.day_cases import by_day, covering, named
+from tests.fast.kernels.compiling.kernel_samples import by_day, covering, named
 
 NUMBERS = [(2, "a"), (3, "b"), (2, "b"), (5, "a"), (3, "a")]
 

@@ -31,7 +31,7 @@ from fast.kernels.sm90_w4a16_gemv import variants as gemv
 from fast.launch import cuda, hopper, nvrtc
 from tests.emulator.device.program import parsed
 from tests.emulator.device.stand_in import StandIn
-from tests.fast.kernels.compiling.day_cases import by_day, named
+from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.fast.kernels.sm90.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sm90.products import require_nvrtc
 

@@ -6,7 +6,7 @@ from fast.kernels.sm90_sparse24_gemm.select import TILES, WIDE
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, fitted
 from fast.launch import nvrtc
 from tests.emulator.faults import Planted
-from tests.fast.kernels.compiling.day_cases import by_day, named
+from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.fast.kernels.sm90 import machine_code
 from tests.fast.kernels.sm90.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sm90.products import require_nvrtc

@@ -15,8 +15,8 @@ from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm.bits import pack_bits
 from fast.kernels.sm90_sparse24_gemm.masked import compress_masked, keep
 from fast.sparsity import compress as public
-from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.fast.kernels.compiling.kernel_samples import by_day, named
 
 
 @pytest.mark.parametrize("dtype", by_day(public.DTYPES, lambda dtype: named(size=dtype.itemsize)))

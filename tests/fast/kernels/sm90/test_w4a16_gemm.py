@@ -24,8 +24,8 @@ from fast.scale_factors import BLOCK
 from reference import Quantized
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, at_night, unchanged
-from tests.fast.kernels.compiling.day_cases import by_day
-from tests.fast.kernels.compiling.day_cases import named as named_features
+from tests.fast.kernels.compiling.kernel_samples import by_day
+from tests.fast.kernels.compiling.kernel_samples import named as named_features
 from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemm
 from tests.support.linear_cases import exact_levels
 

@@ -18,8 +18,8 @@ from fast.kernels.triton_sparse24_small_m import host
 from fast.kernels.triton_sparse24_small_m.dense import STEPS
 from fast.kernels.triton_sparse24_small_m.tilings import arranged_bound, in_place, weight_bound, widened
 from fast.launch import cache
-from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.fast.kernels.compiling.kernel_samples import by_day, named
 
 BF16, F16, FLOAT = torch.bfloat16, torch.float16, torch.float32
 UP, DOWN, SQUARE = (14336, 4096), (4096, 14336), (4096, 4096)

@@ -13,8 +13,8 @@ from fast.gemm.families import TRITON_SMALL_M
 from fast.matmul.preshuffled import layout
 from fast.matmul.preshuffled.dynamic import CODES, DIGITS, VALUES, kind_of, linear_small_dynamic
 from reference import SCHEMES
-from tests.fast.kernels.compiling.day_cases import by_day
-from tests.fast.kernels.compiling.day_cases import named as features
+from tests.fast.kernels.compiling.kernel_samples import by_day
+from tests.fast.kernels.compiling.kernel_samples import named as features
 from tests.support.linear_cases import inputs, weight
 
 BF16, HALF = torch.bfloat16, torch.float16

@@ -22,8 +22,8 @@ from fast.kernels.triton_small_m.tilings import FULL, MOST_REGISTERS, MOST_SHARE
 from fast.scale_factors import rows_of_words, rows_with_parts
 from reference import SCHEMES
 from tests.emulator.interpreter_process import lines_of
-from tests.fast.kernels.compiling.day_cases import by_day, named
 from tests.fast.kernels.compiling.kernel_compiler import launched
+from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.support.linear_cases import weight
 
 BF16, HALF = torch.bfloat16, torch.float16

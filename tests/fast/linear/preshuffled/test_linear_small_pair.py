@@ -21,7 +21,7 @@ from fast.matmul.preshuffled import layout, pair
 from fast.matmul.preshuffled.linear import linear_small
 from fast.matmul.preshuffled.pair import linear_small_pair, linear_small_swiglu
 from reference import SCHEMES
-from tests.fast.kernels.compiling.day_cases import by_day, named
+from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.fast.linear.test_linear_pair import targets
 from tests.fast.linear.test_linear_swiglu import compiled
 from tests.support.linear_cases import exact_inputs, exact_weight, inputs, weight

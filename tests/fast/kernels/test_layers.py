@@ -10,13 +10,93 @@ import fast
 from fast.kernels.layers import column_sums as sums_host
 from fast.kernels.layers.attention import rotary_kernel
 from fast.kernels.layers.column_sums import PROCESSORS, WARP, WARPS, column_sums_kernel, plan_of
-from fast.kernels.layers.rms_norm import PIECE, add_pieces_kernel, norm_gradient_kernel
-from fast.kernels.layers.swiglu import place_of, swiglu_gradient_kernel
+from fast.kernels.layers.rms_norm import (
+    PIECE,
+    _whole_rows,
+    add_pieces_kernel,
+    norm_gradient_kernel,
+    norm_kernel,
+)
+from fast.kernels.layers.swiglu import ELEMENTS, place_of, swiglu_gradient_kernel, swiglu_kernel
+from fast.kernels.quantize.plan import _block_length
 from fast.layers import column_sums as layer_sums
 from fast.layers.column_sums import column_sums, covers
-from tests.emulator.interpreter_process import lines_of
-from tests.fast.kernels.compiling.compiled_kernels import compiled
-from tests.fast.kernels.test_swiglu import SLOTS_PER_BYTE
+from reference import SCHEMES
+from tests.emulator.interpreter_process import lines_of, printed_by
+from tests.fast.kernels.compiling.kernel_compiler import compiled, output_arguments
+
+# The kernels of `fast.swiglu` without a GPU: all 65,536 gates in Triton's interpreter, and the code made for Hopper.
+
+# Issue slots for a byte at the rate of a copy on an H200: 132 multiprocessors, 4 slots a clock of 32 lanes, 4.28 TB/s.
+SLOTS_PER_BYTE = 7
+
+
+def swiglu_code(name, dtype):
+    """Machine code for rows of 4096."""
+    shape = (16384, 4096)
+    block = None if name is None else _block_length(SCHEMES[name], shape)
+    place = place_of(16384, max(ELEMENTS, block or 1), block, 4096)
+    arguments = {"gate": dtype, "up": dtype, "gate_stride": 4096, "up_stride": 4096, **place.arguments,
+                 **output_arguments(name, dtype)}  # fmt: skip
+    return compiled(swiglu_kernel, arguments, place.warps), place
+
+
+def swiglu_test_bits_in_the_interpreter():
+    """All gates of both dtypes with two kinds of up, with bad reciprocals; shapes, schemes, halves of a matrix; gradients."""
+    (count,) = printed_by("tests/emulator/programs/producers.py", "swiglu")
+    assert int(count) >= 37 + 49
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "moved"), [(None, "bfloat16", 6), ("fp8_rowwise", "bfloat16", 5), (None, "float16", 6)]
+)
+def swiglu_test_code_for_hopper(name, dtype, moved):
+    """Wide loads and stores, nothing in local memory, and no more instructions than memory leaves time for."""
+    machine, place = swiglu_code(name, dtype)
+    assert machine.local == 0
+    assert machine.widths("LDG") == {"128"}
+    assert machine.widths("STG") <= {"128", "32"}
+    # A twentieth more is allowed: the clock is above its nominal rate.
+    assert machine.slots() <= 1.05 * SLOTS_PER_BYTE * moved * place.elements_per_thread
+
+
+# The kernels of `fast.layers.normalize` without a GPU: their bits in Triton's interpreter, and the code made for Hopper.
+
+
+def normalize_norm_code(name, length, residual):
+    """Machine code for bfloat16 rows of a length."""
+    shape = (16384, length)
+    place = _whole_rows(*shape, length if name is None else _block_length(SCHEMES[name], shape))
+    dtype = "bfloat16"
+    other = dtype if residual else None
+    arguments = {"x": dtype, "residual": other, "weight": dtype, "new_residual": other, "sums": None, "eps": 1e-6,
+                 **place.arguments, **output_arguments(name, dtype), "SUMS": 0}  # fmt: skip
+    return compiled(norm_kernel, arguments, place.warps), place
+
+
+def test_bits_in_the_interpreter():
+    """Many tensors: dtypes, shapes, schemes, residuals, packed codes, non-finite rows."""
+    (count,) = printed_by("tests/emulator/programs/producers.py", "normalize")
+    assert int(count) > 100
+
+
+@pytest.mark.parametrize(("name", "length", "residual"), [(None, 4096, False), ("fp8_rowwise", 14336, True)])
+def test_code_for_hopper(name, length, residual):
+    """Wide loads and stores, nothing in local memory, two programs of the longest rows on a multiprocessor."""
+    machine, place = normalize_norm_code(name, length, residual)
+    assert machine.local == 0
+    assert machine.widths("LDG") == {"128"}
+    assert machine.widths("STG") <= {"128", "32"}
+    assert machine.registers * place.warps * 32 * 2 <= 65536
+
+
+def test_sums_are_not_contracted():
+    """Every square is rounded before it is added."""
+    machine, place = normalize_norm_code(None, 4096, False)
+    squares = place.size // (32 * place.warps)
+    assert machine.instructions["FMUL"] >= 3 * squares
+    assert machine.ptx.count("fma.rn") == 0
+
 
 BF16 = "bfloat16"
 
