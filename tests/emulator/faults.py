@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 
 from fast.launch.nvrtc import CompileError
 
@@ -74,6 +75,31 @@ def every_second(faults: Iterable[str]) -> list[Any]:
     ]
 
 
+def by_product(faults: Mapping[Callable[..., Any], Iterable[str]]) -> list[Any]:
+    """Parameters (product, fault) of a test of faults that products show: every second of each by day, all of them by night."""
+    return [
+        pytest.param(product, fault, marks=[pytest.mark.nightly] * (at % 2))
+        for product, planted in faults.items()
+        for at, fault in enumerate(planted)
+    ]
+
+
+def is_right(way: tuple[Callable[..., torch.Tensor], bool], change: Change) -> bool:
+    """Whether a product, of whether copies arrive early and of a change, has the bits that it has without one."""
+    product, early = way
+    return torch.equal(product(early, change), _right(product))
+
+
+@lru_cache(maxsize=16)
+def _right(product: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return product(True, unchanged)
+
+
+def assert_shown(fault: Sequence[str], product: Callable[..., torch.Tensor]) -> None:
+    """`assert_seen` of a product whose bits without a fault other tests hold."""
+    assert_seen(fault, is_right, [(product, True), (product, False)])
+
+
 def at_night(cases: Iterable[str], *left: str) -> list[Any]:
     """Parameters of a test: those that are left to the night, whose parts others have between them, and the others."""
     listed = list(cases)
@@ -81,4 +107,13 @@ def at_night(cases: Iterable[str], *left: str) -> list[Any]:
     return [pytest.param(one, marks=pytest.mark.nightly) if one in left else one for one in listed]
 
 
-__all__ = ["Change", "Planted", "assert_seen", "at_night", "every_second", "unchanged"]
+__all__ = [
+    "Change",
+    "Planted",
+    "assert_seen",
+    "assert_shown",
+    "at_night",
+    "by_product",
+    "every_second",
+    "unchanged",
+]

@@ -6,7 +6,7 @@ tensor core rounds, does not enter.
 """
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from fast.matmul.preshuffled import layout
 from fast.scale_factors import BLOCK
 from reference import Quantized
 from tests.emulator.device.stand_in import StandIn
-from tests.emulator.faults import assert_seen, at_night, unchanged
+from tests.emulator.faults import assert_shown, at_night, by_product
 from tests.fast.kernels.compiling.kernel_samples import by_day
 from tests.fast.kernels.compiling.kernel_samples import named as named_features
 from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemm
@@ -386,31 +386,31 @@ def test_a_launch_of_a_call(monkeypatch, scaled):
 # Planted faults
 
 
-def product_of_integers(early, change=unchanged):
+def product_of_integers(early, change):
     x, w, _ = integers(96, 128, 640)
     return w4a16_gemm(x, w, None, Variant(48, 1, 1, 3), early=early, change=change)
 
 
-def product_by_turns(early, change=unchanged):
+def product_by_turns(early, change):
     x, w, _ = integers(80, 256, 640)
     return w4a16_gemm(x, w, None, Variant(80, 1, 1, 4, turns=2), early=early, change=change)
 
 
-def product_of_levels(early, change=unchanged):
+def product_of_levels(early, change):
     w, _ = every_code()
     x = torch.zeros(64, K, dtype=BF16)
     x[torch.arange(64), 6 * torch.arange(64) + torch.arange(64) % 6] = 1
     return w4a16_gemm(x, w, None, Variant(64, 1, 1, 3), early=early, change=change)
 
 
-def product_of_factors(early, change=unchanged, *, scheme):
+def product_of_factors(early, change, *, scheme):
     w, _ = any_scales(scheme, 256, 128)
     x = torch.zeros(64, 128, dtype=BF16)
     x[torch.arange(64), 2 * torch.arange(64)] = 1
     return w4a16_gemm(x, w, None, Variant(64, 1, 1, 3), early=early, change=change)
 
 
-def product_of_scaled_rows(early, change=unchanged):
+def product_of_scaled_rows(early, change):
     """Sums of those that take turns lie behind the scales."""
     w, _ = stored("int4_g128", 256, 512)
     x, _ = given(90, 256, 512, BF16, None)
@@ -473,24 +473,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("product", "fault"),
-    [
-        pytest.param(product, fault, marks=[pytest.mark.nightly] * (at % 2))
-        for product, faults in FAULTS.items()
-        for at, fault in enumerate(faults)
-    ],
-)
+@pytest.mark.parametrize(("product", "fault"), by_product(FAULTS))
 def test_faults_are_seen(product, fault):
     require_nvrtc()
-    assert_seen(FAULTS[product][fault], is_right, [(product, True), (product, False)])
-
-
-def is_right(way, change):
-    product, early = way
-    return torch.equal(product(early, change), right(product))
-
-
-@lru_cache(maxsize=8)
-def right(product):
-    return product(True)
+    assert_shown(FAULTS[product][fault], product)

@@ -3,8 +3,6 @@
 As a stream of bulk copies, straight from memory (`Direct`), and by elements with factors or levels.
 """
 
-from functools import lru_cache
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.matmul.preshuffled import layout
 from fast.scale_factors import SECOND, TERMS
 from tests.emulator.device.machine import Machine
-from tests.emulator.faults import assert_seen, at_night, unchanged
+from tests.emulator.faults import assert_shown, at_night, by_product
 from tests.fast.kernels.sm90.products import arranged, require_nvrtc, w4a16_gemv
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight, inputs, outside, weight
 
@@ -188,19 +186,19 @@ def test_lanes_of_half_a_warp_read_pairs_of_banks_of_their_own(monkeypatch):
     assert seen == {(lane, 8 * lane) for lane in range(16)}
 
 
-def sums(change=unchanged, early=True):
+def sums(early, change):
     """Exact ones, of four stages of two."""
     w, x = exact_weight(named("int4_g128_asymmetric"), 128, 1024), exact_inputs(3, 1024, BF16)
     return w4a16_gemv(x, arranged(w), variant=Variant(8, 1, 2, 1, 2), early=early, seed=3, change=change)
 
 
-def sums_of_levels(change=unchanged, early=True):
+def sums_of_levels(early, change):
     """Two stages, of which one is loaded twice; NF4, random values."""
     w, x, one = weight(named("nf4"), 128, 768), inputs(3, 768, BF16), Variant(8, 2, 1, 1, 2, 1, True, 2)
     return w4a16_gemv(x, arranged(w), variant=one, dtype=WIDE, early=early, seed=3, change=change)
 
 
-def sums_of_factors(change=unchanged, early=True):
+def sums_of_factors(early, change):
     """Straight from memory, four pieces of x; MXFP8, random values, a scale of the weight's own."""
     w, x = weight(named("mxfp8_e4m3"), 128, 512), inputs(2, 512, BF16)
     held = arranged(w)
@@ -248,24 +246,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("product", "fault"),
-    [
-        pytest.param(product, fault, marks=[pytest.mark.nightly] * (at % 2))
-        for product, faults in FAULTS.items()
-        for at, fault in enumerate(faults)
-    ],
-)
+@pytest.mark.parametrize(("product", "fault"), by_product(FAULTS))
 def test_planted_faults_are_seen(product, fault):
     require_nvrtc()
-    assert_seen(FAULTS[product][fault], is_right, [(product, True), (product, False)])
-
-
-def is_right(way, change):
-    product, early = way
-    return torch.equal(product(change, early), right(product))
-
-
-@lru_cache(maxsize=3)
-def right(product):
-    return product()
+    assert_shown(FAULTS[product][fault], product)
