@@ -12,7 +12,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.launch import cache
 from reference import SCHEMES, Scales
 from reference.quantize.blocks import Blocks
-from tests.emulator.interpreter_process import printed_by
+from tests.emulator.interpreter_process import lines_of
 from tests.support.record_samples import sampled
 
 jax = pytest.importorskip("jax")
@@ -267,7 +267,7 @@ def test_the_message_is_what_jaxlib_writes():
 @pytest.mark.parametrize("names", sampled({("nvfp4",)}, [("nvfp4",), ("int8_rowwise_asymmetric",), ("nf4",)]))
 def test_kernels_in_the_interpreter(names):
     """Plans, vmap's rule and gradients with real kernels; by night also zero points and a scheme of three passes."""
-    assert printed_by("tests/emulator/programs/jax_calls.py", *names) == [*names, "stochastic"]
+    assert lines_of("jax_calls", *names) == [*names, "stochastic"]
 
 
 def test_what_folds():

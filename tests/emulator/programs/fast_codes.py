@@ -1,9 +1,9 @@
 """The hot paths of the kernels, inline assembly included, on CPU tensors against `reference`, bit for bit.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/fast_codes.py GROUP[,GROUP...] [FRACTION]
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process fast_codes GROUP[,GROUP...] [FRACTION]
 
 Rules are made for hardware and instructions are emulated (`ptx_interpreter`), so that what a GPU computes is compared without
-one. `interpreted_kernels` tries indices, masks and passes; here a launch is one large tile, because the interpreter's time goes
+one. `programs/kernels.py` tries indices, masks and passes; here a launch is one large tile, because the interpreter's time goes
 by operations and not by elements. It prints what agreed, one line each, and raises at the first difference.
 
 FRACTION: how much of the edge blocks of float32 and of the outer scales is tried; 1 for a long sweep.
@@ -11,17 +11,12 @@ FRACTION: how much of the edge blocks of float32 and of the outer scales is trie
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 import torch
-import triton
 
 import reference
 from ao_lab.testing.samples import Layout
@@ -355,15 +350,12 @@ def compare_drawn(name: str, fraction: float) -> None:
             print(name, dtype, label, "drawn", flush=True)
 
 
-def main(groups: list[str], fraction: float) -> None:
+def main(groups: str, fraction: str = "0.1") -> None:
     """Compare some groups."""
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     ptx_interpreter.install()
     passes.geometry, passes._place = one_tile(passes.geometry), two_tiles(passes._place)
-    with np.errstate(all="ignore"):
-        for group in groups:
-            compare_group(group, fraction)
-    print("agreed", flush=True)
+    for group in groups.split(","):
+        compare_group(group, float(fraction))
 
 
 def compare_group(group: str, fraction: float) -> None:
@@ -384,7 +376,3 @@ def compare_group(group: str, fraction: float) -> None:
     if group == "producers":
         compare_reciprocals()
         compare_producers()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1].split(","), float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)

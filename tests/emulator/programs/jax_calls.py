@@ -1,19 +1,15 @@
 """The kernels of ao_lab.jax without a GPU: Triton's interpreter runs them inside JAX programs, by callbacks.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/jax_calls.py SCHEME...
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process jax_calls SCHEME...
 
 Prints the schemes whose bits agree with the reference in every function, shape and transformation tried; raises otherwise.
 Everything but the launch itself is what runs on a GPU: the checks, the plans, vmap's rule, the gradient. (Values are float32:
 the interpreter truncates where it should round to bfloat16.)
 """
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +147,7 @@ def compare_stochastic(x, name):
     assert_same_bits(pull(jnp.ones_like(d))[0], dx)
 
 
-def main(names):
+def main(*names):
     """Compare; the names of schemes that agree."""
     install()
     for name in names:
@@ -174,7 +170,3 @@ def main(names):
         print(name, flush=True)
     compare_stochastic(RNG.standard_normal((8, 128)).astype(np.float32), "mxfp8_e4m3")
     print("stochastic", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,31 +1,32 @@
 """`linear`'s kernels for one vector and for tiles on CPU tensors in Triton's interpreter, against exact products.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/linear.py [day]
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process linear products [day]
 
 day: a record of each kind, see `BY_DAY`.
-See `interpreted_kernels` for what the interpreter can show. The kernels in Gluon have inline assembly, which it has not: there
+See `programs/kernels.py` for what the interpreter can show. The kernels in Gluon have inline assembly, which it has not: there
 `gemv_any` takes all weights. Sums that are exact in float32 have to be equal bit for bit, others within the bound of
 `linear_cases`.
+
+`quantize_rows` by its kernel on CPU tensors in Triton's interpreter, against the codes and scales of the reference.
+
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process linear static_scales
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
-import triton
 
 import fast
 import reference
 from ao_lab.config.recipe import integer_scheme, named
 from ao_lab.testing.strategies import assert_same_bits
+from fast.kernels import static_scales
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.triton_scaled_mm import host as codes
 from fast.kernels.triton_scaled_mm import tiles
 from fast.kernels.triton_scaled_mm.tiles import MANY
-from reference import SCHEMES, Quantized, Scheme
+from fast.quantize.static_scales import quantize_rows, rows_record
+from reference import SCHEMES, Quantized, Scales, Scheme
 from reference.matmul.linear import transposed
 from tests.emulator import quick_interpreter
 from tests.support import chosen
@@ -174,10 +175,9 @@ def compare_codes() -> None:
         print("codes", m, n, k, flush=True)
 
 
-def main(by_day: bool) -> None:
+def products_agree(part: str = "") -> None:
     """Compare all cases, or those of the day."""
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
-    quick_interpreter.install()
+    by_day = part == "day"
     for scheme, length, several in CASES:
         if by_day and isinstance(scheme, str) and (scheme, length) not in BY_DAY:
             continue
@@ -189,8 +189,59 @@ def main(by_day: bool) -> None:
     compare_one_bit()
     compare_codes()
     compare_int_codes()
-    print("agreed", flush=True)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:] == ["day"])
+#: Scheme, zero point, shape, the first in all dtypes: short rows of which a program takes several, and a row of two parts.
+STATIC = (
+    ("int8_tensorwise", None, (9, 64)), ("int8_tensorwise", None, (3, 77)), ("int8_tensorwise", None, (2, 17001)),
+    ("int8_tensorwise", None, (1, 2048)), ("torchao.int8_tensorwise_asymmetric", -7, (9, 64)),
+    ("int8_rowwise", None, (40, 24)), ("int8_rowwise_asymmetric", 5, (5, 160)),
+)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def given(name: str, zero: int | None, count: int) -> Scales:
+    """Scales in all or for each row, of ordinary size, zero and infinite."""
+    if SCHEMES[name].scale.block == "tensor":
+        scale = torch.tensor(0.02)
+    else:
+        scale = torch.linspace(0.01, 0.05, count)[:, None].contiguous()
+        scale[:3] = torch.tensor([[0.0], [float("inf")], [float("nan")]])
+    return Scales(scale, None, None if zero is None else torch.full_like(scale, zero, dtype=torch.int8))
+
+
+def inputs_with_nan(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Random rows beyond the range too, an infinity in some, and a NaN at the end of the first and last row."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(2).to(dtype)
+    x[::2, 1] = float("inf")
+    x[0, -1] = x[-1, -1] = float("nan")
+    return x
+
+
+def compare_static(name: str, zero: int | None, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    scheme, x = SCHEMES[name], inputs_with_nan(shape, dtype)
+    scales = given(name, zero, shape[0])
+    made = static_scales.quantize_rows(x, scheme, rows_record(scheme.key), scales)
+    assert made is not None, "no kernel takes this"
+    wanted = quantize_rows(x, scheme, scales)
+    for part in ("codes", "scale", "zero"):
+        one, other = getattr(made, part), getattr(wanted, part)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_same_bits(one, other)
+    assert (made.scheme, made.shape, made.axis) == (wanted.scheme, wanted.shape, wanted.axis)
+    assert made.scale.isnan().flatten().tolist()[-1]
+
+
+def static_scales_agree() -> None:
+    """Compare all."""
+    for at, case in enumerate(STATIC):
+        for dtype in DTYPES if at == 0 else DTYPES[at % 3 :][:1]:
+            compare_static(*case, dtype)
+        print(*case)
+
+
+def main(name: str, *arguments: str) -> None:
+    """Compare what has this name."""
+    quick_interpreter.install()
+    {"products": products_agree, "static_scales": static_scales_agree}[name](*arguments)

@@ -1,19 +1,22 @@
 """Normalization, SwiGLU, gradients, rotary embedding: kernels in Triton's interpreter, on CPU tensors, against the reference.
 
-    TRITON_INTERPRET=1 python tests/emulator/programs/producers.py normalize|swiglu
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process producers normalize|swiglu
 
 Prints how many tensors were the same; raises at the first that is not. The interpreter adds and rounds as a GPU does, but for
 a * b + c, which it rounds twice: here it is made to round once.
+
+The attention kernel of `decode` in Triton's interpreter, against torch's attention in float64.
+
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process producers attention
+
+Caches hold NaN where nothing may be read, and positions lie
+on both sides of what a program takes at once. Numbers and angles are such that rotations are exact in bfloat16.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from triton.runtime import interpreter
 import reference
 from fast.kernels.layers import attention, rms_norm, swiglu
 from fast.kernels.layers import rms_norm as normalize
+from fast.kernels.layers.attention import attention_kernel
 from reference import Quantized
 from reference.layers import rotary as specified_rotary
 from reference.layers.normalize import rms_norm_vjp
@@ -208,9 +212,69 @@ def roughly_differentiated() -> int:
     return same("silu' with a bad reciprocal", got, wanted)
 
 
-if __name__ == "__main__":
+HEADS, KV_HEADS, WIDTH, LENGTH, STEP = 4, 2, 16, 40, 8
+#: The interpreter cuts off where a GPU rounds; and what float32 loses in sums of scores below 16, exponentials and values.
+RELATIVE, ABSOLUTE = 2.0**-7, 2.0**-16
+
+
+def rotated(x, cosine, sine):
+    """Heads (n, WIDTH) after rotation, float64."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
+
+
+def expected(qkv, cosine, sine, last, keys, values):
+    """All heads' attention in float64, and the rotated key."""
+    heads = qkv.double().view(-1, WIDTH)
+    cosine, sine = cosine.double(), sine.double()
+    q = rotated(heads[:HEADS], cosine, sine).bfloat16().double()
+    own = rotated(heads[HEADS : HEADS + KV_HEADS], cosine, sine).bfloat16()
+    k = torch.cat((keys[0, :, :last], own[:, None]), 1).double()
+    v = torch.cat((values[0, :, :last], qkv.view(-1, WIDTH)[HEADS + KV_HEADS :, None]), 1).double()
+    k, v = (part.repeat_interleave(HEADS // KV_HEADS, 0) for part in (k, v))
+    chances = ((q[:, None] * k).sum(-1) * WIDTH**-0.5).softmax(-1)
+    return (chances[..., None] * v).sum(1), own
+
+
+def compare_attention(last, rng):
+    """One position; returns the largest error over what is allowed."""
+    qkv = torch.from_numpy(rng.integers(-16, 17, (HEADS + 2 * KV_HEADS) * WIDTH) / 8).bfloat16()
+    cosine, sine = torch.from_numpy(rng.integers(-2, 3, (2, WIDTH // 2)) / 2).repeat(1, 2).bfloat16()
+    keys, values = (
+        torch.from_numpy(rng.standard_normal((1, KV_HEADS, LENGTH, WIDTH))).bfloat16() for _ in range(2)
+    )
+    keys[:, :, last:], values[:, :, last:] = torch.nan, torch.nan
+    before = keys.clone(), values.clone()
+    want, own = expected(qkv, cosine, sine, last, keys, values)
+    y = torch.empty(HEADS * WIDTH, dtype=torch.bfloat16)
+    position = torch.tensor([last])
+    attention_kernel[HEADS,](
+        qkv, cosine, sine, position, keys, values, y, WIDTH**-0.5,
+        HEADS=HEADS, KV_HEADS=KV_HEADS, WIDTH=WIDTH, LENGTH=LENGTH, STEP=STEP, USE_PDL=False,
+    )  # fmt: skip
+    here = torch.arange(LENGTH) == last
+    for now, then in zip((keys, values), before, strict=True):
+        assert torch.equal(now[:, :, ~here].view(torch.int16), then[:, :, ~here].view(torch.int16))
+    assert torch.equal(values[0, :, last], qkv.view(-1, WIDTH)[HEADS + KV_HEADS :])
+    assert torch.equal(keys[0, :, last], own)
+    error = float(((y.double().view(HEADS, WIDTH) - want).abs() / (RELATIVE * want.abs() + ABSOLUTE)).max())
+    assert error <= 1, f"position {last}: {error} of what is allowed"
+    return error
+
+
+def decode():
+    """All positions of interest."""
+    rng = np.random.default_rng(0)
+    for last in (0, 1, STEP - 1, STEP, STEP + 1, 3 * STEP, LENGTH - 1):
+        print(f"position {last}: {compare_attention(last, rng):.2f} of the allowed error")
+
+
+def main(name: str) -> None:
+    """Compare what has this name."""
     quick_interpreter.install()
+    if name == "attention":
+        decode()
+        return
     interpreter.InterpreterBuilder.create_fma = fma
-    with np.errstate(all="ignore"):
-        programs = {"normalize": (normalized,), "swiglu": (gated, differentiated)}
-        print(sum(program() for program in programs[sys.argv[1]]))
+    programs = {"normalize": (normalized,), "swiglu": (gated, differentiated)}
+    print(sum(program() for program in programs[name]))

@@ -250,7 +250,7 @@ def test_comparisons_and_findings():
 
 
 def test_the_kernel_in_the_interpreter():
-    assert len(lines_of("tests/emulator/programs/attention.py")) == 7
+    assert len(lines_of("producers", "attention")) == 7
 
 
 def test_the_cache_is_asked_for_before_the_kernel_in_front_has_ended():

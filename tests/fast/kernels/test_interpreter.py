@@ -1,4 +1,4 @@
-"""Indices, masks and passes of the kernels, in Triton's interpreter; `interpreted_kernels` says what is compared."""
+"""Indices, masks and passes of the kernels, in Triton's interpreter; `emulator/programs/kernels.py` says what is compared."""
 
 import platform
 import re
@@ -132,7 +132,7 @@ AT_NIGHT = CODES_TOGETHER[2:]
     ids="-".join,
 )
 def test_hot_paths_agree_with_the_reference(groups):
-    lines = lines_of("tests/emulator/programs/fast_codes.py", ",".join(groups))
+    lines = lines_of("fast_codes", ",".join(groups))
     assert len(lines) == sum(CODES_GROUPS[group] for group in groups)
 
 
@@ -143,12 +143,12 @@ def test_every_group_is_run():
 @pytest.mark.parametrize(("part", "cases"), [("day", 7), pytest.param("", 12, marks=pytest.mark.nightly)])
 def test_both_axes_of_one_read_agree(part, cases):
     """Five schemes, by night in two dtypes; programs that are filled, and that are not."""
-    assert len(lines_of("tests/emulator/programs/training/values.py", *part.split())) == cases
+    assert len(lines_of("training", "values", *part.split())) == cases
 
 
 @pytest.mark.parametrize("part", ["day", pytest.param("", marks=pytest.mark.nightly)])
 def test_records_at_the_edges_of_the_sequences_agree(part):
-    assert len(lines_of("tests/emulator/programs/records.py", *part.split())) == 35
+    assert len(lines_of("conventions", "records", *part.split())) == 35
 
 
 # One record of each way in which ordinary blocks equal a default record's; the program without names tries all, in every dtype.
@@ -174,7 +174,7 @@ CONVENTIONS = (
 
 @pytest.mark.parametrize("names", CONVENTIONS, ids=lambda names: "-".join(names))
 def test_conventions_agree_with_the_reference(names):
-    lines = lines_of("tests/emulator/programs/conventions.py", "0/1", "bfloat16", *names)
+    lines = lines_of("conventions", "conventions", "0/1", "bfloat16", *names)
     assert {line.split()[0] for line in lines} == set(names)
 
 
@@ -254,7 +254,7 @@ TOGETHER = (("fp8", "mx", "both"), ("integers", "two levels", "formats"))
 @pytest.mark.parametrize("groups", TOGETHER, ids="-".join)
 def test_kernels_agree_with_the_reference(groups):
     """Triton is required here, on any machine: it is among what `make test` installs."""
-    lines = lines_of("tests/emulator/programs/kernels.py", ",".join(groups))
+    lines = lines_of("kernels", "schemes", ",".join(groups))
     assert len(lines) == sum(GROUPS[group][0] for group in groups)
     for group in groups:
         cases, answered = GROUPS[group]
@@ -264,18 +264,18 @@ def test_kernels_agree_with_the_reference(groups):
 
 @pytest.mark.parametrize(("part", "cases"), [("day", 19), pytest.param("", 25, marks=pytest.mark.nightly)])
 def test_scales_of_scales_agree_with_the_reference(part, cases):
-    assert len(lines_of("tests/emulator/programs/second_level.py", *part.split())) == cases
+    assert len(lines_of("kernels", "second_level", *part.split())) == cases
 
 
 @pytest.mark.parametrize(("part", "cases"), [("day", 22), pytest.param("", 35, marks=pytest.mark.nightly)])
 def test_gradients_agree_with_the_reference(part, cases):
-    assert len(lines_of("tests/emulator/programs/gradients.py", *part.split())) == cases
+    assert len(lines_of("gradients", "gradients", *part.split())) == cases
 
 
 @pytest.mark.parametrize(("part", "cases"), [("day", 23), pytest.param("", 42, marks=pytest.mark.nightly)])
 def test_products_agree_with_exact_ones(part, cases):
-    assert len(lines_of("tests/emulator/programs/linear.py", *part.split())) == cases
+    assert len(lines_of("linear", "products", *part.split())) == cases
 
 
 def test_tokens_sorted_by_expert_and_blocks_that_are_mixed():
-    assert len(lines_of("tests/emulator/programs/grouped.py")) == 6 + 5
+    assert len(lines_of("training", "grouped")) == 6 + 5

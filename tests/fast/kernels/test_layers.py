@@ -22,7 +22,7 @@ from fast.kernels.quantize.plan import _block_length
 from fast.layers import column_sums as layer_sums
 from fast.layers.column_sums import column_sums, covers
 from reference import SCHEMES
-from tests.emulator.interpreter_process import lines_of, printed_by
+from tests.emulator.interpreter_process import lines_of
 from tests.fast.kernels.compiling.kernel_compiler import compiled, output_arguments
 
 # The kernels of `fast.swiglu` without a GPU: all 65,536 gates in Triton's interpreter, and the code made for Hopper.
@@ -43,7 +43,7 @@ def swiglu_code(name, dtype):
 
 def swiglu_test_bits_in_the_interpreter():
     """All gates of both dtypes with two kinds of up, with bad reciprocals; shapes, schemes, halves of a matrix; gradients."""
-    (count,) = printed_by("tests/emulator/programs/producers.py", "swiglu")
+    (count,) = lines_of("producers", "swiglu")
     assert int(count) >= 37 + 49
 
 
@@ -76,7 +76,7 @@ def normalize_norm_code(name, length, residual):
 
 def test_bits_in_the_interpreter():
     """Many tensors: dtypes, shapes, schemes, residuals, packed codes, non-finite rows."""
-    (count,) = printed_by("tests/emulator/programs/producers.py", "normalize")
+    (count,) = lines_of("producers", "normalize")
     assert int(count) > 100
 
 
@@ -134,7 +134,7 @@ def test_sums_of_pieces():
 
 def test_column_sums_in_the_interpreter():
     """Integers, random numbers beside the model of the order, NaN and infinities; shapes, dtypes, plans."""
-    assert len(lines_of("tests/emulator/programs/training/column_sums.py")) == 3 + 5 * (2 + 3 + 2) + 1
+    assert len(lines_of("training", "column_sums")) == 3 + 5 * (2 + 3 + 2) + 1
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(BF16, 1024), ("float16", 256), ("float32", 512)])

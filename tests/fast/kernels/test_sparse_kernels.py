@@ -62,7 +62,7 @@ HOT = {
 
 @pytest.mark.parametrize("part", ["day", pytest.param("", marks=pytest.mark.nightly)])
 def test_bits_are_those_of_the_reference(part):
-    lines = lines_of("tests/emulator/programs/sparsity/storage.py", *part.split())
+    lines = lines_of("sparsity", "storage", *part.split())
     assert len(lines) == len(host.SCORES) + len(host.STORED) + 2
 
 

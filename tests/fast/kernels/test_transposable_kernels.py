@@ -30,7 +30,7 @@ HOT = {
 
 @pytest.mark.parametrize("part", ["day", pytest.param("", marks=pytest.mark.nightly)])
 def test_bits_are_those_of_the_reference(part):
-    lines = lines_of("tests/emulator/programs/sparsity/prune.py", *part.split())
+    lines = lines_of("sparsity", "transposable", *part.split())
     assert len(lines) == len(host.FLOATS)
 
 

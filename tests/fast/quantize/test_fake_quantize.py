@@ -20,7 +20,7 @@ SCHEME = "int8_rowwise_asymmetric"
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 @pytest.mark.parametrize(("group", "cases"), [("places", 8), ("sequences", 12)])
 def test_kernels_agree_with_the_reference(group, cases):
-    assert len(lines_of("tests/emulator/programs/saturation.py", group)) == cases
+    assert len(lines_of("gradients", "saturation", group)) == cases
 
 
 def test_without_kernels_there_is_no_mask():

@@ -23,7 +23,7 @@ from reference.layers import rotary as specified_rotary
 from reference.layers import swiglu as specified_swiglu
 from reference.schemes.schemes import Scheme
 from reference.training import RECIPES, hadamard
-from tests.emulator.programs.training.hadamard import SEED, STREAM, along
+from tests.emulator.programs.training import SEED, STREAM, along
 from tests.gpu.harness.subject import Asked, Check, Subject, same_bits
 
 HALVES = (torch.bfloat16, torch.float16)

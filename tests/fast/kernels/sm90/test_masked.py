@@ -21,7 +21,7 @@ from tests.fast.kernels.compiling.kernel_samples import by_day, named
 
 @pytest.mark.parametrize("dtype", by_day(public.DTYPES, lambda dtype: named(size=dtype.itemsize)))
 def test_bits_are_those_of_the_reference(dtype):
-    assert lines_of("tests/emulator/programs/sparsity/masked.py", str(dtype)) == [str(dtype)]
+    assert lines_of("sparsity", "masked", str(dtype)) == [str(dtype)]
 
 
 @pytest.mark.parametrize(

@@ -191,4 +191,4 @@ def test_the_dense_weight(dtype):
 
 
 def test_the_dense_weight_has_the_bits_of_the_reference():
-    assert len(lines_of("tests/emulator/programs/sparsity/int4_dense.py")) == 4
+    assert len(lines_of("sparsity", "int4_dense")) == 4

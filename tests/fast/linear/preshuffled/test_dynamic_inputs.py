@@ -116,7 +116,7 @@ BITS = ("int8_rowwise_asymmetric", "fp8_rowwise", "torchao.int8_rowwise_asymmetr
 def test_bits(names):
     from tests.emulator.interpreter_process import lines_of
 
-    lines = lines_of("tests/emulator/programs/products/linear_small_dynamic.py", *names)
+    lines = lines_of("linear_small", "dynamic", *names)
     assert len(lines) == (len(names) or 14)
 
 

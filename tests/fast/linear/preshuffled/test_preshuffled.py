@@ -1,5 +1,5 @@
 """Preshuffled weights: which there are, their parts bit for bit, and the product's operator. The kernel's bits are compared in
-Triton's interpreter (`tests/emulator/programs/products/linear_small.py`)."""
+Triton's interpreter (`tests/emulator/programs/linear_small.py`)."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 """Preshuffled weights of experts (E, N, K): parts bit for bit, and the operator of the grouped product. The kernel's bits are
-compared in Triton's interpreter (`tests/emulator/programs/products/linear_small.py`)."""
+compared in Triton's interpreter (`tests/emulator/programs/linear_small.py`)."""
 
 from dataclasses import replace
 
