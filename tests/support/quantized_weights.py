@@ -59,7 +59,7 @@ LAYERS = {
     aten.embedding.default,
 }
 functional, c10d = torch.ops._c10d_functional, torch.ops.c10d
-#: Those of `ao_lab.tensor.collectives`; tensor_parallel_ranks.py has them.
+#: Those of `ao_lab.tensor.collectives`; `support.distributed.tensor_parallel` has them.
 COLLECTIVES = {
     functional.all_gather_into_tensor.default,
     functional.broadcast.default,

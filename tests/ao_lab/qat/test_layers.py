@@ -257,7 +257,7 @@ def test_tune_measures_what_the_layer_multiplies():
 
 def test_two_ranks():
     """Outputs and gradients; weights that are distributed are not converted."""
-    check_on_ranks("qat_ranks.py")
+    check_on_ranks("tensors.qat")
 
 
 SCHEMES = ("int2_g32", "int3_g32", "int3_g64_asymmetric", "int4_rowwise", "int4_tensorwise", "fp8_128x128")

@@ -10,7 +10,7 @@ from tests.support.distributed.ranks import check_on_ranks
 
 def test_two_ranks(tmp_path):
     """Placements, products, models and their states, compiled and beside FSDP2; what is refused is refused on both."""
-    check_on_ranks("tensor_parallel_ranks.py", tmp_path)
+    check_on_ranks("tensor_parallel.recorded", tmp_path)
 
 
 def test_hashes_are_completed_once():
@@ -27,11 +27,11 @@ def test_hashes_are_completed_once():
 
 
 def test_collectives_of_sparse_weights():
-    check_on_ranks("sparse_ranks.py")
+    check_on_ranks("tensors.sparse")
 
 
 def test_every_rank_gets_the_weights_of_rank_0():
-    check_on_ranks("ddp_ranks.py")
+    check_on_ranks("tensors.ddp")
 
 
 def test_flattened_weights_are_cut_where_they_were_joined():

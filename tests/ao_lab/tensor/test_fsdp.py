@@ -130,4 +130,4 @@ def test_one_axis_and_back():
 
 def test_two_ranks():
     """Adapters train beside frozen quantized weights; outputs and gradients are those of one process."""
-    check_on_ranks("fsdp_ranks.py")
+    check_on_ranks("tensors.fsdp")

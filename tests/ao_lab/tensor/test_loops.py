@@ -36,4 +36,4 @@ def test_every_answer_is_of_a_loop():
 @pytest.mark.parametrize("kinds", [["int8 dynamic", "nf4"], pytest.param([], marks=pytest.mark.nightly)])
 def test_on_two_ranks(kinds, tmp_path):
     """FSDP1, FSDP2, DDP and none: training beside frozen layers, states by DCP and from rank 0; two ways to cut a layer."""
-    check_on_ranks("loops_ranks.py", tmp_path, *kinds)
+    check_on_ranks("loops.run", tmp_path, *kinds)

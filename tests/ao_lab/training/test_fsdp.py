@@ -27,7 +27,7 @@ from reference.training.linear import operands
 from tests.support.distributed.ranks import check_on_ranks, run_on_ranks
 from tests.support.refusals import refused
 
-CHECKPOINTS = "training/checkpoint_ranks.py"
+CHECKPOINTS = "checkpoints.run"
 GATHERED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
@@ -263,24 +263,24 @@ def test_precompute_needs_no_sharded_model():
 
 def test_fsdp_on_ranks():
     """Codes or values gathered, uneven shards, accumulation, recomputation, mixed precision; bytes and reductions counted."""
-    check_on_ranks("training/fsdp_ranks.py")
+    check_on_ranks("training.fsdp")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "steps"])
 def test_fsdp_compiled(recipe):
-    check_on_ranks("training/fsdp_ranks.py", recipe)
+    check_on_ranks("training.fsdp", recipe)
 
 
 def test_tensor_parallelism():
     """Operands are parts of those of one process, bit for bit."""
-    check_on_ranks("training/tensor_parallel_ranks.py")
+    check_on_ranks("training_split.tensor_parallel")
 
 
 @pytest.mark.nightly
 def test_tensor_parallelism_beside_fsdp():
     """Four ranks, two by two."""
-    check_on_ranks("training/two_dimensions_ranks.py", ranks=4)
+    check_on_ranks("training_split.two_dimensions", ranks=4)
 
 
 @pytest.mark.nightly

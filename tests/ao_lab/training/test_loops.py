@@ -173,7 +173,7 @@ def test_loops(loop, structure, recipe):
 
 def test_sharded_and_saved():
     """FSDP1 (with codes it is refused), DCP, FSDP2 whose layers become plain again, DDP."""
-    check_on_ranks("training/loops_ranks.py", ranks=1)
+    check_on_ranks("training_loops.run", ranks=1)
 
 
 @pytest.mark.nightly

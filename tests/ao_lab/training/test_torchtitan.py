@@ -65,4 +65,4 @@ def test_layers_that_a_recipe_cannot_take_stay():
 @pytest.mark.parametrize("gathered", [0, 1])
 def test_two_ranks(gathered):
     """torchtitan's own sharding, its attention replaced by one that CPUs have."""
-    check_on_ranks("training/torchtitan_ranks.py", gathered)
+    check_on_ranks("torchtitan_model.run", gathered)

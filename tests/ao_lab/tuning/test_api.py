@@ -330,4 +330,4 @@ def test_every_rank_gets_the_choices_of_the_lowest_that_has_them(monkeypatch):
 
 @pytest.mark.nightly
 def test_two_ranks_have_the_same_choices(tmp_path):
-    check_on_ranks("tuned_ranks.py", tmp_path)
+    check_on_ranks("tensors.tuned", tmp_path)

@@ -19,17 +19,16 @@ import torch
 from tests.gpu.harness.subject import Asked, Check, Subject
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = ROOT / "tests/support/distributed"
 
 
 def checks(asked: Asked) -> Iterator[Check]:
     """Scripts that end well, and one that is to be killed, whose run then goes on."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = "training/checkpoint_ranks.py"
+        checkpoints = "checkpoints.run"
         runs = (
-            ("training/fsdp_ranks.py", [], True),
-            ("training/fsdp_ranks.py", ["tensorwise", "rowwise", "mxfp8"], True),
-            ("training/tensor_parallel_ranks.py", [], True),
+            ("training.fsdp", [], True),
+            ("training.fsdp", ["tensorwise", "rowwise", "mxfp8"], True),
+            ("training_split.tensor_parallel", [], True),
             (checkpoints, [folder, "backward", "2"], False),
             (checkpoints, [folder], True),
         )
@@ -39,7 +38,8 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 def wrong_script(name: str, arguments: list[str], survives: bool) -> Iterator[str]:
     """The last lines of a script that did not end as it is to."""
-    command = [sys.executable, str(SCRIPTS / name), str(torch.cuda.device_count()), *arguments]
+    ranks = str(torch.cuda.device_count())
+    command = [sys.executable, "-m", "tests.support.distributed.ranks", name, ranks, *arguments]
     env = {**os.environ, "RANKS_DEVICE": "cuda"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=240

@@ -1,15 +1,15 @@
-"""Processes of one group on this machine: how a test runs a script of them, and how that script starts them.
+"""Processes of one group on this machine that each run a function of a module of this folder.
 
-    python tests/NAME_ranks.py RANKS ...
+    python -m tests.support.distributed.ranks MODULE.FUNCTION RANKS [ARGUMENT ...]
 
-The script prints "equal" where nothing on any rank has raised. With RANKS_DEVICE=cuda each rank takes a GPU, and NCCL sends;
-`DTYPE` is what models of the scripts that train are in there.
+It prints "equal" where nothing on any rank has raised. With RANKS_DEVICE=cuda each rank takes a GPU, and NCCL sends; `DTYPE` is
+what models that train are in there.
 """
 
+import importlib
 import os
 import socket
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,27 +23,28 @@ DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
 
-def check_on_ranks(script, *arguments, ranks=RANKS):
-    """Run SCRIPT of this folder; AssertionError with its last lines where one has raised."""
-    done = run_on_ranks(script, *arguments, ranks=ranks)
+def check_on_ranks(name, *arguments, ranks=RANKS):
+    """Run MODULE.FUNCTION; AssertionError with its last lines where one has raised."""
+    done = run_on_ranks(name, *arguments, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == EQUAL
 
 
-def run_on_ranks(script, *arguments, ranks=RANKS):
-    """Run SCRIPT of this folder in a process of its own, which starts the ranks."""
-    return forks.python(Path(__file__).parent / script, ranks, *arguments)
+def run_on_ranks(name, *arguments, ranks=RANKS):
+    """Run MODULE.FUNCTION in a process of its own, which starts the ranks."""
+    return forks.python("-m", __name__, name, ranks, *arguments)
 
 
-def start_ranks(work):
-    """`work` on as many ranks as the script's first argument says, with the arguments that follow it."""
-    ranks, arguments = int(sys.argv[1]), sys.argv[2:]
+def start_ranks(name, ranks, *arguments):
+    """MODULE.FUNCTION on so many ranks, with these arguments."""
+    module, function = name.split(".")
+    work = getattr(importlib.import_module(f"tests.support.distributed.{module}"), function)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Forks have imported what this process has, and it has computed nothing yet.
     method = "fork" if sys.platform == "linux" else "spawn"
-    mp.start_processes(_in_group, (ranks, port, work, arguments), nprocs=ranks, start_method=method)
+    mp.start_processes(_in_group, (int(ranks), port, work, arguments), nprocs=int(ranks), start_method=method)
     print(EQUAL)
 
 
@@ -56,3 +57,7 @@ def _in_group(rank, ranks, port, work, arguments):
     work(*arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    start_ranks(*sys.argv[1:])

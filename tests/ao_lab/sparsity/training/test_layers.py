@@ -22,7 +22,7 @@ from tests.support.models.qat_models import same as same_bits
 
 
 def test_two_ranks():
-    check_on_ranks("sparse_training_ranks.py")
+    check_on_ranks("sparse_training.run")
 
 
 # The masked linear layer: bit for bit torch's own of the masked weight, and the weight's gradient by each rule.

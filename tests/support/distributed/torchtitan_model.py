@@ -1,15 +1,11 @@
 """Two processes that train torchtitan's debug model under its own FSDP2; run by tests/ao_lab/training/test_torchtitan.
 
-    python tests/support/distributed/training/torchtitan_ranks.py RANKS GATHERED
+    python -m tests.support.distributed.ranks torchtitan_model.run RANKS GATHERED
 
 Prints "equal" where two steps lower the loss and the state is plain.
 """
 
-import sys
 import warnings
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import torch
 import torch.distributed as dist
@@ -22,7 +18,6 @@ from torchtitan.models.llama3.parallelize import parallelize_llama
 
 from ao_lab.training.fsdp import CastOnGather
 from ao_lab.training.torchtitan import LowPrecisionLinearConverter
-from tests.support.distributed.ranks import start_ranks
 
 
 def attention(self, q, k, v, *args, **kwargs):
@@ -69,7 +64,3 @@ def run(gathered):
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
     assert {type(t.to_local()) for t in model.state_dict().values()} == {torch.Tensor}
-
-
-if __name__ == "__main__":
-    start_ranks(run)

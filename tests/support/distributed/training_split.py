@@ -1,25 +1,23 @@
-"""Two processes that split layers which train in low precision; run by tests/ao_lab/training/test_fsdp.py.
+"""Layers that train in low precision, split over ranks; also shared by FSDP2 with others, and repeated by others (HSDP).
 
-    python tests/support/distributed/training/tensor_parallel_ranks.py RANKS
-
-Prints "equal" where every operand of every product is this rank's part of one process's, bit for bit; outputs and gradients are
-equal where float32 holds the sums of both in any order, and else as close as two roundings of a sum are.
+Every operand of every product is this rank's part of one process's, bit for bit; outputs and gradients are equal where float32
+holds the sums of both in any order, and else as close as two roundings of a sum are.
 """
 
 import copy
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from ao_lab import convert_for_training_
+from ao_lab import (
+    convert_for_training_,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from ao_lab.training import autograd
 from ao_lab.training.tensor_parallel import (
     AXES,
@@ -27,7 +25,8 @@ from ao_lab.training.tensor_parallel import (
     LowPrecisionRowwiseParallel,
 )
 from reference import Quantized
-from tests.support.distributed.ranks import DEVICE, DTYPE, start_ranks
+from tests.support.distributed.ranks import DEVICE, DTYPE
+from tests.support.distributed.training import batch, blocks, content, loss_of, shard
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "bf16")
 POWERS_OF_TWO = ("rowwise", "blockwise", "mxfp8")
@@ -163,7 +162,7 @@ def refusals(mesh):
         net(random(32, 256, seed=0))
 
 
-def run():
+def tensor_parallel():
     mesh = dist.device_mesh.init_device_mesh(DEVICE, (dist.get_world_size(),))
     for recipe in RECIPES:
         for axis in "NK":
@@ -174,5 +173,49 @@ def run():
     refusals(mesh)
 
 
-if __name__ == "__main__":
-    start_ranks(run)
+def compare_shared(recipe, mesh):
+    one = Feed()
+    convert_for_training_(one, recipe)
+    many = copy.deepcopy(one)
+    styles = {"up": LowPrecisionColwiseParallel(), "down": LowPrecisionRowwiseParallel()}
+    parallelize_module(many, mesh["split"], styles)
+    fully_shard(many, mesh=mesh["shared"])
+    batches = [random(256, 256, seed=seed).sign() for seed in range(mesh["shared"].size())]
+    expected = [one(x) for x in batches]
+    for y in expected:
+        y.sum().backward()
+    mine = mesh["shared"].get_local_rank()
+    found = many(batches[mine])
+    found.sum().backward()
+    assert torch.equal(found, expected[mine]), recipe
+    for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert torch.equal(b.grad.full_tensor(), a.grad / len(batches)), (recipe, name)
+
+
+def compare_repeated(recipe, mesh):
+    """The same batch everywhere, so that the mean of gradients is each of them."""
+    one, many = (blocks() for _ in range(2))
+    for net in (one, many):
+        convert_for_training_(net, recipe, fsdp_float8_all_gather=True)
+    shard(many, mesh=mesh)
+    for step in range(2):
+        loss_of(one, batch(0, step)).backward()
+        loss_of(many, batch(0, step)).backward()
+        for a, b in zip(one.parameters(), many.parameters(), strict=True):
+            assert torch.equal(content(b.grad), a.grad), recipe
+            with torch.no_grad():
+                content(a).mul_(0.5)
+                b.mul_(0.5)
+        precompute_float8_dynamic_scale_for_fsdp(many)
+        for net in (one, many):
+            net.zero_grad()
+
+
+def two_dimensions():
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shared", "split")
+    )
+    for recipe in POWERS_OF_TWO:
+        compare_shared(recipe, mesh)
+    for recipe in ("tensorwise", "rowwise"):
+        compare_repeated(recipe, mesh)

@@ -1,15 +1,11 @@
 """Two processes that train a model by FSDP2, its linear layers sparse; run by test_sharding of tests/ao_lab/sparsity/training.
 
-    python tests/support/distributed/sparse_training_ranks.py RANKS
+    python -m tests.support.distributed.ranks sparse_training.run RANKS
 
 Prints "equal" where outputs, weights and masks of every step are those of one process.
 """
 
 import copy
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pytest
 import torch
@@ -26,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import ao_lab
 from ao_lab import SparseTrainingConfig
-from tests.support.distributed.ranks import start_ranks
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -164,7 +159,3 @@ def run():
         saved(config)
     master_weights()
     refused()
-
-
-if __name__ == "__main__":
-    start_ranks(run)

@@ -1,6 +1,6 @@
 """Two processes that try loops of torch.distributed with every kind of quantized layer; run by test_loops.
 
-    python tests/support/distributed/loops_ranks.py RANKS DIRECTORY [KIND ...]
+    python -m tests.support.distributed.ranks loops.run RANKS DIRECTORY [KIND ...]
 
 Prints "equal" where each pair has the answer that `ANSWERS` has of it: "right" (the weights, outputs and gradients of one
 process), or the words of an error, which both ranks meet.
@@ -8,12 +8,8 @@ process), or the words of an error, which both ranks meet.
 
 import copy
 import re
-import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import torch.distributed as dist
@@ -31,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ao_lab
 from ao_lab import QuantizedTensor
-from tests.support.distributed.fsdp_ranks import Adapted
-from tests.support.distributed.ranks import start_ranks
+from tests.support.distributed.tensors import Adapted
 
 KINDS = {
     "int8 weight-only": ao_lab.Int8WeightOnlyConfig,
@@ -239,7 +234,3 @@ def run(folder, *kinds):
                 continue
             found, answer = tried(loop, kind), ANSWERS.get((name, kind), "right")
             assert found == answer if answer == "right" else re.search(answer, found), (name, kind, found)
-
-
-if __name__ == "__main__":
-    start_ranks(run)

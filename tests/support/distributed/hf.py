@@ -1,14 +1,11 @@
 """Two processes that read one model by transformers, which shards it: `DistributedConfig(tp_plan="auto")`, experts, FSDP2.
 
-    python tests/support/distributed/hf_ranks.py RANKS DIRECTORY day|night
+    python -m tests.support.distributed.ranks hf.run RANKS DIRECTORY day|night
 
 Prints "equal" where quantized weights are the shards of one process's, and outputs those of the sharded dense model's accuracy.
 """
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from transformers.distributed import DistributedConfig
 
 from ao_lab import HfConfig, SchemeConfig, explain, quantize_
 from ao_lab.checkpoint.transformers.methods import holds_quantized
-from tests.support.distributed.ranks import start_ranks
 from tests.support.models.hf_models import assert_same_weights, dense_model, outputs
 
 TENSOR, EXPERTS, DATA = {"tp_size": 2, "tp_plan": "auto"}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2}
@@ -129,7 +125,3 @@ def run(directory, when):
         check(Path(directory) / f"{when}{number}", *case)
     check_refused(Path(directory) / "refused")
     check_written_once(Path(directory))
-
-
-if __name__ == "__main__":
-    start_ranks(run)

@@ -1,17 +1,11 @@
-"""Two processes that train a model by FSDP2 or DDP, its layers in low precision; run by tests/ao_lab/training/test_fsdp.py.
+"""Models that train in low precision on several ranks, by FSDP2 or DDP.
 
-    python tests/support/distributed/training/fsdp_ranks.py RANKS [RECIPE ... | steps]
-
-With names of recipes: these compiled. Prints "equal" where losses, gradients, codes and weights are those of one process that
-runs the ranks' batches one after another and averages their gradients, bit for bit. (One process that runs them as one batch
-has other bits: scales over the tensor and over tokens span both batches then.)
+Losses, gradients, codes and weights are those of one process that runs the ranks' batches one after another and averages their
+gradients, bit for bit. (One process that runs them as one batch has other bits: scales over the tensor and over tokens span
+both batches then.)
 """
 
 import copy
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import torch
 import torch.distributed as dist
@@ -19,12 +13,76 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fast
 from ao_lab import QuantizedTensor, convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 from ao_lab.training.fsdp import CastOnGather
-from tests.support.distributed.ranks import DEVICE, DTYPE, start_ranks
-from tests.support.distributed.training.model import Traffic, batch, blocks, content, loss_of, shard
+from tests.support.distributed.ranks import DEVICE, DTYPE
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """Two layers and what they are added to."""
+
+    recomputed = False
+
+    def __init__(self, bias):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + (checkpoint(self.inner, x, use_reentrant=False) if self.recomputed else self.inner(x))
+
+    def inner(self, x):
+        return self.down(nn.functional.silu(self.up(x)))
+
+
+def blocks(count=2, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(bias) for _ in range(count))).to(DEVICE, DTYPE)
+
+
+def batch(rank, step):
+    made = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return made.to(DEVICE, DTYPE)
+
+
+def loss_of(net, x):
+    return net(x).float().square().mean()
+
+
+def shard(net, **options):
+    for block in net:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def content(t):
+    """The whole plain tensor of a parameter or a gradient."""
+    t = t.detach()
+    t = t.full_tensor() if hasattr(t, "full_tensor") else t
+    return getattr(t, "dense", t)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that this rank gives to collectives, and how often, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.calls = {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            sent = args[1] if name == "_allgather_base_" else args[0]
+            tensors = [t for t in (sent if isinstance(sent, list) else [sent]) if isinstance(t, torch.Tensor)]
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self.bytes[name] = self.bytes.get(name, 0) + sum(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))
+
 
 GATHERED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -285,7 +343,7 @@ def compare_compiled_steps():
     assert counts == [0, 2, 0]
 
 
-def run(*compiled):
+def fsdp(*compiled):
     """With names of recipes: blocks of these, compiled; with "steps" what comes between the passes."""
     for recipe in compiled:
         compare_compiled_steps() if recipe == "steps" else compare_compiled(recipe)
@@ -307,7 +365,3 @@ def run(*compiled):
     compare_reductions()
     compare_bad_weights()
     compare_late_weights()
-
-
-if __name__ == "__main__":
-    start_ranks(run)

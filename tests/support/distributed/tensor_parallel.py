@@ -1,6 +1,6 @@
 """Two processes that share quantized weights by DTensor; run by test_collectives.
 
-    python tests/support/distributed/tensor_parallel_ranks.py RANKS DIRECTORY
+    python -m tests.support.distributed.ranks tensor_parallel.recorded RANKS DIRECTORY
 
 Prints "equal" where everything has the bits of one process. A product over a cut axis is a sum of the ranks' products, in one
 process as here: `F.linear` of each slice of the input and the weight, with its share of the bias. Checkpoints go to DIRECTORY.
@@ -8,11 +8,7 @@ process as here: `F.linear` of each slice of the input and the weight, with its 
 
 import copy
 import re
-import sys
 import warnings
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pytest
 import torch
@@ -31,7 +27,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ao_lab import QuantizedTensor, Recipe, quantized
 from reference import SCHEMES, Scales
-from tests.support.distributed.ranks import start_ranks
 from tests.support.quantized_weights import COLLECTIVES, recorded_operations, same, weight
 
 # One of each kind, the last with inputs quantized too.
@@ -322,7 +317,3 @@ def recorded(directory):
     with pytest.MonkeyPatch().context() as patch, recorded_operations(patch, used):
         run(directory)
     assert used >= COLLECTIVES, COLLECTIVES - used
-
-
-if __name__ == "__main__":
-    start_ranks(recorded)

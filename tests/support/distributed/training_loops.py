@@ -1,15 +1,11 @@
 """One process of a group: loops of other libraries around layers that train by a recipe; run by tests/ao_lab/training.
 
-    python tests/support/distributed/training/loops_ranks.py RANKS
+    python -m tests.support.distributed.ranks training_loops.run RANKS
 
 Prints "equal" where each does what the table in tests/ao_lab/training/test_loops.py states.
 """
 
-import sys
 import tempfile
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ao_lab
 from ao_lab.training.layers import LowPrecisionLinear
-from tests.support.distributed.ranks import start_ranks
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 
@@ -99,7 +94,3 @@ def run():
     check_fsdp1()
     check_dcp()
     check_ddp()
-
-
-if __name__ == "__main__":
-    start_ranks(run)

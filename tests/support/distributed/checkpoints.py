@@ -1,6 +1,6 @@
 """Two processes that train by FSDP2 and save after every step; run by tests/ao_lab/training/test_fsdp.py.
 
-    python tests/support/distributed/training/checkpoint_ranks.py RANKS FOLDER [PLACE STEP]
+    python -m tests.support.distributed.ranks checkpoints.run RANKS FOLDER [PLACE STEP]
 
 Loads the last complete checkpoint of FOLDER, if any, and trains to the end. The last rank kills itself in the backward pass of
 STEP ("backward"), or once it has written its part of that step's checkpoint and not yet said so ("save"). Prints "equal" where
@@ -9,10 +9,7 @@ the weights are those of a run from the start, and checkpoints load into layers 
 
 import os
 import signal
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 import torch
 import torch.distributed as dist
@@ -23,8 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ao_lab import convert_for_training_, precompute_float8_dynamic_scale_for_fsdp
 from ao_lab.training.fsdp import CastOnGather
-from tests.support.distributed.ranks import start_ranks
-from tests.support.distributed.training.model import batch, blocks, content, loss_of, shard
+from tests.support.distributed.training import batch, blocks, content, loss_of, shard
 
 STEPS = 4
 
@@ -126,7 +122,3 @@ def load_elsewhere(trained, folder):
         assert {type(t) for t in stored.values()} == {torch.Tensor}
         plain = blocks()
         plain.load_state_dict(stored)
-
-
-if __name__ == "__main__":
-    start_ranks(run)
