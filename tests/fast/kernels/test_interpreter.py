@@ -102,7 +102,7 @@ def test_rows_are_long_where_their_bits_leave_32(bits):
     assert 2 * encode.width_of(2**31 // bits - 64, 2**31 // bits - 64, bits) < 4
 
 
-# Hot paths of kernels with their inline assembly, emulated; `interpreted_hot` and `interpreted_records` say which.
+# Hot paths of kernels with their inline assembly, emulated; `emulator/programs/{fast_codes,conventions}.py` say which.
 
 if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
