@@ -213,7 +213,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from experiments.runs import run as runs
-from experiments.harness import workers
+from experiments.harness import measuring
 from ao_lab.cli.app import entry
 
 def run_one(name, settings, places):
@@ -221,7 +221,7 @@ def run_one(name, settings, places):
         end = time.monotonic() + 60
         while time.monotonic() < end: pass
     print("started", flush=True)
-    for _ in workers.measure_all([1, 2, 3], work, "cpu"): pass
+    for _ in measuring.measure_all([1, 2, 3], work, "cpu"): pass
 
 runs.run_one = run_one
 sys.argv = ["ao-lab", "reproduce", "formats", "--device", "cpu", "--reports", sys.argv[1]]
