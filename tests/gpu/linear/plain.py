@@ -309,7 +309,7 @@ def wrong_route() -> Iterator[str]:
         yield from differs(call, fast.linear_of_codes(x, w, bias, dtype=dtype), right)
     steps = [step for call, _ in cache.CALLS.values() for step in getattr(call, "steps", ())]
     if not any(getattr(launch, "kernel", None) is s8_variants.KERNEL for launch, *_ in steps):
-        yield f"the kernel was not taken: {s8_host.refused(x, w, dtype)}"
+        yield "the kernel was not taken"
 
 
 S8 = Family(
