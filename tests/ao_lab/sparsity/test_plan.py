@@ -202,7 +202,7 @@ def test_values_outside_of_the_rules(given, said):
         SparsityConfig(**given)
 
 
-def config_test_types():
+def test_config_types():
     with pytest.raises(TypeError, match="got tuple"):
         SparsityConfig((2, 4))
     with pytest.raises(TypeError, match="transposable is True or False, got 1"):

@@ -41,7 +41,7 @@ def swiglu_code(name, dtype):
     return compiled(swiglu_kernel, arguments, place.warps), place
 
 
-def swiglu_test_bits_in_the_interpreter():
+def test_swiglu_bits_in_the_interpreter():
     """All gates of both dtypes with two kinds of up, with bad reciprocals; shapes, schemes, halves of a matrix; gradients."""
     (count,) = lines_of("producers", "swiglu")
     assert int(count) >= 37 + 49
@@ -50,7 +50,7 @@ def swiglu_test_bits_in_the_interpreter():
 @pytest.mark.parametrize(
     ("name", "dtype", "moved"), [(None, "bfloat16", 6), ("fp8_rowwise", "bfloat16", 5), (None, "float16", 6)]
 )
-def swiglu_test_code_for_hopper(name, dtype, moved):
+def test_swiglu_code_for_hopper(name, dtype, moved):
     """Wide loads and stores, nothing in local memory, and no more instructions than memory leaves time for."""
     machine, place = swiglu_code(name, dtype)
     assert machine.local == 0
@@ -74,14 +74,14 @@ def normalize_norm_code(name, length, residual):
     return compiled(norm_kernel, arguments, place.warps), place
 
 
-def test_bits_in_the_interpreter():
+def test_norm_bits_in_the_interpreter():
     """Many tensors: dtypes, shapes, schemes, residuals, packed codes, non-finite rows."""
     (count,) = lines_of("producers", "normalize")
     assert int(count) > 100
 
 
 @pytest.mark.parametrize(("name", "length", "residual"), [(None, 4096, False), ("fp8_rowwise", 14336, True)])
-def test_code_for_hopper(name, length, residual):
+def test_norm_code_for_hopper(name, length, residual):
     """Wide loads and stores, nothing in local memory, two programs of the longest rows on a multiprocessor."""
     machine, place = normalize_norm_code(name, length, residual)
     assert machine.local == 0

@@ -281,7 +281,7 @@ def test_empty(shape):
     assert dequantize(q).shape == shape
 
 
-def packed_test_what_is_refused():
+def test_packed_what_is_refused():
     refused(ValueError, "pack needs at least one axis", quantize, np.float32(1), "nvfp4", packed=True)
     q = quantize(PACKED_X, "mxfp4", packed=True)
     with pytest.raises(ValueError, match=r"^codes .* \(2, 32, 96\), got \(2, 32, 48\);.*packed=True"):

@@ -459,7 +459,7 @@ def test_libraries_agree_and_the_result_compresses():
     assert 0 < few.mean() < 1
 
 
-def activation_test_refusals_name_the_way_out():
+def test_activation_refusals_name_the_way_out():
     x = np.ones((2, 8), F)
     refused(ValueError, "multiple of 4", squared_relu_24, x[:, :6])
     refused(TypeError, "cast it to float32", squared_relu_24, x.astype(np.float64))

@@ -511,5 +511,5 @@ def test_signs():
         (np.zeros((2, 16), np.int32), 16, TypeError, "hadamard takes float32"),
     ],
 )
-def hadamard_test_errors(x, length, error, message):
+def test_hadamard_errors(x, length, error, message):
     refused(error, message, hadamard, x, length)
