@@ -15,7 +15,7 @@ measured whole or not at all (`experiments.fp8_training.run`), so that the sides
 What is measured whole or not at all, because its methods are divided by each other: the layer of a shape, decoder layers
 eager and compiled, a cell of the grid.
 
-Where a method of a whole is missing, all of them are measured again, so that a ratio is of one process on one host. What was
+Where a method of one is missing, all of them are measured again, so that a ratio is of one process on one host. What was
 never measured comes before what lacks a method: one that fails wherever it is tried keeps nothing else waiting. A whole
 that the deadline cut is dropped: an older measurement stays, and the next run begins it anew.
 """
@@ -61,11 +61,13 @@ def linear_part(settings: Settings, journal: Journal, failed: list[Row], deadlin
         (linear.EAGER, linear.label(one), one.missing()) for one in linear.all_methods(settings.device)
     ]
 
-    def whole(shape: linear.Shape) -> Whole:
+    def whole(shape: linear.Shape) -> Comparison:
         name = linear.data_of(shape)
-        return Whole(linear.KIND, name, name, (Part.of(methods, lambda: linear.measure(bench(), shape)),))
+        return Comparison(
+            linear.KIND, name, name, (Part.of(methods, lambda: linear.measure(bench(), shape)),)
+        )
 
-    measure_wholes("linear layers", map(whole, shapes), settings, journal, failed, deadline)
+    measure_comparisons("linear layers", map(whole, shapes), settings, journal, failed, deadline)
 
 
 def blocks_part(
@@ -78,12 +80,12 @@ def blocks_part(
     for group in groups:
         _, _, rest = group.setting.partition(", ")
         pairs.setdefault((group.shape.name, rest), []).append(group)
-    wholes = [
-        Whole(blocks.KIND, data, f"{data}, {rest}", tuple(part_of(group, bench) for group in pair))
+    comparisons = [
+        Comparison(blocks.KIND, data, f"{data}, {rest}", tuple(part_of(group, bench) for group in pair))
         for (data, rest), pair in pairs.items()
         if only in ("", rest)
     ]
-    measure_wholes("decoder layers", wholes, settings, journal, failed, deadline)
+    measure_comparisons("decoder layers", comparisons, settings, journal, failed, deadline)
 
 
 def part_of(group: blocks.Group, bench: Callable[[], blocks.Bench]) -> Part:
@@ -101,30 +103,30 @@ def fsdp_part(settings: Settings, journal: Journal, failed: list[Row], deadline:
     case = blocks.CASES["cuda" if published_shapes(settings) else "cpu"]
     methods = [(case.setting, side.name, case.missing()) for side in blocks.SIDES]
     part = Part.of(methods, lambda: blocks.fsdp_measure(case, settings.seed))
-    wholes = [Whole(blocks.FSDP_KIND, case.shape.name, case.setting, (part,))]
-    measure_wholes("two ranks", wholes, settings, journal, failed, deadline)
+    comparisons = [Comparison(blocks.FSDP_KIND, case.shape.name, case.setting, (part,))]
+    measure_comparisons("two ranks", comparisons, settings, journal, failed, deadline)
 
 
 def grid_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The grid, cell by cell."""
     cells = linear.CELLS if published_shapes(settings) else linear.GRID_STAND_INS
-    wholes = [cell_whole(settings, linear.GRID_KIND, cell, linear.grid_measure) for cell in cells]
-    measure_wholes("grid", wholes, settings, journal, failed, deadline)
+    comparisons = [cell_comparison(settings, linear.GRID_KIND, cell, linear.grid_measure) for cell in cells]
+    measure_comparisons("grid", comparisons, settings, journal, failed, deadline)
 
 
 def grid_eager_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
     """The smaller cells tuned for eager mode; on a CPU there are no launches, and `grid` says all."""
     cells = linear.EAGER_CELLS if published_shapes(settings) else ()
-    wholes = [
-        cell_whole(settings, linear.EAGER_KIND, cell, partial(linear.grid_measure, launches="eager"))
+    comparisons = [
+        cell_comparison(settings, linear.EAGER_KIND, cell, partial(linear.grid_measure, launches="eager"))
         for cell in cells
     ]
-    measure_wholes("grid, eager", wholes, settings, journal, failed, deadline)
+    measure_comparisons("grid, eager", comparisons, settings, journal, failed, deadline)
 
 
-def cell_whole(
+def cell_comparison(
     settings: Settings, kind: str, cell: linear.Cell, measure: Callable[[str, int, linear.Cell], Any]
-) -> Whole:
+) -> Comparison:
     """A cell of the grid."""
     setting = linear.setting_of(cell)
 
@@ -133,7 +135,7 @@ def cell_whole(
         return {(setting, method.name): one for method, one in values.items()}
 
     part = Part.of([(setting, method.name, method.missing()) for method in linear.SIDES], found)
-    return Whole(kind, linear.MODULE, setting, (part,))
+    return Comparison(kind, linear.MODULE, setting, (part,))
 
 
 def faults_part(settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline) -> None:
@@ -173,7 +175,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Comparison:
     """Parts of one table. name: what progress calls it."""
 
     kind: str
@@ -190,60 +192,66 @@ class Whole:
         return {(self.table(settings), *one) for part in self.parts for one in part.methods}
 
 
-def measure_wholes(
-    title: str, wholes: Iterable[Whole], settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
+def measure_comparisons(
+    title: str, comparisons: Iterable[Comparison], settings: Settings, journal: Journal, failed: list[Row], deadline: Deadline
 ) -> None:  # fmt: skip
     """Measure those that miss a method; rows of what went well go into the journal, others to `failed`."""
     done = {(row.table, row.setting, row.method) for row in journal.rows}
     missing = []
-    for whole in wholes:
-        if not whole.methods(settings) <= done:
-            missing.append(whole)
+    for comparison in comparisons:
+        if not comparison.methods(settings) <= done:
+            missing.append(comparison)
         else:
-            add(whole, [part.absent for part in whole.parts], settings, journal, failed)
+            add(comparison, [part.absent for part in comparison.parts], settings, journal, failed)
     # Sorting is stable: otherwise in the order in which they were given.
     missing.sort(key=lambda one: bool(one.methods(settings) & done))
     with bar(title, len(missing)) as step:
-        for whole in missing:
+        for comparison in missing:
             if deadline.reason() is None:
-                measure_one(whole, settings, journal, failed)
-            step(whole.name)
+                measure_one(comparison, settings, journal, failed)
+            step(comparison.name)
 
 
-def measure_one(whole: Whole, settings: Settings, journal: Journal, failed: list[Row]) -> None:
+def measure_one(comparison: Comparison, settings: Settings, journal: Journal, failed: list[Row]) -> None:
     """Measure all parts, up to one that the deadline cut, and put them in the place of what was there; nothing is put there
     where not all parts were reached or all failed."""
     made: list[Found] = []
-    for part in whole.parts:
+    for part in comparison.parts:
         found = part.measure()
         if any(is_late(metric) for values in found.values() for metric in values):
             say(
-                f"{whole.name}: the time of this run ended before all was measured; the next one begins it anew"
+                f"{comparison.name}: the time of this run ended before all was measured; the next one begins it anew"
             )
             break
         made.append(found)
-    setting, _ = whole.parts[0].methods[0]
-    name = whole_of(whole.table(settings), setting)
+    setting, _ = comparison.parts[0].methods[0]
+    name = comparison_of(comparison.table(settings), setting)
     old = [row for row in journal.rows if measured_whole(row) == name]
     useless = not any(OK in one for found in made for one in found.values())
-    if len(made) == len(whole.parts) and not (old and useless):
+    if len(made) == len(comparison.parts) and not (old and useless):
         journal.drop(old)
-        add(whole, made, settings, journal, failed)
+        add(comparison, made, settings, journal, failed)
 
 
-def add(whole: Whole, made: Iterable[Found], settings: Settings, journal: Journal, failed: list[Row]) -> None:
+def add(
+    comparison: Comparison, made: Iterable[Found], settings: Settings, journal: Journal, failed: list[Row]
+) -> None:
     """Rows of values, or of a status."""
     for found in made:
         for (setting, method), values in found.items():
-            keep(journal, failed, settings.rows(EXPERIMENT, whole.kind, whole.data, setting, method, values))
+            keep(
+                journal,
+                failed,
+                settings.rows(EXPERIMENT, comparison.kind, comparison.data, setting, method, values),
+            )
 
 
 def measured_whole(row: Row) -> tuple[str, str] | None:
     """What a row is measured together with; None where its line stands for itself."""
-    return whole_of(row.table, row.setting)
+    return comparison_of(row.table, row.setting)
 
 
-def whole_of(table: str, setting: str) -> tuple[str, str] | None:
+def comparison_of(table: str, setting: str) -> tuple[str, str] | None:
     """By table and setting: a whole layer, decoder layers whether compiled or not, those on two ranks, a cell."""
     kind, _, _ = table_parts(table)
     if kind == linear.KIND:

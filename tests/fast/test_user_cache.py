@@ -9,7 +9,7 @@ from fast import user_cache
 from fast.launch import nvrtc
 from fast.user_cache import NoCacheFolder, UntrustedFile, cache_folder, read_own, write_own
 
-SOURCE = ("code", {}, ["-arch=sm_90a"])
+SOURCE = ("code", {}, ["-arch=sm_90a"], "kernel")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="owners and modes are POSIX's")
 
 

@@ -21,7 +21,7 @@ from experiments.fp8_training.methods import (
     Plan,
 )
 from experiments.fp8_training.page import of_grid, of_models
-from experiments.fp8_training.run import Part, Whole, measure_wholes, whole_of
+from experiments.fp8_training.run import Comparison, Part, comparison_of, measure_comparisons
 from experiments.harness.measuring import Deadline, status
 from experiments.harness.rows import Journal, table_parts
 from experiments.models.llama import ModelSettings
@@ -57,12 +57,13 @@ class Runs:
         )
 
     def __call__(self, *names):
-        wholes = [
-            Whole("blocks", name, name, (self.part(name, EAGER), self.part(name, COMPILED))) for name in names
+        comparisons = [
+            Comparison("blocks", name, name, (self.part(name, EAGER), self.part(name, COMPILED)))
+            for name in names
         ]
         self.made.clear()
         self.failed.clear()
-        measure_wholes("layers", wholes, self.settings, self.journal, self.failed, Deadline(None))
+        measure_comparisons("layers", comparisons, self.settings, self.journal, self.failed, Deadline(None))
         return list(self.made)
 
     def times(self, data):
@@ -126,11 +127,11 @@ def test_a_whole_that_fails_entirely_leaves_what_was_there(runs):
 
 
 def test_what_belongs_together():
-    assert whole_of("linear/full/x", "eager") == whole_of("linear/full/x", "CUDA graph")
-    assert whole_of("blocks/full/x", EAGER) == whole_of("blocks/full/x", COMPILED)
-    assert whole_of("blocks/full/x", EAGER) != whole_of("blocks/full/x", "eager, 2 x 2")
-    assert whole_of("grid/full/x", "M=1") != whole_of("grid/full/x", "M=2")
-    assert whole_of("paired/full/x", "30m") is None
+    assert comparison_of("linear/full/x", "eager") == comparison_of("linear/full/x", "CUDA graph")
+    assert comparison_of("blocks/full/x", EAGER) == comparison_of("blocks/full/x", COMPILED)
+    assert comparison_of("blocks/full/x", EAGER) != comparison_of("blocks/full/x", "eager, 2 x 2")
+    assert comparison_of("grid/full/x", "M=1") != comparison_of("grid/full/x", "M=2")
+    assert comparison_of("paired/full/x", "30m") is None
 
 
 MODEL = ModelSettings(width=32, layers=2, heads=2, kv_heads=2, feed_forward=64, context=16)

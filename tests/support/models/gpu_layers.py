@@ -102,6 +102,7 @@ def pretend_hopper(monkeypatch: Any, recorded: Recorded) -> None:
             monkeypatch.setattr(host, name, value)
     monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
     monkeypatch.setattr(choose, "rows_of_gemm", lambda p: p.rows)
+    monkeypatch.setattr(choose, "_gemv_is_faster", lambda p: False)
     monkeypatch.setattr(
         sm90_s8_gemm, "choose", lambda tokens, features, stored, processors: fitted(128, 2, stored)
     )
