@@ -110,7 +110,9 @@ def sparse24_w4a16_gemv(
 
     def call() -> Any:
         with _served(), mock.patch.object(sparse24_gemv, "choose", return_value=variant):
-            return sparse_linear.linear_sparse_int4(*given, group, zero=zero, family="sm90_sparse24_w4a16_gemv")
+            return sparse_linear.linear_sparse_int4(
+                *given, group, zero=zero, family="sm90_sparse24_w4a16_gemv"
+            )
 
     return StandIn(**device).made(call, *given, zero)
 
