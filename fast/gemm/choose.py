@@ -263,6 +263,10 @@ def takes_codes(x: str, w: str, shape: tuple[int, int], dtype: torch.dtype, rows
     """
     if importlib.util.find_spec("triton") is None or not all(shape):
         return False
+    from fast.launch.launcher import interpreted
+
+    if rows == 1 and interpreted():
+        return False  # Gluon has no interpreter
     inputs, weight = record_of(x), record_of(w)
     alike = (inputs.element == "int8") == (weight.element == "int8")
     device, zero = Device(SM90, HOPPER.processors, nvrtc=False), inputs.zero is not None
@@ -340,8 +344,8 @@ def gradients(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 
-#: Rows up to which each number is asked for: families of few rows take turns there.
-EACH = 128
+#: Rows that are asked for up to 128: families of few rows take turns there, of whole tiles and of a few rows more.
+ASKED = (*range(1, 18), 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128)
 
 
 class Range(NamedTuple):
@@ -360,11 +364,13 @@ class Range(NamedTuple):
 
 
 def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:
-    """The ranges of rows from 1 to `most` that have one name: asked for at each number up to EACH, at powers of two
-    beyond, and in between until each bound is known. A name that begins and ends between two of these powers is not
-    seen; the last range stands for all that follow."""
+    """The ranges of rows from 1 to `most` that have one name: asked for at ASKED, at powers of two beyond, and in between until
+    each bound is known. A name that begins and ends between two of these numbers is not seen; the last range stands for all
+    that follow."""
     found: list[Range] = []
-    known = [(rows, name_of(rows)) for rows in (*range(1, min(EACH, most)), *_powers(most), most)]
+    known = [
+        (rows, name_of(rows)) for rows in (*(rows for rows in ASKED if rows < most), *_powers(most), most)
+    ]
     first = 1
     for (below, name), (above, other) in pairwise(known):
         if name != other:
@@ -375,8 +381,8 @@ def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:
 
 
 def _powers(most: int) -> Iterator[int]:
-    """Powers of two from EACH on, below."""
-    power = EACH
+    """Powers of two beyond those that are asked for anyway, below."""
+    power = 2 * ASKED[-1]
     while power < most:
         yield power
         power *= 2

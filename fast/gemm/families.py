@@ -92,6 +92,8 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
     if p.inputs not in takes.inputs or (p.element in takes.bfloat16 and p.inputs != torch.bfloat16):
         alone = f", {' and '.join(takes.bfloat16)} by bfloat16 alone" if takes.bfloat16 else ""
         return f"inputs are {', '.join(map(str, takes.inputs))}{alone}, got {p.inputs}"
+    if not p.n or not p.k:
+        return f"weights have rows and columns, got {p.shape}"
     if not 0 < p.rows <= takes.rows:
         return f"there are 1 to {takes.rows} rows, got {p.rows}"
     if p.n % takes.multiples[0] or p.k % takes.multiples[1] or (p.filled and not takes.filled):

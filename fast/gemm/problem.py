@@ -44,20 +44,23 @@ def device_of(device: torch.device) -> Device:
     """The facts of a device. Under Triton's interpreter, and on a CPU, there is no CUDA C++."""
     if device.type != "cuda":
         return Device((0, 0), HOPPER.processors, False)
+    from fast.launch.launcher import interpreted
     from fast.launch.nvrtc import missing_compiler
 
     found = torch.cuda.get_device_properties(device)
-    return Device((found.major, found.minor), found.multi_processor_count, missing_compiler() is None)
+    nvrtc = missing_compiler() is None and not interpreted()
+    return Device((found.major, found.minor), found.multi_processor_count, nvrtc)
 
 
 class Problem(NamedTuple):
     """A product of rows (`rows`, k) by a weight (n, k).
 
-    rows: of experts those of one, on average. layout: see above. inputs: the dtype of the rows; of "codes" that of the result.
-    element, group, zero: what a preshuffled weight has, see `ArrangedWeight`; of "codes" the weight's element and whether the
-    inputs have zero points. filled: whether a preshuffled weight has rows or columns that are none of its own. products: 2
-    where two weights like this one are multiplied at once. experts: how many weights there are, 0 for one matrix. weight: of a
-    plain weight scheme, axis and whether it is packed.
+    rows: of experts those of one, on average. layout: see above. inputs: the dtype of the rows; of "codes"
+    that of the result. element, group, zero: what a preshuffled weight has, see `ArrangedWeight`; of "codes"
+    the inputs' element and whether they have zero points. filled: whether a preshuffled weight has rows or
+    columns that are none of its own, a plain one tiled scales. products: 2 where two weights like this one
+    are multiplied at once. experts: how many weights there are, 0 for one matrix. weight: of a plain weight
+    scheme, axis and whether it is packed.
     """
 
     layout: str

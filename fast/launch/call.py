@@ -83,11 +83,17 @@ class Call:
             self.repeatable &= view.data_ptr() == self.tensors[name].data_ptr()
 
     def result(
-        self, template: Any, key: Any = None, record: Any = None, convert: Callable[[Any], Any] | None = None
+        self,
+        template: Any,
+        key: Any = None,
+        record: Any = None,
+        convert: Callable[[Any], Any] | None = None,
+        before: Callable[[Call], Callable[..., Any]] | None = None,
     ) -> Any:
         """What the launches made: the template with tensors for their names (`cache.maker`), converted at last.
 
-        With a key this answers the next call like it. record: whose id the key may have.
+        With a key this answers the next call like it. record: whose id the key may have. before: what answers
+        in its place, given this one, where operands have to be changed first.
         """
         names = [*self.inputs, *self.buffers]
         places = {name: at for at, name in enumerate(names) if name in self.tensors}
@@ -96,7 +102,7 @@ class Call:
         made = self.finish([*self.inputs.values(), *(self.tensors[name] for name in self.buffers)])
         if key is not None and self.repeatable and not interpreted():
             self._prepare(places)
-            cache.remember(key, self, record)
+            cache.remember(key, self if before is None else before(self), record)
         return made
 
     # Repeating

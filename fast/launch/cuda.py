@@ -49,7 +49,8 @@ class Kernel:
     name: of the family, the file and the entry point; a variant may say another file by `source`. folder: where it is. defines:
     of a variant and a problem, whose fields are plain. own, shared: headers beside it, and of SHARED_HEADERS; generated:
     others, by name. programmatic: whether it may begin while the kernel in front ends, whose results it waits for. instead:
-    what happens where it does not compile or load.
+    what happens where it does not compile or load. fails_whole: whether no other variant of a problem is tried after one that
+    failed.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Kernel:
     generated: Callable[[Any, Any], dict[str, str]] = lambda variant, problem: {}
     programmatic: bool = False
     instead: str = "another kernel multiplies"
+    fails_whole: bool = False
 
     def sources(self, variant: Any, problem: Any) -> tuple[str, dict[str, str], tuple[str, ...]]:
         """Source, headers and options for NVRTC."""
@@ -98,11 +100,14 @@ def loaded(kernel: Kernel, variant: Any, problem: Any, device: int) -> ctypes.c_
 
 
 @lru_cache(maxsize=1024)
-def is_loadable(kernel: Kernel, variant: Any, problem: Any, device: int) -> bool:
-    """Whether a variant compiles and loads; where one does not, a warning says why, and no other of the problem is tried."""
-    if (kernel, problem, device) in _FAILED:
+def is_loadable(kernel: Kernel, variant: Any, problem: Any, device: int, shared: int = 0) -> bool:
+    """Whether a variant compiles and loads; where one does not, a warning says why. shared: bytes of its
+    shared memory, where the driver has to say how many of its clusters run at once, too."""
+    if kernel.fails_whole and (kernel, problem, device) in _FAILED:
         return False
     try:
+        if shared:
+            clusters_at_once(kernel, variant, problem, shared, device)
         return bool(loaded(kernel, variant, problem, device))
     except (RuntimeError, OSError) as error:
         _FAILED.add((kernel, problem, device))

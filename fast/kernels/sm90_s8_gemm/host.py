@@ -54,7 +54,7 @@ def call_of(
     """The call whose launch made "y", of codes (M, K) and (N, K), and scales: one number or one for each row. None where the
     variant does not compile or load."""
     (tokens, length), features, device = x.codes.shape, w.codes.shape[0], x.codes.get_device()
-    if not cuda.is_loadable(KERNEL, variant, problem, device):
+    if not cuda.is_loadable(KERNEL, variant, problem, device, variant.shared):
         return None
     at_once = cuda.clusters_at_once(KERNEL, variant, problem, variant.shared, device)
     clusters = programs_of(variant.tokens, tokens, features, variant.pair) // variant.pair

@@ -116,6 +116,7 @@ KERNEL = Kernel(
     _defines,
     generated=_generated,
     instead="Triton's kernel multiplies",
+    fails_whole=True,
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.select import choose
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, PANEL, ROW, Problem, Variant, fitted
-from fast.launch import cache, cuda
+from fast.launch import cuda
 from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch, Maps
 from fast.launch.driver import tensor_map
@@ -35,12 +36,13 @@ def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> t
     arranged = metadata.dim() == 3
     order = metadata if arranged else arrange(metadata, bits)
     call = product(name, fast_sums, (x, values, order, *rest))
-    y: torch.Tensor = call.result("y", key)
-    if not arranged and cache.find(key) is call:
-        # Canonical metadata is put in order in every call.
-        again = lambda x, values, metadata, *rest: call(x, values, arrange(metadata, bits), *rest)  # noqa: E731
-        cache.remember(key, again, None)
+    y: torch.Tensor = call.result("y", key, before=None if arranged else partial(_arranged_first, bits))
     return y
+
+
+def _arranged_first(bits: int, call: Call) -> Callable[..., Any]:
+    """A call of canonical metadata, which is put in order in each."""
+    return lambda x, values, metadata, *rest: call(x, values, arrange(metadata, bits), *rest)
 
 
 def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | None = None) -> Call:

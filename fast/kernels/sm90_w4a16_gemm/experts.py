@@ -59,7 +59,7 @@ def launch_of(x: torch.Tensor, experts: ArrangedWeight, variant: Variant | None 
     average = ceil_div(tokens, count)
     one = variant or choose(average, count, features, length, weight, processors_of(device))
     problem, shared = Problem(weight, FLOAT_NAMES[x.dtype]), one.shared(weight)
-    if not cuda.is_loadable(KERNEL, one, problem, device):
+    if not cuda.is_loadable(KERNEL, one, problem, device, shared):
         return None
     at_once = cuda.clusters_at_once(KERNEL, one, problem, shared, device)
     each = (experts.group or length) // ATOM or 1

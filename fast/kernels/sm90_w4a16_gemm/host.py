@@ -78,9 +78,9 @@ def launch_of(
     (features, length), weight = w.shape, weight_of(w)
     problem = Problem(weight, FLOAT_NAMES[dtype])
     one = with_scales(variant, weight) if scaled else variant
-    if not cuda.is_loadable(KERNEL, one, problem, device):
-        return None
     shared = one.shared(weight)
+    if not cuda.is_loadable(KERNEL, one, problem, device, shared):
+        return None
     grid = grid_of(one, rows, features, cuda.clusters_at_once(KERNEL, one, problem, shared, device))
     cuts = schedule or scheduled(grid, ratio_of(one, weight))
     numbers = (

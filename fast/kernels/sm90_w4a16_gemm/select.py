@@ -61,7 +61,9 @@ def choose(
         if taken < least:
             best, least = one, taken
     if best is None:
-        raise ValueError(f"no variant takes {tokens} rows of {length} columns; `refused` says what it takes")
+        raise ValueError(
+            f"no variant takes {tokens} rows of {length} columns; `fast.gemm.families` says what it takes"
+        )
     return best
 
 

@@ -178,6 +178,7 @@ KERNEL = Kernel(
     own=("schedule.cuh", "experts.cuh", "decode.cuh", "factors.cuh", "levels.cuh", "load.cuh", "turns.cuh"),
     generated=_generated,
     instead="dense weights are multiplied",
+    fails_whole=True,
 )
 
 

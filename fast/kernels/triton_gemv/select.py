@@ -128,7 +128,7 @@ def linear_of_codes(
 ) -> torch.Tensor | None:
     """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`.
 
-    Several rows are `scaled_mm.host`'s.
+    Several rows are `triton_scaled_mm.host`'s.
     """
     launch = w8a8_launch_for(x.scheme, w.scheme, tuple(w.shape), dtype)
     given = {

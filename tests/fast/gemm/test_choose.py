@@ -133,6 +133,8 @@ def test_codes():
         "triton_gemv_w8a8", "triton_int_scaled_mm", "triton_int_scaled_mm", "sm90_s8_gemm",
     ]  # fmt: skip
     assert of(1024, zero=True) == "triton_int_scaled_mm"
+    empty = Problem(CODES, 8192, 4096, 0, BF16, HOPPER, "int8")
+    assert names(empty) == ["triton_int_scaled_mm"], "sums of nothing are no tensor map's"
     assert of(1024, "float8_e4m3fn") == "triton_scaled_mm"
 
 

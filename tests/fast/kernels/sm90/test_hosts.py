@@ -72,6 +72,9 @@ def test_a_variant_that_does_not_load_is_left_out_with_a_warning(monkeypatch, re
         assert gemv.launch_for(w, 1, torch.bfloat16, torch.bfloat16, variant) is None
     # Once: the next call says nothing.
     assert gemv.launch_for(w, 1, torch.bfloat16, torch.bfloat16, variant) is None
+    # Another variant is tried, and may load.
+    monkeypatch.setattr(cuda, "loaded", lambda *given: 1)
+    assert gemv.launch_for(w, 1, torch.bfloat16, torch.bfloat16, variant._replace(stages=3)) is not None
 
 
 # Preshuffled weights, many rows

@@ -15,6 +15,7 @@ from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.variants import Variant, fitted
 from fast.launch import cache
+from fast.launch.call import Call
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sm90.products import require_nvrtc, sparse24_gemm
@@ -163,6 +164,10 @@ def test_canonical_metadata_is_put_in_order_in_every_call(monkeypatch):
     monkeypatch.setattr(host, "variant_for", lambda *given: Variant(16, 1, 2, 3, 1, 2))
     given, stand_in, key = operands(17, 72, 96, (E4M3, E4M3)), StandIn(early=True), ("linear_sparse", 0, ())
     monkeypatch.setattr(host, "arrange", lambda *given: stand_in.add(arrange(*given)))
+    answers, remember = [], cache.remember
+    monkeypatch.setattr(
+        cache, "remember", lambda key, call, record: answers.append(call) or remember(key, call, record)
+    )
 
     def both():
         first = host.linear_sparse("bfloat16", True, given, key)
@@ -170,6 +175,8 @@ def test_canonical_metadata_is_put_in_order_in_every_call(monkeypatch):
 
     for made in stand_in.made(both, *given):
         assert_same_bits(made, expected(given, "bfloat16"))
+    # Another thread never finds the call of metadata that are in order already.
+    assert [isinstance(answer, Call) for answer in answers] == [False]
 
 
 PUT = "    put<FIRST>(sum, tile, thread);\n"
