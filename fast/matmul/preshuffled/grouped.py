@@ -32,13 +32,13 @@ SCHEMA = "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor offsets, S
 def grouped_linear_small(x: torch.Tensor, w: Quantized, offsets: torch.Tensor) -> torch.Tensor:
     """x (T, K), sorted by expert, times the transpose of each expert's preshuffled weight (N, K): (T, N) in x's dtype.
 
-    w: what `preshuffled.linear.preshuffled` makes of weights (E, N, K). offsets: int32 (E,), on x's device: the row after each expert's last
-    one; on a GPU the host reads none of them. Rows behind the last are undefined there, as torch's `_grouped_mm` leaves them,
-    and zeros on a CPU. On a GPU up to `average_rows_as_stored` rows an expert, on average, of bfloat16 or float16 read the
-    weights as they are stored: within `reference.linear_error_bound` of the exact product, the same bits in every call; more
-    are multiplied by torch with what `dequantize` gives in x's dtype. CPU tensors run `reference.linear` of each expert.
-    ValueError for shapes and offsets that do not go together. Differentiable in x; NotImplementedError where scales require a
-    gradient.
+    w: what `preshuffled.linear.preshuffled` makes of weights (E, N, K). offsets: int32 (E,), on x's device: the row after
+    each expert's last one; on a GPU the host reads none of them. Rows behind the last are undefined there, as torch's
+    `_grouped_mm` leaves them, and zeros on a CPU. On a GPU up to `average_rows_as_stored` rows an expert, on average, of
+    bfloat16 or float16 read the weights as they are stored: within `reference.linear_error_bound` of the exact product, the
+    same bits in every call; more are multiplied by torch with what `dequantize` gives in x's dtype. CPU tensors run
+    `reference.linear` of each expert. ValueError for shapes and offsets that do not go together. Differentiable in x;
+    NotImplementedError where scales require a gradient.
     """
     operands = (x, w.codes, w.scale, w.zero, offsets)
     y: torch.Tensor = run(GROUPED_LINEAR_SMALL, w.scheme, (tuple(w.shape),), operands)

@@ -212,12 +212,12 @@ INPUTS = (torch.bfloat16, torch.float16)
 def linear_small(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (..., K) times the transpose of a preshuffled weight (N, K), plus bias (N), in x's dtype and on its device.
 
-    w: what `preshuffled.linear.preshuffled` makes of a stored weight. On a GPU up to MOST_ROWS rows of bfloat16 or float16 read it as it is
-    stored, with the same bits in every call, and the result is within `reference.linear_error_bound` of the exact product; so
-    it is of the product with what `dequantize` gives in x's dtype for more rows, and for those from 33 on that are faster so.
-    These, 16-bit rows on Hopper (where NVRTC is installed), are multiplied by a kernel that decodes the weight as it reads it,
-    all else by torch. CPU tensors run `reference.linear`. Errors are its.
-    Differentiable in x and bias; NotImplementedError where scales require a gradient.
+    w: what `preshuffled.linear.preshuffled` makes of a stored weight. On a GPU up to MOST_ROWS rows of bfloat16 or float16
+    read it as it is stored, with the same bits in every call, and the result is within `reference.linear_error_bound` of the
+    exact product; so it is of the product with what `dequantize` gives in x's dtype for more rows, and for those from 33 on
+    that are faster so. These, 16-bit rows on Hopper (where NVRTC is installed), are multiplied by a kernel that decodes the
+    weight as it reads it, all else by torch. CPU tensors run `reference.linear`. Errors are its. Differentiable in x and
+    bias; NotImplementedError where scales require a gradient.
     """
     y: torch.Tensor = run(LINEAR_SMALL, w.scheme, (tuple(w.shape),), (x, w.codes, w.scale, w.zero, bias))
     return y
