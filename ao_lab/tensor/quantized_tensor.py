@@ -102,6 +102,8 @@ class QuantizedTensor(torch.Tensor):
         codes = parts["codes"]
         if codes is None:
             raise ValueError("a QuantizedTensor needs codes")
+        if meta.layout == SPARSE and parts.get("metadata") is None:
+            raise ValueError("a QuantizedTensor in layout '2:4' needs codes and metadata")
         kind = SparseQuantizedTensor if meta.layout == SPARSE else cls
         result = wrapper(kind, tuple(shape), meta, codes.device)
         result.__dict__.update(ABSENT, **parts, meta=meta)

@@ -299,10 +299,27 @@ def block_sizes(t: QuantizedTensor) -> list[int]:
     return sizes
 
 
+def cuts_blocks(piece: QuantizedTensor, whole: QuantizedTensor) -> bool:
+    """Whether a view ends inside a block of the tensor that it is a view of, so that both have its scale."""
+    scale, base = piece.scale, whole.scale
+    for dim, size in enumerate(block_sizes(piece)):
+        length, of_base = piece.stored_shape[dim], whole.stored_shape[dim]
+        if size == 1 or length == of_base or length % size == 0:
+            continue
+        if scale is None or base is None or scale.dim() != base.dim() or not base.stride(dim):
+            return True
+        first = (scale.storage_offset() - base.storage_offset()) // base.stride(dim) % base.shape[dim]
+        if first + scale.shape[dim] != base.shape[dim] or of_base % size != length % size:
+            return True
+    return False
+
+
 def _check_slice(t: QuantizedTensor, dim: int, start: int, end: int) -> None:
     """ValueError where a slice begins or ends inside a block or a byte."""
     length, step = t.stored_shape[dim], axis_step(t, dim)
-    last_step = _byte_step(t, dim) if t.scheme.scale.partial else step
+    # 2:4 storage holds whole blocks alone: what made it is checked by them.
+    partial = t.scheme.scale.partial and t.meta.layout != SPARSE
+    last_step = _byte_step(t, dim) if partial else step
     if start < end and (start % step or (end != length and end % last_step)):
         raise ValueError(
             f"elements {start} to {end} of axis {dim} (length {length}) in {t.scheme.name} cut a block of "

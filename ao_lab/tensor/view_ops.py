@@ -60,6 +60,8 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         return target.copy_(source.dequantize(target.dtype))
     sparse = isinstance(target, SparseQuantizedTensor)
     if not isinstance(source, QuantizedTensor):
+        if source.shape != target.shape:
+            raise ValueError(f"copy_ of shape {tuple(source.shape)} into {target!r}: shapes must be the same")
         source = _like(target, source.to(target.device) if sparse else source)
     if isinstance(source, SparseQuantizedTensor) != sparse:
         told = (
@@ -321,7 +323,10 @@ def check_part(target: QuantizedTensor, source: QuantizedTensor) -> None:
         return
     for name in ("scale", "outer", "zero"):
         whole, ours, theirs = (getattr(t, name) for t in (base, target, source))
-        if ours is not None and ours.numel() == whole.numel() and not torch.equal(ours, theirs):
+        if ours is None:
+            continue
+        shared = ours.numel() == whole.numel() or slicing.cuts_blocks(target, base)
+        if shared and not torch.equal(ours, theirs):
             raise ValueError(
                 f"copy_ into {tuple(target.shape)} of a weight of shape {tuple(base.shape)}: {name} of {target.scheme.name} "
                 f"also holds for the rest, which would change; change a dequantize()d copy, and copy_ that whole"

@@ -2,7 +2,7 @@
 
 For few rows a launch has few bytes under way at its beginning and end, and a sum of parts of K costs as much again: weights of
 a layer that multiply the same inputs, a gate and what it gates, lose that once, and have tiles enough for all multiprocessors
-without parts (times: reports/LOG.md). Large weights are faster apart (`fast.gemm.choose.pair_is_faster`).
+without parts (times: reports/LOG.md). Large weights are faster apart (`fast.gemm.choose`).
 """
 
 from __future__ import annotations

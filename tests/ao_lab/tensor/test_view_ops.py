@@ -362,6 +362,36 @@ def test_a_part_is_written_under_scales_of_its_own():
     assert same(whole.dequantize(), quantized(weight(8, 64, seed=1), "fp8_tensorwise").dequantize())
 
 
+@pytest.mark.parametrize("scheme", ["fp8_128x128", "fp8_1x128"])
+def test_a_part_that_ends_inside_a_block_is_not_written(scheme):
+    """The rest of the block would have another scale; the last block of a tensor may be a part of one."""
+    t = quantized(weight(200, 256), scheme)
+    before = t.dequantize()
+    parts = (t[:4], t[:, :40], t[:132]) if scheme == "fp8_128x128" else (t[:, :40], t[:4, :130])
+    for part in parts:
+        with pytest.raises(ValueError, match=r"scale of .* also holds for the rest"):
+            part.copy_(100 * weight(*part.shape, seed=1))
+        assert same(t.dequantize(), before)
+    t[128:] = weight(72, 256, seed=1)
+    assert same(t[:128].dequantize(), before[:128])
+
+
+@pytest.mark.parametrize("scheme", ["int8_rowwise", "int8_rowwise_2:4"])
+def test_copies_have_the_shape_of_their_target(scheme):
+    for t in (stored(scheme, 64, 64), stored(scheme, 64, 64).t()):
+        for shape in ((5,), (64, 32), (1, 64, 64)):
+            with pytest.raises(ValueError, match="shapes must be the same"):
+                t.copy_(torch.zeros(shape))
+
+
+def test_2to4_is_cut_between_blocks_alone():
+    t = stored("fp8_128x128_2:4", 256, 256)
+    with pytest.raises(ValueError, match="cut a block"):
+        t[:4]
+    with pytest.raises(ValueError, match="needs codes and metadata"):
+        type(t)({**t.parts, "metadata": None}, t.meta, t.shape)
+
+
 def test_experts_stored_in_by_out():
     """Blocks along the contraction axis of (experts, in, out)."""
     dense = weight(3, 256, 64)
