@@ -12,6 +12,7 @@ in float64, which is what sums are kept in here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -155,18 +156,18 @@ def _both(low: torch.Tensor | None, high: torch.Tensor | None) -> torch.Tensor:
 
 
 @dataclass
-class Sums:
+class Sums(ABC):
     """Running sums over the inputs of one or more layers."""
 
     value: torch.Tensor | None = None
 
+    @abstractmethod
     def update(self, x: torch.Tensor) -> None:
         """Take in an input, (..., channels)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_usable(self) -> bool:
         """Whether all sums are finite, and within float32."""
-        raise NotImplementedError
 
 
 class SquareSums(Sums):

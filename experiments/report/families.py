@@ -57,16 +57,21 @@ def tables() -> list[Table]:
     ]
 
 
-def asked(layout: str, name: str, shape: tuple[int, int]) -> Callable[[int], str]:
-    """What multiplies so many rows by a weight of a scheme."""
+def problem_of(layout: str, name: str, shape: tuple[int, int]) -> Problem:
+    """One row of bfloat16 by a weight of a scheme."""
     scheme = SCHEMES[name]
     zero = scheme.zero is not None
     if layout == PLAIN:
-        p = Problem(PLAIN, 1, *shape, BF16, HOPPER, weight=(scheme, 1, scheme.format.bits < 8))
-    elif layout == PRESHUFFLED:
-        p = Problem(PRESHUFFLED, 1, *shape, BF16, HOPPER, *form_of(scheme, shape[1]), zero)
-    else:
-        p = Problem(layout, 1, *shape, BF16, HOPPER, scheme.element if layout == CODES else "int4", 128, zero)
+        return Problem(PLAIN, 1, *shape, BF16, HOPPER, weight=(scheme, 1, scheme.format.bits < 8))
+    if layout == PRESHUFFLED:
+        return Problem(PRESHUFFLED, 1, *shape, BF16, HOPPER, *form_of(scheme, shape[1]), zero)
+    element = scheme.element if layout == CODES else "int4"
+    return Problem(layout, 1, *shape, BF16, HOPPER, element, 128, zero)
+
+
+def asked(layout: str, name: str, shape: tuple[int, int]) -> Callable[[int], str]:
+    """What multiplies so many rows by a weight of a scheme."""
+    scheme, p = SCHEMES[name], problem_of(layout, name, shape)
     if layout == CODES:
         return lambda rows: codes_of_layer(scheme, scheme, p._replace(rows=rows)).name
     return lambda rows: next(choose(p._replace(rows=rows))).name
@@ -79,4 +84,4 @@ def families_named() -> Iterator[str]:
             yield from (one.split()[-1] for one in cell.split(", "))
 
 
-__all__ = ["families_named", "tables"]
+__all__ = ["WEIGHTS", "families_named", "problem_of", "tables"]

@@ -11,6 +11,7 @@ from ao_lab import explain, quantize_
 from ao_lab.gemm import codes, select
 from ao_lab.gemm.dense import is_host
 from fast.gemm import problem
+from fast.gemm.choose import codes_of_layer
 from tests.ao_lab.gemm.capability import set_capability
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -69,6 +70,25 @@ def families(config, layout=""):
 )  # fmt: skip
 def test_ranges(gpu, config, layout, told):
     assert families(config, layout) == told
+
+
+@pytest.mark.parametrize(
+    "config", [ao_lab.Int8DynamicActivationInt8WeightConfig(), ao_lab.Float8DynamicActivationFloat8WeightConfig(),
+               ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=ao_lab.PerRow())], ids=str,
+)  # fmt: skip
+def test_what_is_told_of_codes_is_what_is_done(gpu, config):
+    """A product asks `multiplies_codes`, `explain` asks `choose`: one rule, told and done."""
+    net = nn.Sequential(nn.Linear(1024, 1024)).to(BF16).requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ao_lab.QuantizedTensor, "is_cuda", False)
+        quantize_(net, config)
+    w = net[0].weight.t()
+    scheme = codes.activation(w)
+    for rows in (1, 2, 16, 17, 24, 33, 64, 65, 128, 300):
+        x = torch.empty((rows, 1024), dtype=BF16, device="meta")
+        p = problem.of_codes(scheme, w.scheme, (1024, 1024), rows, BF16, w.device)
+        ours = not codes_of_layer(scheme, w.scheme, p).name.startswith("torch")
+        assert codes.multiplies_codes(x, w) == ours, rows
 
 
 def test_none_on_a_cpu():

@@ -1,5 +1,6 @@
 """Which family multiplies: order, ranges of rows, and that products ask."""
 
+import itertools
 import json
 import platform
 import re
@@ -10,6 +11,7 @@ import torch
 
 import fast
 from ao_lab.config.recipe import named
+from experiments.report import families as families_page
 from fast.gemm import families
 from fast.gemm.choose import Range, by_rows, choose
 from fast.gemm.problem import (
@@ -151,6 +153,17 @@ def test_sparse_int4():
     ]
     assert of(1, zero=True) == [gemv, TORCH]
     assert of(1, device=HOST) == [small, TORCH]
+
+
+@pytest.mark.parametrize("layout", families_page.WEIGHTS)
+def test_what_is_chosen_is_taken(layout):
+    """The order and the records do not contradict each other, at any number of rows."""
+    for name in families_page.WEIGHTS[layout]:
+        p = families_page.problem_of(layout, name, (4096, 4096))
+        for rows, device in itertools.product((1, 2, 8, 17, 64, 128, 129, 4096), (HOPPER, HOST)):
+            asked = p._replace(rows=rows, device=device)
+            refused = {one.name: one.refusal(asked) for one in choose(asked) if one.takes}
+            assert set(refused.values()) <= {None}, (name, rows, refused)
 
 
 def test_every_family_is_a_folder_of_kernels():
