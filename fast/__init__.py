@@ -5,6 +5,8 @@ same bits; where no kernel covers a tensor, the same rules run as torch operatio
 in autograd. Arrays that are no torch tensors raise TypeError.
 """
 
+from fast.calibration.rotation import fold_gain, rotate
+from fast.calibration.smoothing import awq_factors, smoothing_factors
 from fast.formats import decode, encode, pack, unpack
 from fast.layers.normalize import rms_norm, rms_norm_quantize
 from fast.layers.swiglu import swiglu, swiglu_quantize
@@ -22,6 +24,7 @@ from fast.sparsity.sparsegpt import sparsegpt
 
 __all__ = [
     "arrange_sparse_metadata",
+    "awq_factors",
     "choose_scales",
     "compress",
     "compress_transposable",
@@ -31,6 +34,7 @@ __all__ = [
     "encode",
     "fake_quantize",
     "fake_quantize_vjp",
+    "fold_gain",
     "linear",
     "linear_of_codes",
     "linear_pair",
@@ -47,6 +51,8 @@ __all__ = [
     "quantize_compressed",
     "rms_norm",
     "rms_norm_quantize",
+    "rotate",
+    "smoothing_factors",
     "sparsegpt",
     "swiglu",
     "swiglu_quantize",

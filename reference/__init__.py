@@ -5,6 +5,8 @@ Public names are listed in `__all__`. Nothing here imports torch or, before a JA
 """
 
 from reference.arrays.jax_bridge import register_if_imported, register_jax
+from reference.calibration.rotation import fold_gain, rotate
+from reference.calibration.smoothing import AWQFactors, awq_factors, smoothing_factors
 from reference.formats.encode import decode, encode
 from reference.formats.formats import FORMATS, Format
 from reference.formats.rounding import random_bits
@@ -49,6 +51,7 @@ __all__ = [
     "METADATA_LAYOUTS",
     "RECIPES",
     "SCHEMES",
+    "AWQFactors",
     "Compressed",
     "Format",
     "MetadataLayout",
@@ -61,6 +64,7 @@ __all__ = [
     "SparseGPTResult",
     "Zero",
     "arrange_metadata",
+    "awq_factors",
     "choose_scales",
     "compress",
     "compress_transposable",
@@ -70,6 +74,7 @@ __all__ = [
     "encode",
     "fake_quantize",
     "fake_quantize_vjp",
+    "fold_gain",
     "grouped_linear",
     "grouped_linear_vjp",
     "linear",
@@ -94,6 +99,8 @@ __all__ = [
     "ria_scores",
     "rms_norm",
     "rms_norm_quantize",
+    "rotate",
+    "smoothing_factors",
     "sparsegpt",
     "square_sums",
     "squared_relu_24",

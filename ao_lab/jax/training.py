@@ -38,7 +38,7 @@ from reference import Quantized
 from reference.arrays.errors import choice
 from reference.arrays.jax_bridge import automatic, explicit_mesh
 from reference.formats.rounding import MASK, MULTIPLIER, ROUNDS, WEYL
-from reference.training.hadamard import hadamard
+from reference.layers.hadamard import hadamard
 from reference.training.linear import unsupported_reason
 from reference.training.recipe import PRODUCTS, Operand, Recipe, recipe_of
 

@@ -48,8 +48,8 @@ from fast.launch.call import FLOAT_NAMES
 from fast.launch.launcher import UNFUSED, interpreted
 from reference import SCHEMES, Quantized
 from reference.formats.storage import storage_dtype
+from reference.layers.hadamard import signs
 from reference.schemes.schemes import Scheme
-from reference.training.hadamard import signs
 
 # Random words where they are used: those of `reference.random_bits`, four neighbouring elements at a time.
 
@@ -147,7 +147,7 @@ def values_of(v, s, factor, outer, bits, SCHEME: tl.constexpr, DRAWS: tl.constex
     return finished(value * c, c, DTYPE)
 
 
-# The butterfly of `reference.training.hadamard` on float32 values in registers: every addition in the declared order.
+# The butterfly of `reference.layers.hadamard` on float32 values in registers: every addition in the declared order.
 
 
 @triton.jit

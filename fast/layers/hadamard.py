@@ -1,4 +1,4 @@
-"""The randomized Hadamard transform of `reference.training.hadamard` for torch tensors, the same bits; no gradient of its own.
+"""The randomized Hadamard transform of `reference.layers.hadamard` for torch tensors, the same bits; no gradient of its own.
 
 On a GPU one read and one write (`fast.kernels.hadamard`); operations of torch where a tracer has to see them. No names of
 `fast` itself: operands of training products.
@@ -20,7 +20,7 @@ from fast.quantize.fake_quantize import fake_quantize
 from fast.quantize.quantize import quantize
 from reference import Quantized, Scheme
 from reference.formats.rounding import random_bits
-from reference.training.hadamard import signs
+from reference.layers.hadamard import signs
 
 #: Signs in a number.
 PIECE = 32

@@ -18,10 +18,10 @@ from typing import Any
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, float_input, namespace_of
 from reference.formats.rounding import random_bits
+from reference.layers.hadamard import hadamard
 from reference.matmul.linear import transposed
 from reference.matmul.matmul import matmul
 from reference.quantize.quantize import Quantized, dequantize, quantize
-from reference.training.hadamard import hadamard
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe, recipe_of
 
 #: Arguments of `matmul` for each accumulation of a product of quantized operands.

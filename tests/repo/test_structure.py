@@ -41,8 +41,10 @@ SHARED_PREFIXES = {
 TESTED_BY = {
     "arrays.jax_bridge": "arrays/test_bridges.py",
     "arrays.torch_bridge": "arrays/test_bridges.py",
+    "calibration.inputs": "calibration/test_smoothing.py",
     "formats.arithmetic": "formats/test_rounding.py",
     "formats.encode_bits": "formats/test_encode.py",
+    "layers.hadamard": "training/test_linear.py",
     "layers.rotary": "layers/test_gradients.py",
     "matmul.operands": "matmul/test_matmul.py",
     "quantize.power_scales": "quantize/test_scales.py",
@@ -51,7 +53,6 @@ TESTED_BY = {
     "sparsity.activation": "sparsity/test_prune.py",
     "sparsity.linear_sparse_int4": "sparsity/test_linear_sparse.py",
     "sparsity.stored_codes": "sparsity/test_compress.py",
-    "training.hadamard": "training/test_linear.py",
 }
 #: Tests of a folder of a package that stand in a folder of another name.
 TEST_FOLDERS = {

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import ao_lab.jax
 import reference
-from reference.training.hadamard import hadamard
+from reference.layers.hadamard import hadamard
 
 ROWS, COLUMNS = 32, 128
 # Integers: their sums are exact in any order, over any number of devices.

@@ -1,0 +1,1 @@
+"""Calibration for torch tensors: quantizing with data."""

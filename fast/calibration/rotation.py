@@ -1,0 +1,116 @@
+"""`fold_gain` and `rotate` for torch tensors; `reference.calibration.rotation` states the rules.
+
+CPU tensors run the reference; elsewhere the same sums run in the same order as float64 operations of torch, the same bits. A
+matrix that is given is multiplied by the library's product, whose order is its own.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+
+from fast.calibration.inputs import float_tensor, rounded
+from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.calibration import rotation as rule
+from reference.calibration.hadamard_matrices import hadamard_matrix, split_length
+from reference.calibration.rotation import block_of, check_gain
+from reference.layers.hadamard import signs
+from reference.quantize.blocks import normalize_axis
+
+#: Elements that are mixed at a time.
+CHUNK = 1 << 26
+
+
+def fold_gain(gain: torch.Tensor, w: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """w * gain along the last axis, rounded once to w's dtype or `dtype`, on w's device: see `reference.fold_gain`."""
+    gain, w = float_tensor(gain, "fold_gain", "gain"), float_tensor(w, "fold_gain", "w")
+    check_gain(tuple(gain.shape), tuple(w.shape))
+    return rounded(w.double() * gain.to(w.device).double(), w.dtype if dtype is None else dtype)
+
+
+def rotate(
+    w: torch.Tensor,
+    rotation: int | torch.Tensor,
+    *,
+    axis: int = -1,
+    inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """w R along an axis, block by block, or w R^T, rounded once to w's dtype or `dtype`: see `reference.rotate`.
+
+    rotation: a block size, or an orthogonal (b, b) tensor on any device.
+    """
+    w = float_tensor(w, "rotate", "w")
+    if w.device.type != "cpu":
+        return rotate_on_device(w, rotation, axis=axis, inverse=inverse, dtype=dtype)
+    given = to_numpy(rotation.cpu()) if isinstance(rotation, torch.Tensor) and rotation.dim() else rotation
+    made: Any = rule.rotate(
+        to_numpy(w), given, axis=axis, inverse=inverse, dtype=w.dtype if dtype is None else dtype
+    )
+    return to_torch(made)  # type: ignore[no-any-return]
+
+
+def rotate_on_device(
+    w: torch.Tensor,
+    rotation: Any,
+    *,
+    axis: int = -1,
+    inverse: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same by torch operations on w's device, whatever it is."""
+    if not w.dim():
+        raise ValueError("rotate takes an array with an axis, got a single number; reshape it")
+    axis = normalize_axis(axis, tuple(w.shape))
+    given = to_numpy(rotation.cpu()) if isinstance(rotation, torch.Tensor) and rotation.dim() else rotation
+    block, matrix = block_of(given, w.shape[axis])
+    moved = w.movedim(axis, -1)
+    flat = moved.reshape(-1, block)
+    dtype = w.dtype if dtype is None else dtype
+    out = torch.empty(flat.shape, dtype=dtype, device=w.device)
+    table = None if matrix is None else torch.from_numpy(matrix).to(w.device)
+    step = max(CHUNK // block, 1)
+    for start in range(0, len(flat), step):
+        rows = flat[start : start + step].double()
+        mixed = _mixed(rows, inverse) if table is None else rows @ (table.T if inverse else table)
+        out[start : start + step] = rounded(mixed, dtype)
+    return out.reshape(moved.shape).movedim(-1, axis).contiguous()
+
+
+def _mixed(rows: torch.Tensor, inverse: bool) -> torch.Tensor:
+    """Rows (n, b) times R, or times its transpose."""
+    block = rows.shape[1]
+    order, base = split_length(block)
+    sign = torch.tensor(signs(block), dtype=rows.dtype, device=rows.device)
+    parts = (rows if inverse else rows * sign).reshape(-1, order, base)
+    if order > 1:
+        matrix = torch.tensor(hadamard_matrix(order), dtype=rows.dtype, device=rows.device)
+        parts = _mix_parts(parts, matrix.T if inverse else matrix)
+    mixed = _butterflies(parts).reshape(-1, block) * (1 / sqrt(block))
+    return mixed * sign if inverse else mixed
+
+
+def _mix_parts(parts: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Sum over j of matrix[j, i] parts[:, j], in the order of j; products by 1 and -1 are exact, so a fused one changes
+    nothing.
+    """
+    total = matrix[0][:, None] * parts[:, :1]
+    for j in range(1, len(matrix)):
+        total += matrix[j][:, None] * parts[:, j : j + 1]
+    return total
+
+
+def _butterflies(parts: torch.Tensor) -> torch.Tensor:
+    """Sums and differences of elements of the last axis at distances 1, 2, 4, ..."""
+    shape, distance = parts.shape, 1
+    while distance < shape[-1]:
+        pairs = parts.reshape(-1, 2, distance)
+        left, right = pairs[:, 0], pairs[:, 1]
+        parts = torch.stack([left + right, left - right], dim=1)
+        distance *= 2
+    return parts.reshape(shape)
+
+
+__all__ = ["fold_gain", "rotate"]

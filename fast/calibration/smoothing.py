@@ -1,0 +1,173 @@
+"""`smoothing_factors` and `awq_factors` for torch tensors; `reference.calibration.smoothing` states the rules.
+
+CPU tensors run the reference. Elsewhere the same steps run as float64 operations of torch. Powers may differ by a unit in the
+last place of float64 before they are rounded to float32, and sums over K are those of a matrix product, so a ratio's error
+agrees to about 1e-12 of itself, and the chosen ratio unless two nearly tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fast.calibration.inputs import check_finite, float_tensor, rounded
+from fast.quantize.fake_quantize import fake_quantize
+from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.calibration import smoothing as rule
+from reference.calibration.smoothing import AWQFactors, check_alpha, check_ratios
+from reference.schemes.schemes import Scheme, scheme_of
+
+#: Elements of a weight whose errors are multiplied at a time.
+CHUNK = 1 << 26
+
+
+def smoothing_factors(x_absmax: torch.Tensor, w_absmax: torch.Tensor, alpha: float = 0.5) -> torch.Tensor:
+    """max|x|^alpha / max|w|^(1 - alpha), (K,) float64 on x_absmax's device: see `reference.smoothing_factors`."""
+    x = float_tensor(x_absmax, "smoothing_factors", "x_absmax")
+    w = float_tensor(w_absmax, "smoothing_factors", "w_absmax")
+    made: Any = None
+    if x.device.type == "cpu":
+        made = to_torch(rule.smoothing_factors(to_numpy(x), to_numpy(w.cpu()), alpha))
+    else:
+        made = smoothing_factors_on_device(x, w, alpha)
+    return made  # type: ignore[no-any-return]
+
+
+def smoothing_factors_on_device(x: torch.Tensor, w: torch.Tensor, alpha: float) -> torch.Tensor:
+    """The same by torch operations on x's device, whatever it is."""
+    size = x.shape[0] if x.dim() else 0
+    x = _magnitudes(x, size, "smoothing_factors", "x_absmax")
+    w = _magnitudes(w.to(x.device), size, "smoothing_factors", "w_absmax")
+    check_alpha(alpha)
+    live = (x > 0) & (w > 0)
+    x, w = torch.where(live, x, 1.0), torch.where(live, w, 1.0)
+    return _bounded(x**alpha / w ** (1.0 - alpha), live)
+
+
+def awq_factors(
+    ws: Sequence[torch.Tensor] | torch.Tensor,
+    hessian: torch.Tensor,
+    x_mean: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    ratios: int = 20,
+    search: bool = False,
+) -> AWQFactors:
+    """The factors of least output error, with the errors of all ratios, on the weights' device: see `reference.awq_factors`."""
+    weights = [float_tensor(w, "awq_factors", "ws") for w in (ws if isinstance(ws, (list, tuple)) else [ws])]
+    h = float_tensor(hessian, "awq_factors", "the hessian")
+    x = float_tensor(x_mean, "awq_factors", "x_mean")
+    if weights and weights[0].device.type != "cpu":
+        return awq_factors_on_device(weights, h, x, scheme, ratios=ratios, search=search)
+    arrays = [to_numpy(w) for w in weights]
+    made = rule.awq_factors(
+        arrays, to_numpy(h.cpu()), to_numpy(x.cpu()), scheme, ratios=ratios, search=search
+    )
+    return AWQFactors(to_torch(made.factors), to_torch(made.errors), made.ratio)
+
+
+def awq_factors_on_device(
+    ws: Sequence[torch.Tensor],
+    hessian: torch.Tensor,
+    x_mean: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    ratios: int = 20,
+    search: bool = False,
+) -> AWQFactors:
+    """The same by torch operations on the device of the first weight, whatever it is."""
+    scheme, device = scheme_of(scheme), ws[0].device
+    size = _common_inputs(ws)
+    h = _second_moments(hessian.to(device), size)
+    x = _magnitudes(x_mean.to(device), size, "awq_factors", "x_mean")
+    check_ratios(ratios)
+    used = torch.stack([(w != 0).any(dim=0) for w in ws]).any(dim=0)
+    live = (x > 0) & used
+    table = torch.stack([_power_factors(x, live, step / ratios) for step in range(ratios)])
+    errors = torch.stack([sum((_error(w, h, s, scheme, search) for w in ws), h.new_zeros(())) for s in table])
+    # The first of equals, where torch.argmin may return any.
+    best = int((errors == errors.min()).int().argmax())
+    return AWQFactors(table[best], errors, best / ratios)
+
+
+def _error(
+    w: torch.Tensor, h: torch.Tensor, factors: torch.Tensor, scheme: Scheme, search: bool
+) -> torch.Tensor:
+    """tr(D H D^T) of one weight, 0-d; infinite where the scheme stores no number."""
+    smoothed = rounded(w.double() * factors, w.dtype)
+    scales = None
+    if search:
+        raise NotImplementedError("scales are not searched for yet; use search=False")
+    values = fake_quantize(smoothed, scheme, scales=scales)
+    error = h.new_zeros(())
+    step = max(CHUNK // max(w.shape[1], 1), 1)
+    for start in range(0, len(w), step):
+        rows = slice(start, start + step)
+        d = values[rows].double() / factors - w[rows].double()
+        error = error + ((d @ h) * d).sum()
+    return torch.where(error.isnan(), torch.inf, error)
+
+
+def _power_factors(x: torch.Tensor, live: torch.Tensor, ratio: float) -> torch.Tensor:
+    """x^ratio / sqrt(max min) over live channels, and 1 elsewhere."""
+    if ratio == 0:
+        return torch.ones_like(x)
+    powers = torch.where(live, x, 1.0) ** ratio
+    most = torch.where(live, powers, -torch.inf).max() if len(x) else x.sum()
+    least = torch.where(live, powers, torch.inf).min() if len(x) else x.sum()
+    return _bounded(powers / (most.sqrt() * least.sqrt()), live)
+
+
+def _bounded(factors: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Factors within their bounds, rounded to float32; 1 where a channel is not live."""
+    short = factors.clamp(rule.LEAST_FACTOR, rule.LARGEST_FACTOR).float().double()
+    return torch.where(live, short, 1.0)
+
+
+def _magnitudes(values: torch.Tensor, size: int, what: str, name: str) -> torch.Tensor:
+    """`reference.calibration.inputs.input_values` of a tensor."""
+    if tuple(values.shape) != (size,):
+        raise ValueError(
+            f"{what} takes {name} of shape ({size},), one for each input, got {tuple(values.shape)}; "
+            f"use the statistics of this layer"
+        )
+    check_finite(values, what, name)
+    if bool((values < 0).any()):
+        raise ValueError(f"{what} takes {name} of magnitudes, got negative ones; take their absolute values")
+    return values.double()
+
+
+def _second_moments(h: torch.Tensor, size: int) -> torch.Tensor:
+    """`reference.calibration.inputs.second_moments` of a tensor."""
+    if tuple(h.shape) != (size, size):
+        raise ValueError(
+            f"awq_factors takes a hessian of shape ({size}, {size}), inputs by inputs, got {tuple(h.shape)}; "
+            f"use the statistics of this layer"
+        )
+    check_finite(h, "awq_factors", "the hessian")
+    if bool((h.diagonal() < 0).any()):
+        raise ValueError(
+            "awq_factors: the diagonal of a hessian is a sum of squares, got negative elements; sum x x^T again"
+        )
+    return h.double()
+
+
+def _common_inputs(ws: Sequence[torch.Tensor]) -> int:
+    """The K of all weights."""
+    for w in ws:
+        if w.dim() != 2:
+            raise ValueError(
+                f"awq_factors takes ws as a matrix (outputs, inputs), got shape {tuple(w.shape)}; reshape it"
+            )
+        check_finite(w, "awq_factors", "ws")
+    sizes = {w.shape[1] for w in ws}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"awq_factors takes weights that read the same inputs, got {sorted(sizes)} of them; call it for each"
+        )
+    return sizes.pop()
+
+
+__all__ = ["awq_factors", "smoothing_factors"]
