@@ -29,7 +29,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "ao_lab-installed.json"
 BROKEN = VENV / "ao_lab-unfinished"
 INPUTS = ("pyproject.toml", "constraints.txt", ".ci/install.py", ".ci/torch_build.py")
-EXTRAS = {"run": "[experiments]", "test": "[experiments,test,jax,ao,hf,lint,docs]"}
+EXTRAS = {"run": "[experiments,models]", "test": "[experiments,models,test,jax,ao,hf,lint,docs]"}
 OLDEST_PYTHON = (3, 11)
 
 

@@ -90,7 +90,7 @@ def install(torch: str, torch_index: str) -> None:
     say(f"the newest torch, {torch} build")
     run([str(PYTHON), str(ROOT / ".ci" / "torch_build.py"), torch, "--newest", "--index", torch_index])
     say("ao_lab, with the newest libraries that go with it")
-    run([*pip, "--editable", f"{ROOT}[experiments,test,jax,ao,hf]", *triton_of(torch_version())])
+    run([*pip, "--editable", f"{ROOT}[experiments,models,test,jax,ao,hf]", *triton_of(torch_version())])
 
 
 def torch_version() -> str:

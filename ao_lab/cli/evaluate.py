@@ -221,7 +221,7 @@ def beginning_of(folder: Path, fast: Any) -> dict[str, int]:
     """The tokens that a tokenizer puts before a text, by name: what add_bos_token of tokenizer_config.json says, or else what
     tokenizer.json does."""
     file = folder / "tokenizer_config.json"
-    fields = read_object(file, nonfinite=True) if file.is_file() else {}
+    fields = read_object(file, nonfinite=True, huge=True) if file.is_file() else {}
     wanted, bos = fields.get("add_bos_token"), fields.get("bos_token")
     if wanted is False:
         return {}

@@ -1,5 +1,5 @@
-"""The commands `reproduce`, `merge`, `corpus`, `pretrain`, `bench` and `ledger`: their options. What they do is imported when
-they run."""
+"""The commands `reproduce`, `merge`, `corpus`, `pretrained`, `pretrain`, `bench` and `ledger`: their options. What they do is
+imported when they run."""
 
 from __future__ import annotations
 
@@ -122,6 +122,24 @@ def corpus(
     from experiments.commands.work import run_corpus
 
     run_corpus(name, build, as_json)
+
+
+def pretrained(
+    name: Annotated[
+        str | None, typer.Argument(help="A model such as smollm2-135m, to be fetched. Default: list all.")
+    ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The word of terms of use that you have read and accept, where a model has such terms (gemma)."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pretrained models that packages carry: size, licence, grid of the file; with a name the model's folder, made once."""
+    from experiments.commands.pretrained import run_pretrained
+
+    run_pretrained(name, accept or [], as_json)
 
 
 def pretrain(

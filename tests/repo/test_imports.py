@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = ("experiments", "ao_lab", "fast", "reference")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What `make test` installs; the other extras are for clients whom their users choose.
-INSTALLED_EXTRAS = ("experiments", "test", "jax", "ao", "hf", "lint", "docs")
+INSTALLED_EXTRAS = ("experiments", "models", "test", "jax", "ao", "hf", "lint", "docs")
 # Installed together with another requirement, which chooses the version.
 COMES_WITH = {"jaxlib": "jax"}
 #: Files that import upwards by a string.

@@ -29,14 +29,17 @@ DEEPEST = 100
 SHOWN = 60
 
 
-def read_object(path: Path, *, nonfinite: bool = False) -> dict[str, Any]:
-    """The JSON object of a file; ValueError that names it where it holds anything else, FileNotFoundError where it is not."""
+def read_object(path: Path, *, nonfinite: bool = False, huge: bool = False) -> dict[str, Any]:
+    """The JSON object of a file; ValueError that names it where it holds anything else, FileNotFoundError where it is not.
+
+    nonfinite, huge: as for `parsed`.
+    """
     size = regular_size(path)
     if size > LARGEST_FILE:
         raise ValueError(
             f"{path} has {size} bytes, more than any description of a model; remove or replace it"
         )
-    return parsed_object(path.read_bytes(), str(path), nonfinite=nonfinite)
+    return parsed_object(path.read_bytes(), str(path), nonfinite=nonfinite, huge=huge)
 
 
 def regular_size(path: Path) -> int:
@@ -49,9 +52,11 @@ def regular_size(path: Path) -> int:
     return status.st_size
 
 
-def parsed_object(text: bytes | str, where: str, *, nonfinite: bool = False) -> dict[str, Any]:
+def parsed_object(
+    text: bytes | str, where: str, *, nonfinite: bool = False, huge: bool = False
+) -> dict[str, Any]:
     """The object that JSON text is; ValueError as `parsed` says, and where it is something else than an object."""
-    found = parsed(text, where, nonfinite=nonfinite)
+    found = parsed(text, where, nonfinite=nonfinite, huge=huge)
     if is_deeper(found, DEEPEST):
         raise ValueError(f"{where} is nested too deeply for a description of a model; fetch it again")
     if not isinstance(found, dict):
@@ -74,17 +79,21 @@ def is_deeper(value: Any, most: int) -> bool:
     return True
 
 
-def parsed(text: bytes | str, where: str, *, nonfinite: bool = False) -> Any:
+def parsed(text: bytes | str, where: str, *, nonfinite: bool = False, huge: bool = False) -> Any:
     """What JSON text says; `where` begins the ValueError where it says nothing.
 
     Refused: two equal keys, integers beyond 64 bits, text that is not UTF-8, nesting deeper than Python's reader goes, and NaN
-    and infinities unless `nonfinite` (configurations of some models hold them).
+    and infinities unless `nonfinite` (configurations of some models hold them). `huge`: integers beyond 64 bits are floats
+    (a tokenizer without a longest input says 10^30).
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         constants = float if nonfinite else _no_constant
         found = json.loads(
-            decoded, object_pairs_hook=_single_keys, parse_int=_integer, parse_constant=partial(constants)
+            decoded,
+            object_pairs_hook=_single_keys,
+            parse_int=float_beyond if huge else _integer,
+            parse_constant=partial(constants),
         )
     except UnicodeDecodeError as error:
         raise ValueError(
@@ -116,6 +125,14 @@ def _integer(digits: str) -> int:
     if abs(result) > LARGEST_INTEGER:
         raise ValueError(f"the integer {shown(digits)} is beyond 64 bits")
     return result
+
+
+def float_beyond(digits: str) -> int | float:
+    """An integer, as a float where it is beyond 64 bits."""
+    try:
+        return _integer(digits)
+    except ValueError:
+        return float(digits)
 
 
 def _no_constant(name: str) -> float:

@@ -341,6 +341,9 @@ def test_json_of_others(text, message):
         strict_json.parsed_object(text, "here")
     assert str(caught.value).startswith("here ")
     assert strict_json.parsed_object('{"a": Infinity}', "here", nonfinite=True) == {"a": float("inf")}
+    # As transformers writes the longest input of a tokenizer that has none.
+    text = f'{{"a": {10**30}, "b": {2**63 - 1}}}'
+    assert strict_json.parsed_object(text, "here", huge=True) == {"a": 1e30, "b": 2**63 - 1}
 
 
 def test_wrong_values_are_shown_short_and_plain():

