@@ -19,7 +19,6 @@ from ao_lab.sparsity.plan import (
     SparsityPlan,
     SparsityReport,
     Target,
-    block_of,
     planned,
     prune_weight,
 )
@@ -28,7 +27,7 @@ from ao_lab.transforms.layers import check_model, shorten, untying
 from ao_lab.transforms.plan import Progress, noting
 from ao_lab.transforms.report import remember_pruned
 from ao_lab.transforms.select import Filter
-from ao_lab.transforms.walk import Block, Capture, captured, find_blocks, walk
+from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
 
 if TYPE_CHECKING:
     from ao_lab.sparsity.training.config import SparseTrainingConfig
@@ -166,12 +165,7 @@ def _captured(job: Job, calibration: Iterable[Any], blocks: dict[str, nn.Module]
     targets = job.plan.changes.values()
     layers = [(t.name, module) for t in targets for module, _ in t.places.values()]
     capture = captured(job.model, calibration, blocks, offload=offload, layers=layers)
-    missing = [t.name for t in targets if t.name not in capture.reached]
-    if missing:
-        raise ValueError(
-            f"sparsify_ changed nothing. No input was seen by {shorten(missing)}; give data that reaches these layers by "
-            f"calling their modules, or leave them out by filter_fn"
-        )
+    check_reached(capture, (t.name for t in targets), "sparsify_")
     return capture
 
 

@@ -39,7 +39,7 @@ from ao_lab.transforms.layers import (
 from ao_lab.transforms.plan import Plan, Transforms, WeightChange
 from ao_lab.transforms.report import LayerLine, ModelReport
 from ao_lab.transforms.select import ROUTES, Filter, Selection, passed_over
-from ao_lab.transforms.walk import block_lists
+from ao_lab.transforms.walk import block_lists, block_of, is_inside
 from fast.sparsity.prune import prune_into
 
 #: Groups in which weights are pruned, beside those of the pattern that is asked for.
@@ -354,16 +354,6 @@ def _nothing(plan: SparsityPlan[T]) -> str:
         return "sparsify_: no linear layer is selected, since the model has no linear layers"
     told = shorten([f"{name}: {reason}" for name, reason in plan.reasons.items()])
     return f"sparsify_: no linear layer is selected, so that nothing would change. Of {len(plan.reasons)} parameters: {told}"
-
-
-def is_inside(path: str, names: Iterable[str]) -> bool:
-    """Whether a module is one of those named, or in one; "" is the whole model."""
-    return any(not name or f"{path}.".startswith(f"{name}.") for name in names)
-
-
-def block_of(full: str, blocks: Iterable[str]) -> str | None:
-    """The block that a parameter is in; None where it is in none."""
-    return next((name for name in blocks if is_inside(full, [name])), None)
 
 
 def layout_reason(w: torch.Tensor) -> str | None:

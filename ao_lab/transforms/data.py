@@ -126,6 +126,15 @@ def calls_of(calibration: Iterable[Any]) -> Iterator[Call]:
             )
 
 
+def mask_of(call: Call) -> torch.Tensor | None:
+    """Which tokens of a batch are no padding, bool (batch, tokens), by its keyword attention_mask; None where none is."""
+    mask = call[1].get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_floating_point():
+        return None
+    mask = mask.detach() != 0
+    return None if bool(mask.all()) else mask
+
+
 def described(value: Any) -> str:
     """Dtypes and shapes of a batch, or of one of its values."""
     if isinstance(value, torch.Tensor):

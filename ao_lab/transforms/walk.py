@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ao_lab.transforms.data import Autocast, Call, calls_of, described, observe, place_of, taken
+from ao_lab.transforms.data import Autocast, Call, calls_of, described, mask_of, observe, place_of, taken
+from ao_lab.transforms.layers import shorten
 
 #: The name that makes the whole model one block.
 WHOLE = ""
@@ -108,6 +109,26 @@ def _longest(model: nn.Module) -> str:
 def _known(model: nn.Module) -> str:
     names = list(block_lists(model))
     return f" (here {', '.join(names[:5])})" if names else ""
+
+
+def is_inside(path: str, names: Iterable[str]) -> bool:
+    """Whether a module is one of those named, or in one; "" is the whole model."""
+    return any(not name or f"{path}.".startswith(f"{name}.") for name in names)
+
+
+def block_of(full: str, blocks: Iterable[str]) -> str | None:
+    """The block that a parameter is in; None where it is in none."""
+    return next((name for name in blocks if is_inside(full, [name])), None)
+
+
+def check_reached(capture: Capture, names: Iterable[str], caller: str) -> None:
+    """ValueError for layers that no data reached."""
+    missing = [name for name in names if name not in capture.reached]
+    if missing:
+        raise ValueError(
+            f"{caller} changed nothing. No input was seen by {shorten(missing)}; give data that reaches these layers by "
+            f"calling their modules, or leave them out by filter_fn"
+        )
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> torch.Tensor:
@@ -282,7 +303,17 @@ class Block:
 
     name: str
     module: nn.Module
-    run: Callable[[], None]
+    index: int
+    capture: Capture
+
+    def run(self) -> None:
+        """All data through the block, batch by batch."""
+        for _ in self.outputs():
+            pass
+
+    def outputs(self) -> Iterator[tuple[int, Any]]:
+        """Batch by batch, by their numbers, what the block returns now."""
+        return self.capture.outputs(self.index)
 
 
 class _Enough(Exception):
@@ -301,6 +332,11 @@ class Capture:
     calls: list[list[Call]] = field(default_factory=list)
     #: Of each batch and block: whether the model casts there, which its forward may ask for.
     autocasts: list[list[Autocast]] = field(default_factory=list)
+    #: Of each batch: the shape of the tokens that the first block is given, and which are no padding, where the batch says so.
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    masks: list[torch.Tensor | None] = field(default_factory=list)
+    #: The number of the batch that runs through a block.
+    running: int = 0
     #: What blocks have taken and returned in this batch, and the first output of the block that ran last.
     known: Known = field(default_factory=Known)
     last: torch.Tensor | None = None
@@ -308,9 +344,10 @@ class Capture:
     reached: set[str] = field(default_factory=set)
     at: str = ""
 
-    def begin(self) -> None:
+    def begin(self, call: Call) -> None:
         """A new batch."""
         self.calls.append([])
+        self.masks.append(mask_of(call))
         self.autocasts.append([])
         self.at, self.known, self.last = "", Known(), None
 
@@ -355,6 +392,7 @@ class Capture:
             where = f"where {name or 'the model'} begins"
             _check_finite(x, f"batch {len(self.calls) - 1} holds NaN or infinity {where}")
             self.held.append({INPUT: HeldTensor.of(x, self.offload)})
+            self.shapes.append(tuple(x.shape[:-1] if x.is_floating_point() else x.shape))
             handed = {id(x): INPUT}
         else:
             handed = self._handed(x, args, kwargs, name)
@@ -409,28 +447,26 @@ class Capture:
         """Batch by batch the outputs of a block as it is now."""
         block = list(self.blocks.values())[index]
         for batch, (held, calls) in enumerate(zip(self.held, self.calls, strict=True)):
+            self.running = batch
             taken = {handed: held[handed].taken() for handed in _used(calls[index : index + 1])}
             args, kwargs = changed(calls[index], partial(_filled, taken))
             with self.autocasts[batch][index].entered():
                 output = block(*args, **kwargs)
             yield batch, output
 
-    def run(self, index: int) -> None:
-        """All data through a block."""
-        for _ in self.outputs(index):
-            pass
-
-    def advance(self, index: int) -> None:
-        """The outputs of a block beside those of others that later blocks take, in place of its inputs."""
+    def following(self, index: int) -> Iterator[dict[Handed, HeldTensor]]:
+        """Batch by batch the outputs of a block as it is now, beside those of others that later blocks take."""
         for batch, output in self.outputs(index):
             needed = _used(self.calls[batch][index + 1 :])
             outputs = {Handed(index, place): x for place, x in enumerate(tensors(output))}
-            needed_later = {
+            yield {key: one for key, one in self.held[batch].items() if key in needed} | {
                 handed: HeldTensor.of(x, self.offload) for handed, x in outputs.items() if handed in needed
             }
-            self.held[batch] = {
-                key: one for key, one in self.held[batch].items() if key in needed
-            } | needed_later
+
+    def advance(self, index: int) -> None:
+        """What later blocks take, in place of a block's inputs."""
+        for batch, held in enumerate(self.following(index)):
+            self.held[batch] = held
 
 
 def captured(
@@ -472,18 +508,29 @@ def captured(
 
 def _run_batches(model: nn.Module, capture: Capture, calibration: Iterable[Any]) -> None:
     for index, (args, kwargs) in enumerate(calls_of(calibration)):
-        capture.begin()
+        capture.begin((args, kwargs))
         with _noting(model, capture, index, (args, kwargs)):
             with suppress(_Enough):
                 model(*args, **kwargs)
             capture.check_all_ran()
 
 
-def walk(capture: Capture, visit: Visit) -> None:
-    """`visit` each block in order, and then run the data through it once more, for the next one."""
+#: What a walk gives each block: what the changed blocks before it make, or what they made before they changed.
+PREFIXES = ("changed", "original")
+
+
+def walk(capture: Capture, visit: Visit, prefix: str = "changed") -> None:
+    """`visit` each block in order; the next one gets what it makes of its inputs afterwards.
+
+    prefix "original": what it made of them before.
+    """
     for index, (name, module) in enumerate(capture.blocks.items()):
-        visit(Block(name, module, partial(capture.run, index)))
-        if index + 1 < len(capture.blocks):
+        last = index + 1 == len(capture.blocks)
+        kept = list(capture.following(index)) if prefix == "original" and not last else None
+        visit(Block(name, module, index, capture))
+        if kept is not None:
+            capture.held = kept
+        elif not last:
             capture.advance(index)
 
 

@@ -1,0 +1,171 @@
+"""Which tokens of a calibration set count: padding does not, and a tenth is held out to judge what was made of the rest.
+
+Held out is every tenth sequence, counted over all batches. Where there are fewer than ten sequences it is the last tenth of
+the tokens of each, rounded down. Padding is what a batch's attention_mask says (`ao_lab.transforms.data.mask_of`).
+
+A sequence is one entry of the first axis of the first block's input, (sequences, tokens, channels); where that is
+(tokens, channels) every token is one. A layer's input is matched with that by its leading axes, as they are or flattened. Of
+one that fits neither way, such as the tokens that were sent to one expert, the rows count by the first axis where all tokens
+of a sequence are alike, and else all of them, none held out; `unmatched` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from ao_lab.calibration.statistics import Hessian, Sums
+from ao_lab.transforms.walk import Capture
+
+#: One of so many sequences, or tokens, is held out.
+SHARE = 10
+#: What a token is.
+PADDING, TRAIN, HELD_OUT = 0, 1, 2
+
+
+def roles(shapes: list[tuple[int, ...]], masks: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """What each token of each batch is, int8 of the shape of the batch's tokens."""
+    counted = [_counted(shape, mask) for shape, mask in zip(shapes, masks, strict=True)]
+    sequences = sum(shape[0] for shape in shapes if shape)
+    result, first = [], 0
+    for one in counted:
+        if sequences >= SHARE:
+            numbers = torch.arange(first, first + len(one)) % SHARE == SHARE - 1
+            held = numbers.reshape(-1, *(1,) * (one.dim() - 1)).expand(one.shape)
+            first += len(one)
+        else:
+            held = _last_tokens(one)
+        result.append(torch.where(one, 1 + held.to(torch.int8), 0).to(torch.int8))
+    return result
+
+
+def _counted(shape: tuple[int, ...], mask: torch.Tensor | None) -> torch.Tensor:
+    """Which tokens are no padding."""
+    fits = mask is not None and tuple(mask.shape) == shape
+    return mask.cpu() if fits and mask is not None else torch.ones(shape, dtype=torch.bool)
+
+
+def _last_tokens(counted: torch.Tensor) -> torch.Tensor:
+    """The last tenth of the tokens of each sequence that are no padding."""
+    rows = counted.reshape(len(counted), -1) if counted.dim() > 1 else counted[:, None]
+    places, totals = rows.cumsum(-1), rows.sum(-1, keepdim=True)
+    return (rows & (places > totals - totals // SHARE)).reshape(counted.shape)
+
+
+@dataclass
+class Tokens:
+    """The tokens of a capture."""
+
+    capture: Capture
+    roles: list[torch.Tensor]
+    #: Whether an input fitted the tokens of its batch in no way, so that padding and held-out tokens could not be told.
+    unmatched: bool = False
+    moved: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(capture: Capture) -> Tokens:
+        """Roles of the tokens of all batches."""
+        return Tokens(capture, roles(capture.shapes, capture.masks))
+
+    @property
+    def counted(self) -> int:
+        """Tokens that are no padding, held-out ones included."""
+        return sum(int((one != PADDING).sum()) for one in self.roles)
+
+    def of_input(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What each row of an input is, flat; None where that cannot be told and all count."""
+        mine = self._here(x.device)
+        lead = tuple(x.shape[:-1])
+        if lead == tuple(mine.shape) or prod(lead) == mine.numel():
+            return mine.reshape(-1)
+        first = mine.reshape(len(mine), -1)
+        if lead and lead[0] == len(first) and bool((first == first[:, :1]).all()):
+            return first[:, 0].repeat_interleave(prod(lead[1:]))
+        self.unmatched = self.unmatched or bool((mine != TRAIN).any())
+        return None
+
+    def _here(self, device: torch.device) -> torch.Tensor:
+        key = self.capture.running, device
+        if key not in self.moved:
+            self.moved = {key: self.roles[key[0]].to(device)}
+        return self.moved[key]
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of an input, (tokens, channels): those that statistics are made of, and those that are held out."""
+        rows, role = x.reshape(-1, x.shape[-1]), self.of_input(x)
+        if role is None:
+            return rows, rows[:0]
+        if self.roles[self.capture.running].eq(TRAIN).all():
+            return rows, rows[:0]
+        return rows[role == TRAIN], rows[role == HELD_OUT]
+
+
+@dataclass
+class Moments(Hessian):
+    """Sums over tokens: of x x^T, of x and of |x| by channel, the largest |x|, all in float64, and how many there were."""
+
+    count: int = 0
+    total: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+
+    def update(self, x: torch.Tensor) -> None:
+        """Add the tokens of one call, (tokens, channels)."""
+        super().update(x)
+        wide = x.to(torch.float64)
+        sums = wide.sum(0), wide.abs().sum(0), wide.abs().amax(0) if len(x) else wide.new_zeros(x.shape[-1])
+        if self.total is None or self.magnitude is None or self.largest is None:
+            self.total, self.magnitude, self.largest = sums
+        else:
+            device = self.total.device
+            self.total = self.total + sums[0].to(device)
+            self.magnitude = self.magnitude + sums[1].to(device)
+            self.largest = torch.maximum(self.largest, sums[2].to(device))
+        self.count += len(x)
+
+    @property
+    def hessian(self) -> torch.Tensor:
+        """The mean of x x^T, (channels, channels) in float64; ValueError where no token was seen."""
+        return self._mean(self.value)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean of x."""
+        return self._mean(self.total)
+
+    @property
+    def mean_magnitude(self) -> torch.Tensor:
+        """The mean of |x|."""
+        return self._mean(self.magnitude)
+
+    def _mean(self, value: torch.Tensor | None) -> torch.Tensor:
+        if value is None or not self.count:
+            raise ValueError("no token was seen; run data through the layer")
+        return value / self.count
+
+
+@dataclass
+class SplitMoments(Sums):
+    """Moments of the tokens that methods read, and of those that judge what they made."""
+
+    tokens: Tokens | None = None
+    train: Moments = field(default_factory=Moments)
+    held_out: Moments = field(default_factory=Moments)
+
+    def update(self, x: torch.Tensor) -> None:
+        """Add the tokens of one call."""
+        rows, held = (x.reshape(-1, x.shape[-1]), None) if self.tokens is None else self.tokens.split(x)
+        self.train.update(rows)
+        if held is not None and len(held):
+            self.held_out.update(held)
+
+    def is_usable(self) -> bool:
+        """Both."""
+        return self.train.is_usable() and self.held_out.is_usable()
+
+    @property
+    def judge(self) -> Moments:
+        """Those by which errors are compared: of held-out tokens where there are any."""
+        return self.held_out if self.held_out.count else self.train
