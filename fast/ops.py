@@ -3,7 +3,9 @@
 Eager calls do not go through them: dispatching a custom operator takes as long as a small kernel runs. Under a tracer the
 public functions of `fast` call these operators, whose fake implementations know shapes and dtypes. A record travels by name, a
 changed one (`dataclasses.replace`) with all its fields, so that a saved program runs in another process. Operators are
-implemented by `dispatch.execute`, below the public functions.
+implemented by `dispatch.execute`, below the public functions. A saved program may name one whose module nobody has imported:
+`torch.ops.ao_lab` imports that module then. What C++ loads (a package compiled ahead of time) does not ask there: it needs
+`from fast import *` first.
 
 `derived` makes records of other records, while a program is traced too. Dynamo runs a function whose result is constant
 instead of tracing it. Of a record that such a function gives, Dynamo of torch 2.11 knows no origin, and reads its fields but
@@ -15,20 +17,64 @@ looked. `once_differentiable` says what has no second derivatives.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from functools import wraps
 from itertools import count
-from typing import Any, ParamSpec
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fast.device import is_transformed
 from reference import FORMATS, Format, Scales
 from reference.formats.formats import format_of
+from reference.lazy import homes_of
 from reference.schemes.schemes import Scheme, record_of
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+
+_Namespace = type(torch.ops.ao_lab)
+#: Operators that are registered with a function of another name: with which.
+WITH = {
+    "both_values": "quantize_both",
+    "linear_sparse_int4_pair": "linear_sparse_int4",
+    "linear_sparse_int4_swiglu": "linear_sparse_int4",
+    "prune": "compress",
+    "rms_norm_vjp": "rms_norm",
+    "sparse_int4_dense": "linear_sparse_int4",
+    "swiglu_vjp": "swiglu",
+    "values_and_codes": "quantize_both",
+}
+
+
+class _Operators(_Namespace):  # type: ignore[misc, valid-type]
+    """`torch.ops.ao_lab`, where asking for an operator imports the module that registers it."""
+
+    #: The module that operators say they are of: Inductor looks for them there.
+    __module__ = _Namespace.__module__
+
+    def __getattr__(self, name: str) -> Any:
+        home = HOMES.get(WITH.get(name, name))
+        if home is not None:
+            importlib.import_module(home)
+        return super().__getattr__(name)
+
+
+HOMES = homes_of(Path(__file__).with_name("__init__.pyi"))
+torch.ops.ao_lab.__class__ = _Operators
+
+
+def constant_result(function: Marked) -> Marked:
+    """`torch.compiler.assume_constant_result`: while a program is traced the function runs, and its result is a constant of the
+    program. torch's decorator imports its compiler, a second that a program which compiles nothing has no use for.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def register(
@@ -135,7 +181,7 @@ def record_name(scheme: str | Scheme) -> str:
     return scheme if isinstance(scheme, str) else scheme.key
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def constant_record(name: str) -> Scheme:
     """The record of a name, while a program is traced: a copy, with scales of its own.
 
@@ -145,7 +191,7 @@ def constant_record(name: str) -> Scheme:
     return deepcopy(record_of(name))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def format_name(fmt: str | Format) -> str:
     """The text that stands for a format in an operator's arguments."""
     if isinstance(fmt, str) or FORMATS.get(fmt.name) == fmt:
@@ -216,7 +262,7 @@ def derived(make: Callable[Given, Scheme]) -> Callable[Given, Scheme]:
     """A function from text and numbers to a record, which is made once, and which a tracer can read as any other."""
     kept, numbers, places = _Kept(), count(), dict[object, str]()
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_result
     def place(*given: str | int) -> str:
         key = *map(type, given), *given  # 1 is True
         if key not in places:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ao_lab.gemm.problem import DIRECTIONS, SUBSETS, Candidate, Choice, Problem, nearest, rows_range
+from fast.ops import constant_result
 from fast.user_cache import NoCacheFolder, cache_folder, read_own, write_own
 from reference.training.recipe import PRODUCTS, Recipe
 
@@ -196,12 +197,12 @@ def _range_of(rows: Any) -> int:
     return bound
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _knows(direction: str, device: str) -> bool:
     return any(choice.problem.direction == direction for choice in choices_for(torch.device(device)))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _traced(device: str, *problem: Any) -> str | None:
     return _looked_up(Problem(*problem), torch.device(device))
 

@@ -52,6 +52,7 @@ from ao_lab.gemm.problem import rows_range
 from ao_lab.gemm.select import Kernel
 from ao_lab.gemm.sparse import device_reason, enter, kept, kind_of, shape_reason, traceable
 from fast.matmul.weights import one_scale
+from fast.ops import constant_result
 from fast.user_cache import NoCacheFolder, read_own, write_own
 
 #: Products that have to be the same bit for bit.
@@ -82,7 +83,7 @@ Call = Callable[[Algorithm], torch.Tensor]
 _known: dict[str, dict[str, Algorithm | None]] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def known(device: str, n: int, k: int, rows: int, element: str) -> Algorithm | None:
     """The verified algorithm of a product (rows, K) by (N, K); None where none was searched, or none was right."""
     return _table(torch.device(device)).get(key_of(n, k, rows, element))

@@ -140,11 +140,9 @@ def install() -> None:
 @cache
 def homes() -> dict[str, str]:
     """The module that defines each public name, submodules left out."""
-    import ast  # takes longer than all that `import ao_lab` does
+    from reference.lazy import homes_of
 
-    imports = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ImportFrom)]
-    named = {alias.name: node.module or "" for node in imports for alias in node.names}
-    return {name: module for name, module in named.items() if module != "ao_lab"}
+    return {name: module for name, module in homes_of(STUB).items() if module != "ao_lab"}
 
 
 def public(name: str) -> Any:

@@ -1,6 +1,6 @@
 """`matmul` of JAX arrays and quantized tensors, traced or not; `reference.matmul` is the exact one, on the host.
 
-A product multiplies what the codes stand for, in bfloat16 where that is exact (every recipe of `reference.training.RECIPES`:
+A product multiplies what the codes stand for, in bfloat16 where that is exact (every recipe of `reference.RECIPES`:
 an element has at most 8 significant bits, its block's scale included), else in float32, by `jax.lax.dot_general` with float32
 sums; scales that do not change along the sum multiply the sums. So it is `reference.matmul` of the tier "blocked", with sums in
 XLA's order, within `matmul_error_bound(..., accumulation="blocked")`, but that XLA may flush subnormal values to zero.

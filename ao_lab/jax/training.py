@@ -94,7 +94,7 @@ def dot_general(
     seed: Any = None,
     weight: str | None = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general` of x (`lhs`) and w (`rhs`), its gradients too, by a recipe of `reference.training.RECIPES`.
+    """`jax.lax.dot_general` of x (`lhs`) and w (`rhs`), its gradients too, by a recipe of `reference.RECIPES`.
 
     lhs, rhs: JAX arrays, both float32, bfloat16 or float16. dimension_numbers and the shape of the result: as in
     `jax.lax.dot_general`. precision: of products of operands that are not quantized. preferred_element_type: the dtype of the

@@ -197,7 +197,7 @@ def training_linear(
     tuned: bool = True,
     evaluated: bool = False,
 ) -> torch.Tensor:
-    """x (..., K) times w.T (K, N) plus bias (N), in autograd; shapes and bits as in `reference.training.training_linear`.
+    """x (..., K) times w.T (K, N) plus bias (N), in autograd; shapes and bits as in `reference.training_linear`.
 
     kernel: of the products, see `ao_lab.training.products`. tuned: whether products that `ao_lab.tune` found not worth their
     casts are dense, all three being torch's own layer; a kernel that is named has all of the recipe. split: x, w and the output

@@ -22,6 +22,7 @@ from ao_lab.training.autograd import (
 )
 from ao_lab.transforms.layers import ConvertedModule
 from fast.device import PLAIN
+from fast.ops import constant_result
 from reference.training.linear import multiple_of
 from reference.training.recipe import Operand, Recipe
 
@@ -198,7 +199,7 @@ def mark_run(module: object) -> None:
         module.__dict__[RAN] = True
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _note_traced() -> bool:
     if not _traced:
         _traced.append(True)

@@ -26,6 +26,7 @@ from ao_lab.training.casts import Matrix, quantized
 from fast.gemm.choose import float8_of_training
 from fast.gemm.families import TRITON_SCALED_MM
 from fast.matmul.linear import linear_of_codes
+from fast.ops import constant_result
 from reference import Quantized, Scheme
 from reference.schemes.schemes import record_of
 from reference.training.recipe import Product
@@ -120,7 +121,7 @@ def _able(name: str | None, a: Matrix, b: Matrix, fast_sums: bool, launched: boo
     raise ValueError("no function multiplies these operands")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _able_traced(
     name: str, a: str, b: str, m: int, n: int, k: int, dtype: str, device: str, fast_sums: bool
 ) -> str:
@@ -240,7 +241,7 @@ def capability(device: torch.device) -> int:
     return _capability(device.index) if device.type == "cuda" else 0
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _capability(index: int | None) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor

@@ -18,7 +18,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, require_tensor, run
-from fast.ops import no_gradient, record_name, register
+from fast.ops import constant_result, no_gradient, record_name, register
 from reference import Quantized
 from reference.arrays.errors import DTypeLike, spelled
 from reference.schemes.schemes import record_of
@@ -55,7 +55,7 @@ def described(a: Any, b: Any, **options: Any) -> tuple[str, tuple[Any, ...]]:
     return _text(left, right, options), (*first, *second)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _text(left: Any, right: Any, options: dict[str, Any]) -> str:
     return json.dumps([left, right, options])
 

@@ -47,6 +47,7 @@ def array_container(*arrays: str) -> Callable[[Class], Class]:
         _ARRAYS[cls] = arrays
         _UNKNOWN_TO_JAX.append(cls)
         _UNKNOWN_TO_FLAX.append(cls)
+        register_if_imported()
         return cls
 
     return register

@@ -52,7 +52,7 @@ from dataclasses import dataclass, replace
 from reference.arrays.errors import choice, lookup
 from reference.schemes.schemes import POWER_RULES, SCHEMES, Scheme
 
-#: Every recipe by name; `load_recipes` fills it.
+#: Every recipe by name, filled below.
 RECIPES: dict[str, Recipe] = {}
 PRODUCTS = ("output", "input_grad", "weight_grad")
 PLACES = tuple(f"{product}.{side}" for product in PRODUCTS for side in "ab")
@@ -268,7 +268,7 @@ def _nvfp4() -> Recipe:
     )  # fmt: skip
 
 
-def load_recipes() -> None:
-    """Fill `RECIPES`."""
-    for record in (Recipe(name="bf16", note="nothing quantized"), *_float8(), *_microscaling(), _nvfp4()):
-        RECIPES[record.name] = record
+RECIPES.update(
+    (record.name, record)
+    for record in (Recipe(name="bf16", note="nothing quantized"), *_float8(), *_microscaling(), _nvfp4())
+)

@@ -1,6 +1,8 @@
 """Records that are made of others while a program is traced."""
 
 import copy
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ import fast.layers.column_sums
 import fast.layers.linear_gradients
 import fast.matmul.cpu_ops  # registers cpu_linear, which layers import when they need it
 import fast.quantize.rowwise_colwise
-from fast.ops import constant_record, derived
+from fast.ops import WITH, constant_record, constant_result, derived
 from reference import SCHEMES
 from reference.schemes.schemes import RECORDS, record_of
 from reference.training.recipe import recipe_of
@@ -267,6 +269,25 @@ def test_a_record_is_made_once():
     assert renamed("mxfp8_e4m3", 1) is renamed("mxfp8_e4m3", 1)
     assert renamed("mxfp8_e4m3", 2).name == "renamed_2"
     assert (made, renamed.__doc__) == ([1, 2], "Its text.")
+
+
+def test_constants_of_programs_are_marked_as_torch_marks_them():
+    marked = [mark(lambda: 1) for mark in (constant_result, torch.compiler.assume_constant_result)]
+    assert vars(marked[0]) == vars(marked[1]) != {}
+
+
+SCHEMAS = "print(*(getattr(torch.ops.ao_lab, name).default._schema for name in {names}), sep='\\n')"
+
+
+def test_an_operator_is_registered_when_a_program_asks_for_it():
+    names = [*WITH, *(name for name in fast.__all__ if hasattr(torch.ops.ao_lab, name))]
+    assert len(names) > 30
+    program = f"import torch, fast; {SCHEMAS.format(names=names)}"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == [
+        str(getattr(torch.ops.ao_lab, name).default._schema) for name in names
+    ]
+    assert not hasattr(torch.ops.ao_lab, "quantise")
 
 
 @derived

@@ -43,9 +43,29 @@ def test_each_is_public_in_its_module(module):
         assert [name for name in names if getattr(ao_lab, name) is not getattr(home, name)] == []
 
 
-def test_other_names_are_none():
-    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
-        _ = ao_lab.quantise
+@pytest.mark.parametrize("package", ["ao_lab", "reference", "fast"])
+def test_other_names_are_none(package):
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'quantise'"):
+        _ = importlib.import_module(package).quantise
+
+
+SUBMODULES_FIRST = """
+import importlib, pathlib, {package}
+from reference.lazy import homes_of
+homes = homes_of(pathlib.Path({stub!r}))
+modules = {{name: importlib.import_module(home) for name, home in homes.items()}}
+scope = {{}}
+exec("from {package} import *", scope)
+assert {package}.__all__ == dir({package}) == sorted(homes) and set(homes) < set(scope)
+print([name for name, module in modules.items() if getattr({package}, name) is not getattr(module, name)])
+"""
+
+
+@pytest.mark.parametrize("package", ["reference", "fast"])
+def test_a_folder_never_hides_the_function_of_its_name(package):
+    program = SUBMODULES_FIRST.format(package=package, stub=str(ROOT / package / "__init__.pyi"))
+    done = without("nothing", program)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def without(library, program):

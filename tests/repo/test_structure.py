@@ -45,6 +45,7 @@ TESTED_BY = {
     "formats.arithmetic": "formats/test_rounding.py",
     "formats.encode_bits": "formats/test_encode.py",
     "layers.hadamard": "training/test_linear.py",
+    "lazy": "../repo/test_public_names.py",
     "layers.rotary": "layers/test_gradients.py",
     "matmul.operands": "matmul/test_matmul.py",
     "quantize.power_scales": "quantize/test_scales.py",

@@ -103,7 +103,7 @@ def grouped_linear(
 ) -> torch.Tensor:  # fmt: skip
     """x (T, K), sorted by expert, times the transposed weight of each row's expert, w (E, N, K): (T, N) in autograd.
 
-    Operands and their bits as in `reference.training.grouped_linear`. offsets: (E,) int32 or int64 on x's device, the row after
+    Operands and their bits as in `reference.grouped_linear`. offsets: (E,) int32 or int64 on x's device, the row after
     each expert's, which do not fall and end within T; on a GPU the host reads none of them, so wrong ones raise nothing. Rows
     from the last offset on are of no expert: zeros, with gradients of zeros, whatever they hold. kernel: of the
     products, as for linear layers: "auto", "scaled_mm", "dequantize" or "emulate". tuned, evaluated: as for linear layers.

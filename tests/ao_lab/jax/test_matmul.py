@@ -9,7 +9,7 @@ import pytest
 import reference
 from reference import SCHEMES, dequantize, matmul, matmul_error_bound, quantize
 from reference.matmul.linear import transposed
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 
 jax = pytest.importorskip("jax")
 import ao_lab.jax  # noqa: E402  JAX is optional

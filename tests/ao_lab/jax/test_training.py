@@ -11,9 +11,8 @@ import torch
 from ao_lab.testing.strategies import assert_same_bits
 from reference import Quantized, dequantize, matmul, matmul_error_bound, random_bits
 from reference.matmul.linear import transposed
-from reference.training import RECIPES, training_linear, training_linear_vjp
-from reference.training.linear import operands
-from reference.training.recipe import PRODUCTS, saving_codes, stochastic
+from reference.training.linear import operands, training_linear, training_linear_vjp
+from reference.training.recipe import PRODUCTS, RECIPES, saving_codes, stochastic
 
 jax = pytest.importorskip("jax")
 from ao_lab.jax import training  # noqa: E402  JAX is optional

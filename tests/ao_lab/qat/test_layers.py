@@ -16,7 +16,7 @@ from ao_lab.config.recipe import named
 from ao_lab.qat.layers import PARTS, SMALLEST, LowPrecisionQATLinear, QATLinear, first_scales, squared_error
 from ao_lab.training.autograd import training_linear
 from reference import Scales
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.support.distributed.ranks import check_on_ranks
 from tests.support.models.qat_models import same
 

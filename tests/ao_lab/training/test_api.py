@@ -19,7 +19,7 @@ from ao_lab.training.float8 import (
     ScalingType,
 )
 from ao_lab.training.layers import LowPrecisionLinear
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.ao_lab.training.grouped.test_experts import GroupedExperts
 from tests.support.refusals import refused
 

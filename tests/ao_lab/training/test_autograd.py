@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import ao_lab
 import reference
-import reference.training
 from ao_lab.testing.strategies import assert_same_quantized
 from ao_lab.training import autograd, casts
 from ao_lab.training.autograd import training_linear
@@ -19,9 +18,8 @@ from ao_lab.training.casts import STREAMS, quantize_one, quantize_two
 from fast.layers import column_sums
 from reference import Quantized
 from reference.matmul.linear import transposed
-from reference.training import RECIPES
 from reference.training.linear import operands
-from reference.training.recipe import recipe_of, saving_codes
+from reference.training.recipe import RECIPES, recipe_of, saving_codes
 from tests.ao_lab.training.grouped.test_experts import GroupedExperts, Layer
 from tests.support.refusals import refused
 
@@ -300,10 +298,10 @@ def assert_step(name, dtype, fixed_seed):
     leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
     y = training_linear(*leaves, recipe)
     y.backward(g)
-    dx, dw, _ = reference.training.training_linear_vjp(g, x, w, name, seed=fixed_seed)
+    dx, dw, _ = reference.training_linear_vjp(g, x, w, name, seed=fixed_seed)
     named = {"x": x, "w": w, "g": g, "seed": fixed_seed}
     for which, found, truth in (
-        ("output", y, reference.training.training_linear(x, w, name, bias)),
+        ("output", y, reference.training_linear(x, w, name, bias)),
         ("input_grad", leaves[0].grad, dx),
         ("weight_grad", leaves[1].grad, dw),
     ):
@@ -345,7 +343,7 @@ def test_the_gradient_of_the_bias():
     g = torch.arange(M * N).reshape(M, N).remainder(3).to(x.dtype)
     bias = torch.zeros(N, dtype=x.dtype, requires_grad=True)
     training_linear(x, w, bias, RECIPES["rowwise"]).backward(g)
-    assert torch.equal(bias.grad, reference.training.training_linear_vjp(g, x, w, "rowwise")[2])
+    assert torch.equal(bias.grad, reference.training_linear_vjp(g, x, w, "rowwise")[2])
 
 
 def test_the_gradient_of_the_bias_is_summed_by_column_sums(monkeypatch):

@@ -8,8 +8,7 @@ import torch
 
 from ao_lab.training import autograd, dequantized
 from ao_lab.training.autograd import training_linear
-from reference.training import RECIPES
-from reference.training.recipe import saving_codes
+from reference.training.recipe import RECIPES, saving_codes
 
 M, K, N = 64, 128, 192
 BY_VALUES = ["mxfp8", "mxfp6", "mxfp4", "nvfp4"]

@@ -22,8 +22,8 @@ from ao_lab.training.fsdp import (
     weight_rows_everywhere,
 )
 from reference import SCHEMES
-from reference.training import RECIPES
 from reference.training.linear import operands
+from reference.training.recipe import RECIPES
 from tests.support.distributed.ranks import check_on_ranks, run_on_ranks
 from tests.support.refusals import refused
 

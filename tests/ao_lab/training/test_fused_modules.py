@@ -26,7 +26,7 @@ from ao_lab.training.fused_modules import (
     unfuse_layers_,
 )
 from experiments.models.llama import TINY_ONE_LAYER, Attention, rotary_tables, scaled_frequencies
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 
 M, K, N = 128, 256, 128
 SERVED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ao_lab
 from ao_lab.training.layers import LowPrecisionLinear
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.ao_lab.training.grouped.test_experts import Layer
 from tests.support.distributed.ranks import check_on_ranks
 

@@ -12,8 +12,7 @@ import reference
 from ao_lab.testing.strategies import assert_same_bits
 from ao_lab.training import products
 from ao_lab.training.products import PRODUCTS
-from reference.training import RECIPES
-from reference.training.recipe import Operand, Product
+from reference.training.recipe import RECIPES, Operand, Product
 from tests.support.refusals import refused
 
 M, N = 32, 256

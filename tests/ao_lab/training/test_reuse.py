@@ -15,7 +15,7 @@ import fast
 from ao_lab.gemm import choices
 from ao_lab.training import autograd, casts, reuse
 from ao_lab.training.autograd import PreparedLinear, training_linear
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 
 M, K, N = 256, 128, 384

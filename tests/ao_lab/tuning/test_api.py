@@ -17,7 +17,7 @@ from ao_lab.training.products import select_product
 from ao_lab.tuning import ranks
 from ao_lab.tuning.candidates import Limits, best
 from ao_lab.tuning.measure import relative_error
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.support.distributed.ranks import check_on_ranks
 
 ROWWISE = RECIPES["rowwise"]

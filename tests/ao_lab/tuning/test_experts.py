@@ -14,7 +14,7 @@ from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.tuning import experts
 from ao_lab.tuning.measure import relative_error
 from ao_lab.tuning.samples import ExpertsSample
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.ao_lab.training.grouped.test_experts import F, GroupedExperts, TransformersLike
 from tests.support.grouped_cases import OFFSETS, E, K, N, T, offsets_of, tensors
 

@@ -32,9 +32,9 @@ from fast.kernels.rowwise_colwise import host as batches
 from fast.kernels.rowwise_colwise import mx
 from fast.layers.gather import _gather
 from reference import SCHEMES, Scheme
-from reference.training import RECIPES, hadamard
+from reference.layers.hadamard import hadamard
 from reference.training.grouped import group_step, padded_rows
-from reference.training.recipe import Operand
+from reference.training.recipe import RECIPES, Operand
 from tests.emulator import ptx_interpreter, quick_interpreter
 from tests.emulator.programs import fast_codes
 from tests.gpu.sparsity.cases import sum_bound, sum_model

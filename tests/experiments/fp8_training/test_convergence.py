@@ -29,7 +29,7 @@ from experiments.fp8_training.convergence import (
 )
 from experiments.harness.rows import Row
 from experiments.report.results import Results, Where
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 
 # Targets of made-up rows: limits, what is compared with what, what was not measured.
 

@@ -25,9 +25,8 @@ from fast.kernels.grouped import kind_of
 from fast.kernels.rowwise_colwise.host import batch_columns
 from reference import Quantized
 from reference.matmul.linear import transposed
-from reference.training import RECIPES
 from reference.training.grouped import group_step, padded_rows
-from reference.training.recipe import Operand, Recipe
+from reference.training.recipe import RECIPES, Operand, Recipe
 from tests.gpu.harness.subject import Asked, Check, Subject
 
 SEED = 7

@@ -21,8 +21,9 @@ from reference import SCHEMES
 from reference.layers import normalize as specified_normalize
 from reference.layers import rotary as specified_rotary
 from reference.layers import swiglu as specified_swiglu
+from reference.layers.hadamard import hadamard
 from reference.schemes.schemes import Scheme
-from reference.training import RECIPES, hadamard
+from reference.training.recipe import RECIPES
 from tests.emulator.programs.training import SEED, STREAM, along
 from tests.gpu.harness.subject import Asked, Check, Subject, same_bits
 

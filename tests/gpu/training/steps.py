@@ -24,8 +24,7 @@ from ao_lab.training import reuse as steps
 from ao_lab.training.autograd import training_linear
 from ao_lab.training.fused_modules import swiglu_linear
 from ao_lab.training.products import PRODUCTS
-from reference.training import RECIPES
-from reference.training.recipe import Product
+from reference.training.recipe import RECIPES, Product
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, same_bits
 from tests.gpu.harness.timing import launched
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import reference
-import reference.training
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized
 from reference import SCHEMES
-from reference.training import RECIPES, Recipe
+from reference.layers.hadamard import hadamard
 from reference.training.grouped import group_step, grouped_operands, padded_rows
-from reference.training.recipe import Operand, Product
+from reference.training.recipe import RECIPES, Operand, Product, Recipe
 from tests.support.bits import tensor_of
 from tests.support.refusals import refused
 
@@ -46,16 +45,16 @@ def filled(rows, step):
 def test_a_group_is_a_layer_of_its_own(name):
     x, w, g = arrays()
     step = group_step(name)
-    y = reference.training.grouped_linear(x, w, OFFSETS, name)
-    dx, dw = reference.training.grouped_linear_vjp(g, x, w, OFFSETS, name)
+    y = reference.grouped_linear(x, w, OFFSETS, name)
+    dx, dw = reference.grouped_linear_vjp(g, x, w, OFFSETS, name)
     for expert, (start, end) in enumerate(ranges()):
         rows = slice(start, end)
         if start == end:
             assert not dw[expert].any()
             continue
-        assert_same_bits(y[rows], reference.training.training_linear(x[rows], w[expert], name))
+        assert_same_bits(y[rows], reference.training_linear(x[rows], w[expert], name))
         one = filled(g[rows], step), filled(x[rows], step), w[expert]
-        truth = reference.training.training_linear_vjp(*one, name)
+        truth = reference.training_linear_vjp(*one, name)
         assert_same_bits(dx[rows], truth[0][: end - start])
         assert_same_bits(dw[expert], truth[1])
 
@@ -66,8 +65,8 @@ def test_rows_of_no_expert_are_zeros_and_reach_nothing(name):
     results = []
     for poison in (1.0, np.nan):
         x[OFFSETS[-1] :], g[OFFSETS[-1] :] = poison, poison
-        y = reference.training.grouped_linear(x, w, OFFSETS, name)
-        results.append([y, *reference.training.grouped_linear_vjp(g, x, w, OFFSETS, name, seed=3)])
+        y = reference.grouped_linear(x, w, OFFSETS, name)
+        results.append([y, *reference.grouped_linear_vjp(g, x, w, OFFSETS, name, seed=3)])
         assert not y[OFFSETS[-1] :].any()
         assert not results[-1][1][OFFSETS[-1] :].any()
     for clean, poisoned in zip(*results, strict=True):
@@ -90,8 +89,8 @@ def assert_libraries_agree(name, converted, offsets=OFFSETS, length=K):
     for to in (np.ascontiguousarray, converted):
         one = [to(np.ascontiguousarray(a)) for a in (x, w, g)]
         ends = to(offsets)
-        results.append(reference.training.grouped_linear(*one[:2], ends, name))
-        results.extend(reference.training.grouped_linear_vjp(one[2], *one[:2], ends, name, seed=3))
+        results.append(reference.grouped_linear(*one[:2], ends, name))
+        results.extend(reference.grouped_linear_vjp(one[2], *one[:2], ends, name, seed=3))
     found = bits_of(results)
     for truth, made in zip(found[:3], found[3:], strict=True):
         assert np.array_equal(truth, made)
@@ -133,7 +132,7 @@ def test_words_are_those_of_the_whole_tensors(name):
             (across[expert][0], filled(g[start:end], step).T, columns[:, first:last], recipe.weight_grad.a),
         ):
             matrix, words = map(np.ascontiguousarray, (matrix, words))
-            mixed = reference.training.hadamard(matrix, record.hadamard) if record.hadamard else matrix
+            mixed = hadamard(matrix, record.hadamard) if record.hadamard else matrix
             assert_same_quantized(found, reference.quantize(mixed, record.scheme, random_bits=words))
         first = last
 
@@ -170,11 +169,11 @@ def test_wrong_calls():
         ([1, 2], "one integer for each of 5"),
         ([0.0] * 5, "float64"),
     ):
-        refused(ValueError, message, reference.training.grouped_linear, x, w, np.array(offsets), "rowwise")
-    refused(ValueError, r"w \(E, N, K\)", reference.training.grouped_linear, x, w[0], OFFSETS, "rowwise")
+        refused(ValueError, message, reference.grouped_linear, x, w, np.array(offsets), "rowwise")
+    refused(ValueError, r"w \(E, N, K\)", reference.grouped_linear, x, w[0], OFFSETS, "rowwise")
     with pytest.raises(TypeError, match="one dtype"):
-        reference.training.grouped_linear(x, w.astype(np.float32), OFFSETS, "rowwise")
-    refused(ValueError, "unknown recipe", reference.training.grouped_linear_vjp, g, x, w, OFFSETS, "rowise")
+        reference.grouped_linear(x, w.astype(np.float32), OFFSETS, "rowwise")
+    refused(ValueError, "unknown recipe", reference.grouped_linear_vjp, g, x, w, OFFSETS, "rowise")
 
 
 def test_groups_are_filled_up_to_sixteen():

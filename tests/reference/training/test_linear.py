@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 
 from ao_lab.testing.strategies import FINITE_KINDS, assert_same_bits, float_arrays
 from reference import Quantized, dequantize, matmul, matmul_error_bound, quantize, random_bits
-from reference.layers.hadamard import SIGNS_16, signs
-from reference.training import RECIPES, Recipe, hadamard, training_linear, training_linear_vjp
-from reference.training.linear import operands, product, unsupported_reason
-from reference.training.recipe import PRODUCTS
+from reference.layers.hadamard import SIGNS_16, hadamard, signs
+from reference.training.linear import (
+    operands,
+    product,
+    training_linear,
+    training_linear_vjp,
+    unsupported_reason,
+)
+from reference.training.recipe import PRODUCTS, RECIPES, Recipe
 from tests.support.bits import tensor_of
 from tests.support.refusals import refused
 

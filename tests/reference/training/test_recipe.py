@@ -8,13 +8,15 @@ import pytest
 
 from ao_lab.testing.strategies import assert_same_bits
 from reference import SCHEMES, Quantized, dequantize, quantize, random_bits
-from reference.training import RECIPES, Recipe, hadamard, training_linear_vjp
-from reference.training.linear import operand, operands
+from reference.layers.hadamard import hadamard
+from reference.training.linear import operand, operands, training_linear_vjp
 from reference.training.recipe import (
     PLACES,
     PRODUCTS,
+    RECIPES,
     Operand,
     Product,
+    Recipe,
     power_of_two,
     recipe_of,
     saving_codes,

@@ -23,9 +23,8 @@ from torchao.quantization.quantize_.common.kernel_preference import KernelPrefer
 
 from ao_lab.testing.strategies import assert_same_bits
 from reference import SCHEMES, Quantized, dequantize, matmul, matmul_error_bound
-from reference.training import RECIPES, Recipe
 from reference.training.linear import operands
-from reference.training.recipe import PRODUCTS
+from reference.training.recipe import PRODUCTS, RECIPES, Recipe
 
 M, N, K = 64, 96, 128
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

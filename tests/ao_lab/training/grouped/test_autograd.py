@@ -1,16 +1,15 @@
-"""Grouped linear layers within the bounds of `reference.training.grouped_linear`; what belongs to no expert reaches nothing."""
+"""Grouped linear layers within the bounds of `reference.grouped_linear`; what belongs to no expert reaches nothing."""
 
 import pytest
 import torch
 
 import reference
-import reference.training
 from ao_lab.training.grouped import autograd, products
 from ao_lab.training.grouped.autograd import grouped_linear
 from reference import Quantized
 from reference.matmul.linear import transposed
-from reference.training import RECIPES
 from reference.training.grouped import grouped_operands
+from reference.training.recipe import RECIPES
 from tests.support.grouped_cases import OFFSETS, E, K, N, T, offsets_of, poison, tensors
 from tests.support.refusals import refused
 from tests.support.traced import keys_without_origin
@@ -49,8 +48,8 @@ def bounds(name, offsets, dtype, x, w, g):
 def assert_step(name, offsets, dtype="bfloat16"):
     x, w, g = tensors(getattr(torch, dtype))
     truth = [
-        reference.training.grouped_linear(x, w, offsets, name),
-        *reference.training.grouped_linear_vjp(g, x, w, offsets, name, seed=7),
+        reference.grouped_linear(x, w, offsets, name),
+        *reference.grouped_linear_vjp(g, x, w, offsets, name, seed=7),
     ]
     made = step(poison(x, offsets), w, poison(g, offsets), offsets, name)
     for found, want, bound in zip(made, truth, bounds(name, offsets, dtype, x, w, g), strict=True):

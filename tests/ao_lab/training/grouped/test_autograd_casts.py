@@ -23,9 +23,8 @@ from ao_lab.training.grouped.autograd import (
 )
 from fast.layers.gather import gather_transposed
 from reference import SCHEMES, Quantized, dequantize
-from reference.training import RECIPES
 from reference.training.grouped import group_step, grouped_operands, padded_rows
-from reference.training.recipe import Operand
+from reference.training.recipe import RECIPES, Operand
 from tests.support.grouped_cases import OFFSETS, E, offsets_of, poison, tensors
 from tests.support.refusals import refused
 

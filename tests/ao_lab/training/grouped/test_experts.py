@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 import ao_lab
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.training.grouped.experts import LowPrecisionExperts, combine, sort_by_expert
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.support.refusals import refused
 
 

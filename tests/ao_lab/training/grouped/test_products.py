@@ -13,7 +13,7 @@ from ao_lab.training.grouped.autograd import (
     rows_operand,
     weight_operand,
 )
-from reference.training import RECIPES
+from reference.training.recipe import RECIPES
 from tests.support.grouped_cases import OFFSETS, E, K, N, T, offsets_of, poison, tensors
 
 E4M3 = torch.float8_e4m3fn
