@@ -1,8 +1,15 @@
 """The public names of reference and the modules that define them, for type checkers and for `reference.__getattr__`."""
 
 from reference.arrays.jax_bridge import register_jax as register_jax
+from reference.calibration.gptq import GPTQResult as GPTQResult
+from reference.calibration.gptq import gptq as gptq
+from reference.calibration.hessian import SecondMoment as SecondMoment
+from reference.calibration.hessian import TriangularFactor as TriangularFactor
+from reference.calibration.hessian import second_moment as second_moment
+from reference.calibration.hessian import triangular_factor as triangular_factor
 from reference.calibration.rotation import fold_gain as fold_gain
 from reference.calibration.rotation import rotate as rotate
+from reference.calibration.search import search_scales as search_scales
 from reference.calibration.smoothing import AWQFactors as AWQFactors
 from reference.calibration.smoothing import awq_factors as awq_factors
 from reference.calibration.smoothing import smoothing_factors as smoothing_factors

@@ -122,11 +122,19 @@ def _apply(
     ns: Namespace, unit: Arithmetic, x: Array, scale: Array, outer: Array | None, scheme: Scheme
 ) -> Array:
     """Elements divided by their scale, in the order of the record."""
+    factor = element_factor(ns, unit, scale, outer, scheme)
+    return unit.divide(x, factor) if scheme.apply == "divide" else unit.multiply(x, factor)
+
+
+def element_factor(
+    ns: Namespace, unit: Arithmetic, scale: Array, outer: Array | None, scheme: Scheme
+) -> Array:
+    """What elements are multiplied by, or divided by where the record's `apply` is "divide"; one for each scale."""
     if scheme.apply == "encode":
-        return unit.multiply(x, scale)
+        return scale
     if scheme.apply == "divide":
-        return unit.divide(x, scale if outer is None else unit.divide(scale, outer))
-    return unit.multiply(x, _reciprocal(ns, unit, scale, outer, scheme))
+        return scale if outer is None else unit.divide(scale, outer)
+    return _reciprocal(ns, unit, scale, outer, scheme)
 
 
 def _reciprocal(ns: Namespace, unit: Arithmetic, scale: Array, outer: Array | None, scheme: Scheme) -> Array:
@@ -177,4 +185,4 @@ def _nearest_by_difference(ns: Namespace, scaled: Array, fmt: Format, unit: Arit
     return ns.where(is_nan(scaled), 0, index)
 
 
-__all__ = ["element_codes"]
+__all__ = ["element_codes", "element_factor"]

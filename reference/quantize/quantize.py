@@ -216,16 +216,16 @@ def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> Array:
     ns = namespace_of(codes)
     chosen = given_scales(ns, q.scales, blocks, scheme, dtype if scheme.dequantize == "target" else "float32")
     split = blocks.split(ns, int32_of(ns, codes))
-    bits = blocks.join(ns, _values(ns, split, chosen, scheme, dtype))
+    bits = blocks.join(ns, scaled_values(ns, split, chosen, scheme, dtype))
     return to_dtype_bits(ns, bits, dtype, saturate=scheme.dequantize == "float32")
 
 
-def _values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme, dtype: str) -> Array:
-    """float32 bit patterns of code blocks times their scales."""
+def scaled_values(ns: Namespace, codes: Array, chosen: Chosen, scheme: Scheme, dtype: str) -> Array:
+    """float32 bit patterns of int32 codes times their scales, which broadcast."""
     unit = Arithmetic(ns, dtype if scheme.dequantize == "target" else "float32")
     scale = unit.round(chosen.scale)
     if chosen.outer is not None:
-        scale = _combined(unit, scale, chosen.outer, scheme)
+        scale = combined_scale(unit, scale, chosen.outer, scheme)
     value = block_values(ns, codes, chosen, scheme)
     if scheme.scale.stored == "encode":
         return unit.divide(value, scale)
@@ -255,7 +255,7 @@ def _product(ns: Namespace, value: Array, scale: Array, unit: Arithmetic, scheme
     return ns.where(overflow, (product & SIGN) | LARGEST, product)
 
 
-def _combined(unit: Arithmetic, scale: Array, outer: Array, scheme: Scheme) -> Array:
+def combined_scale(unit: Arithmetic, scale: Array, outer: Array, scheme: Scheme) -> Array:
     """Block scale and outer scale as one decoding scale."""
     if scheme.outer_order == "encode":
         return unit.divide(scale, outer)
@@ -402,8 +402,10 @@ __all__ = [
     "block_values",
     "block_words",
     "check_quantized",
+    "combined_scale",
     "dequantize",
     "quantize",
+    "scaled_values",
     "unpacked",
     "with_plain_scales",
     "with_tiled_scales",

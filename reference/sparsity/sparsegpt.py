@@ -33,8 +33,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.namespace import check_plain, namespace_of
+from reference.arrays.namespace import namespace_of
 from reference.arrays.softfloat import float32_bits
+from reference.calibration.hessian import (
+    LARGEST,
+    Matrix,
+    attempts,
+    checked_hessian,
+    not_positive_definite,
+    upper_factor,
+)
 from reference.formats.arithmetic import to_dtype_bits
 from reference.quantize.fake_quantize import fake_quantize
 from reference.quantize.scales import choose_scales
@@ -42,13 +50,8 @@ from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scheme, scheme_of
 from reference.sparsity.prune import check_groups, float_weights, parse_pattern
 
-Matrix = npt.NDArray[np.float64]
 #: Column of weights (rows,) and its index to the column that is stored.
 Store = Callable[[Matrix, int], Matrix]
-#: The largest float32.
-LARGEST = float(np.finfo(np.float32).max)
-DAMPING_STEP = 0.01
-FLOORS = tuple(10.0**power for power in range(-6, 0))
 
 
 class InverseFactor(NamedTuple):
@@ -115,35 +118,20 @@ def sparsegpt(
 def inverse_factor(hessian: Any, *, damping: float = 0.01, size: int | None = None) -> InverseFactor:
     """The factor U of H^-1 = U^T U by this module's rules of dead channels, damping and failure.
 
-    hessian: float32 or float64 (K, K), NumPy. size: the K that it should have. Errors as in `sparsegpt`.
-
-    With J the reversal of rows and columns, J H J = L L^T gives H = R R^T for the upper triangular R = J L J, so U = R^-1: one
-    factorization, and no product of an inverse.
+    hessian: float32 or float64 (K, K), NumPy. size: the K that it should have. Errors as in `sparsegpt`. U is the inverse of
+    the R of `reference.calibration.hessian`: no product of an inverse.
     """
-    h = _checked_hessian(hessian, damping, size)
+    if isinstance(damping, bool) or not 0 <= damping <= 1:
+        raise ValueError(f"damping is a share of the mean diagonal, 0 to 1, got {damping!r}; 0.01 is usual")
+    h = checked_hessian(hessian, size)
     dead = np.diag(h) == 0
     h[dead, dead] = 1
     diagonal = np.diag(h).copy()
     for share, floor in attempts(damping):
-        np.fill_diagonal(h, diagonal + share * diagonal.mean() + floor * diagonal.max())
-        try:
-            lower = np.linalg.cholesky(np.tril(h)[::-1, ::-1].T)
-        except np.linalg.LinAlgError:
-            continue
-        return InverseFactor(np.triu(np.linalg.inv(lower[::-1, ::-1])), share, floor, dead)
-    raise ValueError(
-        f"the hessian is not positive definite with damping 1 and {FLOORS[-1]} of its largest diagonal element added; "
-        f"it is no sum of x x^T: sum it again, in float32 or wider"
-    )
-
-
-def attempts(damping: float) -> list[tuple[float, float]]:
-    """(damping, floor) of each try, in order; no step is the sum of steps before it."""
-    steps = int((1 - damping) / DAMPING_STEP) + 1
-    raised = [min(damping + DAMPING_STEP * step, 1.0) for step in range(steps)]
-    if raised[-1] < 1:
-        raised.append(1.0)
-    return [(share, 0.0) for share in raised] + [(1.0, floor) for floor in FLOORS]
+        upper = upper_factor(h, diagonal + share * diagonal.mean() + floor * diagonal.max())
+        if upper is not None:
+            return InverseFactor(np.triu(np.linalg.inv(upper)), share, floor, dead)
+    raise not_positive_definite()
 
 
 def _sweep(
@@ -250,33 +238,6 @@ def _checked_weights(w: Any, group: int, pattern: str) -> tuple[Any, Matrix]:
             f"sparsegpt takes finite weights, got {wrong} of NaN or infinity, which updates would spread; replace them"
         )
     return w, wide
-
-
-def _checked_hessian(hessian: Any, damping: float, size: int | None) -> Matrix:
-    """A copy in float64."""
-    if isinstance(damping, bool) or not 0 <= damping <= 1:
-        raise ValueError(f"damping is a share of the mean diagonal, 0 to 1, got {damping!r}; 0.01 is usual")
-    check_plain(hessian)
-    if not isinstance(hessian, np.ndarray) or hessian.dtype not in (np.float32, np.float64):
-        kind = getattr(hessian, "dtype", type(hessian).__name__)
-        raise TypeError(f"the hessian is a NumPy array of float32 or float64, got {kind}; convert it first")
-    wanted = hessian.shape[-1] if size is None and hessian.ndim else size
-    if hessian.shape != (wanted, wanted):
-        raise ValueError(f"the hessian is ({wanted}, {wanted}), inputs by inputs, got shape {hessian.shape}")
-    h = hessian.astype(np.float64)
-    if not h.size:
-        raise ValueError("a hessian of no inputs; give at least one column")
-    if not np.abs(h).max() <= LARGEST:  # a NaN is not, either
-        raise ValueError(
-            "the hessian is finite and within float32, got NaN or larger; sum x x^T without infinities"
-        )
-    if (np.diag(h) < 0).any():
-        raise ValueError(
-            "the diagonal of a hessian is a sum of squares, got negative elements; sum x x^T again"
-        )
-    if not h.any():
-        raise ValueError("a hessian of zeros: no input was seen; run calibration data, or prune by magnitude")
-    return h
 
 
 def check_block(block: int, group: int, pattern: str) -> None:
