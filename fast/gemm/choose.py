@@ -2,7 +2,7 @@
 
 `choose` gives the families that take a `Problem`, the quickest first and torch's last: who multiplies takes the first, and the
 next one where it does not compile or load. What a family takes stands in its record; which of two is quicker here, by models
-and bounds that were fitted to measured times (`small_m_or_gemm`, the `select` of a family; times: reports/data). Which variant
+and bounds that were fitted to measured times (`coefficients.toml`, the `select` of a family). Which variant
 of itself a family runs is its own affair. `by_rows` says it for ranges of rows.
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from fast.cost import Coefficients, first_row
 from fast.gemm.families import (
     FLOATS,
     HALVES,
@@ -42,43 +43,9 @@ from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE_IN
 from reference import Scheme
 from reference.schemes.schemes import POWER_RULES, record_of
 
-#: Rows of an expert, on average, up to which `triton_small_m` is quicker than `sm90_w4a16_gemm` (times: reports/LOG.md).
-MOST_OF_EXPERT = 40
-#: Elements of a weight from which two launches of `sm90_w4a16_gemv` are faster than one of both
-#: (`reports/data/linear_small_pair_times.json`).
-TWO_LAUNCHES = 1 << 25
-#: Elements of a weight from which those of 4 bits are again faster in one launch, but for ALWAYS_APART rows or fewer, and those
-#: of 8 bits are faster apart by `triton_small_m` too.
-LARGE = 1 << 27
-#: Rows up to which weights of 4 bits from TWO_LAUNCHES elements on are always faster apart.
-ALWAYS_APART = 2
-#: Columns of a group whose elements have a product more each in `sm90_w4a16_gemm`.
-SIXTEEN = 16
-#: Rows up to which that product is hidden; of more the dense weight is quicker (times: reports/LOG.md).
-MOST_OF_SIXTEEN = 1024
-#: Rows of NF4 up to which `sm90_w4a16_gemm` is quicker than the dense weight: each element reads a word of shared memory,
-#: beside those that products read.
-MOST_OF_LEVELS = 2048
-#: Elements of a weight of either, of fewer than which the dense one is quicker behind fewer rows.
-SMALL = 1 << 23
-#: Rows up to which such a weight is quicker than the dense one.
-MOST_OF_SMALL = 512
-#: Operations of a product of training that takes a GPU less time than the host takes to start `torch._scaled_mm`, which looks
-#: for a kernel at every call: launched one by one it goes by `triton_scaled_mm`. That kernel is slower, so a CUDA graph, which
-#: has no launches, records torch's.
-BRIEF = 2**34
+C = Coefficients("choose")
 #: What tiles of `triton_scaled_mm` divide lengths by.
 TILE = 128
-#: Inputs of a layer from which its weight's gradient takes as long as four multiprocessors take for the bias's sums.
-HIDDEN = 2048
-#: Elements of dY from which two streams cost less than is hidden.
-WORTH = 12_000_000
-#: Elements of dW that are one tile of 128 x 256 a multiprocessor.
-ONE_WAVE = 1 << 22
-#: Outputs of a layer over its inputs from which cuBLASLt's epilogue is quicker.
-WIDE = 4
-#: Rows up to which it is; of twice as many the library chooses another kernel, and sums hide beside torch's product.
-MOST_OF_EPILOGUE = 1 << 14
 
 
 def choose(p: Problem) -> Iterator[Family]:
@@ -111,22 +78,24 @@ def _one_weight(p: Problem) -> Iterator[Family]:
 
 def rows_of_gemm(p: Problem) -> int:
     """The most rows that `sm90_w4a16_gemm` multiplies faster than torch does with the dense weight."""
-    if p.group != SIXTEEN and p.element != "nf4":
-        return SM90_W4A16_GEMM.takes[0].rows
-    if p.n * p.k < SMALL:
-        return MOST_OF_SMALL
-    return MOST_OF_SIXTEEN if p.group == SIXTEEN else MOST_OF_LEVELS
+    row = first_row(C.rows_of_gemm, element=p.element, group=p.group, size=p.n * p.k)
+    return int(row.get("rows", SM90_W4A16_GEMM.takes[0].rows))
 
 
+@lru_cache(maxsize=4096)
 def _gemm_is_faster(p: Problem) -> bool:
     """Whether `sm90_w4a16_gemm`, which takes such rows, is faster than `triton_small_m`, which takes up to 128."""
-    from fast.gemm.small_m_or_gemm import LEAST, MOST, gains
+    from fast.kernels.sm90_w4a16_gemm.select import microseconds_of_few
     from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
+    from fast.kernels.triton_small_m.tilings import microseconds
 
-    if not LEAST <= p.rows <= MOST:
+    least, most = C.asked_for
+    if not least <= p.rows <= most:
         return False
+    product, processors = (int(p.rows), p.n, p.k), p.device.processors
     weight = Weight(p.element, p.zero, max(1, ATOM // (p.group or ATOM)))
-    return gains(int(p.rows), p.n, p.k, weight, p.device.processors)
+    other = microseconds(*product, *weight, processors)
+    return microseconds_of_few(*product, weight, processors) < C.margin * other
 
 
 def _gemv_is_faster(p: Problem) -> bool:
@@ -148,10 +117,10 @@ def _pair(p: Problem) -> Iterator[Family]:
 
 def _pair_is_faster(p: Problem) -> bool:
     size, eight = p.n * p.k, p.element != "int4"
-    if size < TWO_LAUNCHES or (size >= LARGE and not eight and p.rows > ALWAYS_APART):
+    if size < C.two_launches or (size >= C.large and not eight and p.rows > C.always_apart):
         return True
     alone = p._replace(products=1)
-    if size >= LARGE and eight:
+    if size >= C.large and eight:
         return SM90_W4A16_GEMV.refusal(alone._replace(rows=1)) is not None
     return not _gemv_is_faster(alone)
 
@@ -159,7 +128,7 @@ def _pair_is_faster(p: Problem) -> bool:
 def _experts(p: Problem) -> Iterator[Family]:
     """Rows sorted by expert; `rows` are those of one on average."""
     some = p if p.rows else p._replace(rows=1)
-    if p.rows > MOST_OF_EXPERT and SM90_W4A16_GEMM.refusal(some) is None:
+    if p.rows > C.most_of_expert and SM90_W4A16_GEMM.refusal(some) is None:
         yield SM90_W4A16_GEMM
     if TRITON_SMALL_M.refusal(some) is None:
         yield TRITON_SMALL_M
@@ -308,10 +277,10 @@ def float8_of_training(
     """Of rows by a matrix (N, K) of a training step, both float8, on Hopper: `triton_scaled_mm` where it is quicker, and in
     brief products, launched one by one (`launched`), whose bits are the same: under powers of two, and where neither family
     adds a sum in parts. Else `torch_scaled_mm`."""
-    from fast.kernels.triton_scaled_mm.tiles import LONG
+    from fast.kernels.triton_scaled_mm.tiles import C as TILES
 
-    whole = shape[1] < LONG and not any(length % TILE for length in (rows, *shape))
-    brief = launched and 2 * rows * shape[0] * shape[1] <= BRIEF
+    whole = shape[1] < TILES.long and not any(length % TILE for length in (rows, *shape))
+    brief = launched and 2 * rows * shape[0] * shape[1] <= C.brief
     if brief and whole and _is_exact(x) and _is_exact(w):
         return TRITON_SCALED_MM
     beats = codes_beat_torch(x.key, w.key, tuple(shape), rows, fast_sums)
@@ -336,11 +305,11 @@ def gradients(rows: int, n: int, k: int, dtype: torch.dtype) -> str:
     sums cost no time. EPILOGUE, of float16 where tiles are few along k and most multiprocessors have one: cuBLASLt's kernel
     takes 156 us where product and sums take 183; of bfloat16 it takes longer than both (times: reports/LOG.md).
     """
-    if rows * n < WORTH or n * k > ONE_WAVE:
+    if rows * n < C.worth or n * k > C.one_wave:
         return APART
-    if k >= HIDDEN:
+    if k >= C.hidden:
         return BESIDE
-    is_wide = rows <= MOST_OF_EPILOGUE and n >= WIDE * k and 2 * n * k > ONE_WAVE
+    is_wide = rows <= C.most_of_epilogue and n >= C.wide * k and 2 * n * k > C.one_wave
     return EPILOGUE if dtype == torch.float16 and is_wide else APART
 
 

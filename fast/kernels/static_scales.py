@@ -19,7 +19,7 @@ from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, TILE, ceil_div, 
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.rules.statistics import block_absmax
 from fast.kernels.rules.values import element_codes
-from fast.kernels.sm90_s8_gemm.select import LEAST
+from fast.kernels.sm90_s8_gemm.select import C
 from fast.kernels.tile.quantize import loaded_scales
 from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch, interpreted
@@ -92,7 +92,7 @@ def _launch(of: Problem, count: int, length: int) -> CompiledLaunch:
     while the kernel in front of it runs."""
     size = min(power_above(length), LARGEST_TILE)
     together = max(1, min(TILE // size, power_above(count)))
-    pdl = count < LEAST
+    pdl = count < C.least
     warps = max(1, min(MOST_WARPS, size * together // (WARP if pdl else 2 * WARP)))
     each = of.scheme.scale.block == -1
     wide = count * length > INT32 - size

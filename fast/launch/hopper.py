@@ -30,6 +30,11 @@ GROUP = 8
 KINDS = ("float32", "bfloat16", "float16", "int32")
 
 
+def at_once(cluster: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Clusters of so many programs that a device of as many multiprocessors runs at once."""
+    return max(1, AT_ONCE[cluster] * multiprocessors // MULTIPROCESSORS)
+
+
 @lru_cache(maxsize=64)
 def capability(index: int) -> tuple[int, int]:
     """Of a CUDA device."""
@@ -62,6 +67,7 @@ __all__ = [
     "REGISTERS",
     "SHARED",
     "SYSTEM",
+    "at_once",
     "capability",
     "is_served",
     "processors_of",

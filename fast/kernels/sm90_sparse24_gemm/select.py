@@ -2,9 +2,8 @@
 
 What a stage takes is the longest of three: the tensor core (an instruction of n tokens reads 64 n bytes of tokens and 2048 of
 values from shared memory, 128 a cycle, and multiplies in n / 2 cycles), what the L2 cache delivers to a multiprocessor, and,
-for the weight, what the memory does. The model only has to order variants. `RATES` are fitted to measured
-times (`reports/data/linear_sparse_times.json`) by `tests/gpu/sparsity/gemm.py`; the same times say how many
-clusters run at once.
+for the weight, what the memory does. The model only has to order variants. Its rates are fitted to measured times
+(`reports/data/linear_sparse_times.json`) by `tests/gpu/sparsity/gemm.py`; the same times say how many clusters run at once.
 """
 
 from __future__ import annotations
@@ -13,24 +12,25 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from fast.cost import Coefficients, Time, quickest
 from fast.kernels.sm90_sparse24_gemm.variants import PANEL, Variant, fitted
-from fast.launch.hopper import AT_ONCE, MULTIPROCESSORS
+from fast.launch.hopper import MULTIPROCESSORS, at_once
 
 
 class Rates(NamedTuple):
-    """The constants of the model.
+    """The constants of the model, in `coefficients.toml`.
 
     l2, memory: bytes a cycle that a multiprocessor gets from the L2 cache and from memory. multiply: cycles of the tensor core
     over those of its tables. begin, token: cycles that a tile costs besides its stages: to begin and end, and for each token
     of 64 features that a warpgroup writes. clock: of cycles a nanosecond, which changes no order.
     """
 
-    l2: float = 35.5
-    memory: float = 18.2
-    multiply: float = 1.42
-    begin: float = 6370.0
-    token: float = 9.4
-    clock: float = 1.7
+    l2: float
+    memory: float
+    multiply: float
+    begin: float
+    token: float
+    clock: float
 
 
 class Terms(NamedTuple):
@@ -48,14 +48,7 @@ class Terms(NamedTuple):
     written: int
 
 
-RATES = Rates()
-#: Tokens of a tile, with the warpgroups and the panels of a stage.
-TILES = ((16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 2), (64, 1, 2), (64, 2, 2), (128, 2, 1), (256, 2, 1))
-#: Further tiles where there are more tokens than in any: of 13008 tokens and 1024 features the last of four waves has 12 tiles
-#: of 256; four waves of tiles of 208 hold all. At most two programs share tokens: a share is whole repeats of the swizzle.
-WIDE = ((192, 2, 1), (208, 2, 1), (224, 2, 1), (240, 2, 1))
-#: Programs along the features and along K of clusters, which have at most eight.
-CLUSTERS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
+C = Coefficients("sm90_sparse24_gemm")
 
 
 @lru_cache(maxsize=4096)
@@ -63,19 +56,20 @@ def choose(
     tokens: int, features: int, length: int, bits: int, promote: bool, multiprocessors: int = MULTIPROCESSORS
 ) -> Variant:
     """The variant for x (tokens, K) and a weight of features, rows of x having `length` bytes."""
-    return min(
-        candidates(tokens, bits, promote),
-        key=lambda one: cycles(one, tokens, features, length, bits, multiprocessors),
+    times = (
+        (one, cycles(one, tokens, features, length, bits, multiprocessors))
+        for one in candidates(tokens, bits, promote)
     )
+    return quickest(times)  # type: ignore[return-value]
 
 
 def candidates(tokens: int, bits: int, promote: bool) -> Iterator[Variant]:
     """Variants whose tiles are no larger than the tokens ask for."""
-    smallest = min(tile[0] for tile in TILES if tile[0] >= min(tokens, 256))
-    for count, groups, panels in TILES if tokens <= 256 else TILES + WIDE:
+    smallest = min(tile[0] for tile in C.tiles if tile[0] >= min(tokens, 256))
+    for count, groups, panels in C.tiles if tokens <= 256 else C.tiles + C.wide:
         if count > smallest or (promote and count > 128) or (smallest > 128 and count < 128):
             continue
-        for pair, splits in CLUSTERS:
+        for pair, splits in C.clusters:
             if count // pair < 8 or (splits > 1 and count > 128) or (pair > 2 and 128 < count < 256):
                 continue
             # Sums are promoted after 128 elements of 8 bits: one panel.
@@ -88,27 +82,32 @@ def cycles(
     features: int,
     length: int,
     bits: int,
-    multiprocessors: int,
-    rates: Rates = RATES,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> float:
     """How long all of a product takes, by the model."""
-    return cycles_of(terms(one, tokens, features, length, bits, multiprocessors), rates)
+    return cycles_of(terms(one, tokens, features, length, bits, multiprocessors), rates())
+
+
+def rates() -> Rates:
+    """The constants that were fitted."""
+    return Rates(**C.rates)
 
 
 def cycles_of(parts: Terms, rates: Rates) -> float:
     """The sum of a product's parts."""
     stage = max(parts.multiplied * rates.multiply, parts.delivered / rates.l2, parts.read / rates.memory)
-    return parts.waves * (parts.panels * stage + rates.begin + rates.token * parts.written)
+    return Time(parts.waves, parts.panels, stage, rates.begin + rates.token * parts.written).total
 
 
-def terms(one: Variant, tokens: int, features: int, length: int, bits: int, multiprocessors: int) -> Terms:
+def terms(
+    one: Variant, tokens: int, features: int, length: int, bits: int, multiprocessors: int = MULTIPROCESSORS
+) -> Terms:
     """What a product by a variant is made of."""
     clusters = -(-tokens // one.tokens) * -(-features // (one.features * one.pair))
-    at_once = max(1, AT_ONCE[one.cluster] * multiprocessors // MULTIPROCESSORS)
-    waves = -(-clusters // at_once)
+    waves = -(-clusters // at_once(one.cluster, multiprocessors))
     metadata = 1024 if bits == 8 else 512
     weight = one.groups * (64 * PANEL // 2 + metadata)
-    instruction = max(one.tokens / 2, (64 * one.tokens + 2048) / 128) * (1.15 if one.promote else 1)
+    instruction = max(one.tokens / 2, (64 * one.tokens + 2048) / 128) * (C.promoted if one.promote else 1)
     # Programs that are at work, in the mean of the waves, share the memory; one row of tiles reads the weight once.
     working = clusters * one.cluster / waves
     return Terms(
@@ -122,13 +121,12 @@ def terms(one: Variant, tokens: int, features: int, length: int, bits: int, mult
 
 
 __all__ = [
-    "MULTIPROCESSORS",
-    "RATES",
     "Rates",
     "Terms",
     "candidates",
     "choose",
     "cycles",
     "cycles_of",
+    "rates",
     "terms",
 ]

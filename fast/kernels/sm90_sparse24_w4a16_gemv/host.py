@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_CHUNKED, MOST_ROWS, choose
+from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_ROWS, C, choose
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, KERNEL, TWO, Form, Variant, rows_of_tiles
 from fast.launch import cuda, hopper
 from fast.launch.call import Call
@@ -42,11 +42,11 @@ def launch_for(
     """What multiplies x by a weight in 2:4 storage; its pointers are its `names`.
 
     Operands are those of `check_operands`. None where another kernel has to: devices that are not Hopper's, no rows of x or
-    more than MOST_CHUNKED, a K or groups that no variant divides. variant: by default that of `choose`.
+    more than 64, a K or groups that no variant divides. variant: by default that of `choose`.
     """
     n, k = codes.shape[0], 4 * codes.shape[1]
     count = x.numel() // k if k else 0
-    if not n or not 0 < count <= MOST_CHUNKED or not is_served(x):
+    if not n or not 0 < count <= C.most_chunked or not is_served(x):
         return None
     form = Form(group, scale.dtype != torch.float32, x.dtype == torch.float16, zeros=zero is not None)
     given = variant or choose(form, count, n, k)

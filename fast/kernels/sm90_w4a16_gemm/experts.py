@@ -9,27 +9,20 @@ from typing import Any
 
 import torch
 
+from fast.cost import Time, quickest
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.sm90_w4a16_gemm import host
-from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS, TILE, stage
+from fast.kernels.sm90_w4a16_gemm.select import C, stage
 from fast.kernels.sm90_w4a16_gemm.variants import ATOM, FEATURES, KERNEL, Problem, Variant, Weight, fitted
 from fast.kernels.triton_small_m.grouped import check_experts
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch, Maps
-from fast.launch.hopper import GROUP, processors_of
+from fast.launch.hopper import GROUP, MULTIPROCESSORS, processors_of
 
-#: Rows of tiles, and of the last one of an expert where that holds what is left; 0 where all are of one size.
-TILES = ((64, 0), (128, 64), (192, 64), (192, 128), (256, 64), (256, 128))
 #: Pointers of a launch: those of `host`, and the row after each expert's last one.
 POINTERS = (*host.POINTERS, "ends")
-#: Experts that the rule looks at.
-LOOKED_AT = 16
-#: Divisions of rows among them: the rows of the largest less those of the smallest, over the average.
-SPREADS = (0.2, 1.0)
-#: Divisions of rows among them: where between the smallest and the largest the first expert is.
-PLACES = (0.125, 0.375, 0.625, 0.875)
 
 
 def sm90_w4a16_gemm_of_experts(
@@ -106,13 +99,13 @@ def choose(
             for rows in divisions(average, experts)
         )
 
-    return min(candidates(weight), key=taken)
+    return quickest((one, taken(one)) for one in candidates(weight))  # type: ignore[return-value]
 
 
 def divisions(average: int, experts: int) -> Iterator[list[int]]:
     """Rows of some of the experts, each time divided in another way."""
-    count = min(experts, LOOKED_AT)
-    for spread, place in product(SPREADS, PLACES):
+    count = min(experts, C.looked_at)
+    for spread, place in product(C.spreads, C.places):
         parts = (1 + spread * ((place + at) / count - 0.5) for at in range(count))
         yield [max(1, round(part * average)) for part in parts]
 
@@ -133,17 +126,16 @@ def longest(many: int, few: int, whole: float, small: float, programs: int) -> f
 
 def candidates(weight: Weight) -> Iterator[Variant]:
     """Variants of experts."""
-    return (fitted(tokens, 1, 1, weight, small)._replace(grouped=True) for tokens, small in TILES)
+    return (fitted(tokens, 1, 1, weight, small)._replace(grouped=True) for tokens, small in C.expert_tiles)
 
 
 def nanoseconds(tokens: int, length: int, weight: Weight) -> float:
     """Of a tile."""
-    return length / ATOM * stage(tokens, weight) + TILE
+    return Time(1, length / ATOM, stage(tokens, weight), C.tile).total
 
 
 __all__ = [
     "POINTERS",
-    "TILES",
     "call_of",
     "candidates",
     "choose",

@@ -3,7 +3,7 @@
 Packed integers of 2, 3, 5 and 6 bits with one float32 scale a group go to `sm90_intn_small_m`, which is CUDA C++ for Hopper, up
 to 96 rows, or 32 of weights of fewer than 8192; more to no kernel. Else one row is bound by reading the weight:
 `gemv_w4a16` takes 4-bit integers and `gemv_w8a16` 8-bit elements, where sizes are theirs (`takes_w4a16`, `takes_w8a16`),
-`gemv_any` all else. Up to MOST_ROWS rows of 16-bit inputs go to `gemm_small_m`. Beyond, the tensor cores are the limit, and
+`gemv_any` all else. Up to C.most_rows rows of 16-bit inputs go to `gemm_small_m`. Beyond, the tensor cores are the limit, and
 a dense weight that is made for the call costs little beside it: the caller dequantizes.
 
 `linear_pair` and `linear_swiglu` for CUDA tensors: two products of one row in one launch, by the kernels of `linear`.
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fast.cost import Coefficients
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import ocp_name
@@ -39,6 +40,7 @@ from fast.kernels.triton_gemv.gemv_w8a16 import (
 from fast.kernels.triton_gemv.plain import triton_gemm_small_m_kernel, triton_gemv_any_kernel
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import CudaLaunch
+from fast.launch.hopper import MULTIPROCESSORS
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Quantized
 from reference.formats.formats import FORMATS
@@ -166,44 +168,21 @@ def _w8a8_launch(inputs: str, kind: str, each: bool, rows: int, length: int, dty
     return CompiledLaunch(triton_gemv_w8a8_kernel, ceil_div(rows, taken), tail, warps_k, launch_pdl=True)
 
 
-#: Rows beyond which a weight is dequantized for the call.
-MOST_ROWS = 128
-#: The same where scales change along K, which makes products of tiles slower.
-MOST_BLOCK_ROWS = 32
+C = Coefficients("triton_gemv")
 #: Widths of codes that `sm90_intn_small_m` has; of its others, four bits have a kernel for one row and an order for several.
 OWN_BITS = (2, 3, 5, 6)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 STORAGES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-#: Warps in all that keep the GPU busy with codes of 8 bits.
-BUSY = 3500
-#: Warps that share a row of 8-bit codes at most.
-MOST_WARPS_K = 8
-#: Registers a lane for 8-bit codes where rows are many or LONG: more warps are at work; shorter rows lose by it.
-W8A16_REGISTERS = 64
-#: Columns beyond which a row is long.
-LONG = 8192
 #: Rows of a 4-bit weight that a program takes.
 W4A16_ROWS = 16
 #: Elements along K that a warp takes at once, of a 4-bit weight.
 W4A16_UNIT = UNIT.value
-#: Programs that fill the GPU with four warps each; fewer have eight.
-MANY_TILES = 600
-#: Registers a lane, so that 28 warps are at work on a multiprocessor.
-W4A16_REGISTERS = 72
 #: Bytes of a row that 32 lanes read at once.
 WARP_BYTES = 512
 #: Bytes that a lane reads at once.
 THREAD_BYTES = 16
-#: Rows of a program of `gemv_any`.
-GEMV_ANY_ROWS = 8
-#: Warps of a program of `gemv_any`.
-GEMV_ANY_WARPS = 2
 #: Elements along K of a step of tiles, at least.
 SMALLEST_STEP = 32
-#: Rows of the weight that a tile has, half as many where there would be fewer tiles than multiprocessors.
-TILE_ROWS = 64
-#: Multiprocessors.
-FULL = 132
 #: The fewest elements of K that a product of tiles takes.
 SMALLEST_DOT = 16
 
@@ -264,7 +243,7 @@ def launch_for(
     if family == "sm90_intn_small_m":
         return sm90_intn_small_m.launch_for(w, count, dtype)
     weight = None if w.tiled else weight_of(w.scheme, tuple(w.shape), w.axis, w.packed)
-    if weight is None or dtype not in FLOATS or not 0 < count <= MOST_ROWS or not weight.rows:
+    if weight is None or dtype not in FLOATS or not 0 < count <= C.most_rows or not weight.rows:
         return None
     return _launch(family, weight, count, FLOAT_NAMES[dtype])
 
@@ -282,7 +261,7 @@ def _launch(family: str, weight: Weight, count: int, dtype: str) -> CompiledLaun
 def takes_rows(weight: Weight, count: int, dtype: torch.dtype) -> bool:
     """Whether `gemm_small_m` multiplies so many rows: 16-bit ones by elements that they hold exactly."""
     exact = weight.rule.kind != "codebook" and weight.rule.zero != "value" and dtype != torch.float32
-    most = MOST_ROWS if weight.block <= 0 else MOST_BLOCK_ROWS
+    most = C.most_rows if weight.block <= 0 else C.most_block_rows
     return exact and weight.step >= SMALLEST_DOT and count <= most
 
 
@@ -366,13 +345,13 @@ def gemv_w4a16_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLau
     times: weights like this one that a launch reads, as in `gemv_w8a16_launch`; here it is for the kernel of one.
     """
     tiles = ceil_div(weight.rows, W4A16_ROWS)
-    warps_k = min(4 if times * tiles >= MANY_TILES else 8, power_in(weight.length // W4A16_UNIT))
+    warps_k = min(4 if times * tiles >= C.many_tiles else 8, power_in(weight.length // W4A16_UNIT))
     tail = (
         weight.rows, weight.length, weight.block or weight.length, warps_k, weight.storage, bool(weight.rule.low < 0),
         bool(weight.rule.zero == "value"), dtype, True,
     )  # fmt: skip
     return CompiledLaunch(
-        triton_gemv_w4a16_kernel, tiles, tail, warps_k, launch_pdl=True, maxnreg=W4A16_REGISTERS
+        triton_gemv_w4a16_kernel, tiles, tail, warps_k, launch_pdl=True, maxnreg=C.w4a16_registers
     )
 
 
@@ -385,8 +364,8 @@ def gemv_w8a16_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLau
         weight.rows, weight.per_row, weight.length, weight.block, weight.block_rows, kind, weight.storage,
         1.0 / (1 << weight.rule.fraction_bits), rows, warps_k, weight.wide, dtype, True,
     )  # fmt: skip
-    limit = weight.block <= 0 and (rows == 4 or weight.length > LONG)
-    registers = {"maxnreg": W8A16_REGISTERS} if limit else {}
+    limit = weight.block <= 0 and (rows == 4 or weight.length > C.long)
+    registers = {"maxnreg": C.w8a16_registers} if limit else {}
     return CompiledLaunch(
         triton_gemv_w8a16_kernel, ceil_div(weight.rows, rows), tail, warps_k, launch_pdl=True, **registers
     )
@@ -394,13 +373,13 @@ def gemv_w8a16_launch(weight: Weight, dtype: str, times: int = 1) -> CompiledLau
 
 def rows_per_program(rows: int, times: int = 1) -> int:
     """Rows of 8-bit elements that a program takes, of `times` weights with so many."""
-    return 4 if times * ceil_div(rows, 4) >= BUSY else 2
+    return 4 if times * ceil_div(rows, 4) >= C.busy else 2
 
 
 def warps_along_k(programs: int, most: int) -> int:
     """Warps that share the rows of a program, a power of two up to `most`, so that there are enough in all."""
     warps_k = 1
-    while 2 * warps_k <= min(MOST_WARPS_K, most) and programs * warps_k < BUSY:
+    while 2 * warps_k <= min(C.most_warps_k, most) and programs * warps_k < C.busy:
         warps_k *= 2
     return warps_k
 
@@ -412,13 +391,13 @@ def gemv_any_launch(weight: Weight, dtype: str) -> CompiledLaunch:
     sub = min(THREAD_BYTES * codes_a_byte, weight.step, size)
     tail = (
         weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.block_rows,
-        weight.wide, GEMV_ANY_ROWS, size, sub,
+        weight.wide, C.any_rows, size, sub,
     )  # fmt: skip
     return CompiledLaunch(
         triton_gemv_any_kernel,
-        ceil_div(weight.rows, GEMV_ANY_ROWS),
+        ceil_div(weight.rows, C.any_rows),
         tail,
-        GEMV_ANY_WARPS,
+        C.any_warps,
         enable_fp_fusion=True,
     )
 
@@ -427,7 +406,7 @@ def gemm_small_m_launch(weight: Weight, dtype: str, count: int) -> CompiledLaunc
     """Several rows."""
     block_m = next(block_m for block_m in (16, 32, 64, 128) if count <= block_m)
     size = min(64, power_in(weight.length)) if weight.block <= 0 else min(128, weight.step)
-    rows = TILE_ROWS if ceil_div(weight.rows, TILE_ROWS) >= FULL else TILE_ROWS // 2
+    rows = C.tile_rows if ceil_div(weight.rows, C.tile_rows) >= MULTIPROCESSORS else C.tile_rows // 2
     tail = (
         count, weight.rows, weight.per_row, weight.length, weight.rule, dtype, weight.packed, weight.block, weight.block_rows,
         weight.wide, block_m, rows, size, 4,

@@ -13,22 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fast.cost import Coefficients, holds
 from fast.kernels.quantize.geometry import ceil_div
+from fast.launch.hopper import MULTIPROCESSORS
 
-#: Multiprocessors.
-PROCESSORS = 132
-
-
-#: Rows that are few: one tile of them.
-FEW_ROWS = 128
-
-
-#: Elements along K from which on parts are worth their sum, which is a launch of its own.
-LONG = 12288
-
-
-#: Parts of K at most.
-MOST_SPLITS = 4
+C = Coefficients("triton_scaled_mm")
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Tile:
 
 def tile_of(m: int, n: int, k: int, fast_sums: bool) -> Tile:
     """The tile for M, N and K. Sums that are not fast end after 128 elements, and so do steps."""
-    tile = _of_few_rows(m, n, k) if m <= FEW_ROWS else _of_many_rows(m, n, k)
+    tile = _of_few_rows(m, n, k) if m <= C.few_rows else _of_many_rows(m, n, k)
     if not fast_sums and tile.length > 128:
         tile = replace(tile, length=128, stages=8)
     return tile
@@ -60,16 +49,16 @@ def _of_few_rows(m: int, n: int, k: int) -> Tile:
     """Two programs on a multiprocessor where there are enough, else one with twice as much in flight."""
     rows = next(rows for rows in (16, 32, 64, 128) if m <= rows)
     tiles = -(-n // 64)
-    if tiles > PROCESSORS:
+    if tiles > MULTIPROCESSORS:
         return Tile(rows, 64, 128, 1, 5, 4, True)
-    if rows == 64 and -(-n // 32) <= PROCESSORS and (tiles >= 32 or k < LONG):
+    if rows == 64 and -(-n // 32) <= MULTIPROCESSORS and (tiles >= 32 or k < C.long):
         return Tile(rows, 32, 256, 1, 6, 4, False)
     return Tile(rows, 64, 256, _splits(tiles, k), 4, 4, True)
 
 
 def _of_many_rows(m: int, n: int, k: int) -> Tile:
     """Squares where these leave less than half of the multiprocessors without one: a quarter fewer bytes are read."""
-    if 2 * -(-m // 128) * -(-n // 128) > PROCESSORS:
+    if 2 * -(-m // 128) * -(-n // 128) > MULTIPROCESSORS:
         return Tile(128, 128, 128, 1, 5, 8, False)
     return Tile(128, 64, 128, _splits(-(-m // 128) * -(-n // 64), k), 6, 4, False)
 
@@ -77,7 +66,7 @@ def _of_many_rows(m: int, n: int, k: int) -> Tile:
 def _splits(tiles: int, k: int) -> int:
     """Parts of K, a power of two, so that there is work for every multiprocessor."""
     splits = 1
-    while k >= LONG and splits < MOST_SPLITS and 2 * splits * tiles <= PROCESSORS:
+    while k >= C.long and splits < C.most_splits and 2 * splits * tiles <= MULTIPROCESSORS:
         splits *= 2
     return splits
 
@@ -86,16 +75,14 @@ def is_faster(m: int, n: int, k: int, *, rowwise: bool, fast_sums: bool) -> bool
     """Whether products of this shape were measured to beat torch's, with a graph of launches and launched one by one.
 
     rowwise: each row has a scale, of one of the operands at least. With one scale for each matrix torch takes cuBLAS, which
-    makes smaller tiles and parts of K of its own, and no shape is known that gains for all rows. Rows that fill less of their
-    tile than three quarters of 32, or not all of 64 or 128, cost more; between 8192 and 14336 columns nothing was measured
-    (times: reports/LOG.md).
+    makes smaller tiles and parts of K of its own, and no shape is known that gains for all rows.
     """
-    measured = k >= 1024 and k % 256 == 0 and n >= 1024 and n % 64 == 0 and not 8192 < n < 14336
-    if not rowwise or not measured:
-        return False
-    if m > FEW_ROWS:
-        return fast_sums and m % 128 == 0 and 2 * (m // 128) * -(-n // 128) <= PROCESSORS
-    return 2 <= m <= 16 or 24 <= m <= 32 or m == 64 or (m == 128 and n <= 8192)
+    facts = {
+        "rows": m, "n": n, "k": k, "fast_sums": fast_sums, "whole": m % 128 == 0,
+        "tiles": ceil_div(m, 128) * ceil_div(n, 128),
+    }  # fmt: skip
+    measured = k % 256 == 0 and n % 64 == 0 and any(holds(row, facts) for row in C.measured)
+    return bool(rowwise) and measured and any(holds(row, facts) for row in C.faster)
 
 
 #: The tile of many rows.
@@ -108,6 +95,6 @@ TOGETHER = 8
 
 def int_tile_of(m: int, n: int, k: int) -> Tile:
     """The tile for M, N and K."""
-    if m > FEW_ROWS and 4 * ceil_div(m, MANY.rows) * ceil_div(n, MANY.columns) >= 3 * PROCESSORS:
+    if m > C.few_rows and ceil_div(m, MANY.rows) * ceil_div(n, MANY.columns) >= C.many * MULTIPROCESSORS:
         return MANY
     return tile_of(m, n, k, fast_sums=True)

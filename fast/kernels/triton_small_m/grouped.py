@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from fast.cost import first_row
 from fast.kernels.quantize.geometry import INT32, ceil_div
 from fast.kernels.triton_small_m.host import INPUTS
 from fast.kernels.triton_small_m.layout import ArrangedWeight, filled
 from fast.kernels.triton_small_m.product import triton_small_m_experts_kernel
-from fast.kernels.triton_small_m.tilings import BITS, FULL, block_m_of
+from fast.kernels.triton_small_m.tilings import BITS, C, block_m_of
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 
@@ -63,23 +64,14 @@ def rows_at_once(count: int, experts: int) -> int:
 def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> Tile:
     """The tile of a program, a rule of what was fastest (`reports/data/grouped_linear_small_tiles.json`).
 
-    rows, columns: of an expert's arranged weight; count: rows of X. Experts that have rows are few where rows are fewer than
-    experts: then a program has 64 rows of the weight, so that there are more programs, and where there are still fewer than
-    multiprocessors a step of 4-bit codes has 256 columns. Of 8-bit codes, whose steps are as many bytes with half the columns,
-    it is the other way round. Many programs of many rows and 4-bit codes take shorter steps: more of them run at once.
+    rows, columns: of an expert's arranged weight; count: rows of X.
     """
-    at_once, busy = rows_at_once(count, experts), min(count, experts)
-    wide = (64, 256, 4, 4) if columns % 256 == 0 else (64, 128, 6, 4)
-    halves = busy * (rows // 64)
-    if at_once == 16 and BITS[element] == 4:
-        if count >= experts:
-            return 128, 128, 6, 4
-        return (64, 128, 6, 4) if halves >= FULL else wide
-    if at_once == 16:
-        return wide if halves >= FULL else (64, 128, 6, 4)
-    if at_once == 32:
-        return 128, 128, 4, 4
-    return (128, 64, 4, 8) if BITS[element] == 4 and halves >= 6 * FULL else (128, 128, 4, 8)
+    facts = {
+        "at_once": rows_at_once(count, experts), "bits": BITS[element], "busy": count >= experts,
+        "programs": min(count, experts) * (rows // 64), "wide": columns % 256 == 0,
+    }  # fmt: skip
+    block_n, block_k, stages, warps = first_row(C.expert_tiles, **facts)["tile"]
+    return block_n, block_k, stages, warps
 
 
 def check_experts(x: torch.Tensor, experts: ArrangedWeight, ends: torch.Tensor) -> None:

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
+from fast.cost import Coefficients, Time, first_row
 from fast.kernels.quantize.geometry import ceil_div
 
+C = Coefficients("triton_small_m")
 #: Multiprocessors.
 FULL = 132
 #: Bytes of shared memory of a multiprocessor.
@@ -33,26 +35,6 @@ MOST_SHARED = 227 * 1024
 REGISTERS = 65536
 #: Registers of a lane by the count of `Tiling.registers` with which none is spilled.
 MOST_REGISTERS = 208
-#: The most parts of K: their sums are written and read.
-MOST_SPLITS = 16
-#: Bytes a microsecond of the memory.
-MEMORY = 4.2e6
-#: Bytes a microsecond of the second-level cache.
-CACHE = 5.8e6
-#: Bytes under way that keep the memory busy.
-UNDER_WAY = 6e6
-#: Microseconds of a launch.
-LAUNCH = 2.5
-#: Microseconds of a second launch, which adds parts of K.
-SECOND = 1.5
-#: Microseconds of a step's barriers and waits.
-STEP = 0.25
-#: Instructions of a warp that decode a column of 64 rows, by the element.
-DECODING = {"int4": 1.0, "int8": 1.3, "e4m3": 1.5, "e2m1": 1.5, "e4m3_mx": 1.5, "nf4": 4.0}
-#: Other instructions of a warp, of a step.
-OTHERS = 80.0
-#: Instructions that a multiprocessor issues in a microsecond: four schedulers, 1.7 GHz.
-ISSUED = 4 * 1700.0
 #: Bits of a stored code.
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "e4m3_mx": 8, "nf4": 4}
 
@@ -117,47 +99,55 @@ def estimate(tiling: Tiling, rows: int, columns: int, element: str, group: int, 
     # Programs of the fullest multiprocessor over those of the average one.
     uneven = ceil_div(programs, FULL) * FULL / programs
     flight = min(programs, FULL * each) * (tiling.stages - 1) * tiling.weight(element)
-    memory = weight / (MEMORY * min(1.0, flight / UNDER_WAY))
+    memory = weight / (C.memory * min(1.0, flight / C.under_way))
     read = ceil_div(count, tiling.block_m) * weight + 2.0 * count * columns * (rows // tiling.block_n)
-    cache = uneven * read / CACHE
+    cache = uneven * read / C.cache
     steps = ceil_div(columns // tiling.block_k, tiling.splits)
     warps = tiling.warps * programs / FULL
-    issue = uneven * warps * steps * (_instructions(tiling, element)) / ISSUED
-    waits = ceil_div(programs, FULL * each) * steps * STEP
-    parts = SECOND + 8.0 * tiling.splits * count * rows / CACHE if tiling.splits > 1 else 0.0
-    return LAUNCH + max(memory, cache, issue, waits) + parts
+    issue = uneven * warps * steps * (_instructions(tiling, element)) / C.issued
+    waits = ceil_div(programs, FULL * each) * steps * C.step
+    return Time(1, 1, max(memory, cache, issue, waits), once=_once(tiling, rows, count)).total
+
+
+def _once(tiling: Tiling, rows: int, count: int) -> float:
+    """Microseconds of the launch, and of the second one, which adds parts of K."""
+    parts = C.second + 8.0 * tiling.splits * count * rows / C.cache if tiling.splits > 1 else 0.0
+    return float(C.launch + parts)
+
+
+def microseconds(
+    count: int, rows: int, columns: int, element: str, zero: bool, parts: int, multiprocessors: int = FULL
+) -> float:
+    """Of 33 to 128 rows of X by the tiles of the rule, fitted to measured times. zero: whether there are zero points; parts: of
+    64 columns that have a scale each."""
+    tiling = tiling_of(rows, columns, element, 0, count)
+    steps = ceil_div(columns // tiling.block_k, tiling.splits)
+    fullest = ceil_div(tiling.programs(rows, count), multiprocessors)
+    timed = first_row(C.steps, element=element, zero=zero, parts=parts)
+    step = timed["whole" if tiling.block_m > 64 else "half" if count <= 64 else "halves"]
+    return Time(fullest, steps, step, once=_once(tiling, rows, count)).total
 
 
 def _instructions(tiling: Tiling, element: str) -> float:
     """Instructions of a warp for a step."""
-    return DECODING[element] * tiling.block_k * tiling.block_n / 16 / tiling.warps + OTHERS
+    return C.decoding[element] * tiling.block_k * tiling.block_n / 16 / tiling.warps + C.others
 
 
 @lru_cache(maxsize=4096)
 def tiling_of(rows: int, columns: int, element: str, group: int, count: int) -> Tiling:
     """The rule, see the module text. rows, columns: of the arranged weight; count: rows of X."""
-    block_m = block_m_of(count)
-    if BITS[element] == 8:
-        if count <= 8:
-            return _in_parts(Tiling(block_m, 64, 128, 1, 4, 4), rows, columns, count, 2)
-        return _in_parts(Tiling(block_m, 128, 128, 1, 4 if count > 64 else 6, 8), rows, columns, count, 1)
-    if count <= 32:
-        return _in_parts(Tiling(block_m, 128, 128, 1, 4 if count > 16 else 6, 4), rows, columns, count, 2)
-    if count <= 64:
-        return _in_parts(Tiling(block_m, 128, 128, 1, 4, 8), rows, columns, count, 2)
-    halves = Tiling(64, 128, 128, 1, 3, 8)
-    if element == "nf4":
-        return _in_parts(halves, rows, columns, count, 2)
-    if halves.programs(rows, count) >= FULL:
-        return halves
-    return _in_parts(Tiling(block_m, 128, 128, 1, 4, 8), rows, columns, count, 1)
+    halves = ceil_div(rows, 128) * ceil_div(count, 64)
+    row = first_row(C.tiles, rows=count, element=element, bits=BITS[element], halves=halves)
+    block_n, block_k, stages, warps = row["tile"]
+    tiling = Tiling(row.get("block_m", block_m_of(count)), block_n, block_k, 1, stages, warps)
+    return _in_parts(tiling, rows, columns, count, row["programs"])
 
 
 def _in_parts(tiling: Tiling, rows: int, columns: int, count: int, each: int) -> Tiling:
     """A tiling with as many parts of K as give every multiprocessor at most `each` programs, and a part two steps or more."""
     most = each * FULL // tiling.programs(rows, count)
     steps = columns // tiling.block_k
-    splits = max(1, min(most, steps // 2, MOST_SPLITS))
+    splits = max(1, min(most, steps // 2, C.most_splits))
     # Parts of as many steps as there are then, without an empty one.
     return replace(tiling, splits=ceil_div(steps, ceil_div(steps, splits)))
 
@@ -193,4 +183,4 @@ def _fitting(rows: int, columns: int, element: str, group: int, count: int) -> l
     return [tiling for tiling in found if tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS]
 
 
-__all__ = ["Tiling", "block_m_of", "candidates", "estimate", "tiling_of"]
+__all__ = ["Tiling", "block_m_of", "candidates", "estimate", "microseconds", "tiling_of"]

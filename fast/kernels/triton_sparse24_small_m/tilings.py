@@ -7,8 +7,8 @@ eight lines of the cache, and a multiprocessor does one line a cycle,
 
 which is half of the time of 16 rows by a large weight (times: reports/LOG.md). So
 
-* one to FEW_ROWS rows: reading the weight is all. Starting and ending a warp takes so long that there are as few as keep the
-  memory busy, two a scheduler, but none has more than MOST_WORK turns of 128 columns by 16 rows. It reads up to AT_ONCE of
+* one to `few_rows` rows: reading the weight is all. Starting and ending a warp takes so long that there are as few as keep the
+  memory busy, two a scheduler, but none has more than `most_work` turns of 128 columns by 16 rows. It reads up to `at_once` of
   those at once, in two steps at least.
 * more rows in place: two row tiles and all columns in a program, whose lines then are fewest, where such programs are on most
   multiprocessors; else columns, then rows are programs of their own. Four warps, as more bring no line fewer.
@@ -19,7 +19,7 @@ which is half of the time of 16 rows by a large weight (times: reports/LOG.md). 
 * one row and two row tiles in a program, and two rows where arranging does not pay: a read of the weight is of two turns
   (`weight_reads`), which was slower with other tiles and with more rows.
 
-`reports/data/linear_sparse_int4_rows.json` has the times for the last two, of up to MOST_ARRANGED rows and groups of
+`reports/data/linear_sparse_int4_rows.json` has the times for the last two, of up to 16 rows and groups of
 128; what has none is read in place, one turn at a time.
 """
 
@@ -27,38 +27,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fast.cost import Coefficients
 from fast.kernels.quantize.geometry import ceil_div
 from fast.kernels.triton_sparse24_small_m.mma_sparse import COLUMNS
 from fast.kernels.triton_sparse24_small_m.weight_reads import ROWS, TURN
 
-#: Column tiles of a program at most, so that three programs of four warps have a multiprocessor's registers.
-MOST_SUMS = 4
-#: Row tiles of a program at most, for the same reason.
-MOST_TILES = 2
-#: Warps in all that keep the memory busy.
-BUSY = 1000
-#: Warps of a program at most.
-MOST_WARPS_K = 16
-#: Warps of a program that reads X in place: more bring no line of the cache fewer.
-WARPS_K = 4
-#: Turns by row tiles that one warp does at most.
-MOST_WORK = 16
-#: Turns, of as many row tiles, that a warp reads at once.
-AT_ONCE = 4
-#: Twice the multiprocessors: with fewer programs of two row tiles, one row tile; with more, those on one overlap their steps.
-FULL = 2 * 132
-#: Programs that are on most multiprocessors.
-SPREAD = 96
-#: The most rows of X whose reading is not counted.
-FEW_ROWS = 4
-#: Rows from which X is arranged.
-ARRANGED_FROM = 2
-#: Rows up to which X is arranged.
-MOST_ARRANGED = 16
-#: Rows times elements of the weight from which X is arranged: less is not worth a launch.
-ARRANGED_WORK = 1 << 24
-#: Up to how many rows a read of the weight is of two turns.
-WIDE_UP_TO = 2
+C = Coefficients("triton_sparse24_small_m")
 
 
 @dataclass(frozen=True)
@@ -84,22 +58,22 @@ def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
     found = in_place(rows, length, group, count)
     if group < TURN.value:
         return found
-    if ARRANGED_FROM <= count <= MOST_ARRANGED and count * rows * length >= ARRANGED_WORK:
+    if C.arranged[0] <= count <= C.arranged[1] and count * rows * length >= C.arranged_work:
         return arranged_bound(rows, length, group, count)
-    wide = count <= WIDE_UP_TO and (count > 1 or found.tiles > 1)
+    wide = count <= C.wide_up_to and (count > 1 or found.tiles > 1)
     return (wide and widened(found, length, group, count)) or found
 
 
 def in_place(rows: int, length: int, group: int, count: int) -> Tiling:
     """Where X is read as it is."""
-    return (weight_bound if count <= FEW_ROWS else input_bound)(rows, length, group, count)
+    return (weight_bound if count <= C.few_rows else input_bound)(rows, length, group, count)
 
 
 def arranged_bound(rows: int, length: int, group: int, count: int) -> Tiling:
     """Where X is arranged: reading the weight is all, unless programs of all columns were on few multiprocessors."""
     found = weight_bound(rows, length, group, count)
     programs = ceil_div(rows, ROWS.value * found.tiles) * ceil_div(_columns(group, count), found.sums)
-    return replace(found if programs >= SPREAD else input_bound(rows, length, group, count), arranged=True)
+    return replace(found if programs >= C.spread else input_bound(rows, length, group, count), arranged=True)
 
 
 def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:
@@ -122,14 +96,14 @@ def is_wide(length: int, group: int, tiling: Tiling) -> bool:
 def weight_bound(rows: int, length: int, group: int, count: int) -> Tiling:
     """Where reading the weight is all."""
     columns = _columns(group, count)
-    tiles = MOST_TILES if ceil_div(rows, ROWS.value * MOST_TILES) >= FULL else 1
+    tiles = C.most_tiles if ceil_div(rows, ROWS.value * C.most_tiles) >= C.full else 1
     sums = _sums(columns)
     programs = ceil_div(rows, ROWS.value * tiles) * ceil_div(columns, sums)
     turns = ceil_div(length, TURN.value)
-    wanted = max(BUSY, programs * tiles * turns // MOST_WORK)
-    warps_k = _warps(programs, turns, wanted, MOST_WARPS_K)
+    wanted = max(C.busy, programs * tiles * turns // C.most_work)
+    warps_k = _warps(programs, turns, wanted, C.most_warps_k)
     # Several column tiles at two turns have more registers than two programs of more warps can.
-    most = AT_ONCE // (tiles * sums) if sums == 1 or warps_k <= WARPS_K else 1
+    most = C.at_once // (tiles * sums) if sums == 1 or warps_k <= C.warps_k else 1
     return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, most, 2))
 
 
@@ -138,18 +112,18 @@ def input_bound(rows: int, length: int, group: int, count: int) -> Tiling:
     columns = _columns(group, count)
     sums = _sums(columns)
     # Masks of parts beside four column tiles leave registers for one row tile.
-    tiles = 1 if sums == MOST_SUMS and group < TURN.value else MOST_TILES
+    tiles = 1 if sums == C.most_sums and group < TURN.value else C.most_tiles
 
     def programs() -> int:
         return ceil_div(rows, ROWS.value * tiles) * ceil_div(columns, sums)
 
-    if programs() < SPREAD:
+    if programs() < C.spread:
         sums = 1
-    if programs() < SPREAD:
+    if programs() < C.spread:
         tiles = 1
-    most, wanted = (WARPS_K, WARPS_K * programs()) if tiles > 1 else (MOST_WARPS_K, BUSY)
+    most, wanted = (C.warps_k, C.warps_k * programs()) if tiles > 1 else (C.most_warps_k, C.busy)
     warps_k = _warps(programs(), ceil_div(length, TURN.value), wanted, most)
-    most_chunks = 2 if sums == 1 or (sums < MOST_SUMS and programs() <= FULL) else 1
+    most_chunks = 2 if sums == 1 or (sums < C.most_sums and programs() <= C.full) else 1
     return Tiling(tiles, sums, warps_k, _chunks(length, warps_k, most_chunks, 4))
 
 
@@ -159,7 +133,7 @@ def _columns(group: int, count: int) -> int:
 
 
 def _sums(columns: int) -> int:
-    return next(n for n in (1, 2, MOST_SUMS) if n >= min(MOST_SUMS, columns))
+    return next(n for n in (1, 2, C.most_sums) if n >= min(C.most_sums, columns))
 
 
 def _warps(programs: int, turns: int, wanted: int, most: int) -> int:

@@ -66,13 +66,11 @@ def test_order(rows, order):
 
 def test_what_is_not_taken():
     """Other GPUs, dtypes, and lengths that are filled; many rows of NF4; no compiler of CUDA C++."""
-    from fast.gemm.choose import MOST_OF_LEVELS
-
     assert names(weight(4, inputs=torch.float32)) == [TORCH]
     assert names(weight(128, device=OLDER)) == [SMALL_M, TORCH]
     assert names(weight(4, (14300, 4096), filled=True)) == [SMALL_M, TORCH]
-    assert names(weight(MOST_OF_LEVELS, element="nf4", group=64)) == [GEMM, TORCH]
-    assert names(weight(MOST_OF_LEVELS + 1, element="nf4", group=64)) == [TORCH]
+    assert names(weight(2048, element="nf4", group=64)) == [GEMM, TORCH]
+    assert names(weight(2049, element="nf4", group=64)) == [TORCH]
     assert names(weight(4, element="e2m1", group=32, inputs=HALF)) == [SMALL_M, GEMM, TORCH]
     assert [names(weight(rows, device=HOST)) for rows in (1, 128, 129)] == [
         [SMALL_M, TORCH], [SMALL_M, TORCH], [TORCH],

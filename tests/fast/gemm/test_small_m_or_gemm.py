@@ -1,10 +1,14 @@
 """Who multiplies 33 to 128 rows: the rule against times of an H200 and an H100."""
 
 import pytest
+import torch
 
-from fast.gemm.small_m_or_gemm import STEPS, gains, other_time, own_time, steps_of
-from fast.kernels.sm90_w4a16_gemm.select import MULTIPROCESSORS
-from fast.kernels.sm90_w4a16_gemm.variants import Weight
+from fast.cost import first_row
+from fast.gemm import choose
+from fast.gemm.problem import HOPPER, PRESHUFFLED, Problem
+from fast.kernels.sm90_w4a16_gemm.select import C, microseconds_of_few
+from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
+from fast.kernels.triton_small_m import tilings
 
 UP, DOWN, QKV, SMALL = (14336, 4096), (4096, 14336), (6144, 4096), (1024, 4096)
 #: Microseconds on an H200 of the tile that `choose` takes, and of `linear_small`, by shape and rows.
@@ -36,6 +40,23 @@ H100 = {
 }  # fmt: skip
 #: What no GPU has timed of this kernel; of `linear_small` an H100 has.
 NF4 = Weight("nf4")
+
+
+def gains(rows, n, k, weight):
+    """Whether `sm90_w4a16_gemm` is asked first."""
+    group = ATOM // weight.parts if weight.parts > 1 else 128
+    p = Problem(PRESHUFFLED, rows, n, k, torch.bfloat16, HOPPER, weight.element, group, weight.zero)
+    return choose._gemm_is_faster(p)
+
+
+def own_time(rows, n, k, weight, processors=132):
+    return microseconds_of_few(rows, n, k, weight, processors)
+
+
+def other_time(rows, n, k, weight, processors=132):
+    return tilings.microseconds(rows, n, k, *weight, processors)
+
+
 CELLS = [
     (weight, *cell, *us) for times in (TIMES, H100) for weight in times for cell, us in times[weight].items()
 ]
@@ -47,7 +68,7 @@ def test_the_faster_one_is_taken(weight, shape, rows, own, other):
     percent for it where it is taken, and for the other."""
     taken = gains(rows, *shape, weight)
     assert own <= other if taken else other < 1.03 * own
-    arguments = rows, *shape, weight, MULTIPROCESSORS
+    arguments = rows, *shape, weight
     assert not taken or own_time(*arguments) == pytest.approx(own, rel=0.2)
     assert other_time(*arguments) == pytest.approx(other, rel=0.2)
 
@@ -63,8 +84,8 @@ def test_nf4_is_taken(rows, other):
     """`linear_small` has a product for each term of its levels, twice what tiles of this kernel take."""
     arguments = rows, *UP, NF4
     assert gains(*arguments)
-    assert other_time(*arguments, MULTIPROCESSORS) == pytest.approx(other, rel=0.05)
-    assert own_time(*arguments, MULTIPROCESSORS) < other / 1.3
+    assert other_time(*arguments) == pytest.approx(other, rel=0.05)
+    assert own_time(*arguments) < other / 1.3
 
 
 def test_small_weights_stay():
@@ -74,10 +95,12 @@ def test_small_weights_stay():
 
 def test_what_was_not_timed():
     """The element without zero points, then without groups."""
-    assert set(STEPS) == {*H100, NF4}
-    assert steps_of(Weight("int4", True, 2)) is STEPS[Weight("int4", False, 2)]
-    assert steps_of(Weight("int8", True, 2)) is STEPS[Weight("int8")]
-    assert steps_of(Weight("e4m3", False, 2)) is STEPS[Weight("e4m3")]
+    for table in (C.few_steps, tilings.C.steps):
+        assert {id(first_row(table, **weight._asdict())) for weight in (*H100, NF4)} == set(map(id, table))
+        of = lambda *weight: first_row(table, **Weight(*weight)._asdict())  # noqa: B023, E731
+        assert of("int4", True, 2) is of("int4", False, 2)
+        assert of("int8", True, 2) is of("int8")
+        assert of("e4m3", False, 2) is of("e4m3")
 
 
 def test_a_smaller_gpu():

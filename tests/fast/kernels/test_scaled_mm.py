@@ -16,8 +16,9 @@ import triton.backends.nvidia.driver as driver
 
 from fast.gemm.choose import codes_beat_torch, takes_codes
 from fast.kernels.triton_scaled_mm.host import launches_for
-from fast.kernels.triton_scaled_mm.tiles import PROCESSORS, is_faster, tile_of
+from fast.kernels.triton_scaled_mm.tiles import is_faster, tile_of
 from fast.launch import launcher as descriptors
+from fast.launch.hopper import MULTIPROCESSORS
 from fast.launch.launcher import DirectDescriptors, Matrix
 from reference import SCHEMES
 
@@ -48,7 +49,7 @@ def test_tiles(rows, weight, fast_sums):
     assert (tile.columns if tile.swap else tile.rows) >= 64
     assert fast_sums or tile.length == 128
     programs = -(-rows // tile.rows) * -(-weight[0] // tile.columns) * tile.splits
-    assert tile.splits == 1 or (weight[1] > 8192 and programs <= PROCESSORS)
+    assert tile.splits == 1 or (weight[1] > 8192 and programs <= MULTIPROCESSORS)
 
 
 @pytest.mark.parametrize(

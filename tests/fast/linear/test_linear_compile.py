@@ -14,7 +14,7 @@ if platform.system() != "Linux":
     pytest.skip("triton has no packages for this system", allow_module_level=True)
 
 from ao_lab.config.recipe import named
-from fast.kernels.triton_gemv.select import W8A16_REGISTERS
+from fast.kernels.triton_gemv.select import C
 from tests.fast.kernels.compiling.kernel_calls import case, codes, gated, linear, pair
 from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
 from tests.fast.kernels.compiling.kernel_samples import features_of, in_parts
@@ -219,7 +219,7 @@ def w16_pair(alone, machine, call):
     assert machine.accesses("LDG")[16] == 2 * one.accesses("LDG")[16]
     for name in ("HMMA", "FFMA"):
         assert machine.named(name) == 2 * one.named(name)
-    assert machine.registers <= max(one.registers, W8A16_REGISTERS)
+    assert machine.registers <= max(one.registers, C.w8a16_registers)
     assert machine.order.count("ACQBULK") == 2
     waits_first(machine, 2)
 
@@ -235,7 +235,7 @@ def w16_swiglu(alone, machine, call):
     (one,) = alone
     assert machine.accesses("LDG") == one.accesses("LDG")
     assert machine.named("HMMA") == one.named("HMMA")
-    assert machine.registers <= max(one.registers, W8A16_REGISTERS)
+    assert machine.registers <= max(one.registers, C.w8a16_registers)
     late_and_alone(machine)
 
 
@@ -287,5 +287,5 @@ def small_m(machine, call):
 def test_long_or_many_rows_of_bytes_leave_room_for_more_warps(name, shape):
     """At most 64 registers, and nothing is spilled for it."""
     (machine,) = launched(case(linear, name, shape=shape, kernels=W8A16).call)
-    assert machine.registers <= W8A16_REGISTERS
+    assert machine.registers <= C.w8a16_registers
     assert (machine.local, machine.stack) == (0, 0)

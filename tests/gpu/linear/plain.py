@@ -54,7 +54,7 @@ BIT_PROBLEMS = (
         for dtype in ((BF16, FP16) if count in (1, 8, 64) else ((BF16, FP16)[i % 2],))
     ),
 )  # fmt: skip
-#: Tiles, by rows of x at most: those of `select.TILES`, and others. Tiles of fewer rows of x read the weight several times.
+#: Tiles, by rows of x at most: those of the coefficients, and others. Tiles of fewer rows of x read the weight several times.
 CANDIDATES = {
     2: ("8,1,1,8,1,4,4,4", "8,2,1,4,1,4,3,3", "8,2,2,4,1,2,4,2", "8,7,1,4,1,4,5,1", "8,7,1,2,1,2,8,1", "8,7,1,4,1,2,8,1"),
     8: ("8,1,1,8,1,4,4,4", "8,2,1,4,1,4,3,3", "8,2,2,4,1,2,4,2", "8,7,1,4,1,4,5,1", "8,7,1,2,1,2,8,1", "8,4,1,2,1,2,4,3"),

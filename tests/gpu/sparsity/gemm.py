@@ -34,15 +34,12 @@ import torch
 
 import reference
 from fast.kernels.sm90_sparse24_gemm.select import (
-    CLUSTERS,
-    MULTIPROCESSORS,
-    RATES,
-    TILES,
-    WIDE,
+    C,
     Rates,
     Terms,
     candidates,
     cycles_of,
+    rates,
     terms,
 )
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, Variant, fitted
@@ -64,6 +61,7 @@ DTYPES: dict[str, tuple[Dtypes, bool, int]] = {
 #: Odd and whole sizes: (tokens above a tile's, features, K in groups of 32 elements of 8 bits or 16 of 16).
 COMPARED = ((-3, 72, 5), (0, 256, 32), (1, 331, 17), (70, 640, 64))
 REPEATS, POISON = 20, 0xA5
+RATES = rates()
 #: Bits of an element, by the dtypes of rows.
 BITS = {"fp8": 8, "bf16": 16}
 #: Tokens, then features and K: in the order in which they say most.
@@ -75,8 +73,8 @@ LIMIT, FIRST = 1e-2, 256
 
 def variants(bits: int, promote: bool) -> Iterator[Variant]:
     """Every tile with every cluster."""
-    for tokens, groups, panels in TILES + WIDE:
-        for pair, splits in CLUSTERS:
+    for tokens, groups, panels in C.tiles + C.wide:
+        for pair, splits in C.clusters:
             whole = tokens // pair >= 8 and tokens // pair % 8 == 0
             if whole and not (tokens > 128 and (splits > 1 or promote)):
                 yield fitted(tokens, groups, 1 if promote else panels, pair, splits, bits, promote=promote)
@@ -161,7 +159,7 @@ def chosen(shape: Shape, name: str) -> list[Variant]:
     length = k * bits // 8
 
     def modelled(one: Variant) -> float:
-        return cycles_of(terms(one, m, n, length, bits, MULTIPROCESSORS), RATES)
+        return cycles_of(terms(one, m, n, length, bits), RATES)
 
     best, *order = sorted(candidates(m, bits, False), key=modelled)
     tiles = next((one for one in order if one[:3] != best[:3]), None)
@@ -174,7 +172,7 @@ def chosen(shape: Shape, name: str) -> list[Variant]:
 def described(shape: Shape, name: str, variant: Variant) -> Row:
     """A variant and what the model says of it."""
     m, n, k = shape
-    parts = terms(variant, m, n, k * BITS[name] // 8, BITS[name], MULTIPROCESSORS)
+    parts = terms(variant, m, n, k * BITS[name] // 8, BITS[name])
     cycles = cycles_of(parts, RATES)
     return {
         "shape": shape, "dtype": name, "name": variant.name, "variant": variant._asdict(), "terms": parts._asdict(),
@@ -268,7 +266,7 @@ def described_now(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def now(row: dict[str, Any]) -> Terms:
         (m, n, k), bits = row["shape"], BITS[row["dtype"]]
-        return terms(Variant(**row["variant"]), m, n, k * bits // 8, bits, MULTIPROCESSORS)
+        return terms(Variant(**row["variant"]), m, n, k * bits // 8, bits)
 
     return [{**row, "terms": now(row)._asdict()} for row in rows]
 
@@ -357,8 +355,8 @@ def main(arguments: list[str]) -> int:
     rows = described_now(content.get("rows") or content["times"])
     found = fit_fitted(rows)
     print(f"{content['device']}: Rates({', '.join(f'{k}={v:.4g}' for k, v in found._asdict().items())})")
-    for name, rates in (("before", RATES), ("fitted", found)):
-        report(name, rows, rates)
+    for name, one in (("before", RATES), ("fitted", found)):
+        report(name, rows, one)
     return 0
 
 

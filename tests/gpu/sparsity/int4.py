@@ -237,11 +237,11 @@ def choices(problem: Problem) -> list[Tiling]:
     (n, k), count, group = problem.shape, problem.rows, group_of(problem.scheme)
     given = (n, k, group, count)
     found: list[Tiling | None] = [tilings.tiling_of(*given), tilings.in_place(*given)]
-    if count <= tilings.FEW_ROWS:
+    if count <= tilings.C.few_rows:
         found.append(tilings.widened(tilings.weight_bound(*given), k, group, count))
     if count > 1:
         found.append(tilings.arranged_bound(*given))
-    if count > tilings.FEW_ROWS:
+    if count > tilings.C.few_rows:
         found.append(replace(tilings.input_bound(*given), arranged=True))
     return [one for one in dict.fromkeys(found) if one is not None]
 

@@ -11,7 +11,7 @@ import pytest
 from ao_lab.config.recipe import named
 from fast.kernels.sm90_intn_small_m import select as intn
 from fast.kernels.sm90_intn_small_m.host import form_of
-from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, TILES, busiest, cost, placed, rate
+from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, C, busiest, cost, placed, rate, tiles_of
 from fast.kernels.sm90_intn_small_m.variants import WIDTHS, longest
 from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
@@ -174,8 +174,7 @@ def test_the_model_tells_times():
             continue
         form = form_named(scheme, shape[1])
         one = intn.choose(form, count, *shape)
-        tiles = next(tiles for most, tiles in TILES if count <= most)
-        rates = next(rates for tile, rates in tiles.items() if is_tile(one, tile))
+        rates = next(rates for tile, rates in tiles_of(count) if is_tile(one, tile))
         errors[shape, scheme, count] = cost(one, rates, form, count, *shape) / 1e3 / times[one] - 1
     assert {at: each for at, each in errors.items() if abs(each) > 0.11} == {}
     assert math.fsum(map(abs, errors.values())) / len(errors) < 0.02
@@ -184,6 +183,10 @@ def test_the_model_tells_times():
 def is_tile(one, tile):
     """Whether a variant is a tile in its place: parts of K, stages, steps and programs at once are those of the product."""
     return one[:4] == tile[:4]
+
+
+#: By the most rows of x: tiles and their rates.
+TILES = [(row["when"]["rows"][1], dict(tiles_of(row["when"]["rows"][1]))) for row in C.tiles]
 
 
 def test_tiles_cover_all_counts():

@@ -3,9 +3,8 @@ and what is launched of them."""
 
 import pytest
 
-from fast.gemm.small_m_or_gemm import own_step
+from fast.cost import first_row
 from fast.kernels.sm90_s8_gemm import select as s8
-from fast.kernels.sm90_s8_gemm.select import PAIR
 from fast.kernels.sm90_s8_gemm.variants import fitted as s8_fitted
 from fast.kernels.sm90_sparse24_gemm import select as sparse
 from fast.kernels.sm90_sparse24_gemm.host import is_stored, steps_of, tiles_of
@@ -14,11 +13,24 @@ from fast.kernels.sm90_sparse24_gemm.select import cycles, terms
 from fast.kernels.sm90_sparse24_gemm.variants import Variant as SparseVariant
 from fast.kernels.sm90_w4a16_gemm import host
 from fast.kernels.sm90_w4a16_gemm.schedule import grid_of, scheduled
-from fast.kernels.sm90_w4a16_gemm.select import STAGES, candidates, choose, nanoseconds, ratio_of, stage
+from fast.kernels.sm90_w4a16_gemm.select import (
+    C,
+    candidates,
+    choose,
+    nanoseconds,
+    ratio_of,
+    stage,
+    step_of_few,
+)
 from fast.kernels.sm90_w4a16_gemm.variants import Variant, Weight, fitted
 
 # Preshuffled weights
 
+#: What stages were timed of.
+WEIGHTS = [
+    *(Weight("int4", zero, parts) for zero in (False, True) for parts in (1, 2)), Weight("int8"), Weight("e4m3"),
+    *(Weight("e2m1", False, parts) for parts in (2, 4)), Weight("e4m3_mx", False, 2), Weight("nf4"),
+]  # fmt: skip
 INT4 = Weight("int4")
 UP, DOWN = (14336, 4096), (4096, 14336)
 #: Microseconds of variants (tokens, pair, splits) on an H100, int4 in groups of 128.
@@ -73,7 +85,7 @@ def test_small_tiles_are_taken_where_they_were_faster(case):
     assert times[taken] <= min(1.02 * min(times.values()), times[0])
 
 
-@pytest.mark.parametrize("weight", STAGES)
+@pytest.mark.parametrize("weight", WEIGHTS)
 def test_stages(weight):
     """Larger tiles take longer, but less for each token; between what was timed is a line."""
     times = [stage(tokens, weight) for tokens in (64, 96, 128, 160, 192, 224, 256)]
@@ -85,7 +97,8 @@ def test_stages(weight):
 
 
 def test_stages_that_were_not_timed():
-    """The element without zero points, then without groups."""
+    """The element without zero points, then without groups; there is no row besides those that were."""
+    assert {id(first_row(C.stages, **weight._asdict())) for weight in WEIGHTS} == set(map(id, C.stages))
     assert stage(64, Weight("int8", True, 2)) == stage(64, Weight("int8"))
     assert stage(64, Weight("e4m3", False, 2)) == stage(64, Weight("e4m3"))
     assert stage(64, Weight("int4", True, 2)) != stage(64, Weight("int4", False, 2))
@@ -136,7 +149,7 @@ def test_few_rows(tokens, weight, wanted):
 def test_turns_have_no_neighbours():
     """And as many stages each, of few rows alone."""
     for tokens in (33, 96, 128, 129, 1000):
-        for weight in STAGES:
+        for weight in WEIGHTS:
             for one in candidates(tokens, 4096, weight):
                 assert one.turns == 1 or (one.cluster == 1 and not one.small and one.stages % 2 == 0)
                 assert one.turns == 1 or (tokens <= 128 and one.threads == 640)
@@ -155,7 +168,7 @@ def test_stages_in_turn(weight):
     """The model of few rows is within 8 percent."""
     for tokens, us in TURNS[weight].items():
         one = fitted(tokens, 1, 1, weight, turns=2)
-        assert own_step(one, weight) == pytest.approx(us, rel=0.08)
+        assert step_of_few(one, weight) == pytest.approx(us, rel=0.08)
 
 
 def test_programs():
@@ -188,7 +201,7 @@ def test_choices_of_codes(tokens, features, wanted):
     """At least seven tenths of the multiprocessors have a tile; narrow ones where they take fewer rounds by their time."""
     for stored in (True, False):
         made = s8.choose(tokens, features, stored)
-        assert made == (None if wanted is None else s8_fitted(wanted, PAIR, stored))
+        assert made == (None if wanted is None else s8_fitted(wanted, s8.C.pair, stored))
 
 
 def test_names_of_codes():

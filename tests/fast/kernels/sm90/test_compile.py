@@ -17,7 +17,7 @@ from fast.kernels.sm90_s8_gemm import select as s8_select
 from fast.kernels.sm90_s8_gemm import variants as s8
 from fast.kernels.sm90_sparse24_gemm import variants as sparse24
 from fast.kernels.sm90_sparse24_gemm.host import LEAST_STORED
-from fast.kernels.sm90_sparse24_gemm.select import CLUSTERS, TILES, WIDE
+from fast.kernels.sm90_sparse24_gemm.select import C as SPARSE24
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv_host
 from fast.kernels.sm90_sparse24_w4a16_gemv import select as sparse24_gemv_select
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse24_gemv
@@ -68,6 +68,9 @@ def test_reports_are_read():
 
 E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
 SHAPES = ((14336, 4096), (4096, 14336))
+TILES, WIDE, CLUSTERS = (
+    [tuple(one) for one in of] for of in (SPARSE24.tiles, SPARSE24.wide, SPARSE24.clusters)
+)
 #: Each tile with a cluster of its own, so that all clusters occur, too.
 CLUSTERED = [(tile, CLUSTERS[at % 4 + (4 if at < 5 else 0)]) for at, tile in enumerate(TILES)]
 CLUSTERED[-1] = (TILES[-1], (2, 1))
@@ -136,11 +139,14 @@ def sparse24_gemv_cases():
                 yield sparse24_gemv.KERNEL, one, form
 
 
+S8_TILES = [tile["tokens"] for tile in s8_select.C.tiles]
+
+
 def s8_cases():
     """What shapes get; floats, too."""
-    for tokens, out in product(s8_select.TILES, ("float32", "bfloat16", "float16")):
-        yield s8.KERNEL, s8.fitted(tokens, s8_select.PAIR, out != "float32"), s8.Problem("int8", out)
-    yield s8.KERNEL, s8.fitted(256, s8_select.PAIR, True), s8.Problem("float8_e4m3fn", "bfloat16")
+    for tokens, out in product(S8_TILES, ("float32", "bfloat16", "float16")):
+        yield s8.KERNEL, s8.fitted(tokens, s8_select.C.pair, out != "float32"), s8.Problem("int8", out)
+    yield s8.KERNEL, s8.fitted(256, s8_select.C.pair, True), s8.Problem("float8_e4m3fn", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +226,9 @@ def test_shared_memory_suffices_for_sparse_products(tile, cluster, bits):
 
 
 @pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("tokens", s8_select.TILES)
+@pytest.mark.parametrize("tokens", S8_TILES)
 def test_shared_memory_suffices_for_codes(tokens, stored):
-    one = s8.fitted(tokens, s8_select.PAIR, stored)
+    one = s8.fitted(tokens, s8_select.C.pair, stored)
     assert one.shared <= hopper.MOST_SHARED
     assert one.stages >= 4
     assert one.skew < one.stages
@@ -277,7 +283,7 @@ def features(case):
 
 def tiles_in_turn(weight):
     """Those that are taken with turns."""
-    return [tokens for tokens in select.FEW if select.turns_of(tokens, tokens, 1, weight) > 1]
+    return [tokens for tokens in select.C.few if select.turns_of(tokens, tokens, 1, weight) > 1]
 
 
 def gemm_cases():
@@ -368,8 +374,8 @@ def test_older_assemblers(tile, weight, tmp_path):
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("cluster", select.CLUSTERS)
-@pytest.mark.parametrize("tokens", [*select.FEW[:2], *select.TILES])
+@pytest.mark.parametrize("cluster", select.C.clusters)
+@pytest.mark.parametrize("tokens", [*select.C.few[:2], *select.C.tiles])
 def test_shared_memory_suffices(tokens, cluster, weight):
     """For at least four stages, and with splits for the sums that take the ring's place."""
     one = gemm.fitted(tokens, *cluster, weight)
@@ -377,7 +383,7 @@ def test_shared_memory_suffices(tokens, cluster, weight):
     assert one.stages >= 4
     if one.splits > 1:
         assert gemm.GROUPS * tokens * sparse24.PITCH * 4 <= one.ring(weight)
-    if tokens in select.FEW and one.cluster == 1:
+    if tokens in select.C.few and one.cluster == 1:
         turned = gemm.fitted(tokens, 1, 1, weight, turns=2)
         assert turned.shared(weight) <= hopper.MOST_SHARED
         assert turned.stages in range(4, 13, 2)

@@ -16,13 +16,11 @@ from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse_variants
-from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_CHUNKED
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO
 from fast.kernels.sm90_w4a16_gemm import host as gemm
 from fast.kernels.sm90_w4a16_gemm.variants import ELEMENTS, FEATURES, Weight
 from fast.kernels.sm90_w4a16_gemv import host as gemv
 from fast.kernels.sm90_w4a16_gemv.variants import Variant
-from fast.kernels.triton_gemv import select
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import cuda, hopper
@@ -171,7 +169,7 @@ def test_rows_that_are_fused(monkeypatch, scheme, n, most):
     """As many where scales change along K, too, and nothing is compiled to know that; more are for the dense weight, also where
     other devices have a kernel."""
     w = fast.quantize(torch.randn(n, 256), named(scheme), packed=True)
-    assert rows_fused(w, torch.bfloat16) == (select.MOST_BLOCK_ROWS if "_g" in scheme else select.MOST_ROWS)
+    assert rows_fused(w, torch.bfloat16) == (32 if "_g" in scheme else 128)
     monkeypatch.setattr(cuda, "is_loadable", lambda *given: pytest.fail("compiled"))
     assert [rows_fused(w, dtype, HOPPER) for dtype in (torch.bfloat16, torch.float16)] == [most, most]
     assert launch_for(w, most + 1, torch.bfloat16, HOPPER) is None
@@ -208,7 +206,7 @@ def test_operands_that_another_kernel_takes(monkeypatch):
     assert launched(16, 512).problem == INT4
     assert launched(17, 512).variant.chunks == 2
     assert launched(17, 2048).variant[:2] == (24, 256)
-    assert launched(MOST_CHUNKED + 1, 512) is None
+    assert launched(65, 512) is None
     assert launched(1, 640) is None
     assert launched(0, 512) is None
 

@@ -6,7 +6,7 @@ import torch
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_intn_small_m.host import form_of
-from fast.kernels.sm90_intn_small_m.select import TILES, placed
+from fast.kernels.sm90_intn_small_m.select import placed, tiles_of
 from fast.kernels.sm90_intn_small_m.variants import Variant
 from tests.emulator.faults import assert_seen, every_second
 from tests.fast.kernels.sm90.products import intn_small_m, require_nvrtc
@@ -64,7 +64,7 @@ def test_tiles_of_the_rule_give_exact_sums(count):
     scheme = ("int6_g32_asymmetric", "int3_g32", "int5_g128_asymmetric", "int2_g64")[count % 4]
     w, x = exact_weight(named(scheme), 40, 512), exact_inputs(count, 512, BF16)
     form = form_of(w.scheme, (40, 512), 1, True)
-    for tile in next(tiles for most, tiles in TILES if count <= most):
+    for tile, _ in tiles_of(count):
         got = intn_small_m(x, w, None, placed(tile, form, count, 40, 512), early=count % 2 == 0)
         assert_same_bits(got, exact_result(x, w, None))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast.kernels.sm90_sparse24_gemm.select import TILES, WIDE
+from fast.kernels.sm90_sparse24_gemm.select import C
 from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, fitted
 from fast.launch import nvrtc
 from tests.emulator.faults import Planted
@@ -10,6 +10,8 @@ from tests.fast.kernels.compiling.kernel_samples import by_day, named
 from tests.fast.kernels.sm90 import machine_code
 from tests.fast.kernels.sm90.machine_code import disassembled, read, uses_in_flight
 from tests.fast.kernels.sm90.products import require_nvrtc
+
+TILES, WIDE = ([tuple(one) for one in of] for of in (C.tiles, C.wide))
 
 E4M3, BF16, INT8 = (("float8_e4m3fn",) * 2, ("bfloat16",) * 2, ("int8",) * 2)
 LOOP = """

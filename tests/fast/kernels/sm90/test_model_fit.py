@@ -10,11 +10,13 @@ import torch
 
 import fast
 from fast.kernels.sm90_sparse24_gemm.arrange import restore
-from fast.kernels.sm90_sparse24_gemm.select import RATES, Rates, Terms, choose
+from fast.kernels.sm90_sparse24_gemm.select import Rates, Terms, choose
+from fast.kernels.sm90_sparse24_gemm.select import rates as fitted_rates
 from fast.sparsity.linear_sparse import canonical_shape
 from tests.gpu.sparsity import gemm
 from tests.gpu.sparsity.gemm import choices, described_now, fit_fitted, main, microseconds, spread
 
+RATES = fitted_rates()
 TIMES = Path(__file__).resolve().parents[4] / "reports/data/linear_sparse_times.json"
 TRUE = Rates(l2=48.0, memory=12.0, multiply=1.3, begin=5200.0, token=7.0, clock=1.6)
 

@@ -12,7 +12,7 @@ import torch
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_s8_gemm import host
-from fast.kernels.sm90_s8_gemm.select import LEAST
+from fast.kernels.sm90_s8_gemm.select import C
 from fast.kernels.sm90_s8_gemm.variants import Variant, fitted
 from fast.launch import cache, cuda
 from reference import SCHEMES, Quantized
@@ -193,7 +193,7 @@ def codes(m=1024, n=4096, k=64, **changed):
 
 def test_few_rows_are_left_to_triton(hopper, monkeypatch):
     monkeypatch.setattr(host, "call_of", lambda *given: pytest.fail("launched"))
-    assert host.linear_of_codes(*codes(LEAST - 1, 14336), None, BF16, None) is None
+    assert host.linear_of_codes(*codes(C.least - 1, 14336), None, BF16, None) is None
 
 
 def test_a_variant_that_does_not_load_is_left_out_once(hopper, monkeypatch):
