@@ -1,6 +1,12 @@
 """The public names of reference and the modules that define them, for type checkers and for `reference.__getattr__`."""
 
 from reference.arrays.jax_bridge import register_jax as register_jax
+from reference.calibration.allocate import Allocation as Allocation
+from reference.calibration.allocate import Frontier as Frontier
+from reference.calibration.allocate import allocate as allocate
+from reference.calibration.allocate import layer_score as layer_score
+from reference.calibration.bias import correct_bias as correct_bias
+from reference.calibration.damping import held_out_damping as held_out_damping
 from reference.calibration.gptq import GPTQResult as GPTQResult
 from reference.calibration.gptq import gptq as gptq
 from reference.calibration.hessian import SecondMoment as SecondMoment

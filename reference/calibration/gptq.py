@@ -106,10 +106,9 @@ def gptq(
         wide += cross_term(wide, factor, columns, cross)
         w = wide
     scales = scales_of(w, record, scales, np.diag(h))
-    sweep = Sweep.of(wide, factor.factor, columns)
-    targets, loss = sweep.run(_rule(record, scales, blocks))
-    quantized = quantize(targets, record, scales=scales, packed=packed)
-    return GPTQResult(quantized, loss, factor.damping, factor.floor, factor.dead)
+    swept = Sweep.of(wide, factor.factor, columns).run(column_rule(record, scales, blocks))
+    quantized = quantize(swept.targets, record, scales=scales, packed=packed)
+    return GPTQResult(quantized, swept.loss, factor.damping, factor.floor, factor.dead)
 
 
 def scales_of(w: Any, scheme: Scheme, scales: Scales | None, diagonal: Matrix) -> Scales:
@@ -171,6 +170,20 @@ def cross_term(wide: Matrix, factor: TriangularFactor, order: Order, cross: Any)
     return shift
 
 
+#: The rounding of columns, and for each column the row of its scales.
+ColumnRule = tuple[Namespace, Nearest, Order]
+
+
+class Swept(NamedTuple):
+    """What a sweep gives: float32 `targets` (N, K) in their places, whose codes are the result; `loss` (N,); `change` (K, N),
+    w - q in the order of the sweep.
+    """
+
+    targets: npt.NDArray[np.float32]
+    loss: Matrix
+    change: Matrix
+
+
 @dataclass(frozen=True)
 class Sweep:
     """Weights and factor in the order of the sweep: what does not depend on scales.
@@ -188,8 +201,8 @@ class Sweep:
         diagonal = np.diag(upper).copy()
         return cls(np.ascontiguousarray(wide.T[order]), upper / diagonal, diagonal, order)
 
-    def run(self, rule: tuple[Namespace, Nearest, Order]) -> tuple[npt.NDArray[np.float32], Matrix]:
-        """(float32 targets (N, K) in their places, whose codes are the result; the loss of each row (N,))."""
+    def run(self, rule: ColumnRule) -> Swept:
+        """All columns, block by block."""
         k, rows = self.weights.shape
         targets, errors = np.empty((rows, k), np.float32), np.empty((k, rows))
         change = np.empty((k, rows))
@@ -199,11 +212,9 @@ class Sweep:
             rounded = self._block(part, moved, rule, change[part])
             errors[part] = (moved - (self.weights[part] - change[part])) * self.diagonal[part, None]
             targets[:, self.order[part]] = rounded.T
-        return targets, (errors**2).sum(axis=0)
+        return Swept(targets, (errors**2).sum(axis=0), change)
 
-    def _block(
-        self, part: slice, moved: Matrix, rule: tuple[Namespace, Nearest, Order], change: Matrix
-    ) -> npt.NDArray[np.float32]:
+    def _block(self, part: slice, moved: Matrix, rule: ColumnRule, change: Matrix) -> npt.NDArray[np.float32]:
         """The columns of a block: `moved` becomes t, `change` w - q; the float32 of t."""
         ns, nearest, groups = rule
         inside = np.ascontiguousarray(self.ratios[part, part].T)
@@ -217,7 +228,7 @@ class Sweep:
         return rounded
 
 
-def _rule(scheme: Scheme, scales: Scales, blocks: Blocks) -> tuple[Namespace, Nearest, Order]:
+def column_rule(scheme: Scheme, scales: Scales, blocks: Blocks) -> ColumnRule:
     """The rounding of columns under these scales; ValueError where they do not fit."""
     ns = namespace_of(np.empty(0))
     given = check_scales(ns, scales, scheme, blocks)
