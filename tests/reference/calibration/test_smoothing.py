@@ -104,6 +104,9 @@ def test_dead_channels_keep_one():
     found = awq_factors(w, h, mean, "int3_g32")
     assert found.ratio > 0
     assert found.factors[[3, 7]].tolist() == [1, 1]
+    # A channel that one of the weights reads is alive.
+    other = np.ones((2, 64), F)
+    assert awq_factors([w, other], h, mean, "int3_g32").factors[7] != 1
     nothing = awq_factors(w, np.zeros((64, 64)), np.zeros(64), "int3_g32")
     assert (nothing.ratio, nothing.factors.tolist()) == (0, [1] * 64)
 
