@@ -1,5 +1,6 @@
 """The public names of fast and the modules that define them, for type checkers and for `fast.__getattr__`."""
 
+from fast.calibration.hqq import hqq as hqq
 from fast.calibration.rotation import fold_gain as fold_gain
 from fast.calibration.rotation import rotate as rotate
 from fast.calibration.smoothing import awq_factors as awq_factors

@@ -13,6 +13,7 @@ from reference.calibration.hessian import SecondMoment as SecondMoment
 from reference.calibration.hessian import TriangularFactor as TriangularFactor
 from reference.calibration.hessian import second_moment as second_moment
 from reference.calibration.hessian import triangular_factor as triangular_factor
+from reference.calibration.hqq import hqq as hqq
 from reference.calibration.rotation import fold_gain as fold_gain
 from reference.calibration.rotation import rotate as rotate
 from reference.calibration.search import search_scales as search_scales

@@ -92,6 +92,18 @@ def rounded(values: Matrix, dtype: DTypeLike) -> Any:
     return to_dtype_bits(ns, float32_bits(ns, short, "float32"), name, saturate=True)
 
 
+def tree_sum(x: Matrix) -> Matrix:
+    """The sum over the last axis, which goes away: adjacent pairs, in a tree filled up with zeros to a power of two."""
+    if not x.shape[-1]:
+        return np.zeros(x.shape[:-1])
+    while x.shape[-1] > 1:
+        even = x.shape[-1] // 2 * 2
+        sums = x[..., 0:even:2] + x[..., 1:even:2]
+        # An odd one out meets the zero that would stand there.
+        x = np.concatenate([sums, x[..., -1:] + 0.0], axis=-1) if x.shape[-1] > even else sums
+    return x[..., 0]
+
+
 __all__ = [
     "LARGEST",
     "Matrix",
@@ -100,5 +112,6 @@ __all__ = [
     "input_values",
     "rounded",
     "second_moments",
+    "tree_sum",
     "weight_matrix",
 ]

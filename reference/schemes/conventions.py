@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from reference.formats.formats import FORMATS
 from reference.schemes.default_schemes import default_schemes, mx_scheme
-from reference.schemes.schemes import BUILT_IN, RECORDS, SCHEMES, Block, Scale, Scheme
+from reference.schemes.schemes import BUILT_IN, RECORDS, SCHEMES, Block, Scale, Scheme, Zero
 from reference.schemes.torchao import (
     CLIPS,
     LARGE_16_OVERFLOWS,
@@ -115,9 +115,28 @@ def _compressed_tensors_nvfp4() -> Scheme:
     )  # fmt: skip
 
 
+def hqq_scheme(bits: int, group: int, storage: str = "bfloat16") -> Scheme:
+    """hqq 0.2.8, core/quantize.py, `Quantizer.quantize` along axis 1 before its zero points are optimized; it keeps scales and
+    zero points in the dtype of its layer. Its zero point z, a float in steps of the scale, is the value (2^(bits - 1) - z) s
+    here.
+    """
+    scale = Scale(
+        block=group, statistic="minmax", target=2.0**bits - 1, floor=("scale", "tiny"), storage=storage
+    )
+    return Scheme(
+        name=f"hqq.int{bits}_g{group}", element=f"uint{bits}", scale=scale, zero=Zero(rule="value", storage=storage),
+        apply="divide", nan="ieee", dequantize="ieee",
+        deviations=("zero is not exactly representable", LARGE_OVERFLOWS),
+    )  # fmt: skip
+
+
+def _hqq() -> list[Scheme]:
+    return [hqq_scheme(bits, group) for bits in (2, 3, 4, 8) for group in (64, 128)]
+
+
 def conventions() -> list[Scheme]:
     """Every record of another project."""
-    return [*torchao_conventions(), *_transformer_engine(), *_compressed_tensors()]
+    return [*torchao_conventions(), *_transformer_engine(), *_compressed_tensors(), *_hqq()]
 
 
 def load_schemes() -> dict[str, Scheme]:
@@ -130,4 +149,4 @@ def load_schemes() -> dict[str, Scheme]:
     return SCHEMES
 
 
-__all__ = ["compressed_tensors_input", "conventions", "load_schemes"]
+__all__ = ["compressed_tensors_input", "conventions", "hqq_scheme", "load_schemes"]
