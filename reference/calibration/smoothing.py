@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reference.calibration.inputs import Matrix, input_values, rounded, second_moments, weight_matrix
+from reference.calibration.search import search_scales
 from reference.quantize.fake_quantize import fake_quantize
 from reference.schemes.schemes import Scheme, scheme_of
 
@@ -108,9 +109,7 @@ def bounded(factors: Matrix, live: Any) -> Matrix:
 def _error(w: Any, h: Matrix, factors: Matrix, scheme: Scheme, search: bool) -> float:
     """tr(D H D^T) of one weight; infinite where the scheme stores no number."""
     smoothed = rounded(w.astype(np.float64) * factors, w.dtype)
-    scales = None
-    if search:
-        raise NotImplementedError("scales are not searched for yet; use search=False")
+    scales = search_scales(smoothed, scheme, weights=np.diag(h) / factors**2) if search else None
     values = fake_quantize(smoothed, scheme, scales=scales).astype(np.float64)
     error = 0.0
     for start in range(0, len(w), ROWS):

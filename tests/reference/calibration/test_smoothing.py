@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reference import SCHEMES, fake_quantize
+from reference import SCHEMES, fake_quantize, search_scales
 from reference.calibration.smoothing import awq_factors, smoothing_factors
 from tests.support.refusals import refused
 
@@ -82,6 +82,19 @@ def test_a_ratio_of_zero_is_rounding_alone_and_the_first_of_equals():
     # Weights that every ratio stores exactly.
     exact = awq_factors(np.zeros((2, 32), F), np.eye(32), np.ones(32), "mxfp4", ratios=4)
     assert (exact.ratio, exact.errors.tolist()) == (0, [0] * 4)
+
+
+def test_scales_are_searched_for_by_the_smoothed_inputs():
+    w, x = layer(9)
+    h, mean = statistics(x)
+    found = awq_factors(w, h, mean, "int3_g32", ratios=3, search=True)
+    s = mean ** (2 / 3)
+    s = (s / np.sqrt(s.max() * s.min())).astype(F).astype(np.float64)
+    product = (w * s).astype(F)
+    scales = search_scales(product, "int3_g32", weights=np.diag(h) / s**2)
+    d = fake_quantize(product, "int3_g32", scales=scales).astype(np.float64) / s - w
+    np.testing.assert_allclose(found.errors[2], ((d @ h) * d).sum(), rtol=1e-12)
+    assert found.errors.min() < 0.9 * awq_factors(w, h, mean, "int3_g32", ratios=3).errors.min()
 
 
 def test_products_are_rounded_to_the_dtype_of_the_weights():

@@ -220,7 +220,7 @@ def test_default_rules(name):
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(HOUSE)))
 def test_conventions_name_their_project(name):
-    assert name.split(".")[0] in ("torchao", "te", "compressed_tensors")
+    assert name.split(".")[0] in ("torchao", "te", "compressed_tensors", "hqq")
 
 
 @pytest.mark.parametrize("name", HOUSE)
