@@ -103,11 +103,13 @@ def scales_with_parts(q: Quantized, rows: int, columns: int) -> torch.Tensor:
     return torch.cat([turned.view(torch.int32), words])
 
 
-def parts_of(stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of scales, outer scales and their mean that `scales_with_parts` was given, of a weight (N, K) without filling."""
+def parts_of(
+    stored: torch.Tensor, shape: tuple[int, ...], columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of scales, outer scales and their mean that `scales_with_parts` was given, of a weight (N, K). columns: filled."""
     blocks = shape[0] * shape[1] // BLOCK
     groups = -(-blocks // GROUP)
-    words = stored[shape[1] // BLOCK :].reshape(-1)[LEVELS:]
+    words = stored[columns // BLOCK :].reshape(-1)[LEVELS:]
     outer, mean, codes = words[:groups], words[groups], words[groups + 1 :].view(torch.int8)[:blocks]
     return codes.clone(), outer.clone().view(torch.float32), mean.clone().view(torch.float32)
 
@@ -202,7 +204,7 @@ def factors_of(q: Quantized, rows: int, columns: int) -> torch.Tensor:
 def scales_of(
     factors: torch.Tensor, scheme: Scheme, index: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales (..., N, K / block) and the outer scale that `factors_of` was given. index: numbers of rows, of these alone."""
+    """Scales (..., N, K / block), filled, and the outer scale that `factors_of` was given. index: numbers of rows, of these."""
     exponent, block = exponent_of(scheme), int(str(scheme.scale.block))
     own, ordered = factors[..., :1, :1], factors[..., 1:, :]
     each = 64 // COLUMNS[block]

@@ -25,6 +25,7 @@ from fast.kernels.triton_small_m.decode import (
     tile_codes,
     tile_elements,
     word_halves,
+    words_before,
     words_of,
 )
 from fast.kernels.triton_small_m.layout import ArrangedWeight, filled
@@ -34,6 +35,8 @@ from fast.launch.launcher import CompiledLaunch, interpreted
 
 #: Rows and columns of a program's tile, and its warps.
 BLOCK_N, BLOCK_K, WARPS = 64, 128, 4
+#: Programs along the last axis of a grid, at most.
+GRID = 65535
 
 
 @triton.jit
@@ -61,9 +64,10 @@ def _scales(
 def arranged_dense_kernel(
     codes, scale, zero, y,
     N: tl.constexpr, LENGTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-    ELEMENT: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
+    ELEMENT: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y (N, LENGTH). Other arguments as of `triton_small_m_kernel`."""
+    """A tile of y (N, LENGTH), of EXPERTS of (experts, N, LENGTH). Other arguments as of `triton_small_m_kernel`."""
     NB: tl.constexpr = BLOCK_N // 64
     KB: tl.constexpr = 2 if GROUP == 0 or GROUP >= 128 or has_factors(ELEMENT) else 1
     WORDS: tl.constexpr = words_of(ELEMENT)
@@ -71,6 +75,16 @@ def arranged_dense_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     atoms = (tl.program_id(0) * NB + tl.arange(0, NB)).to(tl.int64)[:, None] * (COLUMNS // 64 * WORDS)
     words = codes + atoms + tl.arange(0, KB * WORDS)[None, :]
+    if EXPERTS:
+        expert = tl.program_id(2).to(tl.int64)
+        BLOCKS: tl.constexpr = 1 if GROUP == 0 else (COLUMNS + GROUP - 1) // GROUP
+        words += expert * (ROWS // 64 * (COLUMNS // 64 * WORDS))
+        scale += expert * (
+            ROWS // 2 * words_before(COLUMNS, GROUP) if has_factors(ELEMENT) else BLOCKS * ROWS
+        )
+        if zero is not None:
+            zero += expert * (BLOCKS * ROWS // 2)
+        y += expert * (N * LENGTH)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,22 +124,29 @@ def arranged_dense_kernel(
 def arranged_dense(w: ArrangedWeight, dtype: torch.dtype, *, key: Any = None) -> torch.Tensor | None:
     """The weight (N, K) in bfloat16, float16 or float32: `dequantize` of what `arrange` was given, bit for bit, but for NaN.
 
-    None for other dtypes and more than 2**31 words. key: see `launch.cache`.
+    Of parts with an axis of experts in front all, (experts, N, K). None for other dtypes, for more than 2**31 words of one, and
+    for NF4 of experts. key: see `launch.cache`.
     """
-    if dtype not in FLOAT_NAMES or w.words.numel() > INT32:
+    experts = w.words.shape[0] if w.words.dim() == 4 else 0
+    each = w.words.numel() // max(experts, 1)
+    refused = experts > GRID or (experts and w.element == "nf4")
+    if dtype not in FLOAT_NAMES or each > INT32 or refused:
         return None
     call = Call({"codes": w.words, "scale": w.scale, "zero": w.zero})
-    call.allocate("y", w.shape, dtype)
-    call.launch(_launch(w.shape, w.element, w.group, FLOAT_NAMES[dtype]), ("codes", "scale", "zero", "y"))
+    call.allocate("y", (experts, *w.shape) if experts else w.shape, dtype)
+    launch = _launch(w.shape, w.element, w.group, FLOAT_NAMES[dtype], experts)
+    call.launch(launch, ("codes", "scale", "zero", "y"))
     y: torch.Tensor = call.result("y", key)
     return y
 
 
 @lru_cache(maxsize=1024)
-def _launch(shape: tuple[int, int], element: str, group: int, dtype: str) -> CompiledLaunch:
+def _launch(shape: tuple[int, int], element: str, group: int, dtype: str, experts: int) -> CompiledLaunch:
     (n, length), (rows, columns) = shape, map(filled, shape)
-    tail = (n, length, rows, columns, group, element, dtype, BLOCK_N, BLOCK_K, not interpreted())
-    grid = (ceil_div(rows, BLOCK_N), ceil_div(columns, BLOCK_K), 1)
+    tail = (
+        n, length, rows, columns, group, element, dtype, BLOCK_N, BLOCK_K, experts > 0, not interpreted(),
+    )  # fmt: skip
+    grid = (ceil_div(rows, BLOCK_N), ceil_div(columns, BLOCK_K), max(experts, 1))
     return CompiledLaunch(arranged_dense_kernel, grid, tail, WARPS, launch_pdl=True)
 
 

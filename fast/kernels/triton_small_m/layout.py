@@ -45,8 +45,6 @@ WORDS = {"int4": 512, "int8": 1024, "e4m3": 1024, "e2m1": 512, "e4m3_mx": 1024, 
 FACTORED = ("e2m1", "e4m3_mx")
 #: Zero points of int4 that decoding takes.
 LOWEST, HIGHEST = -8, 7
-#: K is a multiple of this.
-STEP = 32
 WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -104,7 +102,8 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
 
     Taken are two's complement integers of 4 bits (packed) and 8 bits and e4m3, with one scale in all, one a row, or one for
     each 32, 64 or multiple of 128 columns of a row, and for integers a zero point that is a code; MXFP8 of e4m3, MXFP4 and
-    NVFP4 (both packed) whose scales are exact factors, K a multiple of 32; NF4 (packed), K a multiple of 64 from LEAST on.
+    NVFP4 (both packed) whose scales are exact factors; NF4 (packed), K from LEAST on. Rows are whole blocks, and
+    without blocks a multiple of 32 long.
     Errors are those of `check_quantized`.
     """
     check_quantized(w)
@@ -117,7 +116,8 @@ def arrange(w: Quantized) -> ArrangedWeight | None:
         return _arranged_levels(w)
     element, group, rule = element_of(weight), group_of(weight), weight.rule
     plain = not rule.has_outer and not rule.two_level and rule.zero in ("", "code")
-    if element is None or group is None or not plain or weight.length % STEP or not weight.rows:
+    whole = weight.rows > 0 and weight.length > 0 and not (group and weight.length % group)
+    if element is None or group is None or not plain or not whole:
         return None
     scale, zero = _scales(w, weight, group), None
     if w.zero is not None:
@@ -134,7 +134,8 @@ def _arranged_factors(w: Quantized) -> ArrangedWeight | None:
     """A weight whose scales are multiplied into its elements."""
     (n, length), element = w.shape, str(element_with_factors(w.scheme))
     packed = w.packed == (w.scheme.format.bits < 8)
-    if not packed or length % STEP or not n or values_reason(w) is not None:
+    whole = n > 0 and length > 0 and length % int(str(w.scheme.scale.block)) == 0
+    if not packed or not whole or values_reason(w) is not None:
         return None
     if element == "e4m3_mx" and bool(((w.codes & 0x7F) == 0x7F).any()):
         return None
@@ -169,7 +170,7 @@ def arranged_words(codes: torch.Tensor, element: str, key: Any = None) -> torch.
 
 def restored_codes(w: ArrangedWeight) -> torch.Tensor:
     """The codes as they were stored: uint8 (N, K), of 4 bits (N, K / 2)."""
-    shape = (w.shape[0], w.shape[1] // (1024 // WORDS[w.element]))
+    shape = (w.shape[0], ceil_div(w.shape[1], 1024 // WORDS[w.element]))
     return restored_words(w.words, shape, w.element)
 
 

@@ -81,6 +81,8 @@ def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     """16-bit rows by the kernels, of few or of many rows; where neither takes them torch's product with dense weights."""
+    from fast.kernels.triton_small_m.dense import arranged_dense
+
     x, w, offsets = _checked(record, values, operands)
     if x.dtype not in INPUTS:
         return None
@@ -90,7 +92,9 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
         y = None if multiply is None else multiply(x, weights, offsets, key=key, record=record)
         if y is not None:
             return y
-    return torch._grouped_mm(x, dense(restored(w), x.dtype).transpose(1, 2), offsets)
+    made = arranged_dense(weights, x.dtype)
+    every = dense(restored(w), x.dtype) if made is None else made
+    return torch._grouped_mm(x, every.transpose(1, 2), offsets)
 
 
 def _arranged(w: Quantized) -> ArrangedWeight:

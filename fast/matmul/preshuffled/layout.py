@@ -14,12 +14,14 @@ By the bits of rows n and columns k (n3 is bit 3 of n), from the slowest index (
     4 bits  words n5 n4 | n2 n1 n0 | k2 k1 | k5 | k4          nibbles of a word: k0 k3 n3, of nf4 k3 n3 k0
     8 bits  words k5 | n5 n4 | n2 n1 n0 | k2 k1 | k4 | k3     bytes of a word:   k0 n3
 
-N and K are multiples of 128, so that words are as many bytes as the codes. `fast.kernels.triton_small_m` arranges and
-restores on a GPU; words and rows here are the same bits, and also what a tracer records.
+N and K above are the weight's, filled by zeros to multiples of 128, where words are as many bytes as the codes. Those of the
+weight are `Quantized.shape`, to which parts are cut as they come back. `fast.kernels.triton_small_m` arranges and restores on a
+GPU; words and rows here are the same bits, and also what a tracer records.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,10 +41,12 @@ from fast.scale_factors import (
 )
 from reference import Quantized, Scheme
 
-#: Rows and columns are multiples of this.
+#: Rows and columns are filled to multiples of this.
 FILLED = 128
 #: What elements are to the kernel, or to those that arrange codes: all of 4 bits but nf4 have one order.
 ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4", "nf4": "nf4"}
+#: Those of 4 bits.
+NIBBLES = ("int4", "nf4")
 #: Blocks along K are one of these, multiples of FILLED, or whole rows.
 SMALL_BLOCKS = (32, 64)
 #: torch's dtypes of scales by their storage.
@@ -58,21 +62,30 @@ def form_of(scheme: Scheme, length: int) -> tuple[str, int]:
     """What the elements are to the kernel, and columns of a block: 0 where a row, or the whole weight, is one."""
     if element_with_levels(scheme) is not None:
         return "nf4", BLOCK
+    return element_with_factors(scheme) or ELEMENTS[scheme.element], _group(scheme, length)
+
+
+def _group(scheme: Scheme, length: int) -> int:
+    """Columns of a block of rows of a length; 0 where a row, or the whole weight, is one."""
     block = scheme.scale.block
-    group = block if isinstance(block, int) and block not in (-1, length) else 0
-    return element_with_factors(scheme) or ELEMENTS[scheme.element], group
+    return block if isinstance(block, int) and block not in (-1, length) else 0
+
+
+def filled(length: int) -> int:
+    """Rows or columns, and those that fill them."""
+    return -(-length // FILLED) * FILLED
 
 
 def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | None:
     """Why no weight of a scheme and shape is preshuffled, whatever its values; None where it is."""
     if len(shape) not in (2, 3) or axis != len(shape) - 1:
         return "it must be a matrix, or experts' matrices, with blocks along its last axis"
-    if not shape[0] or any(length % FILLED or not length for length in shape[-2:]):
-        return f"its lengths must be multiples of {FILLED}, got {tuple(shape)}"
+    if not all(shape):
+        return f"it must have rows and columns, got {tuple(shape)}"
     if scheme.element not in ELEMENTS:
         return f"its elements must be {', '.join(ELEMENTS)}, got {scheme.element}"
     if element_with_factors(scheme) is not None:
-        return None
+        return _cut_reason(int(str(scheme.scale.block)), shape)
     if scheme.element == "float4_e2m1fn":
         return "blocks of its elements must be 32 columns of e8m0 scales, or 16 of e4m3 ones under an outer scale that decodes"
     if scheme.element == "nf4":
@@ -87,19 +100,25 @@ def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | No
         return "each expert must have scales of its own"
     if block in (-1, "tensor", shape[-1]):
         return None
-    served = isinstance(block, int) and (block in SMALL_BLOCKS or block % FILLED == 0) and block > 0
-    if not served or shape[-1] % int(str(block)):
+    if not isinstance(block, int) or block <= 0 or (block not in SMALL_BLOCKS and block % FILLED):
         return f"blocks must be {SMALL_BLOCKS[0]}, {SMALL_BLOCKS[1]} or a multiple of {FILLED} columns, or rows, got {block}"
-    return None
+    return _cut_reason(block, shape)
+
+
+def _cut_reason(block: int, shape: tuple[int, ...]) -> str | None:
+    """Why rows of a shape are not in blocks of so many columns; None where they are."""
+    return (
+        f"its rows must be whole blocks of {block} columns, got {tuple(shape)}" if shape[-1] % block else None
+    )
 
 
 def _levels_reason(scheme: Scheme, shape: tuple[int, ...]) -> str | None:
-    """The same of NF4."""
+    """The same of NF4, whose blocks are of the flattened weight."""
     if element_with_levels(scheme) is None:
         return "its scales must be those of scheme nf4"
     if len(shape) != 2 or shape[1] < LEAST:
         return f"NF4 must be a matrix of {LEAST} columns or more"
-    return None
+    return _cut_reason(BLOCK, shape)
 
 
 def unsupported_reason(q: Quantized) -> str | None:
@@ -137,28 +156,49 @@ def preshuffled(q: Quantized, words: torch.Tensor | None = None) -> Quantized:
         raise ValueError(f"a weight {tuple(q.shape)} in {q.scheme.name} is not preshuffled: {reason}")
     codes = arranged(rows_in_all(q.codes), ELEMENTS[q.scheme.element]) if words is None else words
     codes = codes.reshape(*q.shape[:-2], -1, *codes.shape[1:])
+    rows, columns = filled(q.shape[-2]), filled(q.shape[-1])
     if q.scheme.element == "nf4":
-        return replace(q, codes=codes, scale=scales_with_parts(q, *q.shape), outer=None, zero=None)
+        return replace(q, codes=codes, scale=scales_with_parts(q, rows, columns), outer=None, zero=None)
     factors = element_with_factors(q.scheme) is not None
-    scale = factors_of(q, *q.shape[-2:]) if factors else _blocks(_wide(q), q.shape[-2])
+    scale = factors_of(q, rows, columns) if factors else _blocks(_wide(q), q)
     return replace(q, codes=codes, scale=scale, zero=None if q.zero is None else _pairs(q))
 
 
 def restored(q: Quantized, codes: torch.Tensor | None = None) -> Quantized:
-    """What `preshuffled` was given. codes: they, where a kernel has restored them."""
+    """What `preshuffled` was given. codes: they, where a kernel has restored them, in `shape_in_all`."""
     if codes is None:
         codes = all_rows(atoms_in_all(q.codes), ELEMENTS[q.scheme.element])
-    codes = codes.reshape(*q.shape[:-1], codes.shape[-1])
+    rows = q.shape[-2]
+    each = codes.reshape(*q.shape[:-2], -1, codes.shape[-1])
+    codes = each[..., :rows, : bytes_of_row(q)].contiguous()
     if element_with_factors(q.scheme) is not None:
         scale, outer = scales_of(q.scale, q.scheme)
-        return replace(q, codes=codes, scale=scale.contiguous(), outer=outer)
+        return replace(q, codes=codes, scale=scale[..., :rows, : _blocks_of_row(q)].contiguous(), outer=outer)
     if q.scheme.element == "nf4":
-        scale, outer, mean = parts_of(q.scale, q.shape)
+        scale, outer, mean = parts_of(q.scale, q.shape, filled(q.shape[1]))
         return replace(q, codes=codes, scale=scale, outer=outer, zero=mean)
     scale = _narrow(q.scale, q.scheme.scale.storage)
-    scale = scale[0, 0].clone() if q.scheme.scale.block == "tensor" else _turned(scale)
-    zero = None if q.zero is None else _turned(_singles(q.zero))
+    one = q.scheme.scale.block == "tensor"
+    scale = scale[0, 0].clone() if one else _turned(scale[..., : _blocks_of_row(q), :rows])
+    zero = None if q.zero is None else _turned(_singles(q.zero)[..., : _blocks_of_row(q), :rows])
     return replace(q, codes=codes, scale=scale, zero=zero)
+
+
+def shape_in_all(q: Quantized) -> tuple[int, int]:
+    """Rows and bytes of the codes of a preshuffled weight, of experts as of one tall matrix, each one's rows filled."""
+    rows = q.shape[0] if len(q.shape) == 2 else q.shape[0] * filled(q.shape[1])
+    return rows, bytes_of_row(q)
+
+
+def bytes_of_row(q: Quantized) -> int:
+    """Bytes of the codes of a row."""
+    return -(-q.shape[-1] * q.scheme.format.bits // 8)
+
+
+def _blocks_of_row(q: Quantized) -> int:
+    """Scales of a row."""
+    group = _group(q.scheme, q.shape[-1])
+    return q.shape[-1] // group if group else 1
 
 
 def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
@@ -170,23 +210,25 @@ def rows_restored(q: Quantized, index: torch.Tensor) -> Quantized:
         raise ValueError(
             f"rows of a weight in {q.scheme.name} are no weight in it; dequantize it, or restore it whole"
         )
-    codes = rows_of(q.codes, ELEMENTS[q.scheme.element], index)
-    shape = (index.shape[0], q.shape[1])
+    codes = rows_of(q.codes, ELEMENTS[q.scheme.element], index)[:, : bytes_of_row(q)].contiguous()
+    shape, blocks = (index.shape[0], q.shape[1]), _blocks_of_row(q)
     if element_with_factors(q.scheme) is not None:
         scale, outer = scales_of(q.scale, q.scheme, index)
-        return replace(q, codes=codes, scale=scale, outer=outer, shape=shape)
+        return replace(q, codes=codes, scale=scale[:, :blocks].contiguous(), outer=outer, shape=shape)
     one, storage = q.scheme.scale.block == "tensor", q.scheme.scale.storage
     scale = (
         _narrow(q.scale[:1, :1], storage)[0, 0].clone()
         if one
-        else _turned(_narrow(q.scale[:, index], storage))
+        else _turned(_narrow(q.scale[:blocks, index], storage))
     )
-    zero = None if q.zero is None else _turned(_singles(q.zero))[index]
+    zero = None if q.zero is None else _turned(_singles(q.zero)[:blocks])[index]
     return replace(q, codes=codes, scale=scale, zero=zero, shape=shape)
 
 
 def rows_in_all(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of experts as those of one tall matrix, which their words are too."""
+    """Codes of experts as those of one tall matrix, which their words are too: rows of each are filled."""
+    if codes.dim() == 3 and (missing := filled(codes.shape[1]) - codes.shape[1]):
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, missing))
     return codes.reshape(-1, codes.shape[-1])
 
 
@@ -195,9 +237,17 @@ def atoms_in_all(words: torch.Tensor) -> torch.Tensor:
     return words.reshape(-1, *words.shape[-2:])
 
 
+def filled_codes(shape: Sequence[int], element: str) -> tuple[int, int]:
+    """Rows and bytes of filled codes."""
+    n, bytes_ = shape
+    return filled(n), filled(2 * bytes_) // 2 if element in NIBBLES else filled(bytes_)
+
+
 def arranged(codes: torch.Tensor, element: str) -> torch.Tensor:
-    """The words of codes: uint8 (N, K), or (N, K / 2) of 4 bits."""
-    n, bytes_ = codes.shape
+    """The words of codes: uint8 (N, K), or (N, K / 2) of 4 bits, filled by zeros."""
+    n, bytes_ = filled_codes(codes.shape, element)
+    if (n, bytes_) != tuple(codes.shape):
+        codes = torch.nn.functional.pad(codes, (0, bytes_ - codes.shape[1], 0, n - codes.shape[0]))
     if element == "int4":
         # Axes an, n54, n3, n210, ak, k5, k4, k3, k21: a byte has k0.
         split = codes.reshape(n // 64, 4, 2, 8, bytes_ // 32, 2, 2, 2, 4)
@@ -261,9 +311,14 @@ def _narrow(scale: torch.Tensor, storage: str) -> torch.Tensor:
     return ((bits >> 23) & 255).to(torch.uint8)
 
 
-def _blocks(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Values of blocks (..., N, blocks), or of the whole, as (..., blocks, N)."""
+def _blocks(values: torch.Tensor, q: Quantized) -> torch.Tensor:
+    """Values of blocks (..., N, blocks), or of the whole, as (..., blocks, N), filled by zeros."""
+    rows, columns = q.shape[-2:]
     values = values.reshape(1, 1).expand(rows, 1) if values.dim() == 0 else values
+    group = _group(q.scheme, columns)
+    missing = (-(-filled(columns) // group) if group else 1) - values.shape[-1], filled(rows) - rows
+    if any(missing):
+        values = torch.nn.functional.pad(values, (0, missing[0], 0, missing[1]))
     return _turned(values)
 
 
@@ -274,7 +329,7 @@ def _turned(values: torch.Tensor) -> torch.Tensor:
 
 def _pairs(q: Quantized) -> torch.Tensor:
     """Zero points as pairs: of row n, without bit 3, the low half, and of n + 8 the high one."""
-    low, high = _blocks(q.zero.to(torch.int32), q.shape[-2]).unflatten(-1, (-1, 2, 8)).unbind(-2)
+    low, high = _blocks(q.zero.to(torch.int32), q).unflatten(-1, (-1, 2, 8)).unbind(-2)
     return ((low & 0xFFFF) | (high << 16)).flatten(-2).contiguous()
 
 
@@ -290,6 +345,9 @@ __all__ = [
     "all_rows",
     "arranged",
     "atoms_in_all",
+    "bytes_of_row",
+    "filled",
+    "filled_codes",
     "form_of",
     "preshuffled",
     "restored",
@@ -297,5 +355,6 @@ __all__ = [
     "rows_of",
     "rows_restored",
     "scheme_reason",
+    "shape_in_all",
     "unsupported_reason",
 ]

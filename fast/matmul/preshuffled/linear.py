@@ -51,7 +51,8 @@ def weight_of(record: Any, shape: Sequence[int], stored: Sequence[Any]) -> Quant
 def restored(q: Quantized) -> Quantized:
     """A preshuffled weight as it was stored: its codes by a kernel on a GPU."""
     words = layout.atoms_in_all(q.codes)
-    codes: torch.Tensor = run(CODES, None, (layout.ELEMENTS[q.scheme.element],), (words,))
+    values = (layout.ELEMENTS[q.scheme.element], layout.shape_in_all(q))
+    codes: torch.Tensor = run(CODES, None, values, (words,))
     return layout.restored(q, codes)
 
 
@@ -154,19 +155,27 @@ def preshuffle_codes_op(codes: torch.Tensor, element: str) -> torch.Tensor:
     return words
 
 
-def restore_codes_op(words: torch.Tensor, element: str) -> torch.Tensor:
-    """All rows of `layout.rows_of`."""
-    codes: torch.Tensor = execute(CODES, None, (element,), (words,))
+def restore_codes_op(words: torch.Tensor, element: str, shape: Sequence[int] | None = None) -> torch.Tensor:
+    """`layout.all_rows`. shape: of the codes; None where nothing was filled."""
+    shape = _codes_shape(words, element, shape)
+    codes: torch.Tensor = execute(CODES, None, (element, shape), (words,))
     return codes
 
 
 def _words_shape(codes: torch.Tensor, element: str) -> tuple[int, int, int]:
-    n, length = codes.shape
-    return (n // 64, length // 32, 512) if element in ("int4", "nf4") else (n // 64, length // 64, 1024)
+    n, bytes_ = layout.filled_codes(codes.shape, element)
+    return (n // 64, bytes_ // 32, 512) if element in layout.NIBBLES else (n // 64, bytes_ // 64, 1024)
 
 
-def _codes_shape(words: torch.Tensor, element: str) -> tuple[int, int]:
-    return 64 * words.shape[0], (32 if element in ("int4", "nf4") else 64) * words.shape[1]
+def _codes_shape(words: torch.Tensor, element: str, shape: Sequence[int] | None) -> tuple[int, ...]:
+    if shape is not None:
+        return tuple(shape)
+    return 64 * words.shape[0], (32 if element in layout.NIBBLES else 64) * words.shape[1]
+
+
+def _all_rows(record: Any, values: Values, operands: Operands) -> torch.Tensor:
+    rows, bytes_ = values[1]
+    return layout.all_rows(operands[0], values[0])[:rows, :bytes_].contiguous()
 
 
 def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:
@@ -181,7 +190,7 @@ def _arrange(record: Any, values: Values, operands: Operands, key: Any) -> Any:
 def _restore(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     from fast.kernels.triton_small_m.layout import restored_words
 
-    return restored_words(operands[0], _codes_shape(operands[0], values[0]), values[0], key)
+    return restored_words(operands[0], values[1], values[0], key)
 
 
 WORDS = Function(
@@ -189,8 +198,8 @@ WORDS = Function(
     lambda r, v, o: torch.ops.ao_lab.preshuffle_codes(o[0], v[0]), _arrange,
 )  # fmt: skip
 CODES = Function(
-    "restore_codes", ("codes",), lambda r, v, o: layout.all_rows(o[0], v[0]),
-    lambda r, v, o: torch.ops.ao_lab.restore_codes(o[0], v[0]), _restore,
+    "restore_codes", ("codes",), _all_rows,
+    lambda r, v, o: torch.ops.ao_lab.restore_codes(o[0], v[0], list(v[1])), _restore,
 )  # fmt: skip
 register(
     "preshuffle_codes", preshuffle_codes_op,
@@ -198,7 +207,7 @@ register(
 )  # fmt: skip
 register(
     "restore_codes", restore_codes_op,
-    lambda words, element: words.new_empty(_codes_shape(words, element), dtype=torch.uint8),
+    lambda words, element, shape=None: words.new_empty(_codes_shape(words, element, shape), dtype=torch.uint8),
 )  # fmt: skip
 
 

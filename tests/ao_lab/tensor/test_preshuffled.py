@@ -20,6 +20,12 @@ from reference import SCHEMES
 LAYOUT = "preshuffled"
 BF16 = torch.bfloat16
 MATRIX, EXPERTS = (256, 384), (4, 128, 256)
+#: Lengths that are filled: rows, columns, both; half a byte; one row; experts of either.
+ODD = [
+    ("int4_g32_asymmetric", (70, 416)), ("int4_g64", (128, 576)), ("int8_rowwise", (133, 1001)), ("fp8_tensorwise", (70, 130)),
+    ("mxfp4", (1, 96)), ("nvfp4", (70, 144)), ("mxfp8_e4m3", (256, 160)), ("nf4", (100, 448)),
+    ("int4_g32", (3, 70, 160)), ("int8_rowwise_asymmetric", (2, 128, 72)), ("nvfp4", (2, 70, 144)),
+]  # fmt: skip
 #: The last one has blocks of the flattened weight, which pieces of it do not.
 NAMES = (
     "int4_g128", "int4_g32_asymmetric", "int8_rowwise", "fp8_rowwise", "fp8_tensorwise", "mxfp8_e4m3", "mxfp4", "nvfp4", "nf4",
@@ -86,6 +92,45 @@ def test_the_same_weight(name, shape):
     assert torch.equal(torch.baddbmm(bias, x, t.mT), torch.baddbmm(bias, x, values.mT))
     grouped = torch._grouped_mm(rows, values.mT, offs=ENDS)
     assert torch.equal(torch._grouped_mm(rows, t.mT, offs=ENDS), grouped)
+
+
+@pytest.mark.parametrize(("name", "shape"), ODD, ids=str)
+def test_lengths_that_are_filled(name, shape, gpu):
+    """The weight, its pieces, copies, files, gradients and products are those of the plain one."""
+    plain, t = pair(name, shape=shape)
+    values, x = plain.dequantize(), dense(3, (*shape[:-2], 5, shape[-1]))
+    assert rule.for_products(plain).meta.layout == t.meta.layout == LAYOUT
+    assert t.shape == t.detach().shape == t.view(-1).view(shape).shape == shape
+    for same, wanted in ((t.to_layout("plain"), plain), (t.mT.plain, plain.mT), (t.clone().plain, plain)):
+        assert same_parts(same, wanted)
+    assert torch.equal(t, plain)
+    assert torch.equal(t.dequantize(), values)
+    assert torch.equal(x @ t.mT, x @ values.mT)
+    assert same_parts(torch.zeros_like(t), torch.zeros_like(plain))
+    for source in (pair(name, 1, shape)[1], dense(1, shape)):
+        target = t.clone()
+        assert same_parts(target.copy_(source), pair(name, 1, shape)[1])
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    assert same_parts(torch.load(file, weights_only=True), plain)
+    if len(shape) == 3:
+        assert same_parts(t[1].plain, plain[1])
+        assert same_parts(t[[1, 0, 1]].plain, plain[[1, 0, 1]])
+        assert same_parts(t[:, :64], plain[:, :64])
+        return
+    with torch.no_grad():
+        assert torch.equal(functional.linear(x, t), functional.linear(x, plain))
+    given, like = (x.clone().requires_grad_() for _ in range(2))
+    functional.linear(given, t).sum().backward()
+    functional.linear(like, plain).sum().backward()
+    assert torch.equal(given.grad, like.grad)
+    index = torch.tensor([[0, shape[0] - 1]])
+    assert torch.equal(functional.embedding(index, t), functional.embedding(index, plain))
+    if name != "nf4":
+        middle = (shape[0] + 1) // 2
+        assert same_parts(t[middle:], plain[middle:])
+        assert same_parts(torch.cat([t, t]), torch.cat([plain, plain]))
 
 
 @pytest.mark.parametrize(("name", "shape"), [case for case in CASES if case[0] != "nf4"])
@@ -257,7 +302,7 @@ def with_inputs(name, activation, shape=MATRIX):
         (lambda: quantized(dense(0, (2, 2, 128, 128)), "int8_rowwise"), "a matrix, or experts"),
         (lambda: quantized(dense(0, (2, 128, 128)), "int8_rowwise", axis=1), "blocks along its last axis"),
         (lambda: quantized(dense(0, (2, 128, 128)), "fp8_tensorwise"), "scales of its own"),
-        (lambda: quantized(dense(0, (100, 128)), "int8_rowwise"), "multiples of 128"),
+        (lambda: quantized(dense(0, (128, 160)), "fp8_1x128"), "whole blocks of 128 columns"),
         (lambda: quantized(dense(0, (256, 256)), "nf4"), "NF4 must be a matrix of 384"),
         (lambda: quantized(dense(), "int3_g32"), "its elements must be"),
         (lambda: with_inputs("int8_rowwise", "int8_rowwise"), "codes are multiplied by those of its inputs"),

@@ -70,6 +70,16 @@ def block_of(name: str) -> int:
     return max(32, block) if isinstance(block, int) else block[1] if isinstance(block, tuple) else 32
 
 
+def odd_length(name: str) -> int:
+    """Columns that are filled, of blocks that are no multiple of 128; of rows an odd number."""
+    block = named(name).scale.block
+    if name == "nf4":
+        return LEAST + 64
+    if not isinstance(block, int) or block < 0:
+        return 161
+    return {16: 144, 32: 160, 64: 192}.get(block, 3 * block)
+
+
 def compare(name: str) -> None:
     """Exact sums to the bit, others within the bound; codes come back."""
     for rows, count, blocks, dtype, tiling in CASES:
@@ -260,10 +270,10 @@ def tiles_of_experts(name: str) -> None:
             assert_same_bits(grouped.grouped_linear_small(x, experts, ends, tile=tile), wanted)
 
 
-def tensors_of_experts(name: str) -> None:
+def tensors_of_experts(name: str, rows_of_weight: int, length: int) -> None:
     """`torch._grouped_mm` by preshuffled weights of three axes: the kernel's bits; of many rows those of dense weights."""
-    length, counts = 2 * max(128, block_of(name)), torch.tensor((3, 0, 21))
-    dense = torch.randn(3, 128, length, generator=torch.Generator().manual_seed(0)).to(BF16)
+    counts = torch.tensor((3, 0, 21))
+    dense = torch.randn(3, rows_of_weight, length, generator=torch.Generator().manual_seed(0)).to(BF16)
     plain = quantized(dense, name)
     t = plain.to_layout("preshuffled")
     for parts in ("codes", "scale", "zero"):
@@ -289,7 +299,7 @@ def tensors_of_experts(name: str) -> None:
                 or outside(linear_small(rows, t[at].stored), rows, plain[at].quantized, None) == 0
             )
         experts = grouped.ArrangedWeight(
-            t.codes, t.scale, t.zero, (128, length), *layout.form_of(named(name), length)
+            t.codes, t.scale, t.zero, (rows_of_weight, length), *layout.form_of(named(name), length)
         )
         assert_same_bits(made, grouped.grouped_linear_small(x, experts, ends))
     many = inputs(3 * 64 + 1, length, BF16)
@@ -299,24 +309,24 @@ def tensors_of_experts(name: str) -> None:
     )
 
 
-def preshuffled(name: str) -> None:
+def preshuffled(name: str, n: int, length: int) -> None:
     """The layout of stored weights has the kernel's words, and weights that have it are multiplied by the kernel."""
-    length = 2 * max(128, block_of(name))
-    w = exact_weight(named(name), 128, length)
-    arranged, stored = host.arrange(w), layout.preshuffled(w)
+    w = exact_weight(named(name), n, length)
+    stored, form = layout.preshuffled(w), layout.form_of(named(name), length)
+    own = grouped.ArrangedWeight(stored.codes, stored.scale, stored.zero, (n, length), *form)
+    arranged = host.arrange(w) or own
     for made, kernel in ((stored.codes, arranged.words), (stored.scale, arranged.scale)):
         assert torch.equal(made, kernel)
     assert stored.zero is None or torch.equal(stored.zero, arranged.zero)
-    form = layout.form_of(named(name), length)
     assert form == (arranged.element, arranged.group)
     assert torch.equal(linear.preshuffled(w).codes, arranged.words)
     assert torch.equal(linear.restored(stored).codes, w.codes)
     t = from_quantized(w, Recipe(weight=named(name)), BF16).to_layout("preshuffled")
     for count in (1, 5):
-        x, bias = exact_inputs(count, length, BF16), (torch.arange(128) % 7 - 3).to(BF16)
+        x, bias = exact_inputs(count, length, BF16), (torch.arange(n) % 7 - 3).to(BF16)
         assert_same_bits(select.PRODUCTS["fused"].run(x, t.transposed(), bias), exact_result(x, w, bias))
         assert_same_bits(linear_small(x, t.stored, bias), host.linear_small(x, arranged, bias))
-    both = w, exact_weight(named(name), 128, length, 3)
+    both = w, exact_weight(named(name), n, length, 3)
     for count in (1, 16, 17):
         x, ready = exact_inputs(count, length, BF16) / 64, [layout.preshuffled(one) for one in both]
         sums = [exact_result(x, one, None) for one in both]
@@ -359,9 +369,12 @@ def weights_agree(*names: str) -> None:
     # Groups ask where weights are, and of which kind of GPU.
     expert_products.groups_reason = lambda w, dtype: None  # type: ignore[assignment]
     for name in chosen:
-        preshuffled(name)
+        length = 2 * max(128, block_of(name))
+        for shape in ((128, length), (70, odd_length(name))):
+            preshuffled(name, *shape)
         if named(name).scale.block != "tensor" and name != "nf4" and not (by_day and name not in BY_DAY[:2]):
-            tensors_of_experts(name)
+            tensors_of_experts(name, 128, length)
+            tensors_of_experts(name, 70, odd_length(name) // 8 * 8)
         print("preshuffled", name, flush=True)
 
 

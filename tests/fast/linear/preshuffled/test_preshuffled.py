@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fast
 import reference
@@ -17,7 +19,8 @@ from reference import SCHEMES
 from tests.support.linear_cases import inputs, weight
 
 BF16 = torch.bfloat16
-SHAPES = ((128, 256), (256, 384))
+#: Whole tiles, and what is filled to them: rows, columns, both; whole bytes, and half of one.
+SHAPES = ((128, 256), (256, 384), (70, 384), (128, 448), (1, 576), (133, 1001))
 TAKEN = [
     (name, shape) for name in SCHEMES for shape in SHAPES if layout.scheme_reason(SCHEMES[name], shape, 1) is None
 ]  # fmt: skip
@@ -34,7 +37,9 @@ def same(first, second):
 def test_parts_come_back(name, shape):
     w = weight(SCHEMES[name], *shape)
     made = linear.preshuffled(w)
-    assert made.codes.nbytes == w.codes.nbytes
+    rows, columns = map(layout.filled, shape)
+    assert made.codes.nbytes == rows * columns * w.scheme.format.bits // 8
+    assert made.shape == w.shape
     has_words = name == "nf4" or element_with_factors(w.scheme) is not None
     assert made.scale.dtype == (torch.int32 if has_words else torch.float32)
     alone = linear.weight_of(w.scheme, shape, (made.codes, made.scale, made.zero))
@@ -45,9 +50,44 @@ def test_parts_come_back(name, shape):
         assert same(fast.dequantize(back), fast.dequantize(w))
     if name == "nf4":
         return
-    rows = torch.tensor([5, 0, shape[0] - 1, 77, 8])
+    rows = torch.tensor([5, 0, shape[0] - 1, 77, 8]) % shape[0]
     for one in (made, alone):
         assert same(fast.dequantize(layout.rows_restored(one, rows)), fast.dequantize(w)[rows])
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(sorted({name for name, _ in TAKEN})),
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 700),
+    whole=st.booleans(),
+    experts=st.integers(0, 2),
+)
+def test_any_lengths(name, rows, columns, whole, experts):
+    """Parts come back bit for bit and products are those of the plain weight, or the weight is refused for its blocks."""
+    scheme = SCHEMES[name]
+    block = scheme.scale.block if isinstance(scheme.scale.block, int) else -1
+    step = LEAST if name == "nf4" else max(block, 1)
+    columns = -(-columns // step) * step if whole else columns
+    shape = (experts, rows, columns) if experts else (rows, columns)
+    reason = layout.scheme_reason(scheme, shape, len(shape) - 1)
+    if reason is not None:
+        assert experts or columns % step or (name == "nf4" and columns < LEAST)
+        return
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(rows))
+    w = fast.quantize(dense, scheme, packed=scheme.format.bits < 8)
+    if (reason := layout.unsupported_reason(w)) is not None:
+        assert "zero points" in reason or "scales of blocks" in reason
+        return
+    made = linear.preshuffled(w)
+    assert same(made.codes, layout.preshuffled(w).codes)
+    for back in (linear.restored(made), layout.restored(made)):
+        assert all(
+            same(getattr(back, part), getattr(w, part)) for part in ("codes", "scale", "zero", "outer")
+        )
+    if not experts:
+        x = inputs(2, columns, BF16)
+        assert same(linear_small(x, made), fast.linear(x, w))
 
 
 def test_the_schemes_that_are_taken():
@@ -92,9 +132,18 @@ def test_narrow_scales_come_back(storage):
 
 def test_what_is_not_taken():
     w = weight(SCHEMES["int4_g128"], 128, 256)
-    for shape, text in (((100, 256), "multiples of 128"), ((128, 160), "multiples of 128")):
-        with pytest.raises(ValueError, match=text):
-            linear.preshuffled(weight(SCHEMES["int4_g32"], *shape))
+    for name, length in (
+        ("int4_g32", 144),
+        ("int8_g128", 1152 - 64),
+        ("mxfp4", 80),
+        ("nvfp4", 72),
+        ("nf4", 416),
+    ):
+        assert "whole blocks of" in layout.scheme_reason(SCHEMES[name], (128, length), 1)
+    for shape in ((0, 256), (128, 0), (0, 128, 128)):
+        assert "must have rows and columns" in layout.scheme_reason(
+            SCHEMES["int8_rowwise"], shape, len(shape) - 1
+        )
     with pytest.raises(ValueError, match="its elements must be"):
         linear.preshuffled(weight(SCHEMES["mxfp8_e5m2"], 128, 256))
     with pytest.raises(ValueError, match="or 16 of e4m3 ones under an outer scale that decodes"):
@@ -222,11 +271,11 @@ def test_the_product_on_a_cpu(name):
         linear_small(x[:, :128], made)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 200])
-def test_the_operator_is_traced(rows):
+@pytest.mark.parametrize(("rows", "shape"), [(1, (128, 256)), (16, (70, 384)), (200, (128, 256))])
+def test_the_operator_is_traced(rows, shape):
     """In one graph, rows left open, with its gradient; codes come back by an operator too."""
     torch.compiler.reset()
-    w = weight(SCHEMES["int4_g128_asymmetric"], 128, 256)
+    w = weight(SCHEMES["int4_g128_asymmetric"], *shape)
     made = linear.preshuffled(w)
     seen = []
 
@@ -237,14 +286,14 @@ def test_the_operator_is_traced(rows):
     def product(x):
         return linear_small(x, made), fast.dequantize(linear.restored(made), BF16)
 
-    x = inputs(rows, 256, BF16).requires_grad_()
+    x = inputs(rows, shape[1], BF16).requires_grad_()
     found, dense = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)(x)
     assert same(found.detach(), reference.linear(x.detach(), w))
     assert same(dense, fast.dequantize(w, BF16))
     operators = {str(target).removesuffix(".default") for target in seen[0]}
     assert {"ao_lab.linear_small", "ao_lab.restore_codes"} <= operators
     found.sum().backward()
-    assert same(x.grad, torch.ones(rows, 128, dtype=BF16) @ dense)
+    assert same(x.grad, torch.ones(rows, shape[0], dtype=BF16) @ dense)
 
 
 def test_operators_are_described_to_torch():
@@ -253,6 +302,10 @@ def test_operators_are_described_to_torch():
     made = linear.preshuffled(w)
     operands = (x, made.codes, made.scale, made.zero, None, list(made.shape), made.scheme.key)
     checks = ("test_schema", "test_faketensor")
+    odd = weight(SCHEMES["int8_g32_asymmetric"], 70, 160)
+    operands_of_odd = (linear.preshuffled(odd).codes, "int8", odd.codes.shape)
+    torch.library.opcheck(torch.ops.ao_lab.restore_codes.default, operands_of_odd, test_utils=checks)
+    torch.library.opcheck(torch.ops.ao_lab.preshuffle_codes.default, (odd.codes, "int8"), test_utils=checks)
     torch.library.opcheck(torch.ops.ao_lab.linear_small.default, operands, test_utils=checks)
     torch.library.opcheck(torch.ops.ao_lab.restore_codes.default, (made.codes, "int8"), test_utils=checks)
     torch.library.opcheck(torch.ops.ao_lab.preshuffle_codes.default, (w.codes, "int8"), test_utils=checks)
