@@ -217,12 +217,12 @@ class Windows:
 class Sums:
     """Sums over predicted tokens."""
 
-    #: Of each window: the mean of -log p of its tokens, of the model and of the base.
+    #: Of each window, means over its tokens: -log p, of the model and of the base, and the KL divergence from the base.
     losses: list[float] = field(default_factory=list)
     base_losses: list[float] = field(default_factory=list)
+    kls: list[float] = field(default_factory=list)
     right: int = 0
     agreed: int = 0
-    kl: float = 0.0
 
 
 def windows_of(text: str, encode: Encode, length: int, limit: int, beginning: Sequence[int] = ()) -> Windows:
@@ -283,7 +283,7 @@ def _compare(
     sums.agreed += int((first == base.argmax(1)).sum())
     # Where the base gives a token no probability at all, it adds nothing.
     terms = torch.where(base.isneginf(), 0.0, base.exp() * (base - logp))
-    sums.kl += float(terms.double().sum())
+    sums.kls.append(float(terms.double().sum()) / len(wanted))
 
 
 def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> torch.Tensor:
@@ -320,7 +320,8 @@ def results_of(
         differences = [a - b for a, b in zip(sums.losses, sums.base_losses, strict=True)]
         result["agreement"] = {
             "agreement": sums.agreed / count,
-            "kl": sums.kl / count,
+            "kl": sum(sums.kls) / n,
+            "kl_stderr": standard_error(sums.kls),
             "base_token_perplexity": exponential(base),
             "loss_difference": loss - base,
             "loss_difference_stderr": standard_error(differences),
@@ -457,10 +458,11 @@ def tokenizer_of(folder: Path, by_template: bool) -> Any:
     return tokenizer
 
 
-def harness_results(model: nn.Module, run: Harness, limit: int) -> dict[str, Any]:
+def harness_results(model: nn.Module, run: Harness, limit: int | None) -> dict[str, Any]:
     """The numbers of each task ("tasks") and the conditions of the harness.
 
-    limit: how many examples of each task. What the harness prints goes to stderr, because stdout may be one JSON document.
+    limit: how many examples of each task, None: all. What the harness prints goes to stderr, because stdout may be one JSON
+    document.
     """
     options = run.options
     harness, models = needed("lm_eval"), needed("lm_eval.models.huggingface")

@@ -61,6 +61,28 @@ def reproduce(
             "then."
         ),
     ] = 1,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of ptq and calibration: measure this causal language model alone, a folder of transformers or a name that "
+            "`ao-lab pretrained` lists, any number of times; --only then names schemes."
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model: a task of lm-evaluation-harness such as hellaswag, too."),
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option(help="With --model: windows of each text. Default: 4, at full scale 64.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="With --model: tokens of a window. Default: 512, at full scale 2048."),
+    ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model: the word of a model's terms that you accept (`ao-lab pretrained`)."),
+    ] = None,
     reports: Annotated[
         Path | None,
         typer.Option(
@@ -83,7 +105,7 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run the experiments and write tables, figures and pages; what an interrupted run measured is not measured again."""
-    from experiments.commands.work import run_experiments, write_pages_alone
+    from experiments.commands.work import real_models, run_experiments, write_pages_alone
 
     if pages:
         write_pages_alone(tables or [], changed, reports, as_json)
@@ -91,8 +113,17 @@ def reproduce(
     where = device.value if device else None
     text = corpus, corpus_path
     limits = {"seconds": seconds, "workers": workers, "changed": changed}
+    real = real_models(model or [], task or [], windows, length, accept or [])
     if not run_experiments(
-        tables or [], scale.value, where, only or [], as_json, reports=reports, corpus=text, **limits
+        tables or [],
+        scale.value,
+        where,
+        only or [],
+        as_json,
+        reports=reports,
+        corpus=text,
+        real=real,
+        **limits,
     ):
         raise typer.Exit(1)
 

@@ -40,12 +40,13 @@ def run_experiments(
     seconds: float | None = None,
     workers: int = 1,
     changed: bool = False,
+    real: Any = None,
 ) -> bool:
     """Run the named experiments, or those that always run; progress goes to stderr, the outcome to stdout.
 
-    corpus: its name, and its folder where it has one. seconds: after which nothing more starts, where that can be. workers: how
-    many trainings run at once, likewise. changed: rows whose code has not changed since are taken as measured. Returns whether
-    no measurement was lost.
+    corpus: its name, and its folder where it has one. real: models that are measured alone (`real_models`). seconds: after
+    which nothing more starts, where that can be. workers: how many trainings run at once, likewise. changed: rows whose code
+    has not changed since are taken as measured. Returns whether no measurement was lost.
     """
     from experiments.harness.measuring import LOST
     from experiments.runs.run import reproduce
@@ -54,8 +55,11 @@ def run_experiments(
     for name in names:
         known(name, EXPERIMENTS, "experiment")
     check_device(device)
-    more: dict[str, Any] = {**partly(names, only), **limited(names, seconds), **other_text(names, *corpus)}
-    more |= {**shared(names, workers), "changed": changed}
+    if real is None:
+        more: dict[str, Any] = {**partly(names, only), **limited(names, seconds)}
+    else:
+        more = for_real_models(names, real, only, seconds)
+    more |= {**other_text(names, *corpus), **shared(names, workers), "changed": changed}
     folders = paths(reports)
     LOST.clear()
     say(f"reproduce writes to {folders.reports} and keeps what it has measured in {folders.cache}")
@@ -87,6 +91,39 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
     except ValueError as error:
         raise WrongInput(f"--only: {error}") from error
     return {"only": only}
+
+
+def real_models(
+    models: list[str], tasks: list[str], windows: int | None, length: int | None, accept: list[str]
+) -> Any:
+    """What was asked for of real models; None where nothing was. WrongInput for options without a model."""
+    from experiments.runs.run import RealModels
+
+    given = tuple(models), tuple(tasks), windows, length, tuple(accept)
+    if not models:
+        if any(given):
+            raise WrongInput("--task, --windows, --length and --accept go with --model DIR")
+        return None
+    try:
+        return RealModels(**dict(zip(("models", "tasks", "windows", "length", "accept"), given, strict=True)))
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+
+
+def for_real_models(names: list[str], real: Any, only: list[str], seconds: float | None) -> dict[str, Any]:
+    """Arguments of a run on real models; WrongInput for experiments without them, unknown schemes and what is not there."""
+    from experiments.models.causal_lm import real_model
+    from experiments.runs.run import check_asked
+
+    try:
+        check_asked(names, real, only)
+        for given in real.models:
+            real_model(given, paths().cache, real.accept, step=say)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    if seconds is not None and not seconds > 0:
+        raise WrongInput(f"--seconds is positive, got {seconds}")
+    return {"real": real, "only": only, "seconds": seconds}
 
 
 def limited(names: list[str], seconds: float | None) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Experiment `ptq`: bits per byte, multiple-choice accuracy, size and layer errors of a model under every scheme.
+"""Experiment `ptq`: what every scheme costs real pretrained models (`experiments.ptq.real`), and a stand-in in more detail:
+bits per byte, multiple-choice accuracy, size and layer errors.
 
 Stand-in: a small language model trained here on the source of sympy, so no published number stands beside these rows; speed
 and size of a published model are those of experiment `decode`. Every scheme quantizes the weights of all linear layers (lm_head
@@ -30,7 +31,8 @@ from experiments.models.quantized_model import (
     quantized_model,
     setting_name,
 )
-from experiments.runs.run import Settings
+from experiments.ptq.real import check_schemes, real_subject, run_real
+from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "ptq"
 QUALITY, LAYERS = "quality", "layers"
@@ -61,14 +63,26 @@ class Shared:
     by_weights: dict[str, tuple[Scores, dict[str, float]]] = field(default_factory=dict)
 
 
+check_parts = check_schemes
+
+
 def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the trained model."""
-    return settings.model_key
+    """What a journal can be resumed for: the trained model where one is measured, and the real models."""
+    trained = [settings.model_key] if settings.asked is None else []
+    return "-".join([*trained, *([real_subject(settings)] if settings.models else [])])
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all schemes and baselines; rows in the journal are not measured again."""
+    """Rows of real models, and of the stand-in unless real ones were asked for; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
+    failed = run_real(settings, journal)
+    if settings.asked is None:
+        run_stand_in(settings, journal)
+    return all_rows(settings, journal, failed)
+
+
+def run_stand_in(settings: Settings, journal: Journal) -> list[Row]:
+    """Rows of all schemes and baselines on the model that is trained here."""
     table = table_name(QUALITY, settings.scale, settings.corpus.name)
     tasks = [task for task in all_tasks(settings) if not journal.finished(table, task.setting, task.method)]
     if not tasks:

@@ -7,6 +7,7 @@ leaves with its group.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Protocol
 import torch
 
 from ao_lab.cli.terminal import say
+from ao_lab.install.extras import pip_install
 from experiments.data import corpus
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
@@ -40,6 +42,7 @@ from experiments.harness.rows import (
     write,
     write_text,
 )
+from experiments.models.pretrained import DEFAULT as DEFAULT_MODEL
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from reference import SCHEMES
 
@@ -49,6 +52,25 @@ SCALES = ("quick", "full")
 #: What the 4-bit configuration of `decode` stores, which published tables have.
 SERVED = ("int4_g64_asymmetric_bf16", "torchao.int4_g64_tinygemm")
 DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealModels:
+    """A run on real models alone. models: names of records or folders, which must be there. tasks: of lm-evaluation-harness.
+    windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms."""
+
+    models: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+    windows: int | None = None
+    length: int | None = None
+    accept: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that make no window."""
+        if (self.windows is not None and self.windows < 1) or (self.length is not None and self.length < 2):
+            raise ValueError(
+                f"--windows is at least 1 and --length at least 2 tokens, got {self.windows} and {self.length}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +96,10 @@ class Settings:
     workers: int = 1
     #: Whether published rows are taken as measured whose code has not changed since.
     changed: bool = False
+    #: Real models, by the name of a record or by folder.
+    models: tuple[str, ...] = ()
+    #: What was asked for of real models (`--model`); None: the models above beside the stand-in.
+    asked: RealModels | None = None
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -149,8 +175,11 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
             "device 'cuda' needs a GPU, and torch sees none; use --device cpu, or see `ao-lab doctor`"
         )
     schemes = tuple(SCHEMES)
+    models = (DEFAULT_MODEL,)
     if scale == "quick":
-        return Settings(scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED)
+        return Settings(
+            scale=scale, device=device, cache=cache, schemes=schemes, served=SERVED, models=models
+        )
     # A better model gets harder questions: shorter continuations are harder to tell apart.
     multiple_choice = MultipleChoiceSettings(windows=40, context=512, questions=24, continuation=4, batch=10)
     return Settings(
@@ -159,6 +188,7 @@ def settings_for(scale: str, device: str | None, cache: Path) -> Settings:
         cache=cache,
         schemes=schemes,
         served=SERVED,
+        models=models,
         train=FULL,
         multiple_choice=multiple_choice,
         shape=(2048, 4096),
@@ -225,6 +255,7 @@ def reproduce(
     seconds: float | None = None,
     workers: int = 1,
     changed: bool = False,
+    real: RealModels | None = None,
 ) -> Written:
     """Run experiments and write rows, figures and pages; returns (what, where) of everything written.
 
@@ -233,20 +264,41 @@ def reproduce(
     `fp8_training`, `sparsity`, `linear` or `generate`, to measure; seconds: after which these four start nothing more;
     published rows of what is not measured stay. workers: how many of their trainings run at once, in processes. text: the
     corpus, by default the source of sympy (`experiments.runs.run` finds others); rows of other corpora stay. changed:
-    published rows are taken as measured where no file of the experiment's folders has changed since their commit. However a
+    published rows are taken as measured where no file of the experiment's folders has changed since their commit. real: what to
+    measure on real models, alone, where an experiment does (`Experiment.real`); `only` then names schemes. However a
     run ends, the same call at the same commit goes on with it; a part of these four also from rows that another machine
     published at this commit. ValueError for an unknown name, scale or device, `experiments.harness.paths.Busy` where another
     process works in the folders; progress goes to stderr.
     """
     names = registry.chosen(tables)
-    if only and names not in (["decode"], *([name] for name in registry.LIMITED)):
+    if real is not None:
+        check_asked(tables or (), real, only)
+        names = [name for name in names if EXPERIMENTS[name].real]
+    if only and real is None and names not in (["decode"], *([name] for name in registry.LIMITED)):
         raise ValueError(
             f"only the tables {', '.join(map(repr, ('decode', *registry.LIMITED)))} can be measured in parts; name one alone"
         )
     paths = paths or Paths.default()
     settings = settings_for(scale, device, paths.cache)
     chosen = replace(settings, only=tuple(only), text=text, seconds=seconds, workers=workers, changed=changed)
+    if real is not None:
+        chosen = replace(chosen, models=real.models, asked=real)
     return run_all(names, chosen, paths)
+
+
+def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> None:
+    """ValueError where real models are asked of experiments that measure none, for unknown schemes, and without the harness."""
+    having = [name for name, experiment in EXPERIMENTS.items() if experiment.real]
+    if not names or not set(names) <= set(having):
+        raise ValueError(
+            f"--model goes with one of {', '.join(having)}: ao-lab reproduce {having[0]} --model DIR"
+        )
+    for name in names:
+        registry.EXPERIMENTS[name].run_module().check_parts(only)
+    if real.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            f"--task {real.tasks[0]} is one of lm-evaluation-harness, which is not installed: {pip_install('eval')}"
+        )
 
 
 def run_all(names: Sequence[str], settings: Settings, paths: Paths) -> Written:

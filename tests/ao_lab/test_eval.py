@@ -69,6 +69,8 @@ def test_numbers_are_those_of_their_definitions():
     kl = (q.exp() * (q - p)).sum(-1).mean()
     assert got["agreement"]["kl"] == pytest.approx(kl.item(), rel=CLOSE)
     assert got["agreement"]["kl"] > 0.1
+    per_window = (q.exp() * (q - p)).sum(-1).mean(1)
+    assert got["agreement"]["kl_stderr"] == pytest.approx((per_window.std() / 3**0.5).item(), rel=1e-3)
     base_loss = -q.gather(2, wanted[..., None]).mean()
     assert got["agreement"]["loss_difference"] == pytest.approx(
         (losses.mean() - base_loss).item(), rel=CLOSE, abs=CLOSE

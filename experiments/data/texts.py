@@ -1,0 +1,140 @@
+"""Texts that pretrained language models are evaluated on, in windows of tokens, and text that methods are calibrated on.
+
+With the corpus `prose` there are two texts, of two kinds: the test text of WikiText-2 (release wikitext-2-v1: words and
+punctuation apart, rare words as <unk>; most published perplexities are of wikitext-2-raw-v1, which is another text), and seven
+books that no calibration sees. Without it there is the source of the installed sympy, and rows say so.
+
+Perplexity is computed as the field does: the text in windows that do not overlap (stride = window), from its start, by the
+model's own tokenizer; loss is the mean of -log p over predicted tokens, perplexity e to the loss, per token. A window predicts
+all of its tokens but the first; where the tokenizer puts a token before a text (BOS), each window begins with it and predicts
+all of its text. Of several documents each gives as many windows as the others, its first ones.
+
+Standard errors are over windows of one document, and over documents where there are several (windows of one book are no
+independent samples; the mean of each book is one).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ao_lab.eval import Tokens, built_in, standard_error, windows_of
+from experiments.data.corpora import read
+from experiments.data.corpus import TRAIN, Corpus, SplitCorpus
+
+#: The environment's name of a folder of the corpus `prose`.
+VARIABLE = "AO_LAB_PROSE"
+WIKITEXT, BOOKS = "wikitext2-test", "heldout"
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """A text: its name in rows, what pages say of it, and its documents."""
+
+    name: str
+    about: str
+    documents: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TextWindows:
+    """Windows of a text: token ids (windows, length), the document of each, and the place of the first predicted token.
+
+    bytes: of UTF-8 that the windows stand for. share: the part of their tokens that is predicted.
+    """
+
+    text: EvaluationText
+    ids: Tensor
+    documents: tuple[int, ...]
+    first: int
+    bytes: int
+    share: float
+
+    @property
+    def predicted(self) -> int:
+        """How many tokens are predicted."""
+        return int(self.ids.shape[0] * (self.ids.shape[1] - self.first))
+
+
+def prose_of(corpus: Corpus | None, cache: Path) -> SplitCorpus | None:
+    """The corpus `prose`: the one that was given, else that in $AO_LAB_PROSE or in the cache's folder `prose`, else None.
+
+    ValueError where a folder is there and holds another text.
+    """
+    if isinstance(corpus, SplitCorpus):
+        return corpus
+    named = os.environ.get(VARIABLE)
+    folder = Path(named) if named else cache / "prose"
+    if not named and not folder.is_dir():
+        return None
+    return read(folder)
+
+
+def evaluation_texts(prose: SplitCorpus | None) -> tuple[EvaluationText, ...]:
+    """WikiText-2's test text and the held-out books; without the corpus `prose` the source of sympy."""
+    if prose is None:
+        text = built_in()
+        name = f"{text.name.rpartition('-')[0]}-source"
+        return (EvaluationText(name, "a tenth of the source of the installed sympy (Python)", (text.text,)),)
+    wikitext = EvaluationText(
+        "wikitext-2-v1-test", "the test text of WikiText-2 (wikitext-2-v1)", documents_of(prose, WIKITEXT)
+    )
+    books = EvaluationText(
+        "books-held-out",
+        "seven books of Standard Ebooks, none of them calibrated on",
+        documents_of(prose, BOOKS),
+    )
+    return wikitext, books
+
+
+def documents_of(prose: SplitCorpus, split: str) -> tuple[str, ...]:
+    """The texts of a split, whole."""
+    return tuple(one.data.decode() for one in prose.documents if one.path.startswith(f"{split}/"))
+
+
+def calibration_documents(prose: SplitCorpus | None) -> tuple[str, ...]:
+    """Text that methods may see: the books of the training split, else the part of sympy's source that is not held out."""
+    if prose is not None:
+        return documents_of(prose, TRAIN)
+    from experiments.data import corpus
+
+    return tuple(one.data.decode(errors="replace") for one in corpus.load().train)
+
+
+def token_windows(
+    text: EvaluationText,
+    encode: Callable[[str], Tokens],
+    length: int,
+    count: int,
+    beginning: Sequence[int] = (),
+) -> TextWindows:
+    """At most `count` windows of `length` tokens, those of `beginning` included; ValueError where a document has not one.
+
+    Documents take turns, so that each has as many as the others or one more.
+    """
+    each = -(-count // len(text.documents))
+    chosen = text.documents[: min(count, len(text.documents))]
+    found = [windows_of(document, encode, length, each, beginning) for document in chosen]
+    places = [(turn, number) for turn in range(each) for number in range(len(found))]
+    taken = [(turn, number) for turn, number in places if turn < len(found[number].ids)][:count]
+    ids = torch.stack([found[number].ids[turn] for turn, number in taken])
+    size = sum(found[number].bytes / len(found[number].ids) for _, number in taken)
+    return TextWindows(
+        text, ids, tuple(number for _, number in taken), found[0].first, round(size), found[0].share
+    )
+
+
+def mean_and_error(values: Sequence[float], documents: Sequence[int]) -> tuple[float, float]:
+    """Mean over windows, and its standard error: over documents where several have windows, else over windows."""
+    mean = sum(values) / len(values)
+    groups: dict[int, list[float]] = {}
+    for value, document in zip(values, documents, strict=True):
+        groups.setdefault(document, []).append(value)
+    if len(groups) == 1:
+        return mean, standard_error(list(values))
+    return mean, standard_error([sum(group) / len(group) for group in groups.values()])

@@ -1,0 +1,268 @@
+"""Causal language models in folders of transformers: by the name of a record or by a path, loaded, copied, evaluated.
+
+A model is evaluated in bfloat16, window by window, so that where one scale is over a whole input no window sees another.
+Predictions of the model as it was (`Remembered`) are held in memory where they fit, since every quantized copy is compared with
+them on the same windows.
+
+`published_name` says which published model a folder is: its shapes are those of the model, and its name says so too. Published
+values stand beside no other.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ao_lab.checkpoint.io.shards import has_weights, look_at
+from ao_lab.checkpoint.model_builder import dense_model, read_config
+from ao_lab.cli.evaluate import encoder, longest
+from ao_lab.cli.terminal import WrongInput
+from ao_lab.eval import measured
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from experiments.data.evaluation import Stored, stored, stored_plain
+from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
+from experiments.harness.measuring import Values
+from experiments.models.pretrained import FACTS, MODELS, Step, pretrained
+
+DTYPE = torch.bfloat16
+#: Bytes of predictions that are held, on a CPU and on a GPU; beyond, the model predicts again.
+HELD = {"cpu": 2 << 30, "cuda": 24 << 30}
+#: What a folder says nothing of.
+UNKNOWN_GRID = "not stated: the folder's own weights"
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """A model in a folder. name: in rows. grid: what its weights had been rounded to. published: see the module text."""
+
+    name: str
+    folder: Path
+    grid: str
+    published: str = ""
+
+
+def real_model(
+    given: str, cache: Path, accept: Collection[str] = (), step: Step = lambda word: None
+) -> RealModel:
+    """The model of a record's name, fetched where it is not in the cache, or of a folder. accept, step: as for `pretrained`.
+
+    ValueError for a name that is neither, for a folder without a dense causal language model of transformers, and where a
+    package cannot be had.
+    """
+    if given in MODELS:
+        if MODELS[given].task != "language model":
+            raise ValueError(
+                f"{given} is no language model but {MODELS[given].task}; tables of those are their own"
+            )
+        return of_folder(pretrained(given, cache, accept=accept, step=step))
+    folder = Path(given)
+    if not folder.is_dir():
+        raise ValueError(
+            f"--model {given} is no folder and no name of a pretrained model; those are {', '.join(MODELS)}"
+        )
+    return of_folder(folder)
+
+
+def of_folder(folder: Path) -> RealModel:
+    """The model of a folder; ValueError as `real_model`."""
+    if not (folder / "config.json").is_file() or not has_weights(folder):
+        raise ValueError(
+            f"{folder} holds no model of transformers (config.json and weights); give the folder of one"
+        )
+    config = read_config(folder)
+    look_at(folder)
+    if config.get("quantization_config") is not None:
+        raise ValueError(f"{folder} is quantized already; the tables start from a dense model, give its base")
+    if (folder / FACTS).is_file():
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        return RealModel(facts["title"], folder, facts["grid"])
+    name = plain_name(folder.resolve().name)
+    return RealModel(name, folder, UNKNOWN_GRID, published_name(name, config))
+
+
+def plain_name(name: str) -> str:
+    """A folder's name as part of a table's."""
+    return re.sub(r"[^\w.+-]+", "_", name) or "model"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What tells a published model: hidden width, layers, whether rotary frequencies are scaled; and words of its name."""
+
+    name: str
+    width: int
+    layers: int
+    scaled: bool
+    words: tuple[str, ...]
+
+
+SHAPES = (
+    Shape("Llama-3.1-8B", 4096, 32, True, ("llama", "3.1", "8b")),
+    Shape("Llama-3-8B", 4096, 32, False, ("llama", "3", "8b")),
+    Shape("Llama-3.2-1B", 2048, 16, True, ("llama", "3.2", "1b")),
+    Shape("Llama-3.2-3B", 3072, 28, True, ("llama", "3.2", "3b")),
+)
+LLAMA_3_TOKENS = 128256
+
+
+def published_name(name: str, config: dict[str, Any]) -> str:
+    """The published model that a folder is, by its shapes and its name; "" where it is none, or another training of one."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaled = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
+    found = (config.get("hidden_size"), config.get("num_hidden_layers"), scaled)
+    # Words of the base model's name, so that "-Instruct" and other trainings are none of it.
+    words = tuple(word for word in re.split(r"[-_\s]+", name.lower()) if word not in ("meta", "hf", "bf16"))
+    words = tuple(word.removeprefix("meta") for word in words)
+    for shape in SHAPES:
+        same = (
+            found == (shape.width, shape.layers, shape.scaled) and config.get("vocab_size") == LLAMA_3_TOKENS
+        )
+        if same and words == shape.words:
+            return shape.name
+    return ""
+
+
+def load(model: RealModel, device: str) -> nn.Module:
+    """The model in bfloat16, to be evaluated."""
+    made: nn.Module = dense_model(model.folder, dtype=DTYPE)
+    if not made.can_generate():  # type: ignore[operator]
+        raise ValueError(f"{model.folder} holds {type(made).__name__}, no causal language model")
+    return made.eval().requires_grad_(False).to(device)
+
+
+def windows_for(
+    model: RealModel, texts: Sequence[EvaluationText], length: int, count: int
+) -> list[TextWindows]:
+    """Windows of each text by the model's tokenizer, no longer than the model takes; ValueError without a tokenizer."""
+    try:
+        encode, _, beginning = encoder(model.folder)
+    except WrongInput as error:
+        raise ValueError(str(error)) from error
+    length = min(length, longest(model.folder))
+    return [token_windows(text, encode, length, count, list(beginning.values())) for text in texts]
+
+
+class Remembered(nn.Module):
+    """A model whose logits for the same ids are computed once, as long as they take no more than `limit` bytes together."""
+
+    def __init__(self, model: nn.Module, limit: int) -> None:
+        super().__init__()
+        self.model, self.left = model, limit
+        self.known: dict[bytes, Tensor] = {}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (batch, time, vocabulary)."""
+        key = ids.cpu().numpy().tobytes()
+        if key in self.known:
+            return self.known[key]
+        logits: Tensor = self.model(ids, use_cache=False).logits
+        if logits.nbytes <= self.left:
+            self.left -= logits.nbytes
+            self.known[key] = logits
+        return logits
+
+
+class Uncached(nn.Module):
+    """A model's logits, without keys and values that nobody reads."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits (batch, time, vocabulary)."""
+        logits: Tensor = self.model(ids, use_cache=False).logits
+        return logits
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A loaded model with the windows of its texts and its own predictions of them."""
+
+    model: RealModel
+    base: nn.Module
+    remembered: Remembered
+    windows: tuple[TextWindows, ...]
+
+    @classmethod
+    def of(
+        cls, model: RealModel, texts: Sequence[EvaluationText], length: int, count: int, device: str
+    ) -> Bench:
+        """Load a model and cut the texts into windows."""
+        windows = windows_for(model, texts, length, count)
+        base = load(model, device)
+        return cls(model, base, Remembered(base, HELD[device]), tuple(windows))
+
+    def copy(self) -> nn.Module:
+        """A copy of the model that may be changed."""
+        return copy.deepcopy(self.base)
+
+
+def quality(bench: Bench, windows: TextWindows, model: nn.Module) -> Values:
+    """Loss and perplexity of a model on a text, and how far it is from the base model there, with standard errors.
+
+    "loss, change" is paired by window; "KL" is the divergence of the model's next-token distribution from the base model's,
+    in nats, the mean over predicted tokens; "perplexity, change" in percent of the base model's.
+    """
+    sums = measured(Uncached(model), windows, bench.remembered)  # type: ignore[arg-type]
+    changes = [ours - base for ours, base in zip(sums.losses, sums.base_losses, strict=True)]
+    loss, _ = mean_and_error(sums.losses, windows.documents)
+    change, error = mean_and_error(changes, windows.documents)
+    kl, kl_error = mean_and_error(sums.kls, windows.documents)
+    nats = loss * windows.predicted / (windows.bytes * windows.share)
+    return {
+        "perplexity": (exponential(loss), ""),
+        "perplexity, change": (100 * (exponential(change) - 1), "%"),
+        "loss": (loss, "nat"),
+        "loss, change": (change, "nat"),
+        "loss, standard error of the change": (error, "nat"),
+        "KL": (kl, "nat"),
+        "KL, standard error": (kl_error, "nat"),
+        "bits per byte": (nats / LN2, "bit"),
+        "same first choice": (100 * sums.agreed / windows.predicted, "%"),
+        "windows": (len(windows.ids), ""),
+        "tokens of a window": (windows.ids.shape[1], ""),
+        "windows begin with BOS": (float(windows.first == 1 and windows.share == 1.0), ""),
+    }
+
+
+LN2 = 0.6931471805599453
+
+
+def exponential(value: float) -> float:
+    """e to the value; infinite where that is too large, NaN of NaN."""
+    return float(torch.tensor(value, dtype=torch.float64).exp())
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Linear layers by name, without a head whose weight is the embedding's."""
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    shared = None if table is None else table.weight
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.weight is not shared
+    }
+
+
+def sizes(model: nn.Module) -> Values:
+    """Decimal bytes of the whole model, weights that two layers share once, and bits per quantized weight, scales and all."""
+    quantized, others, count = Stored(0), Stored(0), 0
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedTensor):
+            quantized += stored(parameter.quantized)
+            count += parameter.numel()
+        else:
+            others += stored_plain(parameter)
+    found: Values = {"size": (quantized.total + others.total, "byte")}
+    if count:
+        found["bits per weight"] = (8 * quantized.total / count, "bit")
+    return found

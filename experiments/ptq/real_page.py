@@ -1,0 +1,238 @@
+"""The part of the page of `ptq` on real models: a section each, with loss against bytes and a table of each text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from experiments.harness.rows import Row, table_parts
+from experiments.models.quantized_model import WEIGHTS, activations_of
+from experiments.ptq.real import BASE, FILE, MODEL, REAL
+from experiments.report.content import Drawing, Section, Table
+from experiments.report.plots import Point, scatter_panels
+from experiments.report.results import Results, Where, failures, family, number
+
+CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
+KL, KL_ERROR = "KL", "KL, standard error"
+GRID, PUBLISHED = "grid: ", "published: "
+#: Below this change of the loss, in nats, plots are linear.
+LINEAR = 0.01
+TEXT = (
+    "Weights of all linear layers are quantized but those of a head that is tied to the embedding; embedding, norms and the "
+    "rest stay bfloat16 and count in the size. W: weights alone. W+A: the layers' inputs too, with dynamic scales. The model "
+    "runs in bfloat16 as a user runs it; nothing is calibrated, codes are rounded to the nearest.",
+    "Loss is the mean of -log p per token in nats, perplexity e to that, by the model's own tokenizer, in windows that do not "
+    "overlap (stride = window), each predicting all of its tokens but the first, or all where the tokenizer begins a text with "
+    "a token. Changes are paired by window with the dense model's; KL is the divergence of the predictions from the dense "
+    "model's. After ± stands the standard error, over windows of a text of one document and over documents where there are "
+    "several. A change within two standard errors stands in parentheses.",
+    "WikiText-2 here is the release wikitext-2-v1 (with <unk>); published perplexities are mostly of wikitext-2-raw-v1, "
+    "another text.",
+)
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """The rows of one model at one scale on one device: of each text by name, and of the model."""
+
+    model: str
+    where: Where
+    texts: dict[str, Results]
+    whole: Results
+
+    @property
+    def ending(self) -> str:
+        """How names of its figures end."""
+        word = "".join(letter if letter.isalnum() else "-" for letter in self.model.lower())
+        return f"{word}-{self.where.scale}{self.where.device_ending}"
+
+    def told(self, prefix: str) -> str:
+        """What a row of the file says after a prefix; "" without one."""
+        metrics = (row.metric for row in self.whole.rows if row.setting == FILE)
+        return next((one.removeprefix(prefix) for one in metrics if one.startswith(prefix)), "")
+
+    @property
+    def lines(self) -> list[str]:
+        """Methods, the largest first."""
+        names = [one for one in self.whole.methods if one != FILE]
+        return sorted(names, key=lambda one: -(self.whole.value(WEIGHTS, one, "size") or 0.0))
+
+    def setting(self, method: str, activations: bool) -> str:
+        """The setting of a method with its inputs quantized or not; "" where it has none."""
+        found = dict.fromkeys(
+            row.setting for row in self.whole.rows if row.method == method and row.setting != FILE
+        )
+        return next((one for one in found if (activations_of(one) is not None) == activations), "")
+
+
+def real_runs(rows: Iterable[Row]) -> list[RealRun]:
+    """The runs, each model's largest scale first."""
+    found: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        kind, scale, data = table_parts(row.table)
+        if kind.startswith(REAL):
+            tables = found.setdefault((kind.removeprefix(REAL), scale, row.device), {})
+            tables.setdefault(data, []).append(row)
+    made = []
+    for (model, scale, device), tables in found.items():
+        texts = {
+            name: Results(table) for name, table in sorted(tables.items(), reverse=True) if name != MODEL
+        }
+        made.append(RealRun(model, Where(scale, device, model), texts, Results(tables.get(MODEL, []))))
+    return sorted(made, key=lambda one: (one.model, one.where.scale != "full", one.where.device))
+
+
+def best_runs(rows: Iterable[Row]) -> list[RealRun]:
+    """One run of each model: the largest scale, with results."""
+    found: dict[str, RealRun] = {}
+    for run in real_runs(rows):
+        if run.texts:
+            found.setdefault(run.model, run)
+    return list(found.values())
+
+
+def real_sections(rows: Sequence[Row]) -> list[Section]:
+    """A section for each run."""
+    return [section(run) for run in real_runs(rows)]
+
+
+def section(run: RealRun) -> Section:
+    """What the schemes cost one model."""
+    about = [
+        f"**Grid of the file's weights before:** {run.told(GRID)}. The baseline is the model as that file gives it."
+    ]
+    about += [conditions(name, results) for name, results in run.texts.items()]
+    tables = [table(run, name, results) for name, results in run.texts.items()]
+    if any(run.whole.value(WEIGHTS, method, "tokens/s") is not None for method in run.lines):
+        tables.append(serving(run))
+    drawings = [drawing(run)] if run.texts else []
+    return Section(f"{run.model} ({run.where.scale} scale, {run.where.device})",
+                   [*about, *TEXT, *failures(run.whole)], drawings, tables)  # fmt: skip
+
+
+def conditions(name: str, results: Results) -> str:
+    """Text, windows and beginning of a table, and the dense model's perplexity."""
+    value = {
+        metric: results.value(WEIGHTS, BASE, metric)
+        for metric in ("windows", "tokens of a window", "perplexity")
+    }
+    bos = results.value(WEIGHTS, BASE, "windows begin with BOS")
+    beginning = "each begins with BOS" if bos else "none begins with BOS"
+    return (
+        f"Text {name}: {number(value['windows'], 0)} windows of {number(value['tokens of a window'], 0)} tokens, {beginning}; "
+        f"the dense model's perplexity is {number(value['perplexity'], 2)}."
+    )
+
+
+def table(run: RealRun, text: str, results: Results) -> Table:
+    """A line per scheme: size, then quality with weights and with inputs quantized."""
+    columns = ["scheme", "size (MB)", "bits per weight"]
+    for name in ("W", "W+A"):
+        columns += [f"{name}: perplexity", f"{name}: loss, change", f"{name}: KL"]
+    columns.insert(6, "inputs in")
+    lines = []
+    for method in run.lines:
+        size, bits = (run.whole.value(WEIGHTS, method, metric) for metric in ("size", "bits per weight"))
+        if size is None:
+            size, bits = (
+                run.whole.value(run.setting(method, True), method, metric)
+                for metric in ("size", "bits per weight")
+            )
+        both = run.setting(method, True)
+        line = [method, number(None if size is None else size / 1e6, 1), number(bits, 2)]
+        line += quality_cells(results, WEIGHTS, method)
+        lines.append(
+            [*line, (activations_of(both) or "") if both else "", *quality_cells(results, both, method)]
+        )
+    rows = [*results.rows, *run.whole.rows]
+    return Table(f"{run.model}, {text}", columns, lines, rows)
+
+
+def quality_cells(results: Results, setting: str, method: str) -> list[str]:
+    """Perplexity, change of the loss and KL."""
+    return [
+        number(results.value(setting, method, "perplexity"), 2),
+        with_error(results, setting, method, CHANGE, CHANGE_ERROR),
+        with_error(results, setting, method, KL, KL_ERROR),
+    ]
+
+
+def with_error(results: Results, setting: str, method: str, metric: str, error: str) -> str:
+    """A value and its standard error, in parentheses where it is noise."""
+    value, spread = results.value(setting, method, metric), results.value(setting, method, error)
+    if value is None or spread is None or method == BASE:
+        return ""
+    text = f"{number(value, 3)} ± {number(spread, 3)}"
+    return f"({text})" if abs(value) <= 2 * spread else text
+
+
+def serving(run: RealRun) -> Table:
+    """Speed of generating, and memory over the weights."""
+    lines = []
+    for method in run.lines:
+        for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
+            speed = run.whole.value(setting, method, "tokens/s")
+            memory = run.whole.value(setting, method, "memory of generating, over the weights")
+            if speed is not None:
+                cell = number(None if memory is None else memory / 1e9, 2)
+                lines.append([method, setting, number(speed, 1), cell])
+    columns = ["scheme", "setting", "tokens/s", "memory over the weights (GB)"]
+    return Table(
+        f"{run.model}: transformers' generate(), batch 1, not compiled", columns, lines, run.whole.rows
+    )
+
+
+def drawing(run: RealRun) -> Drawing:
+    """Loss against bytes: a panel for each text, weights and with inputs."""
+    panels = {}
+    for name, results in run.texts.items():
+        for activations, words in ((False, "weights"), (True, "weights and inputs")):
+            panels[f"{name}: {words}"] = points(run, results, activations)
+    panels = {name: found for name, found in panels.items() if found}
+    figure = scatter_panels(
+        panels, "size of the model (MB, decimal)", "increase of the loss (nats)", symlog=LINEAR
+    )
+    caption = (
+        f"{run.model}: loss against bytes, rounding to the nearest; linear below {LINEAR}, logarithmic above."
+    )
+    return Drawing(f"ptq-real-{run.ending}", caption, figure)
+
+
+def points(run: RealRun, results: Results, activations: bool) -> list[Point]:
+    """A point per scheme."""
+    found = []
+    for method in run.lines:
+        setting = run.setting(method, activations)
+        size, change = run.whole.value(setting, method, "size"), results.value(setting, method, CHANGE)
+        if method != BASE and size is not None and change is not None and math.isfinite(change):
+            label = method if len(run.lines) < 16 else ""
+            found.append(Point(size / 1e6, change, family(method), label, method))
+    return found
+
+
+def real_findings(rows: Sequence[Row]) -> list[str]:
+    """What int8, and the best scheme up to 4.6 bits, cost each model."""
+    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+
+
+def finding(run: RealRun) -> str:
+    """The costs of one model on its first text."""
+    text, results = next(iter(run.texts.items()))
+    known = []
+    for method in run.lines:
+        for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
+            change, error = (
+                results.value(setting, method, CHANGE),
+                results.value(setting, method, CHANGE_ERROR),
+            )
+            if method != BASE and change is not None and error is not None and math.isfinite(change):
+                inputs = " with inputs" if setting != WEIGHTS else ""
+                known.append((method, inputs, change, error))
+    if not known:
+        return ""
+    words = [
+        f"{method}{inputs} {100 * (math.exp(change) - 1):+.1f}% ({change:+.3f} ± {error:.3f} nats)"
+        for method, inputs, change, error in sorted(known, key=lambda one: one[2])[:12]
+    ]
+    return f"{run.model}, perplexity over the dense model's on {text} ({run.where.scale} scale): {', '.join(words)}."

@@ -1,0 +1,205 @@
+"""Real models: the whole command on a random checkpoint, what rows say, and what is refused."""
+
+import importlib.util
+import json
+import lzma
+import math
+
+import pytest
+import torch
+
+from ao_lab.cli.app import main
+from ao_lab.eval import Tokens
+from experiments.data import texts
+from experiments.data.texts import EvaluationText, mean_and_error, token_windows
+from experiments.harness.paths import Paths
+from experiments.harness.rows import read
+from experiments.models import causal_lm
+from experiments.models.causal_lm import Remembered, linears, of_folder, published_name, real_model
+from tests.support.models import small_llama
+
+pytest.importorskip("transformers")
+SCHEMES = ("int8_rowwise", "mxfp4_rceil")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models") / "tiny-llama"
+    small_llama.save_llama(made, tied=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reproduced(folder, tmp_path_factory):
+    """Rows of `ao-lab reproduce ptq --model DIR`, and where they and the pages lie."""
+    place = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AO_LAB_CACHE", str(place / "cache"))
+        patch.delenv(texts.VARIABLE, raising=False)
+        assert main(command(folder, place)) == 0
+    return place, read(Paths(place / "cache", place / "reports").rows("ptq"))
+
+
+def command(folder, place):
+    only = [word for scheme in SCHEMES for word in ("--only", scheme)]
+    options = ["--reports", str(place / "reports"), "--device", "cpu", "--windows", "3", "--length", "32"]
+    return ["reproduce", "ptq", "--model", str(folder), *only, *options, "--json"]
+
+
+def values(rows, kind, method, setting="weights"):
+    return {
+        row.metric: row.value
+        for row in rows
+        if (row.table.split("/")[2].endswith(kind), row.method, row.setting) == (True, method, setting)
+    }
+
+
+def test_every_scheme_has_its_rows(reproduced):
+    _, rows = reproduced
+    assert {row.table.split("/")[0] for row in rows} == {"real tiny-llama"}
+    tried = {(row.method, row.setting) for row in rows}
+    wanted = {("bfloat16", "weights"), ("file", "file")}
+    for scheme in SCHEMES:
+        wanted |= {(scheme, "weights"), (scheme, f"weights + activations in {scheme}")}
+    assert tried == wanted
+    assert all(row.metric == "status: ok" for row in rows if row.metric.startswith("status"))
+    file = values(rows, "model", "file", "file")
+    assert file["grid: not stated: the folder's own weights"] == 1
+    assert file["quantized layers"] == 7
+
+
+def test_the_base_model_is_at_no_distance_from_itself(reproduced):
+    _, rows = reproduced
+    base = values(rows, "-source", "bfloat16")
+    assert (base["KL"], base["loss, change"], base["same first choice"]) == (0, 0, 100)
+    assert base["perplexity"] == pytest.approx(math.exp(base["loss"]), rel=1e-6)
+    assert (base["windows"], base["tokens of a window"], base["windows begin with BOS"]) == (3, 32, 0)
+    coarse = values(rows, "-source", "mxfp4_rceil")
+    assert coarse["KL"] > values(rows, "-source", "int8_rowwise")["KL"] > 0
+    assert coarse["KL, standard error"] > 0
+
+
+def test_sizes_are_those_of_the_formats(reproduced):
+    """A tied head is stored once, with the embedding, and stays as it is."""
+    _, rows = reproduced
+    base, four = values(rows, "model", "bfloat16"), values(rows, "model", "mxfp4_rceil")
+    count = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
+    rest = 320 * 128 + 3 * 128
+    assert base["size"] == 2 * (count + rest)
+    assert four["bits per weight"] == 4.25
+    assert four["size"] == count * 4.25 / 8 + 2 * rest
+    assert four["tokens/s"] > 0
+
+
+def test_the_same_call_measures_nothing_again(reproduced, folder, monkeypatch, capsys):
+    place, _ = reproduced
+    monkeypatch.setenv("AO_LAB_CACHE", str(place / "cache"))
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    monkeypatch.setattr("experiments.ptq.real.bench_of", lambda *_: pytest.fail("measured again"))
+    capsys.readouterr()
+    assert main(command(folder, place)) == 0
+    assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ptq", "--model", "no-such-folder"], "is no folder and no name of a pretrained model"),
+        (["ptq", "--model", "all-mpnet-base-v2"], "is no language model but encoder"),
+        (["ptq", "--windows", "4"], "go with --model DIR"),
+        (["kernels", "--model", "DIR"], "--model goes with one of"),
+        (["--model", "DIR"], "--model goes with one of"),
+        (["ptq", "--model", "DIR", "--windows", "0"], "at least 1"),
+        (["ptq", "--model", "DIR", "--only", "int9_rowwise"], "int9_rowwise"),
+        (["ptq", "--model", "DIR", "--task", "hellaswag"], "lm-evaluation-harness, which is not installed"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(folder, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path / "cache"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    arguments = [str(folder) if one == "DIR" else one for one in arguments]
+    assert main(["reproduce", *arguments, "--reports", str(tmp_path / "reports")]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "reports" / "data").exists()
+
+
+def test_folders_that_are_no_dense_model_are_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="holds no model of transformers"):
+        of_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "x"}})
+    )
+    with pytest.raises(ValueError, match="is quantized already"):
+        real_model(str(tmp_path), tmp_path)
+
+
+def test_published_models_are_known_by_shape_and_name():
+    shape = {"hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 128256}
+    scaled = {**shape, "rope_scaling": {"rope_type": "llama3", "factor": 32.0}}
+    assert published_name("Llama-3.2-1B", scaled) == "Llama-3.2-1B"
+    assert published_name("Meta-Llama-3.2-1B", scaled) == "Llama-3.2-1B"
+    assert published_name("Llama-3.2-1B-Instruct", scaled) == ""
+    assert published_name("Llama-3.2-1B", shape) == ""
+    assert published_name("my-model", scaled) == ""
+    eight = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256}
+    assert published_name("Meta-Llama-3-8B", {**eight, "rope_scaling": None}) == "Llama-3-8B"
+    assert (
+        published_name("Llama-3.1-8B", {**eight, "rope_scaling": {"rope_type": "llama3"}}) == "Llama-3.1-8B"
+    )
+
+
+def test_predictions_are_remembered_up_to_a_limit():
+    class Logits(torch.nn.Module):
+        calls = 0
+
+        def forward(self, ids, use_cache):
+            self.calls += 1
+            return type("Result", (), {"logits": torch.zeros(*ids.shape, 8)})
+
+    model = Logits()
+    remembered = Remembered(model, limit=4 * 8 * 4)
+    for ids in ([0, 1, 2, 3], [4, 5, 6, 7]) * 3:
+        remembered(torch.tensor([ids]))
+    assert model.calls == 1 + 3
+
+
+def test_a_head_tied_to_the_embedding_is_no_layer(folder):
+    model = causal_lm.load(of_folder(folder), "cpu")
+    assert "lm_head" not in linears(model)
+    assert len(linears(model)) == 7
+
+
+def letters(text):
+    return Tokens(torch.tensor([ord(letter) for letter in text]), list(range(1, len(text) + 1)))
+
+
+def test_documents_take_turns_and_errors_are_over_them():
+    text = EvaluationText("t", "", ("abcdefgh", "ABCDEFGH", "01234567"))
+    made = token_windows(text, letters, 4, 5)
+    assert ["".join(map(chr, row)) for row in made.ids.tolist()] == ["abcd", "ABCD", "0123", "efgh", "EFGH"]
+    assert made.documents == (0, 1, 2, 0, 1)
+    assert (made.bytes, made.predicted, made.share) == (20, 15, 0.75)
+    assert token_windows(text, letters, 4, 2).documents == (0, 1)
+    begun = token_windows(text, letters, 5, 1, [7])
+    assert (begun.ids[0].tolist(), begun.first, begun.share) == ([7, *map(ord, "abcd")], 1, 1.0)
+    mean, error = mean_and_error([1.0, 2.0, 3.0, 5.0], (0, 0, 1, 1))
+    assert (mean, error) == (2.75, pytest.approx((4.0 - 1.5) / 2))
+    assert mean_and_error([1.0, 3.0], (0, 0)) == (2.0, 1.0)
+
+
+def test_prose_is_looked_for_where_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    assert texts.prose_of(None, tmp_path) is None
+    (source,) = texts.evaluation_texts(None)
+    assert source.name.startswith("sympy-")
+    assert source.name.endswith("-source")
+    (tmp_path / "prose").mkdir()
+    (tmp_path / "prose" / "train.txt.xz").write_bytes(lzma.compress(b"x"))
+    with pytest.raises(ValueError, match="is another text"):
+        texts.prose_of(None, tmp_path)
+    monkeypatch.setenv(texts.VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="is no folder"):
+        texts.prose_of(None, tmp_path)
