@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,3 +139,36 @@ def mean_and_error(values: Sequence[float], documents: Sequence[int]) -> tuple[f
     if len(groups) == 1:
         return mean, standard_error(list(values))
     return mean, standard_error([sum(group) / len(group) for group in groups.values()])
+
+
+def drawn_sequences(
+    documents: Sequence[str],
+    encode: Callable[[str], Tokens],
+    length: int,
+    count: int,
+    seed: int,
+    beginning: Sequence[int] = (),
+) -> Tensor:
+    """Token ids (count, length) of stretches of documents that a seed draws, each behind the tokens of `beginning`.
+
+    A document is drawn by its size, a place in it evenly; tokens are those of the text from there, which begins at the next
+    white space. ValueError where no document is long enough.
+    """
+    own = length - len(beginning)
+    # A token stands for four letters of English, seldom for eight.
+    letters = 8 * own
+    usable = [document for document in documents if len(document) > 2 * letters]
+    if own < 1 or not usable:
+        raise ValueError(
+            f"no document has twice {letters} letters, of which sequences of {length} tokens are drawn"
+        )
+    generator = np.random.default_rng(seed)
+    sizes = np.array([len(document) for document in usable], dtype=np.float64)
+    rows: list[Tensor] = []
+    while len(rows) < count:
+        document = usable[int(generator.choice(len(usable), p=sizes / sizes.sum()))]
+        start = int(generator.integers(len(document) - 2 * letters))
+        ids = encode(document[start : start + 2 * letters].partition(" ")[2]).ids
+        if len(ids) >= own:
+            rows.append(torch.cat([torch.tensor(list(beginning), dtype=ids.dtype), ids[:own]]))
+    return torch.stack(rows)

@@ -25,7 +25,7 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.evaluate import encoder, longest
 from ao_lab.cli.terminal import WrongInput
-from ao_lab.eval import measured
+from ao_lab.eval import Sums, measured
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
@@ -207,15 +207,28 @@ class Bench:
 
 
 def quality(bench: Bench, windows: TextWindows, model: nn.Module) -> Values:
-    """Loss and perplexity of a model on a text, and how far it is from the base model there, with standard errors.
+    """Loss and perplexity of a model on a text, and how far it is from the base model there; see `values_of`."""
+    return values_of(evaluated(bench, windows, model), windows)
+
+
+def evaluated(bench: Bench, windows: TextWindows, model: nn.Module) -> Sums:
+    """What a model predicts of a text, beside what the base model does, window by window."""
+    return measured(Uncached(model), windows, bench.remembered)  # type: ignore[arg-type]
+
+
+def changes_of(sums: Sums) -> list[float]:
+    """Of each window the change of the loss from the base model's."""
+    return [ours - base for ours, base in zip(sums.losses, sums.base_losses, strict=True)]
+
+
+def values_of(sums: Sums, windows: TextWindows) -> Values:
+    """Means over windows, with standard errors.
 
     "loss, change" is paired by window; "KL" is the divergence of the model's next-token distribution from the base model's,
     in nats, the mean over predicted tokens; "perplexity, change" in percent of the base model's.
     """
-    sums = measured(Uncached(model), windows, bench.remembered)  # type: ignore[arg-type]
-    changes = [ours - base for ours, base in zip(sums.losses, sums.base_losses, strict=True)]
     loss, _ = mean_and_error(sums.losses, windows.documents)
-    change, error = mean_and_error(changes, windows.documents)
+    change, error = mean_and_error(changes_of(sums), windows.documents)
     kl, kl_error = mean_and_error(sums.kls, windows.documents)
     nats = loss * windows.predicted / (windows.bytes * windows.share)
     return {

@@ -3,7 +3,7 @@
 Models are those of `experiments.models.pretrained`, or anyone's folder (`ao-lab reproduce ptq --model DIR`). Each scheme
 quantizes the weights of all linear layers but a head that is tied to the embedding, alone and together with the layers' inputs
 (dynamic scales), as users do it: `quantize_`, then the model's own forward in bfloat16. The baseline is the model as its file
-gives it. Rows of a model are tables of their own, ``real NAME/scale/TEXT``; what is of no text is in ``real NAME/scale/model``.
+gives it.
 
 A scheme whose blocks do not divide every layer is not measured on that model, and a row says so: half a model quantized would
 stand beside whole ones.
@@ -11,7 +11,6 @@ stand beside whole ones.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,30 +18,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ao_lab.cli.terminal import say
 from ao_lab.config.base import SchemeConfig
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from experiments.data.texts import EvaluationText, evaluation_texts, prose_of
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import Bench, RealModel, linears, quality, real_model, sizes
+from experiments.models.causal_lm import Bench, RealModel, linears, quality, sizes
 from experiments.models.quantized_model import activation_scheme, setting_name
 from experiments.models.serving import generation, task_values, tasks_of
-from experiments.runs.run import RealModels, Settings
+from experiments.runs.real_models import BASE, FILE, MODEL, REAL, bench_of, facts, models_of
+from experiments.runs.run import Settings
 
 EXPERIMENT = "ptq"
-#: How the kind of a real model's tables begins.
-REAL = "real "
-#: The data of what is of no text, and the setting and method of what is of no scheme.
-MODEL, FILE = "model", "file"
-BASE = "bfloat16"
 #: At quick scale: schemes of weights, and of weights and inputs.
 QUICK_WEIGHTS = ("int8_rowwise", "nvfp4", "nf4", "int4_g32_asymmetric", "mxfp4_rceil", "int3_g64_asymmetric")
 QUICK_INPUTS = ("int8_rowwise", "fp8_rowwise", "nvfp4", "mxfp4_rceil")
-#: Tokens of a window and windows of a text, by scale.
-LENGTH = {"quick": 512, "full": 2048}
-COUNT = {"quick": 4, "full": 64}
 #: Schemes whose speed is measured too, besides the base model and all that are asked for by name: generating takes longer than
 #: a text, and experiment `generate` times kernels.
 SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil")
@@ -73,34 +63,10 @@ def real_tasks(settings: Settings) -> list[RealTask]:
     return [RealTask(BASE, None), *tasks, *(RealTask(scheme, activation_scheme(scheme)) for scheme in inputs)]
 
 
-def real_subject(settings: Settings) -> str:
-    """What rows of real models depend on, beside the code: which models, windows and tasks, and whether there is prose."""
-    asked = settings.asked or RealModels(models=settings.models)
-    texts = [text.name for text in texts_of(settings)]
-    parts = [*asked.models, *map(str, (asked.windows, asked.length)), *asked.tasks, *texts]
-    return f"real{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
-
-
-def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:
-    """The texts of a run."""
-    return evaluation_texts(prose_of(settings.text, settings.cache))
-
-
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
-    """Measure all models that the settings name, into the journal; returns rows of what failed.
-
-    A model of the scale's own that cannot be had is said to be missing and passed over; ValueError for one that was asked for.
-    """
+    """Measure all models that the settings name, into the journal; returns rows of what failed."""
     deadline, failed = Deadline(settings.seconds), list[Row]()
-    accept = settings.asked.accept if settings.asked else ()
-    for given in settings.models:
-        try:
-            model = real_model(given, settings.cache, accept, step=say)
-        except (ValueError, ModuleNotFoundError) as error:
-            if settings.asked is not None:
-                raise ValueError(str(error)) from error
-            say(f"{EXPERIMENT}: NOT MEASURED on {given}: {error}")
-            continue
+    for model in models_of(EXPERIMENT, settings):
         failed += measure_model(settings, model, journal, deadline)
     return failed
 
@@ -123,27 +89,9 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
     return failed
 
 
-def bench_of(settings: Settings, model: RealModel) -> Bench:
-    """A model with the windows of a run."""
-    asked = settings.asked or RealModels(models=settings.models)
-    length, count = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
-    return Bench.of(model, texts_of(settings), length, count, settings.device)
-
-
 def put(settings: Settings, kind: str, data: str, setting: str, method: str, values: Values) -> list[Row]:
     """Rows of a model."""
     return settings.rows(EXPERIMENT, kind, data, setting, method, values)
-
-
-def facts(bench: Bench) -> Values:
-    """What is of the model's file: the grid of its weights, its parameters, and the published model that it is."""
-    model = bench.model
-    found: Values = {f"grid: {model.grid}": (1.0, "")}
-    if model.published:
-        found[f"published: {model.published}"] = (1.0, "")
-    found["parameters"] = (sum(one.numel() for one in bench.base.parameters()), "")
-    found["quantized layers"] = (len(linears(bench.base)), "")
-    return {**found, **status("ok")}
 
 
 def measure(settings: Settings, bench: Bench, task: RealTask, deadline: Deadline) -> dict[str, Values]:

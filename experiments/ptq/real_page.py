@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from experiments.harness.rows import Row, table_parts
 from experiments.models.quantized_model import WEIGHTS, activations_of
-from experiments.ptq.real import BASE, FILE, MODEL, REAL
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
 from experiments.report.results import Results, Where, failures, family, number
+from experiments.runs.real_models import BASE, FILE, MODEL, REAL
 
 CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
 KL, KL_ERROR = "KL", "KL, standard error"

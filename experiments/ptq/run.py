@@ -31,7 +31,8 @@ from experiments.models.quantized_model import (
     quantized_model,
     setting_name,
 )
-from experiments.ptq.real import check_schemes, real_subject, run_real
+from experiments.ptq.real import check_schemes, run_real
+from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "ptq"
