@@ -3,6 +3,10 @@
 from fast.calibration.hqq import hqq as hqq
 from fast.calibration.rotation import fold_gain as fold_gain
 from fast.calibration.rotation import rotate as rotate
+from fast.calibration.signround import signround_codes as signround_codes
+from fast.calibration.signround import signround_quantize as signround_quantize
+from fast.calibration.signround import signround_start as signround_start
+from fast.calibration.signround import signround_step as signround_step
 from fast.calibration.smoothing import awq_factors as awq_factors
 from fast.calibration.smoothing import smoothing_factors as smoothing_factors
 from fast.formats import decode as decode

@@ -17,6 +17,12 @@ from reference.calibration.hqq import hqq as hqq
 from reference.calibration.rotation import fold_gain as fold_gain
 from reference.calibration.rotation import rotate as rotate
 from reference.calibration.search import search_scales as search_scales
+from reference.calibration.signround import SignRounded as SignRounded
+from reference.calibration.signround import SignRoundState as SignRoundState
+from reference.calibration.signround import signround_codes as signround_codes
+from reference.calibration.signround import signround_quantize as signround_quantize
+from reference.calibration.signround import signround_start as signround_start
+from reference.calibration.signround import signround_step as signround_step
 from reference.calibration.smoothing import AWQFactors as AWQFactors
 from reference.calibration.smoothing import awq_factors as awq_factors
 from reference.calibration.smoothing import smoothing_factors as smoothing_factors

@@ -1,0 +1,111 @@
+"""SignRound for torch tensors: the bits of the reference, on a CPU and by the device's steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ao_lab.testing.bits import assert_same_quantized
+from fast.calibration.signround import (
+    signround_codes,
+    signround_on_device,
+    signround_quantize,
+    signround_start,
+    signround_step,
+)
+from reference import SCHEMES, choose_scales
+from reference.calibration import signround as rule
+from reference.calibration.signround import SignRoundState
+from reference.quantize.blocks import Blocks
+from tests.support.refusals import refused
+
+
+def case(seed, scheme, shape=(16, 128), dtype=torch.float32):
+    rng = np.random.default_rng(seed)
+    w = torch.from_numpy(rng.standard_normal(shape) * 0.05).to(dtype)
+    scale = Blocks.of(shape, SCHEMES[scheme].scale, -1).scale_shape
+    low, high = (torch.from_numpy(np.asarray(rng.uniform(0.6, 1, scale), np.float32)) for _ in range(2))
+    v = torch.from_numpy(rng.uniform(-0.5, 0.5, shape)).float()
+    return w, SignRoundState(v, low, high), torch.from_numpy(rng.standard_normal(shape)).to(dtype)
+
+
+def same(found, expected):
+    return all(
+        a is b is None or (a.dtype == b.dtype == torch.float32 and torch.equal(a, b))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [
+    "int4_g32_asymmetric", "mxfp4", "nvfp4", "nf4", "hqq.int4_g64", "torchao.fp8_rowwise_training", "int8_tensorwise",
+])  # fmt: skip
+def test_bits(scheme, dtype):
+    w, state, g = case(1, scheme, dtype=dtype)
+    values, vjp = signround_quantize(w, *state, scheme)
+    assert values.dtype == dtype
+    found = signround_on_device(w, state, scheme, None)
+    assert torch.equal(found.result().values, values)
+    assert same(found.gradients(g), vjp(g))
+    assert_same_quantized(found.quantized, signround_codes(w, *state, scheme))
+    moved = signround_step(state, vjp(g), 0.1, range_rate=0.05)
+    arrays = (SignRoundState(*(part.numpy() for part in parts)) for parts in (state, vjp(g)))
+    expected = rule.signround_step(*arrays, 0.1, range_rate=0.05)
+    assert all((a.numpy() == b).all() for a, b in zip(moved, expected, strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme(scheme):
+    w, state, g = case(2, scheme, (128, 256))
+    values, vjp = signround_quantize(w, *state, scheme)
+    found = signround_on_device(w, state, scheme, None)
+    assert torch.equal(found.result().values, values)
+    assert same(found.gradients(g), vjp(g))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32_asymmetric", "nvfp4"])
+def test_given_scales(scheme):
+    w, state, g = case(3, scheme)
+    q = signround_codes(w, *state, scheme)
+    start = signround_start(w, scheme, q)
+    assert start.low is start.high is None
+    assert same(rule.start(signround_module().TORCH, w, SCHEMES[scheme], q), start)
+    found = signround_on_device(w, start, scheme, q.scales)
+    values, vjp = signround_quantize(w, *start, scheme, scales=q.scales)
+    assert torch.equal(found.result().values, values)
+    assert same(found.gradients(g), vjp(g))
+    assert_same_quantized(signround_codes(w, *start, scheme, scales=q.scales), found.quantized)
+
+
+def signround_module():
+    from fast.calibration import signround
+
+    return signround
+
+
+def test_it_starts_at_rounding():
+    w, _, _ = case(4, "mxfp4")
+    state = signround_start(w, "mxfp4")
+    assert (state.v == 0).all()
+    assert (state.low == 1).all()
+    assert state.high.shape == (16, 4)
+    scales = choose_scales(w, "mxfp4")
+    assert torch.equal(signround_codes(w, *state, "mxfp4").scale, scales.scale)
+
+
+def test_refusals():
+    w, state, _ = case(5, "int4_g32")
+    for call in (
+        lambda *args: signround_quantize(args[0], *args[1], args[2]),
+        lambda *args: signround_on_device(*args, None),
+    ):
+        refused(ValueError, "v as float32", call, w, state._replace(v=state.v[:2]), "int4_g32")
+        refused(ValueError, "v from -0.5", call, w, state._replace(v=state.v * 2), "int4_g32")
+        refused(ValueError, "low as float32", call, w, state._replace(low=None), "int4_g32")
+    refused(ValueError, "NaN or infinity in w", signround_quantize, w * torch.nan, *state, "int4_g32")
+    refused(ValueError, "matrix", signround_quantize, w[0], *state, "int4_g32")
+    refused(TypeError, "torch tensors", signround_codes, w.numpy(), *state, "int4_g32")
+    refused(TypeError, "torch tensors", signround_start, w.numpy(), "int4_g32")
+    refused(ValueError, "rate", signround_step, state, state, -1)
