@@ -28,10 +28,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
 
 
-def families(config, layout=""):
+def families(config, layout="", shape=(256, 384)):
     """The ranges of a layer, as a report has them."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(256, 384)).to(BF16).requires_grad_(False)
+    net = nn.Sequential(nn.Linear(*shape)).to(BF16).requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ao_lab.QuantizedTensor, "is_cuda", False)
         quantize_(net, config)
@@ -70,6 +70,13 @@ def families(config, layout=""):
 )  # fmt: skip
 def test_ranges(gpu, config, layout, told):
     assert families(config, layout) == told
+
+
+@pytest.mark.parametrize("shape", [(576, 1000), (512, 1000), (576, 1024)], ids=str)
+def test_ranges_of_lengths_that_are_filled(gpu, shape):
+    """Kernels in CUDA C++ take whole tiles alone."""
+    told = families(ao_lab.Int4WeightOnlyConfig(group_size=32), "preshuffled", shape)
+    assert told == "1-128 rows triton_small_m, 129 rows and more torch_dequantize"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ NAMES = (
     "nvfp4", "mxfp8_e4m3",
 )  # fmt: skip
 COMPILED = ("int4_g128", "int8_rowwise", "nvfp4")
+#: Lengths that are no whole tiles, where blocks are no multiple of 128 along K too.
+FILLED = {
+    "int4_g128": (200, 640), "int4_g128_asymmetric": (333, 640), "int4_g32": (200, 544), "int8_rowwise": (333, 1001),
+    "int8_g128": (70, 1152), "fp8_rowwise": (1000, 1096), "fp8_tensorwise": (70, 130), "mxfp4": (200, 544), "nvfp4": (100, 528),
+    "mxfp8_e4m3": (1000, 160),
+}  # fmt: skip
 #: Out and in features: N and K that a program has parts of, and not.
 SHAPE, SMALL = (2048, 1024), (384, 640)
 ROWS = (1, 2, 16, 64, 128, 129, 300)
@@ -79,7 +85,7 @@ def same_parts(first: QuantizedTensor, second: QuantizedTensor) -> bool:
 
 def wrong_of(name: str) -> Iterator[str]:
     """What is wrong with layers of a scheme."""
-    for shape in (SHAPE, SMALL):
+    for shape in (SHAPE, SMALL, FILLED[name]):
         made, dense = layer(name, shape)
         weight: QuantizedTensor = made.weight.detach()  # type: ignore[assignment]
         if weight.meta.layout != LAYOUT or select_kernel(weight.transposed(), BF16) != "fused":
@@ -320,8 +326,14 @@ def expert_gradients(t: QuantizedTensor, plain: QuantizedTensor) -> Iterator[str
 
 
 def exact_experts(name: str) -> Iterator[str]:
-    """Integers: every sum is exact_experts; rows behind the last expert's are nobody's."""
-    stored = [exact_weight(named(name), 384, 640 if "128" in name else 512, seed) for seed in range(4)]
+    """Integers: every sum is exact; rows behind the last expert's are nobody's."""
+    for shape in ((384, 640 if "128" in name else 512), (200, 640 if "128" in name else 544)):
+        yield from (f"{shape}: {found}" for found in exact_experts_of(name, shape))
+
+
+def exact_experts_of(name: str, matrix: tuple[int, int]) -> Iterator[str]:
+    """Of matrices of a shape."""
+    stored = [exact_weight(named(name), *matrix, seed) for seed in range(4)]
     given = {part: [getattr(w, part) for w in stored] for part in ("codes", "scale", "zero")}
     joined = {part: None if each[0] is None else torch.stack(each) for part, each in given.items()}
     meta = quantized(torch.zeros(2, 128, 128, dtype=BF16), name).meta
@@ -329,7 +341,7 @@ def exact_experts(name: str) -> Iterator[str]:
     t = QuantizedTensor({**joined, "outer": None}, meta, shape).to(DEVICE)
     if t.meta.layout != LAYOUT:
         yield "weights that are moved to the GPU stay plain"
-    for counts in ((1, 0, 1, 0), (7, 0, 30, 3), (64, 1, 0, 150)):
+    for counts in ((1, 0, 1, 0), (7, 0, 30, 3), (64, 1, 0, 150), (100, 1, 0, 170)):
         for dtype in (BF16, torch.float16):
             x, total = exact_inputs(sum(counts) + 3, shape[2], dtype), sum(counts)
             ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
