@@ -65,8 +65,9 @@ def problem_of(layout: str, name: str, shape: tuple[int, int]) -> Problem:
         return Problem(PLAIN, 1, *shape, BF16, HOPPER, weight=(scheme, 1, scheme.format.bits < 8))
     if layout == PRESHUFFLED:
         return Problem(PRESHUFFLED, 1, *shape, BF16, HOPPER, *form_of(scheme, shape[1]), zero)
-    element = scheme.element if layout == CODES else "int4"
-    return Problem(layout, 1, *shape, BF16, HOPPER, element, 128, zero)
+    if layout == CODES:
+        return Problem(CODES, 1, *shape, BF16, HOPPER, scheme.element, zero=zero)
+    return Problem(SPARSE_INT4, 1, *shape, BF16, HOPPER, "int4", scheme.scale.block, zero)
 
 
 def asked(layout: str, name: str, shape: tuple[int, int]) -> Callable[[int], str]:

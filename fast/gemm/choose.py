@@ -85,15 +85,14 @@ def rows_of_gemm(p: Problem) -> int:
 @lru_cache(maxsize=4096)
 def _gemm_is_faster(p: Problem) -> bool:
     """Whether `sm90_w4a16_gemm`, which takes such rows, is faster than `triton_small_m`, which takes up to 128."""
-    from fast.kernels.sm90_w4a16_gemm.select import microseconds_of_few
-    from fast.kernels.sm90_w4a16_gemm.variants import ATOM, Weight
-    from fast.kernels.triton_small_m.tilings import microseconds
-
     least, most = C.asked_for
     if not least <= p.rows <= most:
         return False
+    from fast.kernels.sm90_w4a16_gemm.select import microseconds_of_few
+    from fast.kernels.triton_small_m.tilings import microseconds
+
+    weight = SM90_W4A16_GEMM.chosen(p).problem.weight
     product, processors = (int(p.rows), p.n, p.k), p.device.processors
-    weight = Weight(p.element, p.zero, max(1, ATOM // (p.group or ATOM)))
     other = microseconds(*product, *weight, processors)
     return microseconds_of_few(*product, weight, processors) < C.margin * other
 
@@ -103,10 +102,9 @@ def _gemv_is_faster(p: Problem) -> bool:
     if SM90_W4A16_GEMV.refusal(p) is not None:
         return False
     from fast.kernels.sm90_w4a16_gemv.select import gains
-    from fast.kernels.sm90_w4a16_gemv.variants import Form
 
-    half = p.inputs == torch.float16
-    return gains(Form(p.element, p.group, p.zero, half, str(p.inputs)[6:]), int(p.rows), p.n, p.k)
+    chosen = SM90_W4A16_GEMV.chosen(p)
+    return chosen is not None and gains(chosen.problem, int(p.rows), p.n, p.k)
 
 
 def _pair(p: Problem) -> Iterator[Family]:
@@ -171,17 +169,11 @@ def rows_stored(p: Problem) -> int:
 
 def _rows_of_packed(p: Problem) -> int:
     """The most rows that `sm90_intn_small_m` multiplies faster than torch does with the dense weight; 0 where it takes none."""
-    from fast.kernels.sm90_intn_small_m.host import form_of
-    from fast.kernels.sm90_intn_small_m.select import choose as variant_of
     from fast.kernels.sm90_intn_small_m.select import most_rows
 
-    scheme, axis, packed = p.weight  # type: ignore[misc]
-    form = form_of(scheme, p.shape, axis, packed)
-    if form is None or not p.n or SM90_INTN_SMALL_M.refusal(p._replace(rows=1)) is not None:
-        return 0
-    most = most_rows(p.n)
-    half = form._replace(half=p.inputs == torch.float16)
-    return most if variant_of(half, most, p.n, p.k) is not None else 0
+    one = p._replace(rows=most_rows(p.n))
+    is_taken = SM90_INTN_SMALL_M.refusal(p._replace(rows=1)) is None
+    return int(one.rows) if is_taken and SM90_INTN_SMALL_M.chosen(one) is not None else 0
 
 
 def _codes(p: Problem) -> Iterator[Family]:
@@ -191,16 +183,9 @@ def _codes(p: Problem) -> Iterator[Family]:
     elif p.element != "int8":
         yield TRITON_SCALED_MM
     else:
-        if SM90_S8_GEMM.refusal(p) is None and _s8_fills(p):
+        if SM90_S8_GEMM.refusal(p) is None and SM90_S8_GEMM.chosen(p) is not None:
             yield SM90_S8_GEMM
         yield TRITON_INT_SCALED_MM
-
-
-def _s8_fills(p: Problem) -> bool:
-    """Whether tiles of `sm90_s8_gemm` leave few multiprocessors without one."""
-    from fast.kernels.sm90_s8_gemm.select import choose as variant_of
-
-    return variant_of(int(p.rows), p.n, p.inputs.itemsize == 2, p.device.processors) is not None
 
 
 def _sparse_int4(p: Problem) -> Iterator[Family]:

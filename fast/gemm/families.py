@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from functools import lru_cache
+from math import ceil
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,16 +48,34 @@ class Takes(NamedTuple):
     experts: bool = False
 
 
+class Chosen(NamedTuple):
+    """What a family launches for a problem. variant: its numbers. kernel, problem: of CUDA C++ the source, and what is defined
+    for it beside the variant (`launch.cuda.Kernel`)."""
+
+    variant: Any
+    kernel: Any = None
+    problem: Any = None
+
+    @property
+    def name(self) -> str:
+        """As files of times have it: the variant's own name, or its numbers."""
+        fields = self.variant if isinstance(self.variant, tuple) else astuple(self.variant)
+        name: str = getattr(self.variant, "name", "") or ",".join(str(int(field)) for field in fields)
+        return name
+
+
 class Family(NamedTuple):
     """name: see the module text. about: one line, for which rows, shapes and formats it is the quickest. source: the folder of
     its kernels, from the root. takes: of one weight, of two at once, of experts. functions: by the kind of a call what computes
-    it, as "module:name", which returns None where the kernel does not compile or load; () of what torch computes."""
+    it, as "module:name", which returns None where the kernel does not compile or load; () of what torch computes. chosen: which
+    of its variants multiplies a problem, None where none does; from it tests compile, emulate and hold to measured times."""
 
     name: str
     about: str
     source: str = ""
     takes: tuple[Takes, ...] = ()
     functions: Mapping[str, str] = MappingProxyType({})
+    chosen: Callable[[Problem], Chosen | None] | None = None
 
     def refusal(self, p: Problem) -> str | None:
         """Why the family does not multiply; None where it does, as far as that is known before it is compiled."""
@@ -101,6 +121,85 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
     return "inputs have no zero points" if p.zero and p.layout == CODES and not takes.zero else None
 
 
+def _sm90_w4a16_gemv(p: Problem) -> Chosen | None:
+    from fast.kernels.sm90_w4a16_gemv.select import choose
+    from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, Form
+
+    form = Form(p.element, p.group, p.zero, p.inputs == torch.float16, _name(p.inputs))
+    variant = choose(form, int(p.rows), p.n, p.k)
+    return variant and Chosen(variant, KERNEL, form)
+
+
+def _triton_small_m(p: Problem) -> Chosen:
+    from fast.kernels.triton_small_m import grouped, pair, tilings
+
+    facts = p.n, p.k, p.element
+    if p.experts:
+        count = round(p.rows * p.experts)
+        at_once = grouped.rows_at_once(count, p.experts)
+        return Chosen((at_once, *grouped.tile_of(*facts, count, p.experts)))
+    tiling = pair.pair_tiling if p.products > 1 else tilings.tiling_of
+    return Chosen(tiling(*facts, p.group, int(p.rows)))
+
+
+def _sm90_w4a16_gemm(p: Problem) -> Chosen:
+    from fast.kernels.sm90_w4a16_gemm import experts, select, variants
+
+    weight = variants.Weight(p.element, p.zero, max(1, variants.ATOM // (p.group or variants.ATOM)))
+    choose, count = (experts.choose, (p.experts,)) if p.experts else (select.choose, ())
+    one = choose(ceil(p.rows), *count, p.n, p.k, weight, p.device.processors)
+    return Chosen(one, variants.KERNEL, variants.Problem(weight, _name(p.inputs)))
+
+
+def _sm90_intn_small_m(p: Problem) -> Chosen | None:
+    from fast.kernels.sm90_intn_small_m.host import form_of
+    from fast.kernels.sm90_intn_small_m.select import choose
+    from fast.kernels.sm90_intn_small_m.variants import KERNEL
+
+    scheme, axis, packed = p.weight  # type: ignore[misc]
+    form = form_of(scheme, p.shape, axis, packed)
+    if form is None or not p.n:
+        return None
+    form = form._replace(half=p.inputs == torch.float16)
+    variant = choose(form, int(p.rows), p.n, p.k)
+    return variant and Chosen(variant, KERNEL, form)
+
+
+def _sm90_s8_gemm(p: Problem) -> Chosen | None:
+    from fast.kernels.sm90_s8_gemm.select import choose
+    from fast.kernels.sm90_s8_gemm.variants import KERNEL
+    from fast.kernels.sm90_s8_gemm.variants import Problem as Codes
+
+    variant = choose(int(p.rows), p.n, p.inputs.itemsize == 2, p.device.processors)
+    return variant and Chosen(variant, KERNEL, Codes(p.element, _name(p.inputs)))
+
+
+def _sm90_sparse24_w4a16_gemv(p: Problem) -> Chosen | None:
+    from fast.kernels.sm90_sparse24_w4a16_gemv.select import choose
+    from fast.kernels.sm90_sparse24_w4a16_gemv.variants import KERNEL, Form
+
+    form = Form(p.group, False, p.inputs == torch.float16, zeros=p.zero)
+    variant = choose(form, int(p.rows), p.n, p.k)
+    return variant and Chosen(variant, KERNEL, form)
+
+
+def _triton_sparse24_small_m(p: Problem) -> Chosen:
+    from fast.kernels.triton_sparse24_small_m.tilings import tiling_of
+
+    return Chosen(tiling_of(p.n, p.k, p.group, int(p.rows)))
+
+
+def _triton_scaled_mm(p: Problem) -> Chosen:
+    from fast.kernels.triton_scaled_mm.tiles import int_tile_of, tile_of
+
+    sizes = int(p.rows), p.n, p.k
+    return Chosen(int_tile_of(*sizes) if p.element == "int8" else tile_of(*sizes, fast_sums=False))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 _GEMV, _GEMM, _SMALL = (
     f"fast.kernels.{name}" for name in ("sm90_w4a16_gemv", "sm90_w4a16_gemm", "triton_small_m")
 )
@@ -111,6 +210,7 @@ SM90_W4A16_GEMV = Family(
     "fast/kernels/sm90_w4a16_gemv",
     (Takes(PRESHUFFLED, ELEMENTS, 16, multiples=(1, 128), sm90=True, filled=False, bfloat16=FACTORED),),
     {"linear": f"{_GEMV}.host:sm90_w4a16_gemv"},
+    _sm90_w4a16_gemv,
 )
 TRITON_SMALL_M = Family(
     "triton_small_m",
@@ -127,6 +227,7 @@ TRITON_SMALL_M = Family(
         "pair": f"{_SMALL}.pair:linear_small_pair",
         "swiglu": f"{_SMALL}.pair:linear_small_swiglu",
     },
+    _triton_small_m,
 )
 SM90_W4A16_GEMM = Family(
     "sm90_w4a16_gemm",
@@ -140,12 +241,14 @@ SM90_W4A16_GEMM = Family(
         "linear": f"{_GEMM}.host:sm90_w4a16_gemm",
         "experts": f"{_GEMM}.experts:sm90_w4a16_gemm_of_experts",
     },
+    _sm90_w4a16_gemm,
 )
 SM90_INTN_SMALL_M = Family(
     "sm90_intn_small_m",
     "rows up to 96 by packed integers of 2, 3, 5 or 6 bits, up to 32 where the weight has fewer than 8192 rows",
     "fast/kernels/sm90_intn_small_m",
     (Takes(PLAIN, rows=128, sm90=True, filled=False),),
+    chosen=_sm90_intn_small_m,
 )
 TRITON_GEMV_W4A16 = Family(
     "triton_gemv_w4a16", "one row by packed 4-bit integers that are not preshuffled", "fast/kernels/triton_gemv",
@@ -171,26 +274,27 @@ TRITON_GEMV_W8A8 = Family(
 SM90_S8_GEMM = Family(
     "sm90_s8_gemm", "256 rows and more of int8 by int8, where tiles fill seven of ten multiprocessors",
     "fast/kernels/sm90_s8_gemm", (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(8, 16), sm90=True, zero=False),),
-    {"linear": "fast.kernels.sm90_s8_gemm.host:linear_of_codes"},
+    {"linear": "fast.kernels.sm90_s8_gemm.host:linear_of_codes"}, _sm90_s8_gemm,
 )  # fmt: skip
 TRITON_INT_SCALED_MM = Family(
     "triton_int_scaled_mm", "2 rows and more of int8 by int8, zero points too", "fast/kernels/triton_scaled_mm",
     (Takes(CODES, ("int8",), inputs=FLOATS, multiples=(1, 16)),),
-    {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"},
+    {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"}, _triton_scaled_mm,
 )  # fmt: skip
 TRITON_SCALED_MM = Family(
     "triton_scaled_mm", "rows of float8 by float8 that torch leaves most multiprocessors idle for",
     "fast/kernels/triton_scaled_mm",
     (Takes(CODES, ("float8_e4m3fn", "float8_e5m2"), inputs=FLOATS, multiples=(1, 16), zero=False),),
-    {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"},
+    {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"}, _triton_scaled_mm,
 )  # fmt: skip
 SM90_SPARSE24_W4A16_GEMV = Family(
     "sm90_sparse24_w4a16_gemv", "up to 24 rows at once, 64 in chunks of 16, by int4 in 2:4 storage",
     "fast/kernels/sm90_sparse24_w4a16_gemv", (Takes(SPARSE_INT4, rows=64, multiples=(1, 256), sm90=True, products=2),),
+    chosen=_sm90_sparse24_w4a16_gemv,
 )  # fmt: skip
 TRITON_SPARSE24_SMALL_M = Family(
     "triton_sparse24_small_m", "up to 64 rows by int4 in 2:4 storage that the other does not divide, and on other GPUs",
-    "fast/kernels/triton_sparse24_small_m", (Takes(SPARSE_INT4, rows=64),),
+    "fast/kernels/triton_sparse24_small_m", (Takes(SPARSE_INT4, rows=64),), chosen=_triton_sparse24_small_m,
 )  # fmt: skip
 TORCH_SCALED_MM = Family("torch_scaled_mm", "other rows of float8 codes: `torch._scaled_mm`")
 TORCH_INT_MM = Family("torch_int_mm", "int8 codes on GPUs before Hopper: `torch._int_mm`")

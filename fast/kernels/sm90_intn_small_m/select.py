@@ -1,5 +1,5 @@
 """Which tiles of `sm90_intn_small_m` a product gets: the shortest time by what a multiprocessor takes, fitted to measured
-times (`reports/data/linear_bits_tiles.json`)."""
+times (`reports/gpu/family_times.csv`)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def rows_at_once(count: int, experts: int) -> int:
 
 
 def tile_of(rows: int, columns: int, element: str, count: int, experts: int) -> Tile:
-    """The tile of a program, a rule of what was fastest (`reports/data/grouped_linear_small_tiles.json`).
+    """The tile of a program, a rule of what was fastest (`reports/gpu/family_times.csv`).
 
     rows, columns: of an expert's arranged weight; count: rows of X.
     """

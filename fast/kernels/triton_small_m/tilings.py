@@ -8,7 +8,7 @@ What limits a product of few rows:
   parts of K are written and read as float32, and a second kernel adds them.
 * instructions: decoding, once for each tile of X's rows.
 
-`tiling_of` is a rule of what was fastest (`reports/data/linear_small_tiles.json`, to which the tests hold it; 4-bit codes in
+`tiling_of` is a rule of what was fastest (`reports/gpu/family_times.csv`, to which the tests hold it; 4-bit codes in
 groups of 128, 8-bit codes by rows): 128 rows of the weight by 128 columns a step, K in parts until each multiprocessor has two
 programs, or one where 8-bit codes meet more than 8 rows. Tiles of 8 rows of X are never taken. `estimate` is
 the sum above in microseconds; it puts the other candidates, which `tests/gpu/validate.py` times, in an order.

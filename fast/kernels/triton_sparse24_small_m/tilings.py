@@ -19,7 +19,7 @@ which is half of the time of 16 rows by a large weight (times: reports/LOG.md). 
 * one row and two row tiles in a program, and two rows where arranging does not pay: a read of the weight is of two turns
   (`weight_reads`), which was slower with other tiles and with more rows.
 
-`reports/data/linear_sparse_int4_rows.json` has the times for the last two, of up to 16 rows and groups of
+`reports/gpu/family_times.csv` has the times for the last two, of up to 16 rows and groups of
 128; what has none is read in place, one turn at a time.
 """
 

@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
+from fast.launch import nvrtc
+from tests.fast.kernels.sm90.products import require_nvrtc
+
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?PT?\w*)\s+)?([^;]*?)\s*;")
 LABEL = re.compile(r"^(\.L\w+):")
 PRODUCT = re.compile(
@@ -29,6 +32,8 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 TARGET = re.compile(r"`\((\.L\w+)\)")
 REGISTER = re.compile(r"(?<!\w)R(\d+)(?!\w)")
 
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 #: Groups of products that are not waited for, the last one open: of each product, the registers of its sums and its metadata.
 Pending = tuple[tuple[frozenset[int], ...], ...]
 
@@ -147,4 +152,19 @@ def _next(code: Code, at: int) -> list[int]:
     return [at + 1]
 
 
-__all__ = ["Code", "disassembled", "named", "read", "uses_in_flight"]
+def compiled(kernel, variant, problem):
+    """(cubin, the assembler's report) of a variant."""
+    require_nvrtc()
+    source, headers, options = kernel.sources(variant, problem)
+    return nvrtc.compile_source(source, headers, (*options, "--ptxas-options=-v"), name=kernel.name)
+
+
+def complaints(log, threads):
+    """What of a report makes a kernel slow or impossible."""
+    spilled = [found.group() for found in SPILLS.finditer(log) if any(map(int, found.groups()))]
+    registers = int(REGISTERS.search(log)[1])
+    crowded = [] if registers * threads <= 65536 else [f"{registers} registers of {threads} threads"]
+    return spilled + crowded + [line for line in log.splitlines() if "(C75" in line or "warning" in line]
+
+
+__all__ = ["Code", "compiled", "complaints", "disassembled", "named", "read", "uses_in_flight"]

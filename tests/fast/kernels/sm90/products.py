@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+import reference
+from fast.gemm import families
+from fast.gemm.problem import CODES, PLAIN, SPARSE_INT4
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_s8_gemm import host as s8
 from fast.kernels.sm90_s8_gemm.variants import Problem
@@ -22,8 +25,11 @@ from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.kernels.triton_sparse24_small_m import host as sparse_linear
 from fast.launch import nvrtc
 from fast.matmul.preshuffled import layout
-from reference import Quantized
+from reference import Quantized, Scheme
+from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.stand_in import StandIn
+from tests.gpu.sparsity.cases import as_tensors, exact_case, zero_points
+from tests.support.linear_cases import exact_inputs, exact_result, exact_weight
 
 
 def require_nvrtc() -> None:
@@ -139,9 +145,36 @@ def _served() -> Any:
     return mock.patch.object(sparse24_gemv, "is_served", return_value=True)
 
 
+def multiplied(
+    name: str, scheme: Scheme, p: families.Problem, variant: Any, **device: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of a family by a variant, and what it is: operands are exact, see `tests.support.linear_cases`."""
+    (n, k), count = p.shape, int(p.rows)
+    bias, group = (torch.arange(n) % 7 - 3).to(p.inputs), p.group
+    if p.layout == SPARSE_INT4:
+        operands = as_tensors(exact_case(count, n, k, group, families._name(p.inputs), "float32", 1))
+        zero = torch.from_numpy(zero_points(operands, 1)) if p.zero else None
+        dense = sparse_int4_weight(*operands[1:4], zero)
+        got = sparse24_w4a16_gemv(*operands, variant=variant, zero=zero, **device)
+        return got, exact_result(operands.x, dense, operands.bias)
+    w, x = exact_weight(scheme, n, k), exact_inputs(count, k, p.inputs)
+    if p.layout == CODES:
+        codes = exact_weight(scheme, count, k, seed=3)
+        got = s8_gemm(variant, p.element, p.inputs, codes, w, bias, **device)
+        return got, reference.linear(
+            codes, w, bias, accumulation="blocked", block=k, out_dtype=families._name(p.inputs)
+        )
+    if p.layout == PLAIN:
+        return intn_small_m(x, w, bias, variant, **device), exact_result(x, w, bias)
+    if name == "sm90_w4a16_gemv":
+        return w4a16_gemv(x, arranged(w), bias, variant=variant, **device), exact_result(x, w, bias)
+    return w4a16_gemm(x, arranged(w), bias, variant, **device), exact_result(x, w, bias)
+
+
 __all__ = [
     "arranged",
     "intn_small_m",
+    "multiplied",
     "require_nvrtc",
     "s8_gemm",
     "sparse24_gemm",

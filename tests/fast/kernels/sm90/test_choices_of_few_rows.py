@@ -1,10 +1,8 @@
 """Which variants products of few rows get (`sm90_w4a16_gemv`, `sm90_intn_small_m`, `sm90_sparse24_w4a16_gemv`): what was
 measured to be the quickest, models against times, and that programs fit a multiprocessor."""
 
-import json
 import math
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 
@@ -22,6 +20,7 @@ from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO, rows_of_t
 from fast.kernels.sm90_w4a16_gemv.select import choose, gains
 from fast.kernels.sm90_w4a16_gemv.variants import Direct, Form, Variant
 from fast.launch.hopper import SHARED, SYSTEM
+from tests.support.family_times import measured
 
 # Preshuffled weights
 
@@ -130,52 +129,24 @@ def test_what_goes_straight_from_memory():
 
 # Packed integers
 
-TIMES = Path(__file__).resolve().parents[4] / "reports/data/linear_bits_tiles.json"
 INT3 = IntnForm(3, 32, False, True, False)
-#: How much slower the rule's variant is than the quickest, and at most where it is slower yet: zero points, which the rates are
-#: not fitted to, and a shape whose quickest tile is none of the rule's.
-LOSS = 0.035
-LOSSES = {((14336, 4096), "int3_g32_asymmetric", 128): 0.11, ((4096, 14336), "int2_g32", 16): 0.075}
-
-
-def measured():
-    """Microseconds on an H200 of variants, by shape, scheme and rows of x."""
-    for row in json.loads(TIMES.read_text())["times"]:
-        times = {IntnVariant(*map(int, name.split(","))): us for name, us in row["us"].items()}
-        yield (tuple(row["shape"]), row["scheme"], row["rows"]), times
-
-
-MEASURED = dict(measured())
 
 
 def form_named(scheme, length):
     return form_of(named(scheme), (16, length), 1, True)
 
 
-def loss(problem):
-    """How much slower the rule's variant is than the quickest of those that were timed; it is among those."""
-    shape, scheme, count = problem
-    times = MEASURED[problem]
-    return times[intn.choose(form_named(scheme, shape[1]), count, *shape)] / min(times.values()) - 1
-
-
-def test_the_rule_is_among_the_quickest():
-    losses = {problem: loss(problem) for problem in MEASURED}
-    assert len(losses) == 112
-    assert {at: each for at, each in losses.items() if each > LOSSES.get(at, LOSS)} == {}
-    assert sum(losses.values()) / len(losses) < 0.005
-
-
 def test_the_model_tells_times():
     """Those of chosen variants within 11 percent, in groups of 32 without zero points; in the mean within 2."""
     errors = {}
-    for (shape, scheme, count), times in MEASURED.items():
+    for (scheme, *shape, rows, _), times in measured("sm90_intn_small_m").items():
         if not scheme.endswith("_g32"):
             continue
-        form = form_named(scheme, shape[1])
+        form, count = form_named(scheme, shape[1]), int(rows)
         one = intn.choose(form, count, *shape)
         rates = next(rates for tile, rates in tiles_of(count) if is_tile(one, tile))
-        errors[shape, scheme, count] = cost(one, rates, form, count, *shape) / 1e3 / times[one] - 1
+        us = times[",".join(map(str, one))]
+        errors[scheme, *shape, count] = cost(one, rates, form, count, *shape) / 1e3 / us - 1
     assert {at: each for at, each in errors.items() if abs(each) > 0.11} == {}
     assert math.fsum(map(abs, errors.values())) / len(errors) < 0.02
 

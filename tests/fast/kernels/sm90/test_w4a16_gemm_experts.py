@@ -1,15 +1,11 @@
 """Rows sorted by expert in the emulator, bit for bit: whose weight a row has, and where its tiles end; the rule of variants."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.sm90_w4a16_gemm.experts import (
     candidates,
-    choose,
     divisions,
     longest,
     most_tiles,
@@ -23,8 +19,8 @@ from tests.emulator.faults import assert_seen, at_night, every_second
 from tests.fast.kernels.sm90.products import require_nvrtc, w4a16_gemm_of_experts
 from tests.fast.kernels.sm90.test_w4a16_gemm import expected, stored
 from tests.gpu.linear.weights import decoded
+from tests.support.family_times import measured
 
-TIMES = Path(__file__).resolve().parents[4] / "reports/data/mixed_mm_experts.json"
 BF16, F16 = torch.bfloat16, torch.float16
 PLAIN, TWO_SIZES = Variant(32, 1, 1, 3, grouped=True), Variant(48, 1, 1, 3, 16, grouped=True)
 #: Variant; scheme; rows of each expert; features and columns; dtype of x.
@@ -122,47 +118,24 @@ def test_most_tiles_hold_all_rows():
         assert sum(-(-rows // 64) for rows in counts) * 2 <= most_tiles(one, sum(counts), 3, 256)
 
 
-MEASURED = json.loads(TIMES.read_text())["rows"]
-
-
-def losses(pick):
-    """How much slower the picked variants are than the quickest of those that were timed."""
-    for row in MEASURED:
-        weight = decoded(row["scheme"])
-        every = [*candidates(weight)]
-        times = [row["times"][one.name] for one in every]
-        yield row["times"][pick(row, weight, every).name] / min(times)
-
-
-def by_rule(row, weight, every):
-    return choose(-(-sum(row["rows"]) // len(row["rows"])), len(row["rows"]), *row["shape"], weight)
-
-
-def by_rows(row, weight, every):
-    """As the rule would, if it knew the rows of each expert, which only the device does."""
-    features, length = row["shape"]
-
-    def taken(one):
-        whole, small = (nanoseconds(rows, length, weight) for rows in (one.tokens, one.small or one.tokens))
-        tiles = tiles_of(one, row["rows"], len(row["rows"]))
-        return longest(*(-(-features // 128) * count for count in tiles), whole, small, 132)
-
-    return min(every, key=taken)
-
-
 def test_the_model_finds_what_was_quickest():
-    """Times of an H200, 8 experts whose rows are within a tenth of each other."""
-    found = [*losses(by_rows)]
-    assert len(found) == 96
-    assert max(found) <= 1.05
-    assert sum(found) / len(found) <= 1.01
+    """Had it the rows of each expert, which only the device knows, and which are within a tenth of each other."""
+    losses = []
+    for (scheme, features, length, rows, count), times in measured("sm90_w4a16_gemm").items():
+        weight, every = decoded(scheme), [int(each) for each in rows.split()]
 
+        def taken(one, length=length, features=features, weight=weight, every=every, count=count):
+            whole, small = (
+                nanoseconds(each, length, weight) for each in (one.tokens, one.small or one.tokens)
+            )
+            tiles = tiles_of(one, every, count)
+            return longest(*(-(-features // 128) * number for number in tiles), whole, small, 132)
 
-def test_the_rule_loses_little_where_experts_have_as_many_rows():
-    """It expects some to have twice as many as others, so where all have two whole tiles it takes larger small ones."""
-    found = [*losses(by_rule)]
-    assert max(found) <= 1.1
-    assert sum(found) / len(found) <= 1.02
+        variants = [*candidates(weight)]
+        losses.append(times[min(variants, key=taken).name] / min(times[one.name] for one in variants))
+    assert len(losses) == 96
+    assert max(losses) <= 1.05
+    assert sum(losses) / len(losses) <= 1.01
 
 
 def in_turn(many, few, whole, small, programs):

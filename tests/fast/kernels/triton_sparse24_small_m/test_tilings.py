@@ -1,11 +1,8 @@
 """The rule of choice of `linear_sparse_int4` against times: of an H100 for inputs in place, and of an H200 for all that
 the rule chooses among (`tests/gpu/validate.py triton_mma_sparse_small_m --part times`)."""
 
-import json
 import platform
-from collections import defaultdict
-from dataclasses import astuple, fields
-from pathlib import Path
+from dataclasses import astuple
 
 import pytest
 
@@ -21,46 +18,30 @@ from fast.kernels.triton_sparse24_small_m.tilings import (
     widened,
 )
 from fast.kernels.triton_sparse24_small_m.weight_reads import TURN
+from tests.support.family_times import measured
 
-ROOT = Path(__file__).resolve().parents[4]
 GROUP = 128
 #: How far from the quickest of the tiles that were tried.
 MARGIN = 1.05
 
 
-def measured(name):
-    """Microseconds by shape and rows of inputs, then by the numbers of tiles; those of before had fewer."""
-    found = defaultdict(dict)
-    for row in json.loads((ROOT / f"reports/data/linear_sparse_int4_{name}.json").read_text())["times"]:
-        name = row["name"].removesuffix(" (chosen)")
-        numbers = [*map(int, name.split(",")), 0, 0][: len(fields(Tiling))]
-        found[*row["shape"], row["rows"]][tuple(numbers)] = row["us"]
-    return dict(found)
-
-
-IN_PLACE, ALL = measured("tiles"), measured("rows")
+IN_PLACE = measured("triton_sparse24_small_m", "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize("problem", IN_PLACE, ids=str)
 def test_the_choice_is_among_the_quickest(problem):
-    rows, length, count = problem
-    one, times = in_place(rows, length, GROUP, count), IN_PLACE[problem]
-    assert times[tuple(map(int, astuple(one)))] <= MARGIN * min(times.values())
-
-
-@pytest.mark.parametrize("problem", ALL, ids=str)
-def test_the_rule_takes_the_quickest_of_in_place_arranged_and_wide(problem):
-    rows, length, count = problem
-    one, times = tiling_of(rows, length, GROUP, count), ALL[problem]
-    assert times[tuple(map(int, astuple(one)))] == min(times.values())
+    _, rows, length, count, _ = problem
+    one, times = in_place(rows, length, GROUP, int(count)), IN_PLACE[problem]
+    assert times[",".join(str(int(field)) for field in astuple(one))] <= MARGIN * min(times.values())
 
 
 def test_what_was_not_timed_is_read_in_place():
     """Small groups, and more rows."""
     for given in ((14336, 4096, 64, 1), (14336, 4096, 32, 8), (14336, 4096, 128, 17)):
         assert tiling_of(*given) == in_place(*given)
-    assert len(ALL) == 20
-    assert {count for _, _, count in ALL} == {1, 2, 4, 8, 16}
+    timed = measured("triton_sparse24_small_m")
+    assert len(timed) == 20
+    assert {rows for _, _, _, rows, _ in timed} == {"1", "2", "4", "8", "16"}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 8, 16, 17, 32, 64])

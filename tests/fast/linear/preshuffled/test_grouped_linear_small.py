@@ -3,11 +3,9 @@
 Bits are compared in Triton's interpreter (`programs/products/linear_small.py`, through `test_linear_small.test_bits`).
 """
 
-import json
 import platform
 import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,29 +57,6 @@ def test_the_kernel_compiles_as_that_of_one_weight(element, group, count, dtype,
     assert all(list(paired(machine)))
     assert set(WGMMA.findall(machine.ptx)) == {"{"}
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", machine.ptx)) == {"0"}
-
-
-def measured():
-    """Microseconds on an H200 by scheme, shape, rows and experts, then by rows at once and tile."""
-    path = Path(__file__).resolve().parents[4] / "reports/data/grouped_linear_small_tiles.json"
-    for row in json.loads(path.read_text())["times"]:
-        times = {tuple(map(int, name.split(","))): us for name, us in row["us"].items() if name != "bf16"}
-        yield (row["scheme"], *row["shape"], row["rows"], row["experts"]), times, row["us"]["bf16"]
-
-
-def test_the_rule_is_among_the_quickest():
-    """Of the tiles that were timed, and quicker than torch's product of bfloat16 weights."""
-    losses = {}
-    for problem, times, bf16 in measured():
-        name, *lengths, count, each = problem
-        element = {"int4_g128": "int4", "int8_rowwise": "int8", "fp8_rowwise": "e4m3"}[name]
-        tile = grouped.tile_of(*lengths, element, count, each)
-        us = times[(grouped.rows_at_once(count, each), *tile)]
-        losses[problem] = us / min(times.values()) - 1
-        assert bf16 / us > 1.3
-    assert len(losses) == 24
-    assert {problem: loss for problem, loss in losses.items() if loss > 0.027} == {}
-    assert sum(losses.values()) / len(losses) < 0.005
 
 
 @pytest.mark.parametrize(
