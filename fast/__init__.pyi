@@ -1,6 +1,8 @@
 """The public names of fast and the modules that define them, for type checkers and for `fast.__getattr__`."""
 
 from fast.calibration.hqq import hqq as hqq
+from fast.calibration.kv import kv_scales as kv_scales
+from fast.calibration.low_rank import low_rank_residual as low_rank_residual
 from fast.calibration.rotation import fold_gain as fold_gain
 from fast.calibration.rotation import rotate as rotate
 from fast.calibration.signround import signround_codes as signround_codes

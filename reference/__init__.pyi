@@ -14,6 +14,10 @@ from reference.calibration.hessian import TriangularFactor as TriangularFactor
 from reference.calibration.hessian import second_moment as second_moment
 from reference.calibration.hessian import triangular_factor as triangular_factor
 from reference.calibration.hqq import hqq as hqq
+from reference.calibration.kv import KVScales as KVScales
+from reference.calibration.kv import kv_scales as kv_scales
+from reference.calibration.low_rank import LowRank as LowRank
+from reference.calibration.low_rank import low_rank_residual as low_rank_residual
 from reference.calibration.rotation import fold_gain as fold_gain
 from reference.calibration.rotation import rotate as rotate
 from reference.calibration.search import search_scales as search_scales
