@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fast.launch import cache
+from fast import dispatch
 from fast.launch.program import ABSENT, BIAS, Program, Steps, X
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear import LINEAR
@@ -29,7 +29,7 @@ def prepared_linear(
     """`fast.linear(x, w, bias)` of a matrix x, its result in a shape of as many elements; None where the cache has no call like
     it, which it has after the first."""
     operands = (x, w.codes, w.scale, w.outer, w.zero, bias)
-    call = cache.find(cache.key_of(LINEAR.name, w.scheme, cache.settings(w), operands))
+    call = dispatch.find(dispatch.key_of(LINEAR.name, w.scheme, dispatch.settings(w), operands))
     steps = Steps(*operands[1:5])
     result = steps.add(call, (X, *map(steps.place, operands[1:5]), ABSENT if bias is None else BIAS))
     return _program(steps, result, shape, x.device)
@@ -50,7 +50,7 @@ def prepared_linear_small(
     call = None if scheme is None else _dynamic_call(operands, w, scheme)
     if call is None:
         inputs = X if scheme is None else steps.add(_rounding_call(x, scheme), (X,))
-        call = cache.find(cache.key_of(LINEAR_SMALL.name, w.scheme, values, operands))
+        call = dispatch.find(dispatch.key_of(LINEAR_SMALL.name, w.scheme, values, operands))
     if not isinstance(inputs, int):
         return None
     result = steps.add(call, (inputs, *map(steps.place, operands[1:4]), ABSENT if bias is None else BIAS))
@@ -60,7 +60,7 @@ def prepared_linear_small(
 def _dynamic_call(operands: tuple[Any, ...], w: Quantized, scheme: Scheme) -> Any:
     """Of the cache: what quantizes few rows and multiplies them."""
     values = (tuple(w.shape), scheme.key)
-    return cache.find(cache.key_of(LINEAR_SMALL_DYNAMIC.name, w.scheme, values, operands))
+    return dispatch.find(dispatch.key_of(LINEAR_SMALL_DYNAMIC.name, w.scheme, values, operands))
 
 
 def _rounding_call(x: torch.Tensor, scheme: Scheme) -> Any:
@@ -70,7 +70,7 @@ def _rounding_call(x: torch.Tensor, scheme: Scheme) -> Any:
     if kind == CODES and x.shape[0] <= MOST_ROWS:
         return None
     record = scheme if kind is None else inputs_record(scheme.key)
-    return cache.find(cache.key_of(FAKE_QUANTIZE.name, record, (-1,), operands_of(x, None, None)))
+    return dispatch.find(dispatch.key_of(FAKE_QUANTIZE.name, record, (-1,), operands_of(x, None, None)))
 
 
 def prepared_linear_of_codes(
@@ -86,20 +86,20 @@ def prepared_linear_of_codes(
     both in one program."""
     if by_rows and scales is not None:
         given: tuple[Any, ...] = (x, scales.scale, scales.zero)
-        key = cache.key_of(QUANTIZE_ROWS.name, scheme, (), given)
+        key = dispatch.key_of(QUANTIZE_ROWS.name, scheme, (), given)
         q = quantize_rows(x, scheme, scales)
     else:
         given = operands_of(x, scales, None)
-        key = cache.key_of(QUANTIZE.name, scheme, (-1, False, False), given)
+        key = dispatch.key_of(QUANTIZE.name, scheme, (-1, False, False), given)
         q = quantize(x, scheme, scales=scales)
     parts = (w.codes, w.scale)
     steps = Steps(*given[1:], *parts)
-    codes = steps.add(cache.find(key), (X, *map(steps.place, given[1:])))
+    codes = steps.add(dispatch.find(key), (X, *map(steps.place, given[1:])))
     if not isinstance(codes, Quantized) or q.outer is not None or w.outer is not None or w.zero is not None:
         return None
-    values = (x.dtype, w.scheme.key, False, False, *cache.settings(q), *cache.settings(w))
-    call = cache.find(
-        cache.key_of(LINEAR_OF_CODES.name, q.scheme, values, (q.codes, q.scale, q.zero, *parts, bias))
+    values = (x.dtype, w.scheme.key, False, False, *dispatch.settings(q), *dispatch.settings(w))
+    call = dispatch.find(
+        dispatch.key_of(LINEAR_OF_CODES.name, q.scheme, values, (q.codes, q.scale, q.zero, *parts, bias))
     )
     made = (ABSENT if part is None else part for part in (codes.codes, codes.scale, codes.zero))
     result = steps.add(call, (*made, *map(steps.place, parts), ABSENT if bias is None else BIAS))
@@ -113,7 +113,7 @@ def prepared_codes(
     (True), its scales. None as above, and for more than codes and a scale."""
     given = operands_of(x, scales, None)
     steps = Steps(*given[1:])
-    call = cache.find(cache.key_of(QUANTIZE.name, scheme, (-1, False, False), given))
+    call = dispatch.find(dispatch.key_of(QUANTIZE.name, scheme, (-1, False, False), given))
     made = steps.add(call, (X, *map(steps.place, given[1:])))
     if not isinstance(made, Quantized) or made.outer is not None or made.zero is not None:
         return None

@@ -1,6 +1,6 @@
 """The public names of reference and the modules that define them, for type checkers and for `reference.__getattr__`."""
 
-from reference.arrays.jax_bridge import register_jax as register_jax
+from reference.arrays.bridges import register_jax as register_jax
 from reference.calibration.allocate import Allocation as Allocation
 from reference.calibration.allocate import Frontier as Frontier
 from reference.calibration.allocate import allocate as allocate
@@ -32,9 +32,9 @@ from reference.calibration.smoothing import awq_factors as awq_factors
 from reference.calibration.smoothing import smoothing_factors as smoothing_factors
 from reference.formats.encode import decode as decode
 from reference.formats.encode import encode as encode
+from reference.formats.encode import random_bits as random_bits
 from reference.formats.formats import FORMATS as FORMATS
 from reference.formats.formats import Format as Format
-from reference.formats.rounding import random_bits as random_bits
 from reference.formats.storage import pack as pack
 from reference.formats.storage import packed_shape as packed_shape
 from reference.formats.storage import unpack as unpack
@@ -66,6 +66,7 @@ from reference.sparsity.activation import squared_relu_24 as squared_relu_24
 from reference.sparsity.compress import Compressed as Compressed
 from reference.sparsity.compress import compress as compress
 from reference.sparsity.compress import decompress as decompress
+from reference.sparsity.compress import quantize_compressed as quantize_compressed
 from reference.sparsity.layouts import METADATA_LAYOUTS as METADATA_LAYOUTS
 from reference.sparsity.layouts import MetadataLayout as MetadataLayout
 from reference.sparsity.layouts import arrange_metadata as arrange_metadata
@@ -81,7 +82,6 @@ from reference.sparsity.prune import sr_ste_gradient as sr_ste_gradient
 from reference.sparsity.prune import wanda_scores as wanda_scores
 from reference.sparsity.sparsegpt import SparseGPTResult as SparseGPTResult
 from reference.sparsity.sparsegpt import sparsegpt as sparsegpt
-from reference.sparsity.stored_codes import quantize_compressed as quantize_compressed
 from reference.sparsity.transposable import compress_transposable as compress_transposable
 from reference.sparsity.transposable import prune_transposable as prune_transposable
 from reference.training.grouped import grouped_linear as grouped_linear

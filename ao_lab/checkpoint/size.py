@@ -21,7 +21,7 @@ from ao_lab.quantization.plan import Change, planned
 from ao_lab.tensor.metadata import SPARSE, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import check_model, quantizable_parameters
-from ao_lab.transforms.select import Filter
+from ao_lab.transforms.plan import Filter
 from reference import Scheme
 from reference.arrays.errors import choice
 from reference.schemes.schemes import scheme_of

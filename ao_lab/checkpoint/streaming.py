@@ -36,8 +36,7 @@ from ao_lab.install.extras import needed
 from ao_lab.quantization.api import StreamedWeights, keep_report, quantize_, required_observers
 from ao_lab.quantization.plan import planned
 from ao_lab.quantization.report import explain
-from ao_lab.transforms.plan import Device, Progress
-from ao_lab.transforms.select import Filter
+from ao_lab.transforms.plan import Device, Filter, Progress
 
 
 def quantize_pretrained(

@@ -30,8 +30,7 @@ from ao_lab.cli.terminal import (
     print_table,
     track_progress,
 )
-from ao_lab.gemm.choices import device_name, path_of
-from ao_lab.gemm.problem import Choice, Problem
+from ao_lab.gemm.choices import Choice, Problem, device_name, path_of
 from ao_lab.quantization.report import explain
 from ao_lab.training.api import convert_for_training_
 from ao_lab.training.products import has_fp8

@@ -7,7 +7,7 @@ of torchao changes the import.
 The bits are those of the default schemes (`reference.schemes.schemes`): correctly rounded scales, no clipping of the largest
 value, and finite input never becomes NaN. Torchao's own bits are records too: `ao_lab.as_torchao(config)` is the configuration
 in them. Or give one as `scheme=`, for instance `Int8WeightOnlyConfig(scheme="torchao.int8_rowwise")`, and
-`activation_scheme=` for the input; `reference.schemes.torchao` says which record is which class's.
+`activation_scheme=` for the input; `reference.schemes.conventions` says which record is which class's.
 
 Five keyword parameters are in every class: `scheme`, `activation_scheme` (names or records that replace the class's own),
 `kernel` ("auto", or one of `ao_lab.config.recipe.KERNELS`, or of its `SPARSE_KERNELS` beside `sparsity`), and `axis`, along

@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from reference.arrays.errors import choice
-from reference.schemes.default_schemes import stretched_scheme
-from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of
-from reference.schemes.torchao import torchao_integer
-from reference.sparsity.stored_codes import unsupported_reason
+from reference.schemes.conventions import torchao_integer
+from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
+from reference.sparsity.compress import unsupported_reason
 
 #: What `Recipe.kernel` may say; `ao_lab.gemm.select` has the functions.
 KERNELS = ("auto", "int8", "scaled_mm", "fused", "dequantize", "reference")
@@ -157,7 +156,7 @@ def block_name(block: Block) -> str:
 def named(scheme: str | Scheme | None) -> Scheme | None:
     """The record of a name, also of integers and stretched levels in blocks that no record has yet; records and None pass.
 
-    Torchao's integers are made by `reference.schemes.torchao.torchao_integer`: `torchao.intx3_g64_asymmetric`.
+    Torchao's integers are made by `reference.schemes.conventions.torchao_integer`: `torchao.intx3_g64_asymmetric`.
     """
     new = isinstance(scheme, str) and scheme not in SCHEMES
     if new and str(scheme).endswith(CAST) and (base := named(str(scheme).removesuffix(CAST))) is not None:

@@ -2,7 +2,7 @@
 
 A configuration of ao_lab means the default schemes. Torchao's public classes compute otherwise: symmetric integers clip the
 largest positive value, `Int8Tensor` has a smallest scale, `IntxUnpackedToInt8Tensor` computes in the weight's dtype, float8
-scales are rounded to it. Which record of `reference.schemes.torchao` each class means is the table here.
+scales are rounded to it. Which record of `reference.schemes.conventions` each class means is the table here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from ao_lab.config.granularity import MappingType, PerRow, PerTensor, block_of
 from ao_lab.config.recipe import block_name, named
 from reference import SCHEMES, Scheme
 from reference.arrays.errors import choice
-from reference.schemes.default_schemes import mx_name
-from reference.schemes.schemes import Block
-from reference.schemes.torchao import integer_record
+from reference.schemes.conventions import integer_record
+from reference.schemes.schemes import Block, mx_name
 
 #: The records of weight and input, by name where torchao has only those that are named; None: inputs are not quantized.
 Records = tuple[str | Scheme, str | Scheme | None]

@@ -19,8 +19,15 @@ import torch
 from torch import nn
 
 import fast
-from ao_lab.gemm.dense import capability, cpu_scales_rows, dequantized, is_host, is_unbacked, loses_nan
-from ao_lab.gemm.fused import STORED
+from ao_lab.gemm.dense import (
+    STORED,
+    capability,
+    cpu_scales_rows,
+    dequantized,
+    is_host,
+    is_unbacked,
+    loses_nan,
+)
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.cpu.linear import integer_sums
 from fast.device import OLDEST

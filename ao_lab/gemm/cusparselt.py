@@ -44,11 +44,10 @@ from typing import Any, NamedTuple
 import torch
 
 import fast
-from ao_lab.gemm.choices import path_of
+from ao_lab.gemm.choices import path_of, rows_range
 from ao_lab.gemm.codes import quantized_input
 from ao_lab.gemm.dense import dequantized
 from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.problem import rows_range
 from ao_lab.gemm.select import Kernel
 from ao_lab.gemm.sparse import device_reason, enter, kept, kind_of, shape_reason, traceable
 from fast.matmul.weights import one_scale

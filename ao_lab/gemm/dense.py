@@ -1,4 +1,11 @@
-"""Products with the dequantized weight, "dequantize" and "reference": they take every recipe; what is asked of devices."""
+"""Products of values: "dequantize" and "reference", with the dequantized weight, which take every recipe, and "fused"; what is
+asked of devices.
+
+"fused" decodes a weight's codes on the way to the products, on CPUs and on GPUs that its kernels are for. Inputs are taken as
+they are; with a preshuffled weight, or a large one on a CPU, also in a scheme. Where 16-bit floats hold it exactly
+(`fast.matmul.preshuffled.dynamic`) a kernel in front of a GPU's product quantizes them; in others they go through their
+scheme and back in their own dtype, as `dequantize` has them, and are multiplied by the weight as it is stored.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
+from fast.cpu.linear import takes as takes_one_row
+from fast.cpu.linear import takes_rows
+from fast.device import OLDEST
+from fast.gemm.choose import rows_stored
+from fast.gemm.problem import of_stored
+from fast.matmul.cpu_ops import linear as cpu_linear
+from fast.matmul.preshuffled.dynamic import inputs_reason, linear_small_dynamic
+from fast.matmul.preshuffled.grouped import grouped_linear_small
+from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, MOST_ROWS, linear_small, rows_as_stored
 from reference.matmul.linear import transposed
 from reference.quantize.quantize import unpacked, with_plain_scales
 
@@ -70,6 +86,130 @@ def as_right_operand(w: QuantizedWeight) -> Any:
     return transposed(w.quantized) if w.meta.transposed else unpacked(with_plain_scales(w.quantized))
 
 
+# Kernel "fused": products that decode a weight's codes on the way, on CPUs and on GPUs that its kernels are for.
+
+
+#: Products that read the codes as they are stored read rows along which they sum.
+STORED = "the weight must be a matrix, stored as (out, in)"
+
+
+#: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.preshuffled`).
+PRESHUFFLED = "preshuffled"
+
+
+def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) times w (K, N) plus bias (N), in x's dtype."""
+    scheme = w.recipe.activation
+    if w.meta.layout == PRESHUFFLED:
+        if scheme is not None and inputs_reason(scheme) is None:
+            return linear_small_dynamic(x, scheme, w.stored, bias)
+        return linear_small(rounded(x, w), w.stored, bias)
+    if w.is_cuda:
+        return fast.linear(x, w.quantized, bias)
+    if _all_rows_on_cpu(w, x.dtype) or (isinstance(x.shape[0], int) and x.shape[0] == 1):
+        return cpu_linear(rounded(x, w), w.quantized, bias)
+    return dequantized(x, w, bias)
+
+
+def fused_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not take a weight beside inputs of a dtype; None where it does."""
+    device = w.device.type
+    if device not in ("cpu", "cuda") or (device == "cuda" and capability(w.device.index or 0) < OLDEST):
+        found = "on " + device
+        if device == "cuda":
+            found = "of compute capability {}.{}".format(*capability(w.device.index or 0))
+        needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
+        return f"its kernels are for {needs}, this weight is {found}"
+    return weight_reason(w, dtype)
+
+
+def weight_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not take a weight beside inputs of a dtype, whatever the device; None where it does."""
+    reason = _dynamic_reason(w, dtype)
+    if reason is not None:
+        return reason
+    if w.meta.layout == PRESHUFFLED and len(w.shape) == 2:
+        return _preshuffled_reason(w, dtype)
+    if len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
+        return f"{STORED}, its scales plain"
+    return (
+        None
+        if most_fused_rows(w, dtype)
+        else f"its kernels do not read {w.scheme.name} in shape {tuple(w.shape)} for {dtype}"
+    )
+
+
+def _dynamic_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why it does not quantize a weight's inputs; None where it does, or they are not quantized."""
+    if w.recipe.activation is None or _all_rows_on_cpu(w, dtype):
+        return None
+    if w.meta.layout != PRESHUFFLED or len(w.shape) != 2:
+        return "its inputs must not be quantized, but those of preshuffled matrices"
+    return None if w.input_scales is None else "scales of its inputs must not be given"
+
+
+def _preshuffled_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Other floats than 16-bit ones it takes as `dequantize` does: recipes that name it keep working."""
+    if not w.is_cuda:
+        return "preshuffled weights are multiplied on GPUs"
+    return None if dtype in (*INPUTS, torch.float32) else f"it does not write {dtype}"
+
+
+def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
+    """The most rows of inputs of a dtype that "fused" multiplies by a weight's codes; 0 for none."""
+    if w.meta.layout == PRESHUFFLED:
+        few = MOST_ROWS if dtype in INPUTS and w.is_cuda else 0
+        return max(few, rows_as_stored(w.stored, dtype)) if len(w.shape) == 2 else few
+    if w.is_cuda:
+        return rows_stored(of_stored(w.quantized, 1, dtype))
+    if _all_rows_on_cpu(w, dtype):
+        return ALL_ROWS
+    q = w.quantized
+    # A compiler's sizes become numbers here: which kernel there is depends on them.
+    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
+
+
+def _all_rows_on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether a CPU decodes a weight on the way to the products of any number of rows."""
+    if w.device.type != "cpu" or len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
+        return False
+    q = w.quantized
+    return q.axis == 1 and takes_rows(q.scheme, tuple(map(int, q.shape)), dtype)
+
+
+# Products of rows sorted by expert and experts' weights.
+
+
+def grouped_product(
+    x: torch.Tensor, w: QuantizedWeight, func: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch._grouped_mm (`func`) of tokens sorted by expert and the experts' weights (E, K, N).
+
+    args, kwargs: offsets, bias and dtype, as torch has them. Kernel "fused" where the weights are preshuffled on a GPU, inputs
+    have 16 bits and nothing but offsets is asked for; else "dequantize".
+    """
+    able = groups_reason(w, x.dtype) is None
+    if sums_along_blocks(w) and not able and w.recipe.kernel not in ("auto", "dequantize"):
+        raise ValueError(f"kernel {w.recipe.kernel!r} multiplies no groups; these do: dequantize")
+    given = {**dict(zip(("offs", "bias", "out_dtype"), args, strict=False)), **kwargs}
+    plain = given.get("bias") is None and given.get("out_dtype") in (None, x.dtype)
+    if able and plain and x.dim() == 2 and given.get("offs") is not None:
+        return grouped_linear_small(x, w.stored, given["offs"])
+    result: torch.Tensor = func(rounded(x, w), w.dequantize(x.dtype), *args, **kwargs)
+    return result
+
+
+def groups_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Why groups of rows of a dtype are not multiplied by weights (E, K, N) as these are stored; None where they are."""
+    if w.meta.layout != PRESHUFFLED or len(w.shape) != 3 or not w.meta.transposed:
+        return "the weights must be preshuffled, and stored as (experts, out, in)"
+    if w.recipe.activation is not None:
+        return "its inputs must not be quantized"
+    if not w.is_cuda or capability(w.device.index or 0) < OLDEST:
+        return "its kernel is for GPUs of compute capability {}.{} and later".format(*OLDEST)
+    return None if dtype in INPUTS else f"it does not read {dtype}"
+
+
 # What a product asks of the device that a weight is on, of torch there, and of sizes that a tracer leaves open.
 
 
@@ -106,15 +246,23 @@ def cpu_scales_rows() -> bool:
 
 
 __all__ = [
+    "PRESHUFFLED",
+    "STORED",
     "as_right_operand",
     "capability",
     "cpu_scales_rows",
     "dequantized",
+    "fused",
+    "fused_unsupported_reason",
+    "grouped_product",
+    "groups_reason",
     "is_host",
     "is_unbacked",
     "loses_nan",
+    "most_fused_rows",
     "nan_rows",
     "reference",
     "rounded",
     "sums_along_blocks",
+    "weight_reason",
 ]

@@ -44,11 +44,10 @@ from typing import Any
 
 import torch
 
-from ao_lab.gemm import codes, dense, fused
+from ao_lab.gemm import codes, dense
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
-from ao_lab.gemm.dense import cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
-from ao_lab.gemm.fused import PRESHUFFLED
+from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.operand import QuantizedWeight
 from fast.gemm import families
 from fast.gemm.choose import Range, by_rows, choose, codes_of_layer
@@ -155,7 +154,7 @@ def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
 PRODUCTS = {
     "int8": Kernel(codes.int8, codes.int8_unsupported_reason),
     "scaled_mm": Kernel(codes.scaled_mm, codes.scaled_mm_unsupported_reason),
-    "fused": Kernel(fused.fused, fused.unsupported_reason),
+    "fused": Kernel(dense.fused, dense.fused_unsupported_reason),
     "dequantize": Kernel(dequantized, _supports_all),
     "reference": Kernel(dense.reference, _supports_all),
 }

@@ -3,7 +3,7 @@
 Arguments are checked by the code of `reference`, in its order, so that errors agree. Calls with concrete arrays are compiled
 once for each combination of record, axis and shapes, checks included; later calls only look the program up (`run`).
 
-The keys of programs are those of `fast.launch.cache` with JAX arrays in them: class (a tracer's is another), shape
+The keys of programs are those of `fast.dispatch` with JAX arrays in them: class (a tracer's is another), shape
 and dtype, and where the first array lies. What is found is a program that takes and gives arrays alone; flattening a
 `Quantized` and making one again takes JAX longer than a small program runs. Programs check their arguments when they are
 traced, so a remembered call is a right one.
@@ -26,14 +26,12 @@ from typing import Any
 import jax
 
 import reference
-from fast.launch import cache
-from fast.launch.cache import scale_parts, settings
+from fast.dispatch import TENSORS, find, maker, remember, scale_parts, settings
 from reference import Quantized, Scales, Scheme
+from reference.arrays.bridges import over_mesh, register_flax_if_imported, register_jax
 from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.jax_bridge import over_mesh, register_flax_if_imported, register_jax
 from reference.arrays.namespace import FLOAT_DTYPES, float_input
-from reference.formats.encode import check_random_bits
-from reference.formats.rounding import check_mode
+from reference.formats.encode import check_mode, check_random_bits
 from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.quantize.fake_quantize import no_cotangent, scale_cotangents
@@ -340,7 +338,7 @@ class Operation:
 def dispatch(operation: Operation, arrays: Arrays, place: str) -> Arrays:
     """The operation where `place` (see `device.place_of`) says; concrete arrays run as one compiled program.
 
-    Explicit axes of a mesh are automatic inside (`reference.arrays.jax_bridge`).
+    Explicit axes of a mesh are automatic inside (`reference.arrays.bridges`).
     """
     return over_mesh(_dispatch, (operation, arrays, place), {})  # type: ignore[no-any-return]
 
@@ -516,7 +514,7 @@ def call(name: str, record: Any, values: tuple[Any, ...], *arrays: Any) -> tuple
     where = getattr(arrays[0], "sharding", None)
     named = record if record.__class__ is str else id(record)
     key = (name, named, values, *map(type, values), where, *map(_part, arrays))
-    found = cache.find(key)
+    found = find(key)
     return key, None if found is None else found(*arrays)
 
 
@@ -540,7 +538,7 @@ def run(
     def call(*arrays: Any) -> Any:
         return finish(program(*(array for array in arrays if array is not None)))
 
-    cache.remember(key, call, record)
+    remember(key, call, record)
     return finish(program(*leaves))
 
 
@@ -563,9 +561,9 @@ def _finishing(like: Any) -> Callable[[Sequence[Any]], Any]:
     """What makes a result like this one of its arrays."""
     if not isinstance(like, (Quantized, Scales)):
         return lambda made: made[0]
-    parts = [part for part in cache.TENSORS if getattr(like, part, None) is not None]
+    parts = [part for part in TENSORS if getattr(like, part, None) is not None]
     names: Any = dict(zip(parts, parts, strict=True))
-    return cache.maker(replace(like, **names), {part: at for at, part in enumerate(parts)})
+    return maker(replace(like, **names), {part: at for at, part in enumerate(parts)})
 
 
 register_jax()

@@ -35,9 +35,9 @@ import numpy as np
 from ao_lab.jax.functions import dequantize, quantize, require_array
 from ao_lab.jax.matmul import DTYPES, Factor, factor, product, transposed_factor
 from reference import Quantized
+from reference.arrays.bridges import automatic, explicit_mesh
 from reference.arrays.errors import choice
-from reference.arrays.jax_bridge import automatic, explicit_mesh
-from reference.formats.rounding import MASK, MULTIPLIER, ROUNDS, WEYL
+from reference.formats.encode import MASK, MULTIPLIER, ROUNDS, WEYL
 from reference.layers.hadamard import hadamard
 from reference.training.linear import unsupported_reason
 from reference.training.recipe import PRODUCTS, Operand, Recipe, recipe_of

@@ -53,9 +53,8 @@ from ao_lab.transforms.layers import (
     refuse_offloaded,
     shorten,
 )
-from ao_lab.transforms.plan import Device, all_or_none
+from ao_lab.transforms.plan import Device, Filter, Filtered, Patterns, all_or_none, check_called, selection
 from ao_lab.transforms.report import warn_of_saved_state
-from ao_lab.transforms.select import Filter, Filtered, Patterns, check_called, selection
 from reference import Scales
 
 

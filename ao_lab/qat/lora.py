@@ -72,8 +72,7 @@ from ao_lab.transforms.layers import (
     quantizable_parameters,
     refuse_offloaded,
 )
-from ao_lab.transforms.plan import Device
-from ao_lab.transforms.select import Filter, selection
+from ao_lab.transforms.plan import Device, Filter, selection
 from fast.device import functional_transform, is_traced
 from fast.ops import once_differentiable
 

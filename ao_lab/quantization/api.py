@@ -40,9 +40,8 @@ from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse_codes import metadata_of, positive_zeros
 from ao_lab.transforms.data import Watched, observe, unwatch, watch, watches
 from ao_lab.transforms.layers import check_model, is_converted, quantizable_parameters, shorten, untying
-from ao_lab.transforms.plan import Device, Progress, Transforms, noting
+from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
 from ao_lab.transforms.report import ATTRIBUTE
-from ao_lab.transforms.select import Filter
 
 ForwardLoop = Callable[[nn.Module], Any]
 Observers = Mapping[str, Observer]

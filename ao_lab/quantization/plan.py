@@ -35,11 +35,10 @@ from ao_lab.transforms.layers import (
     tied_layers,
     unsupported_reason,
 )
-from ao_lab.transforms.plan import Device, Plan, WeightChange
-from ao_lab.transforms.select import Filter, passed_over, selection
+from ao_lab.transforms.plan import Device, Filter, Plan, WeightChange, passed_over, selection
 from reference import Scheme
 from reference.quantize.blocks import Blocks
-from reference.sparsity.stored_codes import is_plain
+from reference.sparsity.compress import is_plain
 
 ALREADY = "already quantized"
 

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
-from ao_lab.gemm.fused import groups_reason, most_fused_rows
+from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import families_by_rows, inference_keys, select_kernel
 from ao_lab.tensor.metadata import SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor

@@ -24,9 +24,8 @@ from ao_lab.sparsity.plan import (
 )
 from ao_lab.transforms.data import calibrating, observe
 from ao_lab.transforms.layers import check_model, shorten, untying
-from ao_lab.transforms.plan import Progress, noting
+from ao_lab.transforms.plan import Filter, Progress, noting
 from ao_lab.transforms.report import remember_pruned
-from ao_lab.transforms.select import Filter
 from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
 
 if TYPE_CHECKING:

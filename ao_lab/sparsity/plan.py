@@ -36,9 +36,8 @@ from ao_lab.transforms.layers import (
     shorten,
     unsupported_reason,
 )
-from ao_lab.transforms.plan import Plan, Transforms, WeightChange
+from ao_lab.transforms.plan import ROUTES, Filter, Plan, Selection, Transforms, WeightChange, passed_over
 from ao_lab.transforms.report import LayerLine, ModelReport
-from ao_lab.transforms.select import ROUTES, Filter, Selection, passed_over
 from ao_lab.transforms.walk import block_lists, block_of, is_inside
 from fast.sparsity.prune import prune_into
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from ao_lab.gemm.fused import grouped_product, groups_reason
+from ao_lab.gemm.dense import grouped_product, groups_reason
 from ao_lab.gemm.select import product
 from ao_lab.tensor import slicing
 from ao_lab.tensor.metadata import PARTS

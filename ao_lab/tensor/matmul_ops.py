@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ao_lab.gemm.choices import VERSION
-from ao_lab.gemm.fused import grouped_product
+from ao_lab.gemm.dense import grouped_product
 from ao_lab.gemm.select import product, select_product
 from ao_lab.tensor import slicing
 from ao_lab.tensor.op_registry import eager_function, operation

@@ -14,7 +14,7 @@ of `reference.compress`. Scales and zero points are those of the dense scheme: a
 
     dense equivalent = codes at their places, the code of zero elsewhere, dequantized
 
-has the bits of quantizing the pruned dense weight (`reference.sparsity.stored_codes`); every product may compute with it.
+has the bits of quantizing the pruned dense weight (`reference.sparsity.compress`); every product may compute with it.
 Elements of 16 bits are stored as they are (schemes bfloat16 and float16): the dense equivalent is the pruned weight itself, NaN
 payloads included.
 
@@ -53,7 +53,7 @@ from ao_lab.tensor.weight_guards import Form, changes_in_place
 from fast.device import is_transformed
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
-from reference.sparsity.stored_codes import is_plain
+from reference.sparsity.compress import is_plain
 
 #: Parts that a tensor lacks.
 ABSENT = dict.fromkeys(PARTS)

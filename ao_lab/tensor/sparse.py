@@ -28,7 +28,7 @@ from ao_lab.tensor.sparse_codes import (
 from fast.device import is_traced
 from reference import Scales, Scheme
 from reference.schemes.schemes import scheme_of
-from reference.sparsity.stored_codes import PLAIN_ELEMENTS, is_plain
+from reference.sparsity.compress import PLAIN_ELEMENTS, is_plain
 
 
 def quantized_compressed(
@@ -41,7 +41,7 @@ def quantized_compressed(
     are those of the dense scheme, `reference.quantize` of x; `input_scales` static ones of the layer's input.
 
     Raises ValueError for x that is not 2:4, with the number of groups; NaN or infinity in schemes with scales; another axis or
-    dtype; what is quantized already; a scheme in which pruned elements would not be zero (`reference.sparsity.stored_codes`),
+    dtype; what is quantized already; a scheme in which pruned elements would not be zero (`reference.sparsity.compress`),
     or a kernel that reads dense codes. TypeError for what is no torch tensor.
     """
     recipe = sparse_recipe(as_recipe(recipe))

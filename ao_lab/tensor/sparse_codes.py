@@ -2,7 +2,7 @@
 
 Metadata is that of the weight's values before they were rounded: it says which two of each group are stored, and what a group
 lacks to two is filled with zeros, as `reference.compress` does. A code that is not stored is the code of zero
-(`reference.sparsity.stored_codes.zero_code`), so that the way back gives the bits of quantizing the pruned weight.
+(`reference.sparsity.compress.zero_code`), so that the way back gives the bits of quantizing the pruned weight.
 
 The scheme of stored codes is the dense one under a name of its own ("int8_rowwise_2:4"): its numbers are the same, but what was
 tuned for a dense weight of this shape does not hold for it, and reports say at once how it is stored.
@@ -21,7 +21,7 @@ import fast
 from ao_lab.config.recipe import Recipe, numerics, registered
 from ao_lab.tensor.metadata import SPARSE
 from reference import SCHEMES, Scheme
-from reference.sparsity.stored_codes import FROM_ZERO_POINT, zero_code
+from reference.sparsity.compress import FROM_ZERO_POINT, zero_code
 
 SUFFIX = f"_{SPARSE}"
 #: Elements that are compressed at once on the host, where the reference needs several integers for each.

@@ -31,7 +31,7 @@ from ao_lab.tensor.torch_changes import refuse_array
 from fast.formats import times_power_of_two
 from reference.formats.storage import SCALED
 from reference.schemes.schemes import Scheme
-from reference.sparsity.stored_codes import is_plain
+from reference.sparsity.compress import is_plain
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.torch_bridge import to_numpy
+from reference.arrays.bridges import to_numpy
 
 Array = np.ndarray[Any, Any]
 SHOWN = 8  # differing elements that a message lists

@@ -19,8 +19,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from ao_lab.gemm.choices import tuned
-from ao_lab.gemm.problem import SUBSETS
+from ao_lab.gemm.choices import SUBSETS, tuned
 from ao_lab.training import reuse
 from ao_lab.training.casts import (
     STREAMS,

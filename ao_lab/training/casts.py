@@ -15,7 +15,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.device import has_kernels
 from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales, Scheme
-from reference.formats.rounding import random_bits
+from reference.formats.encode import random_bits
 from reference.training.recipe import Operand
 
 #: A matrix in the tensor's own dtype, or its codes and scales.

@@ -1,7 +1,7 @@
 """What a training step need not do again: choose its kernels, and cast an input that the layer before it has cast.
 
 **Steps.** A step of 8-bit floats with one scale for each row or tensor is four casts and three products, which a GPU is done
-with sooner than the host has chosen them again. So what the first steps of a shape found (`launch.cache`, `select_product`)
+with sooner than the host has chosen them again. So what the first steps of a shape found (`dispatch`, `select_product`)
 is kept as one object, under one key that has all that choices depend on. Casts write each operand as its product reads it
 (`views_of`): an operand a (M, K) or b (N, K) of a @ b.T is stored row after row, K innermost, with one float32 scale for each
 row or in all. `torch._scaled_mm` reads 8-bit floats, b as (K, N) and its scales as (1, N); `fast.linear_of_codes` bytes as
@@ -32,9 +32,9 @@ import torch
 
 from ao_lab.gemm import choices
 from ao_lab.training.products import FLOAT8, is_captured, is_one_scale, select_product, stand_in
+from fast import dispatch
 from fast.device import PLAIN, has_kernels, is_transformed
 from fast.dispatch import Function
-from fast.launch import cache
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.quantize.quantize import QUANTIZE, QUANTIZE_TURNED
 from fast.quantize.rowwise_colwise import QUANTIZE_BOTH
@@ -259,8 +259,8 @@ def _cast(
 
     rows, columns: how the copy along rows and the transposed one are read; None for one that is not made.
     """
-    key = cache.key_of(function.name, side.scheme, values, (_empty(shape, like.dtype, like.device),))
-    call = cache.find(key)
+    key = dispatch.key_of(function.name, side.scheme, values, (_empty(shape, like.dtype, like.device),))
+    call = dispatch.find(key)
     wanted: dict[str, Size | None] = {} if rows is None else dict(zip(ROWS, rows, strict=True))
     wanted |= {} if columns is None else dict(zip(COLUMNS, columns, strict=True))
     if call is None or not wanted.keys() <= getattr(call, "buffers", {}).keys():
@@ -293,7 +293,7 @@ def _multiply(problem: Problem, at: int, x: torch.Tensor, bias: torch.Tensor | N
     codes = [_empty(shape, torch.uint8, x.device) for shape in shapes]
     scales = [_empty(side.scale_shape, torch.float32, x.device) for side in (first, second)]
     given = (codes[0], scales[0], None, codes[1], scales[1], bias)
-    call = cache.find(cache.key_of(LINEAR_OF_CODES.name, first.scheme, values, given))
+    call = dispatch.find(dispatch.key_of(LINEAR_OF_CODES.name, first.scheme, values, given))
     if call is None:
         return None
     return lambda a, scale_a, b, scale_b, bias: call(a, scale_a, None, b, scale_b, bias)

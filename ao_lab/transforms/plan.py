@@ -1,12 +1,17 @@
-"""What a transform is going to do with each weight, and why the others stay; and how it does that: nothing half-changed.
+"""Which weights a transform is going to change, what it does with each, and why the others stay: nothing half-changed.
 
 A plan touches no weight and holds none, so that each can be freed when its time comes. Weights are changed in every place that
 has them, all or none (`all_or_none`), or one after the other, where an error says how far it came (`noting`).
+
+Which parameters are meant a filter says, or the names and patterns of `FqnToConfig`. Every pass over a model goes this way:
+`quantize_`, both steps of quantization-aware training, adapters, `sparsify_` and `convert_for_training_`. A `Selection` says
+of a module whether it is meant, and why; `selection` of a configuration says of each parameter which configuration it has
+(None: it stays), and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -14,7 +19,189 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from ao_lab.transforms.layers import full_name
+from ao_lab.config.base import DEFAULT, PATTERN, Config, FqnToConfig, compiled_pattern
+from ao_lab.transforms.layers import (
+    first_matrix,
+    full_name,
+    is_experts,
+    is_linear,
+    never_called,
+    quantizable_parameters,
+    says_its_axis,
+    unsupported_reason,
+)
+
+Filter = Callable[[nn.Module, str], bool]
+REFUSED = "refused by filter_fn"
+ROUTES = "it routes tokens to experts and stays dense; a filter_fn of your own that accepts it quantizes it"
+
+#: Of a layer whose weight is also an embedding's.
+TIED = (
+    "its weight is that of {}, which stays dense: quantized it would be stored beside it; a filter_fn of your own that accepts "
+    "it, or its name in FqnToConfig, quantizes it"
+)
+NO_EXPERTS = (
+    "no experts, as far as its module says; a filter_fn of your own that accepts it, and axis=-1 or axis=-2, quantizes a batch "
+    "of matrices"
+)
+
+
+@dataclass
+class Selection:
+    """Whether a module is meant, and the reason: a filter's, or what a transform takes without one.
+
+    Names of layers that route tokens, and of those whose weight is an embedding's, have a reason why they stay: without a
+    filter, and with one that has the attribute `leaves_routers` or `leaves_tied`.
+    """
+
+    filter_fn: Filter | None
+    #: Of a module and its name, where there is no filter.
+    default: Callable[[nn.Module, str], tuple[bool, str]]
+    routers: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, path: str) -> tuple[bool, str]:
+        """Of a module by its name."""
+        for kind, reasons in (("routers", self.routers), ("tied", self.tied)):
+            if path in reasons and getattr(self.filter_fn, f"leaves_{kind}", self.filter_fn is None):
+                return False, reasons[path]
+        if self.filter_fn is None:
+            return self.default(module, path)
+        return (True, "accepted by filter_fn") if self.filter_fn(module, path) else (False, REFUSED)
+
+    def accepts(self, module: nn.Module, path: str) -> bool:
+        """Whether the filter accepts what is no linear layer; one that asks for what only these have does not."""
+        try:
+            return self.filter_fn is not None and bool(self.filter_fn(module, path))
+        except AttributeError:
+            return False
+
+
+def selection(
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    routers: Iterable[str] = (),
+    tied: Mapping[str, str] | None = None,
+) -> Filtered | Patterns:
+    """What selects the configuration of each parameter of a model; ValueError for a filter beside FqnToConfig.
+
+    routers: names of layers that route tokens to experts and stay dense (`ao_lab.transforms.layers.routers`); tied: those
+    whose weight is an embedding's, and of which embedding (`tied_layers`). Both are quantized where they are asked for by name.
+    """
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn is a function of a module and its name that says whether it is meant, got {filter_fn!r:.60}; "
+            f"FqnToConfig takes names and patterns"
+        )
+    stays = {name: TIED.format(table) for name, table in (tied or {}).items()}
+    if not isinstance(config, FqnToConfig):
+        select = Selection(filter_fn, _linear_layers, dict.fromkeys(routers, ROUTES), stays)
+        return Filtered(config, select)
+    if filter_fn is not None:
+        raise ValueError("FqnToConfig names the layers itself; leave filter_fn out")
+    return Patterns(config, stays)
+
+
+def _linear_layers(module: nn.Module, path: str) -> tuple[bool, str]:
+    kind = type(module).__name__
+    return (True, kind) if is_linear(module) else (False, f"{kind}: without filter_fn only nn.Linear")
+
+
+@dataclass
+class Filtered:
+    """One configuration for the modules that are selected."""
+
+    config: Config
+    select: Selection
+
+    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
+        """The configuration of a parameter (None: it stays) and the reason."""
+        wanted, reason = self.select(module, path)
+        if wanted:
+            return self.config, reason
+        automatic = reason == REFUSED and getattr(self.select.filter_fn, "leaves_routers", False)
+        if automatic and not is_linear(module) and is_experts(module) and not says_its_axis(module):
+            name = full.rpartition(".")[2]
+            reason = unsupported_reason(module, name, module._parameters[name]) or NO_EXPERTS  # type: ignore[arg-type]
+        return None, reason
+
+    def check_all_matched(self, model: nn.Module) -> None:
+        """A filter that accepts nothing is found by the caller, which counts."""
+
+
+class Patterns:
+    """Which configuration a parameter has; remembers which names have matched."""
+
+    def __init__(self, config: FqnToConfig, tied: Mapping[str, str]) -> None:
+        self.configs, self.tied = config.fqn_to_config, tied
+        self.patterns = {name: compiled_pattern(name) for name in self.configs if name.startswith(PATTERN)}
+        self.matched: set[str] = set()
+
+    def __call__(self, path: str, module: nn.Module, full: str) -> tuple[Config | None, str]:
+        """The configuration of a parameter (None: it stays) and the reason."""
+        # Names that match count as used even where a more exact one decides.
+        hits = [*self._hits(full), *self._hits(path)]
+        self.matched.update(hits)
+        exact = [name for name in hits if not name.startswith(PATTERN)]
+        if hits:
+            name = (exact or hits)[0]
+        elif DEFAULT in self.configs and is_linear(module):
+            if path in self.tied:
+                return None, self.tied[path]
+            name = DEFAULT
+        else:
+            return None, "no name or pattern of FqnToConfig matches it"
+        reason = f"FqnToConfig {name!r}"
+        return self.configs[name], reason if self.configs[name] is not None else f"{reason} is None"
+
+    def _hits(self, name: str) -> list[str]:
+        exact = [name] if name in self.configs and name != DEFAULT else []
+        return exact + [key for key, pattern in self.patterns.items() if pattern.fullmatch(name)]
+
+    def check_all_matched(self, model: nn.Module) -> None:
+        """ValueError for names that matched nothing."""
+        unused = [name for name in self.configs if name not in self.matched and name != DEFAULT]
+        if unused:
+            names = [name for name, _ in model.named_modules() if name]
+            some = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+            raise ValueError(f"FqnToConfig: {', '.join(map(repr, unused))} match nothing; names are {some}")
+
+
+def passed_over(
+    model: nn.Module, accepts: Callable[[str, nn.Module, str], bool]
+) -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Modules that a selection accepts and that have matrices, but none that is quantized or pruned (convolutions, LSTM, ...).
+
+    By the full name of their first. A filter that asks for what only linear layers have does not accept them. `accepts` is
+    given a module's name, the module and the full name of that parameter.
+    """
+    known, passed = {id(slot.module) for slot in quantizable_parameters(model)}, {}
+    for path, module in model.named_modules():
+        if id(module) in known or (first := first_matrix(module)) is None:
+            continue
+        full = full_name(path, first)
+        try:
+            accepted = accepts(path, module, full)
+        except AttributeError:
+            accepted = False
+        if accepted:
+            passed[full] = (module, module.get_parameter(first))
+    return passed
+
+
+def check_called(model: nn.Module, chosen: Iterable[nn.Module], when: str = "before") -> None:
+    """ValueError where torch would multiply with the dense weights of converted layers in eval mode, past these.
+
+    when: the words for when the fast path is to be switched off.
+    """
+    inside = never_called(model)
+    encoder = next((inside[id(module)] for module in chosen if id(module) in inside), None)
+    if encoder is not None:
+        raise ValueError(
+            f"in eval mode torch's fast path of {encoder} computes with dense weights and calls no layer; "
+            f"call torch.backends.mha.set_fastpath_enabled(False) {when}, or leave its layers out by filter_fn"
+        )
+
 
 Device = torch.device | str | int | None
 #: Told of each weight when it is changed: its full name, how many are, of how many.

@@ -65,7 +65,7 @@ def tune(
 
     sample_input: a tensor, a tuple or mapping of arguments, or a function of the model that returns a loss.
     rows: further numbers of rows to measure each layer with, beside those that sample_input gives it: tokens, and of experts
-    tokens times the experts of each. A choice holds for rows up to the next power of two; `ao_lab.gemm.problem.nearest` says
+    tokens times the experts of each. A choice holds for rows up to the next power of two; `ao_lab.gemm.choices.nearest` says
     what others get, which in the end is the default. So it is of fewer rows where a function for these alone was not measured.
     error_budget: the largest error of a product, the norm of its difference over the exact product's norm. Candidates beyond
     it are not chosen; where all are, a product of training stays dense, and a quantized weight takes the smallest error.

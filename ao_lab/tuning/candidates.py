@@ -9,8 +9,8 @@ from numbers import Real
 import torch
 
 from ao_lab.gemm import select
-from ao_lab.gemm.fused import most_fused_rows
-from ao_lab.gemm.problem import SUBSETS, Candidate, Choice, Problem, problem_of
+from ao_lab.gemm.choices import SUBSETS, Candidate, Choice, Problem, problem_of
+from ao_lab.gemm.dense import most_fused_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.autograd import prepare, training_linear
 from ao_lab.training.grouped.autograd import grouped_linear

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ao_lab.gemm.problem import Problem, problem_of
+from ao_lab.gemm.choices import Problem, problem_of
 from ao_lab.training.casts import Matrix
 from ao_lab.training.grouped.autograd import (
     G_T,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ao_lab.gemm.problem import Problem, problem_of
+from ao_lab.gemm.choices import Problem, problem_of
 from ao_lab.training.casts import STREAMS, Matrix, quantize_one, transposed
 from ao_lab.training.products import scheme_key
 from ao_lab.tuning.samples import TrainingSample

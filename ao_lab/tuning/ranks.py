@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ao_lab.gemm.problem import Choice, Problem
+from ao_lab.gemm.choices import Choice, Problem
 
 
 def in_group() -> bool:

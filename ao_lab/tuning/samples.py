@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ao_lab.gemm.problem import rows_range
+from ao_lab.gemm.choices import rows_range
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.training.grouped.autograd import LISTENERS
 from ao_lab.training.grouped.experts import LowPrecisionExperts

@@ -49,9 +49,8 @@ from experiments.kernels.operations import (
 )
 from reference import SCHEMES, Compressed, Quantized, Scheme
 from reference.matmul.linear import transposed
-from reference.schemes.conventions import conventions
+from reference.schemes.conventions import conventions, torchao_conventions
 from reference.schemes.schemes import scheme_of
-from reference.schemes.torchao import torchao_conventions
 
 # Cases of `fast.linear`: a few rows of inputs times a stored weight, beside the dense product and dequantizing first.
 

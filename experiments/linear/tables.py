@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import ao_lab
-from ao_lab.gemm.fused import groups_reason, most_fused_rows
+from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import select_kernel
 from experiments.decode.run import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
 from experiments.harness import revision

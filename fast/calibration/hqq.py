@@ -17,8 +17,8 @@ import reference
 from fast.calibration.inputs import check_finite, float_tensor
 from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import choose_scales, dequantize, quantize
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.arrays.namespace import namespace_of
-from reference.arrays.torch_bridge import to_numpy, to_torch
 from reference.calibration.hqq import check_options, check_scheme, zero_of
 from reference.calibration.inputs import LARGEST
 from reference.formats.storage import load, store

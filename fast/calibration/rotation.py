@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fast.calibration.inputs import float_tensor, rounded
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration import rotation as rule
 from reference.calibration.hadamard_matrices import hadamard_matrix, split_length
 from reference.calibration.rotation import block_of, check_gain

@@ -15,7 +15,7 @@ from fast.calibration.inputs import check_finite, float_tensor
 from fast.quantize.fake_quantize import fake_quantize_vjp
 from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import dequantize, quantize
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration import signround as rule
 from reference.calibration.signround import Functions, Rounding, SignRounded, SignRoundState
 from reference.quantize.stored import Quantized, Scales

@@ -14,7 +14,7 @@ import torch
 
 from fast.calibration.inputs import check_finite, float_tensor, rounded
 from fast.quantize.fake_quantize import fake_quantize
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration import smoothing as rule
 from reference.calibration.smoothing import AWQFactors, check_alpha, check_ratios
 from reference.schemes.schemes import Scheme, scheme_of

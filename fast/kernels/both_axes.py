@@ -330,7 +330,7 @@ def both_values(
     x: torch.Tensor, record: str | Scheme, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Values of the blocks along rows, and of those along columns, in x's dtype and layout; None where the kernel does not
-    serve. key: of the call, see `launch.cache`."""
+    serve. key: of the call, see `dispatch`."""
     scheme = scheme_of(record)
     if not covers(x, scheme):
         return None

@@ -24,9 +24,8 @@ from fast.launch.call import Call
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
-from reference.formats.encode import check_overflow, check_random_bits
+from reference.formats.encode import check_mode, check_overflow, check_random_bits
 from reference.formats.formats import Format, format_of
-from reference.formats.rounding import check_mode
 from reference.formats.storage import packed_shape
 
 CODES = (torch.uint8, torch.uint16)
@@ -113,7 +112,7 @@ def encode(
 ) -> torch.Tensor | None:
     """`fast.encode`, or None for float64 and empty tensors; arguments are checked as the reference does.
 
-    key: of the call, here and below; see `launch.cache`.
+    key: of the call, here and below; see `dispatch`.
     """
     fmt = format_of(record)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.numel() == 0:

@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fast import dispatch
 from fast.kernels.bits import high_float, low_float
 from fast.kernels.quantize.geometry import ceil_div, power_above
 from fast.kernels.rowwise_colwise import mx as mx
@@ -52,7 +53,6 @@ from fast.kernels.rowwise_colwise.tiles import (
 )
 from fast.kernels.scheme.constants import constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
-from fast.launch import cache
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted
 from reference.formats.storage import storage_dtype
@@ -104,8 +104,8 @@ def group_layout(
     ends: the place after each group and its filling. source: the row at each of P = `places`, -1 for none. owners: the group of
     each 16 places, E beyond the last. step: a multiple of 16 that divides P.
     """
-    key = cache.key_of("group_layout", "", (rows, places, step), (offsets,))
-    call = cache.find(key)
+    key = dispatch.key_of("group_layout", "", (rows, places, step), (offsets,))
+    call = dispatch.find(key)
     made = None if call is None else call(offsets)
     if made is None:
         made = _columns_described(offsets, rows, places, step).result(("ends", "source", "owners"), key)
@@ -404,8 +404,8 @@ def group_columns(
 
     source, owners: of `layout.group_layout`. None where the kernels do not serve.
     """
-    key = cache.key_of("group_columns", scheme, (experts, step), (x, source, owners))
-    call = cache.find(key)
+    key = dispatch.key_of("group_columns", scheme, (experts, step), (x, source, owners))
+    call = dispatch.find(key)
     made = None if call is None else call(x, source, owners)
     if made is None:
         kind = kind_of(x, scheme, step)

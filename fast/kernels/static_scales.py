@@ -69,7 +69,7 @@ def quantize_rows(
     x: torch.Tensor, record: str | Scheme, by_rows: Scheme, scales: Scales, key: Any = None
 ) -> Quantized | None:
     """Codes and scales of rows in the record `by_rows`, or None where the kernel does not take them. key: of the call, see
-    `launch.cache`. Errors are the reference's."""
+    `dispatch`. Errors are the reference's."""
     scheme = scheme_of(record)
     of, _, tensors = quantizer.checked(x, scheme, -1, scales, None)
     if of is None or not x.numel() or scheme.rounding != "nearest_even" or scheme.format.bits > 8:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from fast import dispatch
 from fast.device import PLAIN
-from fast.launch import cache, direct
+from fast.launch import direct
 from fast.launch.cuda import CudaLaunch
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted
 
@@ -97,12 +98,12 @@ class Call:
         """
         names = [*self.inputs, *self.buffers]
         places = {name: at for at, name in enumerate(names) if name in self.tensors}
-        finish = cache.maker(template, places)
+        finish = dispatch.maker(template, places)
         self.finish = finish if convert is None else lambda tensors: convert(finish(tensors))
         made = self.finish([*self.inputs.values(), *(self.tensors[name] for name in self.buffers)])
         if key is not None and self.repeatable and not interpreted():
             self._prepare(places)
-            cache.remember(key, self if before is None else before(self), record)
+            dispatch.remember(key, self if before is None else before(self), record)
         return made
 
     # Repeating

@@ -1,6 +1,6 @@
 """A product that was computed once, prepared for inputs like those it had: from addresses to launches, nothing looked up.
 
-`fast.linear` finds a call by a key of all its operands (`fast.launch.cache`), which is half of its time on the host.
+`fast.linear` finds a call by a key of all its operands (`fast.dispatch`), which is half of its time on the host.
 Who keeps a weight knows that its parts stay, so that a `Program` looks at the inputs and the bias alone. It launches the steps
 of the calls that the cache has, one call after the other; where the cache has none there is no program.
 """

@@ -19,7 +19,7 @@ from fast.device import has_kernels, is_traced
 from fast.quantize.fake_quantize import fake_quantize
 from fast.quantize.quantize import quantize
 from reference import Quantized, Scheme
-from reference.formats.rounding import random_bits
+from reference.formats.encode import random_bits
 from reference.layers.hadamard import signs
 
 #: Signs in a number.

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from fast.cpu.linear import linear_of_rows
-from fast.dispatch import run
-from fast.launch.cache import settings
+from fast.dispatch import run, settings
 from fast.matmul.linear import linear_function
 from fast.matmul.weights import Operands, Values, parts, weight_of
 from reference import Quantized

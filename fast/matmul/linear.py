@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, Kernel, Reference, execute, run
+from fast.dispatch import Function, Kernel, Reference, execute, run, settings
 from fast.gemm.choose import choose
 from fast.gemm.families import TORCH_DEQUANTIZE
 from fast.gemm.problem import of_stored
-from fast.launch.cache import settings
 from fast.layers.column_sums import column_sums
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.weights import (

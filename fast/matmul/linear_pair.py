@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from fast.dispatch import Function, execute, run
-from fast.launch.cache import settings
+from fast.dispatch import Function, execute, run, settings
 from fast.layers.swiglu import SWIGLU, swiglu_vjp
 from fast.matmul.linear import LINEAR, LINEAR_OP
 from fast.matmul.weights import (

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from fast.dispatch import execute, require_tensor
-from fast.launch.cache import settings
+from fast.dispatch import execute, require_tensor, settings
 from fast.quantize.quantize import DEQUANTIZE
 from reference import Quantized, Scheme
 from reference.matmul.linear import check_linear

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import reference
+from fast import dispatch
 from fast.device import has_kernels, is_traced, is_transformed
 from fast.dispatch import Function, execute, require_tensor, run, wants_gradient
-from fast.launch import cache
 from fast.ops import given_of, in_own_memory, no_gradient, once_differentiable, record_name, register
 from fast.quantize.quantize import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference import Scales, Scheme
@@ -69,8 +69,8 @@ def fake_quantize_with_mask(
     x: torch.Tensor, scheme: str | Scheme, axis: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(`fake_quantize` without autograd, uint8 mask of the blocks); None in place of the mask where no kernel makes it."""
-    key = cache.key_of("fake_quantize_with_mask", scheme, (axis,), (x,))
-    call = cache.find(key)
+    key = dispatch.key_of("fake_quantize_with_mask", scheme, (axis,), (x,))
+    call = dispatch.find(key)
     result = None if call is None else call(x)
     if result is None and has_kernels(x):
         from fast.kernels.quantize import host
@@ -88,8 +88,8 @@ def mask_gradient(
     """
     if mask is None:
         return fake_quantize_vjp(g, x, scheme, axis=axis)[0]
-    key = cache.key_of("mask_gradient", scheme, (axis,), (g, x, mask))
-    call = cache.find(key)
+    key = dispatch.key_of("mask_gradient", scheme, (axis,), (g, x, mask))
+    call = dispatch.find(key)
     masked: torch.Tensor | None = None
     if call is not None and g.is_contiguous() and not g.is_neg():
         masked = call(g, x, mask)  # None where an address is odd

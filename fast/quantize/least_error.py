@@ -71,7 +71,7 @@ def _errors(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tenso
     return tree_sum(padded.reshape(len(x), blocks, size))
 
 
-# Sums of torch tensors in the order that `reference.quantize.statistics` states.
+# Sums of torch tensors in the order that `reference.quantize.scales` states.
 
 
 def tree_sum(terms: torch.Tensor, axis: int = -1) -> torch.Tensor:

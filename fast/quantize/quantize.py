@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute, require_tensor, run
-from fast.launch.cache import PARTS, scale_parts, settings
+from fast.dispatch import PARTS, Function, execute, require_tensor, run, scale_parts, settings
 from fast.ops import constant_record, given_of, record_name, register
 from reference import Quantized, Scales, Scheme
 from reference.arrays.errors import DTypeLike, dtype_name

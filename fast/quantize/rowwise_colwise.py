@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.dispatch import Function, execute, run
-from fast.launch.cache import PARTS
+from fast.dispatch import PARTS, Function, execute, run
 from fast.ops import constant_record, given_of, record_name, register
 from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.quantize import (

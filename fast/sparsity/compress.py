@@ -15,10 +15,9 @@ import torch
 
 import reference
 from fast.device import is_traced, is_transformed
-from fast.dispatch import Function, execute, run
+from fast.dispatch import Function, execute, run, scale_parts
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.bits import OCTET, packed_shape, unpack_bits
-from fast.launch.cache import scale_parts
 from fast.ops import given_of, record_name, register
 from reference import Compressed, Scales, Scheme
 from reference.schemes.schemes import record_of

@@ -17,7 +17,7 @@ import torch
 import reference
 from fast.dispatch import require_tensor
 from reference import SparseGPTResult
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration.hessian import LARGEST, attempts
 from reference.sparsity.prune import check_groups, parse_pattern
 from reference.sparsity.sparsegpt import check_block

@@ -27,8 +27,13 @@ from reference.formats.arithmetic import Arithmetic
 from reference.formats.encode import encode_table, fits_table, odd_halves
 from reference.formats.formats import Format
 from reference.quantize.blocks import Blocks
-from reference.quantize.elements import E8M0_BIAS, element_codes, element_factor
-from reference.quantize.quantize import combined_scale, scaled_values
+from reference.quantize.quantize import (
+    E8M0_BIAS,
+    combined_scale,
+    element_codes,
+    element_factor,
+    scaled_values,
+)
 from reference.quantize.scales import Chosen, given_scales, usable
 from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scheme, flat_size

@@ -33,8 +33,7 @@ from reference.calibration.inputs import check_finite, float_array, tree_sum, we
 from reference.quantize.blocks import Blocks
 from reference.quantize.fake_quantize import fake_quantize_vjp
 from reference.quantize.quantize import dequantize, quantize
-from reference.quantize.scales import Chosen, check_scales, choose, given_scales
-from reference.quantize.statistics import value_range
+from reference.quantize.scales import Chosen, check_scales, choose, given_scales, value_range
 from reference.quantize.stored import Quantized, Scales
 from reference.schemes.schemes import Scheme, scheme_of
 

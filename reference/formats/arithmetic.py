@@ -19,7 +19,7 @@ from reference.arrays.softfloat import (
     subtract,
     widen_float16,
 )
-from reference.formats.encode_bits import encode_bits, round_to_integer
+from reference.formats.encode import encode_bits, round_to_integer
 from reference.formats.formats import FORMATS
 
 

@@ -1,6 +1,6 @@
 """`encode` and `decode`: values to codes and back, for every format and rounding mode.
 
-Codes are computed on bit patterns, by the rule of `reference.formats.encode_bits`. Edge cases:
+Codes are computed on bit patterns, by one rule of rounding. Edge cases:
 
 * NaN: the format's NaN (`Format.nan_code`, sign and payload dropped); 0 where the format has none.
 * Beyond the largest finite value: ``saturate`` gives that value, infinities included (as Hopper's satfinite casts);
@@ -17,6 +17,34 @@ NumPy inputs go through a table of 65,536 codes where the format has at most 6 s
 bfloat16 (its upper half, last bit set if the lower half is not zero) decides every rounding to so few bits, as two more bits
 and stickiness are enough (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008). The rule fills the table, so there is one
 definition. Work runs in chunks whose temporaries stay in cache, on a few threads (NumPy releases the interpreter lock).
+
+**The float rule** (`encode_bits`: float32 bit patterns to codes, in int32 arithmetic). A float32 is significand * 2**(e - 23)
+with a 24-bit significand (a subnormal one keeps its leading zeros and e = -126). In the target, values of exponent e are
+multiples of 2**(max(e, emin) - mantissa_bits), so the last 23 - mantissa_bits + max(emin - e, 0) bits are rounded away.
+Adding max(e - emin, 0) << mantissa_bits to the result gives the code: the hidden bit carries into the exponent field, in
+subnormals as in a rounding that reaches the next power of two.
+
+**The one rule of rounding** (`round_shift`): an integer significand loses its low `shift` bits. Every encoder and every scale
+comes down to this function, so a mode means the same everywhere. With t = significand / 2**shift, exactly:
+
+=============  ======================================================================================
+nearest_even   nearest integer to t, ties to even
+nearest_away   nearest integer to t, ties away from zero
+toward_zero    t truncated
+up, down       toward plus, minus infinity: the magnitude rounds up where the sign agrees
+to_odd         t truncated, last bit set if anything was lost
+stochastic     floor(t + r), r = the top `shift` bits of the element's random word as a fraction
+=============  ======================================================================================
+
+Stochastic rounding uses at most 24 random bits, in the carry form of LLVM's cvt.rs (gfloat calls it StochasticFastest). A
+value so small that more than 24 bits are lost is truncated to 24 first, so its probability of rounding up is exact to 2**-24.
+
+Random bits come from Philox 4x32-10 by counter, as Triton draws them. Word i of stream s under a seed is output i mod 4 of
+philox(seed, counter = (low 32 bits of i // 4, high 32 bits, s, 0)), so any element's word can be computed anywhere, in any
+order: on a GPU the same bits come from `tl.philox`, whose four results go to four neighbouring elements. Row and column
+copies of a tensor use different streams, so that their errors are independent.
+
+Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), Philox4x32 with 10 rounds.
 """
 
 from __future__ import annotations
@@ -25,10 +53,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from reference.arrays.bridges import bridged
 from reference.arrays.errors import choice
 from reference.arrays.namespace import (
     Array,
@@ -39,11 +70,280 @@ from reference.arrays.namespace import (
     int32_of,
     namespace_of,
 )
-from reference.arrays.softfloat import float32_bits
-from reference.arrays.torch_bridge import bridged
-from reference.formats.encode_bits import encode_bits, encode_codebook_float64
+from reference.arrays.softfloat import (
+    INFINITY,
+    MAGNITUDE,
+    MANTISSA,
+    SIGN,
+    float32_bits,
+    is_nan,
+    normalized,
+    order_key,
+)
 from reference.formats.formats import Format, format_of
-from reference.formats.rounding import OVERFLOWS, check_mode
+
+MODES = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "to_odd", "stochastic")
+# What a value rounded beyond the largest finite one becomes; see `reference.formats.encode`.
+OVERFLOWS = ("saturate", "nonfinite", "inf", "nan")
+STOCHASTIC_BITS = 24
+# From here on a 24-bit significand rounds to 0, or to 1 in the modes that look at the lost bits.
+LARGEST_SHIFT = 25
+
+
+def check_mode(mode: str, random_bits: Array | None) -> str:
+    """The mode's name if it exists and comes with random bits exactly when it needs them."""
+    choice(mode, MODES, "rounding")
+    if (mode == "stochastic") != (random_bits is not None):
+        need = "needs random_bits, one uint32 per element" if mode == "stochastic" else "takes no random_bits"
+        raise ValueError(f"rounding {mode!r} {need}; see reference.random_bits")
+    return mode
+
+
+def round_shift(
+    ns: Namespace,
+    significand: Array,
+    shift: Array,
+    negative: Array,
+    mode: str,
+    random_bits: Array | None = None,
+) -> Array:
+    """Integer nearest to significand / 2**shift in the given mode; 0 <= significand < 2**24, shift >= 1, int32."""
+    if mode == "stochastic":
+        return _stochastic(significand, shift, random_bits, ns)
+    shift = ns.minimum(shift, LARGEST_SHIFT)
+    floor = significand >> shift
+    if mode == "nearest_even":
+        return (significand + ((1 << (shift - 1)) - 1) + (floor & 1)) >> shift
+    if mode == "nearest_away":
+        return (significand + (1 << (shift - 1))) >> shift
+    if mode == "toward_zero":
+        return floor
+    inexact = ns.astype((floor << shift) != significand, "int32")
+    if mode == "to_odd":
+        return floor | inexact
+    grows = negative if mode == "down" else ~negative
+    return floor + (inexact & ns.astype(grows, "int32"))
+
+
+def _stochastic(significand: Array, shift: Array, random_bits: Array | None, ns: Namespace) -> Array:
+    excess = ns.minimum(ns.maximum(shift - STOCHASTIC_BITS, 0), 31)
+    shift = ns.minimum(shift, STOCHASTIC_BITS)
+    # The word's top 24 bits as a non-negative int32, of which the top `shift` are used.
+    word = (ns.bitcast(random_bits, "int32") >> 8) & 0xFFFFFF
+    return ((significand >> excess) + (word >> (STOCHASTIC_BITS - shift))) >> shift
+
+
+MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+MASK = 0xFFFFFFFF
+U64 = npt.NDArray[np.uint64]
+
+
+def philox(seed: int, counter: tuple[U64, U64, U64, U64]) -> tuple[U64, U64, U64, U64]:
+    """Four 32-bit words (in uint64) per counter of four 32-bit words (in uint64), under a 64-bit seed."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & MASK, seed >> 32 & MASK
+    low = np.uint64(MASK)
+    for _ in range(ROUNDS):
+        first, second = c0 * np.uint64(MULTIPLIER[0]), c2 * np.uint64(MULTIPLIER[1])
+        c0 = (second >> np.uint64(32)) ^ c1 ^ np.uint64(k0)
+        c2 = (first >> np.uint64(32)) ^ c3 ^ np.uint64(k1)
+        c1, c3 = second & low, first & low
+        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
+    return c0, c1, c2, c3
+
+
+def random_bits(shape: int | tuple[int, ...], *, seed: int, stream: int = 0) -> npt.NDArray[np.uint32]:
+    """uint32 words of the given shape, in C order.
+
+    seed: 0 to 2**64 - 1; stream: 0 to 2**32 - 1. For torch use `torch.from_numpy`, for JAX
+    `jax.numpy.asarray`. Raises ValueError for numbers outside these ranges.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    for name, value, bits in (("seed", seed, 64), ("stream", stream, 32)):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} is an integer from 0 to 2**{bits} - 1, got {value!r}")
+    count = prod(shape)
+    index = np.arange(-(-count // 4), dtype=np.uint64)
+    zero = np.zeros_like(index)
+    words = philox(seed, (index & np.uint64(MASK), index >> np.uint64(32), zero + np.uint64(stream), zero))
+    return np.stack(words, axis=-1).reshape(-1)[:count].astype(np.uint32).reshape(shape)
+
+
+# Larger integers saturate every integer format, with any zero point: their shift below stays positive.
+LARGEST_INTEGER_EXPONENT = 14
+# What the internal overflow policy "mark" puts in place of a saturated code (`fake_quantize_vjp` needs to know them).
+MARK = 1 << 20
+
+
+def encode_bits(
+    ns: Namespace, bits: Array, fmt: Format, rounding: str, overflow: str, random_bits: Array | None = None
+) -> Array:
+    """int32 codes of float32 bit patterns (int32, any shape) in a format of any kind.
+
+    rounding: a mode of `reference.formats.encode`; overflow: one of its policies, or "mark", which writes `MARK` in place of
+    a saturated code. random_bits: uint32 or int32 of the shape of `bits`, for stochastic rounding. Arguments are not checked.
+    """
+    if fmt.kind == "float" and rounding == "nearest_even":
+        return nearest_even_codes(ns, bits, bits & MAGNITUDE, fmt, overflow)
+    if fmt.kind == "float":
+        magnitude = bits & MAGNITUDE
+        exponent = ns.maximum(magnitude >> 23, 1) - 127
+        significand = (magnitude & MANTISSA) | ns.where(magnitude < 0x800000, 0, 0x800000)
+        return encode_parts(ns, bits, exponent, significand, fmt, rounding, overflow, random_bits)
+    if fmt.kind == "int":
+        integer = round_to_integer(ns, bits, fmt.fraction_bits, rounding, random_bits)
+        return ns.where(is_nan(bits), fmt.nan_code or 0, clamp_integer(ns, integer, fmt))
+    if fmt.kind == "scale":
+        return _encode_scale(ns, bits, fmt, rounding, overflow, random_bits)
+    return _encode_codebook(ns, bits, fmt, rounding)
+
+
+def encode_parts(
+    ns: Namespace,
+    bits: Array,
+    exponent: Array,
+    significand: Array,
+    fmt: Format,
+    rounding: str,
+    overflow: str,
+    random_bits: Array | None = None,
+) -> Array:
+    """Codes of +-significand * 2**(exponent - 23) in a float format; `bits` gives sign, infinity and NaN."""
+    negative = bits < 0
+    below = ns.maximum(fmt.emin - exponent, 0)
+    rounded = round_shift(ns, significand, below + (23 - fmt.mantissa_bits), negative, rounding, random_bits)
+    code = rounded + (ns.maximum(exponent - fmt.emin, 0) << fmt.mantissa_bits)
+    return _finish(ns, code, bits, fmt, rounding, overflow)
+
+
+def nearest_even_codes(ns: Namespace, bits: Array, magnitude: Array, fmt: Format, overflow: str) -> Array:
+    """Codes in a float format, nearest_even, in fewer steps than `encode_parts`.
+
+    `magnitude` is a float32 pattern; below 2**-126 it is zero or a subnormal of bfloat16. Normal results: half a unit in the
+    last place less one, plus the last bit that remains, is added to the pattern and carries. Subnormal results: adding a
+    constant whose unit in the last place is the format's smallest value rounds to nearest even in every library. XLA flushes
+    an operand only where it is too small to change the sum.
+    """
+    drop = 23 - fmt.mantissa_bits
+    carried = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop
+    code = carried - ((fmt.emin + 126) << fmt.mantissa_bits)
+    if fmt.emin > -126:
+        # Where float32 has no such constant, both are smaller by a power of two, which rounds what comes to 0 alone.
+        exponent = fmt.emin - fmt.mantissa_bits + 23
+        less = max(exponent - 127, 0)
+        constant = (exponent - less + 127) << 23
+        unit = ns.bitcast(ns.full((1,) * magnitude.ndim, constant, "int32", magnitude), "float32")
+        with np.errstate(all="ignore"):
+            value = ns.bitcast(magnitude, "float32")
+            small = ns.bitcast((value * 2.0**-less if less else value) + unit, "int32") - constant
+        code = ns.where(magnitude < (fmt.emin + 127) << 23, small, code)
+    return _finish(ns, code, bits, fmt, "nearest_even", overflow)
+
+
+def _finish(ns: Namespace, code: Array, bits: Array, fmt: Format, rounding: str, overflow: str) -> Array:
+    """Limit, sign and NaN of a magnitude's code."""
+    code = _limit(ns, code, bits, fmt, rounding, overflow)
+    if fmt.sign_mask and fmt.has_negative_zero:
+        code = code | (bits >> (32 - fmt.bits) & fmt.sign_mask)
+    elif fmt.sign_mask:
+        code = ns.where((bits < 0) & (code != 0), code | fmt.sign_mask, code)
+    # NaN last: no other step may touch it.
+    return ns.where(is_nan(bits), fmt.nan_code or 0, code)
+
+
+def _limit(ns: Namespace, code: Array, bits: Array, fmt: Format, rounding: str, overflow: str) -> Array:
+    """Clamp at the largest finite code, or go beyond it as the overflow policy and the direction of rounding say."""
+    if overflow == "saturate":
+        return ns.minimum(code, fmt.max_code)
+    if overflow == "mark":
+        return ns.where(code > fmt.max_code, MARK, code)
+    beyond = _overflow_code(fmt, overflow)
+    over = code > fmt.max_code
+    inward = {"toward_zero": bits == bits, "to_odd": bits == bits, "up": bits < 0, "down": bits >= 0}.get(
+        rounding
+    )
+    if inward is not None:
+        finite = (bits & MAGNITUDE) < INFINITY
+        code = ns.where(over & inward & finite, fmt.max_code, code)
+        over = over & ~(inward & finite)
+    return ns.where(over, beyond, code)
+
+
+def _overflow_code(fmt: Format, overflow: str) -> int:
+    code = fmt.infinity_code if overflow in ("inf", "nonfinite") else fmt.nan_code
+    return code if code is not None else fmt.nan_code or 0
+
+
+def round_to_integer(
+    ns: Namespace, bits: Array, fraction_bits: Any, rounding: str, random_bits: Array | None = None
+) -> Array:
+    """Signed int32 nearest to x * 2**fraction_bits; beyond +-2**14 (and for NaN) any such integer."""
+    magnitude = bits & MAGNITUDE
+    exponent = ns.maximum(magnitude >> 23, 1) - 127 + fraction_bits
+    significand = (magnitude & MANTISSA) | ns.where(magnitude < 0x800000, 0, 0x800000)
+    shift = 23 - ns.minimum(exponent, LARGEST_INTEGER_EXPONENT)
+    rounded = round_shift(ns, significand, shift, bits < 0, rounding, random_bits)
+    return ns.where(bits < 0, -rounded, rounded)
+
+
+def clamp_integer(ns: Namespace, integer: Array, fmt: Format, overflow: str = "saturate") -> Array:
+    """int32 saturated to the format's range and masked to its bits."""
+    low, high = fmt.integer_range
+    if overflow == "mark":
+        return ns.where((integer < low) | (integer > high), MARK, 0)
+    return ns.minimum(ns.maximum(integer, low), high) & ((1 << fmt.bits) - 1)
+
+
+def _encode_scale(
+    ns: Namespace, bits: Array, fmt: Format, rounding: str, overflow: str, random_bits: Array | None
+) -> Array:
+    exponent, significand = normalized(ns, bits & MAGNITUDE)
+    # One significand bit: the fraction decides between 2**exponent and the next power of two. Zero counts as tiny.
+    rounded = round_shift(
+        ns, significand, 23 + ns.where(significand == 0, 1, 0), bits < 0, rounding, random_bits
+    )
+    code = exponent + fmt.bias + rounded - 1
+    code = ns.where((bits & MAGNITUDE) == INFINITY, fmt.max_code + 1, code)
+    # Nothing lies below 2**-bias, so that is the nearest code of every smaller positive value.
+    code = _limit(ns, ns.maximum(code, 0), bits, fmt, rounding, overflow)
+    if overflow != "saturate":
+        code = ns.where((bits & MAGNITUDE) == 0, fmt.nan_code or 0, code)
+    return ns.where(is_nan(bits) | ((bits < 0) & (bits != SIGN)), fmt.nan_code or 0, code)
+
+
+def _encode_codebook(ns: Namespace, bits: Array, fmt: Format, rounding: str) -> Array:
+    # A midpoint of two float32 values has 25 bits: x is above it iff x is above its truncation toward minus infinity.
+    middle = _midpoints(fmt, rounding)
+    floor = middle.astype(np.float32)
+    floor = np.where(floor > middle, np.nextafter(floor, np.float32(-np.inf)), floor).view(np.int32)
+    thresholds = [int(b) if b >= 0 else int(b ^ MAGNITUDE) for b in floor]
+    return ns.where(is_nan(bits), _zero_code(fmt), _count_above(ns, order_key(ns, bits), thresholds))
+
+
+def encode_codebook_float64(ns: Namespace, x: Array, fmt: Format, rounding: str) -> Array:
+    """float64 meets the midpoints themselves: rounded to odd in float32 (24 bits), it could cross one of 25 bits."""
+    code = _count_above(ns, x, [float(value) for value in _midpoints(fmt, rounding)])
+    return ns.where(x == x, code, _zero_code(fmt))
+
+
+def _midpoints(fmt: Format, rounding: str) -> Array:
+    """float64 midpoints of the format's float32 values, exact."""
+    choice(rounding, ("nearest_even",), f"rounding of codebook {fmt.name}")
+    values = fmt.values.astype(np.float64)
+    return (values[1:] + values[:-1]) / 2
+
+
+def _count_above(ns: Namespace, x: Array, thresholds: list[Any]) -> Array:
+    code = ns.astype(x > thresholds[0], "int32")
+    for threshold in thresholds[1:]:
+        code = code + ns.astype(x > threshold, "int32")
+    return code
+
+
+def _zero_code(fmt: Format) -> int:
+    return int(np.argmin(np.abs(np.asarray(fmt.table))))
 
 
 @bridged
@@ -180,4 +480,15 @@ def run_in_slabs(run: Callable[[int, int], None], total: int, slab: int) -> None
         list(pool.map(run, edges[:-1], edges[1:]))
 
 
-__all__ = ["check_overflow", "check_random_bits", "decode", "encode"]
+__all__ = [
+    "MARK",
+    "check_overflow",
+    "check_random_bits",
+    "clamp_integer",
+    "decode",
+    "encode",
+    "encode_bits",
+    "encode_parts",
+    "nearest_even_codes",
+    "round_to_integer",
+]

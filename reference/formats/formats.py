@@ -51,7 +51,7 @@ ABSENT = {
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 #: Names that mean a dtype where formats are named too.
 RESERVED = ("float32", "float64")
-#: Widest code of each kind: of integers magnitudes up to 2**14 are told apart (`reference.formats.encode_bits`).
+#: Widest code of each kind: of integers magnitudes up to 2**14 are told apart (`reference.formats.encode`).
 WIDEST = {"float": 16, "int": 14, "codebook": 8, "scale": 8}
 #: Exponents of float32, subnormals included.
 LEAST_EXPONENT, LARGEST_EXPONENT = -149, 127

@@ -16,6 +16,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
+from reference.arrays.bridges import bridged
 from reference.arrays.namespace import (
     Array,
     Namespace,
@@ -26,8 +27,7 @@ from reference.arrays.namespace import (
     namespace_of,
 )
 from reference.arrays.softfloat import INFINITY, MAGNITUDE, NAN, SIGN, is_nan, normalized
-from reference.arrays.torch_bridge import bridged
-from reference.formats.encode_bits import encode_bits
+from reference.formats.encode import encode_bits
 from reference.formats.formats import FORMATS, Format, format_of
 
 

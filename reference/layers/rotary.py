@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import SIGN, add, float32_bits, multiply
-from reference.arrays.torch_bridge import bridged
 from reference.formats.arithmetic import to_dtype_bits
 from reference.layers.normalize import DTYPES
 

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input, int32_of
 from reference.arrays.softfloat import add, float32_bits, multiply
-from reference.arrays.torch_bridge import bridged
 from reference.formats.arithmetic import to_dtype_bits
 from reference.formats.encode import decode, encode
 from reference.quantize.quantize import Quantized, quantize

@@ -17,18 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.jax_bridge import over_mesh
+from reference.arrays.bridges import bridged, over_mesh
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import MAGNITUDE, SIGN, bits_of, float32_bits, multiply
-from reference.arrays.torch_bridge import bridged
 from reference.formats.arithmetic import Arithmetic, to_dtype_bits
-from reference.formats.encode_bits import MARK
-from reference.formats.rounding import check_mode
+from reference.formats.encode import MARK, check_mode
 from reference.quantize.blocks import Blocks
-from reference.quantize.elements import element_codes
-from reference.quantize.quantize import block_values, block_words, dequantize, quantize
-from reference.quantize.scales import Chosen, check_scales, choose, given_scales, usable
-from reference.quantize.statistics import tree_sum
+from reference.quantize.quantize import block_values, block_words, dequantize, element_codes, quantize
+from reference.quantize.scales import Chosen, check_scales, choose, given_scales, tree_sum, usable
 from reference.quantize.stored import Scales
 from reference.schemes.schemes import Scheme, scheme_of
 

@@ -12,15 +12,14 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+from reference.arrays.bridges import bridged
 from reference.arrays.errors import DTypeLike, spelled
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import bits_of, float32_bits, multiply, subtract
-from reference.arrays.torch_bridge import bridged
 from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized, dequantize, quantize
-from reference.quantize.scales import choose
-from reference.quantize.statistics import tree_sum
+from reference.quantize.scales import choose, tree_sum
 from reference.quantize.stored import Quantized, Scales
 from reference.schemes.schemes import Scheme
 

@@ -2,22 +2,44 @@
 
 Everything is computed on float32 bit patterns with correctly rounded operations (`reference.arrays.softfloat`), or, where
 a record says so, with every result rounded again to the input's dtype.
+
+Power-of-two scales (e8m0) come from a block's largest magnitude, by its exponent field and never by a logarithm:
+floor(log2(x)) computed in float32 is wrong one unit below most powers of two; the exponent field is exact.
+
+Maxima and minima of blocks are exact, on bit patterns, and sums are in a stated order. The absolute value of a float32 orders
+like its bit pattern as an integer, and a NaN is larger than infinity there, so an integer maximum is exact, preserves
+subnormals and reports NaN. Minima and maxima with sign use an order-preserving key.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, float_input, namespace_of
-from reference.arrays.softfloat import INFINITY, LARGEST, MAGNITUDE, NAN, bits_of, float32_bits, is_nan
-from reference.arrays.torch_bridge import bridged
+from reference.arrays.softfloat import (
+    INFINITY,
+    LARGEST,
+    MAGNITUDE,
+    MANTISSA,
+    NAN,
+    SIGN,
+    add,
+    bits_of,
+    ceil_log2_float32,
+    divide,
+    float32_bits,
+    floor_log2_float32,
+    is_nan,
+    normalized,
+    order_key,
+    subtract,
+)
 from reference.formats.arithmetic import Arithmetic
-from reference.formats.formats import FORMATS
+from reference.formats.formats import FORMATS, Format
 from reference.formats.storage import load, storage_dtype, store, store_codes
 from reference.quantize.blocks import Blocks
-from reference.quantize.power_scales import power_codes, ratio_to_power_of_two
-from reference.quantize.statistics import Range, absmax, centered, mean, value_range, with_zero
 from reference.quantize.stored import Scales, tiled_size
 from reference.schemes.schemes import Scale, Scheme, scheme_of
 
@@ -378,3 +400,150 @@ def _check_part(ns: Namespace, got: Any, want: Part, part: str, scheme: Scheme, 
     have = f"{ns.dtype_name(got)} of shape {ns.shape(got)}"
     if have != rule:
         raise ValueError(f"scheme {scheme.name} takes {part} = {rule}, got {have}; see choose_scales")
+
+
+class Range(NamedTuple):
+    """float32 bit patterns (int32) of shape (..., blocks, 1): largest magnitude, least and greatest value of each block."""
+
+    absmax: Array
+    low: Array
+    high: Array
+
+
+def absmax(ns: Namespace, blocks: Array, *, finite_only: bool = False) -> Array:
+    """Largest magnitude of each block; with finite_only NaN and infinity count as 0."""
+    magnitude = blocks & MAGNITUDE
+    if finite_only:
+        magnitude = ns.where(magnitude < INFINITY, magnitude, 0)
+    return ns.reduce_max(magnitude, -1)
+
+
+def value_range(ns: Namespace, blocks: Array) -> Range:
+    """Magnitude, minimum and maximum; a NaN in the block shows in `absmax` and both others are NaN then."""
+    largest = absmax(ns, blocks)
+    keys = order_key(ns, blocks)
+    nan = largest > INFINITY
+    low = ns.where(nan, NAN, order_key(ns, ns.reduce_min(keys, -1)))
+    high = ns.where(nan, NAN, order_key(ns, ns.reduce_max(keys, -1)))
+    return Range(largest, low, high)
+
+
+def with_zero(ns: Namespace, span: Range) -> Range:
+    """The range widened to hold zero (as +0); NaN stays."""
+    nan = span.absmax > INFINITY
+    low = ns.where(nan, NAN, ns.where(span.low < 0, span.low, 0))
+    high = ns.where(nan, NAN, ns.where(span.high < 0, 0, span.high))
+    # A lone -0 is no minimum below zero.
+    return Range(span.absmax, ns.where(low == SIGN, 0, low), high)
+
+
+def mean(ns: Namespace, values: Array, *, finite_only: bool) -> Array:
+    """Mean of non-negative float32 bit patterns (n,), as shape (1,).
+
+    The order of addition is part of the rule: adjacent pairs are averaged, in a binary tree over n filled up with zeros to
+    a power of two p; averaging cannot overflow. The average times p / n is the mean, rounded once.
+    """
+    if finite_only:
+        values = ns.where((values & MAGNITUDE) < INFINITY, values, 0)
+    count = ns.shape(values)[0]
+    filled = 1
+    while filled < count:
+        filled *= 2
+    if filled > count:
+        values = ns.concatenate([values, ns.full((filled - count,), 0, "int32", values)], 0)
+    values = ns.combine_pairs(values, lambda a, b: add(ns, _half(ns, a), _half(ns, b)))
+    return divide(ns, values, _constant(ns, count / filled, values))
+
+
+def _half(ns: Namespace, values: Array) -> Array:
+    """values / 2 of non-negative float32 bit patterns, rounded to nearest even; infinity and NaN stay."""
+    # Below 2**-125 a bit pattern counts units of 2**-149, and so does its half.
+    subnormal = (values + ((values >> 1) & 1)) >> 1
+    normal = ns.where(values < INFINITY, values - 0x00800000, values)
+    return ns.where(values < 0x01000000, subnormal, normal)
+
+
+def _constant(ns: Namespace, value: float, like: Array) -> Array:
+    return ns.full((1,), bits_of(value), "int32", like)
+
+
+def centered(ns: Namespace, values: Array, center: Array) -> Array:
+    """values - center."""
+    return subtract(ns, values, center)
+
+
+def tree_sum(ns: Namespace, bits: Array) -> Array:
+    """Sum over the last axis (keepdims) of float32 patterns: adjacent pairs, in a tree filled up with zeros."""
+    length = ns.shape(bits)[-1]
+    size = 1
+    while size < length:
+        size *= 2
+    if size > length:
+        filler = ns.full((*ns.shape(bits)[:-1], size - length), 0, "int32", bits)
+        bits = ns.concatenate([bits, filler], -1)
+    while size > 1:
+        bits = add(ns, bits[..., 0::2], bits[..., 1::2])
+        size //= 2
+    return bits
+
+
+BIAS = 127
+NAN_CODE = 255
+LARGEST_CODE = 254
+
+
+def power_codes(ns: Namespace, absmax: Array, record: Scale, element: Format, poison_infinity: bool) -> Array:
+    """e8m0 codes (int32) of float32 bit patterns of block maxima.
+
+    A NaN maximum gives 255, so does infinity where the scheme says so; otherwise infinity counts as 2**128. A maximum of zero
+    and whatever is too small give 0, that is 2**-127.
+    """
+    if record.rule == "rceil_log2":
+        ratio = divide(ns, absmax, ns.full((1,), bits_of(record.target), "int32", absmax))
+        exponent = ceil_log2_float32(ns, ratio)
+        exponent = ns.where(absmax == INFINITY, BIAS, exponent)
+    else:
+        exponent = _exponent(ns, absmax, record, element)
+    codes = ns.minimum(ns.maximum(exponent + BIAS, 0), LARGEST_CODE)
+    codes = ns.where((absmax & MAGNITUDE) == 0, 0, codes)
+    poisoned = absmax >= INFINITY if poison_infinity else is_nan(absmax)
+    return ns.where(poisoned, NAN_CODE, codes)
+
+
+def _exponent(ns: Namespace, absmax: Array, record: Scale, element: Format) -> Array:
+    target = bits_of(record.target)
+    target_exponent, target_fraction = (target >> 23) - 127, target & 0x7FFFFF
+    if record.rule == "even":
+        # Rounding to the element's mantissa bits, ties away, as the carry of one addition.
+        absmax = ns.minimum(absmax + even_carry(record, element), INFINITY)
+    exponent, significand = normalized(ns, absmax)
+    fraction = significand & 0x7FFFFF
+    if record.rule == "ceil":
+        exponent = exponent + ns.astype(fraction > 0, "int32")
+    if record.rule == "rceil":
+        exponent = exponent + ns.astype(fraction > target_fraction, "int32")
+    return exponent - target_exponent
+
+
+def even_carry(record: Scale, element: Format) -> int:
+    """What rule "even" adds to a float32 pattern before it drops the mantissa: half of the last bit that remains."""
+    bits = element_mantissa(element) if record.even_bits is None else record.even_bits
+    return 1 << (22 - bits)
+
+
+def element_mantissa(element: Format) -> int:
+    """Fraction bits of the element's largest binade: mantissa bits, or the bits below an integer's first."""
+    return element.mantissa_bits if element.kind == "float" else element.bits - 2
+
+
+def ratio_to_power_of_two(ns: Namespace, bits: Array, record: Scale) -> Array:
+    """The power-of-two rounding of a non-negative ratio (float32 bit patterns) that the record's rule states.
+
+    ``ratio_pow2`` rounds up, or down where the scale is stored for encoding; ``ratio_pow2_log2`` is torchao's. Zero, infinity,
+    NaN and ratios under other rules pass through.
+    """
+    if record.rule == "ratio_pow2":
+        # One below the next power of two carries into the exponent; an encoding scale drops its mantissa instead.
+        raised = bits if record.stored == "encode" else bits + MANTISSA
+        return ns.where(bits < INFINITY, raised & INFINITY, bits)
+    return floor_log2_float32(ns, bits) if record.rule == "ratio_pow2_log2" else bits

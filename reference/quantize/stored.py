@@ -18,9 +18,8 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reference.arrays.jax_bridge import array_container
+from reference.arrays.bridges import array_container, bridged
 from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
-from reference.arrays.torch_bridge import bridged
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme
 

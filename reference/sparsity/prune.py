@@ -53,6 +53,7 @@ import re
 from math import isfinite
 from typing import Any
 
+from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, as_array, check_companion, namespace_of
 from reference.arrays.softfloat import (
     INFINITY,
@@ -65,10 +66,9 @@ from reference.arrays.softfloat import (
     multiply,
     square_root,
 )
-from reference.arrays.torch_bridge import bridged
 from reference.formats.arithmetic import to_dtype_bits
 from reference.quantize.blocks import normalize_axis
-from reference.quantize.statistics import tree_sum
+from reference.quantize.scales import tree_sum
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTEGERS = ("int8", "int16", "int32", "uint8", "uint16")

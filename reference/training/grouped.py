@@ -20,7 +20,7 @@ import numpy as np
 
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, Namespace, check_plain, float_input, namespace_of
-from reference.formats.rounding import random_bits
+from reference.formats.encode import random_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.training.linear import operand, product
 from reference.training.recipe import PRODUCTS, Operand, Recipe, recipe_of

@@ -17,7 +17,7 @@ from typing import Any
 
 from reference.arrays.errors import choice
 from reference.arrays.namespace import Array, float_input, namespace_of
-from reference.formats.rounding import random_bits
+from reference.formats.encode import random_bits
 from reference.layers.hadamard import hadamard
 from reference.matmul.linear import transposed
 from reference.matmul.matmul import matmul

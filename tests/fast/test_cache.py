@@ -12,7 +12,7 @@ import torch
 import fast
 import reference
 from fast import device, dispatch
-from fast.launch import cache, direct
+from fast.launch import direct
 from reference import FORMATS, SCHEMES, Scales
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
 from tests.support.situations import ANSWERS, EXAMPLES, SITUATIONS, walk
@@ -230,17 +230,17 @@ class Tagged(torch.Tensor):
 
 @pytest.mark.parametrize("argument", [np.float64(1e-6), np.int64(-1), torch.tensor(-1)])
 def test_values_that_only_look_plain_are_not_remembered(argument):
-    key = cache.key_of("name", "record", (argument,), (X,))
-    cache.remember(key, pytest.fail, None)
-    assert cache.find(key) is None
+    key = dispatch.key_of("name", "record", (argument,), (X,))
+    dispatch.remember(key, pytest.fail, None)
+    assert dispatch.find(key) is None
 
 
 def test_subclasses_find_nothing(flat):
     for _ in range(2):
         fast.encode(X, FP8)
     key = ("encode", FP8, ("nearest_even", "saturate"))
-    assert cache.find(cache.key_of(*key, (X.as_subclass(Tagged), None))) is None
-    assert cache.find(cache.key_of(*key, (torch.nn.Parameter(X), None))) is not None
+    assert dispatch.find(dispatch.key_of(*key, (X.as_subclass(Tagged), None))) is None
+    assert dispatch.find(dispatch.key_of(*key, (torch.nn.Parameter(X), None))) is not None
 
 
 def test_functions_do_not_answer_for_each_other(flat):
@@ -257,7 +257,7 @@ def test_what_a_compiler_traces_finds_nothing(flat, monkeypatch):
         fast.decode(CODES, FP8)
     counts = flat.counts()
     monkeypatch.setattr(dispatch, "_is_compiling", lambda: True)
-    monkeypatch.setattr(cache, "find", lambda key: pytest.fail("asked the cache"))
+    monkeypatch.setattr(dispatch, "find", lambda key: pytest.fail("asked the cache"))
     monkeypatch.setattr(dispatch, "_operate", lambda *call: "an operator")
     assert fast.decode(CODES, FP8) == "an operator"
     assert flat.counts() == counts
@@ -338,27 +338,27 @@ def test_compilers_meet_operators():
 
 
 def test_a_full_cache_loses_its_oldest_call_alone(monkeypatch):
-    monkeypatch.setattr(cache, "CALLS", {})
-    monkeypatch.setattr(cache, "MOST", 3)
-    keys = [cache.key_of("name", "record", (number,), (X,)) for number in range(4)]
+    monkeypatch.setattr(dispatch, "CALLS", {})
+    monkeypatch.setattr(dispatch, "MOST", 3)
+    keys = [dispatch.key_of("name", "record", (number,), (X,)) for number in range(4)]
     for key in keys:
-        cache.remember(key, pytest.fail, None)
-    assert [cache.find(key) is not None for key in keys] == [False, True, True, True]
+        dispatch.remember(key, pytest.fail, None)
+    assert [dispatch.find(key) is not None for key in keys] == [False, True, True, True]
 
 
 def test_a_record_lives_as_long_as_the_call_that_is_known_by_its_id(monkeypatch):
     """Another record may get the id of one that is gone, and with it the remembered call."""
-    monkeypatch.setattr(cache, "CALLS", {})
+    monkeypatch.setattr(dispatch, "CALLS", {})
 
     class Record:
         """Held by nothing else, as a scheme of one's own may be."""
 
     record = Record()
     alive = weakref.ref(record)
-    cache.remember(cache.key_of("name", record, (), (X,)), pytest.fail, record)
+    dispatch.remember(dispatch.key_of("name", record, (), (X,)), pytest.fail, record)
     del record
     gc.collect()
     assert alive() is not None
-    cache.CALLS.clear()
+    dispatch.CALLS.clear()
     gc.collect()
     assert alive() is None

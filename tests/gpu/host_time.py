@@ -33,7 +33,7 @@ from ao_lab.quantization import prepared_products
 from ao_lab.tensor import matmul_ops
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast import dispatch
-from fast.launch import cache, direct
+from fast.launch import direct
 from fast.launch.launcher import CompiledLaunch
 from tests.ao_lab.gemm.capability import ASKED_BY
 
@@ -123,7 +123,7 @@ def launched(name: str) -> tuple[float, float, float]:
 
     changes = (
         (CompiledLaunch, "run", run), (dispatch, "has_kernels", lambda x: True), (direct, "current_device", lambda: -1),
-        (direct, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (cache, "CALLS", {}),
+        (direct, "current_stream", lambda index: 0), (QuantizedTensor, "is_cuda", True), (dispatch, "CALLS", {}),
         *((module, "capability", lambda index: (9, 0)) for module in ASKED_BY),
     )  # fmt: skip
     x, times = torch.ones(1, 1, WIDTH, dtype=torch.bfloat16), []

@@ -18,7 +18,7 @@ import torch
 import reference
 from experiments.harness.revision import commit
 from experiments.runs.validations import record, validation
-from reference.formats.rounding import MODES
+from reference.formats.encode import MODES
 
 SHAPE = (256, 1024)
 #: Values that were compared so far.

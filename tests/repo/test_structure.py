@@ -39,21 +39,14 @@ SHARED_PREFIXES = {
 }
 #: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.
 TESTED_BY = {
-    "arrays.jax_bridge": "arrays/test_bridges.py",
-    "arrays.torch_bridge": "arrays/test_bridges.py",
     "calibration.inputs": "calibration/test_smoothing.py",
     "formats.arithmetic": "formats/test_rounding.py",
-    "formats.encode_bits": "formats/test_encode.py",
     "layers.hadamard": "training/test_linear.py",
     "lazy": "../repo/test_public_names.py",
     "layers.rotary": "layers/test_gradients.py",
     "matmul.operands": "matmul/test_matmul.py",
-    "quantize.power_scales": "quantize/test_scales.py",
-    "quantize.statistics": "quantize/test_scales.py",
-    "schemes.torchao": "schemes/torchao/test_affine.py",
     "sparsity.activation": "sparsity/test_prune.py",
     "sparsity.linear_sparse_int4": "sparsity/test_linear_sparse.py",
-    "sparsity.stored_codes": "sparsity/test_compress.py",
 }
 #: Tests of a folder of a package that stand in a folder of another name.
 TEST_FOLDERS = {

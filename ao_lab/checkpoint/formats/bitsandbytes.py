@@ -37,8 +37,7 @@ from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.metadata import Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scale, Scheme
-from reference.schemes.default_schemes import FLOOR
-from reference.schemes.schemes import Block
+from reference.schemes.schemes import FLOOR, Block
 
 STATE = ".quant_state.bitsandbytes__"
 #: What `bitsandbytes.functional.dequantize_4bit` takes.

@@ -32,8 +32,7 @@ from ao_lab.config.recipe import block_name
 from reference import FORMATS, SCHEMES, Quantized, Scheme, Zero
 from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
-from reference.schemes.default_schemes import mx_name
-from reference.schemes.schemes import Block
+from reference.schemes.schemes import Block, mx_name
 
 EXPRESSION = "re:"
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")

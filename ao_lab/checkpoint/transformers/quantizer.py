@@ -46,8 +46,7 @@ from ao_lab.quantization.api import StreamedWeights, keep_report, preshuffle, re
 from ao_lab.quantization.plan import ALREADY, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import is_linear, linear_and_experts
-from ao_lab.transforms.plan import Device, Progress
-from ao_lab.transforms.select import Filter
+from ao_lab.transforms.plan import Device, Filter, Progress
 
 
 def _check_places(model: Any, files: Iterable[str]) -> None:

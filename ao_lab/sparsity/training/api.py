@@ -53,9 +53,8 @@ from ao_lab.transforms.layers import (
     never_called,
     quantizable_parameters,
 )
-from ao_lab.transforms.plan import WeightChange, all_or_none
+from ao_lab.transforms.plan import Filter, WeightChange, all_or_none
 from ao_lab.transforms.report import remember_pruned, warn_of_saved_state
-from ao_lab.transforms.select import Filter
 
 STORED = (
     "it is in 2:4 storage, for inference; module.weight = torch.nn.Parameter(module.weight.dequantize()) makes it dense, and "

@@ -49,7 +49,7 @@ def linear_small_dynamic(
     kind: what of the inputs is exact in x's dtype, as `fast.matmul.preshuffled.dynamic.kind_of` says: "codes" under a scale
     for each row, or "values". families: names of those that may multiply, the quickest first (`fast.gemm.choose`); values are
     multiplied by those of few rows alone. None where no kernel takes it: inputs that are not bfloat16 or float16, no rows,
-    values of more rows than `MOST_ROWS`, rows of codes longer than LONGEST. key, record: see `launch.cache`. ValueError as
+    values of more rows than `MOST_ROWS`, rows of codes longer than LONGEST. key, record: see `dispatch`. ValueError as
     `linear_small` raises it.
     """
     product.check_operands(x, w, bias)

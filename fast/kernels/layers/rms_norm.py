@@ -111,7 +111,7 @@ def norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: Any, eps: float, residual: Any, key: Any = None
 ) -> tuple[torch.Tensor, Any] | None:
-    """`fast.rms_norm` by kernels, or None where the reference has to answer. key: of the call, see `launch.cache`."""
+    """`fast.rms_norm` by kernels, or None where the reference has to answer. key: of the call, see `dispatch`."""
     _ns, x, name = checked_inputs(x, weight, residual, eps)
     if x.numel() == 0 or not same_device(x, weight, residual):
         return None

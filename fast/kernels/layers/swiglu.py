@@ -165,7 +165,7 @@ def _gated_piece(gate, up, SIZE: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.
 
 
 def swiglu(gate: torch.Tensor, up: Any, key: Any = None) -> torch.Tensor | None:
-    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, see `launch.cache`."""
+    """`fast.swiglu` by a kernel, or None where the reference has to answer. key: of the call, see `dispatch`."""
     if not covers(gate, up):
         return None
     result: torch.Tensor = _launch(gate, up, None).result("y", key)

@@ -2,7 +2,7 @@
 
 Arguments are checked by the same code as in `reference`, so that messages agree. What a call does is a `plan`.
 Where no kernel covers a tensor (`geometry` says which) the functions here give None, and the reference runs as torch operations
-on the tensor's device: the same bits, more slowly. key: of the call, see `launch.cache`.
+on the tensor's device: the same bits, more slowly. key: of the call, see `dispatch`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
+from fast.dispatch import PARTS
 from fast.kernels.encode import add_packing, add_unpacking
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.geometry import LARGEST_TILE
 from fast.kernels.quantize.kernel import blocks_kernel
 from fast.kernels.quantize.plan import Pass, Plan, Problem
-from fast.launch.cache import PARTS
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
 from reference import Quantized, Scales
 from reference.arrays.errors import choice
 from reference.arrays.namespace import namespace_of
-from reference.formats.encode import check_random_bits
-from reference.formats.rounding import check_mode
+from reference.formats.encode import check_mode, check_random_bits
 from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized, with_plain_scales, with_tiled_scales
@@ -200,7 +199,7 @@ def _registers(step: Pass) -> dict[str, int]:
 def noted(
     x: torch.Tensor, record: str | Scheme, axis: int, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Values and the mask, or None where the kernel makes no mask. key: of the call, see `launch.cache`."""
+    """Values and the mask, or None where the kernel makes no mask. key: of the call, see `dispatch`."""
     of = problem_of(x, scheme_of(record), axis)
     if of is None or not plans.makes_saturation_mask(of):
         return None

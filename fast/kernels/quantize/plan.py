@@ -27,8 +27,8 @@ from fast.kernels.quantize.geometry import (
 from fast.kernels.scheme.constants import BlockOp, SchemeConstants, block_op, constants_of, is_two_level
 from fast.launch.launcher import interpreted
 from reference import Quantized
+from reference.formats.encode import check_mode
 from reference.formats.formats import FORMATS
-from reference.formats.rounding import check_mode
 from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import scale_groups

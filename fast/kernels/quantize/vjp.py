@@ -42,7 +42,7 @@ from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Scales
 from reference.arrays.namespace import namespace_of
-from reference.formats.rounding import check_mode
+from reference.formats.encode import check_mode
 from reference.quantize.scales import given_scales, usable
 from reference.schemes.schemes import Scheme, scheme_of
 
@@ -216,7 +216,7 @@ POINTERS = ("x", "g", "words", "scale", "divisor", "outer", "zero", "y", "dscale
 def gradient(
     g: torch.Tensor, x: torch.Tensor, record: str | Scheme, axis: int, words: Any = None, scales: Any = None, key: Any = None
 ) -> Gradients | None:  # fmt: skip
-    """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `launch.cache`."""
+    """(dx, dscale, dzero), or None where the reference has to answer or to refuse. key: of the call, see `dispatch`."""
     scheme = scheme_of(record)
     if x.dtype not in FLOAT_NAMES or g.dtype != x.dtype or g.shape != x.shape:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fast import dispatch
 from fast.kernels.quantize import plan as plans
 from fast.kernels.quantize.geometry import ceil_div, flat_geometry
 from fast.kernels.quantize.host import block_launch
@@ -15,7 +16,6 @@ from fast.kernels.rowwise_colwise import mx as kernel
 from fast.kernels.rowwise_colwise.tiles import INT32, leave_maxima, pairs_kernel, tiles_kernel
 from fast.kernels.scheme.constants import SchemeConstants, constants_of
 from fast.kernels.scheme.fast_path_rules import HARDWARE
-from fast.launch import cache
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import CompiledLaunch, interpreted, same_device
 from reference import Quantized, Scales
@@ -33,7 +33,7 @@ NAMES = (("codes", "scale"), ("transposed", "transposed_scale"))
 def fused_both(
     x: torch.Tensor, record: str | Scheme, scales: Any, tiled: bool, packed: bool = False, key: Any = None
 ) -> Both | None:
-    """Both results from one read, or None where no kernel does that. key: of the call, see `launch.cache`."""
+    """Both results from one read, or None where no kernel does that. key: of the call, see `dispatch`."""
     scheme = scheme_of(record)
     call = _launched(x, scheme, scales, tiled, packed)
     if call is None:
@@ -92,8 +92,8 @@ def batch_columns(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.
     Matrices have nothing in common. Scales stand as in `quantize` of the codes' shape, but where the scheme has one for the
     tensor: (E * K, 1), at each column that of its matrix.
     """
-    key = cache.key_of("batch_columns", scheme, (), (x,))
-    call = cache.find(key)
+    key = dispatch.key_of("batch_columns", scheme, (), (x,))
+    call = dispatch.find(key)
     made: tuple[torch.Tensor, torch.Tensor] | None = None if call is None else call(x)
     if made is not None:
         return made

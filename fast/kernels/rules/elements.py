@@ -31,7 +31,7 @@ from fast.kernels.sm90.codebooks import codebook_values
 from fast.kernels.sm90.fp4_fp6 import e2m1_codes
 from fast.kernels.sm90.integers import load_quads, store_quads
 
-# The rounding rule of `reference.formats.rounding` on int32 significands, and random bits for its stochastic mode.
+# The rounding rule of `reference.formats.encode` on int32 significands, and random bits for its stochastic mode.
 
 STOCHASTIC_BITS = tl.constexpr(24)
 LARGEST_SHIFT = tl.constexpr(25)

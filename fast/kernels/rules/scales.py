@@ -1,4 +1,4 @@
-"""Scales and zero points from a block's statistic: `reference.quantize.scales` and `reference.quantize.power_scales` as
+"""Scales and zero points from a block's statistic: `reference.quantize.scales` and `reference.quantize.scales` as
 device functions.
 
 Statistics come as patterns of magnitudes and as float32 minima and maxima, shape (blocks, 1); scales leave as float32, NaN
@@ -301,7 +301,7 @@ def zero_point(low, exact, SCHEME: tl.constexpr):
 
 @triton.jit
 def averages(v, HAS_PTX: tl.constexpr):
-    """Rows of (P, S), S a power of two, averaged to (P, 1): neighbours first, as `reference.quantize.statistics.mean`."""
+    """Rows of (P, S), S a power of two, averaged to (P, 1): neighbours first, as `reference.quantize.scales.mean`."""
     COUNT: tl.constexpr = v.shape[0]
     for _ in tl.static_range(MOST_LEVELS):
         if v.shape[1] > 1:

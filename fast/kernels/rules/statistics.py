@@ -1,4 +1,4 @@
-"""Maxima and minima of tiles, exactly, on bit patterns; see `reference.quantize.statistics`.
+"""Maxima and minima of tiles, exactly, on bit patterns; see `reference.quantize.scales`.
 
 A magnitude orders like its pattern, NaN above infinity, so an integer maximum is exact and reports NaN.
 """
@@ -12,7 +12,7 @@ from fast.kernels.bits import INFINITY, MAGNITUDE, NAN, bits_of, float_of, order
 from fast.kernels.sm90.bf16x2 import floats, narrowed
 from fast.kernels.sm90.integers import range_of_tile
 
-# Sums in the order of `reference.quantize.statistics.tree_sum`, and what RMSNorm sums up.
+# Sums in the order of `reference.quantize.scales.tree_sum`, and what RMSNorm sums up.
 
 # Levels of a tree over a tile, or over the parts of the longest row.
 MOST_LEVELS = tl.constexpr(14)
@@ -20,7 +20,7 @@ MOST_LEVELS = tl.constexpr(14)
 
 @triton.jit
 def tree_sum(v):
-    """Sums of the rows of (P, S), S a power of two, (P, 1): neighbours first, as `reference.quantize.statistics.tree_sum`."""
+    """Sums of the rows of (P, S), S a power of two, (P, 1): neighbours first, as `reference.quantize.scales.tree_sum`."""
     COUNT: tl.constexpr = v.shape[0]
     for _ in tl.static_range(MOST_LEVELS):
         if v.shape[1] > 1:

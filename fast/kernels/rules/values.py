@@ -32,7 +32,7 @@ from fast.kernels.rules.elements import (
     to_integer,
 )
 
-# Elements divided by their scale, and rounded: `reference.quantize.elements` as device functions. See `elements` for the
+# Elements divided by their scale, and rounded: `reference.quantize.quantize` as device functions. See `elements` for the
 # arguments.
 
 

@@ -39,8 +39,7 @@ from fast.kernels.scheme.fast_path_rules import (
 )
 from reference.arrays.softfloat import LOWEST, bits_of, steps_above, steps_below
 from reference.formats.formats import FORMATS, Format
-from reference.quantize.power_scales import even_carry
-from reference.quantize.scales import floor_value
+from reference.quantize.scales import even_carry, floor_value
 from reference.schemes.schemes import Scale, Scheme
 
 # Formats and scales as constants of kernels.

@@ -28,7 +28,7 @@ def linear_of_codes(
     times x's scale, times the weight's, plus the bias, each rounded to float32; then one rounding to `dtype`.
 
     Operands are those that the family takes (`fast.gemm.families`). None where another kernel is faster (`select`), and where
-    the variant does not compile or load. key: of the call; see `launch.cache`.
+    the variant does not compile or load. key: of the call; see `dispatch`.
     """
     variant = choose(x.shape[0], w.shape[0], is_stored(dtype), processors_of(x.codes.get_device()))
     call = None if variant is None else call_of(variant, problem_of(dtype), x, w, bias)

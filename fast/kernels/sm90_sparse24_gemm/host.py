@@ -30,7 +30,7 @@ OPERANDS = ("x", "values", "metadata", "bias", "x_scale", "scale")
 
 
 def linear_sparse(name: str, fast_sums: bool, operands: Operands, key: Any) -> torch.Tensor | None:
-    """The product of checked operands, by the variant for their shape. name: of the output's dtype; key: see `launch.cache`."""
+    """The product of checked operands, by the variant for their shape. name: of the output's dtype; key: see `dispatch`."""
     x, values, metadata, *rest = operands
     bits = _bits(operands)
     arranged = metadata.dim() == 3

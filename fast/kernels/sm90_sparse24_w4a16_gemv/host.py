@@ -116,7 +116,7 @@ def sm90_sparse24_w4a16_gemv_pair(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """x (..., K) times the transposes of two weights: (..., N) and (..., M) in x's dtype. None as `pair_launch_for`.
 
-    key: see `launch.cache`.
+    key: see `dispatch`.
     """
     call = _recorded(x, first, second, pair_launch_for(x, first, second, group, TWO, variant))
     if call is None:
@@ -131,7 +131,7 @@ def sm90_sparse24_w4a16_gemv_swiglu(
     """`reference.swiglu` of the two products of `sm90_sparse24_w4a16_gemv_pair` by this variant, the bits of that: (..., N) in
     x's dtype.
 
-    None as `pair_launch_for`; key: see `launch.cache`.
+    None as `pair_launch_for`; key: see `dispatch`.
     """
     call = _recorded(x, gate, up, pair_launch_for(x, gate, up, group, GATED, variant))
     if call is None:

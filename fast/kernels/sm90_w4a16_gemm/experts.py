@@ -34,7 +34,7 @@ def sm90_w4a16_gemm_of_experts(
     ends: int32 (E,), on x's device: the row after each expert's last one, none of which the host reads; rows behind the last
     end are undefined, as torch's `_grouped_mm` leaves them. Sums are float32 over all of K, rounded once to x's dtype: each row
     has the bits that `sm90_w4a16_gemm` gives it without parts of K. Operands are those that the family takes
-    (`fast.gemm.families`); None where the variant does not compile or load. key, record: see `launch.cache`. ValueError for
+    (`fast.gemm.families`); None where the variant does not compile or load. key, record: see `dispatch`. ValueError for
     shapes, dtypes and devices that do not go together.
     """
     check_experts(x, experts, ends)

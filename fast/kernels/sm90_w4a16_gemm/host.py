@@ -49,7 +49,7 @@ def sm90_w4a16_gemm(
     Sums are float32 over all of K, in an order that only shapes, dtypes and the device say; the bias is added in float32, and
     the result rounded once to x's dtype. x_scale: float32, one for each row of x, by which its sums are multiplied in float32
     before that: x is then the rows' codes, which are exact in its dtype. Operands are those that the family takes
-    (`fast.gemm.families`); None where the variant does not compile or load. key, record: see `launch.cache`, of a call without
+    (`fast.gemm.families`); None where the variant does not compile or load. key, record: see `dispatch`, of a call without
     x_scale. ValueError for other scales.
     """
     launch = launch_for(x, w, bias, x_scale)

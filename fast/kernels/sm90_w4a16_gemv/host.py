@@ -48,7 +48,7 @@ def sm90_w4a16_gemv(
 ) -> torch.Tensor | None:
     """`linear_small` by this kernel, of operands that it would have checked; None as `launch_for`.
 
-    key, record: see `launch.cache`, of a call without x_scale.
+    key, record: see `dispatch`, of a call without x_scale.
     """
     dtype = x.dtype if dtype is None else dtype
     launch = launch_for(w, x.numel() // w.shape[1], x.dtype, dtype, variant)

@@ -54,7 +54,7 @@ PARTS = ("codes", "scale", "outer", "zero")
 def linear_pair(
     x: torch.Tensor, first: Quantized, second: Quantized, key: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x (..., K), one row, times the transposes of two weights, or None where no kernel takes them. key: see `launch.cache`."""
+    """x (..., K), one row, times the transposes of two weights, or None where no kernel takes them. key: see `dispatch`."""
     call = _recorded(x, first, second, ("y", "y2"))
     if call is None:
         return None
@@ -63,7 +63,7 @@ def linear_pair(
 
 
 def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = None) -> torch.Tensor | None:
-    """silu of the first product times the second, or None where no kernel takes them. key: see `launch.cache`."""
+    """silu of the first product times the second, or None where no kernel takes them. key: see `dispatch`."""
     call = _recorded(x, gate, up, ("y",))
     if call is None:
         return None
@@ -128,7 +128,7 @@ LANE = 16
 def linear_of_codes(
     x: Quantized, w: Quantized, bias: torch.Tensor | None, dtype: torch.dtype, key: Any
 ) -> torch.Tensor | None:
-    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`.
+    """The product of one row of codes, or None where the kernel does not take them. key: of the call; see `dispatch`.
 
     Several rows are `triton_scaled_mm.host`'s.
     """
@@ -219,7 +219,7 @@ def linear(
 ) -> torch.Tensor | None:
     """x (..., K) times the weight's transpose plus bias by a family (`fast.gemm.choose`), or None where that does not take it.
 
-    key: see `launch.cache`.
+    key: see `dispatch`.
     """
     parts = (w.codes, w.scale, w.outer, w.zero)
     launch = launch_for(w, x.numel() // max(x.shape[-1], 1), x.dtype, family)

@@ -39,7 +39,7 @@ def linear_of_codes(
     fast_sums: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor | None:
-    """The product of rows of codes, or None where the kernel does not take them. key: of the call; see `launch.cache`.
+    """The product of rows of codes, or None where the kernel does not take them. key: of the call; see `dispatch`.
 
     fast_sums: of floats; see `tiles.tile_of`. tile: another one than the rule's, to be measured beside it.
     """

@@ -36,7 +36,7 @@ def grouped_linear_small(
     experts: an arranged weight whose parts have an axis of experts in front; `shape` is that of one of them. ends: int32 (E,),
     on x's device: the row after each expert's last one; rows behind the last end are undefined, as torch's `_grouped_mm` leaves
     them. None where the kernel does not take it: inputs that are not bfloat16 or float16, NF4, no rows, more than 2**31
-    elements. tile: another one than the rule's; key, record: see `launch.cache`. ValueError for shapes and devices that do not
+    elements. tile: another one than the rule's; key, record: see `dispatch`. ValueError for shapes and devices that do not
     go together. Each row has the bits it has by `linear_small` with one part of K and these tiles, within
     `reference.linear_error_bound`.
     """

@@ -44,7 +44,7 @@ def linear_small(
     None where the kernel does not take it, and another one has to: inputs that are not bfloat16 or float16, no rows or more
     than MOST_ROWS, more than 2**31 elements, a dtype that is no float of 16 or 32 bits. The result is within
     `reference.linear_error_bound` of the exact product, the same bits every time for the same tiles. tiling: other tiles than
-    the rule's; key, record: see `launch.cache`, of a call without x_scale. ValueError for shapes and devices that do not go
+    the rule's; key, record: see `dispatch`, of a call without x_scale. ValueError for shapes and devices that do not go
     together and for a tiling that is not for the weight.
     """
     n, length = w.shape

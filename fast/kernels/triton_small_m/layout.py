@@ -164,7 +164,7 @@ def _words(codes: torch.Tensor, shape: tuple[int, int], element: str, key: Any =
 
 
 def arranged_words(codes: torch.Tensor, element: str, key: Any = None) -> torch.Tensor:
-    """The words of codes as they are stored, uint8 (N, K), of 4 bits (N, K / 2). key: see `launch.cache`."""
+    """The words of codes as they are stored, uint8 (N, K), of 4 bits (N, K / 2). key: see `dispatch`."""
     return _words(codes, (codes.shape[0], codes.shape[1] * (1024 // WORDS[element])), element, key)
 
 
@@ -177,7 +177,7 @@ def restored_codes(w: ArrangedWeight) -> torch.Tensor:
 def restored_words(
     words: torch.Tensor, shape: tuple[int, int], element: str, key: Any = None
 ) -> torch.Tensor:
-    """Codes of this shape, of their words. key: see `launch.cache`."""
+    """Codes of this shape, of their words. key: see `dispatch`."""
     tail = (*shape, words.shape[1], element, 1024)
     call = Call({"words": words})
     call.allocate("codes", shape, torch.uint8)

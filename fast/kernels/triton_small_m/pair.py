@@ -41,7 +41,7 @@ def linear_small_pair(
     the kernel does not take them: inputs that are not bfloat16 or float16, no rows or more than MOST_ROWS, weights of two
     shapes or forms, NF4 or with scales that are factors, or of rows or columns that are no multiple of 128, more than 2**31
     elements.
-    tiling: other tiles than those of `pair_tiling`; key, record: see `launch.cache`. ValueError for shapes and devices that do
+    tiling: other tiles than those of `pair_tiling`; key, record: see `dispatch`. ValueError for shapes and devices that do
     not go together and for a tiling that is not for the weights.
     """
     call = _recorded(x, first, second, ("y", "y2"), tiling)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ao_lab.gemm import codes, fused
+from ao_lab.gemm import codes, dense
 
 #: The modules that ask for it, each by a name of its own.
-ASKED_BY = (codes, fused, fused, codes)
+ASKED_BY = (codes, dense, dense, codes)
 
 
 def set_capability(monkeypatch: Any, found: tuple[int, int]) -> None:

@@ -9,8 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ao_lab import tune
 from ao_lab.gemm import choices, cusparselt
-from ao_lab.gemm.choices import Candidate, Choice, Problem
-from ao_lab.gemm.problem import SUBSETS, nearest, problem_of, rows_range
+from ao_lab.gemm.choices import SUBSETS, Candidate, Choice, Problem, nearest, problem_of, rows_range
 
 CPU = torch.device("cpu")
 PROBLEM = Problem("output", "fp8_rowwise", "fp8_rowwise", 4096, 1024, 64, "torch.bfloat16")

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
-from fast.launch import cache
+from fast import dispatch
 from reference import SCHEMES, Scales
 from reference.quantize.blocks import Blocks
 from tests.emulator.interpreter_process import lines_of
@@ -66,17 +66,17 @@ def assert_rows(mapped, rows):
 
 def test_remembered_calls_tell_arguments_apart(monkeypatch):
     """After a call was repeated without a trace, those that are like it but for a detail give the reference's bits."""
-    monkeypatch.setattr(cache, "CALLS", {})
+    monkeypatch.setattr(dispatch, "CALLS", {})
     record = SCHEMES["fp8_rowwise"]
     scales = reference.choose_scales(X, record)
     given = Scales(jnp.asarray(scales.scale))
     functions.quantize(jnp.asarray(X), record)
-    known = dict(cache.CALLS)
+    known = dict(dispatch.CALLS)
     assert len(known) == 1
     monkeypatch.setattr(programs, "run", lambda *_: pytest.fail("another program"))
     assert_same_bits(functions.quantize(jnp.asarray(X[::-1]), record), reference.quantize(X[::-1], record))
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "CALLS", dict(known))
+    monkeypatch.setattr(dispatch, "CALLS", dict(known))
     for number, (x, scheme, more) in enumerate(
         [
             (X.astype("float16"), record, {}),
@@ -94,7 +94,7 @@ def test_remembered_calls_tell_arguments_apart(monkeypatch):
             )
             made = functions.quantize(jnp.asarray(x), scheme, **mine)
             assert_same_bits(made, reference.quantize(x, scheme, **theirs))
-        assert len(cache.CALLS) == 2 + number
+        assert len(dispatch.CALLS) == 2 + number
     for wrong in ({"axis": True}, {"axis": 2.0}, {"random_bits": jnp.zeros(X.shape, "uint32")}):
         with pytest.raises((TypeError, ValueError)):
             functions.quantize(jnp.asarray(X), record, **wrong)

@@ -10,7 +10,8 @@ import torch
 
 import ao_lab.tensor.preshuffled as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
-from ao_lab.gemm import fused, select
+from ao_lab.gemm import dense as fused
+from ao_lab.gemm import select
 from ao_lab.tensor import experts as gathered
 from ao_lab.tensor import slicing
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ao_lab
 from ao_lab import QuantizedTensor
 from ao_lab.gemm import choices, select
-from ao_lab.gemm.problem import Choice, Problem
+from ao_lab.gemm.choices import Choice, Problem
 from ao_lab.quantization import prepared_products
 from ao_lab.quantization.prepared_products import MOST_SHAPES
 from fast.launch import direct

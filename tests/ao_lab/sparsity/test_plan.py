@@ -75,7 +75,7 @@ def test_sparsegpt_is_that_of_the_reference(dtype):
     hessian = x.T @ x
     config = SparsityConfig(score="sparsegpt", damping=0.02, block=16)
     found = prune_weight(w, config, hessian)
-    array = reference.arrays.torch_bridge.to_numpy(w)
+    array = reference.arrays.bridges.to_numpy(w)
     expected = reference.sparsegpt(array, hessian.numpy(), damping=0.02, block=16)
     assert found.weights.dtype == dtype
     assert np.array_equal(found.weights.float().numpy(), expected.weights.astype(np.float32))

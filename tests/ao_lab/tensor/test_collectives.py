@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ao_lab
-from ao_lab.tensor.flat_concat import Bundle
+from ao_lab.tensor.view_ops import Bundle
 from tests.support.distributed.ranks import check_on_ranks
 
 

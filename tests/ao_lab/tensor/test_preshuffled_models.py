@@ -30,8 +30,9 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.gemm import fused, select
-from ao_lab.gemm.fused import groups_reason, most_fused_rows
+from ao_lab.gemm import dense as fused
+from ao_lab.gemm import select
+from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from ao_lab.quantization.api import preshuffle
 from fast.gemm import problem

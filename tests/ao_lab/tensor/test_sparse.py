@@ -18,7 +18,7 @@ from ao_lab.tensor import sparse_codes
 from ao_lab.tensor.sparse import check_stored, compressed
 from ao_lab.tensor.sparse_codes import dense_scheme, metadata_of, sparse_scheme
 from reference import SCHEMES, Scales
-from reference.sparsity.stored_codes import unsupported_reason
+from reference.sparsity.compress import unsupported_reason
 from tests.support.quantized_weights import SPARSE_KINDS, pair, pruned, same
 
 STORED = [name for name, scheme in SCHEMES.items() if unsupported_reason(scheme) is None]

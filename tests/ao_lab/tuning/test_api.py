@@ -9,8 +9,7 @@ from torch import nn
 
 import ao_lab
 from ao_lab.gemm import choices
-from ao_lab.gemm.choices import Candidate, Choice
-from ao_lab.gemm.problem import problem_of
+from ao_lab.gemm.choices import Candidate, Choice, problem_of
 from ao_lab.gemm.select import select_kernel
 from ao_lab.training import autograd
 from ao_lab.training.products import select_product

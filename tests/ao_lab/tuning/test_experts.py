@@ -7,8 +7,7 @@ import torch
 
 import ao_lab
 from ao_lab.gemm import choices
-from ao_lab.gemm.choices import Choice
-from ao_lab.gemm.problem import problem_of
+from ao_lab.gemm.choices import Choice, problem_of
 from ao_lab.training.grouped import products
 from ao_lab.training.grouped.autograd import grouped_linear
 from ao_lab.tuning import experts

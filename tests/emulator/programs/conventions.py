@@ -31,7 +31,7 @@ from fast.kernels.quantize.plan import first_level
 from fast.kernels.scheme.constants import constants_of, is_two_level
 from fast.kernels.scheme.fast_path_rules import bounds, has_zero_blocks, outer_bounds
 from reference import SCHEMES, Scales, Scheme
-from reference.arrays.torch_bridge import to_torch
+from reference.arrays.bridges import to_torch
 from reference.formats.formats import FORMATS, Format
 from reference.schemes.schemes import Zero
 from tests.emulator import ptx_interpreter

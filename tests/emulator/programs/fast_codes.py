@@ -31,7 +31,7 @@ from fast.kernels.scheme.constants import element_of
 from fast.kernels.scheme.fast_path_rules import OCP, SEQUENCES
 from fast.kernels.sm90.codebooks import CENTER, CUBIC, LINEAR
 from reference import SCHEMES, Quantized, Scales, Scheme
-from reference.arrays.torch_bridge import to_torch
+from reference.arrays.bridges import to_torch
 from tests.emulator import ptx_interpreter
 from tests.emulator.ptx_opcodes import RECIPROCAL
 from tests.gpu.harness.inputs import DTYPES, NUMPY, WIDTH, Array, all_patterns, scheme_inputs, shared

@@ -26,7 +26,7 @@ from fast.kernels.quantize import vjp as gradients
 from fast.kernels.quantize.host import problem_of
 from fast.launch.call import Call
 from reference import SCHEMES, Scales, Scheme
-from reference.arrays.torch_bridge import to_torch
+from reference.arrays.bridges import to_torch
 from reference.schemes.schemes import scheme_of
 from tests.emulator import ptx_interpreter, quick_interpreter
 from tests.emulator.programs.fast_codes import halfway, inputs, one_tile

@@ -24,7 +24,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.kernels.quantize import plan as passes
 from fast.kernels.quantize.host import POINTERS, block_launch
 from reference import SCHEMES, Scales
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.quantize.stored import STORAGES
 from tests.emulator import quick_interpreter
 

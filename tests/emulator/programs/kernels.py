@@ -23,6 +23,7 @@ import triton.language as tl
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast import dispatch
 from fast.kernels import encode
 from fast.kernels.quantize import host as quantizer
 from fast.kernels.quantize import plan as passes
@@ -31,7 +32,6 @@ from fast.kernels.rowwise_colwise import host as layouts
 from fast.kernels.rowwise_colwise import mx as both
 from fast.kernels.rowwise_colwise.mx import _scales
 from fast.kernels.scheme.constants import constants_of
-from fast.launch import cache
 from reference import SCHEMES, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 from tests.emulator import quick_interpreter
@@ -447,7 +447,7 @@ def second_level(part: str = "") -> None:
     # Trees of several passes, whose last is small.
     passes.AVERAGED, passes.MOST_AVERAGES = 16, 4
     for count in (5, 17, 300) if by_day else (5, 16, 17, 250, 300):
-        cache.CALLS.clear()
+        dispatch.CALLS.clear()
         compare_second_level(numbers((count * 64 - 3,), torch.float32), NF4)
         print("passes", count, flush=True)
     for name, scheme in RECORDS:

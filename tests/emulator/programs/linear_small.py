@@ -15,7 +15,7 @@ import torch
 import fast
 import reference
 from ao_lab.config.recipe import Recipe, named
-from ao_lab.gemm import fused as expert_products
+from ao_lab.gemm import dense as expert_products
 from ao_lab.gemm import select
 from ao_lab.tensor.preshuffled import unsupported_reason
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized

@@ -10,7 +10,7 @@ from ao_lab.testing.bits import assert_same_quantized
 from fast.calibration import hqq as module
 from fast.calibration.hqq import hqq, hqq_on_device
 from reference import SCHEMES
-from reference.arrays.torch_bridge import to_numpy
+from reference.arrays.bridges import to_numpy
 from reference.calibration.hqq import hqq as reference_hqq
 from reference.schemes.conventions import hqq_scheme
 from tests.support.refusals import refused

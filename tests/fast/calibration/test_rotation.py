@@ -10,7 +10,7 @@ import reference
 from fast.calibration import rotation
 from fast.calibration.rotation import fold_gain, rotate
 from fast.layers.hadamard import hadamard
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from tests.support.refusals import refused
 
 

@@ -11,10 +11,11 @@ import triton
 import fast
 import reference
 from ao_lab.config.recipe import integer_scheme
+from fast import dispatch
 from fast.kernels.grouped import group_columns, group_layout
 from fast.kernels.quantize.host import POINTERS
 from fast.kernels.rowwise_colwise.host import batch_columns
-from fast.launch import cache, direct
+from fast.launch import direct
 from fast.quantize.rowwise_colwise import both_values, values_and_codes
 from reference import SCHEMES, Quantized, Scales
 from tests.fast.kernels.compiling.recorded_launches import FUNCTION, Flat, Nested, Opaque, Recorded
@@ -352,22 +353,22 @@ def test_an_axis_that_cannot_be_hashed(flat):
     """NumPy's 0-d arrays count as integers, and are not remembered."""
     for _ in range(2):
         assert fast.quantize(X, "fp8_rowwise", axis=np.array(1)).axis == 1
-    assert not cache.CALLS
+    assert not dispatch.CALLS
 
 
 def test_what_is_remembered_is_bounded(flat, monkeypatch):
     """The oldest goes, and no other: a program that sees ever new shapes has no cliff."""
-    monkeypatch.setattr(cache, "MOST", 3)
+    monkeypatch.setattr(dispatch, "MOST", 3)
     for rows in range(1, 9):
         fast.quantize(normals(rows, 64), "fp8_rowwise")
-        assert [key[-1][1][0] for key in cache.CALLS] == list(range(max(1, rows - 2), rows + 1))
+        assert [key[-1][1][0] for key in dispatch.CALLS] == list(range(max(1, rows - 2), rows + 1))
 
 
 def test_a_remembered_record_is_kept(flat):
     """Its id stands for it, so no other record may get that number."""
     record = replace(SCHEMES["fp8_rowwise"], name="short-lived")
     fast.quantize(X, record)
-    ((key, entry),) = cache.CALLS.items()
+    ((key, entry),) = dispatch.CALLS.items()
     assert id(record) in key
     assert entry[1] is record
 
@@ -430,7 +431,7 @@ def test_kernels_with_scratch_memory_keep_their_launcher(flat):
 def test_an_eps_of_another_type_is_not_remembered(flat):
     for _ in range(3):
         fast.rms_norm(X, WEIGHT, eps=np.float64(1e-6))
-    assert not any(key and key[0] == "rms_norm" for key in cache.CALLS)
+    assert not any(key and key[0] == "rms_norm" for key in dispatch.CALLS)
 
 
 def test_memory_is_zeroed_by_the_driver(flat, monkeypatch):
@@ -441,7 +442,7 @@ def test_memory_is_zeroed_by_the_driver(flat, monkeypatch):
         fast.quantize_both(MATRIX, "fp8_rowwise")
     statistic = flat.straight[0][1]
     assert zeroed == [(statistic, 0, 4 * sum(MATRIX.shape), 7)]
-    ((call, _),) = cache.CALLS.values()
+    ((call, _),) = dispatch.CALLS.values()
     call._fills = [(at, (3, 3), size) for at, _, size in call._fills]
     monkeypatch.setattr("fast.launch.call.filled", lambda made, fill: zeroed.append(fill) or made)
     call(MATRIX)

@@ -15,7 +15,7 @@ from ao_lab import testing
 from ao_lab.config.recipe import named
 from fast.matmul.cpu_ops import linear as cpu_linear
 from reference import SCHEMES, Scheme
-from reference.arrays.torch_bridge import to_numpy
+from reference.arrays.bridges import to_numpy
 from reference.matmul.linear import transposed
 from reference.schemes.schemes import scheme_of
 from tests.support.chosen import launch_for, rows_fused

@@ -14,9 +14,9 @@ from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, blocks, fill
 from fast.quantize.least_error import refine_float16_scales, tree_sum
 from reference.arrays.namespace import namespace_of
-from reference.quantize import least_error, statistics
+from reference.quantize import least_error, scales
 
-# Sums in the order of `reference.quantize.statistics`, along any axis.
+# Sums in the order of `reference.quantize.scales`, along any axis.
 
 NUMPY = namespace_of(np.zeros(1))
 
@@ -25,7 +25,7 @@ NUMPY = namespace_of(np.zeros(1))
 @pytest.mark.parametrize("kind", ["normals", "subnormals", "zeros", "specials"])
 def test_sums_are_those_of_the_reference(kind, length):
     x = fill(kind, (3, length), seed=length)
-    wanted = one_nan(statistics.tree_sum(NUMPY, x.view(np.int32))[:, 0].view(np.float32))
+    wanted = one_nan(scales.tree_sum(NUMPY, x.view(np.int32))[:, 0].view(np.float32))
     for made in (tree_sum(torch.from_numpy(x)), tree_sum(torch.from_numpy(x.T.copy()), 0)):
         assert_same_bits(one_nan(made.numpy()), wanted)
 

@@ -10,7 +10,7 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.sparsity.sparsegpt import sparsegpt_on_device
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 
 PARTS = ("weights", "mask", "dead")
 KINDS = st.sampled_from(["float32", "bfloat16", "float16"])

@@ -22,8 +22,8 @@ import torch
 import reference
 from ao_lab.testing.bits import bits_of
 from reference import Quantized, Scales
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.arrays.namespace import namespace_of
-from reference.arrays.torch_bridge import to_numpy, to_torch
 from reference.quantize.blocks import Blocks
 from tests.gpu.harness.poison import poisoned
 

@@ -15,8 +15,8 @@ import torch
 import reference
 from fast.quantize import fake_quantize
 from reference import SCHEMES, Scales, Scheme
-from reference.arrays.torch_bridge import to_torch
-from reference.formats.rounding import MODES
+from reference.arrays.bridges import to_torch
+from reference.formats.encode import MODES
 from tests.gpu.harness.inputs import DTYPES, REPRESENTATIVE, Array, normals, random_inputs
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings

@@ -17,8 +17,7 @@ import torch
 import reference
 from ao_lab.testing.samples import fill
 from reference import FORMATS, SCHEMES, Quantized, Scales, Scheme
-from reference.formats.encode import OVERFLOWS
-from reference.formats.rounding import MODES
+from reference.formats.encode import MODES, OVERFLOWS
 from tests.gpu.harness.inputs import DTYPES, NUMPY, Array, all_patterns, house, normals, scheme_inputs
 from tests.gpu.harness.pool import Job
 from tests.gpu.harness.run import Failure, Run, Settings

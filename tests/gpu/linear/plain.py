@@ -16,6 +16,7 @@ import fast
 from ao_lab import Recipe
 from ao_lab.config.recipe import named
 from ao_lab.tensor.quantized_tensor import from_quantized
+from fast import dispatch
 from fast.gemm import families
 from fast.kernels.sm90_intn_small_m import host
 from fast.kernels.sm90_intn_small_m.select import choose, placed
@@ -24,7 +25,6 @@ from fast.kernels.sm90_s8_gemm import host as s8_host
 from fast.kernels.sm90_s8_gemm import variants as s8_variants
 from fast.kernels.triton_scaled_mm import host as scaled_host
 from fast.kernels.triton_scaled_mm.tiles import Tile, int_tile_of
-from fast.launch import cache
 from reference import SCHEMES, Quantized, Scheme
 from tests.gpu.harness.products import s8_gemm
 from tests.gpu.harness.subject import Asked, Check, differs, in_threads
@@ -304,10 +304,10 @@ def routed(asked: Asked) -> Iterator[Check]:
 def wrong_route() -> Iterator[str]:
     """What is wrong with it."""
     x, w, (bias, dtype), right = drawn_codes(Problem("int8_rowwise", (4096, 4096), 1024, BF16, BF16))
-    cache.CALLS.clear()
+    dispatch.CALLS.clear()
     for call in ("first", "again"):
         yield from differs(call, fast.linear_of_codes(x, w, bias, dtype=dtype), right)
-    steps = [step for call, _ in cache.CALLS.values() for step in getattr(call, "steps", ())]
+    steps = [step for call, _ in dispatch.CALLS.values() for step in getattr(call, "steps", ())]
     if not any(getattr(launch, "kernel", None) is s8_variants.KERNEL for launch, *_ in steps):
         yield "the kernel was not taken"
 

@@ -36,8 +36,8 @@ from ao_lab.gemm.dense import rounded
 from ao_lab.gemm.select import PRODUCTS
 from fast.sparsity.sparsegpt import sparsegpt_on_device
 from reference import SCHEMES
-from reference.arrays.torch_bridge import to_numpy, to_torch
-from reference.sparsity.stored_codes import PLAIN_ELEMENTS
+from reference.arrays.bridges import to_numpy, to_torch
+from reference.sparsity.compress import PLAIN_ELEMENTS
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, beyond, differs
 
 BF16, F16 = torch.bfloat16, torch.float16

@@ -18,8 +18,7 @@ import ao_lab.jax
 import reference
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, fill
 from reference import SCHEMES, Scales, choose_scales, decode, dequantize, encode, quantize, register_jax
-from reference.arrays.jax_bridge import explicit_mesh
-from reference.arrays.torch_bridge import bridged, is_cpu_tensor, to_numpy, to_torch
+from reference.arrays.bridges import bridged, explicit_mesh, is_cpu_tensor, to_numpy, to_torch
 
 X = fill("normals", (4, 64))
 WIDE = np.random.default_rng(0).standard_normal((4, 128), np.float32)

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.arrays.namespace import namespace_of
-from reference.formats.encode import decode, encode
-from reference.formats.encode_bits import encode_bits
+from reference.formats.encode import decode, encode, encode_bits
 from reference.formats.formats import FORMATS, Format
 from tests.support import oracles
 from tests.support.oracles import CODEBOOKS, FLOATS, MODES, Array, encode_with, exact_code

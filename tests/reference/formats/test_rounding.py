@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from reference import random_bits
 from reference.arrays.namespace import namespace_of
 from reference.formats.arithmetic import to_dtype_bits
-from reference.formats.formats import FORMATS
-from reference.formats.rounding import (
+from reference.formats.encode import (
     LARGEST_SHIFT,
     MODES,
     MULTIPLIER,
@@ -25,6 +24,7 @@ from reference.formats.rounding import (
     philox,
     round_shift,
 )
+from reference.formats.formats import FORMATS
 from tests.support import oracles
 from tests.support.oracles import SIXTEEN_BIT, Array
 from tests.support.refusals import refused

@@ -3,7 +3,7 @@
 NumPy is the yardstick; that its bits are right is the business of the other tests. torch is asked twice: through the public
 function, where CPU tensors share NumPy's path, and through `__wrapped__`, the torch namespace, the path of CUDA tensors. In JAX
 schemes run under jit (float32) and under vmap (bfloat16). Public functions on concrete arrays compile the same programs
-(`reference.arrays.jax_bridge`), and `__wrapped__` runs them step by step: these are asked for schemes of every kind of block.
+(`reference.arrays.bridges`), and `__wrapped__` runs them step by step: these are asked for schemes of every kind of block.
 `tests.support.record_samples` says which records stand for the others, which `make nightly` adds.
 Inputs are random bit patterns, normals, subnormals, the largest floats and arrays where a few elements are NaN or infinite,
 so that most blocks stay finite. XLA's hazards (flushed subnormals, reciprocal division, contracted products) depend on the

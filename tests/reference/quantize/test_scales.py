@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from ao_lab.testing.strategies import FINITE_KINDS, MAXIMA, assert_same_bits, blocks, fill, float_arrays
 from reference import SCHEMES, Scale, Scheme, choose_scales
 from reference.arrays.namespace import namespace_of
-from reference.quantize.statistics import absmax, mean, tree_sum, value_range, with_zero
+from reference.quantize.scales import absmax, mean, tree_sum, value_range, with_zero
 from tests.support.exact_quantizers import LARGEST, float32, floor_log2, power
 
 FINITE = [kind for kind in MAXIMA if kind not in ("nan", "infinity", "bits")]

@@ -26,7 +26,7 @@ from reference import (
     tile_scales,
     untile_scales,
 )
-from reference.arrays.torch_bridge import to_torch
+from reference.arrays.bridges import to_torch
 from reference.quantize.quantize import with_plain_scales, with_tiled_scales
 from reference.quantize.stored import tiled_size
 from tests.support.record_samples import sampled

@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference.quantize.quantize import dequantize, quantize
-from reference.schemes.schemes import SCHEMES, Scheme, scheme_of
-from reference.schemes.torchao import (
+from reference.schemes.conventions import (
     LARGE_16_OVERFLOWS,
     LARGE_OVERFLOWS,
     SMALL_IS_NAN,
     TINY_TENSOR_IS_NAN,
     torchao_integer,
 )
+from reference.schemes.schemes import SCHEMES, Scheme, scheme_of
 from tests.support.bits import words
 from tests.support.edge_blocks import NUMPY_DTYPES
 

@@ -16,7 +16,7 @@ import ao_lab.jax
 import reference
 from ao_lab.testing import assert_same_bits
 from reference import FORMATS, SCHEMES, Format, Scale, Scales, Scheme, Zero, register
-from reference.formats.rounding import MODES
+from reference.formats.encode import MODES
 from reference.formats.storage import storage_dtype
 from reference.schemes.schemes import (
     RECORDS,

@@ -20,17 +20,18 @@ from torch.sparse import _semi_structured_conversions as conversions
 import reference
 from ao_lab.testing.strategies import assert_same_bits, fill
 from reference import SCHEMES, Scale, Scheme, dequantize, quantize
-from reference.sparsity.compress import compress, decompress
-from reference.sparsity.prune import prune
-from reference.sparsity.stored_codes import (
+from reference.sparsity.compress import (
     FROM_ZERO_POINT,
     PLAIN_ELEMENTS,
+    compress,
+    decompress,
     is_plain,
     quantize_compressed,
     unit_scales,
     unsupported_reason,
     zero_code,
 )
+from reference.sparsity.prune import prune
 from tests.support.record_samples import sampled
 from tests.support.refusals import refused
 

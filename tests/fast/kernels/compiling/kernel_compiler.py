@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fast import dispatch
 from fast.kernels.exact_inputs import host as small_dynamic
 from fast.kernels.triton_gemv import select as linear
 from fast.kernels.triton_scaled_mm import host as code_rows
@@ -33,7 +34,6 @@ from fast.kernels.triton_small_m import dense as dense_small
 from fast.kernels.triton_small_m import grouped as grouped_linear
 from fast.kernels.triton_small_m import host as small_linear
 from fast.kernels.triton_small_m import pair as small_pair
-from fast.launch import cache
 from reference import SCHEMES
 from reference.formats.storage import storage_dtype
 
@@ -202,7 +202,7 @@ class OnlyTarget:
 def compiling(found: list[Machine]) -> Iterator[None]:
     """Launches compile and are noted in `found`; plans and kernels made here are forgotten afterwards."""
     run, active = JITFunction.run, driver._active
-    kept = dict(cache.CALLS)
+    kept = dict(dispatch.CALLS)
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         made = run(kernel, *args, grid=grid, warmup=True, **options)
@@ -212,7 +212,7 @@ def compiling(found: list[Machine]) -> Iterator[None]:
 
     JITFunction.run = compile_only
     driver.set_active(OnlyTarget())
-    cache.CALLS.clear()
+    dispatch.CALLS.clear()
     for remembered in LAUNCHES:
         remembered.cache_clear()
     try:
@@ -222,8 +222,8 @@ def compiling(found: list[Machine]) -> Iterator[None]:
         driver._active = active
         for remembered in LAUNCHES:
             remembered.cache_clear()
-        cache.CALLS.clear()
-        cache.CALLS.update(kept)
+        dispatch.CALLS.clear()
+        dispatch.CALLS.update(kept)
 
 
 def launched(call: Callable[[], Any]) -> list[Machine]:

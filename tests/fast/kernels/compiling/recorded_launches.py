@@ -17,7 +17,7 @@ from fast.kernels.triton_gemv import select
 from fast.kernels.triton_scaled_mm import host as scaled_mm_host
 from fast.kernels.triton_small_m import host as linear_small_host
 from fast.kernels.triton_small_m import pair as linear_small_pair
-from fast.launch import cache, direct
+from fast.launch import direct
 from fast.launch.call import Call
 
 # Shared by JIT and C function: how Triton names what it compiled.
@@ -78,7 +78,7 @@ class Recorded:
         monkeypatch.setattr(direct, "current_stream", lambda device: 7)
         monkeypatch.setattr(torch.cuda, "device", self.guard)
         monkeypatch.setattr(dispatch, "has_kernels", lambda x: True)
-        monkeypatch.setattr(cache, "CALLS", {})
+        monkeypatch.setattr(dispatch, "CALLS", {})
         # Launches that are kept would keep what passes for compiled here.
         for module, name in (
             (select, "_launch"), (select, "_pair_launch"), (select, "_w8a8_launch"), (scaled_mm_host, "_launches"),

@@ -11,10 +11,11 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast import dispatch
 from fast.kernels.sm90_s8_gemm import host
 from fast.kernels.sm90_s8_gemm.select import C
 from fast.kernels.sm90_s8_gemm.variants import Variant, fitted
-from fast.launch import cache, cuda
+from fast.launch import cuda
 from reference import SCHEMES, Quantized
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import Planted, assert_seen, every_second
@@ -215,7 +216,7 @@ def test_a_variant_that_does_not_load_is_left_out_once(hopper, monkeypatch):
 def test_many_rows_are_reached_and_remembered(hopper, monkeypatch):
     """By the operands' order of `linear_of_codes`; the second call is the first one's."""
     require_nvrtc()
-    monkeypatch.setattr(cache, "CALLS", {})
+    monkeypatch.setattr(dispatch, "CALLS", {})
     monkeypatch.setattr(host, "choose", lambda *given: Variant(32, 2, 3, True))
     given, stand_in = operands(40, 136, 144, BF16), StandIn(early=True)
     x, w = quantized(given)
@@ -223,11 +224,11 @@ def test_many_rows_are_reached_and_remembered(hopper, monkeypatch):
 
     def both():
         first = host.linear_of_codes(x, w, given[5], BF16, key)
-        return first, cache.find(key)(*given)
+        return first, dispatch.find(key)(*given)
 
     for made in stand_in.made(both, *given):
         assert_same_bits(made, expected(given, BF16))
-    assert cache.CALLS[key][1] is x.scheme
+    assert dispatch.CALLS[key][1] is x.scheme
 
 
 def test_operands_at_odd_addresses_are_copied(hopper):

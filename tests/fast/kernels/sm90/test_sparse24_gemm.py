@@ -11,10 +11,10 @@ import torch
 
 import reference
 from ao_lab.testing.strategies import assert_same_bits
+from fast import dispatch
 from fast.kernels.sm90_sparse24_gemm import host
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.variants import Variant, fitted
-from fast.launch import cache
 from fast.launch.call import Call
 from tests.emulator.device.stand_in import StandIn
 from tests.emulator.faults import assert_seen, every_second
@@ -160,18 +160,18 @@ def test_one_scale(at):
 
 def test_canonical_metadata_is_put_in_order_in_every_call(monkeypatch):
     require_nvrtc()
-    monkeypatch.setattr(cache, "CALLS", {})
+    monkeypatch.setattr(dispatch, "CALLS", {})
     monkeypatch.setattr(host, "variant_for", lambda *given: Variant(16, 1, 2, 3, 1, 2))
     given, stand_in, key = operands(17, 72, 96, (E4M3, E4M3)), StandIn(early=True), ("linear_sparse", 0, ())
     monkeypatch.setattr(host, "arrange", lambda *given: stand_in.add(arrange(*given)))
-    answers, remember = [], cache.remember
+    answers, remember = [], dispatch.remember
     monkeypatch.setattr(
-        cache, "remember", lambda key, call, record: answers.append(call) or remember(key, call, record)
+        dispatch, "remember", lambda key, call, record: answers.append(call) or remember(key, call, record)
     )
 
     def both():
         first = host.linear_sparse("bfloat16", True, given, key)
-        return first, cache.find(key)(*given)
+        return first, dispatch.find(key)(*given)
 
     for made in stand_in.made(both, *given):
         assert_same_bits(made, expected(given, "bfloat16"))

@@ -17,8 +17,7 @@ from reference.arrays.namespace import namespace_of
 from reference.arrays.softfloat import ceil_log2_float32, floor_log2_float32
 from reference.formats.formats import FORMATS
 from reference.quantize.quantize import Quantized, dequantize, quantize
-from reference.schemes.default_schemes import MX_ELEMENTS, mx_name
-from reference.schemes.schemes import scheme_of
+from reference.schemes.schemes import MX_ELEMENTS, mx_name, scheme_of
 from tests.support.bits import as_torch, assert_codes, assert_floats, assert_words, torchao_nan_codes, words
 from tests.support.edge_blocks import Edges, Floats, all_blocks
 

@@ -1,27 +1,34 @@
-"""What JAX and flax know of the classes and functions here.
+"""Arrays of others: torch tensors as NumPy arrays; what JAX and flax know of the classes and functions here.
 
-**Containers.** `@array_container(...)` names the fields of a dataclass that hold arrays (`Quantized`, `Scales`); the others are
-static. JAX gets the arrays as leaves of a pytree, and `reference.arrays.torch_bridge` converts them too.
+**Containers.** `@array_container(...)` names the fields of a dataclass that hold arrays (`Quantized`, `Scales`); the others
+are static. JAX gets the arrays as leaves of a pytree, and torch tensors in them are converted too.
 
-JAX learns of the classes when `reference` is imported after JAX, and otherwise at the first call of a public function after JAX
-is imported. One case is left: a program that imports JAX after it has built a `Quantized` from NumPy arrays, and hands that to
-`jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (Importing JAX here for everyone would
-make `import reference` slow.) `flax.serialization` learns of the classes at the same moments. Its state has the arrays by name,
-and "record", the other fields as JSON in uint8: arrays alone, as what maps over a state expects. Restoring needs a target with
-the same record, so that codes of one scheme are never read as those of another.
+JAX learns of the classes when `reference` is imported after JAX, and otherwise at the first call of a public function after
+JAX is imported. One case is left: a program that imports JAX after it has built a `Quantized` from NumPy arrays, and hands
+that to `jax.jit` before it calls anything here again, calls `reference.register_jax()` once. (Importing JAX here for everyone
+would make `import reference` slow.) `flax.serialization` learns of the classes at the same moments. Its state has the arrays
+by name, and "record", the other fields as JSON in uint8: arrays alone, as what maps over a state expects. Restoring needs a
+target with the same record, so that codes of one scheme are never read as those of another.
 
 **Calls.** Concrete JAX arrays run compiled: `quantize(jnp_array, ...)` is one XLA program, cached by record and shape.
 Operation by operation the same call would dispatch some hundreds of small programs, each compiled when first met. Tracers
 pass through untouched, so jit, vmap and grad of the caller see the plain functions; `jax.disable_jit` gives eager steps.
 
-**Explicit axes of a mesh, and rank promotion**, are modes of JAX in which operations raise that the functions here are made of.
-Axes are explicit by default in `jax.make_mesh`. There the sharding of an array is part of its type, and gathers, slices and
-reshapes raise where JAX cannot say how their result is sharded. So a function runs under `jax.sharding.auto_axes`, where XLA
-decides, and its results get a sharding again: of an operand's spec what fits them (`spec_like`). Values do not depend on it.
+**Explicit axes of a mesh, and rank promotion**, are modes of JAX in which operations raise that the functions here are made
+of. Axes are explicit by default in `jax.make_mesh`. There the sharding of an array is part of its type, and gathers, slices
+and reshapes raise where JAX cannot say how their result is sharded. So a function runs under `jax.sharding.auto_axes`, where
+XLA decides, and its results get a sharding again: of an operand's spec what fits them (`spec_like`). Values do not depend on
+it.
+
+**torch tensors** in CPU memory are NumPy arrays: the public functions share the memory and run NumPy's path. One path less to
+trust, and a faster one: PyTorch's eager integer operations pass over memory once each. Tensors on other devices, and fake or
+traced ones, keep to the torch namespace (`reference.arrays.namespace`). No gradient flows through: see `fast` and
+`fake_quantize_vjp`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
@@ -29,9 +36,95 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# dtypes that NumPy has no name for travel as unsigned integers of their width.
+CARRIER = {1: "uint8", 2: "int16"}
+
+
+def bridged(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` on NumPy arrays when an argument is a plain CPU tensor, and give tensors back.
+
+    Concrete JAX arrays run it compiled (`reference.arrays.bridges`). `function.__wrapped__` is the plain function.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        register_if_imported()
+        if any(holds_jax(value) for value in (*args, *kwargs.values())):
+            return cast("R", run_compiled(function, args, kwargs))
+        if not any(_holds_tensor(value) for value in (*args, *kwargs.values())):
+            return cast("R", over_mesh(function, args, kwargs))
+        args_ = tuple(_convert(value, to_numpy) for value in args)
+        kwargs_ = {name: _convert(value, to_numpy) for name, value in kwargs.items()}
+        return cast("R", _convert(function(*args_, **kwargs_), to_torch))
+
+    return run
+
+
+def is_cpu_tensor(value: Any) -> bool:
+    """Whether value is an ordinary dense torch tensor in CPU memory (no subclass, no tracing)."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return False
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or value.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    # Sparse and nested ones go on, to the function's own check.
+    return value.layout is torch.strided and not value.is_nested
+
+
+def to_numpy(value: Any) -> Any:
+    """A CPU tensor as a NumPy array over the same memory; anything else unchanged."""
+    if not is_cpu_tensor(value):
+        return value
+    tensor = value.detach().resolve_neg().resolve_conj()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name == "bfloat16" or name.startswith("float8") or name.startswith("float4"):
+        torch = sys.modules["torch"]
+        array = tensor.view(getattr(torch, CARRIER[tensor.element_size()])).numpy()
+        return array.view(_ml_dtype(name)) if hasattr(_ml_dtypes(), name) else array
+    return tensor.numpy()
+
+
+def to_torch(value: Any) -> Any:
+    """A NumPy array as a tensor over the same memory; anything else unchanged."""
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return value
+    torch = sys.modules["torch"]
+    array = np.asarray(value)
+    array = array if array.flags.writeable else array.copy()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _convert(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if names := array_fields(value):
+        return replace(value, **{name: _convert(getattr(value, name), convert) for name in names})
+    if type(value) is tuple:
+        return tuple(_convert(item, convert) for item in value)
+    return convert(value)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return is_cpu_tensor(value) or any(is_cpu_tensor(getattr(value, name)) for name in array_fields(value))
+
+
+def _ml_dtypes() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes
+
+
+def _ml_dtype(name: str) -> Any:
+    return np.dtype(getattr(_ml_dtypes(), name))
+
 
 Class = TypeVar("Class", bound=type[Any])
 #: Array fields by registered class, and the classes that JAX does not know yet.
