@@ -125,7 +125,7 @@ def arranged_dense(w: ArrangedWeight, dtype: torch.dtype, *, key: Any = None) ->
     """The weight (N, K) in bfloat16, float16 or float32: `dequantize` of what `arrange` was given, bit for bit, but for NaN.
 
     Of parts with an axis of experts in front all, (experts, N, K). None for other dtypes, for more than 2**31 words of one, and
-    for NF4 of experts. key: see `launch.cache`.
+    for NF4 of experts. key: see `dispatch`.
     """
     experts = w.words.shape[0] if w.words.dim() == 4 else 0
     each = w.words.numel() // max(experts, 1)
