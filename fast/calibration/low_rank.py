@@ -14,7 +14,7 @@ import torch
 import reference
 from fast.calibration.inputs import check_finite, float_tensor, rounded
 from fast.quantize.quantize import dequantize
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration.low_rank import LowRank, check_quantized_like, check_rank
 from reference.quantize.stored import Quantized
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fast.calibration.kv import kv_scales
-from reference.arrays.torch_bridge import to_numpy
+from reference.arrays.bridges import to_numpy
 from reference.calibration.kv import kv_scales as reference_kv_scales
 from tests.support.refusals import refused
 
