@@ -226,9 +226,9 @@ def named(method: str, target: Target) -> Target:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:
-    """Every published value, and ours where the run with the real shapes has it."""
+    """Every published value but perplexities, which `ptq` has, and ours where the run with the real shapes has it."""
     found = exact_run(rows)
-    listed = [comparison(one, found) for one in decoding()]
+    listed = [comparison(one, found) for one in decoding() if one.metric != PERPLEXITY]
     if found is not None:
         where, results = found
         listed += [
@@ -237,6 +237,10 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
             if published_speedup(method) is not None
         ]
     return listed
+
+
+#: Random weights have none.
+PERPLEXITY = "wikitext_word_perplexity"
 
 
 def exact_run(rows: Sequence[Row]) -> tuple[Where, Results] | None:

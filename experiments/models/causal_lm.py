@@ -33,6 +33,11 @@ from experiments.harness.measuring import Values
 from experiments.models.pretrained import FACTS, MODELS, Step, pretrained
 
 DTYPE = torch.bfloat16
+#: How the kind of a real model's tables begins.
+REAL = "real "
+#: The data of what is of no text, and the setting and method of what is of no scheme.
+MODEL, FILE = "model", "file"
+BASE = "bfloat16"
 #: Bytes of predictions that are held, on a CPU and on a GPU; beyond, the model predicts again.
 HELD = {"cpu": 2 << 30, "cuda": 24 << 30}
 #: What a folder says nothing of.
@@ -95,37 +100,36 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """What tells a published model: hidden width, layers, whether rotary frequencies are scaled; and words of its name."""
+    """What tells a published model: hidden width, layers, tokens, whether rotary frequencies are scaled; and words of its
+    name. The names are those of `experiments/published`."""
 
     name: str
     width: int
     layers: int
+    tokens: int
     scaled: bool
     words: tuple[str, ...]
 
 
 SHAPES = (
-    Shape("Llama-3.1-8B", 4096, 32, True, ("llama", "3.1", "8b")),
-    Shape("Llama-3-8B", 4096, 32, False, ("llama", "3", "8b")),
-    Shape("Llama-3.2-1B", 2048, 16, True, ("llama", "3.2", "1b")),
-    Shape("Llama-3.2-3B", 3072, 28, True, ("llama", "3.2", "3b")),
+    Shape("Llama-3.1-8B", 4096, 32, 128256, True, ("llama", "3.1", "8b")),
+    Shape("Llama-3-8B", 4096, 32, 128256, False, ("llama", "3", "8b")),
+    Shape("Llama-3.2-1B", 2048, 16, 128256, True, ("llama", "3.2", "1b")),
+    Shape("Llama-3.2-3B", 3072, 28, 128256, True, ("llama", "3.2", "3b")),
+    Shape("Llama-2-7B(-chat)", 4096, 32, 32000, False, ("llama", "2", "7b", "chat")),
 )
-LLAMA_3_TOKENS = 128256
 
 
 def published_name(name: str, config: dict[str, Any]) -> str:
     """The published model that a folder is, by its shapes and its name; "" where it is none, or another training of one."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaled = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
-    found = (config.get("hidden_size"), config.get("num_hidden_layers"), scaled)
+    found = (config.get("hidden_size"), config.get("num_hidden_layers"), config.get("vocab_size"), scaled)
     # Words of the base model's name, so that "-Instruct" and other trainings are none of it.
     words = tuple(word for word in re.split(r"[-_\s]+", name.lower()) if word not in ("meta", "hf", "bf16"))
     words = tuple(word.removeprefix("meta") for word in words)
     for shape in SHAPES:
-        same = (
-            found == (shape.width, shape.layers, shape.scaled) and config.get("vocab_size") == LLAMA_3_TOKENS
-        )
-        if same and words == shape.words:
+        if found == (shape.width, shape.layers, shape.tokens, shape.scaled) and words == shape.words:
             return shape.name
     return ""
 

@@ -32,7 +32,7 @@ from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.models.llama import LanguageModel
-from reference import Scheme
+from reference import SCHEMES, Scheme
 
 #: Formats that are a plain cast: the baselines.
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -140,6 +140,7 @@ def layer_inputs(model: LanguageModel, tokens: Tensor) -> dict[str, Tensor]:
 
 
 ACTIVATIONS = {
+    **{name: "int8_rowwise" for name in SCHEMES if name.startswith("hqq.")},
     "fp8_128x128": "fp8_1x128",
     "fp8_128x128_e5m2": "fp8_1x128_e5m2",
     "torchao.fp8_128x128_inference": "torchao.fp8_1x128_inference",

@@ -15,6 +15,8 @@ from experiments.harness.measuring import Values
 
 #: Tokens of the call before the timed one.
 WARM = 4
+#: Examples of a task of lm-evaluation-harness (None: all), by scale.
+EXAMPLES = {"quick": 20, "full": None}
 
 
 def generation(model: nn.Module, prompt: Tensor, new: int) -> Values:

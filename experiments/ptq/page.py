@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
+from experiments.ptq import published
 from experiments.ptq.real_page import real_findings, real_sections
 from experiments.ptq.run import LAYERS, QUALITY
-from experiments.report.content import Drawing, Section, Table
+from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
@@ -127,9 +128,20 @@ def width_sentence(results: Results, activations: bool, name: str) -> str:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Real models; of the stand-in quality and size run by run, then the layers."""
-    found = [*real_sections(rows)]
+    found = [*real_sections(rows), published_section(rows)]
     found += [quality(where, results) for where, results in by_run(rows, QUALITY).items()]
     return found + [layers(where, results) for where, results in by_run(rows, LAYERS).items()]
+
+
+def published_section(rows: Sequence[Row]) -> Section:
+    """Published perplexities, and what measures them."""
+    text = "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
+    return Section("Published perplexities", [text], [], [published.table(rows)])
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Published perplexities beside ours of the same model."""
+    return published.comparisons(rows)
 
 
 def quality(where: Where, results: Results) -> Section:

@@ -23,10 +23,10 @@ from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import Bench, RealModel, linears, quality, sizes
+from experiments.models.causal_lm import BASE, FILE, MODEL, REAL, Bench, RealModel, linears, quality, sizes
 from experiments.models.quantized_model import activation_scheme, setting_name
-from experiments.models.serving import generation, task_values, tasks_of
-from experiments.runs.real_models import BASE, FILE, MODEL, REAL, bench_of, facts, models_of
+from experiments.models.serving import EXAMPLES, generation, task_values, tasks_of
+from experiments.runs.real_models import bench_of, facts, models_of
 from experiments.runs.run import Settings
 
 EXPERIMENT = "ptq"
@@ -36,9 +36,8 @@ QUICK_INPUTS = ("int8_rowwise", "fp8_rowwise", "nvfp4", "mxfp4_rceil")
 #: Schemes whose speed is measured too, besides the base model and all that are asked for by name: generating takes longer than
 #: a text, and experiment `generate` times kernels.
 SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil")
-#: New tokens of `generate()`, and examples of a task of lm-evaluation-harness (None: all), by scale.
+#: New tokens of `generate()`, by scale.
 NEW_TOKENS = {"quick": 8, "full": 64}
-EXAMPLES = {"quick": 20, "full": None}
 
 
 @dataclass(frozen=True)

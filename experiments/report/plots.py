@@ -153,22 +153,27 @@ def scatter_panels(
     *,
     symlog: float | None = None,
     columns: int = 2,
+    colors: Mapping[str, str] = COLORS,
+    xlog: bool = False,
 ) -> Figure:
     """One scatter plot per panel, on common axes; points with a label carry it.
 
-    symlog: the value up to which the vertical axis is linear, and above which it is logarithmic.
+    symlog: the value up to which the vertical axis is linear, and above which it is logarithmic. colors: of the families that
+    points name, in the legend's order. xlog: whether the horizontal axis is logarithmic.
     """
     rows = math.ceil(len(panels) / columns)
     figure, axes = subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
-        _scatter(figure, axis, points, symlog)
+        _scatter(figure, axis, points, symlog, colors)
+        if xlog:
+            axis.set_xscale("log")
         axis.set_title(title, loc="left")
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
         axis.tick_params(labelbottom=True, labelleft=True)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    _family_legend(figure, {point.family for points in panels.values() for point in points})
+    _family_legend(figure, {point.family for points in panels.values() for point in points}, colors)
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
     return figure
 
@@ -268,8 +273,10 @@ def subplots(
     return figure, list(axes.flat)
 
 
-def _scatter(figure: Figure, axis: Axes, points: Sequence[Point], symlog: float | None) -> None:
-    for family, color in COLORS.items():
+def _scatter(
+    figure: Figure, axis: Axes, points: Sequence[Point], symlog: float | None, colors: Mapping[str, str]
+) -> None:
+    for family, color in colors.items():
         mine = [point for point in points if point.family == family]
         if not mine:
             continue
@@ -288,15 +295,15 @@ def _scatter(figure: Figure, axis: Axes, points: Sequence[Point], symlog: float 
             xytext=(4, 5 if above else -9),
             textcoords="offset points",
             fontsize=7,
-            color=COLORS[point.family],
+            color=colors[point.family],
         )
 
 
-def _family_legend(figure: Figure, families: set[str]) -> None:
+def _family_legend(figure: Figure, families: set[str], colors: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
 
-    shown = [name for name in COLORS if name in families]
-    handles = [Line2D([], [], marker="o", linestyle="", color=COLORS[name], label=name) for name in shown]
+    shown = [name for name in colors if name in families]
+    handles = [Line2D([], [], marker="o", linestyle="", color=colors[name], label=name) for name in shown]
     figure.legend(handles=handles, loc="upper center", ncols=max(1, len(shown)), frameon=False)
 
 

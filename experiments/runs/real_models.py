@@ -14,11 +14,6 @@ from experiments.harness.measuring import Values, status
 from experiments.models.causal_lm import Bench, RealModel, linears, real_model
 from experiments.runs.run import RealModels, Settings
 
-#: How the kind of a real model's tables begins.
-REAL = "real "
-#: The data of what is of no text, and the setting and method of what is of no scheme.
-MODEL, FILE = "model", "file"
-BASE = "bfloat16"
 #: Tokens of a window and windows of a text, by scale.
 LENGTH = {"quick": 512, "full": 2048}
 COUNT = {"quick": 4, "full": 64}

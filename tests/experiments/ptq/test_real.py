@@ -13,13 +13,16 @@ from ao_lab.eval import Tokens
 from experiments.data import texts
 from experiments.data.texts import EvaluationText, mean_and_error, token_windows
 from experiments.harness.paths import Paths
-from experiments.harness.rows import read
+from experiments.harness.rows import Row, read
 from experiments.models import causal_lm
 from experiments.models.causal_lm import Remembered, linears, of_folder, published_name, real_model
+from experiments.ptq import published
+from reference import SCHEMES as SCHEME_RECORDS
 from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 SCHEMES = ("int8_rowwise", "mxfp4_rceil")
+SCHEME_NAMES = {*SCHEME_RECORDS, "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,30 @@ def test_published_models_are_known_by_shape_and_name():
     assert (
         published_name("Llama-3.1-8B", {**eight, "rope_scaling": {"rope_type": "llama3"}}) == "Llama-3.1-8B"
     )
+
+
+def real_row(**changes):
+    made = {
+        "experiment": "ptq", "table": "real Llama-3.1-8B/full/model", "setting": "weights", "method": "int8_rowwise",
+        "metric": published.METRIC, "value": 7.5, "unit": "", "device": "NVIDIA H200", "seed": 0,
+    }  # fmt: skip
+    return Row(**{**made, **changes})
+
+
+def test_published_perplexities_stand_beside_that_very_model_alone():
+    rows = [real_row(), real_row(method="file", setting="file", metric="published: Llama-3.1-8B", value=1)]
+    found = {(one.model, one.method): one for one in published.comparisons(rows)}
+    assert len(found) == 20
+    assert found["Llama-3.1-8B", "int8wo"].measured == 7.5
+    assert found["Llama-3.1-8B", "int8wo"].measured_on == "NVIDIA H200"
+    assert [key for key, one in found.items() if one.measured is not None] == [("Llama-3.1-8B", "int8wo")]
+    assert all(one.measured is None for one in published.comparisons(rows[:1]))
+    (line,) = [line for line in published.table(rows).lines if line[0] == "Llama-3-8B, int4wo-64-GPTQ"]
+    assert "reproduce calibration --model Llama-3-8B" in line[-1]
+    for one in published.perplexities():
+        assert published.command(one) or one.method == "fp6"
+        scheme = published.CALIBRATED.get(one.method, published.SCHEMES.get(one.method, ("bfloat16",)))[0]
+        assert scheme in SCHEME_NAMES
 
 
 def test_predictions_are_remembered_up_to_a_limit():
