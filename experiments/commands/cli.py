@@ -73,7 +73,7 @@ def reproduce(
         typer.Option(help="With --model: a task of lm-evaluation-harness such as hellaswag, too."),
     ] = None,
     windows: Annotated[
-        int | None, typer.Option(help="With --model: windows of each text. Default: 4, at full scale 64.")
+        int | None, typer.Option(help="With --model: windows of each text. Default: 4, at full scale 32.")
     ] = None,
     length: Annotated[
         int | None,

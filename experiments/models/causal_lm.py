@@ -39,7 +39,7 @@ REAL = "real "
 MODEL, FILE = "model", "file"
 BASE = "bfloat16"
 #: Bytes of predictions that are held, on a CPU and on a GPU; beyond, the model predicts again.
-HELD = {"cpu": 2 << 30, "cuda": 24 << 30}
+HELD = {"cpu": 2 << 30, "cuda": 40 << 30}
 #: What a folder says nothing of.
 UNKNOWN_GRID = "not stated: the folder's own weights"
 

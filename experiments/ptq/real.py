@@ -54,9 +54,14 @@ class RealTask:
 
 
 def real_tasks(settings: Settings) -> list[RealTask]:
-    """The base model, then schemes: few at quick scale, all at full, or those that `settings.only` names."""
+    """The base model, then schemes: few at quick scale, all default ones at full, or those that `settings.only` names.
+
+    Conventions of other projects are measured by name: most round ordinary weights as a default scheme does (the stand-in has
+    them all).
+    """
     quick = settings.scale == "quick" and not settings.only
-    weights = QUICK_WEIGHTS if quick else settings.only or (*settings.schemes, *settings.served)
+    default = (*(scheme for scheme in settings.schemes if "." not in scheme), *settings.served)
+    weights = QUICK_WEIGHTS if quick else settings.only or default
     inputs = QUICK_INPUTS if quick else weights
     tasks = [RealTask(scheme, None) for scheme in weights]
     return [RealTask(BASE, None), *tasks, *(RealTask(scheme, activation_scheme(scheme)) for scheme in inputs)]

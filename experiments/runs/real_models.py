@@ -16,7 +16,7 @@ from experiments.runs.run import RealModels, Settings
 
 #: Tokens of a window and windows of a text, by scale.
 LENGTH = {"quick": 512, "full": 2048}
-COUNT = {"quick": 4, "full": 64}
+COUNT = {"quick": 4, "full": 32}
 
 
 def asked_of(settings: Settings) -> RealModels:

