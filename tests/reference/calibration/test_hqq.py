@@ -165,6 +165,12 @@ def test_a_short_last_block_counts_its_own_elements():
     # Repeated, the last element would weigh more than the others.
     filled = hqq(np.concatenate([w[:, 64:], np.repeat(w[:, -1:], 28, axis=1)], axis=1), scheme)
     assert (q.scale[:, 1] != filled.scale[:, 0]).any()
+    # Nor does it count in what decides: repeated 63 times, its error alone would.
+    w[:, 64:] = np.asarray([[1.0, 0.9], [0.9, 1.0]] * 8, F).repeat(18, axis=1)
+    for length in range(65, 100):
+        part = np.ascontiguousarray(w[:, 64:length])
+        row = replace(scheme, name="row", scale=replace(scheme.scale, block=-1))
+        assert (hqq(part, scheme).scale[:, 0] == hqq(part, row).scale.reshape(-1)).all()
 
 
 DEFINED = [name for name, scheme in SCHEMES.items() if not (scheme.zero and scheme.zero.rule == "code")]

@@ -75,7 +75,7 @@ def test_rounded_factors_answer_each_other():
     wide = narrow.left.astype(np.float64)
     d = near.astype(np.float64) - dequantize(q)
     answer = np.linalg.lstsq(wide, d, rcond=None)[0]
-    assert np.abs(narrow.right.astype(np.float64) - answer).max() <= 2.0**-8 * np.abs(answer).max()
+    assert (narrow.right == answer.astype(F).astype(ml_dtypes.bfloat16)).mean() > 0.98
 
 
 def test_refusals():

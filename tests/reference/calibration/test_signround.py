@@ -98,6 +98,35 @@ def test_values_and_gradients_are_those_of_the_formula(scheme):
         assert off.mean() < 0.02, np.abs(found - truth).max() / np.abs(truth).max()
 
 
+@pytest.mark.parametrize("scheme", ["int4_g32_asymmetric", "int4_g32", "torchao.int4_g32_no_clipping"])
+def test_blocks_of_one_sign_have_one_end(scheme):
+    """The other one is 0, and its factor moves nothing."""
+    w, v, low, high, g = case(10, scheme)
+    w = np.abs(w)
+    _, vjp = signround_quantize(w, v, low, high, scheme)
+    assert (vjp(g).low == 0).all()
+    assert (vjp(g).high != 0).all()
+    assert (
+        signround_codes(w, v, 0 * low, high, scheme).scale == signround_codes(w, v, low, high, scheme).scale
+    ).all()
+
+
+def test_second_levels_stay():
+    w, v, low, high, _ = case(11, "nvfp4")
+    assert signround_codes(w, v, 0.5 * low, 0.5 * high, "nvfp4").outer == quantize(w, "nvfp4").outer
+
+
+def test_a_step_is_the_distance_of_the_neighbours():
+    """Of e2m1 0.5 below 2, 1 from there and 2 from 4; of mxint8 1 / 64."""
+    w = np.zeros((1, 32), F)
+    w[0, :6] = [6, 1.9, 2, 3.9, 4, -1]
+    state, ones = signround_start(w, "mxfp4"), np.ones_like(w)
+    assert signround_quantize(w, *state, "mxfp4").vjp(ones).v[0, :6].tolist() == [2, 0.5, 1, 1, 2, 0.5]
+    w[0, 0] = 1
+    state = signround_start(w / 4, "mxint8")
+    assert (signround_quantize(w / 4, *state, "mxint8").vjp(ones).v == 2.0**-6).all()
+
+
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "mxint8", "torchao.fp8_rowwise_training", "nf4"])
 def test_scales_pass_gradients_straight_through(scheme):
     """The derivative of a stored scale by a factor is the scale over the factor."""
