@@ -112,14 +112,14 @@ def triangular_factor(hessian: Any, *, damping: float = 0.01, order: Any = None)
 def upper_factor(h: Matrix, diagonal: Matrix) -> Matrix | None:
     """Upper triangular R, R R^T = h with this diagonal, which is written into h; None where there is none.
 
-    Only the lower triangle is read. R is a view of reversed rows and columns.
+    Only the lower triangle is read.
     """
     np.fill_diagonal(h, diagonal)
     try:
         lower = np.linalg.cholesky(np.tril(h)[::-1, ::-1].T)
     except np.linalg.LinAlgError:
         return None
-    return np.asarray(lower[::-1, ::-1], np.float64)
+    return np.ascontiguousarray(lower[::-1, ::-1], np.float64)
 
 
 def attempts(damping: float) -> list[tuple[float, float]]:

@@ -60,13 +60,24 @@ class Nearest:
 
     @classmethod
     def of(
-        cls, ns: Namespace, scales: Scales, blocks: Blocks, scheme: Scheme, dtype: str = "float32"
+        cls,
+        ns: Namespace,
+        scales: Scales,
+        blocks: Blocks,
+        scheme: Scheme,
+        dtype: str = "float32",
+        *,
+        plain: bool = True,
     ) -> Nearest:
-        """The rule of a tensor in these blocks by stored scales, arrays of shape (..., blocks, 1)."""
+        """The rule of a tensor in these blocks by stored scales, arrays of shape (..., blocks, 1).
+
+        plain: whether float32 arithmetic may be used, for NumPy arrays alone.
+        """
         decodes = given_scales(ns, scales, blocks, scheme)
         rounds = usable(ns, decodes, scheme, dtype)
-        plain = _plain(ns, rounds, decodes, scheme) if _is_plain(scheme, dtype) else (None, None, None)
-        return cls(scheme, dtype, rounds, decodes, *plain)
+        if not plain or not _is_plain(scheme, dtype):
+            return cls(scheme, dtype, rounds, decodes)
+        return cls(scheme, dtype, rounds, decodes, *_plain(ns, rounds, decodes, scheme))
 
     def take(self, index: Any) -> Nearest:
         """The rule of a part: every array of scales indexed."""
@@ -94,7 +105,7 @@ class Nearest:
         plain = [None if array is None else change(array) for array in (self.factor, self.scale, self.zero)]
         return Nearest(self.scheme, self.dtype, parts(self.rounds), parts(self.decodes), *plain)
 
-    def values(self, ns: Namespace, x: Floats) -> Floats:
+    def values(self, ns: Namespace, x: Any) -> Any:
         """float32 values that the codes of x, finite float32, stand for; arrays of scales broadcast."""
         if self.factor is None or self.scale is None:
             return self._by_the_specification(ns, x)
@@ -109,11 +120,11 @@ class Nearest:
             return np.divide(value, self.scale, out=value)
         return np.multiply(value, self.scale, out=value)
 
-    def _by_the_specification(self, ns: Namespace, x: Floats) -> Floats:
+    def _by_the_specification(self, ns: Namespace, x: Array) -> Array:
         bits = ns.bitcast(x, "int32")
         codes = element_codes(ns, bits, self.rounds, self.scheme, self.dtype, None)
         values = scaled_values(ns, codes, self.decodes, self.scheme, "float32")
-        return np.asarray(ns.bitcast(values, "float32"))
+        return ns.bitcast(values, "float32")
 
 
 def by_columns(nearest: Nearest, blocks: Blocks) -> tuple[Nearest, npt.NDArray[np.intp]]:

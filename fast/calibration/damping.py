@@ -1,0 +1,76 @@
+"""`held_out_damping` for torch tensors; `reference.calibration.damping` states the rule. CPU tensors run the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import reference
+from fast.calibration.arrays import numpy_of, numpy_scales
+from fast.calibration.gptq import ColumnRule, Sweep, device_order, scales_of
+from fast.calibration.hessian import checked_hessian, factor_on_device
+from fast.calibration.inputs import float_tensor
+from fast.calibration.search import check_weights
+from reference import Scales, Scheme
+from reference.calibration.damping import DAMPINGS, check_candidates, spaced_rows
+from reference.quantize.blocks import Blocks
+from reference.schemes.schemes import scheme_of
+
+
+def held_out_damping(
+    w: torch.Tensor,
+    hessian: torch.Tensor,
+    hessian_val: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    scales: Scales | torch.Tensor | None = None,
+    order: str = "stored",
+    candidates: Sequence[float] = DAMPINGS,
+    rows: int | None = None,
+) -> float:
+    """The candidate with the least held-out error, by `reference.held_out_damping`, on w's device."""
+    w = float_tensor(w, "held_out_damping", "w")
+    matrices = [
+        float_tensor(h, "held_out_damping", name)
+        for h, name in ((hessian, "the hessian"), (hessian_val, "the held-out hessian"))
+    ]
+    options: dict[str, Any] = {"order": order, "candidates": candidates, "rows": rows}
+    if w.device.type != "cpu":
+        errors = held_out_errors_on_device(w, *matrices, scheme, scales=scales, **options)
+        return float(tuple(candidates)[int(errors.argmin())])
+    arrays = [numpy_of(h) for h in matrices]
+    return reference.held_out_damping(numpy_of(w), *arrays, scheme, scales=numpy_scales(scales), **options)
+
+
+def held_out_errors_on_device(
+    w: torch.Tensor,
+    hessian: torch.Tensor,
+    hessian_val: torch.Tensor,
+    scheme: str | Scheme,
+    *,
+    scales: Scales | torch.Tensor | None = None,
+    order: str = "stored",
+    candidates: Sequence[float] = DAMPINGS,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """tr(D H_val D^T) of every candidate, float64 on a CPU; the steps run on w's device, whatever it is."""
+    record = scheme_of(scheme)
+    check_weights(w, record, "held_out_damping")
+    check_candidates(candidates, rows)
+    h, val = (checked_hessian(one, w.shape[1], w.device) for one in (hessian, hessian_val))
+    blocks = Blocks.of(tuple(w.shape), record.scale, -1)
+    columns = device_order(h, order, blocks)
+    val = (val.tril() + val.tril(-1).mT)[columns][:, columns]
+    rule = ColumnRule.of(record, scales_of(w, record, scales, h), blocks, w)
+    taken = torch.from_numpy(spaced_rows(len(w), rows)).to(w.device)
+    wide, errors = w.double(), []
+    for damping in candidates:
+        factor = factor_on_device(h, damping, columns)
+        change = Sweep.of(wide, factor.factor, columns, taken).run(rule).change
+        errors.append(((change @ val) * change).sum())
+    return torch.stack(errors).cpu()
+
+
+__all__ = ["held_out_damping", "held_out_errors_on_device"]

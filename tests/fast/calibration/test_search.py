@@ -1,0 +1,83 @@
+"""`fast.search_scales`: on the host the reference; its steps on a device, run here on CPU tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fast
+import reference
+from ao_lab.testing.strategies import assert_same_bits
+from fast.calibration import search as module
+from fast.calibration.search import search_scales_on_device
+from reference import SCHEMES
+from tests.reference.calibration.test_search import matrix
+from tests.support.refusals import refused
+
+BY_DAY = (
+    "int4_g32", "int3_g64_asymmetric", "mxfp4", "nvfp4", "int8_rowwise", "fp8_tensorwise", "fp8_128x128", "nf4", "fp8_1x128",
+    "te.nvfp4_16x16", "torchao.int4_g32_tinygemm", "torchao.intx4_g32",
+)  # fmt: skip
+
+
+def problem(seed, rows=32, k=256, dtype=torch.float32):
+    w, weights = matrix(seed, rows, k)
+    return torch.from_numpy(w).to(dtype), torch.from_numpy(weights)
+
+
+def same(made, wanted):
+    for part in ("scale", "outer", "zero"):
+        one, other = getattr(made, part), getattr(wanted, part)
+        assert (one is None) == (other is None)
+        if other is not None:
+            assert_same_bits(one, torch.as_tensor(other))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in BY_DAY else (pytest.mark.nightly,)) for n in SCHEMES]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_those_of_the_reference(name, dtype, monkeypatch):
+    """Some rows at a time; no two candidates are so alike that the order of sums could matter."""
+    monkeypatch.setattr(module, "CHUNK", 2560)
+    wide = "torchao.nf4" in name
+    w, weights = problem(1, 128 if "128x128" in name else 64 if wide else 32, 256, dtype)
+    same(search_scales_on_device(w, name, weights=weights), fast.search_scales(w, name, weights=weights))
+
+
+def test_on_the_host_it_is_the_reference():
+    w, weights = problem(2, 4, 64)
+    same(
+        fast.search_scales(w, "nvfp4", weights=weights, norm=2.4),
+        reference.search_scales(w.numpy(), "nvfp4", weights=weights.numpy(), norm=2.4),
+    )
+
+
+@pytest.mark.parametrize("call", [fast.search_scales, search_scales_on_device])
+def test_options(call):
+    w, _ = problem(3, 6, 64)
+    x = torch.from_numpy(np.random.default_rng(3).standard_normal((100, 64)))
+    h = (x.T @ x).reshape(4, 16, 4, 16)
+    local = torch.stack([h[b, :, b] for b in range(4)])
+    arrays = {"weights": local.numpy()}
+    same(call(w, "nvfp4", weights=local), reference.search_scales(w.numpy(), "nvfp4", **arrays))
+    for options in ({"norm": 2.4}, {"candidates": [0, 3, -3]}, {"outer": torch.tensor(0.002)}):
+        arrays = {key: value.numpy() if key == "outer" else value for key, value in options.items()}
+        same(call(w, "nvfp4", **options), reference.search_scales(w.numpy(), "nvfp4", **arrays))
+    pairs = [(1.0, 0.8), (0.7, 1.0)]
+    same(
+        call(w, "int3_g64_asymmetric", candidates=pairs),
+        reference.search_scales(w.numpy(), "int3_g64_asymmetric", candidates=pairs),
+    )
+
+
+@pytest.mark.parametrize("call", [fast.search_scales, search_scales_on_device])
+def test_refusals(call):
+    w, weights = problem(4, 3, 64)
+    refused(ValueError, "finite weights", call, w * torch.nan, "mxfp4")
+    refused(ValueError, "takes a matrix", call, w[0], "mxfp4")
+    refused(ValueError, r"shape \(64,\)", call, w, "mxfp4", weights=weights[:3])
+    refused(ValueError, "one step or ratio", call, w, "mxfp4", candidates=[])
+    refused(ValueError, "norm is a positive number", call, w, "mxfp4", norm=-1)
+    refused(ValueError, "outer", call, w, "mxfp4", outer=torch.tensor(1.0))
