@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from reference import Quantized, Scales
-from reference.arrays.torch_bridge import to_numpy, to_torch
+from reference.arrays.bridges import to_numpy, to_torch
 
 PARTS = ("scale", "outer", "zero")
 

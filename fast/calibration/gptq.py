@@ -21,8 +21,8 @@ from fast.calibration.search import check_weights, search_scales_on_device
 from fast.device import has_kernels
 from fast.quantize.quantize import quantize
 from reference import GPTQResult, Scales, Scheme
+from reference.arrays.bridges import to_torch
 from reference.arrays.namespace import Namespace, namespace_of
-from reference.arrays.torch_bridge import to_torch
 from reference.calibration.gptq import BLOCK, column_order
 from reference.calibration.hessian import LARGEST
 from reference.calibration.nearest import Nearest

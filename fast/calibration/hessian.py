@@ -14,7 +14,7 @@ import torch
 import reference
 from fast.calibration.arrays import numpy_of
 from fast.calibration.inputs import float_tensor
-from reference.arrays.torch_bridge import to_torch
+from reference.arrays.bridges import to_torch
 from reference.calibration.hessian import (
     SecondMoment,
     TriangularFactor,
