@@ -367,6 +367,8 @@ KERNELS = [
     Mutation("parts of K are not added", "fast/kernels/triton_small_m/product.py",
              "for part in tl.static_range(1, SPLITS):\n        total", "for part in tl.static_range(2, SPLITS):\n        total",
              SMALL),
+    Mutation("dense experts have the words of the first one", "fast/kernels/triton_small_m/dense.py",
+             "words += expert * (ROWS", "words += 0 * expert * (ROWS", SMALL),
     Mutation("factors of the upper rows", "fast/kernels/triton_small_m/decode.py",
              "(n // 8 % 2 * 16 + block % 2 * 8)", "(block % 2 * 8)", DYNAMIC),
 ]  # fmt: skip

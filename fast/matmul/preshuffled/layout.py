@@ -45,6 +45,8 @@ from reference import Quantized, Scheme
 FILLED = 128
 #: What elements are to the kernel, or to those that arrange codes: all of 4 bits but nf4 have one order.
 ELEMENTS = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "e4m3", "float4_e2m1fn": "int4", "nf4": "nf4"}
+#: Lengths of experts are multiples of this, 16 bytes, where torch multiplies them made dense (`torch._grouped_mm`).
+GROUPED = 8
 #: Those of 4 bits.
 NIBBLES = ("int4", "nf4")
 #: Blocks along K are one of these, multiples of FILLED, or whole rows.
@@ -82,6 +84,8 @@ def scheme_reason(scheme: Scheme, shape: tuple[int, ...], axis: int) -> str | No
         return "it must be a matrix, or experts' matrices, with blocks along its last axis"
     if not all(shape):
         return f"it must have rows and columns, got {tuple(shape)}"
+    if len(shape) == 3 and any(length % GROUPED for length in shape[1:]):
+        return f"lengths of experts must be multiples of {GROUPED}, got {tuple(shape)}"
     if scheme.element not in ELEMENTS:
         return f"its elements must be {', '.join(ELEMENTS)}, got {scheme.element}"
     if element_with_factors(scheme) is not None:

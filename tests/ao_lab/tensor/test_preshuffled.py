@@ -24,7 +24,7 @@ MATRIX, EXPERTS = (256, 384), (4, 128, 256)
 ODD = [
     ("int4_g32_asymmetric", (70, 416)), ("int4_g64", (128, 576)), ("int8_rowwise", (133, 1001)), ("fp8_tensorwise", (70, 130)),
     ("mxfp4", (1, 96)), ("nvfp4", (70, 144)), ("mxfp8_e4m3", (256, 160)), ("nf4", (100, 448)),
-    ("int4_g32", (3, 70, 160)), ("int8_rowwise_asymmetric", (2, 128, 72)), ("nvfp4", (2, 70, 144)),
+    ("int4_g32", (3, 72, 160)), ("int8_rowwise_asymmetric", (2, 128, 72)), ("nvfp4", (2, 72, 144)),
 ]  # fmt: skip
 #: The last one has blocks of the flattened weight, which pieces of it do not.
 NAMES = (

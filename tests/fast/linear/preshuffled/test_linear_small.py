@@ -5,6 +5,7 @@ Bits are compared in Triton's interpreter (`programs/products/linear_small.py`);
 
 import platform
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -244,7 +245,18 @@ def test_errors():
 )  # fmt: skip
 def test_the_dense_weight_compiles(element, group, zero):
     """Words in loads and values in stores of 16 bytes, nothing spilled."""
-    w = empty_weight(14336, 4096, element, group, zero)
+    loads_of_dense(empty_weight(14336, 4096, element, group, zero), element, group)
+
+
+def test_dense_experts_compile():
+    """As those of one weight, of lengths that are filled."""
+    w = empty_weight(5760, 2880, "int4", 32, zero=True)
+    many = {part: torch.stack([getattr(w, part)] * 2) for part in ("words", "scale", "zero")}
+    loads_of_dense(replace(w, **many), "int4", 32)
+
+
+def loads_of_dense(w, element, group):
+    """What the kernel moves."""
     (machine,) = launched(lambda: dense.arranged_dense(w, BF16))
     assert (machine.local, machine.stack) == (0, 0)
     assert all(list(paired(machine)))

@@ -67,8 +67,9 @@ def test_any_lengths(name, rows, columns, whole, experts):
     """Parts come back bit for bit and products are those of the plain weight, or the weight is refused for its blocks."""
     scheme = SCHEMES[name]
     block = scheme.scale.block if isinstance(scheme.scale.block, int) else -1
-    step = LEAST if name == "nf4" else max(block, 1)
-    columns = -(-columns // step) * step if whole else columns
+    least = 8 if experts else 1
+    step = LEAST if name == "nf4" else max(block, least)
+    rows, columns = (-(-rows // least) * least, -(-columns // step) * step) if whole else (rows, columns)
     shape = (experts, rows, columns) if experts else (rows, columns)
     reason = layout.scheme_reason(scheme, shape, len(shape) - 1)
     if reason is not None:

@@ -45,7 +45,7 @@ def expert(q, at):
     return {part: None if value is None else value[at] for part, value in parts.items()}
 
 
-@pytest.mark.parametrize("shape", [(N, K), (70, 768)], ids=str)
+@pytest.mark.parametrize("shape", [(N, K), (72, 768)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_are_those_of_each_expert(name, shape):
     weights = matrices(name, shape)
@@ -78,13 +78,14 @@ def test_the_schemes_that_are_taken():
 @pytest.mark.parametrize(
     ("shape", "axis", "text"),
     [
-        ((3, 128, 256), 1, "along its last axis"), ((0, 128, 128), 2, "must have rows and columns"),
+        ((3, 128, 256), 1, "along its last axis"), ((3, 100, 128), 2, "multiples of 8"),
+        ((3, 128, 100), 2, "multiples of 8"), ((0, 128, 128), 2, "must have rows and columns"),
         ((2, 3, 128, 128), 3, "a matrix, or experts"), ((128,), 0, "a matrix, or experts"),
     ],
 )  # fmt: skip
 def test_shapes_that_are_not(shape, axis, text):
     assert text in layout.scheme_reason(SCHEMES["int8_rowwise"], shape, axis)
-    assert layout.scheme_reason(SCHEMES["int8_rowwise"], (3, 100, 130), 2) is None
+    assert layout.scheme_reason(SCHEMES["int8_rowwise"], (3, 104, 136), 2) is None
 
 
 def test_more_rows_than_a_grid_holds_go_to_torch():
@@ -93,7 +94,7 @@ def test_more_rows_than_a_grid_holds_go_to_torch():
     assert linear.WORDS.kernel(None, ("int4",), (codes,), None) is None
 
 
-@pytest.mark.parametrize("shape", [(N, K), (70, 384)], ids=str)
+@pytest.mark.parametrize("shape", [(N, K), (72, 384)], ids=str)
 @pytest.mark.parametrize("name", ["int4_g128_asymmetric", "int8_rowwise", "fp8_rowwise", "mxfp4"])
 def test_the_product_on_a_cpu(name, shape):
     """Of each expert's rows by its own weight; zeros behind the last."""
