@@ -125,6 +125,18 @@ class Moments(Hessian):
             self.largest = torch.maximum(self.largest, sums[2].to(device))
         self.count += len(x)
 
+    def scaled(self, factors: torch.Tensor) -> Moments:
+        """The moments of x times factors (channels,), positive."""
+        result = Moments(count=self.count)
+        if self.value is not None and self.total is not None:
+            f = factors.to(self.value.device, torch.float64)
+            result.value = self.value * f * f[:, None]
+        for name in ("total", "magnitude", "largest"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(result, name, value * factors.to(value.device, torch.float64))
+        return result
+
     @property
     def hessian(self) -> torch.Tensor:
         """The mean of x x^T, (channels, channels) in float64; ValueError where no token was seen."""
@@ -146,13 +158,22 @@ class Moments(Hessian):
         return value / self.count
 
 
+#: Tokens of which inputs themselves are held, where errors are judged with quantized inputs.
+SAMPLE = 1024
+
+
 @dataclass
 class SplitMoments(Sums):
     """Moments of the tokens that methods read, and of those that judge what they made."""
 
     tokens: Tokens | None = None
+    #: Whether to hold some inputs as they are, too.
+    sampling: bool = False
     train: Moments = field(default_factory=Moments)
     held_out: Moments = field(default_factory=Moments)
+    #: The first inputs of either kind, (tokens, channels).
+    samples: list[torch.Tensor] = field(default_factory=list)
+    held_samples: list[torch.Tensor] = field(default_factory=list)
 
     def update(self, x: torch.Tensor) -> None:
         """Add the tokens of one call."""
@@ -160,6 +181,9 @@ class SplitMoments(Sums):
         self.train.update(rows)
         if held is not None and len(held):
             self.held_out.update(held)
+        if self.sampling:
+            _add_sample(self.samples, rows)
+            _add_sample(self.held_samples, rows[:0] if held is None else held)
 
     def is_usable(self) -> bool:
         """Both."""
@@ -169,3 +193,24 @@ class SplitMoments(Sums):
     def judge(self) -> Moments:
         """Those by which errors are compared: of held-out tokens where there are any."""
         return self.held_out if self.held_out.count else self.train
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """Inputs by which errors are compared that quantized inputs are part of."""
+        return torch.cat(self.held_samples if self.held_out.count else self.samples)
+
+    def scaled(self, factors: torch.Tensor) -> SplitMoments:
+        """The same of inputs times factors (channels,)."""
+        result = SplitMoments(
+            None, None, self.sampling, self.train.scaled(factors), self.held_out.scaled(factors)
+        )
+        for name in ("samples", "held_samples"):
+            given: list[torch.Tensor] = getattr(self, name)
+            setattr(result, name, [(x.to(torch.float64) * factors.to(x.device)).to(x.dtype) for x in given])
+        return result
+
+
+def _add_sample(samples: list[torch.Tensor], rows: torch.Tensor) -> None:
+    missing = SAMPLE - sum(map(len, samples))
+    if missing > 0 and len(rows):
+        samples.append(rows[:missing].clone())

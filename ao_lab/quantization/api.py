@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
+from ao_lab.calibration.run import Job, Request, request_of
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
 from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
@@ -61,6 +62,8 @@ class Call:
     forward_loop: ForwardLoop | None = None
     observers: Mapping[str, Observer] | None = None
     progress: Progress | None = None
+    #: Methods that find scales and codes otherwise than by rounding, and the data that they read.
+    request: Request | None = None
 
 
 #: What a configuration does with a model. It leaves a report with the model (`keep_report`), and returns it.
@@ -107,6 +110,10 @@ def quantize_(
     *,
     forward_loop: ForwardLoop | None = None,
     observers: Mapping[str, Observer] | None = None,
+    calibration: Iterable[Any] | None = None,
+    methods: Iterable[Any] = (),
+    blocks: str | None = None,
+    offload: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize weights of `model` as `config` says; the report lists each layer, changed or left, with its reason.
@@ -121,6 +128,14 @@ def quantize_(
     `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.transforms.data`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
+    `methods`: how scales and codes are found, such as (Clip(), GPTQ()) (`ao_lab.calibration.methods`), in place of rounding to
+    nearest by the scheme's own scales. `calibration`: for those that read the inputs of layers, an iterable of batches (a
+    tensor, a tuple of arguments, or a mapping of keywords of a call of the model; its attention_mask marks padding, which does
+    not count). The model is walked block by block (`ao_lab.transforms.walk`), each quantized by the inputs that the quantized
+    ones before it make; what is outside of the blocks is rounded. A tenth of the tokens is held out: no weight has a larger
+    output error there than rounding gives it, and the report says what was won. blocks: the name of the list of blocks, found
+    by itself where one is the longest; "" takes the whole model as one. offload: inputs wait in host memory.
+
     On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.preshuffled`): the same codes and scales in
     the order in which products of few rows read them.
 
@@ -131,8 +146,14 @@ def quantize_(
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
-    call = Call(model, config, filter_fn, device, forward_loop, observers, progress)
+    request = request_of(calibration, methods, blocks, offload)
+    call = Call(model, config, filter_fn, device, forward_loop, observers, progress, request)
     run = transform_of(config)
+    if request is not None and run is not quantize_weights:
+        raise ValueError(
+            f"methods quantize weights, which {type(config).__name__} does not; leave methods and calibration out here, and "
+            f"give them to the call that quantizes"
+        )
     check_model(model)
     with untying(model):
         report = run(call)
@@ -150,15 +171,39 @@ def quantize_weights(call: Call) -> Report:
     quantizing = {key: change for key, change in plan.changes.items() if not change.config.prepares}
     known = _observers(plan, quantizing, call)
     _prepare(plan, quantizing)
+    changed, total, shared = [*quantizing.values()], len(quantizing), JoinedScales(quantizing.values())
     try:
-        _quantize_all(quantizing, known, call.device, call.progress)
-        if call.device is not None and quantizing:
+        if call.request is not None:
+            _calibrate(plan, quantizing, shared, call)
+        _quantize_all(quantizing, known, shared, call, total - len(quantizing))
+        if call.device is not None and changed:
             model.to(call.device)
     finally:
         keep_report(model, plan)
     report = report_of(model)
-    warn_of_slower(report, (name for change in quantizing.values() for name in change.places))
+    warn_of_slower(report, (name for change in changed for name in change.places))
     return report
+
+
+def _calibrate(
+    plan: QuantizationPlan, quantizing: dict[int, Change], shared: JoinedScales, call: Call
+) -> None:
+    """Quantize by methods what they can quantize, and take it out of `quantizing`; the rest has a reason."""
+    request = call.request
+    assert request is not None
+    targets = [change for change in quantizing.values() if change.layers and change.parameter.dim() == 2]
+    job = Job(call.model, request, targets, shared.of, call.progress)
+    job.total = len(quantizing)
+    try:
+        with noting(job.stopped):
+            job.run()
+    finally:
+        for key, change in list(quantizing.items()):
+            told = f"; {job.done[change.name]}" if change.name in job.done else job.reason(change)
+            for full in change.places:
+                plan.reasons[full] += told
+            if change.name in job.done:
+                del quantizing[key]
 
 
 def _refuse_sharded(plan: QuantizationPlan) -> None:
@@ -173,31 +218,38 @@ def _refuse_sharded(plan: QuantizationPlan) -> None:
 
 
 def _quantize_all(
-    quantizing: dict[int, Change], known: Mapping[str, Observer], device: Device, progress: Progress | None
+    quantizing: dict[int, Change],
+    known: Mapping[str, Observer],
+    shared: JoinedScales,
+    call: Call,
+    before: int = 0,
 ) -> None:
-    """Quantize and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens."""
-    done, shared = 0, JoinedScales(quantizing.values())
+    """Quantize and place each weight; a weight that was placed somewhere is placed everywhere, whatever happens.
+
+    before: how many this call has quantized already.
+    """
+    done, total = 0, before + len(quantizing)
     placing: tuple[Change, nn.Parameter] | None = None
 
     def stopped() -> str:
         if placing is not None:
             placing[0].put(placing[1])
         return (
-            f"quantize_ stopped with {done} of {len(quantizing)} weights quantized; the others are as they were. "
+            f"quantize_ stopped with {before + done} of {total} weights quantized; the others are as they were. "
             f"ao_lab.explain(model) lists both, and the same call goes on where this one stopped"
         )
 
     with noting(stopped):
         for change in quantizing.values():
             outer = shared.of(change)
-            placing = change, quantize_parameter(change, change.parameter, device, known, outer)
+            placing = change, quantize_parameter(change, change.parameter, call.device, known, outer)
             change.put(placing[1])
             for module in change.layers.values():
                 if module._forward_pre_hooks:
                     unwatch(module)
             done += 1
-            if progress is not None:
-                progress(change.name, done, len(quantizing))
+            if call.progress is not None:
+                call.progress(change.name, before + done, total)
 
 
 def quantize_parameter(

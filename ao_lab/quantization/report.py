@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ao_lab.calibration.result import CALIBRATION, LayerResult
 from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm import sparse
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
@@ -92,6 +93,8 @@ class Layer(LayerLine):
     prepared: str = ""
     #: On a GPU, what multiplies by it, by ranges of rows of inputs (`fast.gemm.families`).
     families: tuple[Range, ...] = ()
+    #: What calibration won, where methods quantized it.
+    calibrated: LayerResult | None = None
 
     @property
     def changed(self) -> bool:
@@ -152,13 +155,19 @@ def explain(model: nn.Module) -> Report:
 def described(model: nn.Module, reasons: dict[str, str]) -> Report:
     """The report of a model, with these reasons by names of parameters."""
     pruned: dict[str, str] = getattr(model, SPARSITY, {})
+    results: dict[str, LayerResult] = getattr(model, CALIBRATION, {})
     layers = []
     for slot in quantizable_parameters(model):
         shape, parameter = tuple(slot.parameter.shape), held(slot.parameter)
         layer = replace(described_layer(slot._replace(parameter=parameter), reasons), shape=shape)
         storage = "compressed" if isinstance(parameter, SparseQuantizedTensor) else "dense"
         layers.append(
-            replace(layer, sparsity=_sparsity(pruned.get(layer.name, ""), parameter), storage=storage)
+            replace(
+                layer,
+                sparsity=_sparsity(pruned.get(layer.name, ""), parameter),
+                storage=storage,
+                calibrated=results.get(layer.name) if layer.changed else None,
+            )
         )
     return Report((*layers, *_others(model, reasons)))
 

@@ -1,0 +1,64 @@
+"""The output error of a quantized weight, by which candidates are compared.
+
+For weights alone it is tr(D H D^T), the mean over tokens of the squared change of the outputs, D what the weight is off by and
+H the mean of x x^T. Where inputs are quantized too it is the mean of |Q q(x) - W x|^2 over a sample of tokens, q(x) the inputs
+as the layer will see them. Both are of tokens that no method has read, where some are held out.
+
+After smoothing, weights and inputs are other ones and the function is the same; where a layer's outputs are scaled (values,
+whose factors the next layer divides out) the error is that of the outputs before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.calibration.tokens import SplitMoments
+from reference import Quantized, Scales, Scheme
+
+#: Rows of a weight whose errors are multiplied at a time.
+ROWS = 4096
+
+
+def weight_error(
+    w: torch.Tensor, q: Quantized, hessian: torch.Tensor | None, rows: torch.Tensor | None = None
+) -> float:
+    """tr(D H D^T) in float64, H the identity where it is None. rows: (N,), by what each output is multiplied."""
+    total, values = 0.0, fast.dequantize(q)
+    for start in range(0, len(w), ROWS):
+        part = slice(start, start + ROWS)
+        d = values[part].to(torch.float64) - w[part].to(torch.float64)
+        errors = ((d if hessian is None else d @ hessian.to(d.device)) * d).sum(-1)
+        total += float((errors if rows is None else errors / rows[part].to(d.device).square()).sum())
+    return total
+
+
+def output_error(
+    w: torch.Tensor, q: Quantized, inputs: SplitMoments | None, activation: Scheme | None,
+    input_scales: Scales | None = None, rows: torch.Tensor | None = None,
+) -> float:  # fmt: skip
+    """The error of a weight (N, K) in a layer that quantizes its inputs by a scheme, or not."""
+    if inputs is None or activation is None:
+        return weight_error(w, q, None if inputs is None else inputs.judge.hessian, rows)
+    x = inputs.sample.to(w.device)
+    wide, shown = x.to(torch.float64), quantized_inputs(x, activation, input_scales).to(torch.float64)
+    values, total = fast.dequantize(q), 0.0
+    for start in range(0, len(w), ROWS):
+        part = slice(start, start + ROWS)
+        off = shown @ values[part].to(torch.float64).T - wide @ w[part].to(torch.float64).T
+        off = off if rows is None else off / rows[part].to(off.device)
+        total += float(off.square().sum())
+    return total / max(len(x), 1)
+
+
+def quantized_inputs(x: torch.Tensor, scheme: Scheme, scales: Scales | None = None) -> torch.Tensor:
+    """Inputs (tokens, channels) as a layer sees them that quantizes them so."""
+    given: Any = None if scales is None else _moved(scales, x.device)
+    return fast.fake_quantize(x, scheme, scales=given).detach()
+
+
+def _moved(scales: Scales, device: torch.device) -> Scales:
+    parts = (None if part is None else part.to(device) for part in (scales.scale, scales.outer, scales.zero))
+    return Scales(*parts)

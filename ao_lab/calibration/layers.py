@@ -1,0 +1,170 @@
+"""What methods make of one weight (or a `Stack` of them) and the moments of its inputs, and which of it is taken.
+
+Each step leaves a candidate: rounding to nearest, codes by searched scales, codes by GPTQ for these scales. They are compared
+by the layer's output error on tokens that no method has read (`ao_lab.calibration.judge`), weight by weight; taken is the last
+one, unless it is worse than rounding there, and then the best of those before. So no layer is worse than rounding on the
+held-out tokens. Where there are none the tokens that the methods read decide, and the record says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import fast
+from ao_lab.calibration.groups import Stack, with_packed_codes
+from ao_lab.calibration.judge import output_error
+from ao_lab.calibration.methods import GPTQ, HELD_OUT, Clip, Method
+from ao_lab.calibration.result import LayerResult
+from ao_lab.calibration.tokens import Moments, SplitMoments
+from ao_lab.tensor.chunked import quantized_weight
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from reference import Quantized, Scales
+
+ROUNDING = "rounding"
+#: GPTQ's damping where no tokens are held out.
+DAMPING = 0.01
+
+
+@dataclass
+class Part:
+    """One weight of a stack."""
+
+    #: Static scales of its inputs, or None.
+    input_scales: Scales | None = None
+    #: The outer scale that it shares with others, or None.
+    outer: torch.Tensor | None = None
+    #: By what its outputs are multiplied since a pair was smoothed, (N,), or None.
+    rows: torch.Tensor | None = None
+    #: Rounding's error before smoothing, or None.
+    baseline: float | None = None
+    #: What was done to it before, and what is to be said of it.
+    before: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Candidate:
+    """What steps so far made of a stack: a quantized matrix for each weight."""
+
+    name: str
+    parts: list[Quantized]
+    damping: float | None = None
+    floor: float = 0.0
+
+
+@dataclass
+class Work:
+    """One stack while methods are applied."""
+
+    stack: Stack
+    inputs: SplitMoments | None
+    parts: list[Part]
+    w: torch.Tensor = field(init=False)
+    scales: Scales | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stack.read()
+        self.w = self.stack.matrix()
+
+    def add(self, name: str, q: Quantized, damping: float | None = None, floor: float = 0.0) -> None:
+        """A candidate of one quantized matrix."""
+        before = self.candidates[-1].name if self.candidates else ROUNDING
+        told = name if before == ROUNDING else f"{before} + {name}"
+        self.candidates.append(Candidate(told, self.stack.split_quantized(q), damping, floor))
+
+    @property
+    def outer(self) -> torch.Tensor | None:
+        """The outer scale of a weight that is no part of a stack, where it shares one."""
+        return self.parts[0].outer
+
+    @property
+    def train(self) -> Moments | None:
+        """What methods read."""
+        return None if self.inputs is None else self.inputs.train
+
+
+Step = Callable[[Work, Any], None]
+
+
+def clip(work: Work, method: Clip) -> None:
+    """Searched scales, and codes rounded to nearest by them."""
+    work.scales = searched(work, work.train if method.weights == "inputs" else None)
+    work.add("clip", fast.quantize(work.w, work.stack.scheme, scales=work.scales))
+
+
+def searched(work: Work, moments: Moments | None) -> Scales:
+    """Scales of least error, columns weighted by the mean square of their inputs where there are moments."""
+    weights = None if moments is None else moments.hessian.diagonal().to(work.w.device)
+    return fast.search_scales(work.w, work.stack.scheme, weights=weights, outer=work.outer)
+
+
+def gptq(work: Work, method: GPTQ) -> None:
+    """Codes by GPTQ, for the scales so far, or searched ones."""
+    if work.inputs is None:
+        return
+    train, held, scheme = work.inputs.train, work.inputs.held_out, work.stack.scheme
+    scales = work.scales = work.scales or searched(work, train)
+    hessian = train.hessian.to(work.w.device)
+    damping = method.damping
+    if damping == HELD_OUT and held.count:
+        validation = held.hessian.to(work.w.device)
+        damping = fast.held_out_damping(
+            work.w, hessian, validation, scheme, scales=scales, order=method.order
+        )
+    elif damping == HELD_OUT:
+        damping = DAMPING
+        work.notes.append("no tokens are held out to choose damping by")
+    result = fast.gptq(work.w, hessian, scheme, scales=scales, order=method.order, damping=float(damping))
+    work.add("gptq", result.quantized, float(result.damping), float(result.floor))
+
+
+STEPS: dict[type[Method], Step] = {Clip: clip, GPTQ: gptq}
+
+
+def quantized(work: Work, methods: Sequence[Method]) -> list[tuple[QuantizedTensor, LayerResult]]:
+    """Each weight of a stack, quantized by the best of what methods make of it."""
+    rounded = [
+        quantized_weight(
+            dense, target.recipe, axis=target.axis, input_scales=part.input_scales, outer=part.outer
+        )
+        for dense, target, part in zip(work.stack.dense, work.stack.targets, work.parts, strict=True)
+    ]
+    work.candidates.append(Candidate(ROUNDING, [one.stored for one in rounded]))
+    for method in methods:
+        if type(method) in STEPS:
+            STEPS[type(method)](work, method)
+    return [_chosen(work, index, one) for index, one in enumerate(rounded)]
+
+
+def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> tuple[QuantizedTensor, LayerResult]:
+    """One weight by its best candidate, the later of two that are alike."""
+    target, part = work.stack.targets[index], work.parts[index]
+    errors = [
+        output_error(
+            work.stack.dense[index], one.parts[index], work.inputs, target.recipe.activation, part.input_scales, part.rows
+        )
+        for one in work.candidates
+    ]  # fmt: skip
+    base, last = errors[0] if part.baseline is None else part.baseline, len(errors) - 1
+    best = last if errors[last] <= errors[0] else min(range(last), key=lambda i: (errors[i], -i))
+    candidate, notes = work.candidates[best], [*part.notes, *work.notes]
+    if best != last:
+        share = errors[last] / base if base else float("inf")
+        name = work.candidates[last].name
+        notes.append(f"{name} would have {share:.3f} of rounding's error and was not taken")
+    inputs = work.inputs
+    counts = (0, 0) if inputs is None else (inputs.train.count, inputs.held_out.count)
+    names = [*part.before, *([] if part.before and candidate.name == ROUNDING else [candidate.name])]
+    result = LayerResult(
+        " + ".join(names), errors[best], base, *counts, candidate.damping, candidate.floor, tuple(notes)
+    )
+    if best == 0:
+        return rounded, result
+    q = with_packed_codes(candidate.parts[index])
+    return from_quantized(q, target.recipe, work.stack.dense[index].dtype, part.input_scales), result

@@ -1,0 +1,153 @@
+"""Methods of quantization with data, as records: what `quantize_(..., methods=...)` takes.
+
+A configuration says what a weight becomes (its scheme), methods say how its scales and codes are found. They are applied in
+the order of `ORDER`, whatever the order in which they are given: changes of the weights before, then scales, then codes for
+these scales. Every method works in every scheme that its mathematics allows; `ao_lab.calibration.layers` asks that before
+anything changes. The mathematics is in `reference.calibration`, and in `fast.calibration` for tensors on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from reference.arrays.errors import choice, lookup
+
+#: In which GPTQ goes through the columns: as they are stored, by falling mean square of their inputs, or groups of a scale so
+#: and columns inside them so.
+ORDERS = ("stored", "activation", "groups")
+#: GPTQ's damping by the error on held-out tokens.
+HELD_OUT = "held out"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What all methods have."""
+
+    #: Whether it reads inputs of layers.
+    calibrates: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Its name in reports and on the command line."""
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True)
+class Smooth(Method):
+    """Channels scaled between layers so that inputs and weights share their range (Xiao et al., SmoothQuant, arXiv 2211.10438).
+
+    alpha: 0 to 1, the share of the inputs' range that the weights take. For schemes that quantize inputs. Pairs of layers are
+    found by trying (`ao_lab.calibration.equivalence`); one that would make a weight worse than rounding stays as it is.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.alpha, bool) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"Smooth: alpha is 0 to 1, got {self.alpha!r}; 0.5 is usual")
+
+
+@dataclass(frozen=True)
+class AWQ(Method):
+    """Channels scaled between layers so that those of large inputs round finer (Lin et al., AWQ, arXiv 2306.00978).
+
+    ratios: how many powers of the inputs' mean magnitude are tried, by the output error of the layers that read them. Pairs as
+    with `Smooth`.
+    """
+
+    ratios: int = 20
+
+    def __post_init__(self) -> None:
+        if type(self.ratios) is not int or self.ratios < 1:
+            raise ValueError(f"AWQ: ratios is an integer of at least 1, got {self.ratios!r}; 20 is usual")
+
+
+@dataclass(frozen=True)
+class Clip(Method):
+    """Scales of the least squared error of the weights, each searched among those that the scheme can store.
+
+    weights: "inputs" weighs a column's error by the mean square of its inputs (the diagonal of the Hessian); "none" weighs all
+    alike, and needs no data. Scales are those of `reference.calibration.search_scales`.
+    """
+
+    weights: str = "inputs"
+
+    def __post_init__(self) -> None:
+        choice(self.weights, ("inputs", "none"), "Clip: weights")
+
+    @property
+    def calibrates(self) -> bool:  # type: ignore[override]
+        """Whether it weighs by inputs."""
+        return self.weights == "inputs"
+
+
+@dataclass(frozen=True)
+class GPTQ(Method):
+    """Codes one column after the other, each making up for the errors of those before (Frantar et al., arXiv 2210.17323).
+
+    For given scales: those that a method before has found, else those of `Clip()`; over scales of the largest values alone it
+    is worse than rounding on other text than it has read. order: "activation" (columns of large inputs
+    first), "stored" or "groups"; scales stay where they are in each. damping: what is added to the Hessian's diagonal, as a
+    share of its mean; "held out" takes of several the one with the least error on held-out tokens, 0.01 where there are none.
+    """
+
+    order: str = "activation"
+    damping: float | str = HELD_OUT
+
+    def __post_init__(self) -> None:
+        choice(self.order, ORDERS, "GPTQ: order")
+        number = isinstance(self.damping, (int, float)) and not isinstance(self.damping, bool)
+        if self.damping != HELD_OUT and not (number and 0 <= float(self.damping) <= 1):
+            raise ValueError(
+                f"GPTQ: damping is {HELD_OUT!r} or a share of the Hessian's mean diagonal, 0 to 1; got {self.damping!r}"
+            )
+
+
+#: In the order in which they are applied.
+ORDER: tuple[type[Method], ...] = (Smooth, AWQ, Clip, GPTQ)
+#: By their names on the command line.
+METHODS: dict[str, type[Method]] = {kind.__name__.lower(): kind for kind in ORDER}
+#: Methods that do the same, of which a weight can have one.
+EXCLUSIVE: tuple[tuple[type[Method], ...], ...] = ((Smooth, AWQ),)
+
+
+def ordered(methods: Any) -> tuple[Method, ...]:
+    """Methods in the order of their application: records, their classes or names.
+
+    TypeError or ValueError for anything else, for two of a class, and for two that exclude each other.
+    """
+    if isinstance(methods, (str, Method, type)) or not isinstance(methods, Iterable):
+        raise TypeError(f"methods is a tuple such as (Clip(), GPTQ()), got {methods!r:.60}")
+    records = [_record(method) for method in methods]
+    kinds = [type(record) for record in records]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ValueError(f"methods has {kind.__name__} twice; give each method once")
+    for group in EXCLUSIVE:
+        both = [kind.__name__ for kind in group if kind in kinds]
+        if len(both) > 1:
+            raise ValueError(f"methods: {' and '.join(both)} do the same in different ways; give one of them")
+    return tuple(sorted(records, key=lambda record: ORDER.index(type(record))))
+
+
+def _record(method: Any) -> Method:
+    """A method's record; of its class, or of its name, the default one."""
+    if isinstance(method, str):
+        return lookup(method, METHODS, "method")()
+    if isinstance(method, type) and issubclass(method, Method):
+        method = method()
+    if type(method) not in ORDER:
+        raise TypeError(
+            f"methods holds records such as {', '.join(f'{kind.__name__}()' for kind in ORDER)}, got {method!r:.60}"
+        )
+    return method  # type: ignore[no-any-return]
+
+
+def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
+    """The method of a class; None where it is not among them."""
+    return next((method for method in methods if isinstance(method, kind)), None)
+
+
+__all__ = ["AWQ", "GPTQ", "Clip", "Smooth"]

@@ -1,0 +1,52 @@
+"""What calibration won, layer by layer, as records that stay with the model and that reports print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+#: Where a model keeps what calibration won, by full names of weights.
+CALIBRATION = "ao_lab_calibration"
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What calibration won for one weight."""
+
+    #: What made the codes: names of methods in their order, "rounding" where that was no worse.
+    method: str
+    #: The output error, a mean square over tokens and summed over outputs, and that of rounding.
+    error: float
+    rounding: float
+    #: Tokens that methods read, and those that judged; 0 where those judged that were read.
+    tokens: int = 0
+    held_out: int = 0
+    #: What GPTQ's factor took.
+    damping: float | None = None
+    floor: float = 0.0
+    #: Why a method was not applied, or what it made was not taken.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """The error over rounding's; 1 where both are 0."""
+        return self.error / self.rounding if self.rounding else 1.0
+
+    def __str__(self) -> str:
+        judged = f"{self.held_out} held-out tokens" if self.held_out else f"the {self.tokens} tokens read"
+        told = (
+            f"{self.method}, {self.ratio:.3f} of rounding's output error on {judged}"
+            if self.tokens
+            else self.method
+        )
+        if self.damping is not None:
+            told += f", damping {self.damping:g}"
+            told += f", floor {self.floor:g}" if self.floor else ""
+        return "; ".join([told, *self.notes])
+
+
+def remember(model: nn.Module, results: Mapping[str, LayerResult]) -> None:
+    """Keep results with a model, for reports."""
+    object.__setattr__(model, CALIBRATION, {**getattr(model, CALIBRATION, {}), **results})

@@ -1,0 +1,216 @@
+"""The job of `quantize_(..., calibration=, methods=)`: block after block, each by inputs that the quantized ones before make.
+
+First everything is checked and the model runs once as it is (`ao_lab.transforms.walk.captured`). Then each block's data run
+with a watch on its layers, which keeps moments of their inputs (`ao_lab.calibration.tokens`), shared by layers that read one
+tensor; its weights are quantized stack by stack (`ao_lab.calibration.layers`) and put in place, and the data run once more,
+for the next block. One block's moments are in memory at a time.
+
+Weights outside of the blocks (a head, embeddings) and batched experts are rounded to nearest as without calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
+from ao_lab.calibration.equivalence import Pair
+from ao_lab.calibration.groups import Stack, Target, names_of, stacks
+from ao_lab.calibration.layers import Part, Work, quantized
+from ao_lab.calibration.methods import GPTQ, Clip, Method, ordered
+from ao_lab.calibration.result import LayerResult, remember
+from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
+from ao_lab.calibration.statistics import Statistics
+from ao_lab.calibration.tokens import SplitMoments, Tokens
+from ao_lab.transforms.data import calibrating, observe
+from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.plan import Progress
+from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
+from reference import Scales
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for beyond a configuration."""
+
+    methods: tuple[Method, ...]
+    batches: Iterable[Any] | None = None
+    blocks: str | None = None
+    offload: bool = False
+
+
+def request_of(
+    calibration: Iterable[Any] | None, methods: Any, blocks: str | None, offload: bool
+) -> Request | None:
+    """The request of these arguments of `quantize_`; None where they ask for nothing. ValueError or TypeError where they do not
+    fit each other."""
+    records = ordered(methods)
+    reading = [method.name for method in records if method.calibrates]
+    if reading and calibration is None:
+        raise ValueError(
+            f"methods: {' and '.join(reading)} read{'s' * (len(reading) == 1)} the inputs of layers; give calibration=, an "
+            f"iterable of batches, or leave it out"
+        )
+    if calibration is not None and not reading:
+        raise ValueError(
+            "calibration is for methods that read the inputs of layers, and none is given; give methods=(Clip(), GPTQ()), for "
+            "instance, or leave calibration out"
+        )
+    if calibration is None and (blocks is not None or offload):
+        raise ValueError(
+            "blocks and offload say how calibration goes through a model; give calibration with them"
+        )
+    return Request(records, calibration, blocks, offload) if records else None
+
+
+@dataclass
+class Job:
+    """One call, once its plan is made."""
+
+    model: nn.Module
+    request: Request
+    targets: Sequence[Target]
+    #: The outer scale that a weight shares, or None.
+    outer: Callable[[Any], torch.Tensor | None]
+    progress: Progress | None = None
+    #: How many weights the call changes in all.
+    total: int = 0
+    #: Results by first full names of weights that are quantized.
+    done: dict[str, LayerResult] = field(default_factory=dict)
+    #: Pairs of layers of the block before.
+    pairs: list[Pair] = field(default_factory=list)
+    #: A weight that is being put in place.
+    placing: tuple[Target, nn.Parameter] | None = None
+
+    def run(self) -> None:
+        """Quantize all weights; what is outside of the blocks stays for the caller."""
+        if self.request.batches is None:
+            check_targets(self.targets, self.request.methods)
+            for target in self.targets:
+                self.quantize(Stack([target]), None, {target.name: Part(_input_scales(target))})
+            return
+        blocks = find_blocks(self.model, self.request.blocks)
+        mine = [t for t in self.targets if _in_one_block(t, blocks)]
+        check_targets(mine, self.request.methods)
+        with calibrating(self.model):
+            capture = self.captured(mine, blocks)
+            tokens = Tokens.of(capture)
+            check_tokens(tokens)
+            walk(capture, partial(self.visit, targets=mine, tokens=tokens))
+
+    def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
+        """What the walk needs; ValueError where data do not reach a layer."""
+        layers = [(t.name, module) for t in targets for module in t.layers.values()]
+        batches: Any = self.request.batches
+        capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
+        check_reached(capture, names_of(targets), "quantize_")
+        return capture
+
+    def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:
+        """Quantize one block by the inputs that its layers have now."""
+        mine = [t for t in targets if block_of(t.name, [block.name]) is not None]
+        if not mine:
+            return
+        inputs = self.inputs_of(block, mine, tokens)
+        parts = {t.name: Part(_input_scales(t)) for t in mine}
+        method = smoothing_method(self.request.methods)
+        if method is not None:
+            self.smooth(block, mine, inputs, parts, method)
+        for stack in stacks(mine, {name: id(one) for name, one in inputs.items()}):
+            self.quantize(stack, inputs.get(stack.targets[0].name), parts)
+
+    def inputs_of(self, block: Block, targets: list[Target], tokens: Tokens) -> dict[str, SplitMoments]:
+        """Moments of the inputs of each weight's layers, one for those that read the same tensor."""
+        sampling = any(target.recipe.activation is not None for target in targets)
+        statistics = Statistics(partial(SplitMoments, None, tokens, sampling))
+        observe([(t.name, module, statistics) for t in targets for module in t.layers.values()], block.run)
+        statistics.forget_inputs()
+        check_usable(statistics)
+        found: dict[str, Any] = {name: shared.statistic for name, shared in statistics.layers.items()}
+        return found
+
+    def smooth(
+        self, block: Block, targets: list[Target], inputs: dict[str, SplitMoments], parts: dict[str, Part], method: Method
+    ) -> None:  # fmt: skip
+        """Scale the pairs of a block."""
+        inside = {t.name: _inside(t, block) for t in targets if useless_reason(inputs.get(t.name)) is None}
+        here = {path: t for t in targets if (path := inside.get(t.name)) is not None}
+        smoothing = Smoothing(
+            block, here,
+            {path: inputs[t.name] for path, t in here.items()},
+            {path: parts[t.name] for path, t in here.items()}, method,
+            MORE if any(isinstance(one, (Clip, GPTQ)) for one in self.request.methods) else 1.0,
+        )  # fmt: skip
+        self.pairs = smoothing.run(self.pairs)
+        inputs.update({t.name: smoothing.inputs[path] for path, t in here.items()})
+
+    def quantize(self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part]) -> None:
+        """Quantize the weights of a stack and put them in place."""
+        mine = [parts[target.name] for target in stack.targets]
+        for target, part in zip(stack.targets, mine, strict=True):
+            part.outer = self.outer(target)
+        reason = None if self.request.batches is None else useless_reason(inputs)
+        if reason is not None:
+            for part in mine:
+                part.notes += (reason,)
+        try:
+            work = Work(stack, inputs if reason is None else None, mine)
+            results = quantized(work, self.request.methods if reason is None else ())
+        except ValueError as error:
+            error.add_note(f"this is of {shorten(names_of(stack.targets))}")
+            raise
+        for target, (weight, result) in zip(stack.targets, results, strict=True):
+            self.put(target, weight, result)
+
+    def put(self, target: Target, weight: torch.Tensor, result: LayerResult) -> None:
+        """A quantized weight in every place of the dense one."""
+        name, full = target.name, weight.transposed() if target.transposed else weight  # type: ignore[attr-defined]
+        self.placing = target, nn.Parameter(full, requires_grad=False)
+        target.put(self.placing[1])
+        self.placing = None
+        self.done[name] = result
+        remember(self.model, dict.fromkeys(target.places, result))
+        if self.progress is not None:
+            self.progress(name, len(self.done), self.total)
+
+    def reason(self, target: Target) -> str:
+        """Why a weight was left to be rounded, as the end of a sentence."""
+        if len(target.parameter.shape) != 2:
+            why = "the inputs of batched experts are made inside their module, where they cannot be watched"
+        elif target.layers:
+            why = "it is outside of the blocks, or shared between them"
+        else:
+            why = "it is looked up in, not multiplied with"
+        return f"; rounded to nearest, {why}"
+
+    def stopped(self) -> str:
+        """What is to be said at an error; a weight that was placed somewhere is placed everywhere."""
+        if self.placing is not None:
+            self.placing[0].put(self.placing[1])
+        return (
+            f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; the others are as they were. "
+            f"ao_lab.explain(model) lists both"
+        )
+
+
+def _in_one_block(target: Target, blocks: Iterable[str]) -> bool:
+    """Whether a weight is in one block, and in no other place."""
+    places = {block_of(full, blocks) for full in target.places}
+    return len(places) == 1 and None not in places
+
+
+def _inside(target: Target, block: Block) -> str | None:
+    """The name in a block of the one layer that has a weight; None where several have it."""
+    if len(target.places) != 1 or list(target.layers) != [target.name]:
+        return None
+    path = target.name.rpartition(".")[0]
+    return path.removeprefix(f"{block.name}.") if block.name else path
+
+
+def _input_scales(target: Target) -> Scales | None:
+    return target.config.input_scales() if target.recipe.activation is not None else None

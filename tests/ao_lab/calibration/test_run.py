@@ -1,0 +1,447 @@
+"""`quantize_` with calibration and methods: models quantized block by block as by hand; what is refused and what stays."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fast
+from ao_lab import (
+    FqnToConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    QATConfig,
+    QuantizedTensor,
+    SchemeConfig,
+    explain,
+    linear_and_experts,
+    quantize_,
+)
+from ao_lab.calibration.checks import unsupported_reason
+from ao_lab.calibration.methods import AWQ, GPTQ, METHODS, Clip, Smooth, ordered
+from ao_lab.config.recipe import Recipe
+from experiments.models.llama import LanguageModel, ModelSettings
+from reference import SCHEMES
+from tests.support.quantized_weights import same
+
+TOKENS = [torch.arange(i, i + 4 * 24).reshape(4, 24) % 250 for i in (0, 50, 100)]
+INT4 = SchemeConfig(scheme="int4_g32")
+
+
+def language_model(dtype=torch.float32, layers=2):
+    torch.manual_seed(0)
+    model = LanguageModel(ModelSettings(layers=layers, width=64, feed_forward=128))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # channels of different sizes
+            parameter.data.mul_(torch.exp(torch.randn_like(parameter)))
+    return model.to(dtype)
+
+
+class Block(nn.Module):
+    """Two layers that read one tensor, and a third."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.one, self.two, self.three = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.three(torch.relu(self.one(y)) + self.two(y))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(32, 8)
+
+    def forward(self, x, attention_mask=None):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def stack(seed=0, **options):
+    torch.manual_seed(seed)
+    return Stack(**options)
+
+
+def inputs(count=3, sequences=4, seed=1):
+    """Channels that differ in size and are correlated."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(32, 32, generator=generator) * torch.logspace(-1, 1, 32)
+    return [torch.randn(sequences, 16, 32, generator=generator) @ mix for _ in range(count)]
+
+
+def weights(model):
+    return {n: p for n, p in model.named_parameters() if isinstance(p, QuantizedTensor)}
+
+
+def assert_same(one, two):
+    first, second = dict(one.named_parameters()), dict(two.named_parameters())
+    assert first.keys() == second.keys()
+    for name, parameter in first.items():
+        assert same(parameter, second[name]), name
+
+
+def by_hand(model, config, batches, method):
+    """The model quantized layer by layer: inputs by hooks, codes by the array functions alone."""
+    scheme = config.recipe().weight
+    hidden = [x.clone() for x in batches]
+    with torch.no_grad():
+        for block in model.blocks:
+            seen = {m: [] for m in (block.one, block.two, block.three)}
+            handles = [
+                m.register_forward_pre_hook(lambda m, args, mine=mine: mine.append(args[0]))
+                for m, mine in seen.items()
+            ]
+            for x in hidden:
+                block(x)
+            for handle in handles:
+                handle.remove()
+            for layer, xs in seen.items():
+                rows = torch.cat(
+                    [x.reshape(len(x), 16, -1) for x in xs]
+                )  # twelve sequences; the tenth is held out
+                train = rows[torch.arange(len(rows)) != 9].reshape(-1, rows.shape[-1]).double()
+                held = rows[9].double()
+                found = [fast.quantize(layer.weight, scheme)]
+                found.append(
+                    method(layer.weight, train.T @ train / len(train), held.T @ held / len(held), scheme)
+                )
+                values = [fast.dequantize(q) for q in found]
+                errors = [float(((v - layer.weight).double() @ held.T).square().sum()) for v in values]
+                layer.weight.copy_(values[errors[1] <= errors[0]])
+            hidden = [block(x) for x in hidden]
+    return model
+
+
+def searched(w, h, held, scheme):
+    return fast.quantize(w, scheme, scales=fast.search_scales(w, scheme, weights=h.diagonal()))
+
+
+def by_gptq(w, h, held, scheme):
+    scales = fast.search_scales(w, scheme, weights=h.diagonal())
+    damping = fast.held_out_damping(w, h, held, scheme, scales=scales, order="activation")
+    return fast.gptq(w, h, scheme, scales=scales, order="activation", damping=damping).quantized
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "int3_g32_asymmetric", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("methods", "rule"), [((Clip(),), searched), ((GPTQ(), Clip()), by_gptq)])
+def test_codes_are_those_of_the_array_functions_by_hand(methods, rule, scheme):
+    """Block by block, by inputs that the quantized blocks before make, in the order of methods whatever the tuple's."""
+    config, batches = SchemeConfig(scheme=scheme), inputs()
+    model, expected = stack(), by_hand(stack(), config, batches, rule)
+    report = quantize_(model, config, calibration=batches, methods=methods)
+    taken = {
+        layer.name for layer in report.changed if layer.calibrated and layer.calibrated.method != "rounding"
+    }
+    assert len(taken) >= 5
+    for name, weight in weights(model).items():
+        if name.startswith("blocks"):
+            assert torch.equal(weight.dequantize(), expected.get_parameter(name)), name
+    first = report.layers[0].calibrated
+    assert (first.tokens, first.held_out) == (11 * 16, 16)
+
+
+def test_later_blocks_see_what_quantized_blocks_make():
+    """Not what the dense ones made."""
+    model, alone = stack(), stack()
+    quantize_(model, INT4, calibration=inputs(), methods=(GPTQ(),))
+    only = SchemeConfig(scheme="int4_g32")
+    quantize_(alone, only, lambda m, n: n.startswith("blocks.1"), calibration=inputs(), methods=(GPTQ(),))
+    ours, theirs = (m.blocks[1].one.weight for m in (model, alone))
+    assert not torch.equal(ours.codes, theirs.codes)
+
+
+@pytest.mark.parametrize(
+    "methods", [(Clip(),), (GPTQ(),), (AWQ(),), (Smooth(), Clip()), (AWQ(), Clip(), GPTQ())]
+)
+@pytest.mark.parametrize(
+    "config", [Int4WeightOnlyConfig(group_size=32), Int8DynamicActivationInt8WeightConfig()]
+)
+def test_no_layer_is_worse_than_rounding_on_held_out_tokens(config, methods):
+    model = language_model()
+    report = quantize_(model, config, calibration=TOKENS, methods=methods)
+    results = [layer.calibrated for layer in report.changed if layer.calibrated]
+    assert len(results) == 14
+    assert all(result.ratio <= 1 for result in results)
+    assert any(result.ratio < 0.95 for result in results)
+    assert all(result.held_out == 24 and result.tokens == 11 * 24 for result in results)
+    assert "of rounding's output error on 24 held-out tokens" in str(report)
+
+
+def test_what_would_be_worse_is_rounded_and_says_so():
+    """Moments of a few tokens that others do not resemble."""
+    torch.manual_seed(0)
+    model, dense = nn.Sequential(nn.Linear(32, 16)), None
+    dense = copy.deepcopy(model)
+    odd = [torch.randn(9, 4, 2) @ torch.randn(2, 32) * 10, torch.randn(1, 4, 32)]
+    report = quantize_(model, INT4, calibration=odd, methods=(Clip(), GPTQ(damping=0.0)), blocks="")
+    (layer,) = report.changed
+    assert layer.calibrated.method == "rounding"
+    assert layer.calibrated.ratio == 1
+    assert re.search(r"clip \+ gptq would have [\d.]+ of rounding's error and was not taken", layer.reason)
+    quantize_(dense, INT4)
+    assert_same(model, dense)
+
+
+def test_methods_without_data():
+    """Scales of the least error of the weights alone."""
+    model, dense = stack(), stack()
+    report = quantize_(model, INT4, methods=("clip",) and (Clip(weights="none"),))
+    for name, weight in weights(model).items():
+        w = dense.get_parameter(name)
+        expected = fast.quantize(w, "int4_g32", scales=fast.search_scales(w, "int4_g32"), packed=True)
+        assert torch.equal(weight.codes, expected.codes)
+        assert torch.equal(weight.scale, expected.scale)
+    assert {layer.calibrated.method for layer in report.changed} == {"clip"}
+
+
+def test_padding_changes_no_bit():
+    batches = inputs()
+    padded = []
+    for x in batches:
+        wide = torch.cat([torch.randn(4, 5, 32), x], 1)
+        mask = torch.cat([torch.zeros(4, 5), torch.ones(4, 16)], 1).long()
+        padded.append({"x": wide, "attention_mask": mask})
+    model, expected = stack(), stack()
+    quantize_(model, INT4, calibration=padded, methods=(GPTQ(),))
+    quantize_(expected, INT4, calibration=batches, methods=(GPTQ(),))
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_outside_of_the_blocks_is_rounded(offload):
+    model, expected = stack(), stack()
+    calls = []
+    report = quantize_(
+        model, INT4, calibration=inputs(), methods=(Clip(),), offload=offload, progress=lambda *told: calls.append(told)
+    )  # fmt: skip
+    quantize_(expected, INT4)
+    assert same(model.head.weight, expected.head.weight)
+    told = {layer.name: layer.reason for layer in report.layers}
+    assert told["head.weight"].endswith(
+        "; rounded to nearest, it is outside of the blocks, or shared between them"
+    )
+    assert [call[1:] for call in calls] == [(i, 7) for i in range(1, 8)]
+    assert str(explain(model)) == str(report)
+
+
+def test_transposed_weights_and_shared_ones():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    report = quantize_(model, INT4, calibration=TOKENS, methods=(AWQ(), GPTQ()))
+    results = [layer.calibrated for layer in report.changed]
+    assert len(results) == 8
+    assert all(result.ratio < 1 for result in results)
+    assert model(TOKENS[0]).logits.isfinite().all()
+
+
+def test_bits_are_those_of_layers_apart():
+    """Layers that read one tensor are quantized as one matrix."""
+    together, apart = stack(), stack()
+    quantize_(
+        together,
+        INT4,
+        lambda m, n: n.startswith("blocks.0"),
+        calibration=inputs(),
+        methods=(GPTQ(damping=0.01),),
+    )
+    for name in ("one", "two", "three"):
+        full = f"blocks.0.{name}"
+        other = stack()
+        quantize_(
+            other, INT4, lambda m, n, f=full: n == f, calibration=inputs(), methods=(GPTQ(damping=0.01),)
+        )
+        setattr(apart.blocks[0], name, getattr(other.blocks[0], name))
+    for name in ("one", "two", "three"):
+        ours, theirs = (getattr(m.blocks[0], name).weight for m in (together, apart))
+        assert same(ours, theirs)
+        assert ours.codes.untyped_storage().nbytes() == ours.codes.nbytes
+
+
+def test_joined_layers_have_one_outer_scale():
+    """Loaders that join queries, keys and values, or gate and up, take one for all."""
+    model = language_model()
+    quantize_(model, SchemeConfig(scheme="nvfp4_pow2"), calibration=TOKENS, methods=(Clip(), GPTQ()))
+    for block in model.model.layers:
+        for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            parent = block.self_attn if "q_proj" in names else block.mlp
+            outers = [getattr(parent, name).weight.outer for name in names]
+            assert all(torch.equal(one, outers[0]) for one in outers)
+
+
+def test_values_of_a_scheme_for_each_layer():
+    model = stack()
+    config = FqnToConfig({"re:.*one": INT4, "re:.*three": Int8WeightOnlyConfig()})
+    report = quantize_(model, config, calibration=inputs(), methods=(GPTQ(),))
+    assert {layer.scheme for layer in report.changed} == {"int4_g32", "int8_rowwise"}
+    assert all(layer.calibrated for layer in report.changed)
+
+
+def test_methods_are_records_classes_or_names_in_one_order():
+    assert ordered((GPTQ, "clip", AWQ(4))) == (AWQ(4), Clip(), GPTQ())
+    assert METHODS["gptq"] is GPTQ
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"methods": (GPTQ(),)}, ValueError, "gptq reads the inputs of layers; give calibration="),
+        ({"methods": (Clip(), GPTQ())}, ValueError, "clip and gptq read the inputs"),
+        ({"calibration": []}, ValueError, "none is given; give methods="),
+        ({"calibration": [], "methods": (GPTQ(),)}, ValueError, "calibration has no batches"),
+        ({"calibration": torch.ones(4, 32), "methods": (GPTQ(),)}, TypeError, "an iterable of batches"),
+        ({"methods": ("gtpq",)}, ValueError, "gtpq.*did you mean|gtpq"),
+        ({"methods": "gptq"}, TypeError, r"methods is a tuple such as \(Clip\(\), GPTQ\(\)\)"),
+        ({"methods": (3,)}, TypeError, "methods holds records such as"),
+        ({"methods": (GPTQ(), GPTQ("stored"))}, ValueError, "GPTQ twice"),
+        ({"methods": (AWQ(), Smooth())}, ValueError, "Smooth and AWQ do the same"),
+        ({"blocks": "blocks"}, ValueError, "give calibration with them"),
+        ({"calibration": inputs(1, 1, 0)[:1], "methods": (GPTQ(),), "blocks": "heads"}, ValueError, "no module"),
+        ({"calibration": [torch.randn(1, 8, 32)], "methods": (GPTQ(),)}, ValueError, "8 tokens.*32 is the least"),
+        ({"calibration": [torch.full((4, 16, 32), torch.nan)], "methods": (GPTQ(),)}, ValueError, "NaN or infinity"),
+        ({"calibration": [torch.ones(4, 16, 5)], "methods": (GPTQ(),)}, RuntimeError, "size"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_anything_changes(given, error, said):
+    model = stack()
+    before = copy.deepcopy(model)
+    with pytest.raises(error, match=said):
+        quantize_(model, INT4, **given)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+    assert not weights(model)
+
+
+def test_weights_and_configurations_that_methods_do_not_take():
+    model = stack()
+    given = {"calibration": inputs(), "methods": (GPTQ(),)}
+    with pytest.raises(ValueError, match="QATConfig does not; leave methods and calibration out"):
+        quantize_(model, QATConfig(INT4, step="prepare"), **given)
+    with pytest.raises(ValueError, match="axis=-2 runs them along its outputs"):
+        quantize_(model, SchemeConfig(scheme="int4_g32", axis=-2), **given)
+    model.blocks[1].two.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks.1.two.weight: weights hold NaN"):
+        quantize_(model, INT4, **given)
+    assert not weights(model)
+
+
+def test_schemes_that_draw_are_refused():
+    from dataclasses import replace
+
+    drawn = replace(SCHEMES["int4_g32"], name="drawn", rounding="stochastic")
+    assert "needs random_bits" in unsupported_reason(Recipe(weight=drawn), (GPTQ(),))
+    assert unsupported_reason(Recipe(weight=SCHEMES["int4_g32"]), (AWQ(), Clip(), GPTQ())) is None
+
+
+def test_layers_that_no_data_reach_are_refused():
+    model = stack()
+    model.blocks[1].four = nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=r"changed nothing. No input was seen by blocks.1.four.weight"):
+        quantize_(model, INT4, calibration=inputs(), methods=(GPTQ(),))
+    assert not weights(model)
+
+
+class Experts(Block):
+    """One of two experts by the sign of a channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x):
+        y, flat = torch.zeros_like(x).reshape(-1, 32), x.reshape(-1, 32)
+        chosen = flat[:, 0] > self.least
+        y[chosen], y[~chosen] = self.experts[0](flat[chosen]), self.experts[1](flat[~chosen])
+        return super().forward(x + y.reshape(x.shape))
+
+
+def test_experts_of_few_tokens_are_rounded():
+    model, batches = stack(), inputs()
+    torch.manual_seed(0)
+    model.blocks = nn.ModuleList([Experts(), Experts()])
+    largest = torch.cat([x.reshape(-1, 32)[:, 0] for x in batches]).sort().values
+    model.blocks[0].least, model.blocks[1].least = float(largest[-20]), float(largest[len(largest) // 2])
+    expected = copy.deepcopy(model)
+    report = quantize_(model, INT4, calibration=batches, methods=(GPTQ(),))
+    told = {layer.name: layer for layer in report.layers}
+    few = told["blocks.0.experts.0.weight"]
+    assert "rounding; it saw 19 tokens, 32 is the least that methods use" in few.reason
+    quantize_(expected, INT4, lambda m, n: n == "blocks.0.experts.0")
+    assert same(model.blocks[0].experts[0].weight, expected.blocks[0].experts[0].weight)
+    others = [layer.calibrated for name, layer in told.items() if "experts" in name and layer is not few]
+    assert all(one.method == "clip + gptq" or one.method == "gptq" for one in others)
+
+
+def test_an_interruption_leaves_each_weight_whole():
+    model, finished = stack(), stack()
+
+    def stop(name, done, total):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        quantize_(model, INT4, calibration=inputs(), methods=(GPTQ(),), progress=stop)
+    assert "stopped with 4 of 7 weights quantized" in caught.value.__notes__[0]
+    quantize_(finished, INT4, calibration=inputs(), methods=(GPTQ(),))
+    for name, weight in weights(model).items():
+        assert same(weight, finished.get_parameter(name))
+    assert len(weights(model)) == 4
+    assert "blocks.1.two.weight" in {layer.name for layer in explain(model).left}
+
+
+def test_half_a_pair_is_never_left(monkeypatch):
+    """An error between a producer and its readers puts both back."""
+    from ao_lab.calibration import smoothing
+
+    model, before = language_model(), language_model()
+
+    def fails(module, factors):
+        raise MemoryError
+
+    monkeypatch.setattr(smoothing, "scale_inputs", fails)
+    with pytest.raises(MemoryError):
+        quantize_(model, INT4, calibration=TOKENS, methods=(AWQ(),))
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", [Smooth(), AWQ(ratios=5)])
+def test_smoothed_models_are_the_same_function(method, dtype):
+    """All but what is quantized: in a scheme of 8 bits outputs stay where they were."""
+    model = language_model(dtype)
+    with torch.no_grad():
+        before = model(TOKENS[0]).double()
+        report = quantize_(model, Int8WeightOnlyConfig(), calibration=TOKENS, methods=(method,))
+        after = model(TOKENS[0]).double()
+    assert (
+        sum(layer.calibrated.method.startswith(method.name) for layer in report.changed if layer.calibrated)
+        >= 4
+    )
+    plain = language_model(dtype)
+    quantize_(plain, Int8WeightOnlyConfig())
+    with torch.no_grad():
+        rounded = plain(TOKENS[0]).double()
+    assert (after - before).norm() <= 1.1 * (rounded - before).norm()
+
+
+def test_experts_that_cannot_be_watched_are_rounded():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).eval()
+    report = quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
+    told = {layer.name: layer for layer in report.changed}
+    experts = [layer for name, layer in told.items() if "experts" in name]
+    assert len(experts) == 2
+    assert all("inputs of batched experts are made inside their module" in layer.reason for layer in experts)
+    assert told["model.layers.0.self_attn.q_proj.weight"].calibrated.ratio < 1
