@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from ao_lab.calibration.groups import Stack, Target
 from ao_lab.calibration.layers import Part, Work, quantized
@@ -60,6 +61,7 @@ class _Trial:
     recipe: Recipe
     parameter: torch.Tensor
     config: Config
+    layers: dict[str, nn.Module] = field(default_factory=dict)
     name: str = "a trial weight"
     transposed: bool = False
     axis: int = -1

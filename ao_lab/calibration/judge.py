@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fast
-from ao_lab.calibration.tokens import SplitMoments
+from ao_lab.calibration.tokens import Moments, SplitMoments
 from reference import Quantized, Scales, Scheme
 
 #: Rows of a weight whose errors are multiplied at a time.
@@ -23,31 +23,39 @@ ROWS = 4096
 
 
 def weight_error(
-    w: torch.Tensor, q: Quantized, hessian: torch.Tensor | None, rows: torch.Tensor | None = None
-) -> float:
-    """tr(D H D^T) in float64, H the identity where it is None. rows: (N,), by what each output is multiplied."""
+    w: torch.Tensor, q: Quantized, moments: Moments | None, rows: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+) -> float:  # fmt: skip
+    """tr(D H D^T) in float64, H the identity without moments.
+
+    rows: (N,), by what each output is multiplied. shift: (N,), what is added to the outputs by a bias.
+    """
     total, values = 0.0, fast.dequantize(q)
+    hessian = None if moments is None else moments.hessian.to(w.device)
     for start in range(0, len(w), ROWS):
         part = slice(start, start + ROWS)
         d = values[part].to(torch.float64) - w[part].to(torch.float64)
-        errors = ((d if hessian is None else d @ hessian.to(d.device)) * d).sum(-1)
+        errors = ((d if hessian is None else d @ hessian) * d).sum(-1)
+        if shift is not None and moments is not None:
+            errors += 2 * shift[part] * (d @ moments.mean.to(d.device)) + shift[part].square()
         total += float((errors if rows is None else errors / rows[part].to(d.device).square()).sum())
     return total
 
 
 def output_error(
     w: torch.Tensor, q: Quantized, inputs: SplitMoments | None, activation: Scheme | None,
-    input_scales: Scales | None = None, rows: torch.Tensor | None = None,
+    input_scales: Scales | None = None, rows: torch.Tensor | None = None, shift: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
     """The error of a weight (N, K) in a layer that quantizes its inputs by a scheme, or not."""
     if inputs is None or activation is None:
-        return weight_error(w, q, None if inputs is None else inputs.judge.hessian, rows)
+        return weight_error(w, q, None if inputs is None else inputs.judge, rows, shift)
     x = inputs.sample.to(w.device)
     wide, shown = x.to(torch.float64), quantized_inputs(x, activation, input_scales).to(torch.float64)
     values, total = fast.dequantize(q), 0.0
     for start in range(0, len(w), ROWS):
         part = slice(start, start + ROWS)
         off = shown @ values[part].to(torch.float64).T - wide @ w[part].to(torch.float64).T
+        off = off if shift is None else off + shift[part]
         off = off if rows is None else off / rows[part].to(off.device)
         total += float(off.square().sum())
     return total / max(len(x), 1)

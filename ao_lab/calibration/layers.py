@@ -9,15 +9,15 @@ held-out tokens. Where there are none the tokens that the methods read decide, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 import fast
 from ao_lab.calibration.groups import Stack, with_packed_codes
 from ao_lab.calibration.judge import output_error
-from ao_lab.calibration.methods import GPTQ, HELD_OUT, Clip, Method
+from ao_lab.calibration.methods import GPTQ, HELD_OUT, HQQ, BiasCorrection, Clip, Method, of_kind
 from ao_lab.calibration.result import LayerResult
 from ao_lab.calibration.tokens import Moments, SplitMoments
 from ao_lab.tensor.chunked import quantized_weight
@@ -124,10 +124,28 @@ def gptq(work: Work, method: GPTQ) -> None:
     work.add("gptq", result.quantized, float(result.damping), float(result.floor))
 
 
-STEPS: dict[type[Method], Step] = {Clip: clip, GPTQ: gptq}
+def hqq(work: Work, method: HQQ) -> None:
+    """Zero points or scales by half-quadratic splitting."""
+    if work.outer is not None:
+        work.notes.append("hqq chooses an outer scale of its own, which joined layers cannot have")
+        return
+    q = fast.hqq(work.w, work.stack.scheme, steps=method.steps, p=method.p, beta=method.beta)
+    work.scales = q.scales
+    work.add("hqq", q)
 
 
-def quantized(work: Work, methods: Sequence[Method]) -> list[tuple[QuantizedTensor, LayerResult]]:
+STEPS: dict[type[Method], Step] = {Clip: clip, HQQ: hqq, GPTQ: gptq}
+
+
+class Made(NamedTuple):
+    """A weight, what was won, and what is to be added to its layer's bias (N,), or None."""
+
+    weight: QuantizedTensor
+    result: LayerResult
+    bias: torch.Tensor | None = None
+
+
+def quantized(work: Work, methods: Sequence[Method]) -> list[Made]:
     """Each weight of a stack, quantized by the best of what methods make of it."""
     rounded = [
         quantized_weight(
@@ -139,10 +157,11 @@ def quantized(work: Work, methods: Sequence[Method]) -> list[tuple[QuantizedTens
     for method in methods:
         if type(method) in STEPS:
             STEPS[type(method)](work, method)
-    return [_chosen(work, index, one) for index, one in enumerate(rounded)]
+    correcting = of_kind(methods, BiasCorrection) is not None
+    return [_chosen(work, index, one, correcting) for index, one in enumerate(rounded)]
 
 
-def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> tuple[QuantizedTensor, LayerResult]:
+def _chosen(work: Work, index: int, rounded: QuantizedTensor, correcting: bool) -> Made:
     """One weight by its best candidate, the later of two that are alike."""
     target, part = work.stack.targets[index], work.parts[index]
     errors = [
@@ -164,7 +183,35 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> tuple[Quantized
     result = LayerResult(
         " + ".join(names), errors[best], base, *counts, candidate.damping, candidate.floor, tuple(notes)
     )
+    result, shift = _corrected(work, index, candidate.parts[index], result) if correcting else (result, None)
     if best == 0:
-        return rounded, result
+        return Made(rounded, result, shift)
     q = with_packed_codes(candidate.parts[index])
-    return from_quantized(q, target.recipe, work.stack.dense[index].dtype, part.input_scales), result
+    weight = from_quantized(q, target.recipe, work.stack.dense[index].dtype, part.input_scales)
+    return Made(weight, result, shift)
+
+
+def _corrected(
+    work: Work, index: int, q: Quantized, result: LayerResult
+) -> tuple[LayerResult, torch.Tensor | None]:
+    """The result with a corrected bias, and what is added to that; None where there is no bias, or nothing is won."""
+    target, dense, inputs = work.stack.targets[index], work.stack.dense[index], work.inputs
+    layers = list(target.layers.values())
+    bias = layers[0]._parameters.get("bias") if len(layers) == 1 else None
+    if bias is None or inputs is None:
+        told = (
+            "it has no bias of its own to correct" if inputs is not None else "no data to correct a bias by"
+        )
+        return replace(result, notes=(*result.notes, told)), None
+    shift = fast.correct_bias(dense, q, inputs.train.mean.to(dense.device)).to(torch.float64)
+    # As it will be: what the bias' dtype takes of it.
+    shift = (bias.detach().to(torch.float64) + shift).to(bias.dtype).to(torch.float64) - bias.detach().to(
+        torch.float64
+    )
+    part = work.parts[index]
+    error = output_error(
+        dense, q, inputs, target.recipe.activation, part.input_scales, part.rows, shift=shift
+    )
+    if not error <= result.error:
+        return replace(result, notes=(*result.notes, "a corrected bias would be worse")), None
+    return replace(result, method=f"{result.method} + bias", error=error), shift

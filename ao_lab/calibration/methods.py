@@ -84,6 +84,20 @@ class Clip(Method):
 
 
 @dataclass(frozen=True)
+class HQQ(Method):
+    """Zero points, or scales where there are none, by half-quadratic splitting of |error|^p, without data (Badri, Shaji, 2023).
+
+    For schemes whose zero points are floats, and for those without zero points (`reference.calibration.hqq`). It lets outliers
+    go, so its mean square error may be above rounding's; then rounding stays.
+    """
+
+    calibrates: ClassVar[bool] = False
+    steps: int = 20
+    p: float = 0.7
+    beta: float = 10.0
+
+
+@dataclass(frozen=True)
 class GPTQ(Method):
     """Codes one column after the other, each making up for the errors of those before (Frantar et al., arXiv 2210.17323).
 
@@ -105,12 +119,22 @@ class GPTQ(Method):
             )
 
 
+@dataclass(frozen=True)
+class BiasCorrection(Method):
+    """What quantizing takes from the mean of a layer's outputs, added to its bias; layers without a bias stay as they are."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return "bias"
+
+
 #: In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (Smooth, AWQ, Clip, GPTQ)
+ORDER: tuple[type[Method], ...] = (Smooth, AWQ, Clip, HQQ, GPTQ, BiasCorrection)
 #: By their names on the command line.
-METHODS: dict[str, type[Method]] = {kind.__name__.lower(): kind for kind in ORDER}
+METHODS: dict[str, type[Method]] = {kind().name: kind for kind in ORDER}
 #: Methods that do the same, of which a weight can have one.
-EXCLUSIVE: tuple[tuple[type[Method], ...], ...] = ((Smooth, AWQ),)
+EXCLUSIVE: tuple[tuple[type[Method], ...], ...] = ((Smooth, AWQ), (Clip, HQQ))
 
 
 def ordered(methods: Any) -> tuple[Method, ...]:
@@ -150,4 +174,4 @@ def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
     return next((method for method in methods if isinstance(method, kind)), None)
 
 
-__all__ = ["AWQ", "GPTQ", "Clip", "Smooth"]
+__all__ = ["AWQ", "GPTQ", "HQQ", "BiasCorrection", "Clip", "Smooth"]

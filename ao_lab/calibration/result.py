@@ -35,12 +35,12 @@ class LayerResult:
         return self.error / self.rounding if self.rounding else 1.0
 
     def __str__(self) -> str:
-        judged = f"{self.held_out} held-out tokens" if self.held_out else f"the {self.tokens} tokens read"
-        told = (
-            f"{self.method}, {self.ratio:.3f} of rounding's output error on {judged}"
-            if self.tokens
-            else self.method
-        )
+        told = self.method
+        if self.tokens:
+            judged = f"{self.held_out} held-out tokens" if self.held_out else f"the {self.tokens} tokens read"
+            told += f", {self.ratio:.3f} of rounding's output error on {judged}"
+        elif self.method != "rounding":
+            told += f", {self.ratio:.3f} of rounding's squared error"
         if self.damping is not None:
             told += f", damping {self.damping:g}"
             told += f", floor {self.floor:g}" if self.floor else ""

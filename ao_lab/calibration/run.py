@@ -10,10 +10,11 @@ Weights outside of the blocks (a head, embeddings) and batched experts are round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +22,15 @@ from torch import nn
 from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
 from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
-from ao_lab.calibration.layers import Part, Work, quantized
+from ao_lab.calibration.layers import Made, Part, Work, quantized
 from ao_lab.calibration.methods import GPTQ, Clip, Method, ordered
 from ao_lab.calibration.result import LayerResult, remember
+from ao_lab.calibration.resume import Finished, key_of
 from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
+from ao_lab.calibration.static import InputScales
 from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import SplitMoments, Tokens
+from ao_lab.config.base import Observer
 from ao_lab.transforms.data import calibrating, observe
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.plan import Progress
@@ -42,13 +46,18 @@ class Request:
     batches: Iterable[Any] | None = None
     blocks: str | None = None
     offload: bool = False
+    #: The folder of finished blocks, or None.
+    resume: str | os.PathLike[str] | None = None
 
 
 def request_of(
-    calibration: Iterable[Any] | None, methods: Any, blocks: str | None, offload: bool
-) -> Request | None:
-    """The request of these arguments of `quantize_`; None where they ask for nothing. ValueError or TypeError where they do not
-    fit each other."""
+    calibration: Iterable[Any] | None, methods: Any, blocks: str | None, offload: bool, observing: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+) -> Request | None:  # fmt: skip
+    """The request of these arguments of `quantize_`; None where they ask for nothing.
+
+    observing: whether the configuration finds static scales. ValueError or TypeError where they do not fit each other.
+    """
     records = ordered(methods)
     reading = [method.name for method in records if method.calibrates]
     if reading and calibration is None:
@@ -56,16 +65,32 @@ def request_of(
             f"methods: {' and '.join(reading)} read{'s' * (len(reading) == 1)} the inputs of layers; give calibration=, an "
             f"iterable of batches, or leave it out"
         )
-    if calibration is not None and not reading:
+    if calibration is not None and not reading and not observing:
         raise ValueError(
             "calibration is for methods that read the inputs of layers, and none is given; give methods=(Clip(), GPTQ()), for "
             "instance, or leave calibration out"
         )
-    if calibration is None and (blocks is not None or offload):
+    if calibration is None and (blocks is not None or offload or resume is not None):
         raise ValueError(
-            "blocks and offload say how calibration goes through a model; give calibration with them"
+            "blocks, offload and resume say how calibration goes through a model; give calibration with them"
         )
-    return Request(records, calibration, blocks, offload) if records else None
+    return (
+        Request(records, calibration, blocks, offload, resume) if records or calibration is not None else None
+    )
+
+
+class Placing(NamedTuple):
+    """A quantized weight, and the bias that belongs to it, on their way into the model."""
+
+    target: Target
+    weight: nn.Parameter
+    bias: torch.Tensor | None
+
+    def place(self) -> None:
+        """Both in their places; a second time changes nothing."""
+        self.target.put(self.weight)
+        if self.bias is not None:
+            next(iter(self.target.layers.values())).get_parameter("bias").data.copy_(self.bias)
 
 
 @dataclass
@@ -78,14 +103,18 @@ class Job:
     #: The outer scale that a weight shares, or None.
     outer: Callable[[Any], torch.Tensor | None]
     progress: Progress | None = None
+    #: What finds static scales of inputs, by full names of weights.
+    observers: Mapping[str, Observer] = field(default_factory=dict)
     #: How many weights the call changes in all.
     total: int = 0
     #: Results by first full names of weights that are quantized.
     done: dict[str, LayerResult] = field(default_factory=dict)
     #: Pairs of layers of the block before.
     pairs: list[Pair] = field(default_factory=list)
+    #: Blocks that were finished before, or by an earlier call.
+    finished: Finished | None = None
     #: A weight that is being put in place.
-    placing: tuple[Target, nn.Parameter] | None = None
+    placing: Placing | None = None
 
     def run(self) -> None:
         """Quantize all weights; what is outside of the blocks stays for the caller."""
@@ -97,10 +126,14 @@ class Job:
         blocks = find_blocks(self.model, self.request.blocks)
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
         check_targets(mine, self.request.methods)
+        self.check_observers(mine)
         with calibrating(self.model):
             capture = self.captured(mine, blocks)
             tokens = Tokens.of(capture)
             check_tokens(tokens)
+            if self.request.resume is not None:
+                key = key_of(mine, self.request.methods, capture)
+                self.finished = Finished.of(self.request.resume, key)
             walk(capture, partial(self.visit, targets=mine, tokens=tokens))
 
     def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
@@ -112,15 +145,33 @@ class Job:
         return capture
 
     def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:
-        """Quantize one block by the inputs that its layers have now."""
+        """Quantize one block by the inputs that its layers have now, or take it from an earlier call."""
         mine = [t for t in targets if block_of(t.name, [block.name]) is not None]
-        if not mine:
+        if not mine or self.restored(block, mine):
             return
-        inputs = self.inputs_of(block, mine, tokens)
+        self.quantize_block(block, mine, tokens)
+        if self.finished is not None:
+            results = {t.name: self.done[t.name] for t in mine}
+            self.finished.save(block.index, block.module, results, self.pairs)
+
+    def restored(self, block: Block, targets: list[Target]) -> bool:
+        """Whether an earlier call has finished a block, which is in place now."""
+        found = None if self.finished is None else self.finished.restore(block.index, block.module, targets)
+        if found is None:
+            return False
+        results, self.pairs = found
+        for target in targets:
+            self.tell(target, results[target.name])
+        return True
+
+    def quantize_block(self, block: Block, mine: list[Target], tokens: Tokens) -> None:
+        """Quantize one block."""
+        inputs = self.inputs_of(block, mine, tokens) if self.reading else {}
         parts = {t.name: Part(_input_scales(t)) for t in mine}
         method = smoothing_method(self.request.methods)
         if method is not None:
             self.smooth(block, mine, inputs, parts, method)
+        self.find_input_scales(block, mine, parts)
         for stack in stacks(mine, {name: id(one) for name, one in inputs.items()}):
             self.quantize(stack, inputs.get(stack.targets[0].name), parts)
 
@@ -149,12 +200,45 @@ class Job:
         self.pairs = smoothing.run(self.pairs)
         inputs.update({t.name: smoothing.inputs[path] for path, t in here.items()})
 
+    def check_observers(self, inside: Sequence[Target]) -> None:
+        """ValueError for static scales of layers that no block's data reach, or that something unknown finds."""
+        names = {target.name for target in inside}
+        for target in self.targets:
+            observer = self.observers.get(target.name)
+            if observer is not None and (target.name not in names or not isinstance(observer, InputScales)):
+                why = (
+                    f"{type(observer).__name__} finds them"
+                    if target.name in names
+                    else "it is outside of the blocks"
+                )
+                raise ValueError(
+                    f"{target.name}: calibration finds static scales of layers in blocks, and {why}; quantize_ changed "
+                    f"nothing. Leave it out by filter_fn, or give forward_loop= in place of calibration="
+                )
+
+    def find_input_scales(self, block: Block, targets: list[Target], parts: dict[str, Part]) -> None:
+        """Run data for those that need static scales, through the block as it is now."""
+        watched = [(t, self.observers[t.name]) for t in targets if t.name in self.observers]
+        if not watched:
+            return
+        observe([(t.name, m, observer) for t, observer in watched for m in t.layers.values()], block.run)
+        for target, observer in watched:
+            if (reason := observer.unsupported_reason()) is not None:
+                raise ValueError(f"calibration: {reason} by {target.name}; leave it out by filter_fn")
+            if isinstance(observer, InputScales):
+                parts[target.name].input_scales = observer.scales()
+
+    @property
+    def reading(self) -> bool:
+        """Whether a method reads inputs."""
+        return any(method.calibrates for method in self.request.methods)
+
     def quantize(self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part]) -> None:
         """Quantize the weights of a stack and put them in place."""
         mine = [parts[target.name] for target in stack.targets]
         for target, part in zip(stack.targets, mine, strict=True):
             part.outer = self.outer(target)
-        reason = None if self.request.batches is None else useless_reason(inputs)
+        reason = useless_reason(inputs) if self.reading else None
         if reason is not None:
             for part in mine:
                 part.notes += (reason,)
@@ -164,19 +248,29 @@ class Job:
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
             raise
-        for target, (weight, result) in zip(stack.targets, results, strict=True):
-            self.put(target, weight, result)
+        for target, made in zip(stack.targets, results, strict=True):
+            self.put(target, made)
 
-    def put(self, target: Target, weight: torch.Tensor, result: LayerResult) -> None:
-        """A quantized weight in every place of the dense one."""
-        name, full = target.name, weight.transposed() if target.transposed else weight  # type: ignore[attr-defined]
-        self.placing = target, nn.Parameter(full, requires_grad=False)
-        target.put(self.placing[1])
+    def put(self, target: Target, made: Made) -> None:
+        """A quantized weight in every place of the dense one, and its bias."""
+        weight = made.weight.transposed() if target.transposed else made.weight
+        layers = list(target.layers.values())
+        bias = (
+            None
+            if made.bias is None
+            else layers[0].get_parameter("bias").detach().to(torch.float64) + made.bias
+        )
+        self.placing = Placing(target, nn.Parameter(weight, requires_grad=False), bias)
+        self.placing.place()
         self.placing = None
-        self.done[name] = result
+        self.tell(target, made.result)
+
+    def tell(self, target: Target, result: LayerResult) -> None:
+        """Note what was won for a weight that is quantized now."""
+        self.done[target.name] = result
         remember(self.model, dict.fromkeys(target.places, result))
         if self.progress is not None:
-            self.progress(name, len(self.done), self.total)
+            self.progress(target.name, len(self.done), self.total)
 
     def reason(self, target: Target) -> str:
         """Why a weight was left to be rounded, as the end of a sentence."""
@@ -191,7 +285,7 @@ class Job:
     def stopped(self) -> str:
         """What is to be said at an error; a weight that was placed somewhere is placed everywhere."""
         if self.placing is not None:
-            self.placing[0].put(self.placing[1])
+            self.placing.place()
         return (
             f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; the others are as they were. "
             f"ao_lab.explain(model) lists both"

@@ -142,6 +142,36 @@ def quantize(
             help="2:4: prune linear layers by magnitude first, and store the kept half (--layout ao_lab)."
         ),
     ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A text file (or wikitext2 with --corpus-path) that methods read the inputs of layers from, of the kind that "
+            "the model is for.",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How scales and codes are found, any number of times: gptq, clip, awq, smooth, hqq, bias. Default: rounding."
+        ),
+    ] = None,
+    windows: Annotated[int, typer.Option(help="With --calibration: windows of text.")] = 128,
+    length: Annotated[int, typer.Option(help="With --calibration: tokens of a window.")] = 512,
+    corpus_path: Annotated[
+        Path | None,
+        typer.Option(help="With --calibration: the folder of the corpus that holds a named text."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --calibration: a folder for finished blocks; the same command goes on behind them."
+        ),
+    ] = None,
+    device: Annotated[
+        Device | None,
+        typer.Option(help="With --method: where the model is while it is quantized. Default: cpu."),
+    ] = None,
     layout: Annotated[
         Layout,
         typer.Option(
@@ -156,8 +186,10 @@ def quantize(
     from ao_lab.cli.terminal import whole_or_nothing, work
 
     with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
+        from ao_lab.cli.calibration import Calibration
         from ao_lab.cli.quantize import run_quantize
 
+        where = device.value if device else None
         run_quantize(
             model_dir,
             out_dir,
@@ -168,6 +200,7 @@ def quantize(
             sparsity=sparsity,
             layout=layout.value,
             as_json=as_json,
+            calibration=Calibration(calibration, method or [], windows, length, corpus_path, where, resume),
         )
 
 

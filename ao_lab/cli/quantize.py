@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -37,6 +37,7 @@ from ao_lab.install.extras import needed
 
 if TYPE_CHECKING:
     from ao_lab.checkpoint.api import Saved
+    from ao_lab.cli.calibration import Calibration
     from ao_lab.config.base import Config
     from ao_lab.quantization.report import Report
     from ao_lab.transforms.plan import Progress
@@ -173,6 +174,7 @@ def run_quantize(
     sparsity: str | None,
     layout: str,
     as_json: bool,
+    calibration: Calibration | None = None,
 ) -> None:
     """Quantize weight by weight while they are read, save, and say what became of each layer."""
     check_folders(source, target)
@@ -181,6 +183,14 @@ def run_quantize(
         raise WrongInput(
             f"--option sparsity={config.sparsity} is for pruned weights; --sparsity {config.sparsity} prunes them too"
         )
+    calibrates = calibration is not None and (calibration.methods or calibration.text is not None)
+    if calibrates and sparsity is not None:
+        raise WrongInput(
+            f"--sparsity {sparsity} with --method: methods would fill the zeros of pruned weights; leave one out"
+        )
+    load: Callable[..., Any] = loaded if sparsity is None else sparse_model
+    if calibration is not None and calibrates:
+        load = calibration.loader()
     plan = (
         select_layout(config, name, layout)
         if sparsity is None
@@ -194,7 +204,6 @@ def run_quantize(
         if sparsity is None:
             plan = plan.for_model(source, skipped_layers)
         with progress_bar(as_json) as progress:
-            load = loaded if sparsity is None else sparse_model
             model = load(source, plan.config, skipped_layers, progress)
         skipped_layers.check()
         report, before = report_of(model), stored_bytes(source, model)
@@ -208,6 +217,7 @@ def run_quantize(
         + [f"--option {option}" for option in options]
         + [f"--skip {layer}" for layer in skip or []]
         + ([f"--sparsity {sparsity}"] if sparsity else [])
+        + (calibration.command() if calibration is not None and calibrates else [])
         + ([f"--layout {layout}"] if layout != "auto" else [])
     )
     told = {**plan.told(saved.limits), "tensors": tensors, "files": files}

@@ -22,6 +22,7 @@ Which observer a weight needs is what its configuration says (`Config.observer`)
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,14 +82,24 @@ def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
 
 def transform_of(config: object) -> Transform:
     """The transform of a configuration, or of those that FqnToConfig names; ValueError where these have several."""
-    configs = list(config.fqn_to_config.values()) if isinstance(config, FqnToConfig) else [config]
-    wanted = {TRANSFORMS.of(one) or quantize_weights: one for one in configs if one is not None}
+    wanted = {TRANSFORMS.of(one) or quantize_weights: one for one in _configs(config)}
     for function, one in wanted.items():
         _check_sparsity_of(function, one)
     if len(wanted) > 1:
         names = " and ".join(sorted(type(one).__name__ for one in wanted.values()))
         raise ValueError(f"FqnToConfig: {names} do different things to a model; call quantize_ for each")
     return next(iter(wanted), quantize_weights)
+
+
+def _configs(config: object) -> list[object]:
+    """A configuration, or those that FqnToConfig names."""
+    configs = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]
+    return [one for one in configs if one is not None]
+
+
+def _observes(config: object) -> bool:
+    """Whether a configuration finds static scales of inputs."""
+    return isinstance(config, Config) and not config.prepares and config.observer() is not None
 
 
 def _check_sparsity_of(function: Transform, config: object) -> None:
@@ -114,6 +125,7 @@ def quantize_(
     methods: Iterable[Any] = (),
     blocks: str | None = None,
     offload: bool = False,
+    resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize weights of `model` as `config` says; the report lists each layer, changed or left, with its reason.
@@ -134,7 +146,8 @@ def quantize_(
     not count). The model is walked block by block (`ao_lab.transforms.walk`), each quantized by the inputs that the quantized
     ones before it make; what is outside of the blocks is rounded. A tenth of the tokens is held out: no weight has a larger
     output error there than rounding gives it, and the report says what was won. blocks: the name of the list of blocks, found
-    by itself where one is the longest; "" takes the whole model as one. offload: inputs wait in host memory.
+    by itself where one is the longest; "" takes the whole model as one. offload: inputs wait in host memory. resume: a folder
+    that finished blocks are written to; the same call on the model as it was goes on behind them, with the same bits.
 
     On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.preshuffled`): the same codes and scales in
     the order in which products of few rows read them.
@@ -146,7 +159,9 @@ def quantize_(
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
-    request = request_of(calibration, methods, blocks, offload)
+    request = request_of(calibration, methods, blocks, offload, any(map(_observes, _configs(config))), resume)
+    if calibration is not None and (forward_loop is not None or observers is not None):
+        raise ValueError("calibration finds static scales too; leave forward_loop and observers out")
     call = Call(model, config, filter_fn, device, forward_loop, observers, progress, request)
     run = transform_of(config)
     if request is not None and run is not quantize_weights:
@@ -169,7 +184,7 @@ def quantize_weights(call: Call) -> Report:
     plan = planned(model, call.config, call.filter_fn, call.device)
     _refuse_sharded(plan)
     quantizing = {key: change for key, change in plan.changes.items() if not change.config.prepares}
-    known = _observers(plan, quantizing, call)
+    known = _observers(plan, quantizing, call) if not calibrated_here(call) else {}
     _prepare(plan, quantizing)
     changed, total, shared = [*quantizing.values()], len(quantizing), JoinedScales(quantizing.values())
     try:
@@ -185,6 +200,11 @@ def quantize_weights(call: Call) -> Report:
     return report
 
 
+def calibrated_here(call: Call) -> bool:
+    """Whether the call's own calibration finds static scales."""
+    return call.request is not None and call.request.batches is not None
+
+
 def _calibrate(
     plan: QuantizationPlan, quantizing: dict[int, Change], shared: JoinedScales, call: Call
 ) -> None:
@@ -194,6 +214,8 @@ def _calibrate(
     targets = [change for change in quantizing.values() if change.layers and change.parameter.dim() == 2]
     job = Job(call.model, request, targets, shared.of, call.progress)
     job.total = len(quantizing)
+    if request.batches is not None:
+        job.observers = fresh_observers(quantizing.values())
     try:
         with noting(job.stopped):
             job.run()

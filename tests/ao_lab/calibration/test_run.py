@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from ao_lab import (
     FqnToConfig,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
+    Int8StaticActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
+    PerTensor,
     QATConfig,
     QuantizedTensor,
     SchemeConfig,
@@ -21,7 +24,7 @@ from ao_lab import (
     quantize_,
 )
 from ao_lab.calibration.checks import unsupported_reason
-from ao_lab.calibration.methods import AWQ, GPTQ, METHODS, Clip, Smooth, ordered
+from ao_lab.calibration.methods import AWQ, GPTQ, HQQ, METHODS, BiasCorrection, Clip, Smooth, ordered
 from ao_lab.config.recipe import Recipe
 from experiments.models.llama import LanguageModel, ModelSettings
 from reference import SCHEMES
@@ -29,6 +32,10 @@ from tests.support.quantized_weights import same
 
 TOKENS = [torch.arange(i, i + 4 * 24).reshape(4, 24) % 250 for i in (0, 50, 100)]
 INT4 = SchemeConfig(scheme="int4_g32")
+#: Zero points that are floats.
+HQQ_SCHEME = replace(
+    SCHEMES["hqq.int4_g64"], name="hqq_g32", scale=replace(SCHEMES["hqq.int4_g64"].scale, block=32)
+)
 
 
 def language_model(dtype=torch.float32, layers=2):
@@ -333,8 +340,6 @@ def test_weights_and_configurations_that_methods_do_not_take():
 
 
 def test_schemes_that_draw_are_refused():
-    from dataclasses import replace
-
     drawn = replace(SCHEMES["int4_g32"], name="drawn", rounding="stochastic")
     assert "needs random_bits" in unsupported_reason(Recipe(weight=drawn), (GPTQ(),))
     assert unsupported_reason(Recipe(weight=SCHEMES["int4_g32"]), (AWQ(), Clip(), GPTQ())) is None
@@ -429,6 +434,106 @@ def test_smoothed_models_are_the_same_function(method, dtype):
     with torch.no_grad():
         rounded = plain(TOKENS[0]).double()
     assert (after - before).norm() <= 1.1 * (rounded - before).norm()
+
+
+# Static scales of inputs, found in the same walk.
+
+
+def static(**options):
+    return Int8StaticActivationInt8WeightConfig(granularity=PerTensor(), **options)
+
+
+@pytest.mark.parametrize("methods", [(), (Clip(),)])
+def test_static_scales_are_those_of_the_inputs_in_the_walk(methods):
+    model, expected = stack(), stack()
+    inside = lambda m, n: n.startswith("blocks") and isinstance(m, nn.Linear)  # noqa: E731
+    report = quantize_(model, static(), inside, calibration=inputs(), methods=methods)
+    assert all(layer.calibrated for layer in report.changed)
+    first = lambda m, n: n in ("blocks.0.one", "blocks.0.two")  # noqa: E731
+    quantize_(expected, static(), first, forward_loop=lambda m: [m(x) for x in inputs()])
+    for name in ("one", "two"):
+        ours, theirs = (getattr(m.blocks[0], name).weight for m in (model, expected))
+        assert torch.equal(ours.input_scale, theirs.input_scale)
+        assert methods or same(ours, theirs)
+    dense = stack()
+    quantize_(dense, static(), inside, forward_loop=lambda m: [m(x) for x in inputs()])
+    assert not torch.equal(model.blocks[1].one.weight.input_scale, dense.blocks[1].one.weight.input_scale)
+
+
+def test_static_scales_are_those_of_smoothed_inputs():
+    model, seen = language_model(), []
+    inside = lambda m, n: n.endswith("layers.0.self_attn.q_proj")  # noqa: E731
+    report = quantize_(model, static(), inside, calibration=TOKENS, methods=(Smooth(),))
+    (layer,) = report.changed
+    assert layer.calibrated.method == "smooth"
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.register_forward_pre_hook(lambda m, args: seen.append(args[0].abs().max()))
+    for tokens in TOKENS:
+        model(tokens)
+    assert torch.allclose(projection.weight.input_scale, max(seen) / 127, rtol=1e-6)
+
+
+def test_static_scales_outside_of_the_blocks_are_refused():
+    model = stack()
+    with pytest.raises(ValueError, match=r"head.weight: calibration finds static scales of layers in blocks"):
+        quantize_(model, static(), calibration=inputs(), methods=(Clip(),))
+    with pytest.raises(ValueError, match="calibration finds static scales too; leave forward_loop"):
+        quantize_(model, static(), calibration=inputs(), methods=(Clip(),), forward_loop=lambda m: None)
+    assert not weights(model)
+
+
+# HQQ and corrected biases.
+
+
+def test_hqq_needs_no_data_and_a_scheme_of_its_own():
+    model, dense = stack(), stack()
+    report = quantize_(model, SchemeConfig(scheme=HQQ_SCHEME), methods=(HQQ(),))
+    for name, weight in weights(model).items():
+        q = fast.hqq(dense.get_parameter(name), HQQ_SCHEME)
+        taken = [layer.calibrated.method for layer in report.changed if layer.name == name] == ["hqq"]
+        assert torch.equal(weight.zero, q.zero) == taken
+    assert sum(layer.calibrated.method == "hqq" for layer in report.changed) >= 4
+    with pytest.raises(ValueError, match=r"blocks.0.one.weight: .*changed nothing"):
+        quantize_(stack(), SchemeConfig(scheme="int4_g32_asymmetric"), methods=(HQQ(),))
+    with pytest.raises(ValueError, match="Clip and HQQ do the same"):
+        quantize_(stack(), INT4, methods=(HQQ(), Clip("none")))
+
+
+def test_gptq_takes_the_zero_points_of_hqq():
+    model = stack()
+    report = quantize_(model, SchemeConfig(scheme=HQQ_SCHEME), calibration=inputs(), methods=(HQQ(), GPTQ()))
+    methods = {layer.calibrated.method for layer in report.changed if layer.calibrated}
+    assert "hqq + gptq" in methods
+
+
+def test_biases_are_corrected_for_the_mean_of_the_inputs():
+    batches = [x + 3 for x in inputs()]
+    model, plain = stack(), stack()
+    given = {"filter_fn": lambda m, n: n == "blocks.0.one", "calibration": batches}
+    quantize_(plain, INT4, methods=(Clip(),), **given)
+    report = quantize_(model, INT4, methods=(Clip(), BiasCorrection()), **given)
+    (layer,) = report.changed
+    assert layer.calibrated.method == "clip + bias"
+    assert same(model.blocks[0].one.weight, plain.blocks[0].one.weight)
+    rows = stack().blocks[0].norm(torch.cat(batches).detach())
+    train = rows[torch.arange(12) != 9].reshape(-1, 32).double()
+    dense = stack().blocks[0].one
+    off = (dense.weight.double() - plain.blocks[0].one.weight.dequantize().double()) @ train.mean(0)
+    assert torch.allclose(model.blocks[0].one.bias.double(), dense.bias.double() + off, atol=1e-6)
+    held = rows[9].double().detach()
+    errors = [
+        float((held @ (m.blocks[0].one.weight.dequantize().double() - dense.weight.double().detach()).T
+               + m.blocks[0].one.bias.double().detach() - dense.bias.double().detach()).square().sum() / 16)
+        for m in (plain, model)
+    ]  # fmt: skip
+    assert errors[1] < errors[0]
+    assert layer.calibrated.error == pytest.approx(errors[1])
+
+
+def test_layers_without_a_bias_say_so():
+    model = language_model()
+    report = quantize_(model, INT4, calibration=TOKENS, methods=(Clip(), BiasCorrection()))
+    assert all("no bias of its own" in layer.reason for layer in report.changed if layer.calibrated)
 
 
 def test_experts_that_cannot_be_watched_are_rounded():

@@ -1,0 +1,160 @@
+"""Finished blocks of a calibration on disk, so that a killed call goes on where it was and ends with the same bits.
+
+Each block that is finished becomes one file: its quantized weights, its other parameters (gains and biases that were changed),
+what was won, and the pairs of layers that were found. A new call of the same kind, on the dense model as it was, reads them in
+place of quantizing those blocks; what later blocks are given is computed anew, by the same operations.
+
+A file holds a key: a digest of what decides bits. A folder of another key is an error, not something to mix with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration.equivalence import Pair
+from ao_lab.calibration.groups import Target
+from ao_lab.calibration.result import LayerResult
+from ao_lab.install.versions import __version__
+from ao_lab.transforms.walk import Capture
+
+#: Values of a tensor that its digest reads at most.
+SAMPLE = 1 << 16
+
+
+def key_of(targets: Sequence[Target], methods: Sequence[object], capture: Capture) -> dict[str, str]:
+    """What decides bits, each part as a digest or as text."""
+    return {
+        "versions": f"ao_lab {__version__}, torch {torch.__version__}",
+        "methods": repr(tuple(methods)),
+        "weights to be quantized, and their schemes": _digest(
+            [
+                f"{target.name} {target.recipe.weight.key} {_activation(target)} {target.axis}"
+                for target in targets
+            ]
+        ),
+        "weights": _digest([_sampled(target.parameter) for target in targets]),
+        "blocks": " ".join(capture.blocks),
+        "data": _digest([_sampled(x) for x in _inputs(capture)]),
+    }
+
+
+def _activation(target: Target) -> str:
+    scheme = target.recipe.activation
+    return "" if scheme is None else scheme.key
+
+
+def _inputs(capture: Capture) -> list[torch.Tensor]:
+    """What the first block is given, and which tokens are padding."""
+    held = [one.value for batch in capture.held for one in batch.values()]
+    return [*held, *(mask for mask in capture.masks if mask is not None)]
+
+
+def _sampled(x: torch.Tensor) -> bytes:
+    """Shape, dtype, and evenly spaced values of a tensor."""
+    flat = x.detach().reshape(-1)
+    step = max(flat.numel() // SAMPLE, 1)
+    values = flat[::step].contiguous().cpu()
+    return f"{tuple(x.shape)} {x.dtype} ".encode() + values.view(torch.uint8).numpy().tobytes()
+
+
+def _digest(parts: Sequence[str | bytes]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()
+
+
+@dataclass
+class Finished:
+    """The folder of finished blocks of one call."""
+
+    folder: Path
+    key: dict[str, str]
+
+    @staticmethod
+    def of(folder: str | os.PathLike[str], key: dict[str, str]) -> Finished:
+        """The folder, made where there is none; ValueError for files of another call, or for what is no folder."""
+        path = Path(folder)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"resume={str(folder)!r} is a file; give the name of a folder")
+        path.mkdir(parents=True, exist_ok=True)
+        finished = Finished(path, key)
+        for file in sorted(path.glob("block-*.pt")):
+            finished._check(file, _read(file))
+        return finished
+
+    def _check(self, file: Path, content: Mapping[str, Any]) -> None:
+        other = [name for name, value in self.key.items() if content.get("key", {}).get(name) != value]
+        if other:
+            raise ValueError(
+                f"{file} is of another call: {', '.join(other)} differ; quantize_ changed nothing. Give resume= another "
+                f"folder, or remove this one; a call goes on with the model as it was loaded"
+            )
+
+    def file(self, index: int) -> Path:
+        """Of a block by its number."""
+        return self.folder / f"block-{index:04d}.pt"
+
+    def save(
+        self, index: int, module: nn.Module, results: Mapping[str, LayerResult], pairs: Sequence[Pair]
+    ) -> None:
+        """A finished block, whole or not at all."""
+        content = {
+            "key": self.key,
+            "parameters": {name: parameter.detach() for name, parameter in module.named_parameters()},
+            "results": {name: asdict(result) for name, result in results.items()},
+            "pairs": [asdict(pair) for pair in pairs],
+        }
+        file, part = self.file(index), self.file(index).with_suffix(".part")
+        try:
+            torch.save(content, part)
+            part.replace(file)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def restore(
+        self, index: int, module: nn.Module, targets: Sequence[Target]
+    ) -> tuple[dict[str, LayerResult], list[Pair]] | None:
+        """Put a finished block into the model; what was won and its pairs. None where it is not finished."""
+        if not self.file(index).exists():
+            return None
+        content = _read(self.file(index))
+        self._check(self.file(index), content)
+        mine = {id(target.parameter): target for target in targets}
+        device = {name: parameter.device for name, parameter in module.named_parameters()}
+        for name, parameter in list(module.named_parameters()):
+            value, target = content["parameters"][name].to(device[name]), mine.get(id(parameter))
+            if target is not None:
+                target.put(nn.Parameter(value, requires_grad=False))
+            else:
+                parameter.data.copy_(value)
+        results = {name: _result(fields) for name, fields in content["results"].items()}
+        pairs = [Pair(**{**pair, "consumers": tuple(pair["consumers"])}) for pair in content["pairs"]]
+        return results, pairs
+
+
+def _result(fields: Mapping[str, Any]) -> LayerResult:
+    return LayerResult(**{**fields, "notes": tuple(fields["notes"])})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A file's content; ValueError where it is none of ours."""
+    try:
+        content = torch.load(file, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{file} cannot be read ({type(error).__name__}: {error!s:.80}); remove it"
+        ) from error
+    if not isinstance(content, dict) or "key" not in content:
+        raise ValueError(f"{file} is no finished block; remove it, or give resume= another folder")
+    return content

@@ -1,0 +1,114 @@
+"""`ao-lab quantize --calibration TEXT --method NAME`: a whole dense model in memory, calibrated with windows of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ao_lab.cli.terminal import WrongInput, check_device
+
+if TYPE_CHECKING:
+    from ao_lab.config.base import Config
+    from ao_lab.transforms.plan import Progress
+
+#: Windows of a batch.
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the command line says of it."""
+
+    #: A text file, or a named text; None: methods without data.
+    text: str | None = None
+    methods: list[str] = field(default_factory=list)
+    windows: int = 128
+    length: int = 512
+    corpus: Path | None = None
+    device: str | None = None
+    resume: Path | None = None
+
+    def checked(self) -> tuple[Any, ...]:
+        """The methods; WrongInput, before any work, where something does not fit."""
+        from ao_lab.calibration.methods import METHODS, ordered
+        from ao_lab.cli.listings import known
+        from ao_lab.eval import check_text
+
+        for name in self.methods:
+            known(name, METHODS, "method")
+        if self.windows < 1 or self.length < 2:
+            raise WrongInput(
+                f"--windows is at least 1 and --length at least 2 tokens, got {self.windows} and {self.length}"
+            )
+        check_device(self.device)
+        try:
+            methods = ordered(self.methods)
+            if self.text is not None:
+                check_text(self.text, self.corpus)
+        except ValueError as error:
+            raise WrongInput(str(error).replace("--text", "--calibration")) from error
+        reading = [method.name for method in methods if method.calibrates]
+        if reading and self.text is None:
+            raise WrongInput(
+                f"--method {reading[0]} reads the inputs of layers; give --calibration TEXT, a file of text"
+            )
+        if self.text is not None and not reading:
+            raise WrongInput(
+                "--calibration is for methods that read it; give --method, clip and gptq, for instance"
+            )
+        if self.text is None and self.resume is not None:
+            raise WrongInput(
+                "--resume holds blocks that calibration has finished; give --calibration with it"
+            )
+        return methods
+
+    def loader(self) -> Callable[[Path, Config, Any, Progress | None], Any]:
+        """What makes the quantized model of a folder; checks first."""
+        methods = self.checked()
+
+        def load(source: Path, config: Config, accepts: Any, progress: Progress | None) -> Any:
+            return self._quantized(source, config, accepts, progress, methods)
+
+        return load
+
+    def _quantized(
+        self, source: Path, config: Config, accepts: Any, progress: Progress | None, methods: tuple[Any, ...]
+    ) -> Any:
+        from ao_lab.cli.evaluate import by_transformers, check_language_model
+        from ao_lab.cli.layout import check_layers
+        from ao_lab.quantization.api import quantize_
+
+        model = by_transformers(source, None)
+        check_layers(source, model)
+        options: dict[str, Any] = {}
+        if self.text is not None:
+            check_language_model(model, source)
+            options = {"calibration": self._batches(source, model), "resume": self.resume}
+        model = model.to(self.device or "cpu")
+        quantize_(model, config, accepts, methods=methods, progress=progress, **options)
+        return model.to("cpu")
+
+    def _batches(self, source: Path, model: Any) -> list[dict[str, Any]]:
+        """Windows of the text as batches of the model's tokens."""
+        import torch
+
+        from ao_lab.cli.evaluate import check_vocabulary, encoder, longest
+        from ao_lab.eval import text_of, windows_of
+
+        encode, _, beginning = encoder(source)
+        text = text_of(self.text, self.corpus).text
+        length = min(self.length, longest(source))
+        windows = windows_of(text, encode, length, self.windows, list(beginning.values()))
+        check_vocabulary(model, windows.ids, source)
+        device = self.device or "cpu"
+        return [{"input_ids": ids.to(device)} for ids in torch.split(windows.ids, BATCH)]
+
+    def command(self) -> list[str]:
+        """Its options, as they were given."""
+        words = [f"--calibration {self.text}"] if self.text is not None else []
+        words += [f"--method {name}" for name in self.methods]
+        if self.text is not None:
+            words += [f"--windows {self.windows} --length {self.length}"]
+        return words

@@ -1,0 +1,95 @@
+"""`ao-lab quantize --calibration TEXT --method NAME`: a folder whose codes plain transformers reads, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from ao_lab import Int4WeightOnlyConfig, QuantizedTensor, load_pretrained, quantize_
+from ao_lab.cli.app import main
+from tests.support.quantized_weights import same
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:You passed `quantization_config`"
+)
+CONFIG = ["--config", "Int4WeightOnlyConfig", "--option", "group_size=32"]
+WORDS = "Scales are chosen first, and codes afterwards, for these scales. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Llama that reads bytes, and a text."""
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    (path / "words.txt").write_text(WORDS)
+    return path
+
+
+def text(folder):
+    return ["--calibration", str(folder / "words.txt"), "--windows", "12", "--length", "32"]
+
+
+def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_reads_it(
+    folder, tmp_path, capsys
+):
+    target = tmp_path / "out"
+    command = [
+        "quantize",
+        str(folder),
+        str(target),
+        *CONFIG,
+        *text(folder),
+        "--method",
+        "gptq",
+        "--method",
+        "clip",
+    ]
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    reasons = {row["layer"]: row["reason"] for row in told["layers"]}
+    assert "clip + gptq, 0." in reasons["model.layers.0.self_attn.q_proj.weight"]
+    assert told["layout"] == "compressed-tensors"
+    ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ids = torch.tensor(list(WORDS.encode()[: 12 * 32])).reshape(12, 32)
+    config = Int4WeightOnlyConfig(group_size=32).for_layout("compressed-tensors")
+    quantize_(ours, config, calibration=[{"input_ids": x} for x in ids.split(8)], methods=("clip", "gptq"))
+    read = load_pretrained(target)
+    for name, parameter in ours.named_parameters():
+        assert same(parameter, read.get_parameter(name)), name
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert torch.equal(theirs(ids).logits, read(ids).logits)
+    for name, parameter in ours.named_parameters():
+        value = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
+        assert torch.equal(theirs.get_parameter(name), value), name
+    card = (target / "README.md").read_text()
+    assert "--method gptq --method clip --windows 12 --length 32" in card
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--method", "gptq"], "--method gptq reads the inputs of layers; give --calibration TEXT"),
+        (["--method", "gtpq"], "gptq"),
+        (["--method", "gptq", "--method", "gptq"], "GPTQ twice"),
+        (["--calibration", "WORDS"], "give --method"),
+        (["--calibration", "nowhere.txt", "--method", "gptq"], "--calibration nowhere.txt is no file"),
+        (["--calibration", "WORDS", "--method", "gptq", "--windows", "0"], "--windows is at least 1"),
+        (["--calibration", "WORDS", "--method", "gptq", "--length", "16", "--windows", "1"], "the least"),
+        (["--method", "hqq", "--option", "group_size=32", "--layout", "ao_lab"], "int4_g32_asymmetric"),
+        (["--method", "clip", "--sparsity", "2:4", "--calibration", "WORDS"], "fill the zeros"),
+        (["--resume", "somewhere", "--method", "hqq"], "give --calibration"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(arguments, said, folder, tmp_path, capsys):
+    given = [str(folder / "words.txt") if one == "WORDS" else one for one in arguments]
+    assert main(["quantize", str(folder), str(tmp_path / "out"), *CONFIG, *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
