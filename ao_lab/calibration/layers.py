@@ -17,9 +17,10 @@ import torch
 import fast
 from ao_lab.calibration.groups import Stack, with_packed_codes
 from ao_lab.calibration.judge import output_error
-from ao_lab.calibration.methods import GPTQ, HELD_OUT, HQQ, BiasCorrection, Clip, Method, of_kind
+from ao_lab.calibration.methods import GPTQ, HELD_OUT, HQQ, BiasCorrection, Clip, Method, Rotate, of_kind
 from ao_lab.calibration.result import LayerResult
 from ao_lab.calibration.tokens import Moments, SplitMoments
+from ao_lab.config.recipe import Recipe, changed_recipe
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from reference import Quantized, Scales
@@ -63,6 +64,8 @@ class Work:
     stack: Stack
     inputs: SplitMoments | None
     parts: list[Part]
+    #: Inputs of a block that is rotated; 0: none is.
+    rotation: int = 0
     w: torch.Tensor = field(init=False)
     scales: Scales | None = None
     candidates: list[Candidate] = field(default_factory=list)
@@ -70,7 +73,16 @@ class Work:
 
     def __post_init__(self) -> None:
         self.stack.read()
+        if self.rotation:
+            turned = [fast.rotate(dense, self.rotation, dtype=torch.float32) for dense in self.stack.dense]
+            self.stack.dense = turned
+            self.inputs = None if self.inputs is None else self.inputs.rotated(self.rotation)
         self.w = self.stack.matrix()
+
+    def recipe(self, index: int) -> Recipe:
+        """How the layer of a weight is going to run."""
+        recipe = self.stack.targets[index].recipe
+        return changed_recipe(recipe, rotation=self.rotation) if self.rotation else recipe
 
     def add(self, name: str, q: Quantized, damping: float | None = None, floor: float = 0.0) -> None:
         """A candidate of one quantized matrix."""
@@ -144,14 +156,16 @@ class Made(NamedTuple):
     result: LayerResult
     bias: torch.Tensor | None = None
 
+    def noting(self, told: str) -> Made:
+        """With one more note."""
+        return self._replace(result=replace(self.result, notes=(*self.result.notes, told)))
+
 
 def quantized(work: Work, methods: Sequence[Method]) -> list[Made]:
     """Each weight of a stack, quantized by the best of what methods make of it."""
     rounded = [
-        quantized_weight(
-            dense, target.recipe, axis=target.axis, input_scales=part.input_scales, outer=part.outer
-        )
-        for dense, target, part in zip(work.stack.dense, work.stack.targets, work.parts, strict=True)
+        quantized_weight(dense, work.recipe(index), axis=-1, input_scales=part.input_scales, outer=part.outer)
+        for index, (dense, part) in enumerate(zip(work.stack.dense, work.parts, strict=True))
     ]
     work.candidates.append(Candidate(ROUNDING, [one.stored for one in rounded]))
     for method in methods:
@@ -159,6 +173,32 @@ def quantized(work: Work, methods: Sequence[Method]) -> list[Made]:
             STEPS[type(method)](work, method)
     correcting = of_kind(methods, BiasCorrection) is not None
     return [_chosen(work, index, one, correcting) for index, one in enumerate(rounded)]
+
+
+def quantized_either_way(work: Work, methods: Sequence[Method], rotate: Rotate | None) -> list[Made]:
+    """Each weight of a stack, rotated or as it is, whichever has the smaller error."""
+    plain = quantized(work, methods)
+    if rotate is None:
+        return plain
+    length = rotate.length(work.stack.scheme, work.w.shape[1])
+    if length is None or any(part.outer is not None or part.input_scales is not None for part in work.parts):
+        why = (
+            "its inputs divide into no blocks" if length is None else "its scales are not its own, or static"
+        )
+        return [made.noting(f"not rotated: {why}") for made in plain]
+    parts = [
+        replace(part, baseline=made.result.rounding, before=(*part.before, rotate.name))
+        for part, made in zip(work.parts, plain, strict=True)
+    ]
+    turned = quantized(Work(Stack(work.stack.targets), work.inputs, parts, length), methods)
+    return [_better(one, other) for one, other in zip(plain, turned, strict=True)]
+
+
+def _better(plain: Made, turned: Made) -> Made:
+    """The one of less error; as it is where both have the same."""
+    if turned.result.error < plain.result.error:
+        return turned
+    return plain.noting(f"{turned.result.method} would have {turned.result.ratio:.3f} and was not taken")
 
 
 def _chosen(work: Work, index: int, rounded: QuantizedTensor, correcting: bool) -> Made:
@@ -184,11 +224,13 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor, correcting: bool) 
         " + ".join(names), errors[best], base, *counts, candidate.damping, candidate.floor, tuple(notes)
     )
     result, shift = _corrected(work, index, candidate.parts[index], result) if correcting else (result, None)
+    dtype = target.parameter.dtype
     if best == 0:
-        return Made(rounded, result, shift)
+        return Made(
+            rounded if rounded.dtype == dtype else rounded.remade(rounded.parts, dtype=dtype), result, shift
+        )
     q = with_packed_codes(candidate.parts[index])
-    weight = from_quantized(q, target.recipe, work.stack.dense[index].dtype, part.input_scales)
-    return Made(weight, result, shift)
+    return Made(from_quantized(q, work.recipe(index), dtype, part.input_scales), result, shift)
 
 
 def _corrected(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from reference import Scheme
 from reference.arrays.errors import choice, lookup
 
 #: In which GPTQ goes through the columns: as they are stored, by falling mean square of their inputs, or groups of a scale so
@@ -32,6 +33,34 @@ class Method:
     def name(self) -> str:
         """Its name in reports and on the command line."""
         return type(self).__name__.lower()
+
+
+@dataclass(frozen=True)
+class Rotate(Method):
+    """Blocks of inputs and of the weight mixed by a Hadamard matrix, which spreads outliers (arXiv 2404.00456, 2509.23202).
+
+    Inputs are mixed in the layer, so that nothing else in the model changes, in front of every product (`Recipe.rotation`);
+    folders go into layout "ao_lab". A weight is rotated where that lowers its output error by whatever follows. kind: "block".
+    size: inputs of a block, a power of two; None: as many as share a scale, where that is one, else up to 128.
+    """
+
+    calibrates: ClassVar[bool] = False
+    kind: str = "block"
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        choice(self.kind, ("block",), "Rotate: kind")
+        size = self.size
+        if size is not None and (type(size) is not int or size < 2 or size & (size - 1)):
+            raise ValueError(f"Rotate: size is a power of two, 2 or more, or None; got {size!r}")
+
+    def length(self, scheme: Scheme, columns: int) -> int | None:
+        """Inputs of a block for a weight of so many columns; None where that does not divide them."""
+        block = scheme.scale.block
+        shared = block if isinstance(block, int) and block > 1 and not block & (block - 1) else None
+        most = min(columns & -columns, 128)
+        length = self.size or shared or most
+        return None if length < 2 or columns % length else length
 
 
 @dataclass(frozen=True)
@@ -130,7 +159,7 @@ class BiasCorrection(Method):
 
 
 #: In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (Smooth, AWQ, Clip, HQQ, GPTQ, BiasCorrection)
+ORDER: tuple[type[Method], ...] = (Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, BiasCorrection)
 #: By their names on the command line.
 METHODS: dict[str, type[Method]] = {kind().name: kind for kind in ORDER}
 #: Methods that do the same, of which a weight can have one.
@@ -174,4 +203,4 @@ def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
     return next((method for method in methods if isinstance(method, kind)), None)
 
 
-__all__ = ["AWQ", "GPTQ", "HQQ", "BiasCorrection", "Clip", "Smooth"]
+__all__ = ["AWQ", "GPTQ", "HQQ", "BiasCorrection", "Clip", "Rotate", "Smooth"]

@@ -22,8 +22,8 @@ from torch import nn
 from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
 from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
-from ao_lab.calibration.layers import Made, Part, Work, quantized
-from ao_lab.calibration.methods import GPTQ, Clip, Method, ordered
+from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
+from ao_lab.calibration.methods import GPTQ, Clip, Method, Rotate, of_kind, ordered
 from ao_lab.calibration.result import LayerResult, remember
 from ao_lab.calibration.resume import Finished, key_of
 from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
@@ -244,7 +244,8 @@ class Job:
                 part.notes += (reason,)
         try:
             work = Work(stack, inputs if reason is None else None, mine)
-            results = quantized(work, self.request.methods if reason is None else ())
+            methods = self.request.methods if reason is None else ()
+            results = quantized_either_way(work, methods, of_kind(methods, Rotate))
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
             raise

@@ -16,8 +16,10 @@ from math import prod
 
 import torch
 
+import fast
 from ao_lab.calibration.statistics import Hessian, Sums
 from ao_lab.transforms.walk import Capture
+from fast.layers.hadamard import hadamard
 
 #: One of so many sequences, or tokens, is held out.
 SHARE = 10
@@ -137,6 +139,14 @@ class Moments(Hessian):
                 setattr(result, name, value * factors.to(value.device, torch.float64))
         return result
 
+    def rotated(self, length: int) -> Moments:
+        """The moments of hadamard(x, length): sums of x x^T and x alone."""
+        result = Moments(count=self.count)
+        if self.value is not None and self.total is not None:
+            once = fast.rotate(self.value, length)
+            result.value, result.total = fast.rotate(once, length, axis=0), fast.rotate(self.total, length)
+        return result
+
     @property
     def hessian(self) -> torch.Tensor:
         """The mean of x x^T, (channels, channels) in float64; ValueError where no token was seen."""
@@ -207,6 +217,15 @@ class SplitMoments(Sums):
         for name in ("samples", "held_samples"):
             given: list[torch.Tensor] = getattr(self, name)
             setattr(result, name, [(x.to(torch.float64) * factors.to(x.device)).to(x.dtype) for x in given])
+        return result
+
+    def rotated(self, length: int) -> SplitMoments:
+        """The same of hadamard(x, length)."""
+        result = SplitMoments(
+            None, None, self.sampling, self.train.rotated(length), self.held_out.rotated(length)
+        )
+        result.samples = [hadamard(x, length) for x in self.samples]
+        result.held_samples = [hadamard(x, length) for x in self.held_samples]
         return result
 
 

@@ -113,6 +113,11 @@ def _tensors(export: Export, t: QuantizedTensor, dtype: torch.dtype) -> Tensors:
 
 def check_recipe(recipe: Recipe) -> None:
     """ValueError where no reader of compressed-tensors computes a recipe, however the folder is read."""
+    if recipe.rotation:
+        raise ValueError(
+            f"readers of compressed-tensors take inputs as they are, and {recipe} mixes blocks of {recipe.rotation} of them; "
+            f"{WAY_OUT}"
+        )
     if export_of(recipe) is None:
         raise ValueError(f"compressed-tensors has no format for {recipe}")
     inputs, weight = recipe.activation, recipe.weight

@@ -162,6 +162,15 @@ def check_recipe(meta: Meta, shape: tuple[int, ...]) -> None:
                 )
 
 
+def _check_rotation(meta: Meta, stored: tuple[int, ...]) -> None:
+    """ValueError where inputs of a layer of this stored shape cannot be mixed as a recipe says."""
+    length = meta.recipe.rotation
+    if length and (len(stored) != 2 or meta.axis != -1 or meta.layout == SPARSE or stored[-1] % length):
+        raise ValueError(
+            f"rotation mixes blocks of {length} inputs of a matrix, which divide their number; got shape {stored}"
+        )
+
+
 def _sizes(block: Any) -> tuple[int, ...]:
     if isinstance(block, str):
         return (flat_size(block),) if block != "tensor" else ()
@@ -178,6 +187,7 @@ def _weight(name: str, record: Any, metas: list[Meta], folder: Folder) -> Weight
         meta, shape = metas[record["recipe"]], tuple(record["shape"])
         _check_description(meta, shape)
         check_recipe(meta, stored_shape(meta, shape))
+        _check_rotation(meta, stored_shape(meta, shape))
         weight = (_own if record["format"] == OWN else _exported)(name, record, meta, shape)
         if set(weight.specs) != set(record["parts"]) or len(record["parts"]) != len(weight.specs):
             raise ValueError(f"parts are {', '.join(weight.specs)}, got {shown(record['parts'])}")
@@ -215,7 +225,7 @@ def check_specs(weight: Weight, folder: Folder) -> None:
 def _description(index: int, given: Any, folder: Folder) -> Meta:
     """One description, which many weights may have, its types checked."""
     try:
-        _check_fields(given, DESCRIPTION | dict.fromkeys(SCHEMES_OF, None), {})
+        _check_fields(given, DESCRIPTION | dict.fromkeys(SCHEMES_OF, None), {"rotation": int})
         check_scheme_fields(given["weight"], "weight")
         if given["activation"] is not None:
             check_scheme_fields(given["activation"], "activation")

@@ -35,14 +35,21 @@ class Recipe:
     kernel: str = "auto"
     #: Tier of `reference.matmul` where the kernel is "reference".
     accumulation: str = "exact"
+    #: Inputs a block mixed by `reference.layers.hadamard` before they are quantized and multiplied: the weight that is stored
+    #: was mixed so too. A power of two; 0: they are taken as they are.
+    rotation: int = 0
 
     def __post_init__(self) -> None:
         choice(self.kernel, KERNELS, "kernel")
         choice(self.accumulation, ACCUMULATIONS, "accumulation")
+        if type(self.rotation) is not int or self.rotation < 0 or self.rotation & (self.rotation - 1):
+            raise ValueError(
+                f"rotation is a power of two, the inputs of a block, or 0; got {self.rotation!r}"
+            )
 
     def __str__(self) -> str:
         inputs = "" if self.activation is None else f" x {self.activation.name}"
-        return self.weight.name + inputs
+        return self.weight.name + inputs + (f" rotated by {self.rotation}" if self.rotation else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +61,8 @@ class SparseRecipe(Recipe):
     def __post_init__(self) -> None:
         choice(self.kernel, SPARSE_KERNELS, "kernel")
         choice(self.accumulation, ACCUMULATIONS, "accumulation")
+        if self.rotation:
+            raise ValueError(f"kernel {self.kernel!r} multiplies inputs as they are; leave rotation out")
 
 
 def recipe_of(*, kernel: str, **others: Any) -> Recipe:

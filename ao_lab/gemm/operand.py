@@ -53,6 +53,10 @@ class QuantizedWeight(Protocol):
     def input_scales(self) -> Scales | None:
         """Static scales of the layer's input; None where they are found for each input."""
 
+    @property
+    def without_rotation(self) -> QuantizedWeight:
+        """What is stored, as the weight of inputs that are rotated already."""
+
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None

@@ -54,6 +54,7 @@ from fast.gemm.choose import Range, by_rows, choose, codes_of_layer
 from fast.gemm.families import Family
 from fast.gemm.problem import of_codes, of_preshuffled, of_stored
 from fast.launch.program import Program
+from fast.layers.hadamard import hadamard
 from fast.matmul.preshuffled import layout
 from fast.prepared import (
     ScaledProduct,
@@ -79,6 +80,8 @@ class Kernel:
 
 def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
+    if w.recipe.rotation and sums_along_blocks(w):
+        x, w = hadamard(x, w.recipe.rotation), w.without_rotation
     return PRODUCTS[select_kernel(w, x.dtype, x.shape[-2])].run(x, w, bias)
 
 
@@ -130,6 +133,8 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
     Where something was tuned for inference on the device it asks for each range of rows once. What it found holds for
     `choices.VERSION`.
     """
+    if w.recipe.rotation and sums_along_blocks(w):
+        return _of_rotated(w, dtype)
     default = PRODUCTS[select_kernel(w, dtype)].run
     if not any(choice.problem.direction == "inference" for choice in choices_for(w.device)):
         return default
@@ -144,6 +149,13 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
         return found[rows](x, w, bias)
 
     return run
+
+
+def _of_rotated(w: QuantizedWeight, dtype: torch.dtype) -> Product:
+    """The product with inputs that are rotated first."""
+    length, stored = w.recipe.rotation, w.without_rotation
+    run = select_product(stored, dtype)
+    return lambda x, _, bias: run(hadamard(x, length), stored, bias)
 
 
 def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -177,7 +189,9 @@ def prepared_product(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
 ) -> Prepared | None:
     """The product of x (M, K), which was computed just now, as a program for inputs like x, its result in a shape of as many
-    elements; None for kernels that are more than launches."""
+    elements; None for kernels that are more than launches, and for inputs that are rotated first."""
+    if w.recipe.rotation:
+        return None
     make = PREPARE.get(select_kernel(w, x.dtype, x.shape[0]))
     return None if make is None or not w.is_cuda else make(x, w, bias, shape)
 

@@ -108,6 +108,8 @@ def described(meta: Meta) -> dict[str, Any]:
         "transposed": meta.transposed,
         "layout": meta.layout,
         "flat": None if meta.flat is None else list(meta.flat),
+        # Readers that know no rotation refuse a field that they do not know.
+        **({"rotation": recipe.rotation} if recipe.rotation else {}),
     }
 
 
@@ -127,6 +129,7 @@ def meta_from(fields: Mapping[str, Any]) -> Meta:
         activation=None if activation is None else scheme_from(activation),
         kernel=kernel,
         accumulation=fields["accumulation"],
+        rotation=fields.get("rotation", 0),
     )
     axis, transposed, dtype = fields["axis"], fields["transposed"], getattr(torch, fields["dtype"])
     if layout == SPARSE and axis == -2 and not transposed:  # how orientation was described before

@@ -51,6 +51,7 @@ from ao_lab.tensor.sparse_codes import dense_codes, dense_recipe, dense_scheme
 from ao_lab.tensor.torch_changes import ANSWERS, PENDING, make_changes, refuse_files, refuse_onnx
 from ao_lab.tensor.weight_guards import Form, changes_in_place
 from fast.device import is_transformed
+from fast.layers.hadamard import rotated_back
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of
 from reference.sparsity.compress import is_plain
@@ -200,9 +201,21 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense tensor that this stands for, in `dtype` or its own: the bits of `reference.dequantize`."""
-        dense = fast.dequantize(self.quantized, dtype or self.dtype)
+        dense = self._dequantized(dtype or self.dtype)
         dense = dense.transpose(-2, -1) if self.meta.transposed else dense
         return dense if self.meta.flat is None else dense.reshape(self.shape)
+
+    def _dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is stored, dense; where inputs are rotated, rotated back, so that it is the weight of inputs as they are."""
+        length = self.recipe.rotation
+        if not length:
+            return fast.dequantize(self.quantized, dtype)
+        return rotated_back(fast.dequantize(self.quantized, torch.float32), length).to(dtype)
+
+    @property
+    def without_rotation(self) -> QuantizedTensor:
+        """What is stored, as the weight of inputs that are rotated already."""
+        return self.remade(self.parts, recipe=changed_recipe(self.recipe, rotation=0))
 
     @property
     def in_rows(self) -> QuantizedTensor:

@@ -47,7 +47,8 @@ ENTRIES: dict[str, Callable[[QuantizedTensor, int], tuple[int, int]]] = {
 
 def axis_step(t: QuantizedTensor, dim: int) -> int:
     """Elements of an axis between which a tensor can be cut."""
-    return lcm(block_sizes(t)[dim], _byte_step(t, dim))
+    mixed = t.recipe.rotation if dim == len(t.shape) - 1 else 0
+    return lcm(block_sizes(t)[dim], _byte_step(t, dim), mixed or 1)
 
 
 def mapped_entries(t: QuantizedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Part]:

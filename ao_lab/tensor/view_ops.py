@@ -22,6 +22,7 @@ from ao_lab.tensor.op_registry import operation, view
 from ao_lab.tensor.preshuffled import moved_to_gpu, stays
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
 from ao_lab.tensor.sparse import stored_like
+from fast.layers.hadamard import hadamard
 from reference import Scales
 
 aten = torch.ops.aten
@@ -298,7 +299,8 @@ def _like(t: QuantizedTensor, dense: torch.Tensor, scales: Scales | None = None)
     if isinstance(t, SparseQuantizedTensor):
         result: QuantizedTensor = stored_like(t, oriented, static, scales)
     else:
-        packed = t.scheme.format.bits < 8
+        packed, length = t.scheme.format.bits < 8, t.recipe.rotation
+        oriented = hadamard(oriented.to(torch.float32), length) if length else oriented
         q = fast.quantize(oriented, t.scheme, axis=t.meta.axis, scales=scales, packed=packed)
         result = from_quantized(q, t.recipe, dense.dtype, static)
     result = result if t.meta.layout == PRESHUFFLED else result.to_layout(t.meta.layout)

@@ -46,6 +46,12 @@ def hadamard(x: torch.Tensor, length: int, axis: int = -1) -> torch.Tensor:
     return _by_operations(x, length)
 
 
+def rotated_back(y: torch.Tensor, length: int) -> torch.Tensor:
+    """x of y = hadamard(x, length) along the last axis, in y's dtype, but for rounding."""
+    sign = _signs(length, y.device).repeat(y.shape[-1] // length)
+    return hadamard(y * sign, length) * sign
+
+
 def _by_operations(x: torch.Tensor, length: int) -> torch.Tensor:
     """The same along the last axis by operations of torch, on any device."""
     sign = _signs(length, x.device)
