@@ -149,6 +149,26 @@ class GPTQ(Method):
 
 
 @dataclass(frozen=True)
+class AutoRound(Method):
+    """Codes and ranges of a block's weights learned by the signs of gradients of the block's output (arXiv 2309.05516).
+
+    Starts at what the methods before have made. steps: of signed gradient descent, rates 1 / steps falling to 0. sequences:
+    about how many a step sees (whole batches). seed: of the order of batches. Holds the states of the model as it was beside
+    those of the quantized one.
+    """
+
+    steps: int = 200
+    sequences: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequences"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"AutoRound: {name} is an integer of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
 class BiasCorrection(Method):
     """What quantizing takes from the mean of a layer's outputs, added to its bias; layers without a bias stay as they are."""
 
@@ -159,11 +179,11 @@ class BiasCorrection(Method):
 
 
 #: In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, BiasCorrection)
+ORDER: tuple[type[Method], ...] = (Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, AutoRound, BiasCorrection)
 #: By their names on the command line.
 METHODS: dict[str, type[Method]] = {kind().name: kind for kind in ORDER}
 #: Methods that do the same, of which a weight can have one.
-EXCLUSIVE: tuple[tuple[type[Method], ...], ...] = ((Smooth, AWQ), (Clip, HQQ))
+EXCLUSIVE: tuple[tuple[type[Method], ...], ...] = ((Smooth, AWQ), (Clip, HQQ), (AutoRound, BiasCorrection))
 
 
 def ordered(methods: Any) -> tuple[Method, ...]:
@@ -203,4 +223,4 @@ def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
     return next((method for method in methods if isinstance(method, kind)), None)
 
 
-__all__ = ["AWQ", "GPTQ", "HQQ", "BiasCorrection", "Clip", "Rotate", "Smooth"]
+__all__ = ["AWQ", "GPTQ", "HQQ", "AutoRound", "BiasCorrection", "Clip", "Rotate", "Smooth"]

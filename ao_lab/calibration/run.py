@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ao_lab.calibration.autoround import Learned, Learning
 from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
 from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
 from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
-from ao_lab.calibration.methods import GPTQ, Clip, Method, Rotate, of_kind, ordered
+from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, of_kind, ordered
 from ao_lab.calibration.result import LayerResult, remember
 from ao_lab.calibration.resume import Finished, key_of
 from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
@@ -121,7 +122,9 @@ class Job:
         if self.request.batches is None:
             check_targets(self.targets, self.request.methods)
             for target in self.targets:
-                self.quantize(Stack([target]), None, {target.name: Part(_input_scales(target))})
+                parts = {target.name: Part(_input_scales(target))}
+                for one, made in self.quantized(Stack([target]), None, parts):
+                    self.put(one, made)
             return
         blocks = find_blocks(self.model, self.request.blocks)
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
@@ -134,7 +137,8 @@ class Job:
             if self.request.resume is not None:
                 key = key_of(mine, self.request.methods, capture)
                 self.finished = Finished.of(self.request.resume, key)
-            walk(capture, partial(self.visit, targets=mine, tokens=tokens))
+            visit = partial(self.visit, targets=mine, tokens=tokens)
+            walk(capture, visit, originals=self.learning is not None)
 
     def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
         """What the walk needs; ValueError where data do not reach a layer."""
@@ -172,8 +176,18 @@ class Job:
         if method is not None:
             self.smooth(block, mine, inputs, parts, method)
         self.find_input_scales(block, mine, parts)
+        learned = []
         for stack in stacks(mine, {name: id(one) for name, one in inputs.items()}):
-            self.quantize(stack, inputs.get(stack.targets[0].name), parts)
+            found = inputs.get(stack.targets[0].name)
+            for target, made in self.quantized(stack, found, parts):
+                if self.learning is None or found is None or useless_reason(found) is not None:
+                    self.put(target, made)
+                else:
+                    learned.append(Learned(target, made, parts[target.name], found))
+        if learned and self.learning is not None:
+            results = Learning(block, tokens, self.learning, learned).run()
+            for one, made in zip(learned, results, strict=True):
+                self.put(one.target, made)
 
     def inputs_of(self, block: Block, targets: list[Target], tokens: Tokens) -> dict[str, SplitMoments]:
         """Moments of the inputs of each weight's layers, one for those that read the same tensor."""
@@ -233,8 +247,16 @@ class Job:
         """Whether a method reads inputs."""
         return any(method.calibrates for method in self.request.methods)
 
-    def quantize(self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part]) -> None:
-        """Quantize the weights of a stack and put them in place."""
+    @property
+    def learning(self) -> AutoRound | None:
+        """The method that learns a block's weights together."""
+        found: AutoRound | None = of_kind(self.request.methods, AutoRound)
+        return found
+
+    def quantized(
+        self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part]
+    ) -> list[tuple[Target, Made]]:
+        """The weights of a stack, quantized."""
         mine = [parts[target.name] for target in stack.targets]
         for target, part in zip(stack.targets, mine, strict=True):
             part.outer = self.outer(target)
@@ -249,8 +271,7 @@ class Job:
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
             raise
-        for target, made in zip(stack.targets, results, strict=True):
-            self.put(target, made)
+        return list(zip(stack.targets, results, strict=True))
 
     def put(self, target: Target, made: Made) -> None:
         """A quantized weight in every place of the dense one, and its bias."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -305,6 +305,8 @@ class Block:
     module: nn.Module
     index: int
     capture: Capture
+    #: Of each batch: what the block of the model as it was returned of that model's inputs, where the walk holds them.
+    originals: Sequence[HeldTensor] = ()
 
     def run(self) -> None:
         """All data through the block, batch by batch."""
@@ -314,6 +316,14 @@ class Block:
     def outputs(self) -> Iterator[tuple[int, Any]]:
         """Batch by batch, by their numbers, what the block returns now."""
         return self.capture.outputs(self.index)
+
+    def output(self, batch: int) -> torch.Tensor:
+        """What the block hands on of one batch now."""
+        return first_tensor(self.capture.output(self.index, batch, self.capture.held[batch]), self.name)
+
+
+#: Of each batch, what blocks to come take of those before.
+Stream = list[dict[Handed, HeldTensor]]
 
 
 class _Enough(Exception):
@@ -327,7 +337,7 @@ class Capture:
     blocks: dict[str, nn.Module]
     offload: bool = False
     #: Of each batch: what the block whose turn it is and those behind it take of the ones before.
-    held: list[dict[Handed, HeldTensor]] = field(default_factory=list)
+    held: Stream = field(default_factory=list)
     #: Of each batch and block: the arguments; a `Handed` stands where an output of a block before it goes.
     calls: list[list[Call]] = field(default_factory=list)
     #: Of each batch and block: whether the model casts there, which its forward may ask for.
@@ -443,30 +453,32 @@ class Capture:
         if index == len(self.blocks) - 1 and len(self.calls) > 1:
             raise _Enough
 
+    def output(self, index: int, batch: int, held: Mapping[Handed, HeldTensor]) -> Any:
+        """What a block returns as it is now, of what the ones before have handed on in a batch."""
+        self.running, call = batch, self.calls[batch][index]
+        taken = {handed: held[handed].taken() for handed in _used([call])}
+        args, kwargs = changed(call, partial(_filled, taken))
+        with self.autocasts[batch][index].entered():
+            return list(self.blocks.values())[index](*args, **kwargs)
+
     def outputs(self, index: int) -> Iterator[tuple[int, Any]]:
         """Batch by batch the outputs of a block as it is now."""
-        block = list(self.blocks.values())[index]
-        for batch, (held, calls) in enumerate(zip(self.held, self.calls, strict=True)):
-            self.running = batch
-            taken = {handed: held[handed].taken() for handed in _used(calls[index : index + 1])}
-            args, kwargs = changed(calls[index], partial(_filled, taken))
-            with self.autocasts[batch][index].entered():
-                output = block(*args, **kwargs)
-            yield batch, output
+        for batch, held in enumerate(self.held):
+            yield batch, self.output(index, batch, held)
 
-    def following(self, index: int) -> Iterator[dict[Handed, HeldTensor]]:
-        """Batch by batch the outputs of a block as it is now, beside those of others that later blocks take."""
-        for batch, output in self.outputs(index):
-            needed = _used(self.calls[batch][index + 1 :])
+    def following(self, index: int, stream: Stream) -> Iterator[tuple[Any, dict[Handed, HeldTensor]]]:
+        """Batch by batch the output of a block as it is now, and what later blocks take of it and of those before."""
+        for batch, held in enumerate(stream):
+            output, needed = self.output(index, batch, held), _used(self.calls[batch][index + 1 :])
             outputs = {Handed(index, place): x for place, x in enumerate(tensors(output))}
-            yield {key: one for key, one in self.held[batch].items() if key in needed} | {
-                handed: HeldTensor.of(x, self.offload) for handed, x in outputs.items() if handed in needed
-            }
+            new = {key: HeldTensor.of(x, self.offload) for key, x in outputs.items() if key in needed}
+            yield output, {key: one for key, one in held.items() if key in needed} | new
 
-    def advance(self, index: int) -> None:
-        """What later blocks take, in place of a block's inputs."""
-        for batch, held in enumerate(self.following(index)):
-            self.held[batch] = held
+    def advance(self, index: int, stream: Stream) -> Iterator[Any]:
+        """Batch by batch the output of a block; what later blocks take comes in place of its inputs."""
+        for batch, (output, held) in enumerate(self.following(index, stream)):
+            stream[batch] = held
+            yield output
 
 
 def captured(
@@ -515,23 +527,19 @@ def _run_batches(model: nn.Module, capture: Capture, calibration: Iterable[Any])
             capture.check_all_ran()
 
 
-#: What a walk gives each block: what the changed blocks before it make, or what they made before they changed.
-PREFIXES = ("changed", "original")
-
-
-def walk(capture: Capture, visit: Visit, prefix: str = "changed") -> None:
+def walk(capture: Capture, visit: Visit, originals: bool = False) -> None:
     """`visit` each block in order; the next one gets what it makes of its inputs afterwards.
 
-    prefix "original": what it made of them before.
+    originals: hold what the model as it was makes of each batch, too (`Block.originals`), at twice the memory.
     """
+    stream = [dict(held) for held in capture.held] if originals else []
     for index, (name, module) in enumerate(capture.blocks.items()):
-        last = index + 1 == len(capture.blocks)
-        kept = list(capture.following(index)) if prefix == "original" and not last else None
-        visit(Block(name, module, index, capture))
-        if kept is not None:
-            capture.held = kept
-        elif not last:
-            capture.advance(index)
+        outputs = capture.advance(index, stream)
+        held = [HeldTensor.of(first_tensor(output, name), capture.offload) for output in outputs]
+        visit(Block(name, module, index, capture, held))
+        if index + 1 < len(capture.blocks):
+            for _ in capture.advance(index, capture.held):
+                pass
 
 
 def _hooks(capture: Capture, index: int) -> tuple[Callable[..., None], Callable[..., None]]:

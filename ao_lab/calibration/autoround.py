@@ -1,0 +1,237 @@
+"""AutoRound in a model: codes, and ranges, of all weights of a block learned together, by the block's output.
+
+Each weight starts at the best of what the methods before have made (V is its distance from there) and keeps its scales; one
+that was only rounded learns its ranges too. A step runs some batches through the block with the values that the scheme stores
+(`fast.signround_quantize`), compares what comes out with what the block of the model as it was makes of that model's inputs,
+and moves V and the ranges by the signs of the gradients; inputs that a layer quantizes pass gradients straight through. Steps
+go through the batches in an order that a seed draws; held-out tokens and padding are no part of the loss.
+
+Of the start, the end and the step of the least loss that one is taken whose block has the least error on held-out tokens, so a
+block is never worse there than it was without. The order of all sums is fixed: the same call has the same bits.
+
+Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent" (arXiv 2309.05516), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import fast
+from ao_lab.calibration.groups import Target, dense_of, with_packed_codes
+from ao_lab.calibration.judge import output_error, quantized_inputs
+from ao_lab.calibration.layers import Made, Part
+from ao_lab.calibration.methods import AutoRound
+from ao_lab.calibration.tokens import HELD_OUT, TRAIN, SplitMoments, Tokens
+from ao_lab.tensor.quantized_tensor import from_quantized
+from ao_lab.transforms.walk import Block
+from fast.layers.hadamard import hadamard
+from reference import Quantized
+
+
+@dataclass
+class Learned:
+    """One weight while it is learned."""
+
+    target: Target
+    made: Made
+    part: Part
+    inputs: SplitMoments
+    #: As it is learned: (out, in), its inputs rotated where those of the layer are.
+    dense: torch.Tensor = field(init=False)
+    state: Any = field(init=False)
+    #: Its codes' scales where they stay.
+    scales: Any = None
+    leaf: nn.Parameter | None = None
+    vjp: Any = None
+
+    def __post_init__(self) -> None:
+        dense, length = dense_of(self.target), self.rotation
+        self.dense = fast.rotate(dense, length, dtype=torch.float32) if length else dense
+        start: Quantized | None = None
+        if self.made.result.method.rpartition(" + ")[2] not in ("rounding", "rotate", "smooth", "awq"):
+            start = self.made.weight.plain.quantized
+            self.scales = start.scales
+        if self.part.outer is not None and start is None:
+            start = self.made.weight.plain.quantized
+            self.scales = start.scales
+        self.state = fast.signround_start(self.dense, self.scheme, start)
+
+    @property
+    def scheme(self) -> Any:
+        """The weight's scheme."""
+        return self.target.recipe.weight
+
+    @property
+    def rotation(self) -> int:
+        """Inputs of a block that is rotated, or 0."""
+        return self.made.weight.recipe.rotation
+
+    @property
+    def module(self) -> nn.Module:
+        """The first of its layers."""
+        return next(iter(self.target.layers.values()))
+
+    def put(self) -> None:
+        """The values of the state in the layers, to take gradients."""
+        v, low, high = self.state
+        values, self.vjp = fast.signround_quantize(self.dense, v, low, high, self.scheme, scales=self.scales)
+        values = values.to(self.target.parameter.dtype)
+        self.leaf = nn.Parameter(values.T.contiguous() if self.target.transposed else values)
+        for module in self.target.layers.values():
+            module._parameters["weight"] = self.leaf
+
+    def gradients(self) -> Any:
+        """Of the state, from those of the values."""
+        assert self.leaf is not None
+        g = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
+        return self.vjp((g.T if self.target.transposed else g).contiguous().to(self.dense.dtype))
+
+    def codes(self, state: Any) -> Quantized:
+        """What a state stores."""
+        v, low, high = state
+        return fast.signround_codes(self.dense, v, low, high, self.scheme, scales=self.scales)
+
+    def remade(self, state: Any, told: str) -> Made:
+        """The weight of a state, in place of the one that it started at."""
+        dtype, recipe = self.made.weight.dtype, self.made.weight.recipe
+        q, result = self.codes(state), self.made.result
+        inputs = self.inputs.rotated(self.rotation) if self.rotation else self.inputs
+        error = output_error(self.dense, q, inputs, recipe.activation, self.part.input_scales, self.part.rows)
+        method = f"{result.method} + autoround" if result.method != "rounding" else "autoround"
+        weight = from_quantized(with_packed_codes(q), recipe, dtype, self.part.input_scales)
+        return Made(weight, replace(result, method=method, error=error, notes=(*result.notes, told)))
+
+
+@dataclass
+class Learning:
+    """One block while its weights are learned."""
+
+    block: Block
+    tokens: Tokens
+    method: AutoRound
+    weights: list[Learned]
+    #: The weights of the least loss, and that.
+    best: tuple[float, list[Any]] = (float("inf"), [])
+
+    def run(self) -> list[Made]:
+        """Learn; the weights, as they were where nothing is won."""
+        start = [one.state for one in self.weights]
+        with self._in_place():
+            before = self.error(start)
+            self._learn()
+            found = [self.best[1], [one.state for one in self.weights]]
+            errors = [self.error(states) for states in found]
+        best = min(range(len(found)), key=lambda i: errors[i])
+        share = errors[best] / before if before else 1.0
+        told = f"the block's error on held-out tokens is {share:.3f} of that without autoround"
+        if not share < 1:
+            return [
+                one.made.noting("autoround did not lower the block's error and was not taken")
+                for one in self.weights
+            ]
+        return [one.remade(state, told) for one, state in zip(self.weights, found[best], strict=True)]
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Weights and inputs of the layers as they are learned inside; the model as it was afterwards."""
+        kept = [(m, m._parameters["weight"]) for one in self.weights for m in one.target.layers.values()]
+        hooks = [hook for one in self.weights for hook in _hooks(one)]
+        trained = [p for p in self.block.module.parameters() if p.requires_grad]
+        try:
+            for parameter in trained:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, weight in kept:
+                module._parameters["weight"] = weight
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def _learn(self) -> None:
+        """All steps."""
+        order = self._order()
+        for step in range(self.method.steps):
+            for one in self.weights:
+                one.put()
+            loss = self._loss([next(order) for _ in range(self._count())])
+            if loss < self.best[0]:
+                self.best = loss, [one.state for one in self.weights]
+            rate = (1 - step / self.method.steps) / self.method.steps
+            for one in self.weights:
+                one.state = fast.signround_step(one.state, one.gradients(), rate)
+
+    def _order(self) -> Iterator[int]:
+        """Numbers of batches that have tokens to learn from, over and over, in orders that a seed draws."""
+        numbers = torch.tensor([i for i, role in enumerate(self.tokens.roles) if bool((role == TRAIN).any())])
+        generator = torch.Generator().manual_seed(self.method.seed + self.block.index)
+        while True:
+            for at in torch.randperm(len(numbers), generator=generator):
+                yield int(numbers[at])
+
+    def _count(self) -> int:
+        """Batches of a step: about `sequences` sequences."""
+        sequences = max(len(role) for role in self.tokens.roles)
+        return max(self.method.sequences // max(sequences, 1), 1)
+
+    def _loss(self, batches: Sequence[int]) -> float:
+        """The mean square error over tokens to learn from, its gradients with the weights."""
+        total = 0.0
+        for batch in batches:
+            with torch.enable_grad():
+                loss = self._squares(batch, TRAIN) / len(batches)
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+    def _squares(self, batch: int, role: int) -> torch.Tensor:
+        """The mean over tokens of a kind in a batch of the squared error of the block's output."""
+        y, wanted = self.block.output(batch), self.block.originals[batch].taken()
+        off = (y.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
+        roles = self.tokens.roles[batch].to(off.device)
+        chosen = roles == role if roles.shape == off.shape else torch.ones_like(off, dtype=torch.bool)
+        return torch.where(chosen, off, 0).sum() / chosen.sum().clamp(min=1)
+
+    def error(self, states: list[Any]) -> float:
+        """The block's error on held-out tokens with these states; on those to learn from where none are held out."""
+        now = [one.state for one in self.weights]
+        for one, state in zip(self.weights, states, strict=True):
+            one.state = state
+            one.put()
+        role = HELD_OUT if any(bool((r == HELD_OUT).any()) for r in self.tokens.roles) else TRAIN
+        counts = [int((r == role).sum()) for r in self.tokens.roles]
+        total = sum(float(self._squares(i, role)) * count for i, count in enumerate(counts) if count)
+        for one, state in zip(self.weights, now, strict=True):
+            one.state = state
+        return total / max(sum(counts), 1)
+
+
+def _hooks(one: Learned) -> list[Any]:
+    """What changes the inputs of a weight's layers to what the layers are going to multiply."""
+    activation, length, scales = one.target.recipe.activation, one.rotation, one.part.input_scales
+    if activation is None and not length:
+        return []
+
+    def change(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = rotated(args[0], length) if length else args[0]
+        return (x if activation is None else straight(x, activation, scales), *args[1:])
+
+    return [module.register_forward_pre_hook(change) for module in one.target.layers.values()]
+
+
+def straight(x: torch.Tensor, scheme: Any, scales: Any) -> torch.Tensor:
+    """Inputs as a layer quantizes them; gradients pass."""
+    return x + (quantized_inputs(x.detach(), scheme, scales) - x.detach())
+
+
+def rotated(x: torch.Tensor, length: int) -> torch.Tensor:
+    """hadamard(x, length) as a product, of which there are gradients."""
+    matrix = hadamard(torch.eye(length, device=x.device), length).to(x.dtype)
+    return (x.reshape(*x.shape[:-1], -1, length) @ matrix).reshape(x.shape)
