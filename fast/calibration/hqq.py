@@ -15,6 +15,7 @@ import torch
 
 import reference
 from fast.calibration.inputs import check_finite, float_tensor
+from fast.device import has_kernels
 from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import choose_scales, dequantize, quantize
 from reference.arrays.bridges import to_numpy, to_torch
@@ -83,13 +84,37 @@ def _zero_points(
     middle, top = (low + high + 1) / 2, 2**scheme.format.bits - 1
     split = blocks.split(ns, w)
     rows = split.reshape(-1, split.shape[-1])
-    s = _floats(load(ns, blocks.accept(scales.scale, ns), scheme.scale.storage)).reshape(-1, 1).double()
-    value = _floats(load(ns, blocks.accept(scales.zero, ns), record.storage)).reshape(-1, 1).double()
-    rule = Rule(record.storage, middle, top, *options[:3])
-    search = _by_tensor if options[3] == "tensor" else _by_blocks
-    found = search(rows, s, middle - value / s, rule)
-    short = _short((middle - found) * s).reshape(*split.shape[:-1], 1)
+    s = _floats(load(ns, blocks.accept(scales.scale, ns), scheme.scale.storage)).reshape(-1, 1)
+    value = _floats(load(ns, blocks.accept(scales.zero, ns), record.storage)).reshape(-1, 1)
+    *search, stop = options
+    short = _by_kernel(rows, s, value, record.storage, middle, top, search) if stop == "block" else None
+    if short is None:
+        wide, rule = s.double(), Rule(record.storage, middle, top, *search)
+        steps = _by_tensor if stop == "tensor" else _by_blocks
+        found = steps(rows, wide, middle - value.double() / wide, rule)
+        short = _short((middle - found) * wide)
+    short = short.reshape(*split.shape[:-1], 1)
     return blocks.expose(store(ns, short.view(torch.int32), record.storage), ns)
+
+
+def _by_kernel(
+    rows: torch.Tensor,
+    s: torch.Tensor,
+    value: torch.Tensor,
+    storage: str,
+    middle: float,
+    top: int,
+    search: list[Any],
+) -> torch.Tensor | None:
+    """Zero points as values (n,), or None where no kernel takes these blocks."""
+    if not has_kernels(rows):
+        return None
+    from fast.kernels.calibration import hqq as kernel
+
+    if not kernel.covers(rows, search[0]):
+        return None
+    made: torch.Tensor = kernel.zero_points(rows, s.flatten(), value.flatten(), storage, middle, top, *search)
+    return made
 
 
 class Rule:

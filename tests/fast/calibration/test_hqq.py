@@ -13,6 +13,7 @@ from reference import SCHEMES
 from reference.arrays.bridges import to_numpy
 from reference.calibration.hqq import hqq as reference_hqq
 from reference.schemes.conventions import hqq_scheme
+from tests.emulator.interpreter_process import lines_of
 from tests.support.refusals import refused
 
 
@@ -71,3 +72,7 @@ def test_refusals(call):
 
 def test_arrays():
     refused(TypeError, "torch tensors", hqq, np.ones((2, 64)), "hqq.int4_g64")
+
+
+def test_the_kernel():
+    assert len(lines_of("hqq")) == 4

@@ -56,6 +56,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     static_scales,
     unpack,
     words,
+    zero_points,
     zeroed,
 )
 from tests.fast.kernels.compiling.kernel_compiler import launched, launched_together
@@ -73,6 +74,9 @@ COMPILED = (
     case(grouped, "mxfp4_rceil", step=32, kernels=GROUPS[1:]),
     case(grouped, "mxfp6_e2m3", "float16", step=64, kernels=GROUPS[1:]),
     case(words, kernels=("random_words_kernel",)),
+    case(zero_points, kernels=("hqq_kernel",)),
+    case(zero_points, "float32", 32, "float32", 1.0, kernels=("hqq_kernel",)),
+    case(zero_points, "float16", 256, "float16", kernels=("hqq_kernel",)),
     case(mixing, length=4, kernels=("columns_kernel",)),
     case(mixing, axis=1, kernels=("rows_kernel",)),
     case(mixing, "nvfp4", 0, 1, kernels=("rows_kernel", "rows_kernel")),

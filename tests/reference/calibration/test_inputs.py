@@ -15,7 +15,9 @@ from tests.support.refusals import refused
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5, 7, 8, 100])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_trees_over_adjacent_pairs(length, dtype):
-    x = (np.random.default_rng(length).standard_normal((4, length)) * 10.0 ** (np.arange(length) % 9)).astype(dtype)
+    x = (np.random.default_rng(length).standard_normal((4, length)) * 10.0 ** (np.arange(length) % 9)).astype(
+        dtype
+    )
     filled = np.zeros((4, 1 << max(length - 1, 0).bit_length()), dtype)
     filled[:, :length] = x
     while filled.shape[1] > 1:

@@ -16,6 +16,7 @@ from fast.kernels import grouped as groups_host
 from fast.kernels import grouped as host
 from fast.kernels import hadamard as hadamard
 from fast.kernels import static_scales as static_scales_host
+from fast.kernels.calibration import hqq
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as clipping
@@ -74,6 +75,11 @@ def static_scales(name, dtype="bfloat16", shape=SOME):
     scheme = SCHEMES[name]
     scales, by_rows = scales_of(scheme, shape, -1), rows_record(scheme.key)
     return static_scales_host.quantize_rows(empty(shape, dtype), scheme, by_rows, scales)
+
+
+def zero_points(dtype="bfloat16", length=64, storage="bfloat16", p=0.7):
+    rows, one = empty((4096, length), dtype), empty((4096,), "float32")
+    return hqq.zero_points(rows, one, one, storage, 8.0, 15, 20, p, 10.0)
 
 
 def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):
