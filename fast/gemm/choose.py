@@ -2,8 +2,8 @@
 
 `choose` gives the families that take a `Problem`, the quickest first and torch's last: who multiplies takes the first, and the
 next one where it does not compile or load. What a family takes stands in its record; which of two is quicker here, by models
-and bounds that were fitted to measured times (`coefficients.toml`, the `select` of a family). Which variant
-of itself a family runs is its own affair. `by_rows` says it for ranges of rows.
+and bounds that were fitted to measured times (`fast/coefficients.toml`).
+`by_rows` says it for ranges of rows. Which of its variants a family runs is its own affair (`Family.chosen`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _gemv_is_faster(p: Problem) -> bool:
     """Whether `sm90_w4a16_gemv` takes it, and was measured to be faster than `triton_small_m`."""
     if SM90_W4A16_GEMV.refusal(p) is not None:
         return False
-    from fast.kernels.sm90_w4a16_gemv.select import gains
+    from fast.kernels.sm90_w4a16_gemv.variants import gains
 
     chosen = SM90_W4A16_GEMV.chosen(p)
     return chosen is not None and gains(chosen.problem, int(p.rows), p.n, p.k)
@@ -169,7 +169,7 @@ def rows_stored(p: Problem) -> int:
 
 def _rows_of_packed(p: Problem) -> int:
     """The most rows that `sm90_intn_small_m` multiplies faster than torch does with the dense weight; 0 where it takes none."""
-    from fast.kernels.sm90_intn_small_m.select import most_rows
+    from fast.kernels.sm90_intn_small_m.variants import most_rows
 
     one = p._replace(rows=most_rows(p.n))
     is_taken = SM90_INTN_SMALL_M.refusal(p._replace(rows=1)) is None

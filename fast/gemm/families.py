@@ -122,8 +122,7 @@ def _refusal(takes: Takes, p: Problem) -> str | None:
 
 
 def _sm90_w4a16_gemv(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_w4a16_gemv.select import choose
-    from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, Form
+    from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, Form, choose
 
     form = Form(p.element, p.group, p.zero, p.inputs == torch.float16, _name(p.inputs))
     variant = choose(form, int(p.rows), p.n, p.k)
@@ -153,8 +152,7 @@ def _sm90_w4a16_gemm(p: Problem) -> Chosen:
 
 def _sm90_intn_small_m(p: Problem) -> Chosen | None:
     from fast.kernels.sm90_intn_small_m.host import form_of
-    from fast.kernels.sm90_intn_small_m.select import choose
-    from fast.kernels.sm90_intn_small_m.variants import KERNEL
+    from fast.kernels.sm90_intn_small_m.variants import KERNEL, choose
 
     scheme, axis, packed = p.weight  # type: ignore[misc]
     form = form_of(scheme, p.shape, axis, packed)
@@ -166,8 +164,7 @@ def _sm90_intn_small_m(p: Problem) -> Chosen | None:
 
 
 def _sm90_s8_gemm(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_s8_gemm.select import choose
-    from fast.kernels.sm90_s8_gemm.variants import KERNEL
+    from fast.kernels.sm90_s8_gemm.variants import KERNEL, choose
     from fast.kernels.sm90_s8_gemm.variants import Problem as Codes
 
     variant = choose(int(p.rows), p.n, p.inputs.itemsize == 2, p.device.processors)
@@ -175,8 +172,7 @@ def _sm90_s8_gemm(p: Problem) -> Chosen | None:
 
 
 def _sm90_sparse24_w4a16_gemv(p: Problem) -> Chosen | None:
-    from fast.kernels.sm90_sparse24_w4a16_gemv.select import choose
-    from fast.kernels.sm90_sparse24_w4a16_gemv.variants import KERNEL, Form
+    from fast.kernels.sm90_sparse24_w4a16_gemv.variants import KERNEL, Form, choose
 
     form = Form(p.group, False, p.inputs == torch.float16, zeros=p.zero)
     variant = choose(form, int(p.rows), p.n, p.k)

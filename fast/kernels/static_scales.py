@@ -19,7 +19,7 @@ from fast.kernels.quantize.geometry import INT32, LARGEST_TILE, TILE, ceil_div, 
 from fast.kernels.quantize.plan import Problem
 from fast.kernels.rules.statistics import block_absmax
 from fast.kernels.rules.values import element_codes
-from fast.kernels.sm90_s8_gemm.select import C
+from fast.kernels.sm90_s8_gemm.variants import C
 from fast.kernels.tile.quantize import loaded_scales
 from fast.launch.call import Call
 from fast.launch.launcher import CompiledLaunch, interpreted

@@ -6,8 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, choose
-from fast.kernels.sm90_intn_small_m.variants import KERNEL, STEP, WIDTHS, Form, Variant
+from fast.kernels.sm90_intn_small_m.variants import KERNEL, MOST_ROWS, STEP, WIDTHS, Form, Variant, choose
 from fast.launch import cuda
 from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch

@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
-from fast.kernels.sm90_s8_gemm.select import choose, programs_of
-from fast.kernels.sm90_s8_gemm.variants import FEATURES, INTEGER, KERNEL, ROW, Problem, Variant
+from fast.kernels.sm90_s8_gemm.variants import (
+    FEATURES,
+    INTEGER,
+    KERNEL,
+    ROW,
+    Problem,
+    Variant,
+    choose,
+    programs_of,
+)
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.cuda import BIAS, CudaLaunch, Maps

@@ -1,14 +1,23 @@
-"""The variants of the kernel: how large its tiles are, and what is defined for its source."""
+"""The variants of the kernel: how large its tiles are, what is defined for its source, and which of them a shape gets: rounds
+of tiles on the multiprocessors there are.
+
+A tile of 256 tokens keeps the tensor core busy for 1024 cycles a stage, and by two programs that share tokens 32 KiB are read
+in them; one of 128 for 512, with 24 KiB, which is more than the second-level cache was seen to deliver to the 2:4 kernel
+(`sm90_sparse24_gemm`). So narrow tiles are taken where they leave fewer multiprocessors without one.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from fast.cost import Coefficients, Time, quickest
 from fast.kernels.hopper.wgmma import header, product
 from fast.launch.cuda import Kernel
-from fast.launch.hopper import KINDS, MOST_SHARED
+from fast.launch.hopper import KINDS, MOST_SHARED, MULTIPROCESSORS, at_once
 
+C = Coefficients("sm90_s8_gemm")
 #: PTX's names of elements, by the names of their dtypes; a product is of one of them. Sums of floats are the tensor core's.
 ELEMENTS = {"int8": "s8", "float8_e4m3fn": "e4m3"}
 INTEGER = "int8"
@@ -120,6 +129,30 @@ KERNEL = Kernel(
 )
 
 
+# Which variant a product gets
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    tokens: int, features: int, stored: bool, multiprocessors: int = MULTIPROCESSORS
+) -> Variant | None:
+    """The variant for so many tokens and features; None where another kernel is to be taken. stored: see `Variant`."""
+    times = {}
+    for tile in C.tiles:
+        programs = programs_of(tile["tokens"], tokens, features)
+        if programs >= C.busy * multiprocessors:
+            rounds = -(-programs // (C.pair * at_once(C.pair, multiprocessors)))
+            times[tile["tokens"]] = Time(rounds, 1, tile["time"]).total
+    width = quickest(times.items())
+    return None if tokens < C.least or width is None else fitted(width, C.pair, stored)
+
+
+def programs_of(width: int, tokens: int, features: int, pair: int | None = None) -> int:
+    """Tiles of so many tokens, those included that a cluster has beyond the features."""
+    pair = pair or C.pair
+    return -(-tokens // width) * -(-features // (FEATURES * pair)) * pair
+
+
 __all__ = [
     "ELEMENTS",
     "FEATURES",
@@ -130,5 +163,7 @@ __all__ = [
     "THREADS",
     "Problem",
     "Variant",
+    "choose",
     "fitted",
+    "programs_of",
 ]

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
-from fast.kernels.sm90_sparse24_gemm.select import choose
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, PANEL, ROW, Problem, Variant, fitted
+from fast.kernels.sm90_sparse24_gemm.variants import (
+    ELEMENTS,
+    KERNEL,
+    PANEL,
+    ROW,
+    Problem,
+    Variant,
+    choose,
+    fitted,
+)
 from fast.launch import cuda
 from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch, Maps

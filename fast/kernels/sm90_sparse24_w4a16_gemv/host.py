@@ -13,8 +13,17 @@ from typing import Any
 
 import torch
 
-from fast.kernels.sm90_sparse24_w4a16_gemv.select import MOST_ROWS, C, choose
-from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, KERNEL, TWO, Form, Variant, rows_of_tiles
+from fast.kernels.sm90_sparse24_w4a16_gemv.variants import (
+    GATED,
+    KERNEL,
+    MOST_ROWS,
+    TWO,
+    C,
+    Form,
+    Variant,
+    choose,
+    rows_of_tiles,
+)
 from fast.launch import cuda, hopper
 from fast.launch.call import Call
 from fast.launch.cuda import BIAS, CudaLaunch

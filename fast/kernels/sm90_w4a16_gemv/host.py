@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fast.kernels.sm90_w4a16_gemv.select import MOST_ROWS, choose
-from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, STEP, Direct, Form, Variant
+from fast.kernels.sm90_w4a16_gemv.variants import KERNEL, MOST_ROWS, STEP, Direct, Form, Variant, choose
 from fast.kernels.triton_small_m.layout import ArrangedWeight
 from fast.launch import cuda
 from fast.launch.call import FLOAT_NAMES, Call

@@ -19,8 +19,7 @@ from ao_lab.tensor.quantized_tensor import from_quantized
 from fast import dispatch
 from fast.gemm import families
 from fast.kernels.sm90_intn_small_m import host
-from fast.kernels.sm90_intn_small_m.select import choose, placed
-from fast.kernels.sm90_intn_small_m.variants import KERNEL, Form, Variant
+from fast.kernels.sm90_intn_small_m.variants import KERNEL, Form, Variant, choose, placed
 from fast.kernels.sm90_s8_gemm import host as s8_host
 from fast.kernels.sm90_s8_gemm import variants as s8_variants
 from fast.kernels.triton_scaled_mm import host as scaled_host

@@ -19,7 +19,6 @@ from fast.gemm import families
 from fast.kernels.sm90_w4a16_gemm import select as gemm_select
 from fast.kernels.sm90_w4a16_gemm import variants as gemm_variants
 from fast.kernels.sm90_w4a16_gemv import host as gemv_host
-from fast.kernels.sm90_w4a16_gemv import select as gemv_select
 from fast.kernels.sm90_w4a16_gemv import variants as gemv_variants
 from fast.kernels.triton_small_m import host
 from fast.kernels.triton_small_m.dense import arranged_dense
@@ -143,7 +142,7 @@ def gemv(x: Any, w: ArrangedWeight, bias: Any = None, variant: Any = None, alloc
 def all_gemv_variants(problem: Problem, every: bool = True) -> list[Any]:
     """The rule's first, words straight from memory, then tall programs or all sizes, by the element."""
     form = form_of(problem.scheme, problem.dtype)
-    rule = gemv_select.choose(form, problem.rows, *problem.shape)
+    rule = gemv_variants.choose(form, problem.rows, *problem.shape)
     tall = form.element in TALL and not isinstance(rule, gemv_variants.Direct)
     others = tall_variants(form, problem, rule) if tall else other_variants(form, problem)
     found = [rule, *direct_variants(form, problem), *others]
@@ -153,7 +152,7 @@ def all_gemv_variants(problem: Problem, every: bool = True) -> list[Any]:
 def direct_variants(form: Any, problem: Problem) -> Iterator[Any]:
     """Words straight from memory: programs of one wave, and other warps and loads."""
     n, _ = problem.shape
-    tokens = next(size for size in gemv_select.TILES if problem.rows <= size)
+    tokens = next(size for size in gemv_variants.TILES if problem.rows <= size)
     for tiles, warps, loads in product(range(1, min(16, max(1, n // 1440)) + 1), (24, 28, 32), (4, 6)):
         one = gemv_variants.Direct(tokens, tiles, max(1, warps // tiles), loads)
         if n // 16 // tiles <= 132 and one.takes(form, problem.rows, *problem.shape):
@@ -163,7 +162,7 @@ def direct_variants(form: Any, problem: Problem) -> Iterator[Any]:
 def tall_variants(form: Any, problem: Problem, rule: Any) -> Iterator[Any]:
     """The rule's with x the other way, and other tables; then other sizes, each with the parts of K that fill a device."""
     (n, k), count, fitted = problem.shape, problem.rows, gemv_variants.fitted
-    steps, tokens = k // gemv_variants.STEP, next(size for size in gemv_select.TILES if count <= size)
+    steps, tokens = k // gemv_variants.STEP, next(size for size in gemv_variants.TILES if count <= size)
     if rule is not None:
         sizes = tuple(rule[:4])
         yield fitted(form, sizes, count, steps, rule.at_once, streamed=not rule.streamed, tabled=rule.tabled)
@@ -180,7 +179,7 @@ def tall_variants(form: Any, problem: Problem, rule: Any) -> Iterator[Any]:
 def other_variants(form: Any, problem: Problem) -> Iterator[Any]:
     """All sizes, x before or in stages, the weight asked for ahead or not."""
     (n, k), count = problem.shape, problem.rows
-    steps, tokens = k // gemv_variants.STEP, next(size for size in gemv_select.TILES if count <= size)
+    steps, tokens = k // gemv_variants.STEP, next(size for size in gemv_variants.TILES if count <= size)
     ways = ((True, False), (True, True), (False, True))
     for blocks, phases, splits, at_once, (streamed, ahead) in product(
         (1, 2), (2, 3, 4), (1, 2, 4), (1, 2), ways

@@ -9,7 +9,8 @@ As a program: fits that model to such rows, and says what its choice loses. No G
     PYTHONPATH=. python tests/gpu/sparsity/gemm.py reports/data/linear_sparse_times.json
 
 Prints the constants for
-`fast.kernels.sm90_sparse24_gemm.select.Rates`, how far predictions are off, and for each shape what the model takes of what was
+`fast.kernels.sm90_sparse24_gemm.variants.Rates`, how far predictions are off, and for each shape what the
+model takes of what was
 timed, before and after.
 
 Least squares on the logarithm of times, over the logarithms of the constants; each is held to its value of before as weakly as
@@ -33,16 +34,20 @@ import numpy as np
 import torch
 
 import reference
-from fast.kernels.sm90_sparse24_gemm.select import (
+from fast.kernels.sm90_sparse24_gemm.variants import (
+    ELEMENTS,
+    KERNEL,
     C,
+    Problem,
     Rates,
     Terms,
+    Variant,
     candidates,
     cycles_of,
+    fitted,
     rates,
     terms,
 )
-from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL, Problem, Variant, fitted
 from tests.gpu.harness.poison import check_guards, outputs
 from tests.gpu.harness.products import sparse24_gemm
 from tests.gpu.harness.subject import Asked, Check, Row, Subject, beyond, differs, in_threads

@@ -17,7 +17,7 @@ import torch
 import fast
 import reference
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as gemv
-from fast.kernels.sm90_sparse24_w4a16_gemv import select, variants
+from fast.kernels.sm90_sparse24_w4a16_gemv import variants
 from fast.kernels.sm90_sparse24_w4a16_gemv.host import (
     sm90_sparse24_w4a16_gemv_pair,
     sm90_sparse24_w4a16_gemv_swiglu,
@@ -135,11 +135,11 @@ def gemv_variants(problem: Problem, every: bool) -> list[Variant]:
 
 def preferred(form: Form, count: int, shape: Shape, most: int) -> list[Variant]:
     """See `gemv_variants`; of more than 16 rows the rule's alone."""
-    chosen = select.choose(form, count, *shape)
-    if count > select.MOST_ROWS or chosen is None:
+    chosen = variants.choose(form, count, *shape)
+    if count > variants.MOST_ROWS or chosen is None:
         return [] if chosen is None else [chosen]
     groups: dict[tuple[int, ...], list[Variant]] = {}
-    for one in select.candidates(form, count, *shape):
+    for one in variants.candidates(form, count, *shape):
         groups.setdefault((one.splits, one.at_once, one.columns), []).append(one)
     others = [one for place in range(2) for each in groups.values() for one in each[place : place + 1]]
     return [*dict.fromkeys([chosen, chosen._replace(early=False), *others])][:most]
@@ -166,7 +166,7 @@ def gemv_peers(scheme: str, shape: Shape, held: list[Weight]) -> Callable[[Any],
             found["int4"] = [partial(linear_small, x, w) for w in stored]
         if len(x) <= mma.MOST_ROWS and held[0].zero is None:
             found["mma_sparse"] = [partial(by_mma, x, w) for w in held]
-        if len(x) >= select.MOST_ROWS:
+        if len(x) >= variants.MOST_ROWS:
             found["dense"] = [partial(by_dense, x, w) for w in held]
         return found
 
@@ -199,7 +199,7 @@ GEMV_PROBLEMS = (
 
 def one_problem(problem: Problem) -> bool:
     """Whether a variant is there."""
-    return select.choose(form_of(problem), problem.rows, *problem.shape) is not None
+    return variants.choose(form_of(problem), problem.rows, *problem.shape) is not None
 
 
 GEMV = Family(
@@ -207,7 +207,7 @@ GEMV = Family(
     lambda pairs: compile_forms((one, form_of(problem)) for problem, one in pairs),
     tuple(filter(one_problem, GEMV_PROBLEMS)), exact, filled, gemv_peers,
     schemes=("g128", "g128 zeros"), shapes=SHAPES, rows=(1, 2, 4, 8, 16, 17, 32, 48, 64), random=random, columns=columns,
-    most=select.MOST_ROWS, named=numbers,
+    most=variants.MOST_ROWS, named=numbers,
 )  # fmt: skip
 
 
@@ -351,7 +351,7 @@ def pair_checks(asked: Asked) -> Iterator[Check]:
     compile_forms(
         (one, task.form(products))
         for task in todo
-        for count in (1, select.MOST_ROWS)
+        for count in (1, variants.MOST_ROWS)
         for one in task.variants(count)
         for products in (ONE, task.products)
     )
@@ -364,7 +364,7 @@ def pair_checks(asked: Asked) -> Iterator[Check]:
 def wrong_pair(task: Task) -> Iterator[str]:
     """Variants and rows whose bits are not those of products alone, and of `swiglu` of both, or others in another call."""
     both, group = task.weights(), group_of(task.scheme)
-    for count in range(1, select.MOST_ROWS + 1):
+    for count in range(1, variants.MOST_ROWS + 1):
         x = torch.randn(count, task.k, device="cuda").to(task.dtype)
         found = task.variants(count)
         for one in found:

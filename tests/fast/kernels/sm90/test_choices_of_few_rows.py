@@ -7,18 +7,25 @@ from itertools import pairwise, product
 import pytest
 
 from ao_lab.config.recipe import named
-from fast.kernels.sm90_intn_small_m import select as intn
+from fast.kernels.sm90_intn_small_m import variants as intn
 from fast.kernels.sm90_intn_small_m.host import form_of
-from fast.kernels.sm90_intn_small_m.select import MOST_ROWS, C, busiest, cost, placed, rate, tiles_of
-from fast.kernels.sm90_intn_small_m.variants import WIDTHS, longest
+from fast.kernels.sm90_intn_small_m.variants import (
+    MOST_ROWS,
+    WIDTHS,
+    C,
+    busiest,
+    cost,
+    longest,
+    placed,
+    rate,
+    tiles_of,
+)
 from fast.kernels.sm90_intn_small_m.variants import Form as IntnForm
 from fast.kernels.sm90_intn_small_m.variants import Variant as IntnVariant
 from fast.kernels.sm90_intn_small_m.variants import fitted as intn_fitted
-from fast.kernels.sm90_sparse24_w4a16_gemv import select as sparse
-from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse_variants
+from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse
 from fast.kernels.sm90_sparse24_w4a16_gemv.variants import GATED, TWO, rows_of_tiles
-from fast.kernels.sm90_w4a16_gemv.select import choose, gains
-from fast.kernels.sm90_w4a16_gemv.variants import Direct, Form, Variant
+from fast.kernels.sm90_w4a16_gemv.variants import Direct, Form, Variant, choose, gains
 from fast.launch.hopper import SHARED, SYSTEM
 from tests.support.family_times import measured
 
@@ -271,14 +278,14 @@ SPARSE_SHAPES = (
     (100, 256),
     (4096, 11008),
 )
-SPARSE_INT4 = sparse_variants.Form(128, False, False)
+SPARSE_INT4 = sparse.Form(128, False, False)
 
 
 @pytest.mark.parametrize("count", [1, 8, 16])
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 def test_sparse_programs_fit_a_multiprocessor(count, group):
     for shape, narrow in product(SPARSE_SHAPES, (False, True)):
-        form = sparse_variants.Form(group, narrow, False)
+        form = sparse.Form(group, narrow, False)
         one = sparse.choose(form, count, *shape)
         # A row's scales are four bytes at least: one bfloat16 for 256 columns takes stages of 512, which are too many
         # registers for 16 rows.
@@ -317,35 +324,35 @@ def test_sparse_programs_fit_a_multiprocessor(count, group):
     ],
 )
 def test_layers_of_a_model_have_what_was_measured_to_be_fastest(shape, count, chosen):
-    assert sparse.choose(SPARSE_INT4, count, *shape) == sparse_variants.Variant(*chosen)
+    assert sparse.choose(SPARSE_INT4, count, *shape) == sparse.Variant(*chosen)
 
 
 def test_what_no_variant_divides():
     assert sparse.choose(SPARSE_INT4, 1, 64, 384) is None
     assert sparse.choose(SPARSE_INT4, 16, 8192, 28672) is None
-    assert sparse_variants.fitted(sparse_variants.Form(256, True, False), 8, 256, 1, 1, 256) is None
-    assert sparse_variants.fitted(SPARSE_INT4, 8, 256, 1, 20, 4096) is None
-    assert sparse_variants.fitted(SPARSE_INT4, 8, 256, 1, 1, 8192) is None
+    assert sparse.fitted(sparse.Form(256, True, False), 8, 256, 1, 1, 256) is None
+    assert sparse.fitted(SPARSE_INT4, 8, 256, 1, 20, 4096) is None
+    assert sparse.fitted(SPARSE_INT4, 8, 256, 1, 1, 8192) is None
 
 
 @pytest.mark.parametrize("count", [1, 8, 16])
 @pytest.mark.parametrize(("rows", "k"), [((14336, 14336), 4096), ((1024, 1024), 4096), ((20, 20), 512)])
 def test_tiles_of_a_gate_and_of_what_it_gates_are_pairs(rows, k, count):
     for half in (False, True):
-        one = sparse.choose(sparse_variants.Form(64, False, half, GATED), count, rows_of_tiles(*rows), k)
+        one = sparse.choose(sparse.Form(64, False, half, GATED), count, rows_of_tiles(*rows), k)
         assert one.tiles % 2 == 0
         assert (one.tiles * 4 // one.splits) % 2 == 0
-    assert sparse_variants.fitted(sparse_variants.Form(64, False, False, GATED), 8, 512, 1, 3, 4096) is None
-    assert sparse_variants.fitted(sparse_variants.Form(64, False, False, TWO), 8, 512, 1, 3, 4096) is not None
+    assert sparse.fitted(sparse.Form(64, False, False, GATED), 8, 512, 1, 3, 4096) is None
+    assert sparse.fitted(sparse.Form(64, False, False, TWO), 8, 512, 1, 3, 4096) is not None
 
 
 def test_a_gate_has_the_variant_that_was_measured_for_as_many_rows():
     for count in (1, 8, 16):
-        alone = sparse.choose(sparse_variants.Form(64, False, False), count, 28672, 4096)
+        alone = sparse.choose(sparse.Form(64, False, False), count, 28672, 4096)
         for products in (TWO, GATED):
             assert (
                 sparse.choose(
-                    sparse_variants.Form(64, False, False, products), count, rows_of_tiles(14336, 14336), 4096
+                    sparse.Form(64, False, False, products), count, rows_of_tiles(14336, 14336), 4096
                 )
                 == alone
             )

@@ -12,13 +12,11 @@ import torch
 
 from fast.kernels.sm90_intn_small_m import host as intn_host
 from fast.kernels.sm90_intn_small_m import variants as intn
-from fast.kernels.sm90_s8_gemm import select as s8_select
 from fast.kernels.sm90_s8_gemm import variants as s8
 from fast.kernels.sm90_sparse24_gemm import variants as sparse24
 from fast.kernels.sm90_sparse24_gemm.host import LEAST_STORED
-from fast.kernels.sm90_sparse24_gemm.select import C as SPARSE24
+from fast.kernels.sm90_sparse24_gemm.variants import C as SPARSE24
 from fast.kernels.sm90_sparse24_w4a16_gemv import host as sparse24_gemv_host
-from fast.kernels.sm90_sparse24_w4a16_gemv import select as sparse24_gemv_select
 from fast.kernels.sm90_sparse24_w4a16_gemv import variants as sparse24_gemv
 from fast.kernels.sm90_w4a16_gemm import experts, select
 from fast.kernels.sm90_w4a16_gemm import host as gemm_host
@@ -90,7 +88,7 @@ def gemv_cases():
 
 def sparse24_gemv_cases():
     """The rule's, of narrow scales, of three tiles of rows, and of two weights."""
-    choose = sparse24_gemv_select.choose
+    choose = sparse24_gemv.choose
     narrow = sparse24_gemv.Form(32, True, True)
     yield from ((sparse24_gemv.KERNEL, choose(narrow, count, *SHAPES[0]), narrow) for count in (1, 16, 17))
     for scheme in ((64, False, False), (32, True, True)):
@@ -101,14 +99,14 @@ def sparse24_gemv_cases():
                 yield sparse24_gemv.KERNEL, one, form
 
 
-S8_TILES = [tile["tokens"] for tile in s8_select.C.tiles]
+S8_TILES = [tile["tokens"] for tile in s8.C.tiles]
 
 
 def s8_cases():
     """What shapes get; floats, too."""
     for tokens, out in product(S8_TILES, ("float32", "bfloat16", "float16")):
-        yield s8.KERNEL, s8.fitted(tokens, s8_select.C.pair, out != "float32"), s8.Problem("int8", out)
-    yield s8.KERNEL, s8.fitted(256, s8_select.C.pair, True), s8.Problem("float8_e4m3fn", "bfloat16")
+        yield s8.KERNEL, s8.fitted(tokens, s8.C.pair, out != "float32"), s8.Problem("int8", out)
+    yield s8.KERNEL, s8.fitted(256, s8.C.pair, True), s8.Problem("float8_e4m3fn", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_shared_memory_suffices_for_sparse_products(tile, cluster, bits):
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("tokens", S8_TILES)
 def test_shared_memory_suffices_for_codes(tokens, stored):
-    one = s8.fitted(tokens, s8_select.C.pair, stored)
+    one = s8.fitted(tokens, s8.C.pair, stored)
     assert one.shared <= hopper.MOST_SHARED
     assert one.stages >= 4
     assert one.skew < one.stages
