@@ -14,7 +14,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import hqq as module
 from fast.calibration.hqq import hqq_on_device
 from fast.kernels.calibration import hqq as kernel
-from reference.arrays.torch_bridge import to_numpy
+from reference.arrays.bridges import to_numpy
 from reference.calibration.hqq import hqq
 from reference.schemes.conventions import hqq_scheme
 
