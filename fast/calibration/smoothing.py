@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fast.calibration.inputs import check_finite, float_tensor, rounded
+from fast.calibration.search import search_scales_on_device
 from fast.quantize.fake_quantize import fake_quantize
 from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration import smoothing as rule
@@ -97,9 +98,7 @@ def _error(
 ) -> torch.Tensor:
     """tr(D H D^T) of one weight, 0-d; infinite where the scheme stores no number."""
     smoothed = rounded(w.double() * factors, w.dtype)
-    scales = None
-    if search:
-        raise NotImplementedError("scales are not searched for yet; use search=False")
+    scales = search_scales_on_device(smoothed, scheme, weights=h.diagonal() / factors**2) if search else None
     values = fake_quantize(smoothed, scheme, scales=scales)
     error = h.new_zeros(())
     step = max(CHUNK // max(w.shape[1], 1), 1)

@@ -44,6 +44,17 @@ def test_awq(dtype, scheme, monkeypatch):
     assert on_cpu.errors.dtype == torch.float64
 
 
+@pytest.mark.parametrize("scheme", ["int3_g32", "mxfp4"])
+def test_awq_with_searched_scales(scheme):
+    w, h, mean = layer(5, rows=8, k=64)
+    # Scales are searched by the diagonal.
+    h = torch.diag(h.diagonal())
+    calls = (awq_factors, smoothing.awq_factors_on_device)
+    on_cpu, found = (call([w], h, mean, scheme, ratios=2, search=True) for call in calls)
+    torch.testing.assert_close(found.errors, on_cpu.errors, rtol=1e-11, atol=0)
+    assert (on_cpu.errors < awq_factors([w], h, mean, scheme, ratios=2).errors).all()
+
+
 def test_edges_are_those_of_the_reference():
     w, h, mean = layer(2)
     nothing = smoothing.awq_factors_on_device([w], h * 0, mean * 0, "int4_g32", ratios=3)
