@@ -52,7 +52,9 @@ def test_awq_with_searched_scales(scheme):
     calls = (awq_factors, smoothing.awq_factors_on_device)
     on_cpu, found = (call([w], h, mean, scheme, ratios=2, search=True) for call in calls)
     torch.testing.assert_close(found.errors, on_cpu.errors, rtol=1e-11, atol=0)
-    assert (on_cpu.errors < awq_factors([w], h, mean, scheme, ratios=2).errors).all()
+    alone = awq_factors([w], h, mean, scheme, ratios=2).errors
+    assert (on_cpu.errors <= alone).all()
+    assert on_cpu.errors.sum() < 0.95 * alone.sum()
 
 
 def test_edges_are_those_of_the_reference():
