@@ -384,8 +384,11 @@ DYNAMIC = (
     "torchao.int8_rowwise_asymmetric", "compressed_tensors.fp8_token", "int8_rowwise_bf16", "mxfp8_e4m3", "mxfp8_e4m3_rceil",
     "mxfp8_e5m2_rceil", "mxfp4_rceil", "mxfp6_e2m3", "mxint8",
 )  # fmt: skip
-#: Schemes of weights, and rows of X of the products.
-WEIGHTS = (("int4_g128", 3), ("int4_g32_asymmetric", 17), ("int8_rowwise", 1), ("mxfp8_e4m3", 5))
+#: Schemes and shapes of weights, two of them filled, and rows of X of the products.
+WEIGHTS = (
+    ("int4_g128", (128, 256), 3), ("int4_g32_asymmetric", (70, 160), 17), ("int8_rowwise", (128, 256), 1),
+    ("mxfp8_e4m3", (70, 160), 5),
+)  # fmt: skip
 
 
 def rows_of(dtype: torch.dtype, length: int) -> torch.Tensor:
@@ -462,11 +465,11 @@ def multiplied(q: Quantized, x: torch.Tensor, scheme: Scheme, bias: torch.Tensor
     return narrow.to(x.dtype)
 
 
-def products_agree(scheme: Scheme, weights: Iterable[tuple[str, int]]) -> None:
+def products_agree(scheme: Scheme, weights: Iterable[tuple[str, tuple[int, int], int]]) -> None:
     """Exact sums to the bit, random ones within the bound, through the public function and through layers."""
-    for name, count in weights:
-        length, dtype = 256, (BF16, HALF)[count % 2]
-        w, bias = exact_weight(named(name), 128, length), 64 * (torch.arange(128) % 7 - 3).to(dtype)
+    for name, (n, length), count in weights:
+        dtype = (BF16, HALF)[count % 2]
+        w, bias = exact_weight(named(name), n, length), 64 * (torch.arange(n) % 7 - 3).to(dtype)
         x = with_exact_scales(count, length, dtype, scheme)
         stored = layout.preshuffled(w)
         made = linear_small_dynamic(x, scheme, stored, bias)
@@ -475,7 +478,7 @@ def products_agree(scheme: Scheme, weights: Iterable[tuple[str, int]]) -> None:
         if unsupported_reason(layer) is None:
             t = layer.to_layout("preshuffled")
             assert_same_bits(select.PRODUCTS["fused"].run(x, t.transposed(), bias), made)
-        w, x = weight(named(name), 128, length), inputs(count, length, dtype)
+        w, x = weight(named(name), n, length), inputs(count, length, dtype)
         made = linear_small_dynamic(x[None], scheme, layout.preshuffled(w))[0]
         values = reference.dequantize(reference.quantize(x, scheme))
         bound = reference.linear_error_bound(values, w, out_dtype=NAMES[dtype])
