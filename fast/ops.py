@@ -29,7 +29,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fast.device import is_transformed
+from fast.dispatch import is_transformed
 from reference import FORMATS, Format, Scales
 from reference.formats.formats import format_of
 from reference.lazy import homes_of
@@ -39,16 +39,23 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
 _Namespace = type(torch.ops.ao_lab)
-#: Operators that are registered with a function of another name: with which.
-WITH = {
-    "both_values": "quantize_both",
-    "linear_sparse_int4_pair": "linear_sparse_int4",
-    "linear_sparse_int4_swiglu": "linear_sparse_int4",
-    "prune": "compress",
-    "rms_norm_vjp": "rms_norm",
-    "sparse_int4_dense": "linear_sparse_int4",
-    "swiglu_vjp": "swiglu",
-    "values_and_codes": "quantize_both",
+#: Operators that are not called as a public function of `fast`, by the module that registers them, where that is imported when
+#: it is first used. Packages above add theirs.
+LATE = {
+    name: f"{__package__}.{module}"
+    for module, names in {
+        "layers.normalize": ("rms_norm_vjp",),
+        "layers.swiglu": ("swiglu_vjp",),
+        "matmul.cpu_ops": ("cpu_linear",),
+        "quantize.rowwise_colwise": ("both_values", "values_and_codes"),
+        "sparsity.compress": ("prune",),
+        "sparsity.linear_sparse_int4": (
+            "linear_sparse_int4_pair",
+            "linear_sparse_int4_swiglu",
+            "sparse_int4_dense",
+        ),
+    }.items()
+    for name in names
 }
 
 
@@ -59,7 +66,7 @@ class _Operators(_Namespace):  # type: ignore[misc, valid-type]
     __module__ = _Namespace.__module__
 
     def __getattr__(self, name: str) -> Any:
-        home = HOMES.get(WITH.get(name, name))
+        home = LATE.get(name) or HOMES.get(name)
         if home is not None:
             importlib.import_module(home)
         return super().__getattr__(name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from reference import Scheme
-from reference.arrays.errors import choice, lookup
+from reference.arrays.namespace import choice, lookup
 
 #: In which GPTQ goes through the columns: as they are stored, by falling mean square of their inputs, or groups of a scale so
 #: and columns inside them so.

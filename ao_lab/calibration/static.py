@@ -29,7 +29,7 @@ from ao_lab.config.recipe import Recipe, integer_scheme
 from ao_lab.tensor.chunked import quantized_weight
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scales, Scheme
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 
 
 def statistic_of(wanted: Any) -> Callable[[], Statistic]:

@@ -78,7 +78,7 @@ from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.layers import check_model, is_untied
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 
 LAYOUTS = ("auto", "compressed-tensors", "ao_lab")
 

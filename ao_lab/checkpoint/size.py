@@ -23,7 +23,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTenso
 from ao_lab.transforms.layers import check_model, quantizable_parameters
 from ao_lab.transforms.plan import Filter
 from reference import Scheme
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.schemes.schemes import scheme_of
 
 LAYOUTS = ("ao_lab", "compressed-tensors")

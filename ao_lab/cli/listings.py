@@ -52,7 +52,7 @@ def show_formats(name: str | None, as_json: bool) -> None:
 
 def known(name: str, records: Mapping[str, Record], what: str) -> Record:
     """The record of this name; WrongInput names the nearest ones."""
-    from reference.arrays.errors import lookup
+    from reference.arrays.namespace import lookup
 
     try:
         return lookup(name, records, what)

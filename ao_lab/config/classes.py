@@ -23,7 +23,7 @@ from ao_lab.config.base import Config, dtype_name, operands
 from ao_lab.config.granularity import GROUPS_OF_32, PER_ROW, ROWS, PerRow, PerTensor, block_of, is_asymmetric
 from ao_lab.config.recipe import block_name, integer_scheme, registered, stretched
 from reference import FORMATS, SCHEMES, Scheme
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.schemes.schemes import MX_ELEMENTS
 
 #: What the Intx configurations take of torchao's ways to pack codes and to find scales.

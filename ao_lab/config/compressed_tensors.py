@@ -27,7 +27,7 @@ from typing import Any
 
 from ao_lab.config.recipe import Recipe, cast_scales, integer_scheme, numerics, power_of_two_outer, registered
 from reference import SCHEMES, Scheme
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.schemes.conventions import compressed_tensors_input
 from reference.schemes.schemes import Block
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.schemes.schemes import Block
 
 

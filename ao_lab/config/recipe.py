@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.schemes.conventions import torchao_integer
 from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
 from reference.sparsity.compress import unsupported_reason

@@ -16,7 +16,7 @@ from ao_lab.config.classes import integer_bits
 from ao_lab.config.granularity import MappingType, PerRow, PerTensor, block_of
 from ao_lab.config.recipe import block_name, named
 from reference import SCHEMES, Scheme
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.schemes.conventions import integer_record
 from reference.schemes.schemes import Block, mx_name
 

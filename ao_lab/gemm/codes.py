@@ -29,8 +29,7 @@ from ao_lab.gemm.dense import (
     loses_nan,
 )
 from ao_lab.gemm.operand import QuantizedWeight
-from fast.cpu.linear import integer_sums
-from fast.device import OLDEST
+from fast.dispatch import OLDEST
 from fast.gemm.choose import codes_beat_torch, takes_codes
 from fast.matmul.linear import linear_of_codes
 from fast.matmul.weights import LONGEST_INT8, one_scale
@@ -150,6 +149,8 @@ def _integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
                 f"inputs of shape {tuple(a.shape)} by a weight (in, out) of {tuple(b.shape)}: inputs have "
                 f"{b.shape[0]} columns"
             )
+        from fast.cpu.linear import integer_sums
+
         return integer_sums(a, b)
     if a.is_cuda and count < FEWEST_ROWS:
         a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST_ROWS - count))

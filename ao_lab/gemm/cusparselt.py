@@ -47,9 +47,8 @@ import fast
 from ao_lab.gemm.choices import path_of, rows_range
 from ao_lab.gemm.codes import quantized_input
 from ao_lab.gemm.dense import dequantized
-from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.select import Kernel
-from ao_lab.gemm.sparse import device_reason, enter, kept, kind_of, shape_reason, traceable
+from ao_lab.gemm.operand import Kernel, QuantizedWeight, kept
+from ao_lab.gemm.sparse import device_reason, kind_of, shape_reason, traceable
 from fast.matmul.weights import one_scale
 from fast.ops import constant_result
 from fast.user_cache import NoCacheFolder, read_own, write_own
@@ -419,7 +418,7 @@ def arranged(codes: torch.Tensor, metadata: torch.Tensor, element: torch.dtype) 
 
 
 product_of = traceable("cusparselt_mm", _product, _fake)
-enter(NAME, Kernel(run, unsupported_reason))
+KERNEL = Kernel(run, unsupported_reason)
 
 
 __all__ = [

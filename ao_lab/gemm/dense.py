@@ -17,12 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fast
 from ao_lab.gemm.operand import QuantizedWeight
-from fast.cpu.linear import takes as takes_one_row
-from fast.cpu.linear import takes_rows
-from fast.device import OLDEST
+from fast.dispatch import OLDEST
 from fast.gemm.choose import rows_stored
 from fast.gemm.problem import of_stored
-from fast.matmul.cpu_ops import linear as cpu_linear
 from fast.matmul.preshuffled.dynamic import inputs_reason, linear_small_dynamic
 from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, INPUTS, MOST_ROWS, linear_small, rows_as_stored
@@ -93,7 +90,7 @@ def as_right_operand(w: QuantizedWeight) -> Any:
 STORED = "the weight must be a matrix, stored as (out, in)"
 
 
-#: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.preshuffled`).
+#: The layout of weights that `linear_small` multiplies by (`ao_lab.tensor.metadata`).
 PRESHUFFLED = "preshuffled"
 
 
@@ -107,6 +104,8 @@ def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> tor
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
     if _all_rows_on_cpu(w, x.dtype) or (isinstance(x.shape[0], int) and x.shape[0] == 1):
+        from fast.matmul.cpu_ops import linear as cpu_linear
+
         return cpu_linear(rounded(x, w), w.quantized, bias)
     return dequantized(x, w, bias)
 
@@ -165,14 +164,18 @@ def most_fused_rows(w: QuantizedWeight, dtype: torch.dtype) -> int:
     if _all_rows_on_cpu(w, dtype):
         return ALL_ROWS
     q = w.quantized
+    from fast.cpu.linear import takes
+
     # A compiler's sizes become numbers here: which kernel there is depends on them.
-    return int(q.axis == 1 and takes_one_row(q.scheme, tuple(map(int, q.shape)), dtype))
+    return int(q.axis == 1 and takes(q.scheme, tuple(map(int, q.shape)), dtype))
 
 
 def _all_rows_on_cpu(w: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether a CPU decodes a weight on the way to the products of any number of rows."""
     if w.device.type != "cpu" or len(w.shape) != 2 or not w.meta.transposed or w.meta.layout != "plain":
         return False
+    from fast.cpu.linear import takes_rows
+
     q = w.quantized
     return q.axis == 1 and takes_rows(q.scheme, tuple(map(int, q.shape)), dtype)
 

@@ -1,8 +1,13 @@
-"""What a product asks of a quantized weight. `ao_lab.tensor.QuantizedTensor` is one; so is whatever has these attributes."""
+"""What a product asks of a quantized weight, and what a product is (`Kernel`).
+
+`ao_lab.tensor.QuantizedTensor` is a weight; so is whatever has these attributes. `kept`: what a product derives of a weight's
+codes, once."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -77,4 +82,54 @@ class QuantizedWeight(Protocol):
         """The dense weight."""
 
 
-__all__ = ["QuantizedWeight", "Storage"]
+Product = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor]
+
+
+UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype."""
+
+    run: Product
+    unsupported_reason: UnsupportedReason
+
+
+#: The attribute of codes that holds what was derived from them, by the names of products.
+ARRANGED = "_arranged"
+
+
+def kept(
+    codes: torch.Tensor, metadata: torch.Tensor, name: str, make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What `make` made for product `name` of these parts; made anew where one of them has changed.
+
+    ValueError where it has to be made while a CUDA graph is captured: memory of the graph would be kept, and its host waits.
+    """
+    all_of_them: dict[str, tuple[Any, torch.Tensor]] = codes.__dict__.setdefault(ARRANGED, {})
+    state = (_version(codes), _version(metadata), codes.data_ptr(), metadata.data_ptr())
+    found = all_of_them.get(name)
+    if found is not None and found[0] == state:
+        return found[1]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"a 2:4 weight is arranged for {name} once, outside of CUDA graphs; run the layer before capture"
+        )
+    made = make()
+    all_of_them[name] = (state, made)
+    return made
+
+
+def forget_arranged(codes: torch.Tensor) -> None:
+    """All that was derived from codes that have changed; tensors do not count changes that an operation of a subclass makes in
+    them."""
+    codes.__dict__.pop(ARRANGED, None)
+
+
+def _version(part: torch.Tensor) -> int:
+    """Changes so far; tensors of inference mode count none."""
+    return -1 if part.is_inference() else part._version
+
+
+__all__ = ["ARRANGED", "Kernel", "Product", "QuantizedWeight", "Storage", "forget_arranged", "kept"]

@@ -27,10 +27,9 @@ one gets that one or ValueError. Nothing is measured here.
   bit.
 * ``reference``: `reference.matmul` of both, on the host, in the recipe's accumulation. Slow; for tests and questions.
 
-A weight in 2:4 storage (`ao_lab.tensor.sparse`) is stored as no kernel of dense codes reads it: `dequantize` and
-`reference` take its dense equivalent. Kernels of its own enter by `ao_lab.gemm.sparse`: `sparse_int4` is the default
-for int4 weights, on Hopper `sparse_wgmma` for int8, float8 and 16-bit elements; cuSPARSELt's is what `ao_lab.tune`
-may choose.
+A weight in 2:4 storage (`ao_lab.tensor.sparse`) is stored as no kernel of dense codes reads it: `dequantize` and `reference`
+take its dense equivalent. Kernels of its own are in `ao_lab.gemm.sparse`: `sparse_int4` is the default for int4 weights, on
+Hopper `sparse_wgmma` for int8, float8 and 16-bit elements; cuSPARSELt's is what `ao_lab.tune` may choose.
 
 A recipe's activation scheme holds where the sum runs along the weight's blocks, as it does in a layer. Other products
 (those that autograd makes for the input's gradient) take the operands as they are.
@@ -38,8 +37,8 @@ A recipe's activation scheme holds where the sum runs along the weight's blocks,
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ from ao_lab.gemm import codes, dense
 from ao_lab.gemm.choices import choices_for, pinned, rows_range, tuned
 from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
 from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
-from ao_lab.gemm.operand import QuantizedWeight
+from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
 from fast.gemm.choose import Range, by_rows, choose, codes_of_layer
 from fast.gemm.families import Family
@@ -56,6 +55,7 @@ from fast.gemm.problem import of_codes, of_preshuffled, of_stored
 from fast.launch.program import Program
 from fast.layers.hadamard import hadamard
 from fast.matmul.preshuffled import layout
+from fast.ops import LATE
 from fast.prepared import (
     ScaledProduct,
     prepared_linear,
@@ -63,19 +63,6 @@ from fast.prepared import (
     prepared_linear_small,
     prepared_scaled_mm,
 )
-
-Product = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None], torch.Tensor]
-
-
-UnsupportedReason = Callable[[QuantizedWeight, torch.dtype], str | None]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A way to compute x @ w + bias, and why it does not take a weight (None: it does) beside inputs of a dtype."""
-
-    run: Product
-    unsupported_reason: UnsupportedReason
 
 
 def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,14 +149,39 @@ def _supports_all(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
     return None
 
 
-#: Every kernel by name, the preferred first.
+def _of_sparse(name: str, module: str, kernel: str) -> Kernel:
+    """A kernel of weights in 2:4 storage, whose module is imported for the first one and takes its place in the table."""
+
+    def imported() -> Kernel:
+        PRODUCTS[name] = getattr(importlib.import_module(module), kernel)
+        return PRODUCTS[name]
+
+    def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        return imported().run(x, w, bias)
+
+    def unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | None:
+        if w.meta.layout != "2:4":
+            return "the weight is not in 2:4 storage"
+        return imported().unsupported_reason(w, dtype)
+
+    return Kernel(run, unsupported_reason)
+
+
+SPARSE_INT4 = "sparse_int4"
+
+
+#: Every kernel by name, the preferred first. Weights in 2:4 storage are stored as no kernel of dense codes reads them.
 PRODUCTS = {
     "int8": Kernel(codes.int8, codes.int8_unsupported_reason),
     "scaled_mm": Kernel(codes.scaled_mm, codes.scaled_mm_unsupported_reason),
     "fused": Kernel(dense.fused, dense.fused_unsupported_reason),
+    SPARSE_INT4: _of_sparse(SPARSE_INT4, "ao_lab.gemm.sparse", "INT4"),
+    "sparse_wgmma": _of_sparse("sparse_wgmma", "ao_lab.gemm.sparse", "WGMMA"),
     "dequantize": Kernel(dequantized, _supports_all),
     "reference": Kernel(dense.reference, _supports_all),
+    "cusparselt": _of_sparse("cusparselt", "ao_lab.gemm.cusparselt", "KERNEL"),
 }
+LATE.update(sparse_wgmma_mm="ao_lab.gemm.sparse", cusparselt_mm="ao_lab.gemm.cusparselt")
 
 
 #: What is called as `prepared.launch(prepared, x, bias)`.

@@ -1,8 +1,4 @@
-"""Products of weights in 2:4 storage, the kernels of `ao_lab.gemm.select.PRODUCTS` that take them;
-`ao_lab.tensor.sparse` imports it.
-
-Each is one `Kernel`, which refuses dense weights (`w.meta.layout != "2:4"`), so that those are chosen among the
-others as before.
+"""Products of weights in 2:4 storage: kernels of `ao_lab.gemm.select.PRODUCTS`, which imports this for the first such weight.
 
 * `sparse_int4` (`fast.linear_sparse_int4`), the default for int4 weights on GPUs. Up to `MOST_ROWS` rows of inputs
   read the codes, metadata, scales and zero points as they are stored, 0.375 bytes an element and what a group has:
@@ -31,9 +27,8 @@ import torch
 
 import fast
 from ao_lab.gemm.codes import quantized_input
-from ao_lab.gemm.operand import QuantizedWeight
-from ao_lab.gemm.select import PRODUCTS, Kernel
-from fast.device import OLDEST, is_traced
+from ao_lab.gemm.operand import Kernel, QuantizedWeight, kept
+from fast.dispatch import OLDEST, is_traced
 from fast.launch.nvrtc import missing_compiler
 from fast.matmul.weights import LONGEST_INT8, one_scale
 from fast.sparsity.linear_sparse import HOPPER, MULTIPLES
@@ -41,22 +36,6 @@ from reference import Scheme
 from reference.sparsity.linear_sparse_int4 import GROUPS, INPUTS
 
 Function = Callable[..., torch.Tensor]
-
-
-def enter(name: str, kernel: Kernel, *, before: str | None = None) -> None:
-    """Add a kernel: behind all others, where `ao_lab.tune` alone chooses it, or `before` one, to be the default in its place.
-
-    A name that is there already stays. KeyError where `before` names no kernel.
-    """
-    if name in PRODUCTS:
-        return
-    names = list(PRODUCTS)
-    place = len(names) if before is None else names.index(before) if before in PRODUCTS else -1
-    if place < 0:
-        raise KeyError(f"no kernel is called {before!r}; there are {', '.join(names)}")
-    later = {one: PRODUCTS.pop(one) for one in names[place:]}
-    PRODUCTS[name] = kernel
-    PRODUCTS.update(later)
 
 
 def traceable(name: str, function: Function, fake: Function) -> Function:
@@ -102,9 +81,6 @@ def shape_reason(w: QuantizedWeight, step: int, *, features: bool) -> str | None
 def kind_of(scheme: Scheme) -> str:
     """What elements of a scheme are multiplied with: int8 with int8, 8-bit floats ("float8") with each other."""
     return f"{scheme.format.kind}{scheme.format.bits}"
-
-
-INT4_NAME = "sparse_int4"
 
 
 #: The most rows of inputs that read the weight as it is stored.
@@ -199,7 +175,7 @@ def int4_run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> 
     return fast.linear_sparse_int4(x, w.codes, metadata, scale, bias, zero)
 
 
-enter(INT4_NAME, Kernel(int4_run, int4_unsupported_reason), before="dequantize")
+INT4 = Kernel(int4_run, int4_unsupported_reason)
 
 
 WGMMA_NAME = "sparse_wgmma"
@@ -288,55 +264,17 @@ def _fake(x: torch.Tensor, codes: torch.Tensor, metadata: torch.Tensor, element:
 product_of = traceable("sparse_wgmma_mm", _product, _fake)
 
 
-enter(WGMMA_NAME, Kernel(wgmma_run, wgmma_unsupported_reason), before="dequantize")
-
-
-#: The attribute of codes that holds it, by the names of products.
-ATTRIBUTE = "_arranged"
-
-
-def kept(
-    codes: torch.Tensor, metadata: torch.Tensor, name: str, make: Callable[[], torch.Tensor]
-) -> torch.Tensor:
-    """What `make` made for product `name` of these parts; made anew where one of them has changed.
-
-    ValueError where it has to be made while a CUDA graph is captured: memory of the graph would be kept, and its host waits.
-    """
-    all_of_them: dict[str, tuple[Any, torch.Tensor]] = codes.__dict__.setdefault(ATTRIBUTE, {})
-    state = (_version(codes), _version(metadata), codes.data_ptr(), metadata.data_ptr())
-    found = all_of_them.get(name)
-    if found is not None and found[0] == state:
-        return found[1]
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            f"a 2:4 weight is arranged for {name} once, outside of CUDA graphs; run the layer before capture"
-        )
-    made = make()
-    all_of_them[name] = (state, made)
-    return made
-
-
-def forget_arranged(codes: torch.Tensor) -> None:
-    """All that was derived from codes that have changed; tensors do not count changes that an operation of a subclass makes in
-    them."""
-    codes.__dict__.pop(ATTRIBUTE, None)
-
-
-def _version(part: torch.Tensor) -> int:
-    """Changes so far; tensors of inference mode count none."""
-    return -1 if part.is_inference() else part._version
+WGMMA = Kernel(wgmma_run, wgmma_unsupported_reason)
 
 
 __all__ = [
-    "INT4_NAME",
+    "INT4",
     "MOST_ROWS",
+    "WGMMA",
     "WGMMA_NAME",
     "device_reason",
-    "enter",
-    "forget_arranged",
     "int4_run",
     "int4_unsupported_reason",
-    "kept",
     "kind_of",
     "shape_reason",
     "traceable",

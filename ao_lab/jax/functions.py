@@ -29,8 +29,7 @@ import reference
 from fast.dispatch import TENSORS, find, maker, remember, scale_parts, settings
 from reference import Quantized, Scales, Scheme
 from reference.arrays.bridges import over_mesh, register_flax_if_imported, register_jax
-from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.namespace import FLOAT_DTYPES, float_input
+from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name, float_input
 from reference.formats.encode import check_mode, check_random_bits
 from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks

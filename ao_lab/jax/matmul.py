@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ao_lab.jax.functions import dequantize, require_array
 from reference import Quantized, decode
-from reference.arrays.errors import DTypeLike, dtype_name
+from reference.arrays.namespace import DTypeLike, dtype_name
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.quantize import unpacked, with_plain_scales
 from reference.schemes.schemes import POWER_RULES, Scheme

@@ -36,7 +36,7 @@ from ao_lab.jax.functions import dequantize, quantize, require_array
 from ao_lab.jax.matmul import DTYPES, Factor, factor, product, transposed_factor
 from reference import Quantized
 from reference.arrays.bridges import automatic, explicit_mesh
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.formats.encode import MASK, MULTIPLIER, ROUNDS, WEYL
 from reference.layers.hadamard import hadamard
 from reference.training.linear import unsupported_reason

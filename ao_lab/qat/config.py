@@ -50,7 +50,7 @@ from ao_lab.config.recipe import Recipe, integer_scheme
 from ao_lab.qat.layers import unsupported_reason
 from ao_lab.transforms.layers import check_model
 from reference import Scales, Scheme
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 
 #: Modules by the names that transformers and the authors' own code give them.
 BLOCKS = r"re:(?:.*\.)?layers\.\d+\..+"

@@ -24,7 +24,7 @@ from ao_lab.sparsity.training.layers import TRAINS_AS, SparseLinear, mask_weight
 from ao_lab.training.casts import own_memory
 from ao_lab.training.layers import CLASSES, RAN, LowPrecisionLinear, autocast_dtype, mark_run
 from ao_lab.transforms.layers import ConvertedModule
-from fast.device import PLAIN, functional_transform
+from fast.dispatch import PLAIN, functional_transform
 from fast.ops import record_name
 from reference import Scales, Scheme
 from reference.arrays.namespace import namespace_of

@@ -33,7 +33,7 @@ from ao_lab.config.recipe import Recipe
 from ao_lab.gemm.select import product
 from ao_lab.tensor.chunked import PIECE, quantized_by_rows
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
-from fast.device import PLAIN, functional_transform, has_kernels, is_traced
+from fast.dispatch import PLAIN, functional_transform, has_kernels, is_traced
 from fast.ops import once_differentiable, record_name
 from fast.quantize import fake_quantize
 from reference import Scales, Scheme

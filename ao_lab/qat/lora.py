@@ -73,7 +73,7 @@ from ao_lab.transforms.layers import (
     refuse_offloaded,
 )
 from ao_lab.transforms.plan import Device, Filter, selection
-from fast.device import functional_transform, is_traced
+from fast.dispatch import functional_transform, is_traced
 from fast.ops import once_differentiable
 
 

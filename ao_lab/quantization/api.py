@@ -36,7 +36,7 @@ from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
 from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
 from ao_lab.tensor.chunked import quantized_weight
-from ao_lab.tensor.preshuffled import for_products
+from ao_lab.tensor.metadata import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse_codes import metadata_of, positive_zeros
@@ -149,7 +149,7 @@ def quantize_(
     by itself where one is the longest; "" takes the whole model as one. offload: inputs wait in host memory. resume: a folder
     that finished blocks are written to; the same call on the model as it was goes on behind them, with the same bits.
 
-    On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.preshuffled`): the same codes and scales in
+    On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.metadata`): the same codes and scales in
     the order in which products of few rows read them.
 
     With `sparsity="2:4"` in the configuration weights that were pruned (`sparsify_` first, so that masks are decided before
@@ -366,7 +366,7 @@ def report_of(model: nn.Module) -> Report:
 
 
 def preshuffle(model: nn.Module) -> bool:
-    """Make of each quantized weight what `ao_lab.tensor.preshuffled.for_products` says; whether any is another one now.
+    """Make of each quantized weight what `ao_lab.tensor.metadata.for_products` says; whether any is another one now.
 
     One after the other, in every place that has it. Tables that are looked up in stay, tied ones
     too, as do weights of layers that train.

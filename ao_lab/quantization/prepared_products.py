@@ -19,7 +19,7 @@ from ao_lab.gemm.select import Prepared, is_tuned, prepared_product
 from ao_lab.tensor.matmul_ops import eager_linear
 from ao_lab.tensor.op_registry import eager_function
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.device import PLAIN, is_transformed
+from fast.dispatch import PLAIN, is_transformed
 from fast.launch.program import ALIGNMENT
 
 #: The most rows that are prepared when they come first; more, which may be a prompt of a length that never comes again, when

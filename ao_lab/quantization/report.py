@@ -21,10 +21,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ao_lab.calibration.result import CALIBRATION, LayerResult
 from ao_lab.config.recipe import SPARSE_KERNELS
-from ao_lab.gemm import sparse
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
-from ao_lab.gemm.select import families_by_rows, inference_keys, select_kernel
+from ao_lab.gemm.select import SPARSE_INT4, families_by_rows, inference_keys, select_kernel
 from ao_lab.tensor.metadata import SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
@@ -271,8 +270,10 @@ def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
         return "fused" if count >= ALL_ROWS else f"fused, up to {count} rows an expert on average"
     # A model of them may lie on the host, where its products raise and reports do not.
     name = named if named in SPARSE_KERNELS else select_kernel(transposed, weight.dtype)
-    if name == sparse.INT4_NAME:
-        return f"{name}, up to {sparse.MOST_ROWS} rows"
+    if name == SPARSE_INT4:
+        from ao_lab.gemm.sparse import MOST_ROWS
+
+        return f"{name}, up to {MOST_ROWS} rows"
     if name == "dequantize" and isinstance(weight, SparseQuantizedTensor) and on_gpu(weight):
         return SLOWER
     if name != "fused":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.sparsity.prune import parse_pattern
 
 #: Scores that read inputs, with what they keep of them; magnitude reads weights alone.

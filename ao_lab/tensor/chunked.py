@@ -22,10 +22,9 @@ import torch
 import fast
 from ao_lab.config.recipe import Recipe
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized, quantized
-from fast.device import is_traced
-from fast.quantize.least_error import refine_float16_scales
+from fast.dispatch import is_traced
 from reference import Quantized, Scales, Scheme
-from reference.quantize.least_error import rounds_scales_to_float16
+from reference.quantize.scales import rounds_scales_to_float16
 
 #: Elements of a piece: its integers fit into a processor's last cache.
 PIECE = 2**20
@@ -47,6 +46,8 @@ def quantized_weight(
     result = quantized_by_rows(x, recipe, axis=axis, input_scales=input_scales, outer=outer)
     if x.is_meta or is_traced(x) or not rounds_scales_to_float16(recipe.weight, x.dtype):
         return result
+    from fast.quantize.least_error import refine_float16_scales
+
     q = refine_float16_scales(x, result.stored)
     return (
         result if q is result.stored else result.remade({**result.parts, "codes": q.codes, "scale": q.scale})

@@ -28,7 +28,7 @@ import torch.distributed._functional_collectives  # enters _wrap_tensor_autograd
 import torch.distributed._state_dict_utils as utils
 from torch._C._distributed_c10d import _resolve_process_group
 
-from ao_lab.gemm.sparse import forget_arranged
+from ao_lab.gemm.operand import forget_arranged
 from ao_lab.tensor import slicing
 from ao_lab.tensor.fsdp import received, sent
 from ao_lab.tensor.metadata import PARTS, PRESHUFFLED

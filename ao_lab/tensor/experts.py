@@ -20,7 +20,7 @@ from ao_lab.gemm.select import product
 from ao_lab.tensor import slicing
 from ao_lab.tensor.metadata import PARTS
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, wrapper
-from fast.device import PLAIN
+from fast.dispatch import PLAIN
 
 aten = torch.ops.aten
 #: What `torch._grouped_mm` multiplies.

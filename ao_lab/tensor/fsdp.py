@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ao_lab.gemm.sparse import forget_arranged
+from ao_lab.gemm.operand import forget_arranged
 from ao_lab.tensor.metadata import PARTS, SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.slicing import block_sizes, has_pieces, is_flat

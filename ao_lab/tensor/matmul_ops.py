@@ -14,7 +14,7 @@ from ao_lab.gemm.select import product, select_product
 from ao_lab.tensor import slicing
 from ao_lab.tensor.op_registry import eager_function, operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.device import PLAIN
+from fast.dispatch import PLAIN
 
 aten = torch.ops.aten
 

@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
-
 Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OPERATIONS: dict[Any, Operation] = {}
 #: The same for operators of other packages, which may not be imported, by name.
@@ -62,26 +59,6 @@ def operation(*operators: Any) -> Callable[[Operation], Operation]:
     return register
 
 
-def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function of the tensor and the other arguments whose results share its memory."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Torch fails to make views of an outer tensor where the subclass makes them of inference mode's kind.
-            if torch.is_inference_mode_enabled() and not args[0].is_inference():
-                with torch.inference_mode(False):
-                    return run(func, args, kwargs)
-            result = function(*args, **kwargs)
-            if type(result) is torch.Tensor:  # dense: a copy, which shares nothing
-                return result
-            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
-
-        operation(*operators)(run)
-        return function
-
-    return register
-
-
 __all__ = [
     "EAGER_FUNCTIONS",
     "NAMED_OPERATIONS",
@@ -90,5 +67,4 @@ __all__ = [
     "eager_function",
     "operation",
     "transformed_function",
-    "view",
 ]

@@ -42,15 +42,16 @@ from ao_lab.tensor.metadata import (
     Meta,
     described,
     meta_from,
+    recipe_reason,
     stored_shape,
+    unsupported_reason,
 )
 from ao_lab.tensor.metadata import swapped as swapped
 from ao_lab.tensor.op_registry import EAGER_FUNCTIONS, NAMED_OPERATIONS, OPERATIONS, TRANSFORMED_FUNCTIONS
-from ao_lab.tensor.preshuffled import recipe_reason, unsupported_reason
 from ao_lab.tensor.sparse_codes import dense_codes, dense_recipe, dense_scheme
 from ao_lab.tensor.torch_changes import ANSWERS, PENDING, make_changes, refuse_files, refuse_onnx
 from ao_lab.tensor.weight_guards import Form, changes_in_place
-from fast.device import is_transformed
+from fast.dispatch import is_transformed
 from fast.layers.hadamard import rotated_back
 from reference import Quantized, Scales, Scheme
 from reference.schemes.schemes import scheme_of

@@ -11,7 +11,6 @@ import torch
 
 import fast
 from ao_lab.config.recipe import Recipe, named, unstorable_recipe
-from ao_lab.gemm import cusparselt as cusparselt  # enters its product, behind those of `gemm.sparse`
 from ao_lab.tensor.chunked import quantized_by_rows
 from ao_lab.tensor.metadata import DTYPES, SPARSE, Meta
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
@@ -25,7 +24,7 @@ from ao_lab.tensor.sparse_codes import (
     sparse_recipe,
     stored_codes,
 )
-from fast.device import is_traced
+from fast.dispatch import is_traced
 from reference import Scales, Scheme
 from reference.schemes.schemes import scheme_of
 from reference.sparsity.compress import PLAIN_ELEMENTS, is_plain

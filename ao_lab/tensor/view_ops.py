@@ -7,25 +7,45 @@ tensor here is a list of its pieces. It can be broadcast, piece by piece as they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import fast
-from ao_lab.gemm.sparse import forget_arranged
+from ao_lab.gemm.operand import forget_arranged
 from ao_lab.tensor import slicing
 from ao_lab.tensor.experts import chosen, gathered, waits
-from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED
-from ao_lab.tensor.op_registry import operation, view
-from ao_lab.tensor.preshuffled import moved_to_gpu, stays
+from ao_lab.tensor.metadata import DTYPES, PARTS, PRESHUFFLED, moved_to_gpu, stays
+from ao_lab.tensor.op_registry import operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
 from ao_lab.tensor.sparse import stored_like
 from fast.layers.hadamard import hadamard
 from reference import Scales
 
 aten = torch.ops.aten
+
+
+def view(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function of the tensor and the other arguments whose results share its memory."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Torch fails to make views of an outer tensor where the subclass makes them of inference mode's kind.
+            if torch.is_inference_mode_enabled() and not args[0].is_inference():
+                with torch.inference_mode(False):
+                    return run(func, args, kwargs)
+            result = function(*args, **kwargs)
+            if type(result) is torch.Tensor:  # dense: a copy, which shares nothing
+                return result
+            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
+
+        operation(*operators)(run)
+        return function
+
+    return register
 
 
 @view(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
@@ -41,7 +61,7 @@ def _clone(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @operation(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Another device moves the parts, preshuffled there if that is quicker (`ao_lab.tensor.preshuffled`); another dtype is that
+    """Another device moves the parts, preshuffled there if that is quicker (`ao_lab.tensor.metadata`); another dtype is that
     of the dense tensor: codes and scales stay."""
     t, device = args[0], kwargs.get("device")
     dtype = kwargs.get("dtype") or t.dtype

@@ -13,8 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.namespace import FLOAT_DTYPES
+from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name
 from reference.formats.formats import Format, format_of
 
 Array = np.ndarray[Any, Any]

@@ -36,8 +36,7 @@ except ModuleNotFoundError:
 
 from ao_lab.testing.bits import assert_same_bits, assert_same_quantized, bits_of
 from ao_lab.testing.samples import FILLS, FINITE_KINDS, KINDS, Array, Layout, Shape, fill, signed, ties
-from reference.arrays.errors import DTypeLike
-from reference.arrays.namespace import namespace_of
+from reference.arrays.namespace import DTypeLike, namespace_of
 from reference.formats.formats import Format
 from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import Scheme, scheme_of

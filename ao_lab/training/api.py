@@ -28,7 +28,7 @@ from ao_lab.training.layers import (
 from ao_lab.training.products import PRODUCTS
 from ao_lab.transforms.layers import check_model, is_experts, is_linear, routers, shorten
 from ao_lab.transforms.plan import REFUSED, Filter, Selection, all_or_none, check_called
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.training.recipe import Recipe, recipe_of
 
 

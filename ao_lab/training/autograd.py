@@ -36,7 +36,7 @@ from ao_lab.training.dequantized import DRAWS, dequantized_linear, serves
 from ao_lab.training.products import is_captured, product
 from ao_lab.training.reuse import Step, complete
 from ao_lab.training.reuse import find as prepared_step
-from fast.device import PLAIN
+from fast.dispatch import PLAIN
 from fast.layers.column_sums import column_sums
 from fast.ops import once_differentiable
 from reference.training.recipe import PRODUCTS, Operand, Product, Recipe

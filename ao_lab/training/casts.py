@@ -12,7 +12,7 @@ import torch
 
 import fast
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from fast.device import has_kernels
+from fast.dispatch import has_kernels
 from fast.layers.hadamard import hadamard
 from reference import Quantized, Scales, Scheme
 from reference.formats.encode import random_bits

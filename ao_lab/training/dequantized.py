@@ -17,8 +17,7 @@ from torch.nn.functional import linear
 
 from ao_lab.training.casts import STREAMS, reads_once
 from ao_lab.training.products import has_fp8
-from fast.device import PLAIN, has_kernels
-from fast.dispatch import settings
+from fast.dispatch import PLAIN, has_kernels, settings
 from fast.layers.column_sums import column_sums
 from fast.layers.hadamard import mixed_codes, mixed_values
 from fast.ops import once_differentiable

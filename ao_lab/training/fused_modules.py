@@ -45,12 +45,12 @@ from ao_lab.training.layers import LowPrecisionLinear, autocast_dtype, mark_run
 from ao_lab.training.products import product
 from ao_lab.training.reuse import forget_copies
 from ao_lab.transforms.layers import is_linear
-from fast.device import PLAIN
+from fast.dispatch import PLAIN
 from fast.layers.attention import rotary
 from fast.layers.column_sums import column_sums
 from fast.layers.swiglu import swiglu_vjp
 from fast.ops import once_differentiable
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.training.recipe import Recipe
 
 

@@ -21,7 +21,7 @@ from ao_lab.training.autograd import (
     training_linear,
 )
 from ao_lab.transforms.layers import ConvertedModule
-from fast.device import PLAIN
+from fast.dispatch import PLAIN
 from fast.ops import constant_result
 from reference.training.linear import multiple_of
 from reference.training.recipe import Operand, Recipe

@@ -33,8 +33,7 @@ import torch
 from ao_lab.gemm import choices
 from ao_lab.training.products import FLOAT8, is_captured, is_one_scale, select_product, stand_in
 from fast import dispatch
-from fast.device import PLAIN, has_kernels, is_transformed
-from fast.dispatch import Function
+from fast.dispatch import PLAIN, Function, has_kernels, is_transformed
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.quantize.quantize import QUANTIZE, QUANTIZE_TURNED
 from fast.quantize.rowwise_colwise import QUANTIZE_BOTH

@@ -28,7 +28,7 @@ from ao_lab.tuning.measure import (
     timings,
 )
 from ao_lab.tuning.samples import ExpertsSample, Sample, ServingSample, TrainingSample
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.training.recipe import PRODUCTS, Recipe
 
 # Which of the measured candidates is chosen.

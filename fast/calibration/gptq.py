@@ -18,7 +18,7 @@ from fast.calibration.arrays import numpy_of, numpy_scales, torch_quantized
 from fast.calibration.hessian import checked_hessian, factor_on_device
 from fast.calibration.inputs import float_tensor
 from fast.calibration.search import check_weights, search_scales_on_device
-from fast.device import has_kernels
+from fast.dispatch import has_kernels
 from fast.quantize.quantize import quantize
 from reference import GPTQResult, Scales, Scheme
 from reference.arrays.bridges import to_torch

@@ -15,7 +15,7 @@ import torch
 
 import reference
 from fast.calibration.inputs import check_finite, float_tensor
-from fast.device import has_kernels
+from fast.dispatch import has_kernels
 from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import choose_scales, dequantize, quantize
 from reference.arrays.bridges import to_numpy, to_torch

@@ -22,8 +22,7 @@ from fast.kernels.sm90.fp4_fp6 import side_by_side
 from fast.kernels.sm90.integers import load_quads, store_quads
 from fast.launch.call import Call
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
-from reference.arrays.errors import choice
-from reference.arrays.namespace import namespace_of
+from reference.arrays.namespace import choice, namespace_of
 from reference.formats.encode import check_mode, check_overflow, check_random_bits
 from reference.formats.formats import Format, format_of
 from reference.formats.storage import packed_shape

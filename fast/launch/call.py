@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fast import dispatch
-from fast.device import PLAIN
+from fast.dispatch import PLAIN
 from fast.launch import direct
 from fast.launch.cuda import CudaLaunch
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, Signature, interpreted

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fast.device import is_traced
-from fast.dispatch import Function, execute, run
+from fast.dispatch import Function, execute, is_traced, run
 from fast.ops import register
 
 #: Elements of the smallest matrix that kernels sum, others torch: of fewer two launches take longer than one.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fast.device import has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_traced, is_transformed
 
 
 def gather_transposed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

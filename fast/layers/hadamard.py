@@ -15,7 +15,7 @@ from math import sqrt
 
 import torch
 
-from fast.device import has_kernels, is_traced
+from fast.dispatch import has_kernels, is_traced
 from fast.quantize.fake_quantize import fake_quantize
 from fast.quantize.quantize import quantize
 from reference import Quantized, Scheme

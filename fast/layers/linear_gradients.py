@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fast.device import has_kernels, is_traced, is_transformed
-from fast.dispatch import Function, execute, run, wants_gradient
+from fast.dispatch import Function, execute, has_kernels, is_traced, is_transformed, run, wants_gradient
 from fast.gemm.choose import APART, BESIDE, EPILOGUE, gradients
 from fast.layers.column_sums import COLUMN_SUMS, column_sums, covers
 from fast.ops import register

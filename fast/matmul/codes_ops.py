@@ -16,7 +16,7 @@ from fast.layers.column_sums import column_sums
 from fast.matmul.weights import check_codes, check_weight, has_float_inputs, refuse_scale_gradients, weight_of
 from fast.ops import record_name, register
 from reference import Quantized
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.matmul.exact import RESULTS
 from reference.matmul.linear import check_linear
 from reference.quantize.quantize import check_quantized

@@ -20,7 +20,7 @@ import reference
 from fast.dispatch import Function, execute, require_tensor, run
 from fast.ops import constant_result, no_gradient, record_name, register
 from reference import Quantized
-from reference.arrays.errors import DTypeLike, spelled
+from reference.arrays.namespace import DTypeLike, spelled
 from reference.schemes.schemes import record_of
 
 #: Tensors of an operand: a tensor alone, or codes, scale, outer scale and zero point.

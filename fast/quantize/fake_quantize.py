@@ -14,8 +14,16 @@ import torch
 
 import reference
 from fast import dispatch
-from fast.device import has_kernels, is_traced, is_transformed
-from fast.dispatch import Function, execute, require_tensor, run, wants_gradient
+from fast.dispatch import (
+    Function,
+    execute,
+    has_kernels,
+    is_traced,
+    is_transformed,
+    require_tensor,
+    run,
+    wants_gradient,
+)
 from fast.ops import given_of, in_own_memory, no_gradient, once_differentiable, record_name, register
 from fast.quantize.quantize import GIVEN, Operands, Values, given, operands_of, parts_of
 from reference import Scales, Scheme

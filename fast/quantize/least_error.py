@@ -15,8 +15,8 @@ from reference.quantize.least_error import (
     STEP,
     errors_decide,
     exact_record,
-    rounds_scales_to_float16,
 )
+from reference.quantize.scales import rounds_scales_to_float16
 
 
 def refine_float16_scales(x: torch.Tensor, q: Quantized) -> Quantized:

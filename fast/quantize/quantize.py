@@ -11,8 +11,7 @@ import reference
 from fast.dispatch import PARTS, Function, execute, require_tensor, run, scale_parts, settings
 from fast.ops import constant_record, given_of, record_name, register
 from reference import Quantized, Scales, Scheme
-from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.namespace import FLOAT_DTYPES
+from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name
 from reference.formats.storage import packed_shape, storage_dtype
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized, with_plain_scales, with_tiled_scales

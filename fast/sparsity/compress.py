@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.device import is_traced, is_transformed
-from fast.dispatch import Function, execute, run, scale_parts
+from fast.dispatch import Function, execute, is_traced, is_transformed, run, scale_parts
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange
 from fast.kernels.sm90_sparse24_gemm.bits import OCTET, packed_shape, unpack_bits
 from fast.ops import given_of, record_name, register

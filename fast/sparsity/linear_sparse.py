@@ -16,7 +16,7 @@ import reference
 from fast.dispatch import Function, execute, run
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange, count_undefined, restore, shape_of
 from fast.ops import no_gradient, register
-from reference.arrays.errors import DTypeLike, dtype_name
+from reference.arrays.namespace import DTypeLike, dtype_name
 from reference.matmul.exact import RESULTS
 from reference.sparsity.linear_sparse import check
 

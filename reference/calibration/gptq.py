@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.errors import choice
-from reference.arrays.namespace import Namespace, namespace_of
+from reference.arrays.namespace import Namespace, choice, namespace_of
 from reference.calibration.hessian import (
     LARGEST,
     Matrix,

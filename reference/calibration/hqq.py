@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import choice
-from reference.arrays.namespace import namespace_of
+from reference.arrays.namespace import choice, namespace_of
 from reference.calibration.inputs import LARGEST, Matrix, tree_sum, weight_matrix
 from reference.formats.storage import load, store
 from reference.quantize.blocks import Blocks

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.namespace import FLOAT_DTYPES, float_input, namespace_of
+from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name, float_input, namespace_of
 from reference.arrays.softfloat import float32_bits
-from reference.formats.arithmetic import to_dtype_bits
+from reference.formats.encode import to_dtype_bits
 
 Matrix = npt.NDArray[np.float64]
 #: The largest float32.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.calibration.inputs import check_finite, float_array
 from reference.formats.formats import FORMATS, format_of
 from reference.quantize.scales import choose_scales

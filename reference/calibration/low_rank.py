@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reference.arrays.errors import DTypeLike
+from reference.arrays.namespace import DTypeLike
 from reference.calibration.inputs import Matrix, check_finite, rounded, second_moments, weight_matrix
 from reference.quantize.quantize import dequantize
 from reference.quantize.stored import Quantized

@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import Array, Namespace, float_input
-from reference.formats.arithmetic import Arithmetic
-from reference.formats.encode import encode_table, fits_table, odd_halves
+from reference.formats.encode import Arithmetic, encode_table, fits_table, odd_halves
 from reference.formats.formats import Format
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import (

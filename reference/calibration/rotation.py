@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import DTypeLike
+from reference.arrays.namespace import DTypeLike
 from reference.calibration.hadamard_matrices import hadamard_matrix, split_length
 from reference.calibration.inputs import Matrix, float_array, rounded
 from reference.layers.hadamard import signs

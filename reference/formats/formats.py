@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.errors import choice, lookup
+from reference.arrays.namespace import choice, lookup
 
 # What makes a `Format` one: its fields fit its kind, and every value is exact in float32; ValueError or TypeError where not.
 

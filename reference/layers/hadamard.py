@@ -19,7 +19,7 @@ import numpy as np
 from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import SIGN, add, bits_of, float32_bits, multiply
-from reference.formats.arithmetic import to_dtype_bits
+from reference.formats.encode import to_dtype_bits
 
 #: Transformer Engine's signs of 16 elements (common/hadamard_transform): the same for all layers and steps.
 SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

@@ -27,7 +27,7 @@ from typing import Any
 from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input
 from reference.arrays.softfloat import add, bits_of, divide, float32_bits, multiply, square_root, subtract
-from reference.formats.arithmetic import Arithmetic, to_dtype_bits
+from reference.formats.encode import Arithmetic, to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.quantize.scales import tree_sum
 from reference.schemes.schemes import Scheme

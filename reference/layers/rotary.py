@@ -18,7 +18,7 @@ from typing import Any
 from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import SIGN, add, float32_bits, multiply
-from reference.formats.arithmetic import to_dtype_bits
+from reference.formats.encode import to_dtype_bits
 from reference.layers.normalize import DTYPES
 
 

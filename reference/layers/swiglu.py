@@ -32,8 +32,7 @@ import numpy.typing as npt
 from reference.arrays.bridges import bridged
 from reference.arrays.namespace import Array, Namespace, check_companion, float_input, int32_of
 from reference.arrays.softfloat import add, float32_bits, multiply
-from reference.formats.arithmetic import to_dtype_bits
-from reference.formats.encode import decode, encode
+from reference.formats.encode import decode, encode, to_dtype_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.schemes.schemes import Scheme
 

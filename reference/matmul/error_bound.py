@@ -43,8 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import DTypeLike, choice, dtype_name
-from reference.arrays.namespace import Array, namespace_of
+from reference.arrays.namespace import Array, DTypeLike, choice, dtype_name, namespace_of
 from reference.matmul.exact import F64, RESULTS, exact_matmul
 from reference.matmul.matmul import ACCUMULATIONS, bias_of, block_step, operands_of, tensor_core
 from reference.matmul.operands import Operand, format_of_operand, from_host

@@ -32,8 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.namespace import Array, as_array, namespace_of
+from reference.arrays.namespace import Array, DTypeLike, as_array, dtype_name, namespace_of
 from reference.matmul.error_bound import UNDERFLOW, UPWARD, float32_error, of_library, rounding_error
 from reference.matmul.exact import F64, RESULTS
 from reference.matmul.matmul import bias_of, matmul, operands_of

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import DTypeLike, choice, dtype_name
-from reference.arrays.namespace import Array, namespace_of
+from reference.arrays.namespace import Array, DTypeLike, choice, dtype_name, namespace_of
 from reference.matmul.exact import F64, RESULTS, exact_matmul, round_result
 from reference.matmul.operands import INTEGERS, Operand, format_of_operand, from_host, operand_of, to_host
 from reference.matmul.tensor_core_model import (

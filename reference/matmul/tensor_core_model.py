@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.matmul.exact import F64, special_values
 
 ROUNDINGS = ("toward_zero", "down", "nearest_even")

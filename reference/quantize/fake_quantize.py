@@ -20,8 +20,7 @@ import numpy as np
 from reference.arrays.bridges import bridged, over_mesh
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import MAGNITUDE, SIGN, bits_of, float32_bits, multiply
-from reference.formats.arithmetic import Arithmetic, to_dtype_bits
-from reference.formats.encode import MARK, check_mode
+from reference.formats.encode import MARK, Arithmetic, check_mode, to_dtype_bits
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import block_values, block_words, dequantize, element_codes, quantize
 from reference.quantize.scales import Chosen, check_scales, choose, given_scales, tree_sum, usable

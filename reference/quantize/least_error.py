@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from reference.arrays.bridges import bridged
-from reference.arrays.errors import DTypeLike, spelled
 from reference.arrays.namespace import Array, Namespace, float_input
 from reference.arrays.softfloat import bits_of, float32_bits, multiply, subtract
 from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
 from reference.quantize.quantize import check_quantized, dequantize, quantize
-from reference.quantize.scales import choose, tree_sum
+from reference.quantize.scales import choose, rounds_scales_to_float16, tree_sum
 from reference.quantize.stored import Quantized, Scales
 from reference.schemes.schemes import Scheme
 
@@ -63,13 +62,6 @@ def refine_float16_scales(x: Any, q: Quantized) -> Quantized:
         smaller = _errors(ns, x, q, below, blocks) < _errors(ns, x, q, above, blocks)
         scale = ns.where(smaller, below, above)
     return _with_scales(ns, x, q, scale, blocks)
-
-
-def rounds_scales_to_float16(scheme: Scheme, dtype: DTypeLike) -> bool:
-    """Whether scales of a tensor of this dtype are rounded to float16 and kept so; no zero points, one level of scales."""
-    scale = scheme.scale
-    plain = scheme.outer is None and scheme.zero is None and scale.stored == "decode"
-    return plain and scale.compute == "input" and scale.storage == "float32" and spelled(dtype) == "float16"
 
 
 def errors_decide(q: Quantized) -> bool:
@@ -116,4 +108,4 @@ def _errors(ns: Namespace, x: Array, q: Quantized, scale: Array, blocks: Blocks)
     return tree_sum(ns, blocks.split(ns, multiply(ns, off, off), zeros=True))
 
 
-__all__ = ["errors_decide", "exact_record", "refine_float16_scales", "rounds_scales_to_float16"]
+__all__ = ["errors_decide", "exact_record", "refine_float16_scales"]

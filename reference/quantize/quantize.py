@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from reference.arrays.bridges import bridged
-from reference.arrays.errors import DTypeLike, dtype_name
 from reference.arrays.namespace import (
     FLOAT_DTYPES,
     Array,
+    DTypeLike,
     Namespace,
     code_input,
     codes_of,
+    dtype_name,
     float_input,
     int32_of,
     namespace_of,
@@ -44,10 +45,10 @@ from reference.arrays.softfloat import (
     is_nan,
     normalized,
 )
-from reference.formats.arithmetic import Arithmetic, to_dtype_bits
 from reference.formats.encode import (
     CHUNK,
     SLAB,
+    Arithmetic,
     check_mode,
     check_random_bits,
     clamp_integer,
@@ -59,6 +60,7 @@ from reference.formats.encode import (
     odd_halves,
     round_to_integer,
     run_in_slabs,
+    to_dtype_bits,
 )
 from reference.formats.formats import Format
 from reference.formats.storage import pack, packed_shape, unpack

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from reference.arrays.bridges import bridged
-from reference.arrays.namespace import Array, Namespace, float_input, namespace_of
+from reference.arrays.namespace import Array, DTypeLike, Namespace, float_input, namespace_of, spelled
 from reference.arrays.softfloat import (
     INFINITY,
     LARGEST,
@@ -36,7 +36,7 @@ from reference.arrays.softfloat import (
     order_key,
     subtract,
 )
-from reference.formats.arithmetic import Arithmetic
+from reference.formats.encode import Arithmetic
 from reference.formats.formats import FORMATS, Format
 from reference.formats.storage import load, storage_dtype, store, store_codes
 from reference.quantize.blocks import Blocks
@@ -219,6 +219,13 @@ def scale_groups(blocks: Blocks, outer: Scale, scheme: Scheme) -> Blocks:
             f"scheme {scheme.name}: a tensor of shape {blocks.shape} has {blocks.scale_shape[0]} scales, and its second "
             f"level takes them in full blocks of {outer.block}; pad the tensor, or use nf4, which allows a short last block"
         ) from error
+
+
+def rounds_scales_to_float16(scheme: Scheme, dtype: DTypeLike) -> bool:
+    """Whether scales of a tensor of this dtype are rounded to float16 and kept so; no zero points, one level of scales."""
+    scale = scheme.scale
+    plain = scheme.outer is None and scheme.zero is None and scale.stored == "decode"
+    return plain and scale.compute == "input" and scale.storage == "float32" and spelled(dtype) == "float16"
 
 
 def floored(ns: Namespace, bits: Array, record: Scale, dtype: str) -> Array:

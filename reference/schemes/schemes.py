@@ -24,7 +24,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, TypeVar
 
-from reference.arrays.errors import choice, lookup
+from reference.arrays.namespace import choice, lookup
 from reference.formats.encode import MODES, OVERFLOWS
 from reference.formats.formats import BUILT_IN as BUILT_IN_FORMATS
 from reference.formats.formats import FORMATS, Format, format_name, format_of

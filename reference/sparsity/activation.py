@@ -35,8 +35,7 @@ from reference.arrays.softfloat import (
     multiply,
     order_key,
 )
-from reference.formats.arithmetic import to_dtype_bits
-from reference.formats.encode import encode
+from reference.formats.encode import encode, to_dtype_bits
 from reference.formats.formats import Format
 from reference.sparsity.compress import is_traced
 from reference.sparsity.prune import NAN_KEY, check_groups, float_weights, rank_in_groups

@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.errors import choice
-from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
+from reference.arrays.namespace import Array, Namespace, as_array, choice, namespace_of
 from reference.sparsity.compress import is_traced, pack_metadata, unpack_metadata
 
 Index = npt.NDArray[np.int32]

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import DTypeLike, dtype_name
-from reference.arrays.namespace import Array, as_array, namespace_of
+from reference.arrays.namespace import Array, DTypeLike, as_array, dtype_name, namespace_of
 from reference.matmul.error_bound import (
     UNDERFLOW,
     UPWARD,

@@ -66,7 +66,7 @@ from reference.arrays.softfloat import (
     multiply,
     square_root,
 )
-from reference.formats.arithmetic import to_dtype_bits
+from reference.formats.encode import to_dtype_bits
 from reference.quantize.blocks import normalize_axis
 from reference.quantize.scales import tree_sum
 

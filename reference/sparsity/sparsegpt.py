@@ -43,7 +43,7 @@ from reference.calibration.hessian import (
     not_positive_definite,
     upper_factor,
 )
-from reference.formats.arithmetic import to_dtype_bits
+from reference.formats.encode import to_dtype_bits
 from reference.quantize.fake_quantize import fake_quantize
 from reference.quantize.scales import choose_scales
 from reference.quantize.stored import Scales

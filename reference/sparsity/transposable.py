@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from reference.arrays.bridges import bridged
-from reference.arrays.errors import choice
-from reference.arrays.namespace import Array, Namespace, as_array, namespace_of
+from reference.arrays.namespace import Array, Namespace, as_array, choice, namespace_of
 from reference.arrays.softfloat import INFINITY, MAGNITUDE, add, float32_bits
 from reference.sparsity.compress import Compressed, compress
 from reference.sparsity.prune import NAN_KEY, float_weights, rank_in_groups

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.errors import choice
-from reference.arrays.namespace import Array, Namespace, check_plain, float_input, namespace_of
+from reference.arrays.namespace import Array, Namespace, check_plain, choice, float_input, namespace_of
 from reference.formats.encode import random_bits
 from reference.quantize.quantize import Quantized, quantize
 from reference.training.linear import operand, product

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
-from reference.arrays.errors import choice
-from reference.arrays.namespace import Array, float_input, namespace_of
+from reference.arrays.namespace import Array, choice, float_input, namespace_of
 from reference.formats.encode import random_bits
 from reference.layers.hadamard import hadamard
 from reference.matmul.linear import transposed

@@ -49,7 +49,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from reference.arrays.errors import choice, lookup
+from reference.arrays.namespace import choice, lookup
 from reference.schemes.schemes import POWER_RULES, SCHEMES, Scheme
 
 #: Every recipe by name, filled below.

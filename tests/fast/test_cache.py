@@ -11,7 +11,7 @@ import torch
 
 import fast
 import reference
-from fast import device, dispatch
+from fast import dispatch
 from fast.launch import direct
 from reference import FORMATS, SCHEMES, Scales
 from tests.fast.kernels.compiling.recorded_launches import Flat, Recorded
@@ -50,12 +50,12 @@ def test_builds_for_rocm_have_no_kernels(monkeypatch):
     """An MI300 reports a compute capability of (9, 4); what we compile is for NVIDIA GPUs."""
     monkeypatch.setattr(torch.version, "hip", "6.2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 4))
-    device._reason.cache_clear()
+    dispatch._reason.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="this build of torch is for ROCm"):
-            assert "ROCm" in device._reason(0)
+            assert "ROCm" in dispatch._reason(0)
     finally:
-        device._reason.cache_clear()
+        dispatch._reason.cache_clear()
 
 
 ROWS, COLUMNS = 256, 128

@@ -39,7 +39,6 @@ SHARED_PREFIXES = {
 }
 #: Modules of the specification whose tests do not stand in tests/reference/<folder>/test_<module>.py, and where they do.
 TESTED_BY = {
-    "formats.arithmetic": "formats/test_rounding.py",
     "layers.hadamard": "training/test_linear.py",
     "lazy": "../repo/test_public_names.py",
     "layers.rotary": "layers/test_gradients.py",

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ao_lab.sparsity.config import SparsityConfig, is_number
-from reference.arrays.errors import choice
+from reference.arrays.namespace import choice
 from reference.sparsity.prune import LARGEST_DECAY
 
 # Which phase of a sparse training a number of steps is in, and when masks are found.

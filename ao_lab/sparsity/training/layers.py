@@ -49,7 +49,7 @@ from ao_lab.sparsity.training.masks import (
 )
 from ao_lab.sparsity.training.products import PRODUCTS
 from ao_lab.transforms.layers import ConvertedModule
-from fast.device import functional_transform
+from fast.dispatch import functional_transform
 from fast.kernels.sm90_sparse24_gemm.bits import unpack_bits
 from fast.ops import once_differentiable
 from fast.sparsity.compress import masked

@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from fast.device import is_traced, is_transformed
-from fast.dispatch import execute
+from fast.dispatch import execute, is_traced, is_transformed
 from fast.layers.column_sums import column_sums
 from fast.layers.linear_gradients import beside_work, weight_and_bias_gradients
 from fast.sparsity.compress import DTYPES, compress_masked, masked

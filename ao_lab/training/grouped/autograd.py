@@ -24,7 +24,7 @@ import fast
 from ao_lab.training.autograd import is_drawn, new_seed, tuned_recipe
 from ao_lab.training.casts import Matrix, joined, of_record, parts, quantize_one, quantized, words
 from ao_lab.training.grouped.products import Columns, columns_product, rows_product
-from fast.device import has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_traced, is_transformed
 from fast.layers.gather import gather_transposed
 from fast.layers.hadamard import hadamard
 from fast.ops import derived, once_differentiable

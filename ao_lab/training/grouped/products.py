@@ -21,7 +21,7 @@ from ao_lab.gemm.choices import tuned
 from ao_lab.gemm.codes import STEP
 from ao_lab.training.casts import Matrix, quantized
 from ao_lab.training.products import capability, is_one_scale, values, without_autocast
-from fast.device import has_kernels, is_traced, is_transformed
+from fast.dispatch import has_kernels, is_traced, is_transformed
 from reference import Quantized
 from reference.training.recipe import Operand, Product
 

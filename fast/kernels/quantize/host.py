@@ -20,8 +20,7 @@ from fast.kernels.quantize.plan import Pass, Plan, Problem
 from fast.launch.call import FLOAT_NAMES, Call
 from fast.launch.launcher import ALIGNMENT, CompiledLaunch, interpreted, same_device
 from reference import Quantized, Scales
-from reference.arrays.errors import choice
-from reference.arrays.namespace import namespace_of
+from reference.arrays.namespace import choice, namespace_of
 from reference.formats.encode import check_mode, check_random_bits
 from reference.formats.storage import packed_shape
 from reference.quantize.blocks import Blocks

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fast.device import is_traced
+from fast.dispatch import is_traced
 from fast.scale_factors import (
     BLOCK,
     LEAST,

@@ -1,38 +1,34 @@
-"""Where kernels of 2:4 weights enter the table of products."""
+"""Kernels of 2:4 weights in the table of products, and what several of them ask."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ao_lab import SparseQuantizedTensor
-from ao_lab.gemm.select import PRODUCTS, Kernel
-from ao_lab.gemm.sparse import device_reason, enter, kind_of
+from ao_lab.gemm.sparse import device_reason, kind_of
 from reference import SCHEMES
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    before = dict(PRODUCTS)
-    yield
-    PRODUCTS.clear()
-    PRODUCTS.update(before)
-
-
-def test_kernels_enter_behind_all_others_or_before_one():
-    assert SparseQuantizedTensor.__module__.startswith("ao_lab.tensor.")  # which enters them
-    names = list(PRODUCTS)
-    assert names[-4:] == ["sparse_wgmma", "dequantize", "reference", "cusparselt"]
-    kernel = Kernel(PRODUCTS["dequantize"].run, lambda w, dtype: "never")
-    enter("late", kernel)
-    enter("early", kernel, before="dequantize")
-    place = names.index("dequantize")
-    assert list(PRODUCTS) == [*names[:place], "early", *names[place:], "late"]
-    enter("early", PRODUCTS["reference"])
-    assert PRODUCTS["early"] is kernel
-    with pytest.raises(KeyError, match="no kernel is called 'other'"):
-        enter("another", kernel, before="other")
-    assert "another" not in PRODUCTS
+def test_kernels_of_sparse_weights_stand_before_those_that_take_all_and_are_imported_for_such_a_weight():
+    program = """
+import sys, torch, ao_lab
+from ao_lab.gemm.select import PRODUCTS, select_kernel
+config = ao_lab.Int4WeightOnlyConfig(group_size=32)
+w = ao_lab.quantized(torch.randn(64, 64), config.recipe())
+assert list(PRODUCTS)[-5:] == ["sparse_int4", "sparse_wgmma", "dequantize", "reference", "cusparselt"]
+reasons = {PRODUCTS[name].unsupported_reason(w.t(), torch.bfloat16) for name in ("sparse_int4", "sparse_wgmma", "cusparselt")}
+print(reasons, "ao_lab.gemm.sparse" in sys.modules)
+w = ao_lab.quantized_compressed(torch.randn(64, 32).repeat_interleave(2, 1) * torch.tensor([1, 0] * 32), config.recipe())
+select_kernel(w.t(), torch.bfloat16)
+import ao_lab.gemm.sparse
+print(PRODUCTS["sparse_int4"] is ao_lab.gemm.sparse.INT4, PRODUCTS["sparse_wgmma"] is ao_lab.gemm.sparse.WGMMA)
+print(torch.ops.ao_lab.cusparselt_mm)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    told = ["{'the weight is not in 2:4 storage'} False", "True True", "ao_lab.cusparselt_mm"]
+    assert done.stdout.splitlines() == told, done.stderr
 
 
 @pytest.mark.parametrize(

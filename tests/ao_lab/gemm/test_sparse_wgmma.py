@@ -15,6 +15,7 @@ import reference
 from ao_lab import Recipe, explain, quantized, quantized_compressed, tune
 from ao_lab.gemm import select, sparse
 from ao_lab.gemm.choices import forget
+from ao_lab.gemm.operand import ARRANGED
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES
 from tests.support.quantized_weights import pruned, same
@@ -159,13 +160,13 @@ def test_what_is_kept_is_not_saved(kernels):
     before = io.BytesIO()
     torch.save(w, before)
     sparse.wgmma_run(inputs(1), w.t(), None)
-    assert w.codes.__dict__[sparse.ATTRIBUTE].keys() == {"sparse_wgmma"}
+    assert w.codes.__dict__[ARRANGED].keys() == {"sparse_wgmma"}
     after = io.BytesIO()
     torch.save(w, after)
     assert len(after.getvalue()) == len(before.getvalue())
     after.seek(0)
     for other in (torch.load(after, weights_only=True), w.clone()):
-        assert sparse.ATTRIBUTE not in other.codes.__dict__
+        assert ARRANGED not in other.codes.__dict__
         assert same(other.dequantize(), w.dequantize())
 
 
@@ -205,7 +206,7 @@ def test_compiled_programs(kernels, monkeypatch):
         with torch.no_grad():
             found = torch.compile(linear, fullgraph=True, backend="aot_eager")(x, w)
             assert same(found, linear(x, w))
-        assert "sparse_wgmma" in w.codes.__dict__[sparse.ATTRIBUTE]
+        assert "sparse_wgmma" in w.codes.__dict__[ARRANGED]
 
 
 def test_the_operator():

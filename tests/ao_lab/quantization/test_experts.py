@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-import ao_lab.tensor.preshuffled as rule
+import ao_lab.tensor.metadata as rule
 from ao_lab import QuantizedTensor, SchemeConfig, quantize_
 from ao_lab.gemm import dense as fused
 from ao_lab.gemm import select

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import ao_lab
 import ao_lab.quantization.report as report
-import ao_lab.tensor.preshuffled as rule
+import ao_lab.tensor.metadata as rule
 from ao_lab import (
     QuantizedTensor,
     Recipe,
@@ -40,7 +40,7 @@ from fast.matmul.preshuffled.grouped import grouped_linear_small
 from fast.matmul.preshuffled.linear import ALL_ROWS, linear_small, rows_as_stored
 from reference import SCHEMES
 from tests.ao_lab.gemm.capability import set_capability
-from tests.ao_lab.tensor.test_preshuffled import BF16, ENDS, EXPERTS, LAYOUT, dense, pair, with_inputs
+from tests.ao_lab.tensor.test_metadata import BF16, ENDS, EXPERTS, LAYOUT, dense, pair, with_inputs
 
 CONFIGS = {
     "int8 by int4": lambda: ao_lab.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ao_lab import QuantizedTensor, Recipe, quantized
-from ao_lab.gemm.sparse import kept
+from ao_lab.gemm.operand import kept
 from ao_lab.tensor.metadata import PARTS, described, meta_from
 from reference import SCHEMES, Scales
 from tests.support.quantized_weights import STORED, same, specified, stored, weight

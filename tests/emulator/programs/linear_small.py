@@ -17,7 +17,7 @@ import reference
 from ao_lab.config.recipe import Recipe, named
 from ao_lab.gemm import dense as expert_products
 from ao_lab.gemm import select
-from ao_lab.tensor.preshuffled import unsupported_reason
+from ao_lab.tensor.metadata import unsupported_reason
 from ao_lab.tensor.quantized_tensor import from_quantized, quantized
 from ao_lab.testing.strategies import assert_same_bits
 from fast import dispatch

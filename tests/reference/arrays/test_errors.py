@@ -13,7 +13,7 @@ import reference
 from ao_lab.cli.app import main
 from ao_lab.testing import assert_same_bits, fill
 from experiments.harness.registry import EXPERIMENTS
-from reference.arrays.errors import LISTED, lookup, spelled
+from reference.arrays.namespace import LISTED, lookup, spelled
 from tests.support.refusals import refused
 
 SPELLINGS = {

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from reference import random_bits
 from reference.arrays.namespace import namespace_of
-from reference.formats.arithmetic import to_dtype_bits
 from reference.formats.encode import (
     LARGEST_SHIFT,
     MODES,
@@ -23,6 +22,7 @@ from reference.formats.encode import (
     check_mode,
     philox,
     round_shift,
+    to_dtype_bits,
 )
 from reference.formats.formats import FORMATS
 from tests.support import oracles

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_quantized
 from reference import Quantized, Scales, dequantize, quantize
-from reference.quantize.least_error import refine_float16_scales, rounds_scales_to_float16
+from reference.quantize.least_error import refine_float16_scales
+from reference.quantize.scales import rounds_scales_to_float16
 
 STEP = 2.0**-24
 

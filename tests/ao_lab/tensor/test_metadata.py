@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from ao_lab import Recipe, quantized
-from ao_lab.tensor import preshuffled as rule
+from ao_lab.tensor import metadata as rule
 from ao_lab.tensor.fsdp import gathered_parts, whole_weight
 from ao_lab.tensor.metadata import described
 from reference import SCHEMES
