@@ -12,6 +12,7 @@ used.
 Each folder is one capability, and imports those below it alone (a contract in pyproject.toml sees to that):
 
     cli            commands; install, testing, eval, compile, jax and interop stand at the side
+    choose         `choose_`: which configuration each layer gets under a budget of bytes or time
     checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming
     qat            quantization-aware training, adapters
     sparsity       `sparsify_`: N:M pruning of linear layers, by scores that calibration feeds

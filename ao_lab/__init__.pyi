@@ -23,6 +23,11 @@ from ao_lab.checkpoint.size import model_size as model_size
 from ao_lab.checkpoint.size import weight_size as weight_size
 from ao_lab.checkpoint.streaming import quantize_pretrained as quantize_pretrained
 from ao_lab.checkpoint.transformers.config import HfConfig as HfConfig
+from ao_lab.choose.api import choose_ as choose_
+from ao_lab.choose.budgets import Bits as Bits
+from ao_lab.choose.budgets import Bytes as Bytes
+from ao_lab.choose.budgets import Microseconds as Microseconds
+from ao_lab.choose.result import Choice as Choice
 from ao_lab.compile.fused_linears import compile_options as compile_options
 from ao_lab.compile.generation import GenerationSettings as GenerationSettings
 from ao_lab.compile.generation import prepare_for_generate_ as prepare_for_generate_

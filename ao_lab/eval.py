@@ -281,9 +281,13 @@ def _compare(
     """Add one window's distance from the base."""
     sums.base_losses.append(-float(base.gather(1, wanted[:, None]).double().mean()))
     sums.agreed += int((first == base.argmax(1)).sum())
+    sums.kls.append(float(divergence(base, logp).sum()) / len(wanted))
+
+
+def divergence(base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+    """KL divergences from the base, (tokens,) float64, of log probabilities (tokens, vocabulary)."""
     # Where the base gives a token no probability at all, it adds nothing.
-    terms = torch.where(base.isneginf(), 0.0, base.exp() * (base - logp))
-    sums.kls.append(float(terms.double().sum()) / len(wanted))
+    return torch.where(base.isneginf(), 0.0, base.exp() * (base - logp)).double().sum(-1)
 
 
 def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> torch.Tensor:

@@ -129,14 +129,14 @@ def model_size(
             scheme = parameter.scheme.name
         if change is not None:
             shape = tuple(parameter.shape)[::-1] if change.transposed else tuple(parameter.shape)
-            size = _size_of(change, shape)
+            size = size_of(change, shape)
             scheme = change.recipe.weight.name
         layers.setdefault(id(parameter), LayerSize(slot.full, kind, scheme, size))
     others = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in layers}
     return ModelSize(tuple(layers.values()), sum(_dense(t).bytes for t in others.values()))
 
 
-def _size_of(change: Change, shape: tuple[int, ...]) -> Size:
+def size_of(change: Change, shape: tuple[int, ...]) -> Size:
     """What a weight will be under a change, of 2:4 storage half of the codes and metadata."""
     if change.config.sparsity is None:
         return weight_size(shape, change.recipe, axis=change.axis)

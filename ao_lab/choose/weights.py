@@ -1,0 +1,73 @@
+"""The weights of options, quantized when they are asked for, and put into a model for a while.
+
+On a host they are quantized once and held, packed; on a GPU quantizing again is quicker than memory is large, and none is held.
+What methods with data have made (GPTQ) is held in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ao_lab.choose.items import Item
+from ao_lab.quantization.api import quantize_parameter
+from ao_lab.quantization.plan import JoinedScales
+
+#: An option of each item, by the item's name; None leaves it as it is.
+Setting = Mapping[str, str | None]
+
+
+@dataclass
+class Weights:
+    """Quantized weights by item and option."""
+
+    items: Sequence[Item]
+    held: dict[tuple[str, str], nn.Parameter] = field(default_factory=dict)
+    #: The outer scales that joined layers share, by option and name.
+    outer: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+
+    def of(self, item: Item, option: str) -> nn.Parameter | None:
+        """What an item becomes under an option; None where that leaves it dense."""
+        change, key = item.changes[option], (item.name, option)
+        if change is None:
+            return None
+        if key in self.held:
+            return self.held[key]
+        dense = item.parameter
+        made = quantize_parameter(change, dense, None, {}, self._outer(option).get(item.name))
+        if dense.device.type == "cpu":
+            self.held[key] = made
+        return made
+
+    def _outer(self, option: str) -> dict[str, torch.Tensor | None]:
+        if option not in self.outer:
+            changes = [change for item in self.items if (change := item.changes.get(option)) is not None]
+            shared = JoinedScales(changes)
+            self.outer[option] = {change.name: shared.of(change) for change in changes}
+        return self.outer[option]
+
+    @contextmanager
+    def placed(self, setting: Setting) -> Iterator[None]:
+        """A model whose items have these options inside; the very parameters of before are in their places afterwards."""
+        before = [
+            (module, name, module._parameters[name])
+            for item in self.items
+            for module, name in item.places.values()
+        ]
+        try:
+            new = [
+                (item, self.of(item, option))
+                for item in self.items
+                if (option := setting[item.name]) is not None
+            ]
+            for item, weight in new:
+                for module, name in item.places.values() if weight is not None else ():
+                    module._parameters[name] = weight
+            yield
+        finally:
+            for module, name, parameter in before:
+                module._parameters[name] = parameter
