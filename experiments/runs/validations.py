@@ -30,6 +30,8 @@ FRACTION = "0.1"
 SECONDS, GRACE = 480.0, 30.0
 #: Public functions of `fast` that are compositions of others, or torch operations: they launch no kernel of their own.
 COMPOSED = {"arrange_sparse_metadata", "matmul", "matmul_error_bound", "sparsegpt"}
+#: Functions of this folder run once a layer, mostly torch operations; their kernels are compared by `tests/gpu/validate.py`.
+CALIBRATION = "fast.calibration."
 #: What has kernels besides the public functions: the first word of the families that test it.
 OTHERS = {"jax", "saturation"}
 #: Whose changes are told of.
@@ -94,7 +96,8 @@ def functions() -> list[str]:
     """What has kernels, and so a line."""
     import fast
 
-    return sorted(OTHERS.union(fast.__all__) - COMPOSED)
+    names = {name for name in fast.__all__ if not getattr(fast, name).__module__.startswith(CALIBRATION)}
+    return sorted(OTHERS.union(names) - COMPOSED)
 
 
 def problems(root: Path = ROOT) -> dict[str, str]:
