@@ -1,0 +1,208 @@
+"""The page of experiment `calibration`: what methods win over rounding, at which size, in how many minutes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from experiments.calibration.run import ARMS, ROUNDING
+from experiments.harness.rows import Row
+from experiments.models.causal_lm import BASE, FILE
+from experiments.models.quantized_model import WEIGHTS
+from experiments.report.content import Drawing, Section, Table
+from experiments.report.plots import Point, scatter_panels
+from experiments.report.real_runs import RealRun, best_runs, conditions, real_runs, with_error
+from experiments.report.results import Results, failures, number
+
+TITLE = "Quantization with data: what calibration methods win over rounding, on real models"
+QUESTION = "How much of the loss of rounding do methods with data take away, in how many minutes?"
+ABOUT = (
+    "Every method in every scheme that it is defined for, on pretrained language models that pip packages carry or on anyone's "
+    "folder (`ao-lab reproduce calibration --model DIR`). Methods see sequences of books; two other texts judge.",
+    "Recovered is the share of rounding's KL divergence from the dense model that a method takes away, paired by window.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = (
+    "calibration-minutes-smollm2-135m-instruct-full",
+    "calibration-minutes-smollm2-135m-instruct-quick",
+)
+KL, KL_ERROR = "KL", "KL, standard error"
+RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
+LOSS, LOSS_ERROR = "loss, recovered", "loss, standard error of the recovered"
+CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
+#: Colours of families of methods, in the legend's order.
+COLORS = {
+    "rounding": "#000000",
+    "search": "#0072b2",
+    "HQQ": "#e69f00",
+    "scaled channels": "#d55e00",
+    "GPTQ": "#009e73",
+    "AutoRound": "#cc79a7",
+    "rotation": "#56b4e9",
+}
+#: By words of a method's name, the first that fits.
+FAMILIES = (
+    ("rotate", "rotation"), ("autoround", "AutoRound"), ("gptq", "GPTQ"), ("hqq", "HQQ"), ("awq", "scaled channels"),
+    ("smooth", "scaled channels"), ("search", "search"),
+)  # fmt: skip
+#: Below this KL, in nats, the axis of loss against bytes is linear.
+LINEAR = 0.01
+TEXT = (
+    "Weights of all linear layers are quantized but those of a tied head; where a setting names inputs, these are quantized "
+    "too, with dynamic scales. Rounding uses the scheme's own scales. KL is of the next-token distribution from the dense "
+    "model's; after ± stands the standard error, over windows of a text of one document and over documents where there are "
+    "several.",
+)
+
+
+def family_of(method: str) -> str:
+    """The family of a method, for colours."""
+    return next((family for word, family in FAMILIES if word in method), "rounding")
+
+
+def cases(run: RealRun) -> list[str]:
+    """The schemes of a run in the order in which they were measured."""
+    return [one for one in run.whole.settings if one not in (FILE, WEIGHTS)]
+
+
+def methods(results: Results, setting: str) -> list[str]:
+    """The methods of a scheme, in the order of the experiment."""
+    order = {name: place for place, name in enumerate(ARMS)}
+    found = dict.fromkeys(row.method for row in results.rows if row.setting == setting)
+    return sorted(found, key=lambda name: order.get(name, len(order)))
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """The method that recovers most in each scheme, of each model."""
+    return [sentence for run in best_runs(rows) for sentence in best_of(run)]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """The first of the findings."""
+    found = findings(rows)
+    return found[0].removesuffix(".") if found else ""
+
+
+def best_of(run: RealRun) -> list[str]:
+    """A sentence for each text: the best method of each scheme."""
+    sentences = []
+    for text, results in run.texts.items():
+        words = []
+        for setting in cases(run):
+            known = [(value, name) for name in methods(results, setting)
+                     if (value := results.value(setting, name, RECOVERED)) is not None and math.isfinite(value)]  # fmt: skip
+            if known:
+                value, name = max(known)
+                error = results.value(setting, name, RECOVERED_ERROR)
+                words.append(f"{setting} {value:.0f} ± {number(error, 0)}% ({name})")
+        if words:
+            sentences.append(
+                f"{run.model}, {text}, recovered of rounding's KL by the best method: {'; '.join(words)}."
+            )
+    return sentences
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """A section for each run."""
+    return [section(run) for run in real_runs(rows)]
+
+
+def section(run: RealRun) -> Section:
+    """What the methods win on one model."""
+    about = [
+        f"**Grid of the file's weights before:** {run.told('grid: ')}. The baseline is the model as that file gives it."
+    ]
+    about += [conditions(name, results) for name, results in run.texts.items()]
+    tables = [table(run, name, results) for name, results in run.texts.items()]
+    drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []
+    title = f"{run.model} ({run.where.scale} scale, {run.where.device})"
+    return Section(title, [*about, *TEXT, *failures(run.whole)], [one for one in drawings if one], tables)
+
+
+#: Columns of a table's values.
+COLUMNS = (
+    "bits per weight", "perplexity", CHANGE, KL, "KL recovered (%)", "loss recovered (%)", "layers' error over rounding's",
+    "minutes",
+)  # fmt: skip
+
+
+def table(run: RealRun, text: str, results: Results) -> Table:
+    """A line per scheme and method."""
+    lines = [
+        [setting, method, *cells(run, results, setting, method)]
+        for setting in cases(run)
+        for method in methods(results, setting)
+    ]
+    columns = ["scheme", "method", *COLUMNS]
+    return Table(f"{run.model}, {text}", columns, lines, [*results.rows, *run.whole.rows])
+
+
+def cells(run: RealRun, results: Results, setting: str, method: str) -> list[str]:
+    """The values of one method in one scheme."""
+    seconds = run.whole.value(setting, method, "time to quantize")
+    return [
+        number(run.whole.value(setting, method, "bits per weight"), 2),
+        number(results.value(setting, method, "perplexity"), 2),
+        with_error(results, setting, method, CHANGE, CHANGE_ERROR),
+        with_error(results, setting, method, KL, KL_ERROR),
+        percent(results, setting, method, RECOVERED, RECOVERED_ERROR),
+        percent(results, setting, method, LOSS, LOSS_ERROR),
+        number(run.whole.value(setting, method, "output error over rounding's"), 3),
+        number(None if seconds is None else seconds / 60, 2),
+    ]
+
+
+def percent(results: Results, setting: str, method: str, metric: str, error: str) -> str:
+    """A percentage and its standard error; nothing for rounding, which recovers nothing of itself."""
+    value, spread = results.value(setting, method, metric), results.value(setting, method, error)
+    if value is None or spread is None or method in (ROUNDING, BASE):
+        return ""
+    return f"{number(value, 1)} ± {number(spread, 1)}"
+
+
+def bytes_drawing(run: RealRun) -> Drawing | None:
+    """KL against bytes, a panel for each text."""
+    panels = {}
+    for text, results in run.texts.items():
+        panels[text] = [
+            Point(size / 1e6, kl, family_of(name), "", f"{name}, {setting}")
+            for setting in cases(run)
+            for name in methods(results, setting)
+            if (size := run.whole.value(setting, name, "size")) is not None
+            and (kl := results.value(setting, name, KL)) is not None
+            and math.isfinite(kl)
+        ]
+    panels = {name: points for name, points in panels.items() if points}
+    if not panels:
+        return None
+    figure = scatter_panels(
+        panels,
+        "size of the model (MB, decimal)",
+        "KL from the dense model (nats)",
+        symlog=LINEAR,
+        colors=COLORS,
+    )
+    caption = f"{run.model}: loss against bytes, every method in every scheme."
+    return Drawing(f"calibration-bytes-{run.ending}", caption, figure)
+
+
+def minutes_drawing(run: RealRun) -> Drawing | None:
+    """Recovered KL against minutes, a panel for each scheme, on the first text."""
+    results = next(iter(run.texts.values()))
+    panels = {}
+    for setting in cases(run):
+        panels[setting] = [
+            Point(max(seconds, 0.6) / 60, value, family_of(name), name, name)
+            for name in methods(results, setting)
+            if (seconds := run.whole.value(setting, name, "time to quantize")) is not None
+            and (value := results.value(setting, name, RECOVERED)) is not None
+            and math.isfinite(value)
+        ]
+    panels = {name: points for name, points in panels.items() if points}
+    if not panels:
+        return None
+    figure = scatter_panels(
+        panels, "minutes to quantize the model", "recovered of rounding's KL (%)", colors=COLORS, xlog=True
+    )
+    caption = f"{run.model}: minutes against recovered loss, on {next(iter(run.texts))} ({run.where.device})."
+    return Drawing(f"calibration-minutes-{run.ending}", caption, figure)

@@ -1,0 +1,342 @@
+"""Experiment `calibration`: what methods that quantize with data win over rounding, in each scheme, on real language models.
+
+A method sees sequences of books that no evaluation text holds (`drawn_sequences`; the source of sympy where there is no
+prose). Each quantizes a copy of the model by `ao_lab.quantize_(model, config, calibration=, methods=)`, and the copy predicts
+two texts. "Recovered" is the share of rounding's KL divergence from the dense model (or of its loss) that a method takes away,
+1 - method / rounding, paired by window with its standard error (linearized ratio). KL is the measure: at 4 bits changes of the
+loss drown in noise, and errors of single layers mislead.
+
+Rounding is measured first in each scheme, since all others are compared with it window by window; a resumed run measures it
+again. What a method does not take (its mathematics has no meaning in a scheme) is a row that says why.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.calibration import methods as records
+from ao_lab.calibration.result import CALIBRATION
+from ao_lab.cli.evaluate import encoder, longest
+from ao_lab.config.base import SchemeConfig
+from ao_lab.eval import Sums
+from ao_lab.quantization.api import quantize_
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from experiments.data.texts import (
+    TextWindows,
+    calibration_documents,
+    drawn_sequences,
+    mean_and_error,
+    prose_of,
+)
+from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
+from experiments.harness.registry import check_known
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.models.causal_lm import (
+    BASE,
+    FILE,
+    MODEL,
+    REAL,
+    Bench,
+    RealModel,
+    changes_of,
+    evaluated,
+    linears,
+    sizes,
+    values_of,
+)
+from experiments.models.quantized_model import WEIGHTS, activation_scheme
+from experiments.models.serving import EXAMPLES, task_values, tasks_of
+from experiments.runs.real_models import bench_of, facts, models_of, real_subject
+from experiments.runs.run import Settings, all_rows
+
+EXPERIMENT = "calibration"
+ROUNDING = "rounding"
+Arguments = Mapping[str, Any]
+#: Methods by their names in rows: records of `ao_lab.calibration.methods` by class, with arguments.
+ARMS: dict[str, tuple[tuple[str, Arguments], ...]] = {
+    ROUNDING: (),
+    "search": (("Clip", {"weights": "none"}),),
+    "search by inputs": (("Clip", {}),),
+    "hqq": (("HQQ", {}),),
+    "smooth": (("Smooth", {}),),
+    "awq": (("AWQ", {}),),
+    "awq + search": (("AWQ", {}), ("Clip", {})),
+    "gptq": (("Clip", {}), ("GPTQ", {})),
+    "gptq, damping 0.01": (("Clip", {}), ("GPTQ", {"damping": 0.01})),
+    "awq + gptq": (("AWQ", {}), ("Clip", {}), ("GPTQ", {})),
+    "smooth + gptq": (("Smooth", {}), ("Clip", {}), ("GPTQ", {})),
+    "rotate + gptq": (("Rotate", {}), ("Clip", {}), ("GPTQ", {})),
+    "autoround": (("AutoRound", {}),),
+    "search + autoround": (("Clip", {}), ("AutoRound", {})),
+    "gptq + autoround": (("Clip", {}), ("GPTQ", {}), ("AutoRound", {})),
+    "awq + gptq + autoround": (("AWQ", {}), ("Clip", {}), ("GPTQ", {}), ("AutoRound", {})),
+    "rotate + gptq + autoround": (("Rotate", {}), ("Clip", {}), ("GPTQ", {}), ("AutoRound", {})),
+}
+#: Methods for schemes that quantize inputs too.
+WITH_INPUTS = ("smooth", "smooth + gptq")
+#: Schemes of the weights, and of the inputs or None, by scale, the most telling first.
+CASES: dict[str, tuple[tuple[str, str | None], ...]] = {
+    "quick": (("int3_g64_asymmetric", None), ("mxfp4_rceil", None)),
+    "full": (
+        ("int3_g64_asymmetric", None),
+        ("mxfp4_rceil", None),
+        ("mxfp4_rceil", "mxfp4_rceil"),
+        ("nvfp4", "nvfp4"),
+        ("int2_g64_asymmetric", None),
+        ("int4_g64", None),
+        ("nvfp4", None),
+        ("int4_g128", None),
+        ("int2_g32_asymmetric", None),
+        ("int8_rowwise", "int8_rowwise"),
+        ("hqq.int4_g64", None),
+    ),
+}
+QUICK_ARMS = (ROUNDING, "search by inputs", "gptq")
+#: Sequences that methods see, tokens of each, and sequences of a batch, by scale.
+SEQUENCES = {"quick": 16, "full": 128}
+TOKENS = {"quick": 512, "full": 1024}
+BATCH = {"cpu": 1, "cuda": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scheme of the weights, and one of the inputs or None."""
+
+    weights: str
+    inputs: str | None
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows."""
+        return self.weights if self.inputs is None else f"{self.weights}, inputs {self.inputs}"
+
+
+@dataclass
+class Run:
+    """One model with its texts, the sequences that methods see, and what rounding does in each scheme, window by window."""
+
+    settings: Settings
+    bench: Bench
+    batches: list[torch.Tensor]
+    rounded: dict[tuple[str, str], Sums] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its tables."""
+        return REAL + self.bench.model.name
+
+
+def subject(settings: Settings) -> str:
+    """What a journal can be resumed for: the real models."""
+    return real_subject(settings)
+
+
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError for names that are neither methods nor schemes."""
+    for name in names:
+        if name not in ARMS:
+            try:
+                activation_scheme(name)
+            except ValueError:
+                check_known(EXPERIMENT, [*ARMS, *dict.fromkeys(one for one, _ in CASES["full"])], [name])
+
+
+def cases_of(settings: Settings) -> list[Case]:
+    """The schemes of a run: the scale's, or those that `settings.only` names."""
+    known = [Case(*one) for one in CASES["full" if settings.only else settings.scale]]
+    wanted = [name for name in settings.only if name not in ARMS]
+    if not wanted:
+        return [Case(*one) for one in CASES[settings.scale]]
+    others = [Case(name, None) for name in wanted if all(case.weights != name for case in known)]
+    return [case for case in known if case.weights in wanted] + others
+
+
+def arms_of(settings: Settings, case: Case) -> list[str]:
+    """The methods of a run in a scheme, rounding first."""
+    wanted = [name for name in settings.only if name in ARMS]
+    names = wanted or (QUICK_ARMS if settings.scale == "quick" else ARMS)
+    return [
+        ROUNDING,
+        *(n for n in names if n != ROUNDING and (case.inputs is not None or n not in WITH_INPUTS)),
+    ]
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all models; rows in the journal are not measured again."""
+    journal = journal if journal is not None else Journal()
+    deadline, failed = Deadline(settings.seconds), list[Row]()
+    for model in models_of(EXPERIMENT, settings):
+        failed += measure_model(settings, model, journal, deadline)
+    return all_rows(settings, journal, failed)
+
+
+def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
+    """Measure what the journal lacks of one model."""
+    table, failed = table_name(REAL + model.name, settings.scale, MODEL), list[Row]()
+    tasks = [(case, arm) for case in cases_of(settings) for arm in arms_of(settings, case)]
+    todo = [(case, arm) for case, arm in tasks if not journal.finished(table, case.setting, arm)]
+    if not todo:
+        return []
+    here = prepared(settings, model)
+    journal.add(dense_rows(here))
+    with bar(model.name, len(todo)) as step:
+        for case, arm in todo:
+            for data, values in measure(here, case, arm, deadline).items():
+                keep(journal, failed, put(here, data, case.setting, arm, values))
+            free()
+            step(f"{arm}, {case.setting}")
+    return failed
+
+
+def dense_rows(here: Run) -> list[Row]:
+    """Rows of the model as it is: its file, its size, and what it does on each text."""
+    base = here.bench.base
+    rows = put(here, MODEL, FILE, FILE, facts(here.bench))
+    rows += put(here, MODEL, WEIGHTS, BASE, {**sizes(base), **status("ok")})
+    for windows in here.bench.windows:
+        with torch.no_grad():
+            values = values_of(evaluated(here.bench, windows, base), windows)
+        rows += put(here, windows.text.name, WEIGHTS, BASE, {**values, **status("ok")})
+    return rows
+
+
+def prepared(settings: Settings, model: RealModel) -> Run:
+    """A loaded model, the windows of its texts, and the sequences that methods see."""
+    bench = bench_of(settings, model)
+    encode, _, beginning = encoder(model.folder)
+    length = min(TOKENS[settings.scale], longest(model.folder))
+    documents = calibration_documents(prose_of(settings.text, settings.cache))
+    count = SEQUENCES[settings.scale]
+    ids = drawn_sequences(documents, encode, length, count, settings.seed, list(beginning.values()))
+    return Run(settings, bench, list(ids.to(settings.device).split(BATCH[settings.device])))
+
+
+def put(here: Run, data: str, setting: str, method: str, values: Values) -> list[Row]:
+    """Rows of a model."""
+    return here.settings.rows(EXPERIMENT, here.kind, data, setting, method, values)
+
+
+def measure(here: Run, case: Case, arm: str, deadline: Deadline) -> dict[str, Values]:
+    """Values of one method in one scheme by the data of their tables: each text, and the model."""
+    if reason := deadline.reason():
+        return {MODEL: status(reason)}
+    try:
+        chosen = methods_of(arm)
+    except ValueError as error:
+        return {MODEL: status(f"missing: {error}")}
+    found: dict[str, Values] = {}
+
+    def work() -> Values:
+        if arm != ROUNDING:
+            round_first(here, case)
+        values, model = quantized(here, case, chosen)
+        for windows in here.bench.windows:
+            with torch.no_grad():
+                sums = evaluated(here.bench, windows, model)
+            shares = recovered(here, case, windows, sums)
+            found[windows.text.name] = {**values_of(sums, windows), **shares, **status("ok")}
+        asked = here.settings.asked
+        if asked is not None and asked.tasks:
+            harness = tasks_of(asked.tasks, here.bench.model.folder)
+            values |= task_values(model, harness, EXAMPLES[here.settings.scale])
+        return values
+
+    whole = attempt(work)
+    if "status: ok" in whole:
+        return {**found, MODEL: whole}
+    return {MODEL: whole}
+
+
+def methods_of(arm: str) -> tuple[Any, ...]:
+    """The records of a method; ValueError where ao_lab has none of that class."""
+    made = []
+    for name, arguments in ARMS[arm]:
+        kind = getattr(records, name, None)
+        if kind is None:
+            raise ValueError(f"ao_lab has no method {name}")
+        made.append(kind(**arguments))
+    return tuple(made)
+
+
+def round_first(here: Run, case: Case) -> None:
+    """What rounding does in a scheme, where this process has not measured it."""
+    missing = [one for one in here.bench.windows if (case.setting, one.text.name) not in here.rounded]
+    if missing:
+        _, model = quantized(here, case, ())
+        for windows in missing:
+            with torch.no_grad():
+                recovered(here, case, windows, evaluated(here.bench, windows, model), first=True)
+
+
+def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, nn.Module]:
+    """A quantized copy, its size, and the seconds and memory that quantizing took; ValueError where a layer stays dense."""
+    model, device = here.bench.copy(), here.settings.device
+    layers = linears(model)
+    ours = {id(layer) for layer in layers.values()}
+    data: dict[str, Any] = {"calibration": here.batches} if any(one.calibrates for one in chosen) else {}
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    config = SchemeConfig(scheme=case.weights, activation_scheme=case.inputs)
+    more = {"methods": chosen, **data} if chosen else {}
+    quantize_(model, config, filter_fn=lambda module, name: id(module) in ours, **more)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    values: Values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
+    if device == "cuda":
+        values["memory over the model"] = (torch.cuda.max_memory_allocated() - before, "byte")
+    dense = [name for name, layer in layers.items() if not isinstance(layer.weight, QuantizedTensor)]
+    if dense:
+        raise ValueError(
+            f"{case.weights} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first"
+        )
+    tokens = sum(batch.numel() for batch in here.batches) if data else 0
+    return {**values, "tokens seen": (tokens, ""), **layer_values(model)}, model
+
+
+def layer_values(model: nn.Module) -> Values:
+    """Of the layers' output errors over rounding's on held-out tokens the geometric mean; and where rounding stayed."""
+    found = list(getattr(model, CALIBRATION, {}).values())
+    ratios = [one.ratio for one in found if one.tokens and one.ratio > 0]
+    if not ratios:
+        return {}
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    kept = sum(one.method == ROUNDING for one in found)
+    return {"output error over rounding's": (mean, ""), "layers that stay rounded": (kept, "")}
+
+
+def recovered(here: Run, case: Case, windows: TextWindows, sums: Sums, *, first: bool = False) -> Values:
+    """Shares of rounding's KL and of its loss that a method takes away, with standard errors; of the first call for a scheme
+    nothing but that it is rounding's."""
+    key = case.setting, windows.text.name
+    if key not in here.rounded or first:
+        here.rounded[key] = replace(sums)
+        return {}
+    base = here.rounded[key]
+    kl, kl_error = share(sums.kls, base.kls, windows.documents)
+    loss, loss_error = share(changes_of(sums), changes_of(base), windows.documents)
+    return {
+        "KL, recovered": (100 * kl, "%"),
+        "KL, standard error of the recovered": (100 * kl_error, "%"),
+        "loss, recovered": (100 * loss, "%"),
+        "loss, standard error of the recovered": (100 * loss_error, "%"),
+    }
+
+
+def share(ours: Sequence[float], base: Sequence[float], documents: Sequence[int]) -> tuple[float, float]:
+    """1 - mean of ours / mean of the base, and its standard error by the linearized ratio; NaN where the base is 0."""
+    mean, _ = mean_and_error(base, documents)
+    if mean == 0:
+        return float("nan"), float("nan")
+    ratio = mean_and_error(ours, documents)[0] / mean
+    rest = [(one - ratio * other) / mean for one, other in zip(ours, base, strict=True)]
+    return 1 - ratio, mean_and_error(rest, documents)[1]

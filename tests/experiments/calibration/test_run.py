@@ -1,0 +1,168 @@
+"""Methods with data on real models: the whole command on a random checkpoint, and what "recovered" is."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ao_lab.cli.app import main
+from ao_lab.eval import Tokens
+from experiments.calibration import page, run
+from experiments.calibration.run import ARMS, Case, arms_of, cases_of, check_parts, methods_of, share
+from experiments.data import texts
+from experiments.data.texts import calibration_documents, drawn_sequences
+from experiments.harness.paths import Paths
+from experiments.harness.rows import read
+from experiments.runs.run import Settings
+from tests.support.models import small_llama
+
+pytest.importorskip("transformers")
+TABLE = "real tiny-llama/quick"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models") / "tiny-llama"
+    small_llama.save_llama(made, tied=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reproduced(folder, tmp_path_factory):
+    """Rows of `ao-lab reproduce calibration --model DIR`, and where they and the pages lie."""
+    place = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AO_LAB_CACHE", str(place / "cache"))
+        patch.delenv(texts.VARIABLE, raising=False)
+        patch.setitem(run.ARMS, "nothing yet", (("NoSuchMethod", {}),))
+        patch.setitem(run.SEQUENCES, "quick", 10)
+        assert main(command(folder, place)) == 0
+    return place, read(Paths(place / "cache", place / "reports").rows("calibration"))
+
+
+def command(folder, place):
+    only = ["int3_g64_asymmetric", "search by inputs", "gptq", "hqq", "nothing yet"]
+    options = ["--reports", str(place / "reports"), "--device", "cpu", "--windows", "3", "--length", "32"]
+    return [
+        "reproduce",
+        "calibration",
+        "--model",
+        str(folder),
+        *(w for one in only for w in ("--only", one)),
+        *options,
+    ]
+
+
+def values(rows, data, method, setting="int3_g64_asymmetric"):
+    found = [row for row in rows if (row.method, row.setting) == (method, setting)]
+    return {row.metric: row.value for row in found if row.table.partition("/quick/")[2].startswith(data)}
+
+
+def test_methods_have_rows_and_what_they_recover(reproduced):
+    _, rows = reproduced
+    rounding, gptq = (values(rows, "sympy", method) for method in ("rounding", "gptq"))
+    assert "KL, recovered" not in rounding
+    assert gptq["KL, recovered"] == pytest.approx(100 * (1 - gptq["KL"] / rounding["KL"]), rel=1e-5)
+    assert gptq["KL, recovered"] > 0
+    assert gptq["KL, standard error of the recovered"] > 0
+    model = values(rows, "model", "gptq")
+    assert model["tokens seen"] == 10 * 64
+    assert model["bits per weight"] == values(rows, "model", "rounding")["bits per weight"]
+    assert values(rows, "sympy", "bfloat16", "weights")["KL"] == 0
+
+
+def test_what_is_not_there_or_not_defined_says_so(reproduced):
+    _, rows = reproduced
+    assert list(values(rows, "model", "nothing yet")) == [
+        "status: missing: ao_lab has no method NoSuchMethod"
+    ]
+    (said,) = values(rows, "model", "hqq")
+    assert said.startswith("status: ")
+    assert "hqq" in said.lower()
+
+
+def test_the_page_has_both_pictures_and_a_table(reproduced):
+    place, rows = reproduced
+    (section,) = page.sections(rows)
+    assert [one.name.rpartition("-tiny")[0] for one in section.drawings] == [
+        "calibration-bytes",
+        "calibration-minutes",
+    ]
+    (table,) = section.tables
+    lines = {line[1]: line for line in table.lines}
+    assert lines["rounding"][-4:-1] == ["", "", ""]
+    assert "±" in lines["gptq"][-4]
+    assert 0 < float(lines["gptq"][-2]) < 1
+    assert "search by inputs" in lines
+    assert page.main_finding(rows).startswith("tiny-llama, sympy-")
+    assert (place / "reports" / "calibration.html").is_file()
+
+
+def test_a_share_is_paired_by_window():
+    ours, base = [1.0, 2.0, 3.0], [2.0, 4.0, 6.0]
+    assert share(ours, base, (0, 0, 0)) == (0.5, 0.0)
+    mean, error = share([1.0, 3.0, 2.0], base, (0, 0, 0))
+    ratio = 0.5
+    rest = np.array([1 - ratio * 2, 3 - ratio * 4, 2 - ratio * 6]) / 4
+    assert (mean, error) == (0.5, pytest.approx(rest.std(ddof=1) / math.sqrt(3)))
+    assert math.isnan(share(ours, [0.0, 0.0, 0.0], (0, 0, 0))[0])
+
+
+def settings(tmp_path, **changes):
+    return replace(Settings(scale="full", device="cpu", cache=tmp_path), **changes)
+
+
+def test_schemes_and_methods_of_a_run(tmp_path):
+    everything = settings(tmp_path)
+    assert [case.setting for case in cases_of(everything)][:3] == [
+        "int3_g64_asymmetric", "mxfp4_rceil", "mxfp4_rceil, inputs mxfp4_rceil",
+    ]  # fmt: skip
+    assert arms_of(everything, Case("mxfp4_rceil", None))[0] == "rounding"
+    assert "smooth" not in arms_of(everything, Case("mxfp4_rceil", None))
+    assert "smooth" in arms_of(everything, Case("mxfp4_rceil", "mxfp4_rceil"))
+    some = settings(tmp_path, only=("nvfp4", "int5_g64", "gptq"))
+    assert [case.setting for case in cases_of(some)] == ["nvfp4, inputs nvfp4", "nvfp4", "int5_g64"]
+    assert arms_of(some, Case("nvfp4", None)) == ["rounding", "gptq"]
+    check_parts(["gptq", "nvfp4", "torchao.int4_g64_tinygemm"])
+    with pytest.raises(ValueError, match="unknown part 'gptk'"):
+        check_parts(["gptk"])
+
+
+def test_every_method_is_made_of_records():
+    known = {"Rotate", "Smooth", "AWQ", "Clip", "HQQ", "GPTQ", "AutoRound", "BiasCorrection"}
+    assert {name for arm in ARMS.values() for name, _ in arm} <= known
+    assert methods_of("rounding") == ()
+    assert [one.name for one in methods_of("awq + gptq")] == ["awq", "clip", "gptq"]
+
+
+def letters(text):
+    return Tokens(torch.tensor([ord(letter) for letter in text]), list(range(1, len(text) + 1)))
+
+
+def test_a_seed_draws_sequences():
+    documents = ["ab " * 200, "xy " * 200, "short"]
+    made = drawn_sequences(documents, letters, 16, 12, 0, [7])
+    assert made.shape == (12, 16)
+    assert made[:, 0].tolist() == [7] * 12
+    assert {chr(one) for one in made[:, 1:].flatten().tolist()} == set("abxy ")
+    assert torch.equal(made, drawn_sequences(documents, letters, 16, 12, 0, [7]))
+    assert not torch.equal(made, drawn_sequences(documents, letters, 16, 12, 1, [7]))
+    with pytest.raises(ValueError, match="no document has twice"):
+        drawn_sequences(["short"], letters, 16, 1, 0)
+
+
+def test_what_methods_see_is_no_text_that_judges():
+    judged = texts.evaluation_texts(None)[0].documents[0]
+    assert all(one[:2000] not in judged for one in calibration_documents(None) if len(one) > 2000)
+
+
+def test_the_command_refuses_unknown_parts(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path))
+    assert main(["reproduce", "calibration", "--model", str(folder), "--only", "gptk"]) == 2
+    assert "unknown part 'gptk' of calibration; the parts are rounding, search" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert json.loads(json.dumps(list(ARMS)))[0] == "rounding"
