@@ -25,13 +25,12 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import ao_lab.quantization.prepared_products  # noqa: F401  F.linear of eager inference
-from ao_lab.calibration.run import Job, Request, request_of
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.quantization.plan import ALREADY, Change, JoinedScales, QuantizationPlan, joined, largest, planned
 from ao_lab.quantization.report import Report, described, explain, held, warn_of_slower
@@ -44,6 +43,9 @@ from ao_lab.transforms.data import Watched, observe, unwatch, watch, watches
 from ao_lab.transforms.layers import check_model, is_converted, quantizable_parameters, shorten, untying
 from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
 from ao_lab.transforms.report import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from ao_lab.calibration.run import Request
 
 ForwardLoop = Callable[[nn.Module], Any]
 Observers = Mapping[str, Observer]
@@ -159,7 +161,15 @@ def quantize_(
     a weight and where a layer was not reached by calibration, TypeError for another kind of config: nothing has changed then.
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
-    request = request_of(calibration, methods, blocks, offload, any(map(_observes, _configs(config))), resume)
+    request = None
+    if calibration is not None or methods != () or blocks is not None or offload or resume is not None:
+        from ao_lab.calibration.run import (
+            request_of,  # a tenth of what this package is: for calls that ask for it
+        )
+
+        request = request_of(
+            calibration, methods, blocks, offload, any(map(_observes, _configs(config))), resume
+        )
     if calibration is not None and (forward_loop is not None or observers is not None):
         raise ValueError("calibration finds static scales too; leave forward_loop and observers out")
     call = Call(model, config, filter_fn, device, forward_loop, observers, progress, request)
@@ -209,6 +219,8 @@ def _calibrate(
     plan: QuantizationPlan, quantizing: dict[int, Change], shared: JoinedScales, call: Call
 ) -> None:
     """Quantize by methods what they can quantize, and take it out of `quantizing`; the rest has a reason."""
+    from ao_lab.calibration.run import Job
+
     request = call.request
     assert request is not None
     targets = [change for change in quantizing.values() if change.layers and change.parameter.dim() == 2]

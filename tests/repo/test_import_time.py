@@ -54,6 +54,30 @@ def test_nothing_heavy_is_imported(work):
     assert output_of(HEAVY.format(work=work)) == "[]"
 
 
+FEW_FILES = """
+import sys, torch
+from ao_lab import Int4WeightOnlyConfig, quantize_
+ours = [name for name in sys.modules if name.split(".")[0] in ("ao_lab", "fast", "reference")]
+late = [name for name in ("torch._dynamo", "triton", "numba", "ao_lab.gemm.sparse", "fast.cpu.linear") if name in sys.modules]
+entered = set()
+for _ in range(2):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128)).bfloat16()
+    sys.setprofile(lambda frame, event, argument: entered.add(frame.f_code.co_filename))
+    quantize_(model, Int4WeightOnlyConfig())
+    sys.setprofile(None)
+    files = {name for name in entered if name in {getattr(sys.modules[one], "__file__", "") for one in list(sys.modules)
+             if one.split(".")[0] in ("ao_lab", "fast", "reference")}}
+    entered.clear()
+print(len(ours), len(files), late)
+"""
+
+
+def test_quantizing_a_small_model_reads_few_of_our_files():
+    """What it imports first, what it leaves for those who need it, and what a second call runs through."""
+    loaded, files, late = output_of(FEW_FILES).split(maxsplit=2)
+    assert (int(loaded) <= 120, int(files) <= 30, late) == (True, True, "[]"), (loaded, files, late)
+
+
 WITHOUT_TRITON = """
 import importlib, pkgutil, sys, warnings
 sys.modules["triton"] = None
