@@ -22,7 +22,7 @@ from ao_lab.gemm.choices import Choice as TunedChoice
 from ao_lab.gemm.choices import rows_range
 from ao_lab.quantization.plan import Change
 from ao_lab.quantization.report import inference_choices
-from ao_lab.tensor.preshuffled import for_products
+from ao_lab.tensor.metadata import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
 from ao_lab.tuning.candidates import Limits, serving_choice
 from ao_lab.tuning.measure import release, timings
