@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 
 import reference
+from fast.calibration.hessian import upper_factor
 from fast.dispatch import require_tensor
 from reference import SparseGPTResult
 from reference.arrays.bridges import to_numpy, to_torch
-from reference.calibration.hessian import LARGEST, attempts
+from reference.calibration.hessian import LARGEST, attempts, complaint_of, not_positive_definite
 from reference.sparsity.prune import check_groups, parse_pattern
 from reference.sparsity.sparsegpt import check_block
 
@@ -79,15 +80,11 @@ def _inverse_factor(h: torch.Tensor, damping: float) -> tuple[torch.Tensor, floa
     given = diagonal.clone()
     for share, floor in attempts(damping):
         diagonal.copy_(given + share * given.mean() + floor * given.max())
-        # With J the reversal, H = R R^T for R = J L J and J H J = L L^T; only the lower triangle of H is read.
-        lower, failed = torch.linalg.cholesky_ex(h.tril().flip(0, 1).T)
-        if not int(failed):
+        upper = upper_factor(h.tril())
+        if upper is not None:
             one = torch.eye(len(h), dtype=h.dtype, device=h.device)
-            return torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True), share, floor, dead
-    raise ValueError(
-        "the hessian is not positive definite with all damping that is tried; it is no sum of x x^T: sum it again, in "
-        "float32 or wider"
-    )
+            return torch.linalg.solve_triangular(upper, one, upper=True), share, floor, dead
+    raise not_positive_definite()
 
 
 def _sweep_block(
@@ -154,25 +151,13 @@ def _checked_hessian(hessian: torch.Tensor, damping: float, w: torch.Tensor) -> 
         raise ValueError(
             f"the hessian is ({size}, {size}), inputs by inputs, got shape {tuple(hessian.shape)}"
         )
+    if not size:
+        raise ValueError("a hessian of no inputs; give at least one column")
     h = hessian.to(w.device, torch.float64, copy=True)
-    complaint = _complaint(h)
+    complaint = complaint_of(float(h.abs().max()), float(h.diagonal().min()))
     if complaint:
         raise ValueError(complaint)
     return h
-
-
-def _complaint(h: torch.Tensor) -> str:
-    """What is wrong with the values of a Hessian, with the way out."""
-    if not h.numel():
-        return "a hessian of no inputs; give at least one column"
-    most, least = float(h.abs().max()), float(h.diagonal().min())
-    if not most <= LARGEST:  # a NaN is not, either
-        return "the hessian is finite and within float32, got NaN or larger; sum x x^T without infinities"
-    if least < 0:
-        return "the diagonal of a hessian is a sum of squares, got negative elements; sum x x^T again"
-    return (
-        "" if most else "a hessian of zeros: no input was seen; run calibration data, or prune by magnitude"
-    )
 
 
 __all__ = ["sparsegpt", "sparsegpt_on_device"]

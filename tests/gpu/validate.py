@@ -42,6 +42,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "training.layers": ("layer_gradients", "training_operands"),
     "training.steps": ("training_steps",),
     "training.grouped": ("grouped_training",),
+    "calibration.layers": ("gptq",),
     "models.qat": ("qat",),
     "models.quantize": ("quantize",),
     "models.checkpoints": ("checkpoints",),
