@@ -23,11 +23,13 @@ from torch import nn
 
 from ao_lab.calibration import methods as records
 from ao_lab.calibration.result import CALIBRATION
+from ao_lab.choose.result import Choice
 from ao_lab.cli.evaluate import encoder, longest
 from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.quantization.api import quantize_
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from experiments.calibration import choice
 from experiments.data.texts import (
     TextWindows,
     calibration_documents,
@@ -107,10 +109,11 @@ BATCH = {"cpu": 1, "cuda": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """A scheme of the weights, and one of the inputs or None."""
+    """A scheme of the weights, and one of the inputs or None; or schemes that are chosen within a budget of bits."""
 
     weights: str
     inputs: str | None
+    budget: float | None = None
 
     @property
     def setting(self) -> str:
@@ -126,6 +129,8 @@ class Run:
     bench: Bench
     batches: list[torch.Tensor]
     rounded: dict[tuple[str, str], Sums] = field(default_factory=dict)
+    choices: dict[float, Choice] = field(default_factory=dict)
+    seconds: dict[float, float] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -141,27 +146,33 @@ def subject(settings: Settings) -> str:
 def check_parts(names: Sequence[str]) -> None:
     """ValueError for names that are neither methods nor schemes."""
     for name in names:
-        if name not in ARMS:
+        if name not in (*ARMS, choice.NAME):
             try:
                 activation_scheme(name)
             except ValueError:
-                check_known(EXPERIMENT, [*ARMS, *dict.fromkeys(one for one, _ in CASES["full"])], [name])
+                check_known(
+                    EXPERIMENT, [*ARMS, choice.NAME, *dict.fromkeys(one for one, _ in CASES["full"])], [name]
+                )
 
 
 def cases_of(settings: Settings) -> list[Case]:
     """The schemes of a run: the scale's, or those that `settings.only` names."""
-    known = [Case(*one) for one in CASES["full" if settings.only else settings.scale]]
+    choices = [Case(choice.setting(bits), None, bits) for bits in choice.BUDGETS]
     wanted = [name for name in settings.only if name not in ARMS]
     if not wanted:
-        return [Case(*one) for one in CASES[settings.scale]]
-    others = [Case(name, None) for name in wanted if all(case.weights != name for case in known)]
-    return [case for case in known if case.weights in wanted] + others
+        return [Case(*one) for one in CASES[settings.scale]] + (choices if settings.scale == "full" else [])
+    known = [Case(*one) for one in CASES["full"]]
+    others = [name for name in wanted if name != choice.NAME and all(case.weights != name for case in known)]
+    found = [case for case in known if case.weights in wanted] + [Case(name, None) for name in others]
+    return found + (choices if choice.NAME in wanted else [])
 
 
 def arms_of(settings: Settings, case: Case) -> list[str]:
     """The methods of a run in a scheme, rounding first."""
     wanted = [name for name in settings.only if name in ARMS]
     names = wanted or (QUICK_ARMS if settings.scale == "quick" else ARMS)
+    if case.budget is not None:
+        names = [name for name in choice.ARMS if name in names]
     return [
         ROUNDING,
         *(n for n in names if n != ROUNDING and (case.inputs is not None or n not in WITH_INPUTS)),
@@ -279,16 +290,15 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     """A quantized copy, its size, and the seconds and memory that quantizing took; ValueError where a layer stays dense."""
     model, device = here.bench.copy(), here.settings.device
     layers = linears(model)
-    ours = {id(layer) for layer in layers.values()}
+    config, filter_fn, told = config_of(here, case, layers)
     data: dict[str, Any] = {"calibration": here.batches} if any(one.calibrates for one in chosen) else {}
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    config = SchemeConfig(scheme=case.weights, activation_scheme=case.inputs)
     more = {"methods": chosen, **data} if chosen else {}
-    quantize_(model, config, filter_fn=lambda module, name: id(module) in ours, **more)
+    quantize_(model, config, filter_fn=filter_fn, **more)
     if device == "cuda":
         torch.cuda.synchronize()
     values: Values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
@@ -300,7 +310,22 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
             f"{case.weights} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first"
         )
     tokens = sum(batch.numel() for batch in here.batches) if data else 0
-    return {**values, "tokens seen": (tokens, ""), **layer_values(model)}, model
+    return {**values, "tokens seen": (tokens, ""), **layer_values(model), **told}, model
+
+
+def config_of(here: Run, case: Case, layers: Mapping[str, nn.Linear]) -> tuple[Any, Any, Values]:
+    """The configuration of a case, the filter beside it, and what there is to say of how it was found."""
+    if case.budget is None:
+        ours = {id(layer) for layer in layers.values()}
+        config = SchemeConfig(scheme=case.weights, activation_scheme=case.inputs)
+        return config, lambda module, name: id(module) in ours, {}
+    if case.budget not in here.choices:
+        started = time.perf_counter()
+        earlier = next(iter(here.choices.values()), None)
+        here.choices[case.budget] = choice.chosen(here.bench.base, here.batches, case.budget, earlier)
+        here.seconds[case.budget] = time.perf_counter() - started
+    found = here.choices[case.budget]
+    return found.plan, None, {**choice.values(found), "time to choose": (here.seconds[case.budget], "s")}
 
 
 def layer_values(model: nn.Module) -> Values:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
 from experiments.harness.measuring import Values
 
-#: Tokens of the call before the timed one.
-WARM = 4
+#: Tokens of the prompt.
+SHORT = 16
 #: Examples of a task of lm-evaluation-harness (None: all), by scale.
 EXAMPLES = {"quick": 20, "full": None}
 
@@ -22,18 +22,17 @@ EXAMPLES = {"quick": 20, "full": None}
 def generation(model: nn.Module, prompt: Tensor, new: int) -> Values:
     """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second and, on a GPU, peak memory.
 
-    prompt: token ids (1, length); new: tokens, no fewer or more. Tokens a second are those that the second of two calls of
-    different length took longer, so that reading the prompt does not count.
+    prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
+    fewer or more. The second of two calls is timed.
     """
     device = next(model.parameters()).device
-    ids = prompt.to(device)
+    ids = prompt[:, :SHORT].to(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-    timed(model, ids, WARM)
-    short, long = timed(model, ids, WARM), timed(model, ids, WARM + new)
-    found: Values = {"tokens/s": (new / max(long - short, 1e-9), "1/s")}
+    timed(model, ids, new)
+    found: Values = {"tokens/s": (new / timed(model, ids, new), "1/s")}
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) - before
         found["memory of generating, over the weights"] = (peak, "byte")

@@ -16,7 +16,7 @@ from experiments.data import texts
 from experiments.data.texts import calibration_documents, drawn_sequences
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
-from experiments.runs.run import Settings
+from experiments.runs.run import RealModels, Settings
 from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
@@ -54,6 +54,29 @@ def command(folder, place):
         *(w for one in only for w in ("--only", one)),
         *options,
     ]
+
+
+def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    monkeypatch.setitem(run.SEQUENCES, "quick", 8)
+    monkeypatch.setattr(run.choice, "BUDGETS", (3.0, 4.25))
+    asked = RealModels(models=(str(folder),), windows=2, length=32)
+    here = Settings(
+        scale="quick",
+        device="cpu",
+        cache=tmp_path,
+        models=asked.models,
+        asked=asked,
+        only=("choice", "search"),
+    )
+    rows = run.run(here)
+    assert {row.metric for row in rows if row.metric.startswith("status")} == {"status: ok"}
+    for bits in (3.0, 4.25):
+        found = values(rows, "model", "rounding", f"choice, {bits:g} bits")
+        assert 2.375 <= found["bits per weight"] <= bits
+        least = min(value for name, value in found.items() if name.startswith("uniform") and "int2" in name)
+        assert found["choice: KL measured"] <= least
+        assert found["time to choose"] > 0
 
 
 def values(rows, data, method, setting="int3_g64_asymmetric"):
@@ -126,7 +149,13 @@ def test_schemes_and_methods_of_a_run(tmp_path):
     some = settings(tmp_path, only=("nvfp4", "int5_g64", "gptq"))
     assert [case.setting for case in cases_of(some)] == ["nvfp4, inputs nvfp4", "nvfp4", "int5_g64"]
     assert arms_of(some, Case("nvfp4", None)) == ["rounding", "gptq"]
-    check_parts(["gptq", "nvfp4", "torchao.int4_g64_tinygemm"])
+    assert [case.budget for case in cases_of(everything)][-3:] == [3.0, 2.5, 4.25]
+    (first, *_) = cases_of(settings(tmp_path, only=("choice", "gptq", "hqq")))
+    assert (first.setting, arms_of(settings(tmp_path), first)) == (
+        "choice, 3 bits",
+        ["rounding", "gptq", "awq + gptq"],
+    )
+    check_parts(["gptq", "nvfp4", "torchao.int4_g64_tinygemm", "choice"])
     with pytest.raises(ValueError, match="unknown part 'gptk'"):
         check_parts(["gptk"])
 

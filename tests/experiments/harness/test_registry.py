@@ -261,7 +261,9 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
         registry.chosen(["pqt"])
     with pytest.raises(ValueError, match=f"'nope'.* the tables are {', '.join(EXPERIMENTS)}$"):
         registry.chosen(["nope"])
-    with pytest.raises(ValueError, match="the nearest are qat, ptq; the tables are formats, ptq, calibration, speed"):
+    with pytest.raises(
+        ValueError, match="the nearest are qat, ptq; the tables are formats, ptq, calibration, speed"
+    ):
         registry.chosen(["pqt"])
     assert registry.chosen(None) == [name for name, made in EXPERIMENTS.items() if made.always]
     assert registry.chosen(["ptq", "formats"]) == ["formats", "ptq", "decode"]
