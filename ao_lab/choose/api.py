@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import reference
+from ao_lab.calibration.methods import Method
 from ao_lab.choose.budgets import Bits, Budget, Bytes, Meter, Microseconds
 from ao_lab.choose.items import Groups, Item, check_groups, checked_options, items_of, labels
 from ao_lab.choose.result import Choice, ChosenLayer, Trial
@@ -43,7 +44,7 @@ MIXED, CORRECTED = "mixed", "mixed, corrected"
 def choose_(
     model: nn.Module,
     calibration: Iterable[Any],
-    options: Mapping[str, Config | None],
+    options: Mapping[str, Any],
     budget: Budget,
     *,
     filter_fn: Filter | None = None,
@@ -55,7 +56,8 @@ def choose_(
 ) -> Choice:
     """Choose one of `options` for each layer, so that the model's predictions change least within a budget.
 
-    calibration: batches as `quantize_` takes them. options: configurations by name; None leaves layers dense. budget:
+    calibration: batches as `quantize_` takes them. options: configurations by name, or pairs (configuration, methods) with
+    the same methods in each, which then quantize a copy of the model per option; None leaves layers dense. budget:
     `Bits(4.25)` (stored bits a parameter, all counted), `Bytes(n)` or `Microseconds(t, rows=1)`, each of the layers that
     are chosen for alone. filter_fn: which layers, as for `quantize_`. score: "fisher", or an earlier `Choice` of the same
     model and options, whose scores are taken: another budget without another pass. groups: which layers take one option:
@@ -70,7 +72,7 @@ def choose_(
     that data do not reach, gradients that are not finite, and groups without a common option; TypeError for other kinds of
     arguments.
     """
-    configs = checked_options(options)
+    configs, methods = checked_options(options)
     if not isinstance(budget, (Bits, Bytes, Microseconds)):
         raise TypeError(f"budget is Bits(4.25), Bytes(n) or Microseconds(t, rows=1), got {kind_of(budget)}")
     if score != FISHER and not isinstance(score, Choice):
@@ -90,13 +92,15 @@ def choose_(
         model, items, tuple(configs), budget, budget.meter(), progress=progress, total=len(calls) + len(held)
     )
     job.check_range(range(len(items)))
+    if methods:
+        job.weights.calibrate(model, configs, filter_fn, [kwargs or args for args, kwargs in calls], methods)
     with calibrating(model), frozen(model):
         if isinstance(score, Choice):
             job.take_scores(score)
         else:
             job.find_scores(calls, seed, groups)
         found = job.chosen(held)
-    return job.result(configs, found, notes)
+    return job.result(configs, methods, found, notes)
 
 
 @contextmanager
@@ -285,7 +289,13 @@ class Job:
             result.append(Trial(name, cost, predicted, kl, cost <= limit * (1 + 1e-12)))
         return result
 
-    def result(self, configs: Mapping[str, Config | None], found: Found, notes: list[str]) -> Choice:
+    def result(
+        self,
+        configs: Mapping[str, Config | None],
+        methods: tuple[Method, ...],
+        found: Found,
+        notes: list[str],
+    ) -> Choice:
         """The record of the best trial."""
         best = found.best
         setting, numbers = (
@@ -306,7 +316,8 @@ class Job:
         front = found.allocation.frontier
         return Choice(
             configs, layers, best.name, self.told(self.budget.limit(self.items)), self.told(best.cost), found.allocation.bound,
-            tuple(found.trials), tuple(zip(front.costs.tolist(), front.scores.tolist(), strict=True)), tuple(notes),
+            tuple(found.trials), tuple(zip(front.costs.tolist(), front.scores.tolist(), strict=True)), methods,
+            tuple(notes),
         )  # fmt: skip
 
 

@@ -6,18 +6,22 @@ divide its shape) has the others; one that none takes is no item and stays as it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from ao_lab.calibration.methods import AWQ, BiasCorrection, Method, Smooth, ordered
 from ao_lab.config.base import Config, kind_of
 from ao_lab.quantization.api import quantize_weights, transform_of
 from ao_lab.quantization.plan import Change, QuantizationPlan, group_of, planned
 from ao_lab.transforms.layers import is_linear, shorten
 from ao_lab.transforms.plan import Filter
 
+#: Methods that change other parameters than the weight of a layer.
+BEYOND = (Smooth, AWQ, BiasCorrection)
 #: Which items are tied: labels by name, or a function of the name; None where an item stands alone.
 Groups = Mapping[str, object] | Callable[[str], object]
 
@@ -98,22 +102,44 @@ def _check(item: Item) -> None:
             )
 
 
-def checked_options(options: object) -> dict[str, Config | None]:
-    """The configurations by name; TypeError or ValueError where they are none."""
+def checked_options(options: object) -> tuple[dict[str, Config | None], tuple[Method, ...]]:
+    """The configurations by name, and the methods of all; TypeError or ValueError where they are none."""
     if not isinstance(options, Mapping):
         raise TypeError(
             f"options is a mapping of names to configurations, {{'int4': Int4WeightOnlyConfig()}}, got {kind_of(options)}"
         )
-    for name, config in options.items():
+    configs: dict[str, Config | None] = {}
+    methods: dict[str, tuple[Method, ...]] = {}
+    for name, given in options.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"names of options are strings, got {name!r}")
+        config, wanted = given if isinstance(given, tuple) and len(given) == 2 else (given, ())
         if config is not None and not isinstance(config, Config):
             raise TypeError(
-                f"options[{name!r}] is a configuration of ao_lab, or None to leave layers dense, got {kind_of(config)}"
+                f"options[{name!r}] is a configuration of ao_lab, (configuration, methods), or None to leave layers dense, got "
+                f"{kind_of(config)}"
             )
-    if all(config is None for config in options.values()):
+        configs[name] = config
+        if config is not None:
+            methods[name] = _checked_methods(name, wanted)
+    if not methods:
         raise ValueError("options has no configuration to choose; give two or more, such as int4 and int8")
-    return dict(options)
+    if len(set(methods.values())) > 1:
+        raise ValueError(
+            f"options {shorten([*methods])} have different methods, and quantize_ applies one set to a model; give "
+            f"each option the same"
+        )
+    return configs, next(iter(methods.values()))
+
+
+def _checked_methods(name: str, given: Iterable[Any]) -> tuple[Method, ...]:
+    records = ordered(given)
+    if beyond := [one.name for one in records if isinstance(one, BEYOND)]:
+        raise ValueError(
+            f"options[{name!r}]: {' and '.join(beyond)} change more than a layer's weight, so that layers cannot be chosen for "
+            f"one by one; leave them out here, or choose for a model that is smoothed already"
+        )
+    return records
 
 
 def labels(items: Sequence[Item], groups: Groups | None, reads: Mapping[str, int]) -> list[object]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ao_lab.calibration.methods import METHODS, Method
 from ao_lab.checkpoint.transformers.config import config_from, config_values
 from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.install.extras import needed
@@ -49,10 +50,11 @@ class Trial:
 class Choice:
     """The configuration of each layer under a budget.
 
-    options: the configurations by name. source: which trial was taken: "mixed", "mixed, corrected", or an option's name
-    where that option for all layers was no worse. predicted: the sum of scores, measured: the KL divergence in nats a
-    prediction, both to the model as it was. bound: no choice within the budget has a smaller sum of scores. frontier:
-    (cost, sum of scores) of the best choices of all budgets, on their convex hull. budget, cost: as texts.
+    options: the configurations by name; methods: those to quantize with. source: which trial was taken: "mixed", "mixed,
+    corrected", or an option's name where that option for all layers was no worse. predicted: the sum of scores, measured:
+    the KL divergence in nats a prediction, both to the model as it was. bound: no choice within the budget has a smaller
+    sum of scores. frontier: (cost, sum of scores) of the best choices of all budgets, on their convex hull. budget, cost:
+    as texts.
     """
 
     options: Mapping[str, Config | None]
@@ -63,6 +65,7 @@ class Choice:
     bound: float
     trials: tuple[Trial, ...]
     frontier: tuple[tuple[float, float], ...]
+    methods: tuple[Method, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -125,7 +128,8 @@ class Choice:
     def to_json(self, path: str | Path | None = None) -> str:
         """All of it as JSON; into a file too where a path is given."""
         options = {name: None if one is None else config_values(one) for name, one in self.options.items()}
-        told = {"ao_lab_choice": FORMAT, **asdict(self), "options": options}
+        methods = [{"method": one.name, **asdict(one)} for one in self.methods]
+        told = {"ao_lab_choice": FORMAT, **asdict(self), "options": options, "methods": methods}
         text = json.dumps(told, indent=1) + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -145,10 +149,12 @@ class Choice:
             layers = tuple(ChosenLayer(**{**one, "names": tuple(one["names"])}) for one in told.pop("layers"))
             trials = tuple(Trial(**one) for one in told.pop("trials"))
             frontier = tuple((float(cost), float(score)) for cost, score in told.pop("frontier"))
+            methods = tuple(METHODS[one.pop("method")](**one) for one in told.pop("methods"))
             return cls(
                 options=options,
                 layers=layers,
                 trials=trials,
+                methods=methods,
                 frontier=frontier,
                 **{**told, "notes": tuple(told["notes"])},
             )

@@ -22,10 +22,12 @@ from torch import nn
 import fast
 from ao_lab.choose.items import Item
 from ao_lab.choose.weights import Weights
+from ao_lab.config.recipe import Recipe
 from ao_lab.transforms.data import Call, Seen, as_multiplied, mask_of
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.walk import first_tensor
 from fast.calibration.allocate import layer_score
+from fast.layers.hadamard import hadamard, rotated_back
 
 #: Rows of probabilities that are summed up at a time to draw labels.
 ROWS = 256
@@ -137,8 +139,8 @@ class Scoring:
         w, q = (w.T, q.T) if change.transposed else (w, q)
         inputs = x.reshape(-1, x.shape[-1])
         d, read = q - w, inputs.float()
-        if change.recipe.activation is not None:
-            seen = fast.fake_quantize(inputs, change.recipe.activation).float()
+        if held.recipe.activation is not None:
+            seen = as_seen(inputs, held.recipe)
             d, read = torch.cat([q, -w], 1), torch.cat([seen, read], 1)
         return layer_score(d, read, rows) * len(rows)
 
@@ -158,6 +160,14 @@ class Scoring:
             }
             for item in self.items
         }
+
+
+def as_seen(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Inputs (tokens, channels) as a layer's product sees them, in float32: quantized; where they are rotated, rotated back."""
+    length, scheme = recipe.rotation, recipe.activation
+    turned = hadamard(x, length) if length else x
+    seen = turned if scheme is None else fast.fake_quantize(turned, scheme)
+    return rotated_back(seen.float(), length) if length else seen.float()
 
 
 @dataclass

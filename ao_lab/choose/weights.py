@@ -6,16 +6,21 @@ What methods with data have made (GPTQ) is held in any case.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from ao_lab.calibration.methods import Method
 from ao_lab.choose.items import Item
-from ao_lab.quantization.api import quantize_parameter
+from ao_lab.config.base import Config
+from ao_lab.quantization.api import quantize_, quantize_parameter
 from ao_lab.quantization.plan import JoinedScales
+from ao_lab.transforms.plan import Filter
 
 #: An option of each item, by the item's name; None leaves it as it is.
 Setting = Mapping[str, str | None]
@@ -42,6 +47,27 @@ class Weights:
         if dense.device.type == "cpu":
             self.held[key] = made
         return made
+
+    def calibrate(
+        self,
+        model: nn.Module,
+        configs: Mapping[str, Config | None],
+        filter_fn: Filter | None,
+        batches: Sequence[Any],
+        methods: tuple[Method, ...],
+    ) -> None:
+        """Hold what methods make of each option, in a copy of the model that has this option wherever it can be."""
+        data = batches if any(method.calibrates for method in methods) else None
+        for option, config in configs.items():
+            if config is None:
+                continue
+            whole = copy.deepcopy(model)
+            quantize_(whole, config, filter_fn, calibration=data, methods=methods)
+            modules = dict(whole.named_modules())
+            for item in self.items:
+                if option in item.changes:
+                    path, _, name = item.name.rpartition(".")
+                    self.held[item.name, option] = modules[path].get_parameter(name)
 
     def _outer(self, option: str) -> dict[str, torch.Tensor | None]:
         if option not in self.outer:
