@@ -2,6 +2,15 @@
 
 from ao_lab import jax as jax
 from ao_lab import testing as testing
+from ao_lab.calibration.methods import AWQ as AWQ
+from ao_lab.calibration.methods import GPTQ as GPTQ
+from ao_lab.calibration.methods import HQQ as HQQ
+from ao_lab.calibration.methods import AutoRound as AutoRound
+from ao_lab.calibration.methods import BiasCorrection as BiasCorrection
+from ao_lab.calibration.methods import Clip as Clip
+from ao_lab.calibration.methods import Rotate as Rotate
+from ao_lab.calibration.methods import Smooth as Smooth
+from ao_lab.calibration.result import LayerResult as LayerResult
 from ao_lab.calibration.static import (
     Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,
 )

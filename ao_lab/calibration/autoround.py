@@ -81,7 +81,14 @@ class Learned:
         """The values of the state in the layers, to take gradients."""
         v, low, high = self.state
         values, self.vjp = fast.signround_quantize(self.dense, v, low, high, self.scheme, scales=self.scales)
-        values = values.to(self.target.parameter.dtype)
+        self._place(values)
+
+    def put_start(self) -> None:
+        """The values of the weight that it started at: V reaches no code that lies farther than the next."""
+        self._place(fast.dequantize(self.made.weight.plain.quantized))
+
+    def _place(self, values: torch.Tensor) -> None:
+        values = values.to(self.made.weight.dtype)
         self.leaf = nn.Parameter(values.T.contiguous() if self.target.transposed else values)
         for module in self.target.layers.values():
             module._parameters["weight"] = self.leaf
@@ -121,12 +128,13 @@ class Learning:
 
     def run(self) -> list[Made]:
         """Learn; the weights, as they were where nothing is won."""
-        start = [one.state for one in self.weights]
         with self._in_place():
-            before = self.error(start)
+            for one in self.weights:
+                one.put_start()
+            before = self.error()
             self._learn()
             found = [self.best[1], [one.state for one in self.weights]]
-            errors = [self.error(states) for states in found]
+            errors = [self._error_of(states) for states in found]
         best = min(range(len(found)), key=lambda i: errors[i])
         share = errors[best] / before if before else 1.0
         told = f"the block's error on held-out tokens is {share:.3f} of that without autoround"
@@ -199,17 +207,20 @@ class Learning:
         chosen = roles == role if roles.shape == off.shape else torch.ones_like(off, dtype=torch.bool)
         return torch.where(chosen, off, 0).sum() / chosen.sum().clamp(min=1)
 
-    def error(self, states: list[Any]) -> float:
-        """The block's error on held-out tokens with these states; on those to learn from where none are held out."""
+    def _error_of(self, states: list[Any]) -> float:
+        """The block's error with these states."""
         now = [one.state for one in self.weights]
         for one, state in zip(self.weights, states, strict=True):
             one.state = state
             one.put()
+            one.state = now.pop(0)
+        return self.error()
+
+    def error(self) -> float:
+        """The block's error on held-out tokens as it is now; on those to learn from where none are held out."""
         role = HELD_OUT if any(bool((r == HELD_OUT).any()) for r in self.tokens.roles) else TRAIN
         counts = [int((r == role).sum()) for r in self.tokens.roles]
         total = sum(float(self._squares(i, role)) * count for i, count in enumerate(counts) if count)
-        for one, state in zip(self.weights, now, strict=True):
-            one.state = state
         return total / max(sum(counts), 1)
 
 

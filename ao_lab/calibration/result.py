@@ -50,3 +50,6 @@ class LayerResult:
 def remember(model: nn.Module, results: Mapping[str, LayerResult]) -> None:
     """Keep results with a model, for reports."""
     object.__setattr__(model, CALIBRATION, {**getattr(model, CALIBRATION, {}), **results})
+
+
+__all__ = ["LayerResult"]

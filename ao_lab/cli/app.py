@@ -153,7 +153,8 @@ def quantize(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="How scales and codes are found, any number of times: gptq, clip, awq, smooth, hqq, bias. Default: rounding."
+            help="How scales and codes are found, any number of times: rotate, smooth, awq, clip, hqq, gptq, autoround, bias. "
+            "Default: rounding."
         ),
     ] = None,
     windows: Annotated[int, typer.Option(help="With --calibration: windows of text.")] = 128,

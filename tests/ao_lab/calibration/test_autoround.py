@@ -1,0 +1,161 @@
+"""AutoRound: a block's weights learned together, never worse on held-out tokens; the model as it was where nothing is won."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import SchemeConfig, quantize_
+from ao_lab.calibration.autoround import rotated, straight
+from ao_lab.calibration.methods import GPTQ, AutoRound, BiasCorrection, Clip, Rotate
+from ao_lab.transforms.data import calibrating
+from ao_lab.transforms.walk import captured, find_blocks, walk
+from fast.layers.hadamard import hadamard
+from reference import SCHEMES
+from tests.ao_lab.calibration.test_run import INT4, assert_same, inputs, stack, weights
+from tests.support.quantized_weights import same
+
+INT3 = SchemeConfig(scheme="int3_g32_asymmetric")
+
+
+def block_errors(model, dense, batches, held=9):
+    """The mean square of what each block's output is off by on the held-out sequence, of float inputs to the float model."""
+    x, y, errors = batches[2][1:2], batches[2][1:2], []
+    with torch.no_grad():
+        for ours, theirs in zip(model.blocks, dense.blocks, strict=True):
+            x, y = ours(x), theirs(y)
+            errors.append(float((x - y).square().mean()))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("config", "before"),
+    [(INT3, ()), (INT3, (Clip(), GPTQ())), (SchemeConfig(scheme="mxfp4", activation_scheme="mxfp4"), (Rotate(), GPTQ()))],
+)  # fmt: skip
+def test_blocks_come_out_better(config, before):
+    dense, without, model = stack(), stack(), stack()
+    if before:
+        quantize_(without, config, calibration=inputs(), methods=before)
+    else:
+        quantize_(without, config)
+    report = quantize_(
+        model, config, calibration=inputs(), methods=(*before, AutoRound(steps=25, sequences=12))
+    )
+    taken = [
+        layer
+        for layer in report.changed
+        if "autoround" in (layer.calibrated.method if layer.calibrated else "")
+    ]
+    if "blocks.0.one.weight" not in {layer.name for layer in taken}:
+        assert config is not INT3
+        assert same(model.blocks[0].one.weight, without.blocks[0].one.weight)
+        return
+    errors, plain = block_errors(model, dense, inputs()), block_errors(without, dense, inputs())
+    share = float(re.search(r"held-out tokens is ([\d.]+) of that without", taken[0].reason)[1])
+    assert share < 1
+    assert errors[0] / plain[0] == pytest.approx(share, rel=0.02)
+    assert all(isinstance(layer.calibrated.error, float) for layer in taken)
+
+
+def test_the_same_call_has_the_same_bits_and_goes_on_after_a_kill(tmp_path):
+    given = {"calibration": inputs(), "methods": (Clip(), AutoRound(steps=6))}
+
+    def stop(name, done, total):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    one, two, killed, again = (stack() for _ in range(4))
+    quantize_(one, INT3, **given)
+    quantize_(two, INT3, **given)
+    assert_same(one, two)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_(killed, INT3, **given, resume=tmp_path, progress=stop)
+    quantize_(again, INT3, **given, resume=tmp_path)
+    assert_same(again, one)
+
+
+def test_the_model_is_as_it_was_behind_an_error(monkeypatch):
+    from ao_lab.calibration import autoround
+
+    model = stack()
+    model.blocks[0].one.weight.requires_grad_(False)
+    before = copy.deepcopy(model)
+
+    def fails(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(autoround.fast, "signround_step", fails)
+    with pytest.raises(MemoryError):
+        quantize_(model, INT4, calibration=inputs(), methods=(AutoRound(steps=2),))
+    assert not weights(model)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), before.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.requires_grad == theirs.requires_grad
+        assert ours.grad is None
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_is_not_better_is_not_taken():
+    """Values on the grid have no error to learn from."""
+    model = stack(blocks=1)
+    for module in (model.blocks[0].one, model.blocks[0].two, model.blocks[0].three):
+        w = torch.randint(-7, 8, (32, 32)) / 8
+        w[:, 0] = 7 / 8
+        module.weight.data.copy_(w)
+    dense = copy.deepcopy(model)
+    report = quantize_(model, INT4, calibration=inputs(), methods=(AutoRound(steps=3),))
+    assert "autoround did not lower the block's error" in report.layers[0].reason
+    for name in ("one", "two", "three"):
+        ours, theirs = (getattr(m.blocks[0], name).weight for m in (model, dense))
+        assert torch.allclose(ours.dequantize(), theirs, atol=1e-6)
+
+
+def test_padding_and_held_out_tokens_are_no_part_of_it():
+    padded = []
+    for x in inputs():
+        wide = torch.cat([torch.randn(4, 5, 32), x], 1)
+        padded.append(
+            {"x": wide, "attention_mask": torch.cat([torch.zeros(4, 5), torch.ones(4, 16)], 1).long()}
+        )
+    model, expected = stack(), stack()
+    quantize_(model, INT3, calibration=padded, methods=(AutoRound(steps=4),))
+    quantize_(expected, INT3, calibration=inputs(), methods=(AutoRound(steps=4),))
+    for name, weight in weights(model).items():
+        other = expected.get_parameter(name).dequantize()
+        assert (weight.dequantize() - other).norm() < 0.05 * other.norm(), name  # sums of other lengths
+
+
+def test_the_walk_holds_what_the_model_as_it_was_makes():
+    model, seen = stack(), []
+    dense = copy.deepcopy(model)
+
+    def visit(block):
+        seen.append([held.taken() for held in block.originals])
+        for parameter in block.module.parameters():
+            parameter.data.mul_(0.5)
+
+    with calibrating(model):
+        walk(captured(model, inputs(), find_blocks(model)), visit, originals=True)
+    with torch.no_grad():
+        for number, x in enumerate(inputs()):
+            for block, found in zip(dense.blocks, seen, strict=True):
+                x = block(x)
+                assert torch.equal(found[number], x)
+
+
+def test_gradients_pass_what_layers_do_with_their_inputs():
+    x = torch.randn(3, 64, requires_grad=True)
+    assert torch.allclose(rotated(x, 32), hadamard(x.detach(), 32), atol=1e-5)
+    straight(rotated(x, 32), SCHEMES["mxfp4"], None).sum().backward()
+    expected = torch.autograd.functional.vjp(lambda y: rotated(y, 32).sum(), x.detach())[1]
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("given", [{"steps": 0}, {"steps": 2.5}, {"sequences": 0}])
+def test_what_is_refused(given):
+    with pytest.raises(ValueError, match=r"AutoRound: \w+ is an integer of at least 1"):
+        AutoRound(**given)
+    with pytest.raises(ValueError, match="AutoRound and BiasCorrection do the same"):
+        quantize_(nn.Linear(8, 8), INT4, methods=(AutoRound(), BiasCorrection()))
