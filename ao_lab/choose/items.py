@@ -88,9 +88,7 @@ def _plan_of(model: nn.Module, name: str, config: Config, filter_fn: Filter | No
     try:
         return planned(model, config, filter_fn)
     except ValueError as error:
-        raise ValueError(
-            f"options[{name!r}] cannot be chosen for any layer, leave it out: {error}"
-        ) from error
+        raise ValueError(f"options[{name!r}] is for none of these layers, leave it out: {error}") from error
 
 
 def _check(item: Item) -> None:

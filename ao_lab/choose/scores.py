@@ -78,20 +78,21 @@ class Scoring:
                     "the model's logits are NaN or infinite on a calibration batch; leave the batch out"
                 )
             which = counted(call, logits)
-            logits.backward(self._gradient(logits.detach(), which))  # type: ignore[no-untyped-call]
+            if logits.requires_grad:
+                logits.backward(self._gradient(logits.detach(), which))  # type: ignore[no-untyped-call]
         self.tokens += int(which.sum())
 
     def _gradient(self, logits: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """Of the sum of -log p(label) at the logits: p minus one at a label drawn by p; 0 where a prediction does not count."""
         rows = logits.reshape(-1, logits.shape[-1])
-        result = torch.empty_like(rows)
-        for part, out, counts in zip(*(torch.split(one, ROWS) for one in (rows, result, which)), strict=True):
-            p = part.float().softmax(-1)
+        result = torch.zeros_like(rows)
+        for places in which.nonzero()[:, 0].split(ROWS):  # type: ignore[no-untyped-call]
+            p = rows[places].float().softmax(-1)
             drawn = torch.rand(len(p), 1, generator=self.generator, dtype=torch.float64).to(p.device)
-            total = p.double().cumsum(-1)
-            label = torch.searchsorted(total, drawn * total[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
+            sums = p.double().cumsum(-1)
+            label = torch.searchsorted(sums, drawn * sums[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
             p.scatter_add_(1, label, torch.full_like(label, -1, dtype=p.dtype))
-            out.copy_(p * counts[:, None])
+            result[places] = p.to(result.dtype)
         return result.reshape(logits.shape)
 
     @contextmanager
@@ -146,6 +147,8 @@ class Scoring:
 
     def means(self) -> dict[str, dict[str, float]]:
         """The score of each item under each of its options; ValueError for layers without a gradient."""
+        if not self.tokens:
+            raise ValueError("calibration has no token that is no padding; give other batches")
         missing = [
             item.name for item in self.items if not any((item.name, one) in self.sums for one in self.options)
         ]
