@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
 from experiments.ptq import published
-from experiments.ptq.real_page import real_findings, real_sections
+from experiments.ptq.real_page import real_findings, real_sections, short_finding
 from experiments.ptq.run import LAYERS, QUALITY
 from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
 
 TITLE = "Post-training quantization: real pretrained models, and a stand-in in detail"
-QUESTION = "How much loss does each scheme cost a trained model?"
+QUESTION = "How much loss does each scheme cost a trained model, without calibration?"
 ABOUT = (
     "First real models: pretrained language models that pip packages carry, or anyone's folder "
     "(`ao-lab reproduce ptq --model DIR`), perplexity and KL divergence on texts that they have not been calibrated on. Their "
@@ -84,8 +84,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 def main_finding(rows: Sequence[Row]) -> str:
     """What the first real model loses; without one, how many schemes cost no loss that is told from noise."""
-    if real := real_findings(rows):
-        return real[0].removesuffix(".")
+    if real := short_finding(rows):
+        return real
     found = best_run(by_run(rows, QUALITY))
     return noise_sentence(found[1], False, "weights").removesuffix(".") if found else ""
 

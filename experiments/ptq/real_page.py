@@ -59,14 +59,13 @@ def table(run: RealRun, text: str, results: Results) -> Table:
     columns.insert(6, "inputs in")
     lines = []
     for method in run.lines:
-        size, bits = (run.whole.value(WEIGHTS, method, metric) for metric in ("size", "bits per weight"))
-        if size is None:
-            size, bits = (
-                run.whole.value(run.setting(method, True), method, metric)
-                for metric in ("size", "bits per weight")
-            )
-        both = run.setting(method, True)
-        line = [method, number(None if size is None else size / 1e6, 1), number(bits, 2)]
+        size, both = run.size(method), run.setting(method, True)
+        bits = [run.whole.value(setting, method, "bits per weight") for setting in (WEIGHTS, both)]
+        line = [
+            method,
+            number(None if size is None else size / 1e6, 1),
+            number(bits[0] if bits[0] is not None else bits[1], 2),
+        ]
         line += quality_cells(results, WEIGHTS, method)
         lines.append(
             [*line, (activations_of(both) or "") if both else "", *quality_cells(results, both, method)]
@@ -131,6 +130,25 @@ def points(run: RealRun, results: Results, activations: bool) -> list[Point]:
 def real_findings(rows: Sequence[Row]) -> list[str]:
     """What int8, and the best scheme up to 4.6 bits, cost each model."""
     return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+
+
+#: What the line of the first page says, where it was measured: schemes, with their inputs or without.
+TOLD = (("int8_rowwise", True), ("fp8_rowwise", True), ("int4_g32_asymmetric", False), ("nvfp4", False), ("mxfp4_rceil", False),
+        ("nvfp4", True), ("mxfp4_rceil", True))  # fmt: skip
+
+
+def short_finding(rows: Sequence[Row]) -> str:
+    """What a few schemes cost the first model, for the first page."""
+    runs = best_runs(rows)
+    if not runs:
+        return ""
+    text, results = next(iter(runs[0].texts.items()))
+    words = []
+    for method, inputs in TOLD:
+        change = results.value(runs[0].setting(method, inputs), method, "perplexity, change")
+        if change is not None and math.isfinite(change):
+            words.append(f"{method}{' with inputs' * inputs} {change:+.1f}%")
+    return f"Perplexity of {runs[0].model} on {text}: {', '.join(words)}" if words else ""
 
 
 def finding(run: RealRun) -> str:

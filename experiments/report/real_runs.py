@@ -35,7 +35,12 @@ class RealRun:
     def lines(self) -> list[str]:
         """Methods, the largest first."""
         names = [one for one in self.whole.methods if one != FILE]
-        return sorted(names, key=lambda one: -(self.whole.value(WEIGHTS, one, "size") or 0.0))
+        return sorted(names, key=lambda one: -(self.size(one) or 0.0))
+
+    def size(self, method: str) -> float | None:
+        """Bytes of the model, by whichever of its settings was measured."""
+        found = (self.whole.value(self.setting(method, inputs), method, "size") for inputs in (False, True))
+        return next((one for one in found if one is not None), None)
 
     def setting(self, method: str, activations: bool) -> str:
         """The setting of a method with its inputs quantized or not; "" where it has none."""
