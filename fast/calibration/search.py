@@ -1,8 +1,9 @@
 """`search_scales` for torch tensors; `reference.calibration.search` states the rule.
 
-CPU tensors run the reference. Elsewhere candidates are quantized and dequantized by the kernels, some rows at a time, and their
-errors are summed in float64 on the device: another candidate than the reference's may be taken where two are equal up to the
-order of those sums.
+CPU tensors run the reference. On a GPU one kernel tries all candidates of a block along a row
+(`fast.kernels.calibration.candidates`); of other blocks and errors, and on other devices, candidates are quantized and
+dequantized in turn, some rows at a time. Errors are summed in float64: another candidate than the reference's may be taken
+where two are equal up to the order of those sums.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import torch
 import reference
 from fast.calibration.arrays import numpy_of, torch_scales
 from fast.calibration.inputs import float_tensor
+from fast.dispatch import has_kernels
 from fast.quantize.quantize import dequantize, quantize
 from reference import Scales, Scheme
 from reference.arrays.namespace import Namespace, namespace_of
 from reference.calibration.search import Candidate, Search, code_range, is_double
+from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import choose
 from reference.schemes.schemes import Scale, scheme_of
 
+#: Elements of a block at most that the kernel takes.
+LONGEST = 1024
 #: Elements that are looked at a time: their float64 temporaries are half a gigabyte each.
 CHUNK = 1 << 26
 
@@ -76,7 +81,12 @@ def search_scales_on_device(
 
 
 def _joined(parts: list[Any]) -> Any:
-    return None if parts[0] is None else torch.cat(parts)
+    return None if parts[0] is None else torch.cat([as_signed(part) for part in parts]).view(parts[0].dtype)
+
+
+def as_signed(stored: torch.Tensor) -> torch.Tensor:
+    """16-bit scales as int16: torch selects no uint16."""
+    return stored.view(torch.int16) if stored.dtype == torch.uint16 else stored
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,8 @@ class DeviceSearch:
         """The scales of a matrix, or of rows of one."""
         scheme = self.search.scheme
         ns, blocks = namespace_of(w), Blocks.of(tuple(w.shape), scheme.scale, -1)
+        if has_kernels(w) and self.covered(blocks) and self.search.candidates:
+            return self.best_by_kernel(ns, w, blocks, given)
         weights, first = self._in_blocks(ns, blocks), None
         for scales in self._scales(ns, w, blocks, given):
             off = dequantize(quantize(w, scheme, scales=scales)).double() - w.double()
@@ -101,12 +113,39 @@ class DeviceSearch:
                 first, chosen, least = scales, parts, error
                 continue
             closer = error < least
-            chosen = [torch.where(closer, new, old) for new, old in zip(parts, chosen, strict=True)]
+            chosen = [
+                torch.where(closer, as_signed(new), as_signed(old)).view(old.dtype)
+                for new, old in zip(parts, chosen, strict=True)
+            ]
             least = torch.where(closer, error, least)
         if first is None:
             raise ValueError("candidates are one step or ratio at least, got none; leave them out")
         exposed = [blocks.expose(part, ns) for part in chosen]
         return Scales(exposed[0], first.outer, exposed[1] if len(exposed) > 1 else first.zero)
+
+    def covered(self, blocks: Blocks) -> bool:
+        """Whether the kernel takes these blocks and errors."""
+        size = blocks.block if isinstance(blocks.block, int) else 0
+        whole = 0 < size <= LONGEST and blocks.shape[1] % size == 0
+        return whole and self.search.norm == 2 and self.weights.dim() == 1
+
+    def best_by_kernel(self, ns: Namespace, w: torch.Tensor, blocks: Blocks, given: Scales | None) -> Scales:
+        """The same in one launch after the candidates' scales were made."""
+        from fast.kernels.calibration.candidates import best_candidates
+
+        scheme = self.search.scheme
+        tried = list(self._scales(ns, w, blocks, given))
+        stored = torch.stack([scales.scale.reshape(-1) for scales in tried])
+        zeros = None if scheme.zero is None else torch.stack([scales.zero.reshape(-1) for scales in tried])
+        decoded = load(ns, stored, scheme.scale.storage).view(torch.float32)
+        wide = w.float() if w.dtype == torch.float64 else w.contiguous()
+        index = best_candidates(wide, self.weights, scheme, decoded, zeros, tried[0].outer)
+        scale, zero = (
+            None if part is None else as_signed(part).gather(0, index[None]).view(part.dtype)
+            for part in (stored, zeros)
+        )
+        shape = blocks.scale_shape
+        return Scales(scale.reshape(shape), tried[0].outer, None if zero is None else zero.reshape(shape))
 
     def _in_blocks(self, ns: Namespace, blocks: Blocks) -> torch.Tensor:
         """The weights as they broadcast against blocks."""

@@ -1,6 +1,6 @@
 """Kernels of calibration against the torch operations that they stand for.
 
-    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration columns [day]
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process calibration columns|candidates [day]
 
 day: few schemes.
 """
@@ -14,9 +14,12 @@ import torch
 
 from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import gptq
+from fast.calibration.search import DeviceSearch
 from fast.kernels.calibration import columns as kernel
-from fast.quantize.quantize import choose_scales
-from reference import SCHEMES, Scheme
+from fast.quantize.quantize import choose_scales, quantize
+from reference import SCHEMES, Scales, Scheme
+from reference.arrays.namespace import namespace_of
+from reference.calibration.search import Search, has_steps
 from reference.quantize.blocks import Blocks
 
 #: Blocks of so few columns: an interpreted column takes a tenth of a second.
@@ -52,12 +55,35 @@ def compare_columns(scheme: Scheme, rows: int, k: int, each: int) -> None:
         assert_same_bits(getattr(made, part), getattr(wanted, part))
 
 
-def main(_: str, day: str = "") -> None:
+def compare_candidates(scheme: Scheme, dtype: torch.dtype, k: int) -> None:
+    """The scales of rows whose blocks do not fill the last program."""
+    rng = np.random.default_rng(k)
+    w = torch.from_numpy(rng.standard_normal((3, k)).astype(np.float32)).to(dtype)
+    weights = torch.from_numpy(rng.exponential(size=k))
+    blocks, name = Blocks.of((3, k), scheme.scale, -1), str(dtype).removeprefix("torch.")
+    tried = (0, -1, 1, 2) if has_steps(scheme) else (1.0, 0.9, 0.7)
+    one = DeviceSearch(Search.of(scheme, name, weights.numpy(), tried, 2.0, blocks), weights, name)
+    assert one.covered(blocks)
+    given = Scales(outer=quantize(w, scheme).outer) if scheme.outer is not None else None
+    made, wanted = one.best_by_kernel(namespace_of(w), w, blocks, given), one.best(w, given)
+    for part in ("scale", "outer", "zero"):
+        if getattr(wanted, part) is not None:
+            assert_same_bits(getattr(made, part), getattr(wanted, part))
+
+
+def main(what: str, day: str = "") -> None:
     """See the module text."""
     gptq.BLOCK = kernel.BLOCK = COLUMNS
     for name in BY_DAY if day else (*BY_DAY, *BY_NIGHT):
         scheme = narrow(SCHEMES[name])
-        compare_columns(scheme, 5 if day else 6, 20, 2)
-        if not day:
-            compare_columns(scheme, 5, 20, 1)
+        if what == "columns":
+            compare_columns(scheme, 5 if day else 6, 20, 2)
+            if not day:
+                compare_columns(scheme, 5, 20, 1)
+        elif isinstance(scheme.scale.block, int) and scheme.scale.block > 0:
+            scheme = replace(
+                scheme, name=f"{scheme.name}_24", scale=replace(scheme.scale, block=24 if not day else 16)
+            )
+            compare_candidates(scheme, torch.bfloat16, 48)
+            compare_candidates(scheme, torch.float32, 480)
         print(name, flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import search as module
 from fast.calibration.search import search_scales_on_device
 from reference import SCHEMES
+from reference.calibration import search as reference_search
 from tests.reference.calibration.test_search import matrix
 from tests.support.refusals import refused
 
@@ -41,6 +44,7 @@ def same(made, wanted):
 def test_steps_are_those_of_the_reference(name, dtype, monkeypatch):
     """Some rows at a time; no two candidates are so alike that the order of sums could matter."""
     monkeypatch.setattr(module, "CHUNK", 2560)
+    monkeypatch.setattr(reference_search, "END_RATIOS", (1.0, 0.9, 0.75))
     wide = "torchao.nf4" in name
     w, weights = problem(1, 128 if "128x128" in name else 64 if wide else 32, 256, dtype)
     same(search_scales_on_device(w, name, weights=weights), fast.search_scales(w, name, weights=weights))
@@ -81,3 +85,27 @@ def test_refusals(call):
     refused(ValueError, "one step or ratio", call, w, "mxfp4", candidates=[])
     refused(ValueError, "norm is a positive number", call, w, "mxfp4", norm=-1)
     refused(ValueError, "outer", call, w, "mxfp4", outer=torch.tensor(1.0))
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int3_g64_asymmetric",
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in ("nvfp4", "mxfp4", "int8_g256")),
+    ],
+)
+def test_blocks_stay_in_registers(name):
+    """No stack; what is exchanged stays in a warp."""
+    from fast.kernels.calibration.candidates import best_candidates
+    from tests.fast.kernels.compiling.kernel_compiler import launched
+
+    scheme, w = SCHEMES[name], torch.ones(256, 1024, dtype=torch.bfloat16)
+    scale = torch.ones(5, w.numel() // scheme.scale.block)
+    zero = None if scheme.zero is None else scale.char()
+    weights = torch.ones(1024, dtype=torch.float64)
+    (machine,) = launched(lambda: best_candidates(w, weights, scheme, scale, zero, torch.ones(())))
+    assert machine.kernel == "candidates_kernel"
+    assert (machine.local, machine.stack) == (0, 0)
+    assert machine.named("BAR", "LDS", "STS") == 0
+    assert machine.registers <= 144

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import allocate, dequantize, layer_score, quantize
@@ -32,6 +32,7 @@ def all_choices(scores, costs, groups=None):
         yield choice, scores[rows, choice].sum(), costs[rows, choice].sum()
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.booleans())
 def test_equals_all_choices(seed, layers, options, whole, tied):
     scores, costs = tables(seed, layers, options, whole=whole)
@@ -53,6 +54,7 @@ def test_equals_all_choices(seed, layers, options, whole, tied):
             assert all(len({made.choice[j] for j in rows if groups[j] == name}) == 1 for name in groups)
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4))
 def test_the_frontier_is_the_hull_of_all_choices(seed, layers, options):
     """No choice lies below it, its points are choices, and the bound is the line between them."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ao_lab.testing.strategies import assert_same_bits
@@ -70,6 +70,7 @@ def slow(w, h, scheme, scales, order):
     return out, targets
 
 
+@settings(max_examples=25)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["int4", "e2m1", "asymmetric"]),
@@ -85,6 +86,7 @@ def test_equals_least_squares_column_by_column(seed, kind, order):
     np.testing.assert_array_equal(dequantize(made.quantized), values)
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from(["stored", "activation", "groups"]))
 def test_the_loss_is_that_of_the_change_and_within_babais_bound(seed, order):
     """Blocks of 128 columns and a rest; nothing saturates, as the steps are larger than absmax needs."""
@@ -226,6 +228,7 @@ def test_damping_is_what_the_factor_took():
     )
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_the_cross_term_is_the_least_squares_answer_to_the_float_outputs(seed):
     """V with V x_q nearest to W x, by lstsq on the tokens; rounding V by itself has the same codes."""

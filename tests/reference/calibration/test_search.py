@@ -81,6 +81,7 @@ def test_e4m3_scales_against_all_126_codes(seed, norm, weighted):
     assert_same_bits(made.outer, base.outer)
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from(["mxfp4", "mxint8", "mxfp8_e4m3", "nvfp4"]))
 def test_default_steps(seed, name):
     scheme = small(name)
@@ -99,6 +100,7 @@ def test_default_steps(seed, name):
     assert_same_bits(search_scales(w, scheme, weights=weights).scale, scale)
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from(["int4_g32", "int2_g32", "fp8_1x128", "stretched2_g32"]))
 def test_ratios_of_the_range(seed, name):
     scheme = small(name, partial=False)
@@ -111,6 +113,7 @@ def test_ratios_of_the_range(seed, name):
     assert_same_bits(search_scales(w, scheme, weights=weights).scale, scale)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from(["int3_g32_asymmetric", "torchao.int4_g32_tinygemm"]))
 def test_both_ends_of_a_range(seed, name):
     """Pairs of ratios, each end by itself; bfloat16 scales and zero points are rounded before errors count."""
@@ -136,6 +139,7 @@ def test_stored_rounding_counts():
     assert_same_bits(made.scale, scale)
 
 
+@settings(max_examples=15)
 @given(st.integers(0, 10**6))
 def test_local_hessians(seed):
     """d^T H_b d of a block, one block at a time."""
