@@ -8,6 +8,7 @@ does not take a weight raises, as do filters and patterns that match nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,6 @@ class Checks:
     def __init__(self, device: Device, streamed: bool) -> None:
         self.device = "cpu" if streamed and device is None else device
         self.streamed = streamed
-        self.mode = detect_fake_mode() or FakeTensorMode()
         self.known: dict[tuple[object, ...], str | None] = {}
 
     def unsupported_reason(
@@ -148,15 +148,18 @@ class Checks:
         dtype: torch.dtype,
         device: torch.device,
     ) -> str | None:
-        # A kernel is asked about the weight as it will be stored: of 2:4 storage there are some that take no other.
+        # A kernel is asked about the weight as it will be stored: of 2:4 storage there are some that take no other. It needs a
+        # fake one, which has a device; making that mode imports torch's compiler, half a second for the first call.
         quantize = quantized if sparsity is None else quantized_compressed
+        asks = recipe.kernel != "auto"
         try:
             Blocks.of(shape, recipe.weight.scale, axis)
-            with self.mode:
-                result = quantize(torch.empty(shape, dtype=dtype, device=device), recipe, axis=axis)
+            with (detect_fake_mode() or FakeTensorMode()) if asks else nullcontext():
+                weight = torch.empty(shape, dtype=dtype, device=device if asks else "meta")
+                result = quantize(weight, recipe, axis=axis)
         except ValueError as error:
             return str(error)
-        if recipe.kernel != "auto":
+        if asks:
             select_kernel(result if result.block_axis == -2 else result.transposed(), result.dtype)
         return None
 
