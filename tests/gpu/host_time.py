@@ -13,6 +13,7 @@ host forgets as much between two tokens.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -139,7 +140,13 @@ def launched(name: str) -> tuple[float, float, float]:
 
 def main() -> int:
     """Both, of the configurations that are named, or of all."""
-    for name in sys.argv[1:] or CONFIGS:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", choices=[*CONFIGS, []], metavar="NAME", help=f"of {', '.join(CONFIGS)}; all"
+    )
+    for name in parser.parse_args().names or CONFIGS:
         (first, cold), *others = (compiled(name, frozen) for frozen in (None, False, True))
         guards = " ".join(f"{one:6.2f}" for one in (first, *(warm for warm, _ in others)))
         times = f"compiled {guards} us (cold {cold:6.2f}), eager {eager(name):6.2f} us"

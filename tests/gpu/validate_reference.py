@@ -7,6 +7,7 @@ of reports/gpu/validations.csv; exits with 1 on any difference.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -121,6 +122,9 @@ def check_jax(report: dict[str, Any], seconds: float) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     commit()  # of the code that is tested, whatever happens to the tree meanwhile
     report: dict[str, Any] = {"schemes": {}, "formats": {}, "jax": {}, "gpu": torch.cuda.get_device_name()}
     report["versions"] = {"torch": torch.__version__, "numpy": np.__version__}

@@ -12,7 +12,7 @@ import torch
 
 import fast
 import reference
-from tests.gpu import validate, validate_kernels
+from tests.gpu import host_time, validate, validate_kernels, validate_reference
 from tests.gpu.harness import subject as harness
 from tests.gpu.harness.poison import WroteBeyond, poisoned
 from tests.gpu.harness.pool import Job, perform, run_jobs
@@ -349,3 +349,12 @@ def test_unknown_subjects_are_refused(capsys):
     with pytest.raises(SystemExit):
         validate.main(["sm90_w4a17_gemm"])
     assert "no subject is called sm90_w4a17_gemm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", [host_time, validate_reference])
+def test_programs_say_what_they_do(program, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program.__name__, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        program.main()
+    assert stopped.value.code == 0
+    assert program.__doc__.splitlines()[0] in capsys.readouterr().out
