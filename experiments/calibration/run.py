@@ -28,7 +28,6 @@ from ao_lab.cli.evaluate import encoder, longest
 from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.quantization.api import quantize_
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.calibration import choice
 from experiments.data.texts import (
     TextWindows,
@@ -48,8 +47,10 @@ from experiments.models.causal_lm import (
     Bench,
     RealModel,
     changes_of,
+    check_whole,
     evaluated,
     linears,
+    not_tried,
     sizes,
     values_of,
 )
@@ -259,7 +260,7 @@ def measure(here: Run, case: Case, arm: str, deadline: Deadline) -> dict[str, Va
             values |= task_values(model, harness, EXAMPLES[here.settings.scale])
         return values
 
-    whole = attempt(work)
+    whole = not_tried(attempt(work))
     if "status: ok" in whole:
         return {**found, MODEL: whole}
     return {MODEL: whole}
@@ -287,7 +288,7 @@ def round_first(here: Run, case: Case) -> None:
 
 
 def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, nn.Module]:
-    """A quantized copy, its size, and the seconds and memory that quantizing took; ValueError where a layer stays dense."""
+    """A quantized copy, its size, and the seconds and memory that quantizing took; Undivided where a layer stays dense."""
     model, device = here.bench.copy(), here.settings.device
     layers = linears(model)
     config, filter_fn, told = config_of(here, case, layers)
@@ -304,11 +305,7 @@ def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, n
     values: Values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
     if device == "cuda":
         values["memory over the model"] = (torch.cuda.max_memory_allocated() - before, "byte")
-    dense = [name for name, layer in layers.items() if not isinstance(layer.weight, QuantizedTensor)]
-    if dense:
-        raise ValueError(
-            f"{case.weights} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first"
-        )
+    check_whole(case.weights, layers)
     tokens = sum(batch.numel() for batch in here.batches) if data else 0
     return {**values, "tokens seen": (tokens, ""), **layer_values(model), **told}, model
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,23 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.weight is not shared
     }
+
+
+class Undivided(ValueError):
+    """A scheme's blocks do not divide every layer."""
+
+
+def check_whole(scheme: str, layers: Mapping[str, nn.Linear]) -> None:
+    """Undivided where a layer is not quantized: half a model would stand beside whole ones."""
+    dense = [name for name, layer in layers.items() if not isinstance(layer.weight, QuantizedTensor)]
+    if dense:
+        raise Undivided(f"{scheme} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first")
+
+
+def not_tried(values: Values) -> Values:
+    """Values of a measurement; where a scheme leaves layers dense, that it is missing and no error."""
+    error, missing = f"status: error: {Undivided.__name__}: ", "status: missing: "
+    return {metric.replace(error, missing): value for metric, value in values.items()}
 
 
 def sizes(model: nn.Module) -> Values:

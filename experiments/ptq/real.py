@@ -20,10 +20,21 @@ from torch import nn
 
 from ao_lab.config.base import SchemeConfig
 from ao_lab.quantization.api import quantize_
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import BASE, FILE, MODEL, REAL, Bench, RealModel, linears, quality, sizes
+from experiments.models.causal_lm import (
+    BASE,
+    FILE,
+    MODEL,
+    REAL,
+    Bench,
+    RealModel,
+    check_whole,
+    linears,
+    not_tried,
+    quality,
+    sizes,
+)
 from experiments.models.quantized_model import activation_scheme, setting_name
 from experiments.models.serving import EXAMPLES, generation, task_values, tasks_of
 from experiments.runs.real_models import bench_of, facts, models_of
@@ -113,7 +124,7 @@ def measure(settings: Settings, bench: Bench, task: RealTask, deadline: Deadline
                 found[windows.text.name] = {**quality(bench, windows, model), **status("ok")}
             return {**values, **served(settings, bench, task, model)}
 
-    whole = attempt(work)
+    whole = not_tried(attempt(work))
     return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
 
 
@@ -132,15 +143,13 @@ def served(settings: Settings, bench: Bench, task: RealTask, model: nn.Module) -
 
 
 def quantized(bench: Bench, task: RealTask) -> nn.Module:
-    """A quantized copy; ValueError where a layer stays dense."""
+    """A quantized copy; Undivided where a layer stays dense."""
     model = bench.copy()
     layers = linears(model)
     chosen = {id(layer) for layer in layers.values()}
     config = SchemeConfig(scheme=task.method, activation_scheme=task.activations)
     quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
-    dense = [name for name, layer in layers.items() if not isinstance(layer.weight, QuantizedTensor)]
-    if dense:
-        raise ValueError(f"{task.method} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first")
+    check_whole(task.method, layers)
     return model
 
 

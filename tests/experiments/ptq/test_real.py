@@ -265,7 +265,9 @@ def test_a_scheme_that_leaves_a_layer_dense_has_no_values(folder, tmp_path):
     journal = Journal()
     failed = run_real(settings, journal)
     assert {(row.method, row.table.split("/")[2]) for row in failed} == {("int4_g256", "model")}
-    assert all(row.metric.startswith("status: error: ValueError") for row in failed)
+    assert all(
+        row.metric.startswith("status: missing: int4_g256 leaves 6 of 7 layers dense") for row in failed
+    )
     assert {row.method for row in journal.rows} == {"file", "bfloat16"}
 
 
