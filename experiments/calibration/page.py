@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from functools import partial
 
+from experiments.calibration import choice
 from experiments.calibration.run import ARMS, ROUNDING
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
@@ -39,6 +42,7 @@ COLORS = {
     "GPTQ": "#009e73",
     "AutoRound": "#cc79a7",
     "rotation": "#56b4e9",
+    "automatic choice": "#f0e442",
 }
 #: By words of a method's name, the first that fits.
 FAMILIES = (
@@ -55,8 +59,10 @@ TEXT = (
 )
 
 
-def family_of(method: str) -> str:
-    """The family of a method, for colours."""
+def family_of(method: str, setting: str = "") -> str:
+    """The family of a method, for colours; of a choice whatever quantizes it."""
+    if setting.startswith(choice.NAME):
+        return "automatic choice"
     return next((family for word, family in FAMILIES if word in method), "rounding")
 
 
@@ -114,6 +120,7 @@ def section(run: RealRun) -> Section:
     ]
     about += [conditions(name, results) for name, results in run.texts.items()]
     tables = [table(run, name, results) for name, results in run.texts.items()]
+    tables += [one for one in (draws_table(run), choice_table(run)) if one.lines]
     drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []
     title = f"{run.model} ({run.where.scale} scale, {run.where.device})"
     return Section(title, [*about, *TEXT, *failures(run.whole)], [one for one in drawings if one], tables)
@@ -152,6 +159,45 @@ def cells(run: RealRun, results: Results, setting: str, method: str) -> list[str
     ]
 
 
+def draws_table(run: RealRun) -> Table:
+    """Methods that were measured on several draws of sequences: recovered KL of each text, mean and deviation over draws."""
+    lines = []
+    for text, results in run.texts.items():
+        found: dict[tuple[str, str], list[float]] = {}
+        for row in results.rows:
+            if row.metric == RECOVERED and math.isfinite(row.value):
+                found.setdefault((row.setting, row.method), []).append(row.value)
+        for (setting, method), values in found.items():
+            if len(values) > 1:
+                mean = statistics.mean(values)
+                cell = f"{mean:.1f} ± {statistics.stdev(values):.1f}"
+                lines.append([setting, method, text, str(len(values)), cell])
+    columns = ["scheme", "method", "text", "draws", "KL recovered (%), ± deviation over draws"]
+    return Table(f"{run.model}: draws of the sequences that methods see", columns, lines, run.whole.rows)
+
+
+def choice_table(run: RealRun) -> Table:
+    """Choices: what was predicted and measured on sequences like those that methods see, beside one scheme for all layers."""
+    lines = []
+    for setting in cases(run):
+        if setting.startswith(choice.NAME):
+            value = partial(run.whole.value, setting, ROUNDING)
+            uniform = [
+                f"{name} {known:.3f}"
+                for name in choice.OPTIONS
+                if (known := value(f"uniform {name}: KL measured")) is not None
+            ]
+            kls = [number(value(f"choice: KL {word}"), 3) for word in ("predicted", "measured")]
+            lines.append([setting, number(value("bits per weight"), 2), *kls, ", ".join(uniform)])
+    columns = ["budget", "bits per weight", "KL predicted", "KL measured", "one scheme for all layers: KL"]
+    return Table(
+        f"{run.model}: the automatic choice, on other sequences of its own text",
+        columns,
+        lines,
+        run.whole.rows,
+    )
+
+
 def percent(results: Results, setting: str, method: str, metric: str, error: str) -> str:
     """A percentage and its standard error; nothing for rounding, which recovers nothing of itself."""
     value, spread = results.value(setting, method, metric), results.value(setting, method, error)
@@ -165,7 +211,7 @@ def bytes_drawing(run: RealRun) -> Drawing | None:
     panels = {}
     for text, results in run.texts.items():
         panels[text] = [
-            Point(size / 1e6, kl, family_of(name), "", f"{name}, {setting}")
+            Point(size / 1e6, kl, family_of(name, setting), "", f"{name}, {setting}")
             for setting in cases(run)
             for name in methods(results, setting)
             if (size := run.whole.value(setting, name, "size")) is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +101,16 @@ CASES: dict[str, tuple[tuple[str, str | None], ...]] = {
         ("hqq.int4_g64", None),
     ),
 }
+#: Methods that are measured on so many draws of sequences in all, in these schemes: what a draw moves.
+DRAWS = 5
+DRAWN: dict[str, tuple[tuple[str, str], ...]] = {
+    "quick": (),
+    "full": (
+        ("int3_g64_asymmetric", "gptq"),
+        ("mxfp4_rceil", "gptq"),
+        ("int3_g64_asymmetric", "search by inputs"),
+    ),
+}
 QUICK_ARMS = (ROUNDING, "search by inputs", "gptq")
 #: Sequences that methods see, tokens of each, and sequences of a batch, by scale.
 SEQUENCES = {"quick": 16, "full": 128}
@@ -128,10 +138,17 @@ class Run:
 
     settings: Settings
     bench: Bench
+    draw: Callable[[int], list[torch.Tensor]]
     batches: list[torch.Tensor]
     rounded: dict[tuple[str, str], Sums] = field(default_factory=dict)
     choices: dict[float, Choice] = field(default_factory=dict)
     seconds: dict[float, float] = field(default_factory=dict)
+
+    def with_seed(self, seed: int) -> Run:
+        """The same with the sequences of another seed; what rounding does stays."""
+        if seed == self.settings.seed:
+            return self
+        return replace(self, settings=replace(self.settings, seed=seed), batches=self.draw(seed))
 
     @property
     def kind(self) -> str:
@@ -192,19 +209,28 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model."""
     table, failed = table_name(REAL + model.name, settings.scale, MODEL), list[Row]()
-    tasks = [(case, arm) for case in cases_of(settings) for arm in arms_of(settings, case)]
-    todo = [(case, arm) for case, arm in tasks if not journal.finished(table, case.setting, arm)]
+    todo = [
+        one for one in tasks_of_run(settings) if not journal.finished(table, one[0].setting, one[1], one[2])
+    ]
     if not todo:
         return []
     here = prepared(settings, model)
     journal.add(dense_rows(here))
     with bar(model.name, len(todo)) as step:
-        for case, arm in todo:
-            for data, values in measure(here, case, arm, deadline).items():
-                keep(journal, failed, put(here, data, case.setting, arm, values))
+        for case, arm, seed in todo:
+            now = here.with_seed(seed)
+            for data, values in measure(now, case, arm, deadline).items():
+                keep(journal, failed, put(now, data, case.setting, arm, values))
             free()
             step(f"{arm}, {case.setting}")
     return failed
+
+
+def tasks_of_run(settings: Settings) -> list[tuple[Case, str, int]]:
+    """Schemes, methods and seeds of the sequences; further draws come last."""
+    tasks = [(case, arm, settings.seed) for case in cases_of(settings) for arm in arms_of(settings, case)]
+    again = [(case, arm) for case, arm, _ in tasks if (case.setting, arm) in DRAWN[settings.scale]]
+    return tasks + [(case, arm, settings.seed + draw) for case, arm in again for draw in range(1, DRAWS)]
 
 
 def dense_rows(here: Run) -> list[Row]:
@@ -226,8 +252,12 @@ def prepared(settings: Settings, model: RealModel) -> Run:
     length = min(TOKENS[settings.scale], longest(model.folder))
     documents = calibration_documents(prose_of(settings.text, settings.cache))
     count = SEQUENCES[settings.scale]
-    ids = drawn_sequences(documents, encode, length, count, settings.seed, list(beginning.values()))
-    return Run(settings, bench, list(ids.to(settings.device).split(BATCH[settings.device])))
+
+    def draw(seed: int) -> list[torch.Tensor]:
+        ids = drawn_sequences(documents, encode, length, count, seed, list(beginning.values()))
+        return list(ids.to(settings.device).split(BATCH[settings.device]))
+
+    return Run(settings, bench, draw, draw(settings.seed))
 
 
 def put(here: Run, data: str, setting: str, method: str, values: Values) -> list[Row]:

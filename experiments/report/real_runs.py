@@ -53,7 +53,8 @@ class RealRun:
 def real_runs(rows: Iterable[Row]) -> list[RealRun]:
     """The runs, each model's largest scale first."""
     found: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
-    for row in rows:
+    # Of several seeds the last row of a value is the one that `Results` gives: that of the first seed.
+    for row in sorted(rows, key=lambda row: -row.seed):
         kind, scale, data = table_parts(row.table)
         if kind.startswith(REAL):
             tables = found.setdefault((kind.removeprefix(REAL), scale, row.device), {})

@@ -39,6 +39,8 @@ def reproduced(folder, tmp_path_factory):
         patch.delenv(texts.VARIABLE, raising=False)
         patch.setitem(run.ARMS, "nothing yet", (("NoSuchMethod", {}),))
         patch.setitem(run.SEQUENCES, "quick", 10)
+        patch.setitem(run.DRAWN, "quick", (("int3_g64_asymmetric", "search by inputs"),))
+        patch.setattr(run, "DRAWS", 3)
         assert main(command(folder, place)) == 0
     return place, read(Paths(place / "cache", place / "reports").rows("calibration"))
 
@@ -77,11 +79,18 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
         least = min(value for name, value in found.items() if name.startswith("uniform") and "int2" in name)
         assert found["choice: KL measured"] <= least
         assert found["time to choose"] > 0
+    (section,) = page.sections(rows)
+    assert [line[0] for line in section.tables[-1].lines] == ["choice, 3 bits", "choice, 4.25 bits"]
+    assert all("int2_g64_asymmetric_bf16" in line[-1] for line in section.tables[-1].lines)
 
 
 def values(rows, data, method, setting="int3_g64_asymmetric"):
     found = [row for row in rows if (row.method, row.setting) == (method, setting)]
-    return {row.metric: row.value for row in found if row.table.partition("/quick/")[2].startswith(data)}
+    return {
+        row.metric: row.value
+        for row in found
+        if row.seed == 0 and row.table.partition("/quick/")[2].startswith(data)
+    }
 
 
 def test_methods_have_rows_and_what_they_recover(reproduced):
@@ -114,7 +123,15 @@ def test_the_page_has_both_pictures_and_a_table(reproduced):
         "calibration-bytes",
         "calibration-minutes",
     ]
-    (table,) = section.tables
+    table, draws = section.tables
+    assert [line[:4] for line in draws.lines] == [
+        ["int3_g64_asymmetric", "search by inputs", draws.lines[0][2], "3"]
+    ]
+    assert " ± " in draws.lines[0][-1]
+    first = values(rows, "sympy", "search by inputs")["KL"]
+    assert next(line for line in table.lines if line[1] == "search by inputs")[5].startswith(f"{first:.3f} ±")
+    assert {row.seed for row in rows if row.method == "search by inputs"} == {0, 1, 2}
+    assert {row.seed for row in rows if row.method == "gptq"} == {0}
     lines = {line[1]: line for line in table.lines}
     assert lines["rounding"][-4:-1] == ["", "", ""]
     assert "±" in lines["gptq"][-4]
