@@ -45,8 +45,8 @@ POWER_STEPS = (0, -1, 1)
 FLOAT_STEPS = (0, *(sign * step for step in range(1, 7) for sign in (-1, 1)))
 INTEGER_STEPS = (0, *(sign * step for step in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32) for sign in (-1, 1)))
 #: Ratios of the range by default: one for both ends, or one for each.
-RATIOS = tuple(1 - 0.02 * step for step in range(35))
-END_RATIOS = tuple(1 - 0.05 * step for step in range(13))
+RATIOS = tuple(1 - 0.03 * step for step in range(20))
+END_RATIOS = tuple(1 - 0.09 * step for step in range(8))
 LARGEST_RATIO = 2.0**10
 #: Elements of a chunk of rows, whose temporaries stay in a core's cache.
 CHUNK = 1 << 16
