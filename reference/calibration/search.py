@@ -10,8 +10,8 @@ first candidate is the scale of `choose_scales`. The error of a block with d = d
 What candidates are depends on how the record stores scales:
 
 * In at most 8 bits (e8m0, e4m3, NF4's int8): steps of the stored code, by default 0, -1, 1 for powers of two, up to 6 each way
-  for float codes, 32 for integers. Elements in e2m1 beside a scale that is no power of two have 6 / 4 of their scale as
-  well: the block's maximum on 4 in place of 6 (four over six). For powers of two the steps have that.
+  for float codes, 32 for integers. So of e2m1 elements 6 / 4 of their scale is among them, which has the
+  block's maximum on 4 in place of 6 (four over six).
 * Otherwise (float32, bfloat16, float16): ratios by which the block's range is shrunk before the record's own rule sees it;
   with zero points pairs of ratios, for the low and the high end.
 
@@ -174,7 +174,7 @@ def default_candidates(scheme: Scheme) -> tuple[Candidate, ...]:
         return POWER_STEPS
     if FORMATS[scheme.scale.storage].kind == "int":
         return INTEGER_STEPS
-    return (*FLOAT_STEPS, 1.5) if scheme.element == "float4_e2m1fn" else FLOAT_STEPS
+    return FLOAT_STEPS
 
 
 def has_steps(scheme: Scheme) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ao_lab.testing.strategies import assert_same_bits
 from reference import SCHEMES, Scales, choose_scales, dequantize, quantize, search_scales
 from reference.calibration.search import default_candidates
+from reference.formats.formats import FORMATS
 from reference.schemes.schemes import Scale, Scheme
 from tests.support.refusals import refused
 
@@ -93,9 +94,6 @@ def test_default_steps(seed, name):
         for step in steps
     ]
     tried = [Scales(code.astype(np.uint8), base.outer) for code in moved]
-    if name == "nvfp4":  # the block's maximum on 4
-        tried.append(choose_scales(1.5 * w, scheme))
-        tried[-1] = Scales(quantize(1.5 * w, scheme, scales=Scales(outer=base.outer)).scale, base.outer)
     scale, _, _ = best_of(w, scheme, tried, weights)
     assert_same_bits(search_scales(w, scheme, weights=weights).scale, scale)
 
@@ -126,6 +124,39 @@ def test_both_ends_of_a_range(seed, name):
     made = search_scales(w, scheme, weights=weights, candidates=pairs)
     assert_same_bits(made.scale, scale)
     assert_same_bits(made.zero, zero)
+
+
+def test_steps_have_the_maximum_on_four_in_place_of_six():
+    """Four over six: of each e4m3 scale of a block 6 / 4 of it is a default candidate, whatever its code."""
+    values = FORMATS["float8_e4m3fn"].values[:127].astype(np.float64)
+    for code in range(1, 127):
+        nearest = int(np.abs(values - 1.5 * values[code]).argmin())
+        assert nearest - code in default_candidates(SCHEMES["nvfp4"])
+    # A block whose next value lies at 3 / 4 of the largest is exact only so.
+    w = np.tile(np.array([4.0, 3, 4, 3, 2, 1, 0.5, 1.5], F), (1, 2))
+    outer = np.asarray(F(1 / 64))
+    assert dequantize(quantize(w, "nvfp4", scales=Scales(outer=outer))).tolist() != w.tolist()
+    made = search_scales(w, "nvfp4", outer=outer)
+    assert dequantize(quantize(w, "nvfp4", scales=made)).tolist() == w.tolist()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "te.nvfp4", "torchao.nvfp4"])
+def test_steps_end_at_the_floor_and_at_the_largest_code(name):
+    """No step makes a scale 0, one below its record's floor, or NaN."""
+    w = matrix(7, 4, 32)[0] * np.array([[1e-6], [1], [1], [100]], F)
+    floor = {"nvfp4": 1, "te.nvfp4": 1, "torchao.nvfp4": 8}[name]
+    for step, code in ((-200, floor), (200, 126)):
+        made = search_scales(w, name, candidates=[step])
+        assert (made.scale == code).all()
+
+
+def test_a_short_last_block_counts_its_own_elements_alone():
+    scheme = replace(small("int3_g32"), name="partial", scale=replace(small("int3_g32").scale, partial=True))
+    w, weights = (array[..., :12].copy() for array in matrix(8, 40, 16))
+    w[:, 11] *= 3  # what would fill the block up
+    made = search_scales(w, scheme, weights=weights)
+    alone = search_scales(w[:, 8:].copy(), small("int3_g32", 4), weights=weights[8:].copy())
+    assert_same_bits(made.scale[:, 1:], alone.scale)
 
 
 def test_stored_rounding_counts():
