@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from fast.calibration import search as module
 from fast.calibration.search import search_scales_on_device
 from reference import SCHEMES
 from reference.calibration import search as reference_search
-from tests.reference.calibration.test_search import matrix
+from tests.reference.calibration.test_search import matrix, small
 from tests.support.refusals import refused
 
 BY_DAY = (
@@ -55,6 +56,18 @@ def test_on_the_host_it_is_the_reference():
     same(
         fast.search_scales(w, "nvfp4", weights=weights, norm=2.4),
         reference.search_scales(w.numpy(), "nvfp4", weights=weights.numpy(), norm=2.4),
+    )
+
+
+def test_a_short_last_block_counts_its_own_elements_alone():
+    w, weights = problem(5, 40, 16)
+    w, weights = w[:, :12].contiguous(), weights[:12].contiguous()
+    w[:, 11] *= 3
+    scheme = small("int3_g32")
+    scheme = replace(scheme, name="partial", scale=replace(scheme.scale, partial=True))
+    same(
+        search_scales_on_device(w, scheme, weights=weights),
+        reference.search_scales(w.numpy(), scheme, weights=weights.numpy()),
     )
 
 
