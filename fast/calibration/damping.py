@@ -10,7 +10,7 @@ import torch
 import reference
 from fast.calibration.arrays import numpy_of, numpy_scales
 from fast.calibration.gptq import ColumnRule, Sweep, device_order, scales_of
-from fast.calibration.hessian import checked_hessian, factor_on_device
+from fast.calibration.hessian import checked_hessian, factor_on_device, in_order
 from fast.calibration.inputs import float_tensor
 from fast.calibration.search import check_weights
 from reference import Scales, Scheme
@@ -62,7 +62,7 @@ def held_out_errors_on_device(
     h, val = (checked_hessian(one, w.shape[1], w.device) for one in (hessian, hessian_val))
     blocks = Blocks.of(tuple(w.shape), record.scale, -1)
     columns = device_order(h, order, blocks)
-    val = (val.tril() + val.tril(-1).mT)[columns][:, columns]
+    val = in_order(val, columns)
     rule = ColumnRule.of(record, scales_of(w, record, scales, h), blocks, w)
     taken = torch.from_numpy(spaced_rows(len(w), rows)).to(w.device)
     wide, errors = w.double(), []

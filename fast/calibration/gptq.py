@@ -44,7 +44,7 @@ def gptq(
 ) -> GPTQResult:
     """Codes of w (N, K) by `reference.gptq`; results are tensors on w's device, where hessian and cross may lie or not.
 
-    The device needs 24 bytes a weight and about 40 an element of the Hessian.
+    The device needs about 30 bytes a weight and 40 an element of the Hessian, its own 8 among them.
     """
     w, hessian = float_tensor(w, "gptq", "w"), float_tensor(hessian, "gptq", "the hessian")
     options = {"scales": scales, "order": order, "damping": damping, "cross": cross, "packed": packed}

@@ -94,10 +94,8 @@ def factor_on_device(h: torch.Tensor, damping: float, order: torch.Tensor | None
     diagonal = h.diagonal().clone()
     dead = diagonal == 0
     mean, most = diagonal[~dead].mean(), diagonal.max()
-    lower = h.tril()
-    if order is not None:
-        lower = (lower + h.tril(-1).mT)[order][:, order].tril_()
-        diagonal = diagonal[order]
+    lower = h.tril() if order is None else in_order(h, order).tril_()
+    diagonal = diagonal if order is None else diagonal[order]
     quiet = diagonal == 0
     for share, floor in attempts(damping):
         added = share * mean + floor * most
@@ -106,6 +104,14 @@ def factor_on_device(h: torch.Tensor, damping: float, order: torch.Tensor | None
         if upper is not None:
             return TriangularFactor(upper, dead, share, floor)
     raise not_positive_definite()
+
+
+def in_order(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The symmetric matrix with h's lower triangle, rows and columns in an order; two of its size at a time beside h."""
+    whole = h.tril()
+    whole += h.tril(-1).mT
+    whole = whole.index_select(0, order)
+    return whole.index_select(1, order)
 
 
 def upper_factor(lower: torch.Tensor) -> torch.Tensor | None:
