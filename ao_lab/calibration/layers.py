@@ -93,7 +93,8 @@ class Work:
     @property
     def outer(self) -> torch.Tensor | None:
         """The outer scale of a weight that is no part of a stack, where it shares one."""
-        return self.parts[0].outer
+        outer = self.parts[0].outer
+        return None if outer is None else outer.to(self.w.device)
 
     @property
     def train(self) -> Moments | None:
