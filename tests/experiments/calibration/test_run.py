@@ -131,6 +131,8 @@ def test_the_page_has_both_pictures_and_a_table(reproduced):
     first = values(rows, "sympy", "search by inputs")["KL"]
     assert next(line for line in table.lines if line[1] == "search by inputs")[5].startswith(f"{first:.3f} ±")
     assert {row.seed for row in rows if row.method == "search by inputs"} == {0, 1, 2}
+    seen = [row.value for row in rows if (row.method, row.metric) == ("search by inputs", "KL")]
+    assert len(set(seen)) == 3, "each draw is of other sequences"
     assert {row.seed for row in rows if row.method == "gptq"} == {0}
     lines = {line[1]: line for line in table.lines}
     assert lines["rounding"][-4:-1] == ["", "", ""]
