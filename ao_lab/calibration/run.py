@@ -37,6 +37,10 @@ from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.plan import Progress
 from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
 from reference import Scales
+from reference.arrays.namespace import choice
+
+#: Whose outputs a block sees: those of the quantized blocks before it, or of what these were.
+PREFIXES = ("quantized", "float")
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,19 @@ class Request:
     offload: bool = False
     #: The folder of finished blocks, or None.
     resume: str | os.PathLike[str] | None = None
+    #: Whose outputs a block's inputs are: of `PREFIXES`.
+    prefix: str = "quantized"
 
 
 def request_of(
     calibration: Iterable[Any] | None, methods: Any, blocks: str | None, offload: bool, observing: bool = False,
-    resume: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None, prefix: str = "quantized",
 ) -> Request | None:  # fmt: skip
     """The request of these arguments of `quantize_`; None where they ask for nothing.
 
     observing: whether the configuration finds static scales. ValueError or TypeError where they do not fit each other.
     """
-    records = ordered(methods)
+    records, prefix = ordered(methods), choice(prefix, PREFIXES, "prefix")
     reading = [method.name for method in records if method.calibrates]
     if reading and calibration is None:
         raise ValueError(
@@ -71,12 +77,15 @@ def request_of(
             "calibration is for methods that read the inputs of layers, and none is given; give methods=(Clip(), GPTQ()), for "
             "instance, or leave calibration out"
         )
-    if calibration is None and (blocks is not None or offload or resume is not None):
+    how = blocks is not None or offload or resume is not None or prefix != PREFIXES[0]
+    if calibration is None and how:
         raise ValueError(
-            "blocks, offload and resume say how calibration goes through a model; give calibration with them"
+            "blocks, offload, resume and prefix say how calibration goes through a model; give calibration with them"
         )
     return (
-        Request(records, calibration, blocks, offload, resume) if records or calibration is not None else None
+        Request(records, calibration, blocks, offload, resume, prefix)
+        if records or calibration is not None
+        else None
     )
 
 
@@ -135,10 +144,11 @@ class Job:
             tokens = Tokens.of(capture)
             check_tokens(tokens)
             if self.request.resume is not None:
-                key = key_of(mine, self.request.methods, capture)
+                key = key_of(mine, (*self.request.methods, self.request.prefix), capture)
                 self.finished = Finished.of(self.request.resume, key)
             visit = partial(self.visit, targets=mine, tokens=tokens)
-            walk(capture, visit, originals=self.learning is not None)
+            changed = self.request.prefix == PREFIXES[0]
+            walk(capture, visit, originals=self.learning is not None, changed=changed)
 
     def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
         """What the walk needs; ValueError where data do not reach a layer."""
@@ -171,7 +181,8 @@ class Job:
     def quantize_block(self, block: Block, mine: list[Target], tokens: Tokens) -> None:
         """Quantize one block."""
         inputs = self.inputs_of(block, mine, tokens) if self.reading else {}
-        parts = {t.name: Part(_input_scales(t)) for t in mine}
+        told = () if self.request.prefix == PREFIXES[0] else ("by inputs of the float model",)
+        parts = {t.name: Part(_input_scales(t), notes=told) for t in mine}
         method = smoothing_method(self.request.methods)
         if method is not None:
             self.smooth(block, mine, inputs, parts, method)

@@ -128,6 +128,7 @@ def quantize_(
     blocks: str | None = None,
     offload: bool = False,
     resume: str | os.PathLike[str] | None = None,
+    prefix: str = "quantized",
     progress: Progress | None = None,
 ) -> Report:
     """Quantize weights of `model` as `config` says; the report lists each layer, changed or left, with its reason.
@@ -150,6 +151,7 @@ def quantize_(
     output error there than rounding gives it, and the report says what was won. blocks: the name of the list of blocks, found
     by itself where one is the longest; "" takes the whole model as one. offload: inputs wait in host memory. resume: a folder
     that finished blocks are written to; the same call on the model as it was goes on behind them, with the same bits.
+    prefix: "float" gives each block what the blocks before it made as they were.
 
     On GPUs with kernels for it weights are preshuffled at the end (`ao_lab.tensor.metadata`): the same codes and scales in
     the order in which products of few rows read them.
@@ -162,13 +164,14 @@ def quantize_(
     After an error later than that (out of memory, an interruption) every weight is as it was or quantized; see the module text.
     """
     request = None
-    if calibration is not None or methods != () or blocks is not None or offload or resume is not None:
+    how = blocks is not None or offload or resume is not None or prefix != "quantized"
+    if calibration is not None or methods != () or how:
         from ao_lab.calibration.run import (
             request_of,  # a tenth of what this package is: for calls that ask for it
         )
 
         request = request_of(
-            calibration, methods, blocks, offload, any(map(_observes, _configs(config))), resume
+            calibration, methods, blocks, offload, any(map(_observes, _configs(config))), resume, prefix
         )
     if calibration is not None and (forward_loop is not None or observers is not None):
         raise ValueError("calibration finds static scales too; leave forward_loop and observers out")

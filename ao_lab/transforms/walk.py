@@ -527,8 +527,8 @@ def _run_batches(model: nn.Module, capture: Capture, calibration: Iterable[Any])
             capture.check_all_ran()
 
 
-def walk(capture: Capture, visit: Visit, originals: bool = False) -> None:
-    """`visit` each block in order; the next one gets what it makes of its inputs afterwards.
+def walk(capture: Capture, visit: Visit, originals: bool = False, changed: bool = True) -> None:
+    """`visit` each block in order; the next one gets what it makes of its inputs afterwards, or with changed=False before.
 
     originals: hold what the model as it was makes of each batch, too (`Block.originals`), at twice the memory.
     """
@@ -536,8 +536,11 @@ def walk(capture: Capture, visit: Visit, originals: bool = False) -> None:
     for index, (name, module) in enumerate(capture.blocks.items()):
         outputs = capture.advance(index, stream)
         held = [HeldTensor.of(first_tensor(output, name), capture.offload) for output in outputs]
+        last = index + 1 == len(capture.blocks)
+        before = [] if changed or last else [one for _, one in capture.following(index, capture.held)]
         visit(Block(name, module, index, capture, held))
-        if index + 1 < len(capture.blocks):
+        capture.held = before or capture.held
+        if changed and not last:
             for _ in capture.advance(index, capture.held):
                 pass
 

@@ -568,3 +568,19 @@ def test_experts_that_cannot_be_watched_are_rounded():
     assert len(experts) == 2
     assert all("inputs of batched experts are made inside their module" in layer.reason for layer in experts)
     assert told["model.layers.0.self_attn.q_proj.weight"].calibrated.ratio < 1
+
+
+def test_blocks_may_see_what_the_float_model_makes(tmp_path):
+    """Then they do not depend on how those before them were quantized, and the report says so."""
+    model, alone = stack(), stack()
+    given = {"calibration": inputs(), "methods": (GPTQ(),), "prefix": "float"}
+    report = quantize_(model, INT4, **given)
+    quantize_(alone, INT4, lambda m, n: n.startswith("blocks.1"), calibration=inputs(), methods=(GPTQ(),))
+    for name in ("one", "two", "three"):
+        assert same(getattr(model.blocks[1], name).weight, getattr(alone.blocks[1], name).weight)
+    assert "by inputs of the float model" in report.layers[0].reason
+    quantize_(stack(), INT4, **given, resume=tmp_path)
+    with pytest.raises(ValueError, match="another call: methods differ"):
+        quantize_(stack(), INT4, **{**given, "prefix": "quantized"}, resume=tmp_path)
+    with pytest.raises(ValueError, match="prefix"):
+        quantize_(stack(), INT4, **{**given, "prefix": "dense"})
