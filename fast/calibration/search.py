@@ -22,6 +22,7 @@ from fast.dispatch import has_kernels
 from fast.quantize.quantize import dequantize, quantize
 from reference import Scales, Scheme
 from reference.arrays.namespace import Namespace, namespace_of
+from reference.calibration.hessian import LARGEST
 from reference.calibration.search import Candidate, Search, code_range, is_double
 from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
@@ -177,7 +178,7 @@ class DeviceSearch:
                 yield Scales(stepped(base.scale, candidate, scheme, self.dtype), base.outer, base.zero)
                 continue
             down, up = candidate if isinstance(candidate, tuple) else (candidate, candidate)
-            ends = torch.stack([low * down, high * up], -1)
+            ends = torch.stack([low * down, high * up], -1).clamp(-LARGEST, LARGEST)
             yield self._of_ends(ns, ends, blocks, given)
 
     def _of_ends(self, ns: Namespace, ends: torch.Tensor, blocks: Blocks, given: Scales | None) -> Scales:

@@ -99,17 +99,18 @@ def allocate(scores: Any, costs: Any, budget: float, groups: Any = None) -> Allo
         for i in range(len(members))
     ]
     path = Path.of(items)
-    if not budget >= path.costs[0]:
+    # Sums of costs in another order may differ in their last bits.
+    allowed = float(budget) * (1 + TIE)
+    if not allowed >= path.costs[0]:
         raise ValueError(
             f"the cheapest options cost {path.costs[0]:g} in all, more than the budget {budget:g}; raise it or add options"
         )
-    # Sums of costs in another order may differ in their last bits.
-    picks, exact = _best(items, path, float(budget) * (1 + TIE))
+    picks, exact = _best(items, path, allowed)
     choice = np.empty(len(score), np.intp)
     for item, pick in zip(items, picks, strict=True):
         choice[item.members] = item.options[pick]
     rows = np.arange(len(score))
-    bound = float(path.relaxed(np.array([budget]))[0])
+    bound = float(path.relaxed(np.array([allowed]))[0])
     totals = float(score[rows, choice].sum()), float(cost[rows, choice].sum())
     return Allocation(choice, *totals, path.frontier(items, len(score)), bound, exact)
 

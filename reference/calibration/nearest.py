@@ -204,7 +204,8 @@ def _plain(
     scale = ns.bitcast(bits, "float32")
     zero = None if decodes.zero is None else ns.astype(decodes.zero, "float32")
     largest = 2.0 * max(scheme.format.max, -scheme.format.min)
-    reach = np.abs(1 / scale if scheme.scale.stored == "encode" else scale) * largest
+    with np.errstate(over="ignore", divide="ignore"):  # scales of the largest weights
+        reach = np.abs(1 / scale if scheme.scale.stored == "encode" else scale) * largest
     finite = np.isfinite(factor) & (factor != 0) & (reach < np.finfo(np.float32).max)
     return (factor, scale, zero) if bool(finite.all()) else (None, None, None)
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from reference.arrays.namespace import Array, Namespace, namespace_of
 from reference.arrays.softfloat import float32_bits
-from reference.calibration.hessian import Matrix
+from reference.calibration.hessian import LARGEST, Matrix
 from reference.calibration.nearest import Nearest, checked_weights
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks
@@ -161,7 +161,9 @@ class Search:
                 yield Scales(stepped(base.scale, candidate, self.scheme, self.dtype), base.outer, base.zero)
                 continue
             down, up = candidate if isinstance(candidate, tuple) else (candidate, candidate)
-            ends = np.stack([low * np.float32(down), high * np.float32(up)], axis=-1)
+            with np.errstate(over="ignore"):  # what a ratio above 1 makes of the largest weights
+                ends = np.stack([low * np.float32(down), high * np.float32(up)], axis=-1)
+            ends = np.clip(ends, -LARGEST, LARGEST)
             yield choose(ns, ends.view(np.int32), blocks, self.scheme, self.dtype, given).stored
 
 

@@ -54,6 +54,16 @@ def test_equals_all_choices(seed, layers, options, whole, tied):
             assert all(len({made.choice[j] for j in rows if groups[j] == name}) == 1 for name in groups)
 
 
+def test_a_budget_of_exactly_the_least_cost_is_enough_in_any_order_of_its_sum():
+    costs = np.asarray([[0.1], [0.2], [0.3], [1e-9]])
+    sums = {sum(costs[list(order), 0]) for order in itertools.permutations(range(4))}
+    assert len(sums) > 1
+    for budget in sums:
+        made = allocate(np.ones((4, 1)), costs, budget)
+        assert made.bound == 4
+        assert made.exact
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 4))
 def test_the_frontier_is_the_hull_of_all_choices(seed, layers, options):

@@ -305,3 +305,19 @@ def test_refusals_name_the_way_out():
             search_scales(arguments.pop("w"), arguments.pop("scheme"), **arguments)
         else:
             refused(error, said, search_scales, arguments.pop("w"), arguments.pop("scheme"), **arguments)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "mxfp4", "nvfp4", "int4_g32_asymmetric", "fp8_rowwise", "nf4"])
+def test_the_largest_and_the_smallest_weights(name):
+    """Finite weights have finite values and no warnings, whatever ratios and steps do to their ranges."""
+    w = matrix(13, 2, 64)[0]
+    largest = np.finfo(F).max
+    for extreme in (np.where(w > 0, largest, -largest).astype(F), (w * F(1e-44)).astype(F)):
+        scales = search_scales(extreme, name, weights=np.ones(64))
+        values = dequantize(quantize(extreme, name, scales=scales))
+        assert np.isfinite(values).all()
+        off, before = (
+            np.square(v.astype(np.float64) - extreme).sum()
+            for v in (values, dequantize(quantize(extreme, name)))
+        )
+        assert off <= before
