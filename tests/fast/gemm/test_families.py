@@ -3,7 +3,9 @@
 import csv
 import math
 import platform
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ from tests.fast.kernels.sm90.machine_code import compiled, complaints
 from tests.fast.kernels.sm90.products import multiplied, require_nvrtc
 from tests.support.family_times import FILE, OTHERS, measured, problem
 
+ROOT = Path(__file__).resolve().parents[3]
 with FILE.open(encoding="utf-8", newline="") as lines:
     TIMED = sorted({row["family"] for row in csv.DictReader(lines)})
 
@@ -99,3 +102,30 @@ def test_products_are_exact(name, scheme, p, chosen):
     require_nvrtc()
     got, expected = multiplied(name, SCHEME[scheme], p, chosen.variant)
     assert_same_bits(got, expected)
+
+
+def test_coefficients_are_read():
+    """Each by its name: in the code of its family, which asks for no other."""
+    text = {path: path.read_text("utf-8") for path in (ROOT / "fast").rglob("*.py")}
+    for name, section in cost._sections().items():
+        source = "".join(
+            code for path, code in text.items() if f'Coefficients("{name}")' in code or name in path.parts
+        )
+        assert {
+            key for key in section if key != "held" and not re.search(rf"\b(C|TILES)\.{key}\b", source)
+        } == set()
+    with pytest.raises(AttributeError, match=r"\[choose\] has no 'nothing', but "):
+        _ = cost.Coefficients("choose").nothing
+
+
+def test_rows_of_tables():
+    """The first whose conditions hold: a value, one of several names, a range; an empty one where none does."""
+    table = [
+        {"when": {"rows": [1, 8], "element": ["int4", "nf4"]}, "us": 1},
+        {"when": {"fills": True}, "us": 2},
+    ]
+    of = lambda **facts: cost.first_row(table, **{"rows": 8, "element": "nf4", "fills": False, **facts})  # noqa: E731
+    assert (of()["us"], of(rows=9, fills=True)["us"], of(rows=9), of(element="int8")) == (1, 2, {}, {})
+    assert cost.quickest([("a", 2.0), ("b", 1.0), ("c", 1.0)]) == "b"
+    assert cost.quickest([]) is None
+    assert cost.Time(2, 10, 0.5, 1.0, 3.0).total == 15.0
