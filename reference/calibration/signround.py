@@ -73,6 +73,8 @@ def signround_start(w: Any, scheme: str | Scheme, quantized: Quantized | None = 
 
     w: finite float32, bfloat16, float16 or float64 (N, K), NumPy. quantized: of w's shape in that scheme. V is its distance
     from w in steps, cut at 1/2: a code that lies farther starts at the nearest that V reaches.
+
+    Raises TypeError for other arrays; ValueError for other shapes, NaN and infinities, and a scheme that rounds stochastically.
     """
     w, scheme = weight_matrix(w, "signround_start"), scheme_of(scheme)
     with np.errstate(all="ignore"):

@@ -45,6 +45,10 @@ OTHERS = {
     "advance_qat": ((), "model is a torch.nn.Module"),
     "as_torchao": ((), "takes a configuration"),
     "calibrate": ((INT8, print), "model is a torch.nn.Module"),
+    "choose_": (
+        ([], {"int8": INT8, "int4": ao_lab.Int4WeightOnlyConfig()}, ao_lab.Bits(5)),
+        "model is a torch.nn.Module",
+    ),
     "convert_for_training_": (("rowwise",), "model is a torch.nn.Module"),
     "convert_from_training_": ((), "model is a torch.nn.Module"),
     "convert_to_float8_training": ((), "model is a torch.nn.Module"),

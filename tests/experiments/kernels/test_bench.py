@@ -224,7 +224,8 @@ def fraction_of(case):
 
 def test_every_target_has_its_case():
     stated = {name: limit for limit, names in FRACTIONS.items() for name in names}
-    stated |= {case.name: 0.85 for case in convention_cases()}
+    # Weights are quantized by HQQ once, with scales that are searched: no target.
+    stated |= {c.name: 0.85 for c in convention_cases() if not c.name.startswith("quantize.hqq.")}
     found = {name: fraction_of(case) for name, case in CASES.items() if fraction_of(case)}
     assert found == stated
     for name in stated:

@@ -272,6 +272,8 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}
 ELSEWHERE |= {"triton_small_m_kernel", "sum_splits_kernel", "restore_kernel", "triton_small_m_experts_kernel"}
+# Searched scales: tests/fast/calibration/test_search.py.
+ELSEWHERE |= {"candidates_kernel"}
 # Those in front of them: tests/fast/linear/preshuffled/test_dynamic_inputs.py.
 ELSEWHERE |= {"row_codes_kernel", "block_values_kernel"}
 ELSEWHERE |= {"arranged_dense_kernel", "triton_small_m_pair_kernel", "sum_pair_splits_kernel"}

@@ -111,6 +111,8 @@ WITHOUT = {"random_bits", "packed_shape", "register_jax", "dequantize", "registe
 
 def test_every_function_is_here():
     functions = {name for name in reference.__all__ if inspect.isfunction(getattr(reference, name))}
+    # Those of calibration take NumPy arrays of floats alone: tests/reference/calibration.
+    functions -= {n for n in functions if "calibration" in inspect.getmodule(getattr(reference, n)).__name__}
     assert functions == CALLS.keys() | (WITHOUT & functions)
 
 
