@@ -118,11 +118,15 @@ def quantize(
     model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
     out_dir: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
     config: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A configuration such as Int4WeightOnlyConfig (ao-lab configs), or a scheme such as mxfp4 (ao-lab schemes)."
         ),
-    ],
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="In place of --config: what ao-lab choose wrote, a configuration for each layer."),
+    ] = None,
     activation: Annotated[
         str | None,
         typer.Option(
@@ -188,9 +192,28 @@ def quantize(
 
     with work("quantize", f"nothing was written to {out_dir}", as_json), whole_or_nothing(out_dir):
         from ao_lab.cli.calibration import Calibration
-        from ao_lab.cli.quantize import run_quantize
 
         where = device.value if device else None
+        data = Calibration(calibration, method or [], windows, length, corpus_path, where, resume)
+        if config is None:
+            if plan is None:
+                raise WrongInput(
+                    "give --config NAME (ao-lab configs lists them), or --plan FILE of ao-lab choose"
+                )
+            if activation or option or skip or sparsity:
+                raise WrongInput(
+                    "a plan says which layers have which configuration; leave --config and its options out"
+                )
+            from ao_lab.cli.choose import run_plan
+
+            run_plan(model_dir, out_dir, plan, layout=layout.value, calibration=data, as_json=as_json)
+            return
+        if plan is not None:
+            raise WrongInput(
+                "--config is one configuration, and --plan one for each layer; give one of the two"
+            )
+        from ao_lab.cli.quantize import run_quantize
+
         run_quantize(
             model_dir,
             out_dir,
@@ -201,8 +224,71 @@ def quantize(
             sparsity=sparsity,
             layout=layout.value,
             as_json=as_json,
-            calibration=Calibration(calibration, method or [], windows, length, corpus_path, where, resume),
+            calibration=data,
         )
+
+
+@app.command()
+def choose(
+    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The plan, for ao-lab quantize --plan.")],
+    config: Annotated[
+        list[str],
+        typer.Option(
+            help="An option that a layer may get, any number of times: NAME, or 'NAME key=value ...' as --config and --option "
+            "of ao-lab quantize; dense leaves a layer."
+        ),
+    ],
+    calibration: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="A text file (or wikitext2 with --corpus-path) that options are scored and measured by.",
+        ),
+    ],
+    bits: Annotated[float | None, typer.Option(help="Budget: stored bits a weight, scales and all.")] = None,
+    size: Annotated[int | None, typer.Option("--bytes", help="Budget: bytes of the chosen weights.")] = None,
+    microseconds: Annotated[
+        float | None,
+        typer.Option(help="Budget: time of the chosen layers' products, measured on the device."),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="With --microseconds: tokens at once. Default: 1.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="How codes are found, as for ao-lab quantize: clip, hqq, gptq, autoround, rotate."),
+    ] = None,
+    skip: Skip = None,
+    windows: Annotated[int, typer.Option(help="Windows of text; a fourth is held out to measure by.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    corpus_path: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
+    ] = None,
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            help="compressed-tensors: options as readers of that layout compute them. Else as they are."
+        ),
+    ] = Layout.AUTO,
+    seed: Annotated[int, typer.Option(help="Of the labels that are drawn from the model.")] = 0,
+    device: OnDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a configuration for each layer under a budget of bits, bytes or time, and measure the choice."""
+    from ao_lab.cli.terminal import work
+
+    with work("choose", f"no plan was written to {out}", as_json):
+        from ao_lab.cli.calibration import Calibration
+        from ao_lab.cli.choose import Wanted, run_choose
+
+        where = device.value if device else None
+        data = Calibration(calibration, method or [], windows, length, corpus_path, where)
+        wanted = Wanted(
+            data, config, bits, size, microseconds, rows, layout=layout.value, seed=seed, skip=skip
+        )
+        run_choose(model_dir, out, wanted, as_json)
 
 
 @app.command("eval")

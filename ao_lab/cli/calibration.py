@@ -85,12 +85,12 @@ class Calibration:
         options: dict[str, Any] = {}
         if self.text is not None:
             check_language_model(model, source)
-            options = {"calibration": self._batches(source, model), "resume": self.resume}
+            options = {"calibration": self.batches(source, model), "resume": self.resume}
         model = model.to(self.device or "cpu")
         quantize_(model, config, accepts, methods=methods, progress=progress, **options)
         return model.to("cpu")
 
-    def _batches(self, source: Path, model: Any) -> list[dict[str, Any]]:
+    def batches(self, source: Path, model: Any) -> list[dict[str, Any]]:
         """Windows of the text as batches of the model's tokens."""
         import torch
 
