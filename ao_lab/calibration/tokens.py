@@ -19,6 +19,7 @@ import torch
 import fast
 from ao_lab.calibration.statistics import Hessian, Sums
 from ao_lab.transforms.walk import Capture
+from fast.calibration.hessian import add_products
 from fast.layers.hadamard import hadamard
 
 #: One of so many sequences, or tokens, is held out.
@@ -106,7 +107,8 @@ class Tokens:
 
 @dataclass
 class Moments(Hessian):
-    """Sums over tokens: of x x^T, of x and of |x| by channel, the largest |x|, all in float64, and how many there were."""
+    """Sums over tokens: of x x^T (`fast.calibration.hessian.add_products`), of x and of |x| by channel, the largest |x|, in
+    float64, and how many there were."""
 
     count: int = 0
     total: torch.Tensor | None = None
@@ -115,9 +117,13 @@ class Moments(Hessian):
 
     def update(self, x: torch.Tensor) -> None:
         """Add the tokens of one call, (tokens, channels)."""
-        super().update(x)
-        wide = x.to(torch.float64)
-        sums = wide.sum(0), wide.abs().sum(0), wide.abs().amax(0) if len(x) else wide.new_zeros(x.shape[-1])
+        channels, double = x.shape[-1], torch.float64
+        if self.value is None:
+            self.value = torch.zeros(channels, channels, dtype=double, device=x.device)
+        add_products(self.value, x)
+        size = x.abs()
+        largest = size.amax(0).to(double) if len(x) else torch.zeros(channels, dtype=double, device=x.device)
+        sums = x.sum(0, dtype=double), size.sum(0, dtype=double), largest
         if self.total is None or self.magnitude is None or self.largest is None:
             self.total, self.magnitude, self.largest = sums
         else:

@@ -53,8 +53,7 @@ def second_moment_on_device(x: torch.Tensor, mask: torch.Tensor | None = None) -
             )
         rows = rows[mask.to(x.device).reshape(-1)]
     total = torch.zeros((x.shape[-1],) * 2, dtype=torch.float64, device=x.device)
-    for part in rows.split(TOKENS):
-        total += _products(part)
+    add_products(total, rows)
     total /= max(len(rows), 1)
     # Each diagonal element is a sum of squares, which any NaN or infinity of its channel reaches.
     if not bool(total.diagonal().isfinite().all()):
@@ -65,12 +64,18 @@ def second_moment_on_device(x: torch.Tensor, mask: torch.Tensor | None = None) -
     return SecondMoment(total, len(rows))
 
 
-def _products(part: torch.Tensor) -> torch.Tensor:
-    """x^T x of some inputs."""
-    if part.is_cuda and part.dtype in SHORT:
-        return torch.mm(part.mT, part, out_dtype=torch.float32)
-    wide = part.double()
-    return wide.mT @ wide
+def add_products(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add the sum of x x^T over inputs (tokens, K) to a float64 matrix (K, K), in place, on its device.
+
+    On a GPU 16-bit inputs are multiplied by tensor cores, `TOKENS` of them summed in float32: their products are exact there,
+    and such a sum is off by at most TOKENS * 2^-24 of the sum of magnitudes. All else is float64.
+    """
+    for part in rows.to(total.device).split(TOKENS):
+        if part.is_cuda and part.dtype in SHORT:
+            total += torch.mm(part.mT, part, out_dtype=torch.float32)
+        else:
+            wide = part.double()
+            total.addmm_(wide.mT, wide)
 
 
 def triangular_factor(hessian: torch.Tensor, *, damping: float = 0.01, order: Any = None) -> TriangularFactor:
@@ -141,4 +146,4 @@ def checked_hessian(
     return h
 
 
-__all__ = ["second_moment", "triangular_factor"]
+__all__ = ["add_products", "second_moment", "triangular_factor"]
