@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 import reference
-from fast.calibration.arrays import numpy_of, numpy_scales
 from fast.calibration.gptq import ColumnRule, Sweep, device_order, scales_of
 from fast.calibration.hessian import checked_hessian, factor_on_device, in_order
-from fast.calibration.inputs import float_tensor
+from fast.calibration.inputs import float_tensor, numpy_of
 from fast.calibration.search import check_weights
 from reference import Scales, Scheme
 from reference.calibration.damping import DAMPINGS, check_candidates, spaced_rows
@@ -41,7 +40,7 @@ def held_out_damping(
         errors = held_out_errors_on_device(w, *matrices, scheme, scales=scales, **options)
         return float(tuple(candidates)[int(errors.argmin())])
     arrays = [numpy_of(h) for h in matrices]
-    return reference.held_out_damping(numpy_of(w), *arrays, scheme, scales=numpy_scales(scales), **options)
+    return reference.held_out_damping(numpy_of(w), *arrays, scheme, scales=numpy_of(scales), **options)
 
 
 def held_out_errors_on_device(

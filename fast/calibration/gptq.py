@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 import reference
-from fast.calibration.arrays import numpy_of, numpy_scales, torch_quantized
 from fast.calibration.hessian import checked_hessian, factor_on_device
-from fast.calibration.inputs import float_tensor
+from fast.calibration.inputs import float_tensor, numpy_of, torch_of
 from fast.calibration.search import check_weights, search_scales_on_device
 from fast.dispatch import has_kernels
 from fast.quantize.quantize import quantize
 from reference import GPTQResult, Scales, Scheme
-from reference.arrays.bridges import to_torch
 from reference.arrays.namespace import Namespace, namespace_of
 from reference.calibration.gptq import BLOCK, column_order
 from reference.calibration.hessian import LARGEST
@@ -50,10 +48,10 @@ def gptq(
     options = {"scales": scales, "order": order, "damping": damping, "cross": cross, "packed": packed}
     if w.device.type != "cpu":
         return gptq_on_device(w, hessian, scheme, **options)
-    options |= {"scales": numpy_scales(scales), "cross": numpy_of(cross)}
-    made = reference.gptq(numpy_of(w), numpy_of(hessian), scheme, **options)
-    return made._replace(
-        quantized=torch_quantized(made.quantized), loss=to_torch(made.loss), dead=to_torch(made.dead)
+    options |= {"scales": numpy_of(scales), "cross": numpy_of(cross)}
+    result = reference.gptq(numpy_of(w), numpy_of(hessian), scheme, **options)
+    return result._replace(
+        **{name: torch_of(getattr(result, name)) for name in ("quantized", "loss", "dead")}
     )
 
 
@@ -139,10 +137,10 @@ class ColumnRule:
     def of(cls, scheme: Scheme, scales: Scales, blocks: Blocks, w: torch.Tensor) -> ColumnRule:
         """The rule of a matrix; ValueError where the scales do not fit."""
         ns = namespace_of(w)
-        given = check_scales(ns, scales, scheme, blocks)
-        if given is None:
+        stored = check_scales(ns, scales, scheme, blocks)
+        if stored is None:
             raise ValueError(f"scheme {scheme.name} needs its scales; see choose_scales")
-        nearest = Nearest.of(ns, given, blocks, scheme, plain=False).mapped(lambda scale: scale.reshape(-1))
+        nearest = Nearest.of(ns, stored, blocks, scheme, plain=False).mapped(lambda scale: scale.reshape(-1))
         rows, k = blocks.shape
         block, flat = blocks.block, flat_size(blocks.block)
         height, width = block if isinstance(block, tuple) else (1, flat or block)
@@ -151,7 +149,7 @@ class ColumnRule:
         width = k if width == -1 else int(width)
         flat = flat if flat and k % flat else 0
         kernel = not flat and has_kernels(w)
-        return cls(scheme, given, nearest, ns, height, width, -(-k // width), flat, k, kernel)
+        return cls(scheme, stored, nearest, ns, height, width, -(-k // width), flat, k, kernel)
 
     def blocks_of(self, rows: torch.Tensor, column: int) -> torch.Tensor:
         """The numbers of the blocks of a column's elements in these rows."""

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.calibration.arrays import numpy_of
-from fast.calibration.inputs import float_tensor
-from reference.arrays.bridges import to_torch
+from fast.calibration.inputs import float_tensor, numpy_of, torch_of
 from reference.calibration.hessian import (
     SecondMoment,
     TriangularFactor,
@@ -35,8 +33,8 @@ def second_moment(x: torch.Tensor, mask: torch.Tensor | None = None) -> SecondMo
     """
     x = float_tensor(x, "second_moment", "x")
     if x.device.type == "cpu":
-        made = reference.second_moment(numpy_of(x), numpy_of(mask))
-        return SecondMoment(to_torch(made.value), made.count)
+        moment = reference.second_moment(numpy_of(x), numpy_of(mask))
+        return SecondMoment(torch_of(moment.value), moment.count)
     return second_moment_on_device(x, mask)
 
 
@@ -82,8 +80,8 @@ def triangular_factor(hessian: torch.Tensor, *, damping: float = 0.01, order: An
     """The factor R of the damped Hessian as a float64 tensor on its device: see `reference.triangular_factor`."""
     hessian = float_tensor(hessian, "triangular_factor", "the hessian")
     if hessian.device.type == "cpu":
-        made = reference.triangular_factor(numpy_of(hessian), damping=damping, order=numpy_of(order))
-        return made._replace(factor=to_torch(made.factor), dead=to_torch(made.dead))
+        result = reference.triangular_factor(numpy_of(hessian), damping=damping, order=numpy_of(order))
+        return result._replace(factor=torch_of(result.factor), dead=torch_of(result.dead))
     h = checked_hessian(hessian)
     order = None if order is None else torch.as_tensor(order, device=h.device)
     if order is not None and not bool(
@@ -122,8 +120,8 @@ def in_order(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def upper_factor(lower: torch.Tensor) -> torch.Tensor | None:
     """Upper triangular R, R R^T the symmetric matrix with this lower triangle; None where there is none."""
     # With J the reversal, H = R R^T for R = J L J and J H J = L L^T.
-    made, failed = torch.linalg.cholesky_ex(lower.flip(0, 1).mT)
-    return None if int(failed) else made.flip(0, 1)
+    factor, failed = torch.linalg.cholesky_ex(lower.flip(0, 1).mT)
+    return None if int(failed) else factor.flip(0, 1)
 
 
 def checked_hessian(

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 import reference
-from fast.calibration.inputs import check_finite, float_tensor
+from fast.calibration.inputs import float_tensor, numpy_of, torch_of, weight_matrix
 from fast.dispatch import has_kernels
 from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import choose_scales, dequantize, quantize
-from reference.arrays.bridges import to_numpy, to_torch
 from reference.arrays.namespace import namespace_of
 from reference.calibration.hqq import check_options, check_scheme, zero_of
 from reference.calibration.inputs import LARGEST
@@ -44,9 +43,8 @@ def hqq(
     w = float_tensor(w, "hqq", "w")
     if w.device.type != "cpu":
         return hqq_on_device(w, scheme, steps=steps, p=p, beta=beta, stop=stop)
-    made = reference.hqq(to_numpy(w), scheme, steps=steps, p=p, beta=beta, stop=stop)
-    parts = {name: to_torch(getattr(made, name)) for name in ("codes", "scale", "outer", "zero")}
-    return replace(made, **parts)
+    result = reference.hqq(numpy_of(w), scheme, steps=steps, p=p, beta=beta, stop=stop)
+    return torch_of(result)  # type: ignore[no-any-return]
 
 
 def hqq_on_device(
@@ -59,10 +57,7 @@ def hqq_on_device(
     stop: str = "block",
 ) -> Quantized:
     """The same on w's device, whatever it is."""
-    scheme = scheme_of(scheme)
-    if w.dim() != 2:
-        raise ValueError(f"hqq takes w as a matrix (outputs, inputs), got shape {tuple(w.shape)}; reshape it")
-    check_finite(w, "hqq", "w")
+    w, scheme = weight_matrix(w, "hqq"), scheme_of(scheme)
     check_scheme(scheme, stop)
     check_options(steps, p, beta)
     blocks = Blocks.of(tuple(w.shape), scheme.scale, -1)

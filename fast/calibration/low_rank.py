@@ -7,14 +7,19 @@ orthogonalization, from a start that depends on shapes alone: what is left of th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import reference
-from fast.calibration.inputs import check_finite, float_tensor, rounded
+from fast.calibration.inputs import (
+    check_finite,
+    float_tensor,
+    numpy_of,
+    rounded,
+    second_moments,
+    torch_of,
+    weight_matrix,
+)
 from fast.quantize.quantize import dequantize
-from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration.low_rank import LowRank, check_quantized_like, check_rank
 from reference.quantize.stored import Quantized
 
@@ -35,12 +40,9 @@ def low_rank_residual(
     if w.device.type != "cpu":
         return low_rank_on_device(w, quantized, h, rank, dtype=dtype)
     check_quantized_like(quantized, tuple(w.shape))
-    values = {name: to_numpy(getattr(quantized, name)) for name in ("codes", "scale", "outer", "zero")}
-    arrays = Quantized.from_fields({**quantized.__dict__, **values})
-    made: Any = reference.low_rank_residual(
-        to_numpy(w), arrays, to_numpy(h.cpu()), rank, dtype=w.dtype if dtype is None else dtype
-    )
-    return LowRank(*map(to_torch, made))
+    dtype = w.dtype if dtype is None else dtype
+    factors = reference.low_rank_residual(numpy_of(w), numpy_of(quantized), numpy_of(h), rank, dtype=dtype)
+    return LowRank(*map(torch_of, factors))
 
 
 def low_rank_on_device(
@@ -52,24 +54,14 @@ def low_rank_on_device(
     dtype: torch.dtype | None = None,
 ) -> LowRank:
     """The same by torch operations on w's device, whatever it is."""
-    if w.dim() != 2:
-        raise ValueError(
-            f"low_rank_residual takes w as a matrix (outputs, inputs), got shape {tuple(w.shape)}; reshape it"
-        )
-    check_finite(w, "low_rank_residual", "w")
+    w = weight_matrix(w, "low_rank_residual")
     check_quantized_like(quantized, tuple(w.shape))
     check_rank(rank, tuple(w.shape))
-    h = hessian.to(w.device)
-    if tuple(h.shape) != (w.shape[1],) * 2:
-        raise ValueError(
-            f"low_rank_residual takes a hessian of shape {(w.shape[1],) * 2}, inputs by inputs, got {tuple(h.shape)}; "
-            f"use the statistics of this layer"
-        )
-    check_finite(h, "low_rank_residual", "the hessian")
+    h = second_moments(hessian.to(w.device), w.shape[1], "low_rank_residual")
     values = dequantize(quantized, torch.float32)
     check_finite(values, "low_rank_residual", "the values of quantized")
     d = w.double() - values.double()
-    h = (h.double() + h.double().T) / 2
+    h = (h + h.T) / 2
     dtype = w.dtype if dtype is None else dtype
     left = rounded(_signed(_directions(d, h, rank)), dtype)
     wide = left.double()

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from fast.calibration.inputs import float_tensor, rounded
-from reference.arrays.bridges import to_numpy, to_torch
+from fast.calibration.inputs import float_tensor, numpy_of, rounded, torch_of
 from reference.calibration import rotation as rule
 from reference.calibration.hadamard_matrices import hadamard_matrix, split_length
 from reference.calibration.rotation import block_of, check_gain
@@ -45,11 +44,9 @@ def rotate(
     w = float_tensor(w, "rotate", "w")
     if w.device.type != "cpu":
         return rotate_on_device(w, rotation, axis=axis, inverse=inverse, dtype=dtype)
-    given = to_numpy(rotation.cpu()) if isinstance(rotation, torch.Tensor) and rotation.dim() else rotation
-    made: Any = rule.rotate(
-        to_numpy(w), given, axis=axis, inverse=inverse, dtype=w.dtype if dtype is None else dtype
-    )
-    return to_torch(made)  # type: ignore[no-any-return]
+    dtype = w.dtype if dtype is None else dtype
+    result = rule.rotate(numpy_of(w), _rotation(rotation), axis=axis, inverse=inverse, dtype=dtype)
+    return torch_of(result)  # type: ignore[no-any-return]
 
 
 def rotate_on_device(
@@ -64,19 +61,23 @@ def rotate_on_device(
     if not w.dim():
         raise ValueError("rotate takes an array with an axis, got a single number; reshape it")
     axis = normalize_axis(axis, tuple(w.shape))
-    given = to_numpy(rotation.cpu()) if isinstance(rotation, torch.Tensor) and rotation.dim() else rotation
-    block, matrix = block_of(given, w.shape[axis])
+    block, matrix = block_of(_rotation(rotation), w.shape[axis])
     moved = w.movedim(axis, -1)
     flat = moved.reshape(-1, block)
     dtype = w.dtype if dtype is None else dtype
-    out = torch.empty(flat.shape, dtype=dtype, device=w.device)
+    rotated = torch.empty(flat.shape, dtype=dtype, device=w.device)
     table = None if matrix is None else torch.from_numpy(matrix).to(w.device)
     step = max(CHUNK // block, 1)
     for start in range(0, len(flat), step):
         rows = flat[start : start + step].double()
         mixed = _mixed(rows, inverse) if table is None else rows @ (table.T if inverse else table)
-        out[start : start + step] = rounded(mixed, dtype)
-    return out.reshape(moved.shape).movedim(-1, axis).contiguous()
+        rotated[start : start + step] = rounded(mixed, dtype)
+    return rotated.reshape(moved.shape).movedim(-1, axis).contiguous()
+
+
+def _rotation(rotation: Any) -> Any:
+    """A block size as it is, also one in a tensor without axes; a matrix as a NumPy array."""
+    return numpy_of(rotation) if isinstance(rotation, torch.Tensor) and rotation.dim() else rotation
 
 
 def _mixed(rows: torch.Tensor, inverse: bool) -> torch.Tensor:

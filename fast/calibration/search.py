@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 import reference
-from fast.calibration.arrays import numpy_of, torch_scales
-from fast.calibration.inputs import float_tensor
+from fast.calibration.inputs import float_tensor, numpy_of, torch_of
 from fast.dispatch import has_kernels
 from fast.quantize.quantize import dequantize, quantize
 from reference import Scales, Scheme
@@ -51,7 +50,7 @@ def search_scales(
             w, scheme, weights=weights, candidates=candidates, norm=norm, outer=outer
         )
     options = {"weights": numpy_of(weights), "candidates": candidates, "norm": norm, "outer": numpy_of(outer)}
-    return torch_scales(reference.search_scales(numpy_of(w), scheme, **options))
+    return torch_of(reference.search_scales(numpy_of(w), scheme, **options))
 
 
 def search_scales_on_device(

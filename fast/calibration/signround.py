@@ -6,16 +6,12 @@ operations of torch in the reference's order: the same bits. Gradients are given
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 
-from fast.calibration.inputs import check_finite, float_tensor
+from fast.calibration.inputs import float_tensor, numpy_of, torch_of, weight_matrix
 from fast.quantize.fake_quantize import fake_quantize_vjp
 from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import dequantize, quantize
-from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration import signround as rule
 from reference.calibration.signround import Functions, Rounding, SignRounded, SignRoundState
 from reference.quantize.stored import Quantized, Scales
@@ -28,9 +24,9 @@ def signround_start(
     w: torch.Tensor, scheme: str | Scheme, quantized: Quantized | None = None
 ) -> SignRoundState:
     """V = 0 and factors of 1, or V at the codes of `quantized`, on w's device: see `reference.signround_start`."""
-    w = _matrix(w, "signround_start")
+    w = weight_matrix(w, "signround_start")
     if w.device.type == "cpu":
-        return _tensors(rule.signround_start(to_numpy(w), scheme, _arrays(quantized)))
+        return _tensors(rule.signround_start(numpy_of(w), scheme, numpy_of(quantized)))
     return rule.start(TORCH, w, scheme_of(scheme), quantized)
 
 
@@ -44,13 +40,13 @@ def signround_quantize(
     scales: Scales | None = None,
 ) -> SignRounded:
     """The values that a scheme stores for w under v, low and high, and their gradients: see `reference.signround_quantize`."""
-    w, state = _matrix(w, "signround_quantize"), SignRoundState(v, low, high)
+    w, state = weight_matrix(w, "signround_quantize"), SignRoundState(v, low, high)
     if w.device.type != "cpu":
         return signround_on_device(w, state, scheme, scales).result()
-    made = rule.signround_quantize(to_numpy(w), *map(to_numpy, state), scheme, scales=_arrays(scales))
+    result = rule.signround_quantize(numpy_of(w), *map(numpy_of, state), scheme, scales=numpy_of(scales))
     return SignRounded(
-        to_torch(made.values),
-        lambda g: _tensors(made.vjp(to_numpy(float_tensor(g, "signround_quantize", "g")))),
+        torch_of(result.values),
+        lambda g: _tensors(result.vjp(numpy_of(float_tensor(g, "signround_quantize", "g")))),
     )
 
 
@@ -64,13 +60,11 @@ def signround_codes(
     scales: Scales | None = None,
 ) -> Quantized:
     """What `signround_quantize` stores: see `reference.signround_codes`."""
-    w, state = _matrix(w, "signround_codes"), SignRoundState(v, low, high)
+    w, state = weight_matrix(w, "signround_codes"), SignRoundState(v, low, high)
     if w.device.type != "cpu":
         return signround_on_device(w, state, scheme, scales).quantized
-    made = rule.signround_codes(to_numpy(w), *map(to_numpy, state), scheme, scales=_arrays(scales))
-    return replace(
-        made, **{name: to_torch(getattr(made, name)) for name in ("codes", "scale", "outer", "zero")}
-    )
+    result = rule.signround_codes(numpy_of(w), *map(numpy_of, state), scheme, scales=numpy_of(scales))
+    return torch_of(result)  # type: ignore[no-any-return]
 
 
 def signround_step(
@@ -88,27 +82,8 @@ def signround_on_device(
     return Rounding(TORCH, w, SignRoundState(*parts), scheme_of(scheme), scales)
 
 
-def _matrix(w: torch.Tensor, what: str) -> torch.Tensor:
-    """A finite matrix without history."""
-    w = float_tensor(w, what, "w")
-    if w.dim() != 2:
-        raise ValueError(
-            f"{what} takes w as a matrix (outputs, inputs), got shape {tuple(w.shape)}; reshape it"
-        )
-    check_finite(w, what, "w")
-    return w
-
-
-def _arrays(value: Any) -> Any:
-    """The parts of `Scales` or `Quantized` as NumPy arrays."""
-    if value is None or not isinstance(value, (Scales, Quantized)):
-        return value
-    names = ("scale", "outer", "zero", *(("codes",) if isinstance(value, Quantized) else ()))
-    return replace(value, **{name: to_numpy(getattr(value, name)) for name in names})
-
-
 def _tensors(state: SignRoundState) -> SignRoundState:
-    return SignRoundState(*map(to_torch, state))
+    return SignRoundState(*map(torch_of, state))
 
 
 __all__ = ["signround_codes", "signround_quantize", "signround_start", "signround_step"]

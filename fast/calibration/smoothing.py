@@ -8,14 +8,20 @@ agrees to about 1e-12 of itself, and the chosen ratio unless two nearly tie.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from fast.calibration.inputs import check_finite, float_tensor, rounded
+from fast.calibration.inputs import (
+    float_tensor,
+    input_values,
+    numpy_of,
+    rounded,
+    second_moments,
+    torch_of,
+    weight_matrix,
+)
 from fast.calibration.search import search_scales_on_device
 from fast.quantize.fake_quantize import fake_quantize
-from reference.arrays.bridges import to_numpy, to_torch
 from reference.calibration import smoothing as rule
 from reference.calibration.smoothing import AWQFactors, check_alpha, check_ratios
 from reference.schemes.schemes import Scheme, scheme_of
@@ -28,19 +34,16 @@ def smoothing_factors(x_absmax: torch.Tensor, w_absmax: torch.Tensor, alpha: flo
     """max|x|^alpha / max|w|^(1 - alpha), (K,) float64 on x_absmax's device: see `reference.smoothing_factors`."""
     x = float_tensor(x_absmax, "smoothing_factors", "x_absmax")
     w = float_tensor(w_absmax, "smoothing_factors", "w_absmax")
-    made: Any = None
-    if x.device.type == "cpu":
-        made = to_torch(rule.smoothing_factors(to_numpy(x), to_numpy(w.cpu()), alpha))
-    else:
-        made = smoothing_factors_on_device(x, w, alpha)
-    return made  # type: ignore[no-any-return]
+    if x.device.type != "cpu":
+        return smoothing_factors_on_device(x, w, alpha)
+    return torch_of(rule.smoothing_factors(numpy_of(x), numpy_of(w), alpha))  # type: ignore[no-any-return]
 
 
 def smoothing_factors_on_device(x: torch.Tensor, w: torch.Tensor, alpha: float) -> torch.Tensor:
     """The same by torch operations on x's device, whatever it is."""
     size = x.shape[0] if x.dim() else 0
-    x = _magnitudes(x, size, "smoothing_factors", "x_absmax")
-    w = _magnitudes(w.to(x.device), size, "smoothing_factors", "w_absmax")
+    x = input_values(x, size, "smoothing_factors", "x_absmax")
+    w = input_values(w.to(x.device), size, "smoothing_factors", "w_absmax")
     check_alpha(alpha)
     live = (x > 0) & (w > 0)
     x, w = torch.where(live, x, 1.0), torch.where(live, w, 1.0)
@@ -62,11 +65,9 @@ def awq_factors(
     x = float_tensor(x_mean, "awq_factors", "x_mean")
     if weights and weights[0].device.type != "cpu":
         return awq_factors_on_device(weights, h, x, scheme, ratios=ratios, search=search)
-    arrays = [to_numpy(w) for w in weights]
-    made = rule.awq_factors(
-        arrays, to_numpy(h.cpu()), to_numpy(x.cpu()), scheme, ratios=ratios, search=search
-    )
-    return AWQFactors(to_torch(made.factors), to_torch(made.errors), made.ratio)
+    arrays = [numpy_of(w) for w in weights]
+    result = rule.awq_factors(arrays, numpy_of(h), numpy_of(x), scheme, ratios=ratios, search=search)
+    return AWQFactors(torch_of(result.factors), torch_of(result.errors), result.ratio)
 
 
 def awq_factors_on_device(
@@ -81,8 +82,8 @@ def awq_factors_on_device(
     """The same by torch operations on the device of the first weight, whatever it is."""
     scheme, device = scheme_of(scheme), ws[0].device
     size = _common_inputs(ws)
-    h = _second_moments(hessian.to(device), size)
-    x = _magnitudes(x_mean.to(device), size, "awq_factors", "x_mean")
+    h = second_moments(hessian.to(device), size, "awq_factors")
+    x = input_values(x_mean.to(device), size, "awq_factors", "x_mean")
     check_ratios(ratios)
     used = torch.stack([(w != 0).any(dim=0) for w in ws]).any(dim=0)
     live = (x > 0) & used
@@ -125,43 +126,9 @@ def _bounded(factors: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     return torch.where(live, short, 1.0)
 
 
-def _magnitudes(values: torch.Tensor, size: int, what: str, name: str) -> torch.Tensor:
-    """`reference.calibration.inputs.input_values` of a tensor."""
-    if tuple(values.shape) != (size,):
-        raise ValueError(
-            f"{what} takes {name} of shape ({size},), one for each input, got {tuple(values.shape)}; "
-            f"use the statistics of this layer"
-        )
-    check_finite(values, what, name)
-    if bool((values < 0).any()):
-        raise ValueError(f"{what} takes {name} of magnitudes, got negative ones; take their absolute values")
-    return values.double()
-
-
-def _second_moments(h: torch.Tensor, size: int) -> torch.Tensor:
-    """`reference.calibration.inputs.second_moments` of a tensor."""
-    if tuple(h.shape) != (size, size):
-        raise ValueError(
-            f"awq_factors takes a hessian of shape ({size}, {size}), inputs by inputs, got {tuple(h.shape)}; "
-            f"use the statistics of this layer"
-        )
-    check_finite(h, "awq_factors", "the hessian")
-    if bool((h.diagonal() < 0).any()):
-        raise ValueError(
-            "awq_factors: the diagonal of a hessian is a sum of squares, got negative elements; sum x x^T again"
-        )
-    return h.double()
-
-
 def _common_inputs(ws: Sequence[torch.Tensor]) -> int:
     """The K of all weights."""
-    for w in ws:
-        if w.dim() != 2:
-            raise ValueError(
-                f"awq_factors takes ws as a matrix (outputs, inputs), got shape {tuple(w.shape)}; reshape it"
-            )
-        check_finite(w, "awq_factors", "ws")
-    sizes = {w.shape[1] for w in ws}
+    sizes = {weight_matrix(w, "awq_factors", "ws").shape[1] for w in ws}
     if len(sizes) > 1:
         raise ValueError(
             f"awq_factors takes weights that read the same inputs, got {sorted(sizes)} of them; call it for each"
