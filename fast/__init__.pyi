@@ -1,14 +1,14 @@
 """The public names of fast and the modules that define them, for type checkers and for `fast.__getattr__`."""
 
 from fast.calibration.allocate import layer_score as layer_score
-from fast.calibration.bias import correct_bias as correct_bias
 from fast.calibration.damping import held_out_damping as held_out_damping
 from fast.calibration.gptq import gptq as gptq
 from fast.calibration.hessian import second_moment as second_moment
 from fast.calibration.hessian import triangular_factor as triangular_factor
 from fast.calibration.hqq import hqq as hqq
 from fast.calibration.kv import kv_scales as kv_scales
-from fast.calibration.low_rank import low_rank_residual as low_rank_residual
+from fast.calibration.residual import correct_bias as correct_bias
+from fast.calibration.residual import low_rank_residual as low_rank_residual
 from fast.calibration.rotation import fold_gain as fold_gain
 from fast.calibration.rotation import rotate as rotate
 from fast.calibration.search import search_scales as search_scales

@@ -5,7 +5,6 @@ from reference.calibration.allocate import Allocation as Allocation
 from reference.calibration.allocate import Frontier as Frontier
 from reference.calibration.allocate import allocate as allocate
 from reference.calibration.allocate import layer_score as layer_score
-from reference.calibration.bias import correct_bias as correct_bias
 from reference.calibration.damping import held_out_damping as held_out_damping
 from reference.calibration.gptq import GPTQResult as GPTQResult
 from reference.calibration.gptq import gptq as gptq
@@ -16,8 +15,9 @@ from reference.calibration.hessian import triangular_factor as triangular_factor
 from reference.calibration.hqq import hqq as hqq
 from reference.calibration.kv import KVScales as KVScales
 from reference.calibration.kv import kv_scales as kv_scales
-from reference.calibration.low_rank import LowRank as LowRank
-from reference.calibration.low_rank import low_rank_residual as low_rank_residual
+from reference.calibration.residual import LowRank as LowRank
+from reference.calibration.residual import correct_bias as correct_bias
+from reference.calibration.residual import low_rank_residual as low_rank_residual
 from reference.calibration.rotation import fold_gain as fold_gain
 from reference.calibration.rotation import rotate as rotate
 from reference.calibration.search import search_scales as search_scales

@@ -230,10 +230,10 @@ class Sweep:
 def column_rule(scheme: Scheme, scales: Scales, blocks: Blocks) -> ColumnRule:
     """The rounding of columns under these scales; ValueError where they do not fit."""
     ns = namespace_of(np.empty(0))
-    given = check_scales(ns, scales, scheme, blocks)
-    if given is None:
+    stored = check_scales(ns, scales, scheme, blocks)
+    if stored is None:
         raise ValueError(f"scheme {scheme.name} needs its scales; see choose_scales")
-    return ns, *by_columns(Nearest.of(ns, given, blocks, scheme), blocks)
+    return ns, *by_columns(Nearest.of(ns, stored, blocks, scheme), blocks)
 
 
 __all__ = ["GPTQResult", "gptq"]

@@ -1,4 +1,4 @@
-"""Low-rank residuals of torch tensors: those of the reference, and by subspace iteration nearly as little left."""
+"""Corrected biases and low-rank residuals of torch tensors: the reference's, and by subspace iteration nearly as good."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fast.calibration import low_rank
-from fast.calibration.low_rank import low_rank_on_device, low_rank_residual
+import reference
+from fast.calibration import residual
+from fast.calibration.residual import correct_bias, low_rank_on_device, low_rank_residual
 from fast.quantize.quantize import dequantize, quantize
 from tests.support.refusals import refused
 
@@ -41,8 +42,8 @@ def test_the_device_agrees(rank, dtype):
 def test_subspace_iteration_leaves_nearly_as_little(shape, monkeypatch):
     w, q, h = layer(2, *shape)
     best = left_over(w, q, h, low_rank_residual(w, q, h, 6, dtype=torch.float64))
-    monkeypatch.setattr(low_rank, "EXACT", 0)
-    monkeypatch.setattr(low_rank, "EXTRA", 8)
+    monkeypatch.setattr(residual, "EXACT", 0)
+    monkeypatch.setattr(residual, "EXTRA", 8)
     found = low_rank_on_device(w, q, h, 6, dtype=torch.float64)
     assert best * (1 - 1e-9) <= left_over(w, q, h, found) < 1.001 * best
     again = low_rank_on_device(w, q, h, 6, dtype=torch.float64)
@@ -62,3 +63,21 @@ def test_refusals(call):
 def test_arrays():
     w, q, h = layer(4)
     refused(TypeError, "torch tensors", low_rank_residual, w.numpy(), q, h, 1)
+
+
+def test_a_corrected_bias_is_the_reference():
+    """Values are a power of two times small integers: all sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randint(-9, 10, (4, 64), generator=generator) / 8
+    mean = torch.randint(-5, 6, (64,), generator=generator).double()
+    q = quantize(w, "mxfp4")
+    wanted = reference.correct_bias(w.numpy(), reference.quantize(w.numpy(), "mxfp4"), mean.numpy())
+    bias = correct_bias(w, q, mean)
+    assert bias.dtype == torch.float64
+    assert bias.tolist() == wanted.tolist()
+    refused(ValueError, r"shape \(64,\)", correct_bias, w, q, mean[:3])
+    refused(ValueError, "NaN or infinity in the mean", correct_bias, w, q, mean * torch.nan)
+    refused(ValueError, "finite numbers", correct_bias, w * torch.inf, q, mean)
+    refused(ValueError, "got shapes", correct_bias, w[:2], q, mean)
+    refused(ValueError, "as a matrix", correct_bias, w[0], q, mean)
+    refused(TypeError, "torch tensors", correct_bias, w.numpy(), q, mean)

@@ -1,8 +1,9 @@
-"""`low_rank_residual` for torch tensors; `reference.calibration.low_rank` states what it is.
+"""`correct_bias` and `low_rank_residual` for torch tensors; `reference.calibration.residual` states what they are.
 
-CPU tensors run the reference. Elsewhere the eigenvectors of D H D^T come from the device's library where a side of the weight
-is at most `EXACT`; for longer sides from subspace iteration with `EXTRA` columns more, each round a product with D H D^T and an
-orthogonalization, from a start that depends on shapes alone: what is left of the error is then within about a thousandth.
+`correct_bias` is float64 operations of torch on every device. Of `low_rank_residual` CPU tensors run the reference; elsewhere
+the eigenvectors of D H D^T come from the device's library where a side of the weight is at most `EXACT`; for longer sides from
+subspace iteration with `EXTRA` columns more, each round a product with D H D^T and an orthogonalization, from a start that
+depends on shapes alone: what is left of the error is then within about a thousandth.
 """
 
 from __future__ import annotations
@@ -20,10 +21,24 @@ from fast.calibration.inputs import (
     weight_matrix,
 )
 from fast.quantize.quantize import dequantize
-from reference.calibration.low_rank import LowRank, check_quantized_like, check_rank
+from reference.calibration.residual import LowRank, check_quantized_like, check_rank
 from reference.quantize.stored import Quantized
 
 EXACT, EXTRA, ROUNDS = 1024, 32, 12
+
+
+def correct_bias(w: torch.Tensor, quantized: Quantized, mean: torch.Tensor) -> torch.Tensor:
+    """(W - Q) mean, float64 (N,) on w's device: see `reference.correct_bias`. mean: on any device."""
+    w, mean = weight_matrix(w, "correct_bias"), float_tensor(mean, "correct_bias", "the mean")
+    if mean.shape != w.shape[1:]:
+        raise ValueError(
+            f"correct_bias takes the mean of inputs, shape {tuple(w.shape[1:])}, got shape {tuple(mean.shape)}; use the "
+            f"statistics of this layer"
+        )
+    check_finite(mean, "correct_bias", "the mean")
+    check_quantized_like(quantized, tuple(w.shape), "correct_bias")
+    change = w.double() - dequantize(quantized).double()
+    return change @ mean.to(w.device, torch.float64)
 
 
 def low_rank_residual(
@@ -39,7 +54,7 @@ def low_rank_residual(
     h = float_tensor(hessian, "low_rank_residual", "the hessian")
     if w.device.type != "cpu":
         return low_rank_on_device(w, quantized, h, rank, dtype=dtype)
-    check_quantized_like(quantized, tuple(w.shape))
+    check_quantized_like(quantized, tuple(w.shape), "low_rank_residual")
     dtype = w.dtype if dtype is None else dtype
     factors = reference.low_rank_residual(numpy_of(w), numpy_of(quantized), numpy_of(h), rank, dtype=dtype)
     return LowRank(*map(torch_of, factors))
@@ -55,7 +70,7 @@ def low_rank_on_device(
 ) -> LowRank:
     """The same by torch operations on w's device, whatever it is."""
     w = weight_matrix(w, "low_rank_residual")
-    check_quantized_like(quantized, tuple(w.shape))
+    check_quantized_like(quantized, tuple(w.shape), "low_rank_residual")
     check_rank(rank, tuple(w.shape))
     h = second_moments(hessian.to(w.device), w.shape[1], "low_rank_residual")
     values = dequantize(quantized, torch.float32)
@@ -94,4 +109,4 @@ def _signed(vectors: torch.Tensor) -> torch.Tensor:
     return vectors * torch.where(largest < 0, -1.0, 1.0)
 
 
-__all__ = ["low_rank_residual"]
+__all__ = ["correct_bias", "low_rank_residual"]

@@ -1,4 +1,10 @@
-"""`low_rank_residual`: a product of two thin matrices in 16 bits beside a quantized weight, the best one for its outputs.
+"""What stands beside a quantized weight to make up for its error: a change of the bias, and a product of two thin matrices.
+
+* `correct_bias`: a change of the weights from W to Q moves outputs by (Q - W) x, on average by (Q - W) mean(x). Adding
+  (W - Q) mean(x) to the bias takes that away, and lowers the mean squared error of an output by the square of what it moved on
+  average (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", arXiv 1906.04721, section
+  4.2).
+* `low_rank_residual`: a product of two thin matrices in 16 bits, the best one for the outputs, as follows.
 
 With D = w - q the error of the weight and H the mean of x x^T, tr((D - A B) H (D - A B)^T) over A (N, r) and B (r, K) is least
 for A the first r left singular vectors of D R, R R^T = H, and B = A^T D: by Eckart and Young A B R is the truncated singular
@@ -17,9 +23,39 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reference.arrays.namespace import DTypeLike
-from reference.calibration.inputs import Matrix, check_finite, rounded, second_moments, weight_matrix
+from reference.calibration.inputs import (
+    Matrix,
+    check_finite,
+    float_array,
+    rounded,
+    second_moments,
+    weight_matrix,
+)
 from reference.quantize.quantize import dequantize
 from reference.quantize.stored import Quantized
+
+
+def correct_bias(w: Any, quantized: Quantized, mean: Any) -> Matrix:
+    """(W - Q) mean, what is to be added to the bias: float64 (N,).
+
+    w: finite float32, bfloat16, float16 or float64 (N, K), a NumPy array. quantized: the `Quantized` of such a matrix.
+    mean: the mean of the layer's inputs, finite floats (K,) of either sign.
+
+    Raises TypeError for other arrays, dtypes and what is not `Quantized`, ValueError for shapes that do not fit and values that
+    are not finite.
+    """
+    w = weight_matrix(w, "correct_bias")
+    mean = float_array(mean, "correct_bias", "the mean")
+    if mean.shape != w.shape[1:]:
+        raise ValueError(
+            f"correct_bias takes the mean of inputs, shape {w.shape[1:]}, got shape {mean.shape}; use the statistics of this "
+            f"layer"
+        )
+    check_finite(mean, "correct_bias", "the mean")
+    check_quantized_like(quantized, w.shape, "correct_bias")
+    change = w.astype(np.float64) - dequantize(quantized).astype(np.float64)
+    bias: Matrix = change @ mean.astype(np.float64)
+    return bias
 
 
 class LowRank(NamedTuple):
@@ -39,7 +75,7 @@ def low_rank_residual(
     arrays, ValueError for shapes that do not fit, a rank out of range, NaN and infinities.
     """
     w = weight_matrix(w, "low_rank_residual")
-    check_quantized_like(quantized, w.shape)
+    check_quantized_like(quantized, w.shape, "low_rank_residual")
     check_rank(rank, w.shape)
     h = second_moments(hessian, w.shape[1], "low_rank_residual")
     values = np.asarray(dequantize(quantized), np.float64)
@@ -65,15 +101,15 @@ def _answer(left: Matrix, d: Matrix) -> Matrix:
     return np.asarray(np.linalg.solve(left.T @ left, left.T @ d), np.float64)
 
 
-def check_quantized_like(quantized: Any, shape: tuple[int, ...]) -> None:
+def check_quantized_like(quantized: Any, shape: tuple[int, ...], what: str) -> None:
     """TypeError or ValueError unless quantized is a stored tensor of this shape."""
     if not isinstance(quantized, Quantized):
         raise TypeError(
-            f"low_rank_residual takes a Quantized, as quantize or gptq return it, got {type(quantized).__name__}"
+            f"{what} takes a Quantized, as quantize or gptq return it, got {type(quantized).__name__}"
         )
     if quantized.shape != tuple(shape):
         raise ValueError(
-            f"low_rank_residual takes w and its quantized form, got shapes {tuple(shape)} and {quantized.shape}"
+            f"{what} takes w and its quantized form, got shapes {tuple(shape)} and {quantized.shape}"
         )
 
 
@@ -85,4 +121,4 @@ def check_rank(rank: int, shape: tuple[int, ...]) -> None:
         )
 
 
-__all__ = ["LowRank", "low_rank_residual"]
+__all__ = ["LowRank", "correct_bias", "low_rank_residual"]

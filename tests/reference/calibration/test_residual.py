@@ -1,4 +1,4 @@
-"""Low-rank residuals against the singular value decomposition of D R."""
+"""Corrected biases keep mean outputs; low-rank residuals against the singular value decomposition of D R."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from reference import dequantize, quantize
-from reference.calibration.low_rank import low_rank_residual
+from reference.calibration.residual import correct_bias, low_rank_residual
 from tests.support.refusals import refused
 
 F = np.float32
@@ -88,3 +88,36 @@ def test_refusals():
     refused(ValueError, "NaN or infinity in w", low_rank_residual, w * F(np.nan), q, h, 1)
     bad = quantize(np.where(w == w[0, 0], np.nan, w).astype(F), "int3_g32")
     refused(ValueError, "the values of quantized", low_rank_residual, w, bad, h, 1)
+
+
+def test_a_corrected_bias_keeps_mean_outputs():
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((6, 64)), rng.standard_normal((100, 64)) + 1
+    for dtype in (F, np.float16, ml_dtypes.bfloat16):
+        short = w.astype(dtype)
+        for scheme in ("mxfp4", "int3_g64_asymmetric", "fp8_tensorwise"):
+            q = quantize(short, scheme)
+            bias = correct_bias(short, q, x.mean(axis=0))
+            assert (bias.dtype, bias.shape) == (np.float64, (6,))
+            before, after = x @ short.astype(float).T, x @ dequantize(q).astype(float).T
+            np.testing.assert_allclose((after + bias).mean(axis=0), before.mean(axis=0), rtol=1e-10)
+            # What is left of the squared error is its variance.
+            np.testing.assert_allclose(
+                ((after + bias - before) ** 2).mean(axis=0), (after - before).var(axis=0), rtol=1e-9
+            )
+    packed = quantize(w.astype(F), "int3_g64", packed=True)
+    np.testing.assert_array_equal(
+        correct_bias(w.astype(F), packed, x[0]),
+        correct_bias(w.astype(F), quantize(w.astype(F), "int3_g64"), x[0]),
+    )
+
+
+def test_a_bias_refuses():
+    w = np.ones((2, 32), F)
+    q, mean = quantize(w, "mxfp4"), np.ones(32)
+    refused(TypeError, "NumPy array, got list", correct_bias, w.tolist(), q, mean)
+    refused(ValueError, r"shape \(32,\), got shape \(2,\)", correct_bias, w, q, mean[:2])
+    refused(ValueError, "NaN or infinity in the mean", correct_bias, w, q, mean * np.nan)
+    refused(ValueError, r"got shapes \(1, 32\) and \(2, 32\)", correct_bias, w[:1], q, mean)
+    refused(ValueError, "finite numbers", correct_bias, w * np.inf, q, mean)
+    refused(TypeError, "takes a Quantized", correct_bias, w, w, mean)
