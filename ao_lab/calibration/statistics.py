@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ao_lab.transforms.data import Seen
-from fast.quantize.least_error import tree_sum
+from reference.calibration.inputs import tree_sum
 
 #: Tokens of one piece, a power of two: a subtree of the sum of all, so that pieces change no bit.
 PIECE = 4096

@@ -16,11 +16,10 @@ import torch
 import reference
 from fast.calibration.inputs import float_tensor, numpy_of, torch_of, weight_matrix
 from fast.dispatch import has_kernels
-from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import choose_scales, dequantize, quantize
 from reference.arrays.namespace import namespace_of
 from reference.calibration.hqq import check_options, check_scheme, zero_of
-from reference.calibration.inputs import LARGEST
+from reference.calibration.inputs import LARGEST, tree_sum
 from reference.formats.storage import load, store
 from reference.quantize.blocks import Blocks
 from reference.quantize.stored import Quantized, Scales

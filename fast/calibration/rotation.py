@@ -6,16 +6,13 @@ matrix that is given is multiplied by the library's product, whose order is its 
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import Any
 
 import torch
 
 from fast.calibration.inputs import float_tensor, numpy_of, rounded, torch_of
 from reference.calibration import rotation as rule
-from reference.calibration.hadamard_matrices import hadamard_matrix, split_length
-from reference.calibration.rotation import block_of, check_gain
-from reference.layers.hadamard import signs
+from reference.calibration.rotation import block_of, check_gain, mixed
 from reference.quantize.blocks import normalize_axis
 
 #: Elements that are mixed at a time.
@@ -70,48 +67,14 @@ def rotate_on_device(
     step = max(CHUNK // block, 1)
     for start in range(0, len(flat), step):
         rows = flat[start : start + step].double()
-        mixed = _mixed(rows, inverse) if table is None else rows @ (table.T if inverse else table)
-        rotated[start : start + step] = rounded(mixed, dtype)
+        product = mixed(rows, inverse) if table is None else rows @ (table.T if inverse else table)
+        rotated[start : start + step] = rounded(product, dtype)
     return rotated.reshape(moved.shape).movedim(-1, axis).contiguous()
 
 
 def _rotation(rotation: Any) -> Any:
     """A block size as it is, also one in a tensor without axes; a matrix as a NumPy array."""
     return numpy_of(rotation) if isinstance(rotation, torch.Tensor) and rotation.dim() else rotation
-
-
-def _mixed(rows: torch.Tensor, inverse: bool) -> torch.Tensor:
-    """Rows (n, b) times R, or times its transpose."""
-    block = rows.shape[1]
-    order, base = split_length(block)
-    sign = torch.tensor(signs(block), dtype=rows.dtype, device=rows.device)
-    parts = (rows if inverse else rows * sign).reshape(-1, order, base)
-    if order > 1:
-        matrix = torch.tensor(hadamard_matrix(order), dtype=rows.dtype, device=rows.device)
-        parts = _mix_parts(parts, matrix.T if inverse else matrix)
-    mixed = _butterflies(parts).reshape(-1, block) * (1 / sqrt(block))
-    return mixed * sign if inverse else mixed
-
-
-def _mix_parts(parts: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Sum over j of matrix[j, i] parts[:, j], in the order of j; products by 1 and -1 are exact, so a fused one changes
-    nothing.
-    """
-    total = matrix[0][:, None] * parts[:, :1]
-    for j in range(1, len(matrix)):
-        total += matrix[j][:, None] * parts[:, j : j + 1]
-    return total
-
-
-def _butterflies(parts: torch.Tensor) -> torch.Tensor:
-    """Sums and differences of elements of the last axis at distances 1, 2, 4, ..."""
-    shape, distance = parts.shape, 1
-    while distance < shape[-1]:
-        pairs = parts.reshape(-1, 2, distance)
-        left, right = pairs[:, 0], pairs[:, 1]
-        parts = torch.stack([left + right, left - right], dim=1)
-        distance *= 2
-    return parts.reshape(shape)
 
 
 __all__ = ["fold_gain", "rotate"]

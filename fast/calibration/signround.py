@@ -10,14 +10,13 @@ import torch
 
 from fast.calibration.inputs import float_tensor, numpy_of, torch_of, weight_matrix
 from fast.quantize.fake_quantize import fake_quantize_vjp
-from fast.quantize.least_error import tree_sum
 from fast.quantize.quantize import dequantize, quantize
 from reference.calibration import signround as rule
 from reference.calibration.signround import Functions, Rounding, SignRounded, SignRoundState
 from reference.quantize.stored import Quantized, Scales
 from reference.schemes.schemes import Scheme, scheme_of
 
-TORCH = Functions(quantize, dequantize, fake_quantize_vjp, tree_sum)
+TORCH = Functions(quantize, dequantize, fake_quantize_vjp)
 
 
 def signround_start(

@@ -45,9 +45,7 @@ def smoothing_factors_on_device(x: torch.Tensor, w: torch.Tensor, alpha: float) 
     x = input_values(x, size, "smoothing_factors", "x_absmax")
     w = input_values(w.to(x.device), size, "smoothing_factors", "w_absmax")
     check_alpha(alpha)
-    live = (x > 0) & (w > 0)
-    x, w = torch.where(live, x, 1.0), torch.where(live, w, 1.0)
-    return _bounded(x**alpha / w ** (1.0 - alpha), live)
+    return rule.balanced(x, w, alpha)  # type: ignore[no-any-return]
 
 
 def awq_factors(
@@ -87,7 +85,7 @@ def awq_factors_on_device(
     check_ratios(ratios)
     used = torch.stack([(w != 0).any(dim=0) for w in ws]).any(dim=0)
     live = (x > 0) & used
-    table = torch.stack([_power_factors(x, live, step / ratios) for step in range(ratios)])
+    table = torch.stack([rule.power_factors(x, live, step / ratios) for step in range(ratios)])
     errors = torch.stack([sum((_error(w, h, s, scheme, search) for w in ws), h.new_zeros(())) for s in table])
     # The first of equals, where torch.argmin may return any.
     best = int((errors == errors.min()).int().argmax())
@@ -108,22 +106,6 @@ def _error(
         d = values[rows].double() / factors - w[rows].double()
         error = error + ((d @ h) * d).sum()
     return torch.where(error.isnan(), torch.inf, error)
-
-
-def _power_factors(x: torch.Tensor, live: torch.Tensor, ratio: float) -> torch.Tensor:
-    """x^ratio / sqrt(max min) over live channels, and 1 elsewhere."""
-    if ratio == 0:
-        return torch.ones_like(x)
-    powers = torch.where(live, x, 1.0) ** ratio
-    most = torch.where(live, powers, -torch.inf).max() if len(x) else x.sum()
-    least = torch.where(live, powers, torch.inf).min() if len(x) else x.sum()
-    return _bounded(powers / (most.sqrt() * least.sqrt()), live)
-
-
-def _bounded(factors: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Factors within their bounds, rounded to float32; 1 where a channel is not live."""
-    short = factors.clamp(rule.LEAST_FACTOR, rule.LARGEST_FACTOR).float().double()
-    return torch.where(live, short, 1.0)
 
 
 def _common_inputs(ws: Sequence[torch.Tensor]) -> int:

@@ -9,6 +9,7 @@ import torch
 from fast.dispatch import require_tensor
 from fast.quantize.quantize import choose_scales, dequantize, quantize
 from reference import Quantized, Scales, Scheme
+from reference.calibration.inputs import tree_sum
 from reference.quantize.least_error import (
     COARSE,
     EMPTY,
@@ -74,20 +75,4 @@ def _errors(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tenso
 # Sums of torch tensors in the order that `reference.quantize.scales` states.
 
 
-def tree_sum(terms: torch.Tensor, axis: int = -1) -> torch.Tensor:
-    """The sum along one axis, which goes away: adjacent pairs, in a tree filled up with zeros to a power of two.
-
-    terms: any float dtype, to which every addition is rounded; on any device, by torch's operations. +0 along an empty axis.
-    """
-    terms = terms.movedim(axis, 0)
-    if not len(terms):
-        return terms.new_zeros(terms.shape[1:])
-    while len(terms) > 1:
-        pairs = terms[: len(terms) // 2 * 2]
-        sums = pairs[0::2] + pairs[1::2]
-        # An odd one out meets the zero that would stand there.
-        terms = torch.cat([sums, terms[-1:] + 0]) if len(terms) % 2 else sums
-    return terms[0]
-
-
-__all__ = ["refine_float16_scales", "tree_sum"]
+__all__ = ["refine_float16_scales"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reference.arrays.namespace import FLOAT_DTYPES, DTypeLike, dtype_name, float_input, namespace_of
+from reference.arrays.namespace import FLOAT_DTYPES, Array, DTypeLike, dtype_name, float_input, namespace_of
 from reference.arrays.softfloat import float32_bits
 from reference.formats.encode import to_dtype_bits
 
@@ -91,16 +91,21 @@ def rounded(values: Matrix, dtype: DTypeLike) -> Any:
     return to_dtype_bits(ns, float32_bits(ns, short, "float32"), name, saturate=True)
 
 
-def tree_sum(x: Matrix) -> Matrix:
-    """The sum over the last axis, which goes away: adjacent pairs, in a tree filled up with zeros to a power of two."""
-    if not x.shape[-1]:
-        return np.zeros(x.shape[:-1])
-    while x.shape[-1] > 1:
-        even = x.shape[-1] // 2 * 2
-        sums = x[..., 0:even:2] + x[..., 1:even:2]
+def tree_sum(x: Array, axis: int = -1) -> Array:
+    """The sum along one axis, which goes away: adjacent pairs, in a tree filled up with zeros to a power of two.
+
+    x: a NumPy array or a tensor on any device, of any float dtype, to which every addition is rounded. +0 along an empty axis.
+    """
+    ns = namespace_of(x)
+    x = ns.moveaxis(x, axis, 0)
+    if not len(x):
+        return ns.full(tuple(x.shape[1:]), 0, ns.dtype_name(x), x)
+    while len(x) > 1:
+        even = len(x) // 2 * 2
+        sums = x[0:even:2] + x[1:even:2]
         # An odd one out meets the zero that would stand there.
-        x = np.concatenate([sums, x[..., -1:] + 0.0], axis=-1) if x.shape[-1] > even else sums
-    return x[..., 0]
+        x = ns.concatenate([sums, x[-1:] + 0], 0) if len(x) > even else sums
+    return x[0]
 
 
 __all__ = [

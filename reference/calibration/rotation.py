@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.arrays.namespace import DTypeLike
+from reference.arrays.namespace import Array, DTypeLike, Namespace, namespace_of
 from reference.calibration.hadamard_matrices import hadamard_matrix, split_length
 from reference.calibration.inputs import Matrix, float_array, rounded
 from reference.layers.hadamard import signs
@@ -65,14 +65,14 @@ def rotate(
     block, matrix = block_of(rotation, w.shape[axis])
     moved = np.moveaxis(w, axis, -1)
     flat = moved.reshape((-1, block))
-    out = np.empty(flat.shape)
+    rotated = np.empty(flat.shape)
     step = max(CHUNK // block, 1)
     for start in range(0, len(flat), step):
         rows = flat[start : start + step].astype(np.float64)
-        out[start : start + step] = (
-            _mixed(rows, inverse) if matrix is None else rows @ (matrix.T if inverse else matrix)
+        rotated[start : start + step] = (
+            mixed(rows, inverse) if matrix is None else rows @ (matrix.T if inverse else matrix)
         )
-    turned = np.moveaxis(out.reshape(moved.shape), -1, axis)
+    turned = np.moveaxis(rotated.reshape(moved.shape), -1, axis)
     return rounded(np.ascontiguousarray(turned), w.dtype if dtype is None else dtype)
 
 
@@ -81,34 +81,37 @@ def rotation_matrix(block: int) -> Matrix:
     return np.asarray(rotate(np.eye(block), block))
 
 
-def _mixed(rows: Matrix, inverse: bool) -> Matrix:
-    """Rows (n, b) times R, or times its transpose."""
-    block = rows.shape[1]
+def mixed(rows: Array, inverse: bool) -> Array:
+    """float64 rows (n, b) times R, or times its transpose: NumPy arrays, or tensors on any device."""
+    ns, block = namespace_of(rows), rows.shape[1]
     order, base = split_length(block)
-    sign = np.asarray(signs(block), np.float64)
+    sign = ns.constant(np.asarray(signs(block), np.float64), rows)
     parts = (rows if inverse else rows * sign).reshape((-1, order, base))
     if order > 1:
-        parts = _mix_parts(parts, hadamard_matrix(order).T if inverse else hadamard_matrix(order))
-    mixed = _butterflies(parts).reshape((-1, block)) * (1 / sqrt(block))
-    return mixed * sign if inverse else mixed
+        matrix = np.asarray(hadamard_matrix(order), np.float64)
+        parts = _mix_parts(parts, ns.constant(matrix.T if inverse else matrix, rows))
+    turned = _butterflies(ns, parts).reshape((-1, block)) * (1 / sqrt(block))
+    return turned * sign if inverse else turned
 
 
-def _mix_parts(parts: Matrix, matrix: Any) -> Matrix:
-    """Sum over j of matrix[j, i] parts[:, j], in the order of j."""
+def _mix_parts(parts: Array, matrix: Array) -> Array:
+    """Sum over j of matrix[j, i] parts[:, j], in the order of j.
+
+    Products by 1 and -1 are exact, so a library that fuses them with the sums changes nothing.
+    """
     total = matrix[0][:, None] * parts[:, :1]
     for j in range(1, len(matrix)):
-        total = total + matrix[j][:, None] * parts[:, j : j + 1]
-    return np.asarray(total)
+        total += matrix[j][:, None] * parts[:, j : j + 1]
+    return total
 
 
-def _butterflies(parts: Matrix) -> Matrix:
+def _butterflies(ns: Namespace, parts: Array) -> Array:
     """Sums and differences of elements of the last axis at distances 1, 2, 4, ..."""
-    shape = parts.shape
-    distance = 1
+    shape, distance = parts.shape, 1
     while distance < shape[-1]:
         pairs = parts.reshape((-1, 2, distance))
         left, right = pairs[:, 0], pairs[:, 1]
-        parts = np.stack([left + right, left - right], axis=1)
+        parts = ns.stack([left + right, left - right], 1)
         distance *= 2
     return parts.reshape(shape)
 

@@ -60,12 +60,9 @@ class Functions:
     quantize: Callable[..., Quantized]
     dequantize: Callable[..., Any]
     vjp: Callable[..., tuple[Any, Any, Any]]
-    tree_sum: Callable[[Any], Any]
 
 
-NUMPY = Functions(
-    inspect.unwrap(quantize), inspect.unwrap(dequantize), inspect.unwrap(fake_quantize_vjp), tree_sum
-)
+NUMPY = Functions(inspect.unwrap(quantize), inspect.unwrap(dequantize), inspect.unwrap(fake_quantize_vjp))
 
 
 def signround_start(w: Any, scheme: str | Scheme, quantized: Quantized | None = None) -> SignRoundState:
@@ -197,7 +194,7 @@ class Rounding:
         if self.ranges is None:
             return SignRoundState(dv, None, None)
         # The moved weight depends on the scale as well.
-        through = self.functions.tree_sum(self.blocks.split(self.ns, dv * self.v, zeros=True))[..., None]
+        through = tree_sum(self.blocks.split(self.ns, dv * self.v, zeros=True))[..., None]
         wide = self._accepted(dscale) + self._sign * _wide(self.ns, through) / self._stored_scale
         low, high = self.ranges.gradients(wide, None if dzero is None else self._accepted(dzero), self)
         return SignRoundState(dv, self._exposed(low), self._exposed(high))

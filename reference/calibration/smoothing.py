@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reference.arrays.namespace import Array, namespace_of
 from reference.calibration.inputs import Matrix, input_values, rounded, second_moments, weight_matrix
 from reference.calibration.search import search_scales
 from reference.quantize.fake_quantize import fake_quantize
@@ -52,9 +53,7 @@ def smoothing_factors(x_absmax: Any, w_absmax: Any, alpha: float = 0.5) -> Matri
     x = input_values(x_absmax, size, "smoothing_factors", "x_absmax")
     w = input_values(w_absmax, size, "smoothing_factors", "w_absmax")
     check_alpha(alpha)
-    live = (x > 0) & (w > 0)
-    x, w = np.where(live, x, 1.0), np.where(live, w, 1.0)
-    return bounded(x**alpha / w ** (1.0 - alpha), live)
+    return np.asarray(balanced(x, w, alpha))
 
 
 def awq_factors(
@@ -91,19 +90,28 @@ def awq_factors(
     return AWQFactors(table[best], errors, best / ratios)
 
 
-def power_factors(x: Matrix, live: Any, ratio: float) -> Matrix:
-    """x^ratio / sqrt(max min) over live channels (K,), and 1 elsewhere."""
-    if not live.any() or ratio == 0:
-        return np.ones(x.shape)
-    powers = np.where(live, x, 1.0) ** ratio
-    middle = np.sqrt(powers[live].max()) * np.sqrt(powers[live].min())
+def balanced(x: Array, w: Array, alpha: float) -> Array:
+    """The factors of `smoothing_factors` for checked float64 vectors of any library."""
+    ns, live = namespace_of(x), (x > 0) & (w > 0)
+    x, w = ns.where(live, x, 1.0), ns.where(live, w, 1.0)
+    return bounded(x**alpha / w ** (1.0 - alpha), live)
+
+
+def power_factors(x: Array, live: Array, ratio: float) -> Array:
+    """x^ratio / sqrt(max min) over live channels (K,), and 1 elsewhere; float64 vectors of any library."""
+    ns = namespace_of(x)
+    if ratio == 0 or not bool(live.any()):
+        return ns.full(tuple(x.shape), 1, "float64", x)
+    powers = ns.where(live, x, 1.0) ** ratio
+    middle = ns.xp.sqrt(powers[live].max()) * ns.xp.sqrt(powers[live].min())
     return bounded(powers / middle, live)
 
 
-def bounded(factors: Matrix, live: Any) -> Matrix:
+def bounded(factors: Array, live: Array) -> Array:
     """Factors within their bounds, rounded to float32; 1 where a channel is not live."""
-    short = np.clip(factors, LEAST_FACTOR, LARGEST_FACTOR).astype(np.float32).astype(np.float64)
-    return np.where(live, short, 1.0)
+    ns = namespace_of(factors)
+    short = ns.astype(ns.xp.clip(factors, LEAST_FACTOR, LARGEST_FACTOR), "float32")
+    return ns.where(live, ns.astype(short, "float64"), 1.0)
 
 
 def _error(w: Any, h: Matrix, factors: Matrix, scheme: Scheme, search: bool) -> float:

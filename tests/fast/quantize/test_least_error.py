@@ -12,8 +12,9 @@ import fast
 import reference
 from ao_lab.config.recipe import named
 from ao_lab.testing.strategies import assert_same_bits, assert_same_quantized, blocks, fill
-from fast.quantize.least_error import refine_float16_scales, tree_sum
+from fast.quantize.least_error import refine_float16_scales
 from reference.arrays.namespace import namespace_of
+from reference.calibration.inputs import tree_sum
 from reference.quantize import least_error, scales
 
 # Sums in the order of `reference.quantize.scales`, along any axis.

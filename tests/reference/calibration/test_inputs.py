@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from fast.quantize.least_error import tree_sum as torch_tree_sum
 from reference.calibration.inputs import LARGEST, float_array, rounded, tree_sum
 from tests.support.refusals import refused
 
@@ -23,7 +22,9 @@ def test_trees_over_adjacent_pairs(length, dtype):
     while filled.shape[1] > 1:
         filled = filled[:, ::2] + filled[:, 1::2]
     assert tree_sum(x).tolist() == filled[:, 0].tolist()
-    assert tree_sum(x).tolist() == torch_tree_sum(torch.from_numpy(x)).tolist()
+    assert tree_sum(x).tolist() == tree_sum(torch.from_numpy(x)).tolist()
+    assert tree_sum(x.T, 0).tolist() == filled[:, 0].tolist()
+    assert tree_sum(x).dtype == dtype
 
 
 def test_finite_values_stay_finite():
