@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from reference.arrays.namespace import choice, namespace_of
+from reference.arrays.namespace import Array, Namespace, choice, namespace_of
 from reference.calibration.inputs import LARGEST, Matrix, tree_sum, weight_matrix
 from reference.formats.storage import load, store
 from reference.quantize.blocks import Blocks
@@ -76,147 +76,178 @@ def hqq(
     # Conventions of other projects have blocks without a finite scale; those stay as they are.
     with np.errstate(all="ignore"):
         if scheme.zero is None:
-            return _by_scales(w, scheme, blocks, scales, steps, p, beta)
-        zero = _zero_points(w, scheme, blocks, scales, (steps, p, beta, stop))
+            stored = scales_by_steps(w, scheme, blocks, scales, (steps, p, beta), (_quantize, _dequantize))
+            return _quantize(w, scheme, scales=stored)
+        rule = ZeroSteps.of(scheme, steps, p, beta)
+        zero = zero_points(w, scheme, blocks, scales, rule, _by_tensor if stop == "tensor" else _by_blocks)
         return _quantize(w, scheme, scales=replace(scales, zero=zero))
 
 
-def shrink(x: Matrix, p: float, beta: float) -> Matrix:
+def shrink(x: Array, p: float, beta: float) -> Array:
     """sign(x) max(|x| - |x|^(p - 1) / beta, 0), and 0 at 0."""
-    size = np.abs(x)
+    ns, size = namespace_of(x), abs(x)
     with np.errstate(divide="ignore", over="ignore"):
-        left = np.maximum(size - size ** (p - 1) / beta, 0)
-    return np.copysign(left, x)
+        left = ns.maximum(size - size ** (p - 1) / beta, 0)
+    return ns.xp.copysign(left, x)
 
 
-def _zero_points(
-    w: Any, scheme: Scheme, blocks: Blocks, scales: Scales, options: tuple[int, float, float, str]
-) -> Any:
-    """Stored zero points in the shape of the scales."""
+@dataclass(frozen=True)
+class ZeroSteps:
+    """The steps of zero points, of NumPy arrays or tensors: w (n, size), s and z (n, 1) in float64, z in steps of the scale.
+
+    storage: that of the zero points. middle: the code that a zero point is the value of. top: the largest code.
+    """
+
+    storage: str
+    middle: float
+    top: int
+    steps: int
+    p: float
+    beta: float
+
+    @classmethod
+    def of(cls, scheme: Scheme, steps: int, p: float, beta: float) -> ZeroSteps:
+        low, high = scheme.format.integer_range
+        top = 2**scheme.format.bits - 1
+        return cls(zero_of(scheme).storage, (low + high + 1) / 2, top, steps, p, beta)
+
+    def codes_of(self, value: Array, s: Array) -> Array:
+        """Zero points in steps of the scale, of zero points as values."""
+        return self.middle - value / s
+
+    def values_of(self, z: Array, s: Array) -> Array:
+        """The other direction."""
+        return (self.middle - z) * s
+
+    def as_stored(self, z: Array, s: Array) -> Array:
+        """Zero points as their stored values give them back."""
+        ns = namespace_of(z)
+        return self.codes_of(
+            decoded(ns, stored_floats(ns, self.values_of(z, s), self.storage), self.storage), s
+        )
+
+    def step(self, w: Array, s: Array, z: Array) -> tuple[Array, Array]:
+        """(mean |error| of each block (n, 1), the next zero points (n, 1))."""
+        xp, size = namespace_of(w).xp, w.shape[1]
+        q = xp.clip(xp.round(w / s + z), 0, self.top)
+        error = w - (q - z) * s
+        following = tree_sum(q - (w - shrink(error, self.p, self.beta)) / s)[:, None] / size
+        return tree_sum(abs(error))[:, None] / size, following
+
+    def by_tensor(self, w: Array, s: Array, z: Array) -> Array:
+        """The zero points (n, 1) of the step after the last one that lowered the mean |error| of the tensor."""
+        z = namespace_of(z).xp.round(z) if self.top == 15 else z
+        least = np.inf
+        for _ in range(self.steps):
+            errors, z = self.step(w, s, z)
+            error = float(tree_sum(errors[:, 0]))
+            if not error < least:
+                break
+            least = error
+        return z
+
+
+def zero_points(
+    w: Array, scheme: Scheme, blocks: Blocks, scales: Scales, rule: ZeroSteps, search: Callable[..., Array]
+) -> Array:
+    """Stored zero points in the shape of the scales, for w of any library.
+
+    search: from blocks of w (n, size) in its dtype, their scales and first zero points, values (n, 1) in float64, and the rule
+    to zero points, values (n, 1) in float64.
+    """
     ns = namespace_of(w)
-    record, middle = zero_of(scheme), _middle(scheme)
-    split = blocks.split(ns, w.astype(np.float64))
-    rows = split.reshape((-1, split.shape[-1]))
-    s = _decoded(load(ns, blocks.accept(scales.scale, ns), scheme.scale.storage)).reshape((-1, 1))
-    value = _decoded(load(ns, blocks.accept(scales.zero, ns), record.storage)).reshape((-1, 1))
-
-    def as_stored(z: Matrix, s: Matrix) -> Matrix:
-        return middle - _decoded(load(ns, _stored(ns, (middle - z) * s, record.storage), record.storage)) / s
-
-    steps, p, beta, stop = options
-    search = (s, middle - value / s, 2**scheme.format.bits - 1, steps, p, beta, as_stored)
-    found = _by_tensor(rows, *search) if stop == "tensor" else _by_blocks(rows, *search)
-    shape = (*split.shape[:-1], 1)
-    return blocks.expose(_stored(ns, (middle - found) * s, record.storage).reshape(shape), ns)
+    split = blocks.split(ns, w)
+    levels = ((scales.scale, scheme.scale.storage), (scales.zero, rule.storage))
+    s, value = (decoded(ns, blocks.accept(part, ns), storage).reshape((-1, 1)) for part, storage in levels)
+    found = search(split.reshape((-1, split.shape[-1])), s, value, rule)
+    return blocks.expose(stored_floats(ns, found, rule.storage).reshape((*split.shape[:-1], 1)), ns)
 
 
-def _by_blocks(
-    rows: Matrix, s: Matrix, z: Matrix, top: int, steps: int, p: float, beta: float, as_stored: Any
-) -> Matrix:
-    """The zero point of the least mean |error| of each block (n, 1), some blocks at a time."""
-    out = np.empty_like(z)
+def _by_tensor(rows: Array, s: Matrix, value: Matrix, rule: ZeroSteps) -> Any:
+    return rule.values_of(rule.by_tensor(rows.astype(np.float64), s, rule.codes_of(value, s)), s)
+
+
+def _by_blocks(rows: Array, s: Matrix, value: Matrix, rule: ZeroSteps) -> Any:
+    """The zero point of the least mean |error| of each block, some blocks at a time."""
+    z = rule.codes_of(value, s)
+    best = np.empty_like(z)
     count = max(CHUNK // rows.shape[1], 1)
     for start in range(0, len(rows), count):
         part = slice(start, start + count)
-        out[part] = _search(rows[part], s[part], z[part], top, steps, p, beta, as_stored)
-    return out
+        best[part] = _search(rows[part].astype(np.float64), s[part], z[part], rule)
+    return rule.values_of(best, s)
 
 
-def _search(
-    w: Matrix, s: Matrix, z: Matrix, top: int, steps: int, p: float, beta: float, as_stored: Any
-) -> Matrix:
-    best, least = z.copy(), np.full(len(z), np.inf)
+def _search(w: Matrix, s: Matrix, z: Matrix, rule: ZeroSteps) -> Matrix:
+    """Blocks that have ended are left out of the steps that follow."""
+    best, least = z.copy(), np.full(z.shape, np.inf)
     active = np.arange(len(z))
-    for _ in range(steps):
-        error, following = _step(w, s, z, top, p, beta)
-        lower = error < least[active]
+    for _ in range(rule.steps):
+        error, following = rule.step(w, s, z)
+        lower = (error < least[active])[:, 0]
         active, w, s = active[lower], w[lower], s[lower]
         if not len(active):
             break
         best[active], least[active] = z[lower], error[lower]
-        z = as_stored(following[lower], s)
+        z = rule.as_stored(following[lower], s)
     return best
 
 
-def _by_tensor(
-    w: Matrix, s: Matrix, z: Matrix, top: int, steps: int, p: float, beta: float, as_stored: Any
-) -> Matrix:
-    """The zero points (n, 1) of the step after the last one that lowered the mean |error| of the tensor."""
-    z = np.rint(z) if top == 15 else z
-    least = np.inf
+def scales_by_steps(
+    w: Array,
+    scheme: Scheme,
+    blocks: Blocks,
+    scales: Scales,
+    options: tuple[int, float, float],
+    functions: tuple[Callable[..., Quantized], Callable[..., Array]],
+) -> Scales:
+    """The same with scales as the unknown, for w of any library; each step is a `quantize` under the scales so far.
+
+    options: steps, p and beta. functions: `quantize` and `dequantize` of the library.
+    """
+    ns, storage = namespace_of(w), scheme.scale.storage
+    (steps, p, beta), (quantized, dequantized) = options, functions
+    split = ns.astype(blocks.split(ns, w), "float64")
+    counts = blocks.split(ns, ns.full(tuple(w.shape), 1, "float64", w), zeros=True)
+
+    def under(scale: Array) -> Scales:
+        return replace(scales, scale=blocks.expose(stored_floats(ns, scale, storage), ns))
+
+    scale = decoded(ns, blocks.accept(scales.scale, ns), storage)
+    best, least = scale, ns.full(tuple(scale.shape), np.inf, "float64", scale)
     for _ in range(steps):
-        errors, z = _step(w, s, z, top, p, beta)
-        error = float(tree_sum(errors))
-        if not error < least:
-            break
-        least = error
-    return z
-
-
-def _step(w: Matrix, s: Matrix, z: Matrix, top: int, p: float, beta: float) -> tuple[Matrix, Matrix]:
-    """(mean |error| of each block (n,), the next zero points (n, 1))."""
-    q = np.clip(np.rint(w / s + z), 0, top)
-    error = w - (q - z) * s
-    size = w.shape[1]
-    following = tree_sum(q - (w - shrink(error, p, beta)) / s)[:, None] / size
-    return tree_sum(np.abs(error)) / size, following
-
-
-def _by_scales(
-    w: Any, scheme: Scheme, blocks: Blocks, scales: Scales, steps: int, p: float, beta: float
-) -> Quantized:
-    """The same with scales as the unknown; each step is a `quantize` under the scales so far."""
-    ns = namespace_of(w)
-    split = blocks.split(ns, w.astype(np.float64))
-    counts = blocks.split(ns, np.ones(w.shape), zeros=True)
-    storage = scheme.scale.storage
-    scale = _decoded(load(ns, blocks.accept(scales.scale, ns), storage))
-    best, least = scale, np.full(scale.shape, np.inf)
-    for _ in range(steps):
-        q = _quantize(w, scheme, scales=replace(scales, scale=_exposed(ns, scale, blocks, storage)))
-        values = blocks.split(ns, np.asarray(_dequantize(q), np.float64))
+        q = quantized(w, scheme, scales=under(scale))
+        values = ns.astype(blocks.split(ns, dequantized(q, "float32")), "float64")
         error = split - values
-        loss = tree_sum(np.abs(error) * counts)[..., None]
+        loss = tree_sum(abs(error) * counts)[..., None]
         lower = loss < least
-        if not lower.any():
+        if not bool(lower.any()):
             break
-        best, least = np.where(lower, scale, best), np.where(lower, loss, least)
-        scale = np.where(
-            lower, _refined(ns, scale, split - shrink(error, p, beta), values * counts, scheme), best
-        )
-    return _quantize(w, scheme, scales=replace(scales, scale=_exposed(ns, best, blocks, storage)))
+        best, least = ns.where(lower, scale, best), ns.where(lower, loss, least)
+        target = split - shrink(error, p, beta)
+        scale = ns.where(lower, _refined(ns, scale, target, values * counts, scheme), best)
+    return under(best)
 
 
-def _refined(ns: Any, scale: Matrix, target: Matrix, values: Matrix, scheme: Scheme) -> Matrix:
+def _refined(ns: Namespace, scale: Array, target: Array, values: Array, scheme: Scheme) -> Array:
     """Decoded scales after one step, as stored: times sum(target v) / sum(v^2), or over it for an encoding scale."""
-    above, below = tree_sum(target * values)[..., None], tree_sum(values**2)[..., None]
+    above, below = tree_sum(target * values)[..., None], tree_sum(values * values)[..., None]
     if scheme.scale.stored == "encode":
         above, below = below, above
     good = (above > 0) & (below > 0)
-    moved = scale * np.where(good, above, 1.0) / np.where(good, below, 1.0)
-    return _decoded(load(ns, _stored(ns, moved, scheme.scale.storage), scheme.scale.storage))
+    moved = scale * ns.where(good, above, 1.0) / ns.where(good, below, 1.0)
+    return decoded(ns, stored_floats(ns, moved, scheme.scale.storage), scheme.scale.storage)
 
 
-def _exposed(ns: Any, scale: Matrix, blocks: Blocks, storage: str) -> Any:
-    return blocks.expose(_stored(ns, scale, storage), ns)
-
-
-def _stored(ns: Any, values: Matrix, storage: str) -> Any:
+def stored_floats(ns: Namespace, values: Array, storage: str) -> Array:
     """float64 rounded to float32 and to the storage; finite stays finite."""
-    short = np.clip(values, -LARGEST, LARGEST).astype(np.float32)
-    return store(ns, short.view(np.int32), storage)
+    short = ns.astype(ns.xp.clip(values, -LARGEST, LARGEST), "float32")
+    return store(ns, ns.bitcast(short, "int32"), storage)
 
 
-def _decoded(bits: Any) -> Matrix:
-    """float32 patterns as float64."""
-    wide: Matrix = np.ascontiguousarray(bits).view(np.float32).astype(np.float64)
-    return wide
-
-
-def _middle(scheme: Scheme) -> float:
-    """The code that a zero point of rule "value" is the value of."""
-    low, high = scheme.format.integer_range
-    return (low + high + 1) / 2
+def decoded(ns: Namespace, stored: Array, storage: str) -> Array:
+    """Stored floats as float64."""
+    return ns.astype(ns.bitcast(load(ns, stored, storage), "float32"), "float64")
 
 
 def zero_of(scheme: Scheme) -> Zero:
