@@ -204,7 +204,7 @@ def square_sums(x: torch.Tensor) -> torch.Tensor:
     """`reference.square_sums(x)` by torch's float32 operations, which round as it does."""
     rows = x.reshape(-1, x.shape[-1])
     sums = [tree_sum(piece.to(torch.float32).square(), 0) for piece in torch.split(rows, PIECE)]
-    return tree_sum(torch.stack(sums), 0)
+    return tree_sum(torch.stack(sums), 0)  # type: ignore[no-any-return]
 
 
 @dataclass

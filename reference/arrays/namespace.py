@@ -97,7 +97,7 @@ class NumpyNamespace:
             values = combine(values[0::2], values[1::2])
         return values
 
-    def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
+    def full(self, shape: tuple[int, ...], value: float, name: str, like: Array) -> Array:
         return self.xp.full(shape, value, dtype=self.dtype(name))
 
     def arange(self, stop: int, like: Array) -> Array:
@@ -222,7 +222,7 @@ class TorchNamespace(NumpyNamespace):
     def stack(self, parts: list[Array], axis: int) -> Array:
         return self.xp.stack(parts, dim=axis)
 
-    def full(self, shape: tuple[int, ...], value: int, name: str, like: Array) -> Array:
+    def full(self, shape: tuple[int, ...], value: float, name: str, like: Array) -> Array:
         return self.xp.full(shape, value, dtype=self.dtype(name), device=like.device)
 
     def arange(self, stop: int, like: Array) -> Array:

@@ -79,6 +79,13 @@ from reference.schemes.schemes import Scheme, scheme_of
 
 # Inside a rule the plain functions: no conversion from torch, no JAX program of their own.
 _pack, _unpack = inspect.unwrap(pack), inspect.unwrap(unpack)
+E8M0_BIAS = 127
+SMALLEST_NORMAL_BFLOAT16 = 0x0080
+# An exponent above every element format's.
+BEYOND = 128
+# Below this e8m0 code a subnormal input could still reach the element's grid; such tensors take the general path.
+LEAST_CODE = 32
+SYMMETRIC_ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero")
 
 
 @bridged
@@ -306,15 +313,6 @@ def block_words(ns: Namespace, blocks: Blocks, x: Array, random_bits: Any) -> Ar
     return None if words is None else blocks.split(ns, ns.bitcast(words, "int32"))
 
 
-# Elements divided by their scales and rounded, on bit patterns.
-
-
-# From blocks and their scales to codes: the second half of the quantizer.
-
-# An exponent above every element format's.
-BEYOND = 128
-
-
 def element_codes(
     ns: Namespace, split: Array, chosen: Chosen, scheme: Scheme, dtype: str, random_bits: Array | None
 ) -> Array:
@@ -515,13 +513,6 @@ def _pair(value: Any, what: str) -> tuple[Any, Any]:
             f"{what} is None or a pair, for x along its rows and for x.T; got {type(value).__name__}"
         )
     return value[0], value[1]
-
-
-E8M0_BIAS = 127
-SMALLEST_NORMAL_BFLOAT16 = 0x0080
-# Below this e8m0 code a subnormal input could still reach the element's grid; such tensors take the general path.
-LEAST_CODE = 32
-SYMMETRIC_ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero")
 
 
 def quantizes_by_table(scheme: Scheme) -> bool:

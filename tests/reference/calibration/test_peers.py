@@ -45,15 +45,15 @@ def test_llm_compressor(scheme, order, theirs):
     h = second_moment(x).value
     scales = choose_scales(w, scheme)
     made = gptq(w, h, scheme, scales=scales, order=order)
-    float4 = scheme.element == "float4_e2m1fn"
+    is_float = scheme.format.kind == "float"
     options = (
-        {"strategy": "tensor_group", "type": "float"} if float4 else {"strategy": "group", "type": "int"}
+        {"strategy": "tensor_group", "type": "float"} if is_float else {"strategy": "group", "type": "int"}
     )
     arguments = quantization.QuantizationArgs(
         num_bits=scheme.format.bits, symmetric=scheme.zero is None, group_size=scheme.scale.block, actorder=theirs, **options
     )  # fmt: skip
     scale = torch.from_numpy(scales.scale)[None]
-    if float4:
+    if is_float:
         scale = scale.view(torch.float8_e4m3fn).float()
     zero = torch.zeros(scale.shape) if scheme.zero is None else torch.from_numpy(scales.zero)[None].float()
     outer = None if scales.outer is None else torch.from_numpy(scales.outer.reshape(1, 1))

@@ -87,14 +87,15 @@ def test_values_and_gradients_are_those_of_the_formula(scheme):
     expected = formula(torch.from_numpy(w).double(), *parts, scheme)
     (expected * torch.from_numpy(g)).sum().backward()
     values, vjp = signround_quantize(w, v, low, high, scheme)
-    # hqq.int4_g64 keeps scale and zero point in bfloat16.
-    coarse = 0.02 if scheme.startswith("hqq") else 1e-6
+    # Scale and zero point in bfloat16 are off by 2^-9 of themselves: each moves a value by at most that of the largest.
+    short = SCHEMES[scheme].scale.storage == "bfloat16"
+    coarse = 2.0**-7 if short else 1e-6
     different = np.abs(values - expected.detach().numpy()) > coarse * np.abs(w).max()
-    assert different.mean() < (0.03 if scheme.startswith("hqq") else 1e-3)
+    assert different.mean() < (0.03 if short else 1e-3)
     for found, part in zip(vjp(g), parts, strict=True):
         truth = part.grad.numpy()
         assert found.dtype == F
-        off = np.abs(found - truth) > (0.1 if scheme.startswith("hqq") else 1e-3) * np.abs(truth).max()
+        off = np.abs(found - truth) > (0.1 if short else 1e-3) * np.abs(truth).max()
         assert off.mean() < 0.02, np.abs(found - truth).max() / np.abs(truth).max()
 
 
@@ -263,7 +264,7 @@ def test_edges():
         zeros, half = np.zeros(shape, F), np.full(shape, 0.5, F)
         start = signround_start(zeros, scheme)
         values, vjp = signround_quantize(zeros, half, start.low, start.high, scheme)
-        if not scheme.startswith("torchao"):
+        if not SCHEMES[scheme].deviations:
             assert np.abs(values).max() < 1e-30
         assert all(np.isfinite(part).all() for part in vjp(half))
         huge = np.full(shape, 3e38, F)
