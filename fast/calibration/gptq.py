@@ -22,7 +22,7 @@ from fast.quantize.quantize import quantize
 from reference import GPTQResult, Scales, Scheme
 from reference.arrays.namespace import Namespace, namespace_of
 from reference.calibration.gptq import BLOCK, column_order
-from reference.calibration.hessian import LARGEST
+from reference.calibration.inputs import LARGEST
 from reference.calibration.nearest import Nearest
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import check_scales

@@ -38,8 +38,7 @@ def _scale(x: torch.Tensor, name: str, scheme: Scheme, mask: Any) -> torch.Tenso
     scale = choose_scales(x, scheme).scale
     scale = scale.reshape(scale.shape[:1])
     empty = ~(x.reshape(*scale.shape, -1) != 0).any(-1)
-    made: torch.Tensor = torch.where(empty, 1.0, scale)
-    return made
+    return torch.where(empty, 1.0, scale)  # type: ignore[no-any-return]
 
 
 __all__ = ["kv_scales"]

@@ -21,8 +21,8 @@ from fast.dispatch import has_kernels
 from fast.quantize.quantize import dequantize, quantize
 from reference import Scales, Scheme
 from reference.arrays.namespace import Namespace, namespace_of
-from reference.calibration.hessian import LARGEST
-from reference.calibration.search import Candidate, Search, code_range, is_double
+from reference.calibration.inputs import LARGEST
+from reference.calibration.search import Candidate, Search, is_double, least_error, signed, stepped
 from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import choose
@@ -69,24 +69,23 @@ def search_scales_on_device(
     # Few numbers, whose checks are the reference's.
     name = str(w.dtype).removeprefix("torch.")
     search = Search.of(record, name, numpy_of(weights), candidates, norm, blocks)
-    given = None if outer is None else Scales(outer=outer.to(w.device))
-    if given is None and record.outer is not None and not is_double(record):
-        given = Scales(outer=quantize(w, record).outer)
+    fixed = None if outer is None else Scales(outer=outer.to(w.device))
+    if fixed is None and record.outer is not None and not is_double(record):
+        fixed = Scales(outer=quantize(w, record).outer)
     part = DeviceSearch(search, torch.from_numpy(search.weights).to(w.device), name)
     if not isinstance(record.scale.block, int) or is_double(record):
-        return part.best(w, given)
-    parts = [part.best(rows, given) for rows in w.split(max(CHUNK // w.shape[1], 1))]
+        return part.best(w, fixed)
+    parts = [part.best(rows, fixed) for rows in w.split(max(CHUNK // w.shape[1], 1))]
     scale, zero = (_joined([getattr(one, field) for one in parts]) for field in ("scale", "zero"))
     return Scales(scale, parts[0].outer, zero)
 
 
 def _joined(parts: list[Any]) -> Any:
-    return None if parts[0] is None else torch.cat([as_signed(part) for part in parts]).view(parts[0].dtype)
-
-
-def as_signed(stored: torch.Tensor) -> torch.Tensor:
-    """16-bit scales as int16: torch selects no uint16."""
-    return stored.view(torch.int16) if stored.dtype == torch.uint16 else stored
+    return (
+        None
+        if parts[0] is None
+        else torch.cat([signed(namespace_of(part), part) for part in parts]).view(parts[0].dtype)
+    )
 
 
 @dataclass(frozen=True)
@@ -97,31 +96,22 @@ class DeviceSearch:
     weights: torch.Tensor
     dtype: str
 
-    def best(self, w: torch.Tensor, given: Scales | None) -> Scales:
+    def best(self, w: torch.Tensor, fixed: Scales | None) -> Scales:
         """The scales of a matrix, or of rows of one."""
         scheme = self.search.scheme
         ns, blocks = namespace_of(w), Blocks.of(tuple(w.shape), scheme.scale, -1)
         if has_kernels(w) and self.covered(blocks) and self.search.candidates:
-            return self.best_by_kernel(ns, w, blocks, given)
-        weights, first = self._in_blocks(ns, blocks), None
-        for scales in self._scales(ns, w, blocks, given):
-            off = dequantize(quantize(w, scheme, scales=scales)).double() - w.double()
-            error = self._errors(blocks.split(ns, off), weights)
-            parts = [scales.scale] if scheme.zero is None else [scales.scale, scales.zero]
-            parts = [blocks.accept(part, ns) for part in parts]
-            if first is None:
-                first, chosen, least = scales, parts, error
-                continue
-            closer = error < least
-            chosen = [
-                torch.where(closer, as_signed(new), as_signed(old)).view(old.dtype)
-                for new, old in zip(parts, chosen, strict=True)
-            ]
-            least = torch.where(closer, error, least)
-        if first is None:
-            raise ValueError("candidates are one step or ratio at least, got none; leave them out")
-        exposed = [blocks.expose(part, ns) for part in chosen]
-        return Scales(exposed[0], first.outer, exposed[1] if len(exposed) > 1 else first.zero)
+            return self.best_by_kernel(ns, w, blocks, fixed)
+        weights = self._in_blocks(ns, blocks)
+        tried = (
+            (scales, self._errors(blocks.split(ns, self._change(w, scales)), weights))
+            for scales in self._scales(ns, w, blocks, fixed)
+        )
+        return least_error(ns, tried, blocks, scheme)
+
+    def _change(self, w: torch.Tensor, scales: Scales) -> torch.Tensor:
+        """q - w in float64 under these scales."""
+        return dequantize(quantize(w, self.search.scheme, scales=scales)).double() - w.double()
 
     def covered(self, blocks: Blocks) -> bool:
         """Whether the kernel takes these blocks and errors."""
@@ -129,19 +119,19 @@ class DeviceSearch:
         whole = 0 < size <= LONGEST and blocks.shape[1] % size == 0
         return whole and self.search.norm == 2 and self.weights.dim() == 1
 
-    def best_by_kernel(self, ns: Namespace, w: torch.Tensor, blocks: Blocks, given: Scales | None) -> Scales:
+    def best_by_kernel(self, ns: Namespace, w: torch.Tensor, blocks: Blocks, fixed: Scales | None) -> Scales:
         """The same in one launch after the candidates' scales were made."""
         from fast.kernels.calibration.candidates import best_candidates
 
         scheme = self.search.scheme
-        tried = list(self._scales(ns, w, blocks, given))
+        tried = list(self._scales(ns, w, blocks, fixed))
         stored = torch.stack([scales.scale.reshape(-1) for scales in tried])
         zeros = None if scheme.zero is None else torch.stack([scales.zero.reshape(-1) for scales in tried])
         decoded = load(ns, stored, scheme.scale.storage).view(torch.float32)
         wide = w.float() if w.dtype == torch.float64 else w.contiguous()
         index = best_candidates(wide, self.weights, scheme, decoded, zeros, tried[0].outer)
         scale, zero = (
-            None if part is None else as_signed(part).gather(0, index[None]).view(part.dtype)
+            None if part is None else signed(ns, part).gather(0, index[None]).view(part.dtype)
             for part in (stored, zeros)
         )
         shape = blocks.scale_shape
@@ -165,11 +155,11 @@ class DeviceSearch:
         return power.mul_(weights).sum(-1, keepdim=True)
 
     def _scales(
-        self, ns: Namespace, w: torch.Tensor, blocks: Blocks, given: Scales | None
+        self, ns: Namespace, w: torch.Tensor, blocks: Blocks, fixed: Scales | None
     ) -> Iterator[Scales]:
         """The stored scales of each candidate in turn."""
         scheme = self.search.scheme
-        base = quantize(w, scheme, scales=given).scales
+        base = quantize(w, scheme, scales=fixed).scales
         split = blocks.split(ns, w.float())
         low, high = split.amin(-1), split.amax(-1)
         for candidate in self.search.candidates:
@@ -178,19 +168,19 @@ class DeviceSearch:
                 continue
             down, up = candidate if isinstance(candidate, tuple) else (candidate, candidate)
             ends = torch.stack([low * down, high * up], -1).clamp(-LARGEST, LARGEST)
-            yield self._of_ends(ns, ends, blocks, given)
+            yield self._of_ends(ns, ends, blocks, fixed)
 
-    def _of_ends(self, ns: Namespace, ends: torch.Tensor, blocks: Blocks, given: Scales | None) -> Scales:
+    def _of_ends(self, ns: Namespace, ends: torch.Tensor, blocks: Blocks, fixed: Scales | None) -> Scales:
         """The scales of blocks with these least and largest values (..., blocks, 2): those of a small tensor of them.
 
         Where a record computes in another dtype than float32, its rules run as torch operations.
         """
         scheme = self.search.scheme
         if scheme.scale.compute == "input" and self.dtype in ("bfloat16", "float16"):
-            return choose(ns, ends.view(torch.int32), blocks, scheme, self.dtype, given).stored
+            return choose(ns, ends.view(torch.int32), blocks, scheme, self.dtype, fixed).stored
         pairs = pairs_record(scheme)
         flat = isinstance(blocks.block, str)
-        return quantize(ends.reshape(-1) if flat else ends.reshape(len(ends), -1), pairs, scales=given).scales
+        return quantize(ends.reshape(-1) if flat else ends.reshape(len(ends), -1), pairs, scales=fixed).scales
 
 
 @lru_cache(maxsize=256)
@@ -202,12 +192,6 @@ def pairs_record(scheme: Scheme) -> Scheme:
     size: Any = "flat:2" if isinstance(block, str) else (1, 2) if isinstance(block, tuple) else 2
     scale: Scale = replace(scheme.scale, block=size, partial=False)
     return replace(scheme, name=f"{scheme.name}, ends of blocks", scale=scale)
-
-
-def stepped(stored: torch.Tensor, step: int, scheme: Scheme, dtype: str) -> torch.Tensor:
-    """Stored codes moved by a step, within the positive finite codes from the record's floor on."""
-    low, high = code_range(scheme, dtype)
-    return (stored.int() + step).clamp(low, high).to(stored.dtype)
 
 
 def check_weights(w: torch.Tensor, scheme: Scheme, what: str) -> None:

@@ -19,7 +19,8 @@ from fast.calibration.hessian import upper_factor
 from fast.dispatch import require_tensor
 from reference import SparseGPTResult
 from reference.arrays.bridges import to_numpy, to_torch
-from reference.calibration.hessian import LARGEST, attempts, complaint_of, not_positive_definite
+from reference.calibration.hessian import attempts, complaint_of, not_positive_definite
+from reference.calibration.inputs import LARGEST
 from reference.sparsity.prune import check_groups, parse_pattern
 from reference.sparsity.sparsegpt import check_block
 

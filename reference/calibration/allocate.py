@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.calibration.hessian import Matrix
-from reference.calibration.inputs import float_array
+from reference.calibration.inputs import Matrix, float_array
 
 Indices = npt.NDArray[np.intp]
 #: Partial choices that are kept at most.
@@ -92,12 +91,7 @@ def allocate(scores: Any, costs: Any, budget: float, groups: Any = None) -> Allo
     """
     score, cost = _checked_tables(scores, costs)
     members = _members(groups, len(score))
-    items = [
-        Item.of(
-            np.array([score[m].sum(axis=0) for m in members])[i], cost[members[i]].sum(axis=0), members[i]
-        )
-        for i in range(len(members))
-    ]
+    items = [Item.of(score[layers].sum(axis=0), cost[layers].sum(axis=0), layers) for layers in members]
     path = Path.of(items)
     # Sums of costs in another order may differ in their last bits.
     allowed = float(budget) * (1 + TIE)
@@ -130,11 +124,11 @@ class Item:
         order = [j for j in np.lexsort((score, cost)) if score[j] < np.inf]
         if not order:
             raise ValueError(f"layers {members.tolist()} have no option with a finite score; add one")
-        kept = [order[0]]
+        undominated = [order[0]]
         for j in order[1:]:
-            if score[j] < score[kept[-1]]:
-                kept.append(j)
-        options = np.array(kept, np.intp)
+            if score[j] < score[undominated[-1]]:
+                undominated.append(j)
+        options = np.array(undominated, np.intp)
         return cls(members, options, cost[options], score[options], _hull(cost[options], score[options]))
 
 
@@ -258,12 +252,12 @@ def _extended(
     chosen = np.tile(np.arange(len(item.costs)), before)
     cost, score = states[0][parents] + item.costs[chosen], states[1][parents] + item.scores[chosen]
     relaxed = score + rest.relaxed(budget - cost)
-    kept = np.flatnonzero(relaxed < best - TIE * abs(best))
-    kept = kept[_undominated(cost[kept], score[kept])]
-    cut = len(kept) > STATES
+    promising = np.flatnonzero(relaxed < best - TIE * abs(best))
+    promising = promising[_undominated(cost[promising], score[promising])]
+    cut = len(promising) > STATES
     if cut:
-        kept = kept[np.sort(np.argsort(relaxed[kept], kind="stable")[:STATES])]
-    return (cost[kept], score[kept]), (parents[kept], chosen[kept]), cut
+        promising = promising[np.sort(np.argsort(relaxed[promising], kind="stable")[:STATES])]
+    return (cost[promising], score[promising]), (parents[promising], chosen[promising]), cut
 
 
 def _undominated(cost: Matrix, score: Matrix) -> Indices:
@@ -298,10 +292,10 @@ def _members(groups: Any, layers: int) -> list[Indices]:
     labels = list(range(layers)) if groups is None else list(groups)
     if len(labels) != layers:
         raise ValueError(f"groups has a label for each of {layers} layers, got {len(labels)}")
-    found: dict[Any, list[int]] = {}
+    layers_of: dict[Any, list[int]] = {}
     for layer, label in enumerate(labels):
-        found.setdefault(label, []).append(layer)
-    return [np.array(members, np.intp) for members in found.values()]
+        layers_of.setdefault(label, []).append(layer)
+    return [np.array(members, np.intp) for members in layers_of.values()]
 
 
 __all__ = ["Allocation", "Frontier", "allocate", "layer_score"]

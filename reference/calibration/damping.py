@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from reference.calibration.gptq import ORDERS, Sweep, column_order, column_rule, scales_of
-from reference.calibration.hessian import Matrix, check_damping, checked_hessian, triangular_factor
+from reference.calibration.hessian import check_damping, checked_hessian, triangular_factor
+from reference.calibration.inputs import Matrix
 from reference.calibration.nearest import checked_weights
 from reference.quantize.blocks import Blocks
 from reference.quantize.stored import Scales

@@ -34,13 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import Namespace, choice, namespace_of
-from reference.calibration.hessian import (
-    LARGEST,
-    Matrix,
-    TriangularFactor,
-    checked_hessian,
-    triangular_factor,
-)
+from reference.calibration.hessian import TriangularFactor, checked_hessian, triangular_factor
+from reference.calibration.inputs import LARGEST, Matrix
 from reference.calibration.nearest import Nearest, by_columns, checked_weights
 from reference.calibration.search import search_scales
 from reference.quantize.blocks import Blocks

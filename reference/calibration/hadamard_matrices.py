@@ -60,15 +60,15 @@ def prime_of(q: int) -> int:
 @lru_cache
 def hadamard_matrix(order: int) -> Signs:
     """(order, order) int8 of 1 and -1, read-only, for an order of `split_length`; 1 and powers of two are Sylvester's."""
-    found = construction(order)
+    prime_power = construction(order)
     if order & (order - 1) == 0:
         matrix = np.ones((1, 1), np.int8)
         while len(matrix) < order:
             matrix = np.kron(np.asarray([[1, 1], [1, -1]], np.int8), matrix)
-    elif found is None:
+    elif prime_power is None:
         raise ValueError(f"Paley's constructions give no Hadamard matrix of order {order}; see split_length")
     else:
-        matrix = _paley(*found)
+        matrix = _paley(*prime_power)
     matrix.flags.writeable = False
     return matrix
 
@@ -96,8 +96,8 @@ def _characters(q: int) -> Signs:
     table = np.asarray([chi[a] for a in elements], np.int8).reshape((prime,) * len(elements[0]))
     digits = np.asarray(elements)
     difference = (digits[:, None] - digits[None]) % prime
-    found: Signs = table[tuple(np.moveaxis(difference, -1, 0))]
-    return found
+    symbols: Signs = table[tuple(np.moveaxis(difference, -1, 0))]
+    return symbols
 
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:

@@ -26,10 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import check_plain, float_input
+from reference.calibration.inputs import LARGEST, Matrix
 
-Matrix = npt.NDArray[np.float64]
-#: The largest float32.
-LARGEST = float(np.finfo(np.float32).max)
 DAMPING_STEP = 0.01
 FLOORS = tuple(10.0**power for power in range(-6, 0))
 

@@ -159,8 +159,8 @@ def zero_points(
     split = blocks.split(ns, w)
     levels = ((scales.scale, scheme.scale.storage), (scales.zero, rule.storage))
     s, value = (decoded(ns, blocks.accept(part, ns), storage).reshape((-1, 1)) for part, storage in levels)
-    found = search(split.reshape((-1, split.shape[-1])), s, value, rule)
-    return blocks.expose(stored_floats(ns, found, rule.storage).reshape((*split.shape[:-1], 1)), ns)
+    values = search(split.reshape((-1, split.shape[-1])), s, value, rule)
+    return blocks.expose(stored_floats(ns, values, rule.storage).reshape((*split.shape[:-1], 1)), ns)
 
 
 def _by_tensor(rows: Array, s: Matrix, value: Matrix, rule: ZeroSteps) -> Any:

@@ -23,7 +23,7 @@ weights by the diagonal; Cook et al., "Four Over Six" (arXiv 2512.02010).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from reference.arrays.namespace import Array, Namespace, namespace_of
 from reference.arrays.softfloat import float32_bits
-from reference.calibration.hessian import LARGEST, Matrix
+from reference.calibration.inputs import LARGEST, Matrix
 from reference.calibration.nearest import Nearest, checked_weights
 from reference.formats.formats import FORMATS
 from reference.quantize.blocks import Blocks
@@ -76,14 +76,14 @@ def search_scales(
     w, name, _ = checked_weights(w, record, "search_scales")
     ns, blocks = namespace_of(w), Blocks.of(w.shape, record.scale, -1)
     search = Search.of(record, name, weights, candidates, norm, blocks)
-    given = None if outer is None else check_scales(ns, Scales(outer=outer), record, blocks)
-    if record.outer is not None and record.outer.statistic == "absmax_elements" and given is None:
+    fixed = None if outer is None else check_scales(ns, Scales(outer=outer), record, blocks)
+    if record.outer is not None and record.outer.statistic == "absmax_elements" and fixed is None:
         split = blocks.split(ns, float32_bits(ns, w, name))
-        given = Scales(outer=choose(ns, split, blocks, record, name, None).stored.outer)
+        fixed = Scales(outer=choose(ns, split, blocks, record, name, None).stored.outer)
     if not isinstance(record.scale.block, int) or is_double(record):
-        return search.best(ns, w, given)
+        return search.best(ns, w, fixed)
     step = max(CHUNK // w.shape[1], 1)
-    parts = [search.best(ns, w[row : row + step], given) for row in range(0, max(len(w), 1), step)]
+    parts = [search.best(ns, w[row : row + step], fixed) for row in range(0, max(len(w), 1), step)]
     scale, zero = (_joined([getattr(part, field) for part in parts]) for field in ("scale", "zero"))
     return Scales(scale, parts[0].outer, zero)
 
@@ -112,27 +112,19 @@ class Search:
         chosen = default_candidates(scheme) if candidates is None else checked_candidates(candidates, scheme)
         return cls(scheme, dtype, array, chosen, norm)
 
-    def best(self, ns: Namespace, w: Any, given: Scales | None) -> Scales:
+    def best(self, ns: Namespace, w: Any, fixed: Scales | None) -> Scales:
         """The scales of a matrix, or of rows of one."""
         blocks = Blocks.of(w.shape, self.scheme.scale, -1)
         split = blocks.split(ns, float32_bits(ns, w, self.dtype))
         x, weights = ns.bitcast(split, "float32"), self._in_blocks(ns, blocks)
-        first: Scales | None = None
-        for scales in self._scales(ns, split, blocks, given):
-            nearest = Nearest.of(ns, scales, blocks, self.scheme, self.dtype)
-            error = self._errors(nearest.values(ns, x).astype(np.float64) - x, weights)
-            parts = [scales.scale] if self.scheme.zero is None else [scales.scale, scales.zero]
-            parts = [blocks.accept(part, ns) for part in parts]
-            if first is None:
-                first, chosen, least = scales, parts, error
-                continue
-            closer = error < least
-            chosen = [np.where(closer, new, old) for new, old in zip(parts, chosen, strict=True)]
-            least = np.where(closer, error, least)
-        if first is None:
-            raise ValueError("candidates are one step or ratio at least, got none; leave them out")
-        exposed = [blocks.expose(part, ns) for part in chosen]
-        return Scales(exposed[0], first.outer, exposed[1] if len(exposed) > 1 else first.zero)
+        tried = (
+            (scales, self._errors(self._values(ns, scales, blocks, x).astype(np.float64) - x, weights))
+            for scales in self._scales(ns, split, blocks, fixed)
+        )
+        return least_error(ns, tried, blocks, self.scheme)
+
+    def _values(self, ns: Namespace, scales: Scales, blocks: Blocks, x: Any) -> Any:
+        return Nearest.of(ns, scales, blocks, self.scheme, self.dtype).values(ns, x)
 
     def _in_blocks(self, ns: Namespace, blocks: Blocks) -> Matrix:
         """The weights as they broadcast against blocks; filled up with zeros where a last block is short."""
@@ -151,9 +143,9 @@ class Search:
         power = np.square(off, out=off) if self.norm == 2 else np.abs(off) ** self.norm
         return np.asarray(np.multiply(power, weights, out=power).sum(-1, keepdims=True))
 
-    def _scales(self, ns: Namespace, split: Array, blocks: Blocks, given: Scales | None) -> Iterator[Scales]:
+    def _scales(self, ns: Namespace, split: Array, blocks: Blocks, fixed: Scales | None) -> Iterator[Scales]:
         """The stored scales of each candidate in turn."""
-        base = choose(ns, split, blocks, self.scheme, self.dtype, given).stored
+        base = choose(ns, split, blocks, self.scheme, self.dtype, fixed).stored
         x = ns.bitcast(split, "float32")
         low, high = x.min(axis=-1), x.max(axis=-1)
         for candidate in self.candidates:
@@ -164,7 +156,38 @@ class Search:
             with np.errstate(over="ignore"):  # what a ratio above 1 makes of the largest weights
                 ends = np.stack([low * np.float32(down), high * np.float32(up)], axis=-1)
             ends = np.clip(ends, -LARGEST, LARGEST)
-            yield choose(ns, ends.view(np.int32), blocks, self.scheme, self.dtype, given).stored
+            yield choose(ns, ends.view(np.int32), blocks, self.scheme, self.dtype, fixed).stored
+
+
+def least_error(
+    ns: Namespace, tried: Iterable[tuple[Scales, Array]], blocks: Blocks, scheme: Scheme
+) -> Scales:
+    """Of each block the stored scales with the least error, of two as good the earlier ones; those of any library.
+
+    tried: (scales, errors (..., blocks, 1)) of each candidate in turn. Raises ValueError where there is none.
+    """
+    first: Scales | None = None
+    for scales, error in tried:
+        parts = [scales.scale] if scheme.zero is None else [scales.scale, scales.zero]
+        stored = [signed(ns, blocks.accept(part, ns)) for part in parts]
+        if first is None:
+            first, chosen, least = scales, stored, error
+            continue
+        closer = error < least
+        chosen = [ns.where(closer, new, old) for new, old in zip(stored, chosen, strict=True)]
+        least = ns.where(closer, error, least)
+    if first is None:
+        raise ValueError("candidates are one step or ratio at least, got none; leave them out")
+    scale, *zero = (
+        blocks.expose(ns.bitcast(part, ns.dtype_name(like)), ns)
+        for part, like in zip(chosen, parts, strict=True)
+    )
+    return Scales(scale, first.outer, zero[0] if zero else first.zero)
+
+
+def signed(ns: Namespace, stored: Array) -> Array:
+    """16-bit scales as int16: torch selects no uint16."""
+    return ns.bitcast(stored, "int16") if ns.dtype_name(stored) == "uint16" else stored
 
 
 def default_candidates(scheme: Scheme) -> tuple[Candidate, ...]:
@@ -188,7 +211,9 @@ def has_steps(scheme: Scheme) -> bool:
 def stepped(stored: Any, step: int, scheme: Scheme, dtype: str) -> Any:
     """Stored codes moved by a step, within the positive finite codes from the record's floor on."""
     low, high = code_range(scheme, dtype)
-    return np.clip(stored.astype(np.int32) + step, low, high).astype(stored.dtype)
+    ns = namespace_of(stored)
+    codes = ns.xp.clip(ns.astype(stored, "int32") + step, low, high)
+    return ns.astype(codes, ns.dtype_name(stored))
 
 
 def code_range(scheme: Scheme, dtype: str) -> tuple[int, int]:

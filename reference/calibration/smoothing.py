@@ -131,10 +131,10 @@ def _error(w: Any, h: Matrix, factors: Matrix, scheme: Scheme, search: bool) -> 
 
 def weights_of(ws: Any) -> tuple[list[Any], int]:
     """The weights as checked matrices, and their K."""
-    given = list(ws) if isinstance(ws, (list, tuple)) else [ws]
-    if not given:
+    weights = list(ws) if isinstance(ws, (list, tuple)) else [ws]
+    if not weights:
         raise ValueError("awq_factors takes the weights that read these inputs, got none; give at least one")
-    matrices = [weight_matrix(w, "awq_factors", "ws") for w in given]
+    matrices = [weight_matrix(w, "awq_factors", "ws") for w in weights]
     sizes = {w.shape[1] for w in matrices}
     if len(sizes) > 1:
         raise ValueError(

@@ -35,14 +35,8 @@ import numpy.typing as npt
 
 from reference.arrays.namespace import namespace_of
 from reference.arrays.softfloat import float32_bits
-from reference.calibration.hessian import (
-    LARGEST,
-    Matrix,
-    attempts,
-    checked_hessian,
-    not_positive_definite,
-    upper_factor,
-)
+from reference.calibration.hessian import attempts, checked_hessian, not_positive_definite, upper_factor
+from reference.calibration.inputs import LARGEST, Matrix
 from reference.formats.encode import to_dtype_bits
 from reference.quantize.fake_quantize import fake_quantize
 from reference.quantize.scales import choose_scales

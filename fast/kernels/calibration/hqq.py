@@ -26,11 +26,11 @@ LARGEST_FLOAT = tl.constexpr(LARGEST)
 
 @triton.jit
 def hqq_kernel(
-    w, scale, zero, out, count,
+    w, scale, zero, result, count,
     SIZE: tl.constexpr, P: tl.constexpr, STEPS: tl.constexpr, POWER: tl.constexpr, BETA: tl.constexpr,
     TOP: tl.constexpr, MIDDLE: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
-    """P blocks of w (count, SIZE) with scales and zero points (count,) float32; out: zero points, as STORAGE holds them.
+    """P blocks of w (count, SIZE) with scales and zero points (count,) float32; result: zero points, as STORAGE holds them.
     POWER: p - 1."""
     row = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     exists = row < count
@@ -48,7 +48,7 @@ def hqq_kernel(
         z = middle - _as_stored((middle - following) * s, STORAGE).to(tl.float64) / s
         step += 1
         going = tl.max(active.to(tl.int32), 0)
-    tl.store(out + row, _as_stored((middle - best) * s, STORAGE), mask=exists)
+    tl.store(result + row, _as_stored((middle - best) * s, STORAGE), mask=exists)
 
 
 @triton.jit
@@ -122,13 +122,13 @@ def zero_points(
     count, length = rows.shape
     together = max(TILE // length, 1)
     warps = min(max(together * length // WARP, 1), 16)
-    out = torch.empty(count, dtype=torch.float32, device=rows.device)
+    result = torch.empty(count, dtype=torch.float32, device=rows.device)
     options = {} if interpreted() else {"num_warps": warps, **UNFUSED}
     hqq_kernel[(triton.cdiv(count, together),)](
-        rows.contiguous(), scale.contiguous(), zero.contiguous(), out, count,
+        rows.contiguous(), scale.contiguous(), zero.contiguous(), result, count,
         length, together, steps, float(p - 1), float(beta), float(top), float(middle), storage, **options,
     )  # fmt: skip
-    return out
+    return result
 
 
 __all__ = ["covers", "zero_points"]
