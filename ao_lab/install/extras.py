@@ -21,7 +21,7 @@ EXTRAS = {
     "experiments": ("pandas", "matplotlib", "jinja2", "itables", "sympy"),
     "hf": ("transformers", "compressed_tensors"),
     "jax": ("jax", "jaxlib"),
-    "models": ("transformers", "gguf"),
+    "models": ("transformers", "gguf", "accelerate"),
     "titan": ("torchtitan",),
 }
 

