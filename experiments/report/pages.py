@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ao_lab.cli.terminal import say
 from experiments.harness import rows as tidy
 from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
@@ -187,12 +188,20 @@ def write_pages(places: Paths) -> Written:
             tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
             written.append((f"{page.name}: page", shown(path)))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
-    for name in ("index.html", "README.md", "limits.md", "families.md"):
+    for name in ("index.html", "README.md", "limits.md"):
         path = places.reports / name
-        given = {"families": families.tables()} if name == "families.md" else {}
-        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit(), **given))
+        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit()))
         written.append(("report", shown(path)))
-    return written
+    return written + write_families(places.reports / "families.md")
+
+
+def write_families(path: Path) -> Written:
+    """The page of kernel families, which reads no rows; it stays as it is without Triton, in whose kernels sizes are chosen."""
+    if importlib.util.find_spec("triton") is None:
+        say(f"{shown(path)} stays as it is: kernels are chosen with Triton, which is not installed here")
+        return []
+    tidy.write_text(path, render("families.md.j2", families=families.tables()))
+    return [("report", shown(path))]
 
 
 def make_page(places: Paths, name: str) -> Page | None:

@@ -1,6 +1,8 @@
 """The page of kernel families: written anew it is the committed one, and no family is missing."""
 
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,32 @@ def test_the_page_is_current():
 def test_every_family_of_a_hopper_gpu_multiplies_something():
     """Those of other GPUs are named in the table of families alone."""
     assert set(FAMILIES) - set(families.families_named()) == {"torch_int_mm", "triton_sparse24_small_m"}
+
+
+PAGES_WITHOUT = """
+import sys
+from pathlib import Path
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, Missing())
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find_spec(name, package)
+from experiments.harness.paths import Paths
+from experiments.report.pages import write_pages
+folder = Path(sys.argv[1])
+write_pages(Paths(cache=folder / "cache", reports=folder))
+"""
+
+
+def test_pages_are_written_without_triton(tmp_path):
+    """All of them, from a table of rows, in a process that cannot import it."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "qat_overhead.csv").write_bytes((REPORTS / "data" / "qat_overhead.csv").read_bytes())
+    subprocess.run([sys.executable, "-c", PAGES_WITHOUT, tmp_path], check=True, cwd=REPORTS.parent)
+    assert (tmp_path / "index.html").exists()
+    assert not (tmp_path / "families.md").exists()
