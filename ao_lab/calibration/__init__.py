@@ -1,3 +1,14 @@
-"""Static activation scales from data. Importing any of it registers the configurations that need them."""
+"""Methods that read data, and static activation scales. Importing any of it registers the configurations that need them.
+
+The records of methods are public names of `ao_lab` (`ao_lab.GPTQ`) and can be imported from here too.
+"""
 
 from ao_lab.calibration import static as static
+from ao_lab.calibration.methods import AWQ as AWQ
+from ao_lab.calibration.methods import GPTQ as GPTQ
+from ao_lab.calibration.methods import HQQ as HQQ
+from ao_lab.calibration.methods import AutoRound as AutoRound
+from ao_lab.calibration.methods import BiasCorrection as BiasCorrection
+from ao_lab.calibration.methods import Clip as Clip
+from ao_lab.calibration.methods import Rotate as Rotate
+from ao_lab.calibration.methods import Smooth as Smooth

@@ -26,8 +26,7 @@ from ao_lab.calibration.methods import Method
 from ao_lab.choose.budgets import Bits, Budget, Bytes, Meter, Microseconds
 from ao_lab.choose.items import Groups, Item, check_groups, checked_options, items_of, labels
 from ao_lab.choose.result import Choice, ChosenLayer, Trial
-from ao_lab.choose.scores import Scoring
-from ao_lab.choose.trials import divergences
+from ao_lab.choose.scores import Scoring, divergences
 from ao_lab.choose.weights import Setting, Weights
 from ao_lab.config.base import Config, kind_of
 from ao_lab.transforms.data import Call, calibrating, calls_of

@@ -1,4 +1,4 @@
-"""Scores of options: how much each would move the model's predictions, from one pass over data.
+"""How much options move a model's predictions: scores of each, from one pass over data, and the divergence that is measured.
 
 A layer whose weights change by D moves its outputs by D x. With g the gradient, at these outputs, of the negative log
 likelihood of a label *sampled from the model itself*, the mean over tokens of (g . D x)^2 / 2 is the second-order change of
@@ -6,12 +6,13 @@ the KL divergence to the model as it was. (With labels of the text it is not: th
 get worse.) One forward and one backward pass give g of all layers; hooks form D x of each option then, one at a time. Where
 an option quantizes inputs too, D x becomes Q q(x) - W x.
 
-The arithmetic is `fast.calibration.layer_score` (`reference.calibration.allocate`).
+The arithmetic is `fast.calibration.layer_score` (`reference.calibration.allocate`). What a setting of all
+layers costs in truth is measured (`divergences`): the KL divergence from the model to itself with the quantized weights in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +22,17 @@ from torch import nn
 
 import fast
 from ao_lab.choose.items import Item
-from ao_lab.choose.weights import Weights
+from ao_lab.choose.weights import Setting, Weights
 from ao_lab.config.recipe import Recipe
+from ao_lab.eval import divergence
 from ao_lab.transforms.data import Call, Seen, as_multiplied, mask_of
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.walk import first_tensor
 from fast.calibration.allocate import layer_score
 from fast.layers.hadamard import hadamard, rotated_back
 
-#: Rows of probabilities that are summed up at a time to draw labels.
-ROWS = 256
+#: Rows of probabilities that are summed up at a time to draw labels, and predictions that are compared at a time.
+ROWS, COMPARED = 256, 1024
 
 
 def logits_of(output: Any) -> torch.Tensor:
@@ -191,3 +193,31 @@ class Hook:
             output = output.detach().requires_grad_().view_as(output)
         output.register_hook(lambda g: self.scoring.add(self.item, module, x, g))
         return output
+
+
+def divergences(
+    model: nn.Module,
+    calls: Sequence[Call],
+    weights: Weights,
+    settings: Sequence[Setting],
+    done: Callable[[], None],
+) -> list[float]:
+    """The mean over predictions of the divergence to the model as it is, nats, for each setting."""
+    sums, tokens = [0.0] * len(settings), 0
+    for args, kwargs in calls:
+        base = logits_of(model(*args, **kwargs))
+        which = counted((args, kwargs), base)
+        tokens += int(which.sum())
+        for i, setting in enumerate(settings):
+            with weights.placed(setting):
+                sums[i] += _sum(base, logits_of(model(*args, **kwargs)), which)
+        done()
+    return [value / max(tokens, 1) for value in sums]
+
+
+def _sum(base: torch.Tensor, logits: torch.Tensor, which: torch.Tensor) -> float:
+    total, flat = 0.0, (base.reshape(-1, base.shape[-1]), logits.reshape(-1, logits.shape[-1]))
+    for one, other, counts in zip(*(torch.split(x, COMPARED) for x in (*flat, which)), strict=True):
+        terms = divergence(one.float().log_softmax(-1), other.float().log_softmax(-1))
+        total += float(torch.where(counts, terms, 0.0).sum())
+    return total

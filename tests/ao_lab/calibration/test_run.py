@@ -584,3 +584,12 @@ def test_blocks_may_see_what_the_float_model_makes(tmp_path):
         quantize_(stack(), INT4, **{**given, "prefix": "quantized"}, resume=tmp_path)
     with pytest.raises(ValueError, match="prefix"):
         quantize_(stack(), INT4, **{**given, "prefix": "dense"})
+
+
+def test_methods_can_be_imported_from_the_room_that_they_are_about():
+    import ao_lab
+    from ao_lab import calibration
+    from ao_lab.calibration.methods import ORDER
+
+    for kind in ORDER:
+        assert getattr(calibration, kind.__name__) is kind is getattr(ao_lab, kind.__name__)

@@ -21,8 +21,9 @@ from ao_lab import (
     quantized,
     save_pretrained,
 )
-from ao_lab.checkpoint.experts import STEP, gathered, mapping_of, read_while_loading, row_numbers
+from ao_lab.checkpoint.experts import mapping_of, read_while_loading
 from ao_lab.checkpoint.io.shards import look_at
+from ao_lab.checkpoint.matrix_rows import STEP, gathered, row_numbers
 from ao_lab.cli.app import main
 from ao_lab.config.recipe import Recipe, named
 from tests.ao_lab.checkpoint.formats.folders.published_layouts import FP8, deepseek, write
