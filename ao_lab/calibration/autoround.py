@@ -30,6 +30,7 @@ from ao_lab.calibration.methods import AutoRound
 from ao_lab.calibration.tokens import HELD_OUT, TRAIN, SplitMoments, Tokens
 from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.transforms.walk import Block
+from fast.calibration.signround import signround_unchecked
 from fast.layers.hadamard import hadamard
 from reference import Quantized
 
@@ -80,7 +81,7 @@ class Learned:
     def put(self) -> None:
         """The values of the state in the layers, to take gradients."""
         v, low, high = self.state
-        values, self.vjp = fast.signround_quantize(self.dense, v, low, high, self.scheme, scales=self.scales)
+        values, self.vjp = signround_unchecked(self.dense, v, low, high, self.scheme, scales=self.scales)
         self._place(values)
 
     def put_start(self) -> None:
@@ -125,6 +126,10 @@ class Learning:
     weights: list[Learned]
     #: The weights of the least loss, and that.
     best: tuple[float, list[Any]] = (float("inf"), [])
+    #: By batch and kind: which tokens are of that kind, on the device of the block's output.
+    kinds: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    #: Whether a block's output had other tokens than its batch, so that all of them count.
+    unmatched: bool = False
 
     def run(self) -> list[Made]:
         """Learn; the weights, as they were where nothing is won."""
@@ -138,6 +143,8 @@ class Learning:
         best = min(range(len(found)), key=lambda i: errors[i])
         share = errors[best] / before if before else 1.0
         told = f"the block's error on held-out tokens is {share:.3f} of that without autoround"
+        if self.unmatched:
+            told += "; padding and held-out tokens are part of it, since its outputs are not of the batch's tokens"
         if not share < 1:
             return [
                 one.made.noting("autoround did not lower the block's error and was not taken")
@@ -191,21 +198,32 @@ class Learning:
 
     def _loss(self, batches: Sequence[int]) -> float:
         """The mean square error over tokens to learn from, its gradients with the weights."""
-        total = 0.0
+        total: Any = 0.0
         for batch in batches:
             with torch.enable_grad():
                 loss = self._squares(batch, TRAIN) / len(batches)
                 loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total
+            total = total + loss.detach().to(torch.float64)
+        # The one place of a step that waits for the device.
+        return float(total)
 
     def _squares(self, batch: int, role: int) -> torch.Tensor:
         """The mean over tokens of a kind in a batch of the squared error of the block's output."""
-        y, wanted = self.block.output(batch), self.block.originals[batch].taken()
+        y = self.block.output(batch)
+        wanted = self.block.originals[batch].value.to(y.device)
         off = (y.to(torch.float32) - wanted.to(torch.float32)).square().mean(-1)
-        roles = self.tokens.roles[batch].to(off.device)
-        chosen = roles == role if roles.shape == off.shape else torch.ones_like(off, dtype=torch.bool)
+        chosen = self._of_kind(batch, role, off)
         return torch.where(chosen, off, 0).sum() / chosen.sum().clamp(min=1)
+
+    def _of_kind(self, batch: int, role: int, like: torch.Tensor) -> torch.Tensor:
+        """Which tokens of a block's output are of a kind: all of them where they are not those of the batch."""
+        key, roles = (batch, role), self.tokens.roles[batch]
+        if key not in self.kinds:
+            fits = roles.shape == like.shape
+            self.unmatched = self.unmatched or not (fits or bool((roles == TRAIN).all()))
+            chosen = roles == role if fits else torch.ones(like.shape, dtype=torch.bool)
+            self.kinds[key] = chosen.to(like.device)
+        return self.kinds[key]
 
     def _error_of(self, states: list[Any]) -> float:
         """The block's error with these states."""
@@ -220,8 +238,10 @@ class Learning:
         """The block's error on held-out tokens as it is now; on those to learn from where none are held out."""
         role = HELD_OUT if any(bool((r == HELD_OUT).any()) for r in self.tokens.roles) else TRAIN
         counts = [int((r == role).sum()) for r in self.tokens.roles]
-        total = sum(float(self._squares(i, role)) * count for i, count in enumerate(counts) if count)
-        return total / max(sum(counts), 1)
+        squares = [
+            self._squares(i, role).to(torch.float64) * count for i, count in enumerate(counts) if count
+        ]
+        return float(sum(squares)) / max(sum(counts), 1)
 
 
 def _hooks(one: Learned) -> list[Any]:

@@ -106,7 +106,7 @@ def useless_reason(inputs: SplitMoments | None) -> str | None:
     count = 0 if inputs is None else inputs.train.count
     if inputs is None or count < LEAST_TOKENS:
         return f"it saw {count} tokens, {LEAST_TOKENS} is the least that methods use"
-    return None if bool(inputs.train.hessian.diagonal().any()) else "all its inputs are 0"
+    return None if bool(inputs.train.mean_squares.any()) else "all its inputs are 0"
 
 
 def check_usable(statistics: Statistics) -> None:

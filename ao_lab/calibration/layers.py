@@ -113,7 +113,7 @@ def clip(work: Work, method: Clip) -> None:
 
 def searched(work: Work, moments: Moments | None) -> Scales:
     """Scales of least error, columns weighted by the mean square of their inputs where there are moments."""
-    weights = None if moments is None else moments.hessian.diagonal().to(work.w.device)
+    weights = None if moments is None else moments.mean_squares.to(work.w.device)
     return fast.search_scales(work.w, work.stack.scheme, weights=weights, outer=work.outer)
 
 

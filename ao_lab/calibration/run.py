@@ -41,6 +41,8 @@ from reference.arrays.namespace import choice
 
 #: Whose outputs a block sees: those of the quantized blocks before it, or of what these were.
 PREFIXES = ("quantized", "float")
+#: What is said of a layer whose inputs do not fit the tokens of their batches.
+UNMATCHED = ("padding and held-out tokens are among its inputs, which are not of the batch's tokens",)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,11 @@ class Job:
         """Quantize one block."""
         inputs = self.inputs_of(block, mine, tokens) if self.reading else {}
         told = () if self.request.prefix == PREFIXES[0] else ("by inputs of the float model",)
-        parts = {t.name: Part(_input_scales(t), notes=told) for t in mine}
+        unmatched = [name for name, one in inputs.items() if one.unmatched and useless_reason(one) is None]
+        parts = {
+            t.name: Part(_input_scales(t), notes=told + UNMATCHED if t.name in unmatched else told)
+            for t in mine
+        }
         method = smoothing_method(self.request.methods)
         if method is not None:
             self.smooth(block, mine, inputs, parts, method)

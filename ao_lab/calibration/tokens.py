@@ -6,13 +6,14 @@ the tokens of each, rounded down. Padding is what a batch's attention_mask says 
 A sequence is one entry of the first axis of the first block's input, (sequences, tokens, channels); where that is
 (tokens, channels) every token is one. A layer's input is matched with that by its leading axes, as they are or flattened. Of
 one that fits neither way, such as the tokens that were sent to one expert, the rows count by the first axis where all tokens
-of a sequence are alike, and else all of them, none held out; `unmatched` says so.
+of a sequence are alike, and else all of them, none held out; the layer's record says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -57,14 +58,21 @@ def _last_tokens(counted: torch.Tensor) -> torch.Tensor:
     return (rows & (places > totals - totals // SHARE)).reshape(counted.shape)
 
 
+class Rows(NamedTuple):
+    """Rows of an input (tokens, channels): those that statistics are made of, and those that are held out."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    #: Whether the input fitted the tokens of its batch in no way, so that padding and held-out tokens are among the first.
+    unmatched: bool = False
+
+
 @dataclass
 class Tokens:
     """The tokens of a capture."""
 
     capture: Capture
     roles: list[torch.Tensor]
-    #: Whether an input fitted the tokens of its batch in no way, so that padding and held-out tokens could not be told.
-    unmatched: bool = False
     moved: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -86,7 +94,6 @@ class Tokens:
         first = mine.reshape(len(mine), -1)
         if lead and lead[0] == len(first) and bool((first == first[:, :1]).all()):
             return first[:, 0].repeat_interleave(prod(lead[1:]))
-        self.unmatched = self.unmatched or bool((mine != TRAIN).any())
         return None
 
     def _here(self, device: torch.device) -> torch.Tensor:
@@ -95,14 +102,17 @@ class Tokens:
             self.moved = {key: self.roles[key[0]].to(device)}
         return self.moved[key]
 
-    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of an input, (tokens, channels): those that statistics are made of, and those that are held out."""
-        rows, role = x.reshape(-1, x.shape[-1]), self.of_input(x)
+    def split(self, x: torch.Tensor) -> Rows:
+        """The rows of an input by what they are for."""
+        rows, kinds = x.reshape(-1, x.shape[-1]), self.roles[self.capture.running]
+        if bool((kinds == TRAIN).all()):
+            return Rows(rows, rows[:0])
+        role = self.of_input(x)
         if role is None:
-            return rows, rows[:0]
-        if self.roles[self.capture.running].eq(TRAIN).all():
-            return rows, rows[:0]
-        return rows[role == TRAIN], rows[role == HELD_OUT]
+            return Rows(rows, rows[:0], unmatched=True)
+        if bool((kinds == HELD_OUT).all()):
+            return Rows(rows[:0], rows)
+        return Rows(rows[role == TRAIN], rows[role == HELD_OUT])
 
 
 @dataclass
@@ -116,14 +126,13 @@ class Moments(Hessian):
     largest: torch.Tensor | None = None
 
     def update(self, x: torch.Tensor) -> None:
-        """Add the tokens of one call, (tokens, channels)."""
+        """Add the tokens of one call, (tokens, channels), one at least."""
         channels, double = x.shape[-1], torch.float64
         if self.value is None:
             self.value = torch.zeros(channels, channels, dtype=double, device=x.device)
         add_products(self.value, x)
         size = x.abs()
-        largest = size.amax(0).to(double) if len(x) else torch.zeros(channels, dtype=double, device=x.device)
-        sums = x.sum(0, dtype=double), size.sum(0, dtype=double), largest
+        sums = x.sum(0, dtype=double), size.sum(0, dtype=double), size.amax(0).to(double)
         if self.total is None or self.magnitude is None or self.largest is None:
             self.total, self.magnitude, self.largest = sums
         else:
@@ -159,6 +168,11 @@ class Moments(Hessian):
         return self._mean(self.value)
 
     @property
+    def mean_squares(self) -> torch.Tensor:
+        """The diagonal of that, without the rest."""
+        return self._mean(None if self.value is None else self.value.diagonal())
+
+    @property
     def mean(self) -> torch.Tensor:
         """The mean of x."""
         return self._mean(self.total)
@@ -190,16 +204,22 @@ class SplitMoments(Sums):
     #: The first inputs of either kind, (tokens, channels).
     samples: list[torch.Tensor] = field(default_factory=list)
     held_samples: list[torch.Tensor] = field(default_factory=list)
+    #: Whether there were inputs whose padding and held-out tokens could not be told.
+    unmatched: bool = False
 
     def update(self, x: torch.Tensor) -> None:
         """Add the tokens of one call."""
-        rows, held = (x.reshape(-1, x.shape[-1]), None) if self.tokens is None else self.tokens.split(x)
-        self.train.update(rows)
-        if held is not None and len(held):
-            self.held_out.update(held)
-        if self.sampling:
-            _add_sample(self.samples, rows)
-            _add_sample(self.held_samples, rows[:0] if held is None else held)
+        flat = x.reshape(-1, x.shape[-1])
+        rows = Rows(flat, flat[:0]) if self.tokens is None else self.tokens.split(x)
+        self.unmatched = self.unmatched or rows.unmatched
+        for moments, samples, some in (
+            (self.train, self.samples, rows.train),
+            (self.held_out, self.held_samples, rows.held_out),
+        ):
+            if len(some):
+                moments.update(some)
+            if self.sampling:
+                _add_sample(samples, some)
 
     def is_usable(self) -> bool:
         """Both."""

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.calibration.gptq import ColumnRule, Sweep, device_order, scales_of
-from fast.calibration.hessian import checked_hessian, factor_on_device, in_order
+from fast.calibration.hessian import Ordered, checked_hessian, in_order
 from fast.calibration.inputs import float_tensor, numpy_of
 from fast.calibration.search import check_weights
 from reference import Scales, Scheme
@@ -64,10 +64,10 @@ def held_out_errors_on_device(
     val = in_order(val, columns)
     rule = ColumnRule.of(record, scales_of(w, record, scales, h), blocks, w)
     taken = torch.from_numpy(spaced_rows(len(w), rows)).to(w.device)
-    wide, errors = w.double(), []
+    wide, ordered, errors = w.double(), Ordered.of(h, columns), []
     for damping in candidates:
-        factor = factor_on_device(h, damping, columns)
-        change = Sweep.of(wide, factor.factor, columns, taken).run(rule).change
+        factor = ordered.factor(damping).factor
+        change = Sweep.of(wide, factor, columns, taken).run(rule).change
         errors.append(((change @ val) * change).sum())
     return torch.stack(errors).cpu()
 

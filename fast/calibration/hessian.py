@@ -7,6 +7,7 @@ added in float64: each element is off by at most TOKENS 2^-24 of the sum of magn
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,20 +94,49 @@ def triangular_factor(hessian: torch.Tensor, *, damping: float = 0.01, order: An
 
 def factor_on_device(h: torch.Tensor, damping: float, order: torch.Tensor | None) -> TriangularFactor:
     """The same of a checked float64 matrix on any device, which is not changed."""
-    check_damping(damping)
-    diagonal = h.diagonal().clone()
-    dead = diagonal == 0
-    mean, most = diagonal[~dead].mean(), diagonal.max()
-    lower = h.tril() if order is None else in_order(h, order).tril_()
-    diagonal = diagonal if order is None else diagonal[order]
-    quiet = diagonal == 0
-    for share, floor in attempts(damping):
-        added = share * mean + floor * most
-        lower.diagonal().copy_(diagonal + torch.where(quiet & (added == 0), mean, added))
-        upper = upper_factor(lower)
-        if upper is not None:
-            return TriangularFactor(upper, dead, share, floor)
-    raise not_positive_definite()
+    return Ordered.of(h, order).factor(damping)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A Hessian in an order, as it is factored with one damping after the other: put in order once for all of them.
+
+    turned: (K, K), with J the reversal of the order J H J in its lower triangle, whose diagonal each damping writes. diagonal:
+    (K,) of H in the order. dead: (K,) as stored. mean, most: of the diagonal of what is not dead.
+    """
+
+    turned: torch.Tensor
+    diagonal: torch.Tensor
+    dead: torch.Tensor
+    mean: torch.Tensor
+    most: torch.Tensor
+
+    @classmethod
+    def of(cls, h: torch.Tensor, order: torch.Tensor | None) -> Ordered:
+        """Of a checked float64 matrix, which is not changed."""
+        diagonal = h.diagonal().clone()
+        dead = diagonal == 0
+        lower = h.tril() if order is None else in_order(h, order).tril_()
+        placed = diagonal if order is None else diagonal[order]
+        return cls(turned(lower), placed, dead, diagonal[~dead].mean(), diagonal.max())
+
+    def factor(self, damping: float) -> TriangularFactor:
+        """Of the damped matrix; ValueError where no damping makes it positive definite."""
+        check_damping(damping)
+        quiet = self.diagonal == 0
+        for share, floor in attempts(damping):
+            added = share * self.mean + floor * self.most
+            damped = self.diagonal + torch.where(quiet & (added == 0), self.mean, added)
+            self.turned.diagonal().copy_(damped.flip(0))
+            upper = upper_factor(self.turned)
+            if upper is not None:
+                return TriangularFactor(upper, self.dead, share, floor)
+        raise not_positive_definite()
+
+
+def turned(lower: torch.Tensor) -> torch.Tensor:
+    """The lower triangle of J H J for a symmetric matrix H with this one, J the reversal."""
+    return lower.flip(0, 1).mT
 
 
 def in_order(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -117,10 +147,10 @@ def in_order(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return whole.index_select(1, order)
 
 
-def upper_factor(lower: torch.Tensor) -> torch.Tensor | None:
-    """Upper triangular R, R R^T the symmetric matrix with this lower triangle; None where there is none."""
-    # With J the reversal, H = R R^T for R = J L J and J H J = L L^T.
-    factor, failed = torch.linalg.cholesky_ex(lower.flip(0, 1).mT)
+def upper_factor(turned: torch.Tensor) -> torch.Tensor | None:
+    """Upper triangular R, R R^T the symmetric matrix H of which `turned` holds J H J; None where there is none."""
+    # H = R R^T for R = J L J and J H J = L L^T.
+    factor, failed = torch.linalg.cholesky_ex(turned)
     return None if int(failed) else factor.flip(0, 1)
 
 

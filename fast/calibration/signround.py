@@ -49,6 +49,27 @@ def signround_quantize(
     )
 
 
+def signround_unchecked(
+    w: torch.Tensor,
+    v: torch.Tensor,
+    low: torch.Tensor | None,
+    high: torch.Tensor | None,
+    scheme: str | Scheme,
+    *,
+    scales: Scales | None = None,
+) -> SignRounded:
+    """`signround_quantize` for loops: w, that it has taken once, and states of `signround_start` and `signround_step`.
+
+    Off the host values are not looked at, so no call waits for the device. The same bits; NaN, and v or factors out of range,
+    give what they give.
+    """
+    if w.device.type == "cpu":
+        return signround_quantize(w, v, low, high, scheme, scales=scales)
+    return signround_on_device(
+        w.detach(), SignRoundState(v, low, high), scheme, scales, checked=False
+    ).result()
+
+
 def signround_codes(
     w: torch.Tensor,
     v: torch.Tensor,
@@ -74,15 +95,21 @@ def signround_step(
 
 
 def signround_on_device(
-    w: torch.Tensor, state: SignRoundState, scheme: str | Scheme, scales: Scales | None
+    w: torch.Tensor, state: SignRoundState, scheme: str | Scheme, scales: Scales | None, checked: bool = True
 ) -> Rounding:
-    """One evaluation by torch operations on w's device, whatever it is."""
+    """One evaluation by torch operations on w's device, whatever it is; unchecked it waits for the device nowhere."""
     parts = [None if part is None else float_tensor(part, "signround", "its state") for part in state]
-    return Rounding(TORCH, w, SignRoundState(*parts), scheme_of(scheme), scales)
+    return Rounding(TORCH, w, SignRoundState(*parts), scheme_of(scheme), scales, checked)
 
 
 def _tensors(state: SignRoundState) -> SignRoundState:
     return SignRoundState(*map(torch_of, state))
 
 
-__all__ = ["signround_codes", "signround_quantize", "signround_start", "signround_step"]
+__all__ = [
+    "signround_codes",
+    "signround_quantize",
+    "signround_start",
+    "signround_step",
+    "signround_unchecked",
+]

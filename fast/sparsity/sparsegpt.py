@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 import reference
-from fast.calibration.hessian import upper_factor
+from fast.calibration.hessian import turned, upper_factor
 from fast.dispatch import require_tensor
 from reference import SparseGPTResult
 from reference.arrays.bridges import to_numpy, to_torch
@@ -81,7 +81,7 @@ def _inverse_factor(h: torch.Tensor, damping: float) -> tuple[torch.Tensor, floa
     given = diagonal.clone()
     for share, floor in attempts(damping):
         diagonal.copy_(given + share * given.mean() + floor * given.max())
-        upper = upper_factor(h.tril())
+        upper = upper_factor(turned(h.tril()))
         if upper is not None:
             one = torch.eye(len(h), dtype=h.dtype, device=h.device)
             return torch.linalg.solve_triangular(upper, one, upper=True), share, floor, dead

@@ -158,12 +158,16 @@ def start(functions: Functions, w: Array, scheme: Scheme, quantized: Quantized |
 
 
 class Rounding:
-    """One evaluation: scales from the ranges, the moved weight, its codes, and the gradients of its values."""
+    """One evaluation: scales from the ranges, the moved weight, its codes, and the gradients of its values.
+
+    checked: whether to look at the state, which a loop of `step` need not, and for which a GPU would have to be waited for.
+    """
 
     def __init__(
-        self, functions: Functions, w: Array, state: SignRoundState, scheme: Scheme, scales: Scales | None
-    ) -> None:
-        self.functions, self.w, self.scheme = functions, w, scheme
+        self, functions: Functions, w: Array, state: SignRoundState, scheme: Scheme, scales: Scales | None,
+        checked: bool = True,
+    ) -> None:  # fmt: skip
+        self.functions, self.w, self.scheme, self.checked = functions, w, scheme, checked
         self.ns, self.blocks = namespace_of(w), Blocks.of(tuple(w.shape), scheme.scale, -1)
         self.v = self._checked(state.v, "v", tuple(w.shape), (-0.5, 0.5))
         self.ranges: Ranges | None = None
@@ -221,7 +225,7 @@ class Rounding:
         if not hasattr(part, "dtype") or self.ns.dtype_name(part) != "float32" or got != shape:
             kind = getattr(part, "dtype", type(part).__name__)
             raise ValueError(f"signround takes {name} as float32 of shape {shape}, got {kind} of shape {got}")
-        if not bool(((part >= bounds[0]) & (part <= bounds[1])).all()):
+        if self.checked and not bool(((part >= bounds[0]) & (part <= bounds[1])).all()):
             raise ValueError(
                 f"signround takes {name} from {bounds[0]} to {bounds[1]}; clip it, or use signround_step"
             )

@@ -400,6 +400,9 @@ def test_experts_of_few_tokens_are_rounded():
     assert same(model.blocks[0].experts[0].weight, expected.blocks[0].experts[0].weight)
     others = [layer.calibrated for name, layer in told.items() if "experts" in name and layer is not few]
     assert all(one.method == "clip + gptq" or one.method == "gptq" for one in others)
+    for name, layer in told.items():
+        of_expert = "experts" in name and layer is not few
+        assert ("padding and held-out tokens are among its inputs" in layer.reason) == of_expert, name
 
 
 def test_an_interruption_leaves_each_weight_whole():

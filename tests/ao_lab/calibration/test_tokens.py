@@ -69,22 +69,31 @@ def test_inputs_are_matched_with_tokens():
     x = torch.randn(2, 10, 8)
     tokens = tokens_of({"x": x, "attention_mask": mask})
     assert tokens.counted == 16
-    train, held = tokens.split(x)
+    train, held, unmatched = tokens.split(x)
+    assert not unmatched
     assert torch.equal(held, x[0, 9:])
     assert torch.equal(train, torch.cat([x[0, :9], x[1, :6]]))
     assert torch.equal(tokens.split(x.reshape(20, 8))[0], train)
-    assert not tokens.unmatched
-    some = x[0, 3:6]  # as an expert sees them
-    assert [len(one) for one in tokens.split(some)] == [3, 0]
-    assert tokens.unmatched
+    some = tokens.split(x[0, 3:6])  # as an expert sees them
+    assert [len(some.train), len(some.held_out), some.unmatched] == [3, 0, True]
 
 
 def test_inputs_of_whole_sequences_are_matched_by_these():
     """As vision models have them that cut images into windows."""
     tokens = tokens_of(torch.randn(20, 4, 8))
-    rows, held = tokens.split(torch.randn(20, 6, 8))
+    rows, held, unmatched = tokens.split(torch.randn(20, 6, 8))
     assert (len(rows), len(held)) == (18 * 6, 2 * 6)
-    assert not tokens.unmatched
+    assert not unmatched
+
+
+def test_a_batch_of_one_sequence_is_of_one_kind():
+    batches = [torch.randn(1, 4, 8) for _ in range(10)]
+    tokens = tokens_of(*batches)
+    for number, x in enumerate(batches):
+        tokens.capture.running = number
+        rows = tokens.split(x)
+        assert [len(rows.train), len(rows.held_out)] == ([0, 4] if number == 9 else [4, 0])
+    assert tokens.split(torch.randn(3, 8)).unmatched  # of the held-out one, as an expert sees them
 
 
 def test_padding_changes_no_bit_of_moments():

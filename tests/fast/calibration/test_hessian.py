@@ -9,7 +9,7 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import hessian as module
-from fast.calibration.hessian import checked_hessian, factor_on_device, second_moment_on_device
+from fast.calibration.hessian import Ordered, checked_hessian, factor_on_device, second_moment_on_device
 from tests.support.refusals import refused
 
 
@@ -59,6 +59,22 @@ def test_the_factor(damping):
     # Only the lower triangle is read.
     low = factor_on_device(checked_hessian(h.tril()), damping, order).factor
     assert_same_bits(low, factor_on_device(checked_hessian(h), damping, order).factor)
+
+
+def test_one_damping_after_the_other():
+    """Each as if it were the first, where one before had to be raised too."""
+    _, h = moments(4)
+    h[5], h[:, 5] = 0, 0
+    h[1, 2] = h[2, 1] = 1.02 * (h[1, 1] * h[2, 2]).sqrt()
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(4))
+    ordered, raised = Ordered.of(h, order), False
+    for damping in (0.001, 1.0, 0.01, 1.0):
+        found, alone = ordered.factor(damping), factor_on_device(h, damping, order)
+        assert_same_bits(found.factor, alone.factor)
+        assert_same_bits(found.dead, alone.dead)
+        assert found[2:] == alone[2:]
+        raised = raised or found.damping > damping
+    assert raised
 
 
 def test_damping_rises():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ao_lab.testing.bits import assert_same_quantized
 from fast.calibration.signround import (
@@ -13,6 +14,7 @@ from fast.calibration.signround import (
     signround_quantize,
     signround_start,
     signround_step,
+    signround_unchecked,
 )
 from reference import SCHEMES, choose_scales
 from reference.calibration import signround as rule
@@ -109,3 +111,32 @@ def test_refusals():
     refused(TypeError, "torch tensors", signround_codes, w.numpy(), *state, "int4_g32")
     refused(TypeError, "torch tensors", signround_start, w.numpy(), "int4_g32")
     refused(ValueError, "rate", signround_step, state, state, -1)
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that a device would have to be waited for: numbers taken out of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32_asymmetric", "nvfp4"])
+def test_loops_wait_for_no_device(scheme):
+    w, state, g = case(6, scheme)
+    q = signround_codes(w, *state, scheme)
+    for one, scales in ((state, None), (signround_start(w, scheme, q), q.scales)):
+        values, vjp = signround_quantize(w, *one, scheme, scales=scales)
+        assert torch.equal(signround_unchecked(w, *one, scheme, scales=scales).values, values)
+        with Waits() as checked:
+            signround_on_device(w, one, scheme, scales)
+        with Waits() as waits:
+            found = signround_on_device(w, one, scheme, scales, checked=False)
+            gradients = found.gradients(g)
+        assert checked.count > waits.count == 0
+        assert torch.equal(found.result().values, values)
+        assert same(gradients, vjp(g))
