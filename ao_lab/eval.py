@@ -334,8 +334,8 @@ def results_of(
 
 
 def exponential(value: float) -> float:
-    """e to the value; infinite where that is too large."""
-    return math.exp(value) if value < 700 else math.inf
+    """e to the value; infinite where that is too large, NaN of NaN."""
+    return math.inf if value >= 700 else math.exp(value)
 
 
 def standard_error(values: list[float]) -> float:

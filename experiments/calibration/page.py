@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from experiments.calibration import choice
-from experiments.calibration.run import ARMS, ROUNDING
+from experiments.calibration.run import ARMS, ROUNDING, planned
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
 from experiments.models.quantized_model import WEIGHTS
@@ -100,7 +100,7 @@ def best_of(run: RealRun) -> list[str]:
             if known:
                 value, name = max(known)
                 error = results.value(setting, name, RECOVERED_ERROR)
-                words.append(f"{setting} {value:.0f} ± {number(error, 0)}% ({name})")
+                words.append(f"{setting} {value:.1f} ± {number(error, 1)}% ({name})")
         if words:
             sentences.append(
                 f"{run.model}, {text}, recovered of rounding's KL by the best method: {'; '.join(words)}."
@@ -123,7 +123,22 @@ def section(run: RealRun) -> Section:
     tables += [one for one in (draws_table(run), choice_table(run)) if one.lines]
     drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []
     title = f"{run.model} ({run.where.scale} scale, {run.where.device})"
-    return Section(title, [*about, *TEXT, *failures(run.whole)], [one for one in drawings if one], tables)
+    return Section(
+        title, [*about, *missing(run), *TEXT, *failures(run.whole)], [one for one in drawings if one], tables
+    )
+
+
+def missing(run: RealRun) -> list[str]:
+    """What the scale asks for and no row holds, as a sentence; none where all of it was measured."""
+    measured = {(row.setting, row.method) for row in run.whole.rows}
+    wanted = planned(run.where.scale)
+    told = []
+    for setting in dict.fromkeys(one for one, _ in wanted):
+        arms = [arm for one, arm in wanted if one == setting]
+        absent = [arm for arm in arms if (setting, arm) not in measured]
+        if absent:
+            told.append(setting if len(absent) == len(arms) else f"{setting} by {', '.join(absent)}")
+    return [f"**Not measured yet** at this scale: {'; '.join(told)}."] if told else []
 
 
 #: Columns of a table's values.

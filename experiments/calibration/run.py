@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,6 +225,12 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
             free()
             step(f"{arm}, {case.setting}")
     return failed
+
+
+def planned(scale: str) -> list[tuple[str, str]]:
+    """Settings and methods that a whole run of a scale measures, in order."""
+    everything = Settings(scale=scale, device="cpu", cache=Path(), schemes=(), served=())
+    return [(case.setting, arm) for case in cases_of(everything) for arm in arms_of(everything, case)]
 
 
 def tasks_of_run(settings: Settings) -> list[tuple[Case, str, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ao_lab.checkpoint.io.shards import has_weights, look_at
 from ao_lab.checkpoint.model_builder import dense_model, read_config
 from ao_lab.cli.evaluate import encoder, longest
 from ao_lab.cli.terminal import WrongInput
-from ao_lab.eval import Sums, measured
+from ao_lab.eval import Sums, exponential, measured
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
@@ -243,20 +244,12 @@ def values_of(sums: Sums, windows: TextWindows) -> Values:
         "loss, standard error of the change": (error, "nat"),
         "KL": (kl, "nat"),
         "KL, standard error": (kl_error, "nat"),
-        "bits per byte": (nats / LN2, "bit"),
+        "bits per byte": (nats / math.log(2), "bit"),
         "same first choice": (100 * sums.agreed / windows.predicted, "%"),
         "windows": (len(windows.ids), ""),
         "tokens of a window": (windows.ids.shape[1], ""),
         "windows begin with BOS": (float(windows.first == 1 and windows.share == 1.0), ""),
     }
-
-
-LN2 = 0.6931471805599453
-
-
-def exponential(value: float) -> float:
-    """e to the value; infinite where that is too large, NaN of NaN."""
-    return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
