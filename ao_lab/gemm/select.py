@@ -38,7 +38,7 @@ A recipe's activation scheme holds where the sum runs along the weight's blocks,
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,9 +49,9 @@ from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
 from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
-from fast.gemm.choose import Range, by_rows, choose, codes_of_layer
+from fast.gemm.choose import Range, by_rows, choose, codes_of_layer, running
 from fast.gemm.families import Family
-from fast.gemm.problem import of_codes, of_preshuffled, of_stored
+from fast.gemm.problem import Problem, of_codes, of_preshuffled, of_stored
 from fast.launch.program import Program
 from fast.layers.hadamard import hadamard
 from fast.matmul.preshuffled import layout
@@ -247,43 +247,51 @@ MOST = 1 << 15
 OF_CODES = ("int8", "scaled_mm")
 
 
-def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[Range, ...]:
+def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[tuple[Range, ...], dict[str, str]]:
     """The ranges of rows of inputs in a dtype by a weight (K, N) on a GPU, each with the name of what multiplies them: a family
-    of `fast.gemm.families`, or the kernel of `ao_lab.gemm.select` where that is one for all rows. () elsewhere."""
+    of `fast.gemm.families`, or the kernel of `ao_lab.gemm.select` where that is one for all rows; and why families that are
+    quicker did not load in this process, by name: ranges say where another one multiplies for them. Nothing elsewhere."""
+    failures: dict[str, str] = {}
     if not w.is_cuda or len(w.shape) != 2:
-        return ()
-    return by_rows(lambda rows: _name(w, dtype, rows), MOST)
+        return (), failures
+    return by_rows(lambda rows: _name(w, dtype, rows, failures), MOST), failures
 
 
-def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> str:
-    """What multiplies so many rows."""
+def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int, failures: dict[str, str]) -> str:
+    """What multiplies so many rows, and for what it does; `failures` learns why."""
     kernel = select_kernel(w, dtype, rows)
     if kernel == "dequantize":
         return families.TORCH_DEQUANTIZE.name
-    if kernel == "fused":
-        return _by_weight(w, dtype, rows).name
-    return _by_codes(w, dtype, rows).name if kernel in OF_CODES else kernel
+    if kernel != "fused" and kernel not in OF_CODES:
+        return kernel
+    order, p = (_by_weight if kernel == "fused" else _by_codes)(w, dtype, rows)
+    family, failed = running(order, p, w.codes.get_device())
+    failures |= failed
+    return f"{family.name} (for {', '.join(failed)}, which did not load)" if failed else family.name
 
 
-def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
-    """Of inputs as they are, or in a scheme in front of the product."""
+def _by_weight(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterable[Family], Problem]:
+    """The order of families of inputs as they are, or in a scheme in front of the product."""
     if w.meta.layout != PRESHUFFLED:
-        return next(choose(of_stored(w.quantized, rows, dtype)))
+        p = of_stored(w.quantized, rows, dtype)
+        return choose(p), p
     from fast.kernels.triton_small_m.layout import ArrangedWeight
 
     stored = w.stored
     shape = (int(stored.shape[0]), int(stored.shape[1]))
     form = layout.form_of(stored.scheme, shape[1])
     arranged = ArrangedWeight(stored.codes, stored.scale, stored.zero, shape, *form)
-    return next(choose(of_preshuffled(arranged, rows, dtype)))
+    p = of_preshuffled(arranged, rows, dtype)
+    return choose(p), p
 
 
-def _by_codes(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Family:
-    """Of inputs that are quantized to 8 bits."""
+def _by_codes(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterable[Family], Problem]:
+    """The same of inputs that are quantized to 8 bits."""
     scheme, shape = activation(w), (int(w.shape[1]), int(w.shape[0]))
+    p = of_codes(scheme, w.scheme, shape, rows, dtype, w.device)
     if scheme.scale.block == BLOCK:
-        return families.TORCH_SCALED_MM
-    return codes_of_layer(scheme, w.scheme, of_codes(scheme, w.scheme, shape, rows, dtype, w.device))
+        return (families.TORCH_SCALED_MM,), p
+    return (codes_of_layer(scheme, w.scheme, p), *choose(p)), p
 
 
 __all__ = [

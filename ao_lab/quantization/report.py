@@ -9,8 +9,8 @@ without a text of their own (batched experts) is looked up on the class, and say
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -92,6 +92,8 @@ class Layer(LayerLine):
     prepared: str = ""
     #: On a GPU, what multiplies by it, by ranges of rows of inputs (`fast.gemm.families`).
     families: tuple[Range, ...] = ()
+    #: Why families that are quicker did not load in this process, by name; `families` says what multiplies for them.
+    failures: Mapping[str, str] = field(default_factory=dict)
     #: What calibration won, where methods quantized it.
     calibrated: LayerResult | None = None
 
@@ -108,7 +110,13 @@ class Layer(LayerLine):
         what += f", {self.storage}, {self.bytes} bytes" if self.storage != "dense" else ""
         lines = [f"  {self.name:<{width}}  {what}: {self.reason}"]
         lines += [f"    {', '.join(map(str, self.families))}"] if self.families else []
+        lines += [f"    {name} did not load: {first_line(why)}" for name, why in self.failures.items()]
         return lines + [f"    tuned: {choice}" for choice in self.tuned]
+
+
+def first_line(text: str) -> str:
+    """Of a reason of several lines, such as a compiler's log."""
+    return text.strip().partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -222,16 +230,18 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
         return Layer(full, kind, shape, "", "", parameter.nbytes, reason, chosen, prepared=prepared)
     size = sum(part.nbytes for part in parameter.parts.values() if part is not None)
     kernel, chosen = kernel_of(module, parameter), inference_choices(parameter)
-    scheme, by_rows = str(parameter.recipe), families_of(module, parameter)
-    return Layer(full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows)
+    scheme, (by_rows, failures) = str(parameter.recipe), families_of(module, parameter)
+    return Layer(
+        full, kind, shape, scheme, kernel, size, reason, chosen, prepared=prepared, families=by_rows, failures=failures
+    )  # fmt: skip
 
 
-def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[Range, ...]:
-    """What multiplies by the weight of a linear layer on a GPU, by ranges of rows."""
+def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[tuple[Range, ...], dict[str, str]]:
+    """What multiplies by the weight of a linear layer on a GPU, by ranges of rows; and what did not load."""
     if isinstance(module, nn.Embedding) or not on_gpu(weight):
-        return ()
+        return (), {}
     if isinstance(weight, SparseQuantizedTensor):  # one kernel each, which may not be one of this GPU
-        return ()
+        return (), {}
     return families_by_rows(weight if weight.block_axis == -2 else weight.transposed(), weight.dtype)
 
 

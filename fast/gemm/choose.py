@@ -9,7 +9,7 @@ and bounds that were fitted to measured times (`fast/coefficients.toml`).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -51,6 +51,20 @@ TILE = 128
 def choose(p: Problem) -> Iterator[Family]:
     """The families that multiply, the quickest first; `torch_dequantize` last, but for codes, which a reference multiplies."""
     return RULES[p.layout](p)
+
+
+def running(families: Iterable[Family], p: Problem, device: int) -> tuple[Family, dict[str, str]]:
+    """The first of these families that multiplies on a device; and of those before it, by name, why they did not load there.
+
+    What was not tried yet in this process is taken to load. families: as `choose` has them, whose last one needs no loading.
+    """
+    failures: dict[str, str] = {}
+    for family in families:
+        reason = family.failure(p, device)
+        if reason is None:
+            return family, failures
+        failures[family.name] = reason
+    raise ValueError(f"families end with one that needs no loading, got {', '.join(failures) or 'none'}")
 
 
 def _preshuffled(p: Problem) -> Iterator[Family]:
@@ -363,5 +377,6 @@ __all__ = [
     "gradients",
     "rows_of_gemm",
     "rows_stored",
+    "running",
     "takes_codes",
 ]

@@ -85,6 +85,16 @@ class Family(NamedTuple):
             return f"{self.name} takes {' and '.join(sorted({t.layout for t in self.takes}))} weights, got {p.layout}"
         return None if None in reasons else reasons[0]
 
+    def failure(self, p: Problem, device: int) -> str | None:
+        """Why what it chooses for a problem that it takes did not compile or load on a device, in this process; None where it
+        did, or was not tried yet."""
+        from fast.launch import cuda
+
+        one = self.chosen(p) if cuda.FAILURES and self.chosen else None
+        if one is None or one.kernel is None:
+            return None
+        return cuda.failure(one.kernel, one.variant, one.problem, device)
+
     def function(self, kind: str) -> Callable[..., Any] | None:
         """What computes a kind of call: "linear", "experts", "pair", "swiglu"; None where torch does."""
         return _function(self.functions[kind]) if kind in self.functions else None

@@ -84,8 +84,8 @@ class Kernel:
         return compile_source(*self.sources(variant, problem), ptx=ptx, name=self.name)
 
 
-#: Kernels, problems and devices of which a variant did not compile or load: no other is tried in this process then.
-_FAILED: set[tuple[Kernel, Any, int]] = set()
+#: Why a variant (None: each one) of a kernel for a problem did not compile or load on a device, in this process.
+FAILURES: dict[tuple[Kernel, Any, Any, int], str] = {}
 
 
 @lru_cache(maxsize=64)
@@ -103,16 +103,26 @@ def loaded(kernel: Kernel, variant: Any, problem: Any, device: int) -> ctypes.c_
 def is_loadable(kernel: Kernel, variant: Any, problem: Any, device: int, shared: int = 0) -> bool:
     """Whether a variant compiles and loads; where one does not, a warning says why. shared: bytes of its
     shared memory, where the driver has to say how many of its clusters run at once, too."""
-    if kernel.fails_whole and (kernel, problem, device) in _FAILED:
+    if failure(kernel, variant, problem, device) is not None:
         return False
     try:
         if shared:
             clusters_at_once(kernel, variant, problem, shared, device)
         return bool(loaded(kernel, variant, problem, device))
     except (RuntimeError, OSError) as error:
-        _FAILED.add((kernel, problem, device))
+        FAILURES[_failing(kernel, variant, problem, device)] = str(error)
         warnings.warn(f"{kernel.name} is left out, {kernel.instead}: {error}", stacklevel=3)
         return False
+
+
+def failure(kernel: Kernel, variant: Any, problem: Any, device: int) -> str | None:
+    """Why a variant did not compile or load, as `is_loadable` found; None where it did, or was not tried yet."""
+    return FAILURES.get(_failing(kernel, variant, problem, device)) if FAILURES else None
+
+
+def _failing(kernel: Kernel, variant: Any, problem: Any, device: int) -> tuple[Kernel, Any, Any, int]:
+    """The key of FAILURES."""
+    return kernel, None if kernel.fails_whole else variant, problem, device
 
 
 @lru_cache(maxsize=1024)
@@ -311,6 +321,7 @@ __all__ = [
     "Maps",
     "Start",
     "clusters_at_once",
+    "failure",
     "is_loadable",
     "launcher",
     "loaded",

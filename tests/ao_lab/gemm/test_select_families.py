@@ -12,6 +12,8 @@ from ao_lab.gemm import codes, select
 from ao_lab.gemm.dense import is_host
 from fast.gemm import problem
 from fast.gemm.choose import codes_of_layer
+from fast.gemm.families import SM90_S8_GEMM, SM90_W4A16_GEMM, SM90_W4A16_GEMV
+from fast.launch import cuda
 from tests.ao_lab.gemm.capability import set_capability
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
@@ -28,8 +30,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
 
 
-def families(config, layout="", shape=(256, 384)):
-    """The ranges of a layer, as a report has them."""
+def layer(config, layout="", shape=(256, 384)):
+    """A model of one layer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(*shape)).to(BF16).requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:
@@ -37,9 +39,13 @@ def families(config, layout="", shape=(256, 384)):
         quantize_(net, config)
         if layout:
             net[0].weight = nn.Parameter(net[0].weight.to_layout(layout), requires_grad=False)
+    return net
+
+
+def families(net):
+    """The ranges of a layer, as a report has them."""
     report = explain(net)
-    (layer,) = report.changed
-    told = ", ".join(map(str, layer.families))
+    told = ", ".join(map(str, report.changed[0].families))
     assert f"\n    {told}" in str(report)
     return told
 
@@ -69,14 +75,55 @@ def families(config, layout="", shape=(256, 384)):
     ids=str,
 )  # fmt: skip
 def test_ranges(gpu, config, layout, told):
-    assert families(config, layout) == told
+    assert families(layer(config, layout)) == told
 
 
 @pytest.mark.parametrize("shape", [(576, 1000), (512, 1000), (576, 1024)], ids=str)
 def test_ranges_of_lengths_that_are_filled(gpu, shape):
     """Kernels in CUDA C++ take whole tiles alone."""
-    told = families(ao_lab.Int4WeightOnlyConfig(group_size=32), "preshuffled", shape)
+    told = families(layer(ao_lab.Int4WeightOnlyConfig(group_size=32), "preshuffled", shape))
     assert told == "1-128 rows triton_small_m, 129 rows and more torch_dequantize"
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "family", "rows", "told"),
+    [
+        (
+            ao_lab.Int4WeightOnlyConfig(), "preshuffled", SM90_W4A16_GEMV, 1,
+            "1-4 rows triton_small_m (for sm90_w4a16_gemv, which did not load), 5-64 rows triton_small_m, 65 rows",
+        ),
+        (
+            ao_lab.Int4WeightOnlyConfig(), "preshuffled", SM90_W4A16_GEMM, 65,
+            "5-64 rows triton_small_m, 65-128 rows triton_small_m (for sm90_w4a16_gemm, which did not load), "
+            "129 rows and more torch_dequantize (for sm90_w4a16_gemm, which did not load)",
+        ),
+        (
+            ao_lab.Int8DynamicActivationInt8WeightConfig(), "", SM90_S8_GEMM, 4096,
+            "2945 rows and more triton_int_scaled_mm (for sm90_s8_gemm, which did not load)",
+        ),
+    ],
+    ids=["a variant", "a kernel", "codes"],
+)  # fmt: skip
+def test_what_did_not_load_is_told(gpu, monkeypatch, config, layout, family, rows, told):
+    """What multiplies for it, of which rows, and why; what was not tried is taken to load."""
+    net = layer(config, layout)
+    before, w = families(net), net[0].weight.t()
+
+    def refuse(*given):
+        raise RuntimeError("no kernel image\nof many lines")
+
+    monkeypatch.setattr(cuda, "FAILURES", {})
+    monkeypatch.setattr(cuda, "loaded", refuse)
+    asked = select._by_weight if layout else select._by_codes
+    chosen = family.chosen(asked(w, BF16, rows)[1])
+    cuda.is_loadable.cache_clear()
+    with pytest.warns(UserWarning, match="no kernel image"):
+        assert not cuda.is_loadable(chosen.kernel, chosen.variant, chosen.problem, w.codes.get_device())
+    cuda.is_loadable.cache_clear()
+    assert told not in before
+    assert told in families(net)
+    assert f"\n    {family.name} did not load: no kernel image" in str(explain(net))
+    assert "of many lines" not in str(explain(net))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def refusing(monkeypatch):
         raise RuntimeError("no kernel image")
 
     cuda.is_loadable.cache_clear()
-    monkeypatch.setattr(cuda, "_FAILED", set())
+    monkeypatch.setattr(cuda, "FAILURES", {})
     monkeypatch.setattr(cuda, "loaded", refuse)
     yield
     cuda.is_loadable.cache_clear()

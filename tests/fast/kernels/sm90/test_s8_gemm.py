@@ -180,7 +180,7 @@ def test_the_emulator_sees_a_payload_of_nan():
 def hopper(monkeypatch):
     """CPU tensors pass for those of a Hopper GPU."""
     monkeypatch.setattr(host, "processors_of", lambda index: 132)
-    monkeypatch.setattr(cuda, "_FAILED", set())
+    monkeypatch.setattr(cuda, "FAILURES", {})
 
 
 def codes(m=1024, n=4096, k=64, **changed):
