@@ -18,6 +18,7 @@ from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Config, SchemeConfig
 from ao_lab.config.recipe import Recipe
 from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.plan import Device
 from reference import Scheme
 from reference.schemes.schemes import flat_size
 
@@ -26,8 +27,8 @@ LEAST_TOKENS = 32
 CHANGED_NOTHING = "quantize_ changed nothing"
 
 
-def check_targets(targets: Sequence[Target], methods: tuple[Method, ...]) -> None:
-    """ValueError for a weight that methods cannot quantize, by its scheme, storage or values."""
+def check_targets(targets: Sequence[Target], methods: tuple[Method, ...], device: Device = None) -> None:
+    """ValueError for a weight that methods cannot quantize, by its scheme, storage or values. device: where these are read."""
     names = " and ".join(method.name for method in methods)
     for target in targets:
         if target.config.sparsity is not None:
@@ -42,7 +43,7 @@ def check_targets(targets: Sequence[Target], methods: tuple[Method, ...]) -> Non
             )
         if (reason := unsupported_reason(target.recipe, methods)) is not None:
             raise ValueError(f"{target.name}: {reason}; {CHANGED_NOTHING}")
-    wrong = [t.name for t in targets if not t.parameter.is_meta and not bool(t.parameter.isfinite().all())]
+    wrong = [t.name for t in targets if not t.parameter.is_meta and not _is_finite(t.parameter, device)]
     if wrong:
         raise ValueError(
             f"{shorten(wrong)}: weights hold NaN or infinity, which {names} would spread; {CHANGED_NOTHING}. Replace them, or "
@@ -52,6 +53,10 @@ def check_targets(targets: Sequence[Target], methods: tuple[Method, ...]) -> Non
         raise ValueError(
             f"on the meta device there are no values for {names} to read; load the weights first"
         )
+
+
+def _is_finite(x: torch.Tensor, device: Device) -> bool:
+    return bool((x if device is None else x.to(device)).isfinite().all())
 
 
 @dataclass
@@ -110,9 +115,12 @@ def useless_reason(inputs: SplitMoments | None) -> str | None:
 
 
 def check_usable(statistics: Statistics) -> None:
-    """ValueError where sums over inputs hold NaN or overflow, before a weight of their block changes."""
+    """ValueError where sums over inputs hold NaN or overflow, before a weight of their block changes; else finish them."""
     if names := statistics.unusable():
         raise ValueError(
             f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32; leave out batches of huge values, "
             f"look for the weights that make them, or leave these layers out by filter_fn"
         )
+    for shared in statistics.layers.values():
+        if isinstance(shared.statistic, SplitMoments):
+            shared.statistic.finish()

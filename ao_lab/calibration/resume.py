@@ -122,6 +122,11 @@ class Finished:
             part.unlink(missing_ok=True)
             raise
 
+    def mapped(self, index: int) -> Mapping[str, torch.Tensor] | None:
+        """The parameters of a finished block as views of its file, on the host; None where it is not finished."""
+        file = self.file(index)
+        return _read(file, mmap=True)["parameters"] if file.exists() else None
+
     def restore(
         self, index: int, module: nn.Module, targets: Sequence[Target]
     ) -> tuple[dict[str, LayerResult], list[Pair]] | None:
@@ -147,10 +152,10 @@ def _result(fields: Mapping[str, Any]) -> LayerResult:
     return LayerResult(**{**fields, "notes": tuple(fields["notes"])})
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """A file's content; ValueError where it is none of ours."""
+def _read(file: Path, mmap: bool = False) -> dict[str, Any]:
+    """A file's content, on the host; ValueError where it is none of ours. mmap: tensors are views of the file."""
     try:
-        content = torch.load(file, weights_only=True)
+        content = torch.load(file, weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:
         raise ValueError(
             f"{file} cannot be read ({type(error).__name__}: {error!s:.80}); remove it"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
 from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
 from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, of_kind, ordered
+from ao_lab.calibration.residence import Residence, moved_batches, needs_residence
 from ao_lab.calibration.result import LayerResult, remember
 from ao_lab.calibration.resume import Finished, key_of
 from ao_lab.calibration.smoothing import MORE, Smoothing, smoothing_method
@@ -34,7 +36,7 @@ from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.transforms.data import calibrating, observe
 from ao_lab.transforms.layers import shorten
-from ao_lab.transforms.plan import Progress
+from ao_lab.transforms.plan import Device, Progress
 from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
 from reference import Scales
 from reference.arrays.namespace import choice
@@ -127,6 +129,9 @@ class Job:
     finished: Finished | None = None
     #: A weight that is being put in place.
     placing: Placing | None = None
+    #: Where blocks run, one at a time; None: where the model is.
+    device: Device = None
+    residence: Residence | None = None
 
     def run(self) -> None:
         """Quantize all weights; what is outside of the blocks stays for the caller."""
@@ -139,23 +144,33 @@ class Job:
             return
         blocks = find_blocks(self.model, self.request.blocks)
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
-        check_targets(mine, self.request.methods)
+        check_targets(mine, self.request.methods, self.device)
         self.check_observers(mine)
-        with calibrating(self.model):
-            capture = self.captured(mine, blocks)
-            tokens = Tokens.of(capture)
-            check_tokens(tokens)
-            if self.request.resume is not None:
-                key = key_of(mine, (*self.request.methods, self.request.prefix), capture)
-                self.finished = Finished.of(self.request.resume, key)
-            visit = partial(self.visit, targets=mine, tokens=tokens)
-            changed = self.request.prefix == PREFIXES[0]
-            walk(capture, visit, originals=self.learning is not None, changed=changed)
+        if self.device is not None and needs_residence(self.model, self.device):
+            self.residence = Residence(self.model, blocks, torch.device(self.device))
+        with calibrating(self.model), self.residence.kept() if self.residence else nullcontext():
+            self.walk(mine, blocks)
+
+    def walk(self, mine: list[Target], blocks: dict[str, nn.Module]) -> None:
+        """Block after block."""
+        capture = self.captured(mine, blocks)
+        tokens = Tokens.of(capture)
+        check_tokens(tokens)
+        if self.request.resume is not None:
+            key = key_of(mine, (*self.request.methods, self.request.prefix), capture)
+            self.finished = Finished.of(self.request.resume, key)
+            if self.residence is not None:
+                self.residence.stored = self.finished.mapped
+        visit = partial(self.visit, targets=mine, tokens=tokens)
+        changed = self.request.prefix == PREFIXES[0]
+        walk(capture, visit, originals=self.learning is not None, changed=changed)
 
     def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
         """What the walk needs; ValueError where data do not reach a layer."""
         layers = [(t.name, module) for t in targets for module in t.layers.values()]
         batches: Any = self.request.batches
+        if self.residence is not None:
+            batches = moved_batches(batches, self.residence.device)
         capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
         check_reached(capture, names_of(targets), "quantize_")
         return capture
@@ -163,6 +178,8 @@ class Job:
     def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:
         """Quantize one block by the inputs that its layers have now, or take it from an earlier call."""
         mine = [t for t in targets if block_of(t.name, [block.name]) is not None]
+        if mine and self.residence is not None:
+            self.residence.visit(block.name)
         if not mine or self.restored(block, mine):
             return
         self.quantize_block(block, mine, tokens)
@@ -195,12 +212,17 @@ class Job:
         self.find_input_scales(block, mine, parts)
         learned = []
         for stack in stacks(mine, {name: id(one) for name, one in inputs.items()}):
+            # Let go of with the last of its stacks: those of a wide layer are gigabytes.
             found = inputs.get(stack.targets[0].name)
+            for target in stack.targets:
+                inputs.pop(target.name, None)
             for target, made in self.quantized(stack, found, parts):
                 if self.learning is None or found is None or useless_reason(found) is not None:
                     self.put(target, made)
                 else:
-                    learned.append(Learned(target, made, parts[target.name], found))
+                    learned.append(Learned(target, made, parts[target.name], found.for_judging()))
+            found = None
+            stack.dense.clear()
         if learned and self.learning is not None:
             results = Learning(block, tokens, self.learning, learned).run()
             for one, made in zip(learned, results, strict=True):

@@ -11,7 +11,7 @@ of a sequence are alike, and else all of them, none held out; the layer's record
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 import fast
 from ao_lab.calibration.statistics import Hessian, Sums
 from ao_lab.transforms.walk import Capture
-from fast.calibration.hessian import add_products
+from fast.calibration.hessian import STRIP, add_products
 from fast.layers.hadamard import hadamard
 
 #: One of so many sequences, or tokens, is held out.
@@ -124,9 +124,19 @@ class Moments(Hessian):
     total: torch.Tensor | None = None
     magnitude: torch.Tensor | None = None
     largest: torch.Tensor | None = None
+    #: Whether `value` is the mean already, so that no second matrix of its size is made of it.
+    finished: bool = False
+
+    def finish(self) -> None:
+        """Make the sum of x x^T its mean, in place; nothing can be added any more."""
+        if self.value is not None and self.count and not self.finished:
+            self.value /= self.count
+            self.finished = True
 
     def update(self, x: torch.Tensor) -> None:
         """Add the tokens of one call, (tokens, channels), one at least."""
+        if self.finished:
+            raise ValueError("these moments are finished; make new ones for more inputs")
         channels, double = x.shape[-1], torch.float64
         if self.value is None:
             self.value = torch.zeros(channels, channels, dtype=double, device=x.device)
@@ -144,10 +154,10 @@ class Moments(Hessian):
 
     def scaled(self, factors: torch.Tensor) -> Moments:
         """The moments of x times factors (channels,), positive."""
-        result = Moments(count=self.count)
+        result = Moments(count=self.count, finished=self.finished)
         if self.value is not None and self.total is not None:
             f = factors.to(self.value.device, torch.float64)
-            result.value = self.value * f * f[:, None]
+            result.value = (self.value * f).mul_(f[:, None])
         for name in ("total", "magnitude", "largest"):
             value = getattr(self, name)
             if value is not None:
@@ -156,21 +166,20 @@ class Moments(Hessian):
 
     def rotated(self, length: int) -> Moments:
         """The moments of hadamard(x, length): sums of x x^T and x alone."""
-        result = Moments(count=self.count)
+        result = Moments(count=self.count, finished=self.finished)
         if self.value is not None and self.total is not None:
-            once = fast.rotate(self.value, length)
-            result.value, result.total = fast.rotate(once, length, axis=0), fast.rotate(self.total, length)
+            result.value, result.total = rotated_twice(self.value, length), fast.rotate(self.total, length)
         return result
 
     @property
     def hessian(self) -> torch.Tensor:
         """The mean of x x^T, (channels, channels) in float64; ValueError where no token was seen."""
-        return self._mean(self.value)
+        return self._mean_of_products(self.value)
 
     @property
     def mean_squares(self) -> torch.Tensor:
         """The diagonal of that, without the rest."""
-        return self._mean(None if self.value is None else self.value.diagonal())
+        return self._mean_of_products(None if self.value is None else self.value.diagonal())
 
     @property
     def mean(self) -> torch.Tensor:
@@ -186,6 +195,20 @@ class Moments(Hessian):
         if value is None or not self.count:
             raise ValueError("no token was seen; run data through the layer")
         return value / self.count
+
+    def _mean_of_products(self, value: torch.Tensor | None) -> torch.Tensor:
+        return value if self.finished and value is not None else self._mean(value)
+
+
+def rotated_twice(h: torch.Tensor, length: int) -> torch.Tensor:
+    """R^T H R of a symmetric matrix, one of its size beside it: some rows at a time, then some columns."""
+    result = torch.empty_like(h)
+    strips = [slice(start, start + STRIP) for start in range(0, len(h), STRIP)]
+    for strip in strips:
+        result[strip] = fast.rotate(h[strip], length)
+    for strip in strips:
+        result[:, strip] = fast.rotate(result[:, strip], length, axis=0)
+    return result
 
 
 #: Tokens of which inputs themselves are held, where errors are judged with quantized inputs.
@@ -224,6 +247,16 @@ class SplitMoments(Sums):
     def is_usable(self) -> bool:
         """Both."""
         return self.train.is_usable() and self.held_out.is_usable()
+
+    def finish(self) -> None:
+        """Make means of sums, in place."""
+        self.train.finish()
+        self.held_out.finish()
+
+    def for_judging(self) -> SplitMoments:
+        """What comparing errors needs, without the products that methods read where tokens are held out."""
+        train = replace(self.train, value=None) if self.held_out.count else self.train
+        return replace(self, tokens=None, train=train)
 
     @property
     def judge(self) -> Moments:

@@ -16,7 +16,7 @@ With a quantizer transformers reads in one thread and keeps no tensor that it ha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.config.base import Config, FqnToConfig, Observer
 from ao_lab.install.extras import needed
 from ao_lab.quantization.api import StreamedWeights, keep_report, quantize_, required_observers
-from ao_lab.quantization.plan import planned
+from ao_lab.quantization.plan import QuantizationPlan, planned
 from ao_lab.quantization.report import explain
 from ao_lab.transforms.plan import Device, Filter, Progress
 
@@ -48,6 +48,11 @@ def quantize_pretrained(
     build: Callable[[], nn.Module] | None = None,
     dtype: torch.dtype | None = None,
     observers: Mapping[str, Observer] | None = None,
+    calibration: Iterable[Any] | None = None,
+    methods: Iterable[Any] = (),
+    blocks: str | None = None,
+    resume: str | Path | None = None,
+    prefix: str = "quantized",
     progress: Progress | None = None,
 ) -> nn.Module:
     """The model of a folder, quantized as `quantize_` would: same arguments, same bits, `explain(model)` tells of it.
@@ -57,6 +62,11 @@ def quantize_pretrained(
     is afterwards; None: the CPU. `dtype`: of the dense model; None: the one in which a model of transformers was saved, or that
     of the parameters that `build()` makes. `observers`: of an earlier `calibrate` of the same model.
 
+    `calibration`, `methods`, `blocks`, `resume`, `prefix`: as in `quantize_`. The weights of a model of transformers stay in
+    their files (what transformers merges or casts, and models that `build()` makes, are on the host), one block at a time is on
+    `device`, the data wait on the host; with `resume` finished blocks are views of their files too, so that no whole model,
+    dense or quantized, is in memory before the end.
+
     A folder that holds quantized weights, ours or another library's, is read as `load_pretrained` reads it: these weights stay
     as they are, `config` is for those that are dense.
 
@@ -64,6 +74,15 @@ def quantize_pretrained(
     folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
     """
     folder = Path(directory)
+    if calibration is not None or methods != () or blocks is not None or resume is not None:
+        request = {
+            "calibration": calibration,
+            "methods": methods,
+            "blocks": blocks,
+            "resume": resume,
+            "prefix": prefix,
+        }
+        return _calibrated(folder, config, filter_fn, device, build, dtype, observers, progress, request)
     if is_quantized(folder):
         result = None if build is None else partial(_on_meta, build, dtype)
         return quantized_further(folder, config, filter_fn, device, result, dtype, observers, progress)
@@ -75,6 +94,40 @@ def quantize_pretrained(
     fill(model, folder, loading)
     keep_report(model, plan)
     return model
+
+
+def _calibrated(
+    folder: Path,
+    config: Config | FqnToConfig,
+    filter_fn: Filter | None,
+    device: Device,
+    build: Callable[[], nn.Module] | None,
+    dtype: torch.dtype | None,
+    observers: Mapping[str, Observer] | None,
+    progress: Progress | None,
+    request: dict[str, Any],
+) -> nn.Module:
+    """The model of a folder, quantized by methods block by block."""
+    if is_quantized(folder):
+        model = load_pretrained(folder, None if build is None else _on_meta(build, dtype), dtype=dtype)
+    elif build is None:
+        model = dense_of_files(folder, dtype)
+    else:
+        model = _on_meta(build, dtype)
+        fill(model, folder, StreamedWeights(QuantizationPlan(), {}, None, None))
+    device = "cpu" if device is None else device
+    request["offload"] = request["calibration"] is not None
+    quantize_(model, config, filter_fn, device, observers=observers, progress=progress, **request)
+    return model
+
+
+def dense_of_files(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """A dense model of transformers on the CPU, its weights views of the files where these hold them as they are."""
+    needed("transformers")
+    _check_folder(folder)
+    model, told = dense_model(folder, output_loading_info=True, dtype=dtype or "auto")
+    _check_complete(folder, model, told)
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _on_meta(build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
@@ -99,12 +152,7 @@ def read_by_transformers(
     needed("transformers")
     from ao_lab.checkpoint.transformers.quantizer import Job
 
-    if not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
-        )
-    if has_weights(folder):
-        look_at(folder)
+    _check_folder(folder)
     job = Job(config, filter_fn, device, observers, progress)
     carrier = HfConfig()
     carrier.job = job
@@ -116,19 +164,34 @@ def read_by_transformers(
         finally:
             if job.error is not None:
                 raise job.error
+    _check_complete(folder, model, told)
+    forget(model)
+    job.finish(model)
+    return model  # type: ignore[no-any-return]
+
+
+def _check_folder(folder: Path) -> None:
+    """ValueError where there is no configuration, or where files are not what they say."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG}; give a folder that transformers' save_pretrained wrote, or build="
+        )
+    if has_weights(folder):
+        look_at(folder)
+
+
+def _check_complete(folder: Path, model: Any, told: Mapping[str, Any]) -> None:
+    """ValueError for weights that the folder lacks; a warning for layers that its configuration leaves out."""
     # Transformers would go on with random values.
     if told["missing_keys"]:
         raise ValueError(f"the folder has no weights for {sorted(told['missing_keys'])[:5]}")
-    forget(model)
     if has_weights(folder) and (left := left_out_layers(look_at(folder), model)):
         warnings.warn(
             f"{folder} has weights of {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which its {CONFIG} leaves out: "
             "the model has fewer layers; correct their number there",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
-    job.finish(model)
-    return model  # type: ignore[no-any-return]
 
 
 def forget(model: Any) -> None:

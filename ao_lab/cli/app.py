@@ -173,6 +173,13 @@ def quantize(
             help="With --calibration: a folder for finished blocks; the same command goes on behind them."
         ),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="With --calibration: one block at a time on the device, weights read from files, data on the host.",
+        ),
+    ] = False,
     device: Annotated[
         Device | None,
         typer.Option(help="With --method: where the model is while it is quantized. Default: cpu."),
@@ -194,7 +201,7 @@ def quantize(
         from ao_lab.cli.calibration import Calibration
 
         where = device.value if device else None
-        data = Calibration(calibration, method or [], windows, length, corpus_path, where, resume)
+        data = Calibration(calibration, method or [], windows, length, corpus_path, where, resume, stream)
         if config is None:
             if plan is None:
                 raise WrongInput(

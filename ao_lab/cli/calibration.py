@@ -1,4 +1,4 @@
-"""`ao-lab quantize --calibration TEXT --method NAME`: a whole dense model in memory, calibrated with windows of a text."""
+"""`ao-lab quantize --calibration TEXT --method NAME`: a dense model calibrated with windows of a text; --stream: from files."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Calibration:
     corpus: Path | None = None
     device: str | None = None
     resume: Path | None = None
+    #: Whether one block at a time is on the device, its weights from the files.
+    stream: bool = False
 
     def checked(self) -> tuple[Any, ...]:
         """The methods; WrongInput, before any work, where something does not fit."""
@@ -62,6 +64,8 @@ class Calibration:
             raise WrongInput(
                 "--resume holds blocks that calibration has finished; give --calibration with it"
             )
+        if self.text is None and self.stream:
+            raise WrongInput("--stream says how calibration goes through a model; give --calibration with it")
         return methods
 
     def loader(self) -> Callable[[Path, Config, Any, Progress | None], Any]:
@@ -76,17 +80,21 @@ class Calibration:
     def _quantized(
         self, source: Path, config: Config, accepts: Any, progress: Progress | None, methods: tuple[Any, ...]
     ) -> Any:
+        from ao_lab.checkpoint.streaming import dense_of_files
         from ao_lab.cli.evaluate import by_transformers, check_language_model
         from ao_lab.cli.layout import check_layers
         from ao_lab.quantization.api import quantize_
 
-        model = by_transformers(source, None)
+        model = dense_of_files(source) if self.stream else by_transformers(source, None)
         check_layers(source, model)
         options: dict[str, Any] = {}
         if self.text is not None:
             check_language_model(model, source)
             options = {"calibration": self.batches(source, model), "resume": self.resume}
-        model = model.to(self.device or "cpu")
+        if self.stream:
+            options |= {"offload": True, "device": self.device or "cpu"}
+        else:
+            model = model.to(self.device or "cpu")
         quantize_(model, config, accepts, methods=methods, progress=progress, **options)
         return model.to("cpu")
 
@@ -110,5 +118,5 @@ class Calibration:
         words = [f"--calibration {self.text}"] if self.text is not None else []
         words += [f"--method {name}" for name in self.methods]
         if self.text is not None:
-            words += [f"--windows {self.windows} --length {self.length}"]
+            words += [f"--windows {self.windows} --length {self.length}", *["--stream"] * self.stream]
         return words

@@ -138,8 +138,9 @@ def quantize_(
     would be stored. `ao-lab quantize` and `HfConfig` leave the same layers (and take batched experts too). It may also accept
     nn.Embedding and modules with batched weights (parameters with three axes). With `FqnToConfig`, which names modules itself,
     there is none.
-    `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. On the
-    meta device the quantized weights are there too, to be filled by load_state_dict(assign=True).
+    `device`: where weights are quantized, one at a time, and where the whole model is afterwards; None: where they are. With
+    calibration one block of the model is there at a time, with the batches (`ao_lab.calibration.residence`). On the meta device
+    the quantized weights are there too, to be filled by load_state_dict(assign=True).
     `forward_loop(model)` runs data for configurations whose static scales are to be found, see `ao_lab.transforms.data`;
     `observers` are those of an earlier `calibrate`. `progress(name, done, total)` is called after each weight.
 
@@ -227,7 +228,7 @@ def _calibrate(
     request = call.request
     assert request is not None
     targets = [change for change in quantizing.values() if change.layers and change.parameter.dim() == 2]
-    job = Job(call.model, request, targets, shared.of, call.progress)
+    job = Job(call.model, request, targets, shared.of, call.progress, device=call.device)
     job.total = len(quantizing)
     if request.batches is not None:
         job.observers = fresh_observers(quantizing.values())

@@ -9,7 +9,7 @@ import torch
 
 import reference
 from fast.calibration.gptq import ColumnRule, Sweep, device_order, scales_of
-from fast.calibration.hessian import Ordered, checked_hessian, in_order
+from fast.calibration.hessian import Ordered, checked_hessian, quadratic
 from fast.calibration.inputs import float_tensor, numpy_of
 from fast.calibration.search import check_weights
 from reference import Scales, Scheme
@@ -54,21 +54,24 @@ def held_out_errors_on_device(
     candidates: Sequence[float] = DAMPINGS,
     rows: int | None = None,
 ) -> torch.Tensor:
-    """tr(D H_val D^T) of every candidate, float64 on a CPU; the steps run on w's device, whatever it is."""
+    """tr(D H_val D^T) of every candidate, float64 on a CPU; the steps run on w's device, whatever it is.
+
+    Beside both Hessians there are two matrices of their size at a time.
+    """
     record = scheme_of(scheme)
     check_weights(w, record, "held_out_damping")
     check_candidates(candidates, rows)
     h, val = (checked_hessian(one, w.shape[1], w.device) for one in (hessian, hessian_val))
     blocks = Blocks.of(tuple(w.shape), record.scale, -1)
     columns = device_order(h, order, blocks)
-    val = in_order(val, columns)
     rule = ColumnRule.of(record, scales_of(w, record, scales, h), blocks, w)
     taken = torch.from_numpy(spaced_rows(len(w), rows)).to(w.device)
     wide, ordered, errors = w.double(), Ordered.of(h, columns), []
     for damping in candidates:
-        factor = ordered.factor(damping).factor
-        change = Sweep.of(wide, factor, columns, taken).run(rule).change
-        errors.append(((change @ val) * change).sum())
+        swept = Sweep.of(wide, ordered.factor(damping).factor, columns, taken).run(rule).change
+        change = torch.empty_like(swept)
+        change[:, columns] = swept
+        errors.append(quadratic(change, val))
     return torch.stack(errors).cpu()
 
 

@@ -42,7 +42,7 @@ def gptq(
 ) -> GPTQResult:
     """Codes of w (N, K) by `reference.gptq`; results are tensors on w's device, where hessian and cross may lie or not.
 
-    The device needs about 30 bytes a weight and 40 an element of the Hessian, its own 8 among them.
+    The device needs about 30 bytes a weight and 24 an element of the Hessian, its own 8 among them.
     """
     w, hessian = float_tensor(w, "gptq", "w"), float_tensor(hessian, "gptq", "the hessian")
     options = {"scales": scales, "order": order, "damping": damping, "cross": cross, "packed": packed}
@@ -183,10 +183,11 @@ class Sweep:
     def of(
         cls, wide: torch.Tensor, upper: torch.Tensor, order: torch.Tensor, rows: torch.Tensor | None = None
     ) -> Sweep:
-        """Of all rows of a matrix, or of some."""
+        """Of all rows of a matrix, or of some. The ratios take the place of the factor, which is used up."""
         diagonal = upper.diagonal().clone()
         rows = torch.arange(len(wide), device=wide.device) if rows is None else rows.contiguous()
-        return cls(wide[rows].index_select(1, order).contiguous(), upper / diagonal, diagonal, order, rows)
+        weights = wide[rows].index_select(1, order).contiguous()
+        return cls(weights, upper.div_(diagonal), diagonal, order, rows)
 
     def run(self, rule: ColumnRule) -> Swept:
         """All columns, block by block."""

@@ -25,6 +25,8 @@ from reference.calibration.hessian import (
 
 #: Inputs whose products are summed in float32.
 TOKENS = 4096
+#: Rows of a matrix of inputs by inputs that are put in order at a time: such matrices are the largest that calibration has.
+STRIP = 1024
 SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -113,12 +115,16 @@ class Ordered:
 
     @classmethod
     def of(cls, h: torch.Tensor, order: torch.Tensor | None) -> Ordered:
-        """Of a checked float64 matrix, which is not changed."""
+        """Of a checked float64 matrix, which is not changed; of its size `turned` alone is in memory beside it."""
         diagonal = h.diagonal().clone()
         dead = diagonal == 0
-        lower = h.tril() if order is None else in_order(h, order).tril_()
-        placed = diagonal if order is None else diagonal[order]
-        return cls(turned(lower), placed, dead, diagonal[~dead].mean(), diagonal.max())
+        order = torch.arange(len(h), device=h.device) if order is None else order
+        last = order.flip(0)
+        turned = torch.empty_like(h, memory_format=torch.contiguous_format)
+        for start in range(0, len(h), STRIP):
+            part = slice(start, start + STRIP)
+            turned[part] = symmetric_rows(h, last[part]).index_select(1, last)
+        return cls(turned.tril_(), diagonal[order], dead, diagonal[~dead].mean(), diagonal.max())
 
     def factor(self, damping: float) -> TriangularFactor:
         """Of the damped matrix; ValueError where no damping makes it positive definite."""
@@ -139,19 +145,40 @@ def turned(lower: torch.Tensor) -> torch.Tensor:
     return lower.flip(0, 1).mT
 
 
-def in_order(h: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The symmetric matrix with h's lower triangle, rows and columns in an order; two of its size at a time beside h."""
-    whole = h.tril()
-    whole += h.tril(-1).mT
-    whole = whole.index_select(0, order)
-    return whole.index_select(1, order)
+def symmetric_rows(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows (count, K) of the symmetric matrix with h's lower triangle."""
+    columns = torch.arange(len(h), device=h.device)
+    return torch.where(columns <= rows[:, None], h.index_select(0, rows), h.index_select(1, rows).mT)
+
+
+def quadratic(change: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """tr(D H D^T), float64, for changes D (N, K) and the symmetric H of h's lower triangle, some rows of it at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=change.device)
+    for start in range(0, len(h), STRIP):
+        part = slice(start, min(start + STRIP, len(h)))
+        rows = torch.arange(part.start, part.stop, device=h.device)
+        total += ((change @ symmetric_rows(h, rows).mT) * change[:, part]).sum()
+    return total
+
+
+def turn_(m: torch.Tensor) -> torch.Tensor:
+    """J M J in place of a square matrix M, J the reversal."""
+    k = len(m)
+    for start in range(0, k // 2, STRIP):
+        stop = min(start + STRIP, k // 2)
+        first = m[start:stop].flip(0, 1)
+        m[start:stop] = m[k - stop : k - start].flip(0, 1)
+        m[k - stop : k - start] = first
+    if k % 2:
+        m[k // 2] = m[k // 2].flip(0)
+    return m
 
 
 def upper_factor(turned: torch.Tensor) -> torch.Tensor | None:
     """Upper triangular R, R R^T the symmetric matrix H of which `turned` holds J H J; None where there is none."""
     # H = R R^T for R = J L J and J H J = L L^T.
     factor, failed = torch.linalg.cholesky_ex(turned)
-    return None if int(failed) else factor.flip(0, 1)
+    return None if int(failed) else turn_(factor)
 
 
 def checked_hessian(

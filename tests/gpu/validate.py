@@ -43,6 +43,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "training.steps": ("training_steps",),
     "training.grouped": ("grouped_training",),
     "calibration.layers": ("gptq",),
+    "calibration.memory": ("calibration_memory",),
     "models.qat": ("qat",),
     "models.quantize": ("quantize",),
     "models.checkpoints": ("checkpoints",),

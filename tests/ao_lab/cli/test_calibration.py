@@ -37,8 +37,9 @@ def text(folder):
     return ["--calibration", str(folder / "words.txt"), "--windows", "12", "--length", "32"]
 
 
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
 def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_reads_it(
-    folder, tmp_path, capsys
+    folder, tmp_path, capsys, stream
 ):
     target = tmp_path / "out"
     command = [
@@ -47,10 +48,8 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
         str(target),
         *CONFIG,
         *text(folder),
-        "--method",
-        "gptq",
-        "--method",
-        "clip",
+        *("--method", "gptq", "--method", "clip"),
+        *stream,
     ]
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -70,7 +69,7 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
         value = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
         assert torch.equal(theirs.get_parameter(name), value), name
     card = (target / "README.md").read_text()
-    assert "--method gptq --method clip --windows 12 --length 32" in card
+    assert "--method gptq --method clip " + " ".join(["--windows 12 --length 32", *stream]) in card
 
 
 @pytest.mark.parametrize(
@@ -86,6 +85,7 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
         (["--method", "hqq", "--option", "group_size=32", "--layout", "ao_lab"], "int4_g32_asymmetric"),
         (["--method", "clip", "--sparsity", "2:4", "--calibration", "WORDS"], "fill the zeros"),
         (["--resume", "somewhere", "--method", "hqq"], "give --calibration"),
+        (["--stream", "--method", "hqq"], "give --calibration"),
     ],
 )  # fmt: skip
 def test_what_is_refused(arguments, said, folder, tmp_path, capsys):

@@ -1,0 +1,217 @@
+"""One block of a model on a device at a time; the others wait where they are: on the host, or in the files that they map.
+
+A model that transformers has loaded on a CPU is views of its files (safetensors maps them), so that its weights take no memory
+until they are read, and none for long after that. A block is copied to the device when data reach it first, and leaves when
+they reach the next one: as it was where nothing has changed, so that its weights are views of the files again, else with what
+changed. A quantized block whose file is there (`resume=`) becomes views of that file.
+
+Modules outside of the blocks (embeddings, a norm, the head) are copied for each of their calls. Operations, their order and
+their device are those of a model that is there as a whole, and so are all bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.walk import is_inside
+
+#: Takes the number of a finished block, gives its parameters by name; None where they are not in a file.
+Stored = Callable[[int], Mapping[str, torch.Tensor] | None]
+
+
+def needs_residence(model: nn.Module, device: Any) -> bool:
+    """Whether blocks of a model have to be brought to a device, or out of files on a CPU."""
+    if device is None:
+        return False
+    wanted = torch.device(device)
+    return wanted.type == "cpu" or any(p.device != _indexed(wanted) for p in model.parameters())
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A device with its number, as tensors name theirs."""
+    return torch.empty(0, device=device).device
+
+
+def moved(value: Any, device: Any) -> Any:
+    """A batch with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: moved(one, device) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        values = [moved(one, device) for one in value]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    return value
+
+
+def moved_batches(batches: Iterable[Any], device: Any) -> Any:
+    """Batches on a device, one after the other; what is no iterable of batches is left to those who refuse it."""
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        return batches
+    return (moved(batch, device) for batch in batches)
+
+
+@dataclass
+class Copies:
+    """The tensors of some modules on the device, and where each was before."""
+
+    modules: list[nn.Module]
+    device: torch.device
+    #: (module, its dictionary's name, the key, what it was, its values there).
+    homes: list[tuple[nn.Module, str, str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def enter(self) -> None:
+        """Copy them. A dense parameter stays the same object with other values, since plans know it by that."""
+        made: dict[int, torch.Tensor] = {}
+        for module, kind, key, old in _tensors(self.modules):
+            self.homes.append((module, kind, key, old, old.data))
+            if kind == "_parameters" and not isinstance(old.data, QuantizedTensor):
+                if id(old) not in made:
+                    made[id(old)] = old
+                    old.data = old.data.to(self.device, copy=True)
+                continue
+            new = old.detach().to(self.device, copy=True)
+            if kind == "_parameters":
+                new = nn.Parameter(new, requires_grad=False)
+            getattr(module, kind)[key] = made.setdefault(id(old), new)
+
+    def leave(self, changed: bool) -> None:
+        """Let the copies go; those that have changed go home."""
+        home = {id(old): values for _, _, _, old, values in self.homes}
+        if changed:
+            self._take_home(home)
+            return
+        for module, kind, key, old, values in self.homes:
+            if kind == "_parameters" and not isinstance(values, QuantizedTensor):
+                old.data = values
+            else:
+                getattr(module, kind)[key] = old
+
+    def _take_home(self, home: dict[int, torch.Tensor]) -> None:
+        """Values that are not what they were before, on the device where they were; the others as they were."""
+        where = next((values.device for values in home.values()), torch.device("cpu"))
+        made: dict[int, nn.Parameter] = {}
+        before = {(id(module), kind, key): (old, values) for module, kind, key, old, values in self.homes}
+        for module, kind, key, now in _tensors(self.modules):
+            old, values = before.get((id(module), kind, key), (None, None))
+            if kind == "_buffers":
+                module._buffers[key] = now.to(where) if old is None else old
+            elif isinstance(now.data, QuantizedTensor):
+                if old is not None and isinstance(values, QuantizedTensor):
+                    module._parameters[key] = old  # type: ignore[assignment]
+                elif now.device != where:
+                    new = nn.Parameter(now.data.to(where), requires_grad=False)
+                    module._parameters[key] = made.setdefault(id(now), new)
+            elif values is None or now.data is not values:
+                taken = now.data.to(where)
+                now.data = values if values is not None and _same(taken, values) else taken
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
+
+
+def _tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """The parameters and buffers that modules have themselves."""
+    for module in modules:
+        for kind in ("_parameters", "_buffers"):
+            for key, value in list(getattr(module, kind).items()):
+                if value is not None:
+                    yield module, kind, key, value
+
+
+@dataclass
+class Residence:
+    """The blocks of a model, of which one is on the device."""
+
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]
+    device: torch.device
+    #: Blocks whose tensors may have changed.
+    touched: set[str] = field(default_factory=set)
+    stored: Stored | None = None
+    here: str | None = None
+    copies: Copies | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[Residence]:
+        """Blocks come and go inside; afterwards all are where they were."""
+        handles: list[Any] = []
+        try:
+            for name, module in self.blocks.items():
+                handles.append(
+                    module.register_forward_pre_hook(lambda *_, name=name: self.enter(name), prepend=True)
+                )
+            for module in self._outside():
+                handles += self._for_each_call(module)
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.leave()
+
+    def enter(self, name: str) -> None:
+        """A block onto the device, the one before off it."""
+        if self.here == name:
+            return
+        self.leave()
+        self.copies, self.here = Copies(list(self.blocks[name].modules()), self.device), name
+        self.copies.enter()
+
+    def visit(self, name: str) -> None:
+        """A block onto the device that is going to change."""
+        self.enter(name)
+        self.touched.add(name)
+
+    def leave(self) -> None:
+        """The block that is here off the device."""
+        if self.copies is None or self.here is None:
+            return
+        name, copies = self.here, self.copies
+        self.here = self.copies = None
+        copies.leave(name in self.touched)
+        if name in self.touched and self.stored is not None:
+            take(self.blocks[name], self.stored(list(self.blocks).index(name)))
+
+    def _outside(self) -> list[nn.Module]:
+        """Modules outside of the blocks that have tensors themselves."""
+        return [
+            module
+            for path, module in self.model.named_modules()
+            if not is_inside(path, self.blocks) and any(True for _ in _tensors([module]))
+        ]
+
+    def _for_each_call(self, module: nn.Module) -> list[Any]:
+        """Hooks that copy a module's tensors for each of its calls."""
+        inside: list[Copies] = []
+
+        def before(*_: Any) -> None:
+            inside.append(Copies([module], self.device))
+            inside[-1].enter()
+
+        def after(*_: Any) -> None:
+            inside.pop().leave(changed=False)
+
+        return [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+
+def take(block: nn.Module, parameters: Mapping[str, torch.Tensor] | None) -> None:
+    """Give a block the quantized weights of a file, in place of the same ones in memory."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(block.named_parameters(remove_duplicate=False)):
+        value = None if parameters is None else parameters.get(name)
+        if value is None or not isinstance(parameter.data, QuantizedTensor):
+            continue
+        path, _, leaf = name.rpartition(".")
+        new = made.setdefault(id(parameter), nn.Parameter(value, requires_grad=False))
+        block.get_submodule(path)._parameters[leaf] = new
