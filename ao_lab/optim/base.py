@@ -1,0 +1,297 @@
+"""`LowBitOptimizer`: a torch optimizer whose states are stored as `reference.optim.states` says.
+
+A step looks at every gradient before it changes anything, then updates parameters of one device and pair of dtypes together
+(`fast.optim.update`). Nothing is compiled by torch, and nothing waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ao_lab.optim.slots import (
+    NAMES,
+    begin_state,
+    blocks_before,
+    local,
+    moment_of,
+    put_moment,
+    slot_of,
+    states_for,
+)
+from fast.optim.update import Rule, Slot, update_
+from reference.optim.states import STATES, States, states_of
+from reference.optim.update import MASTERS, check_numbers
+
+NONFINITE = ("raise", "propagate")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: What a state dict says of how its states are stored; the class of the optimizer is not part of it.
+DESCRIBED = ("kind", "states", "block_size", "master")
+
+
+class LowBitOptimizer(Optimizer):
+    """Adam, AdamW or Lion with stored states.
+
+    params: as torch's optimizers take them. kind: "adam", "adamw" or "lion". states: a name of `STATES` or a record.
+    block_size: elements of a block of states, a power of two. lr: a number or a tensor of no axis, which may be changed in
+    place (a captured CUDA graph reads it). bf16_stochastic_round: bfloat16 parameters are rounded stochastically. master:
+    "none", "24bit" or "32bit", the float32 that a bfloat16 parameter and its error are together. nonfinite: "raise", a gradient with NaN or
+    infinity is a ValueError before anything has changed, or "propagate", it makes its block NaN, as in torch. seed: of random
+    bits, beside step, number of the parameter and place in it: replicas draw the same.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        kind: str,
+        states: str | States,
+        block_size: int | None = None,
+        bf16_stochastic_round: bool = False,
+        master: str = "none",
+        nonfinite: str = "raise",
+        seed: int = 0,
+    ) -> None:
+        record = states_of(states)
+        self.states = record if block_size is None else record.with_block(block_size)
+        self.kind, self.master, self.nonfinite = kind, master, nonfinite
+        self.bf16_stochastic_round, self.seed = bf16_stochastic_round, seed
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite is one of {NONFINITE}, got {nonfinite!r}")
+        if master not in MASTERS:
+            raise ValueError(f"master is one of {tuple(MASTERS)}, got {master!r}")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed is an integer from 0 to 2**64 - 1, got {seed!r}")
+        check_numbers(kind, float(lr), betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @property
+    def block_size(self) -> int:
+        """Elements of a block of states."""
+        return self.states.first.block
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; ValueError for numbers out of range, TypeError for parameters of another dtype."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(self.kind, group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient; the closure's loss, or None.
+
+        Raises ValueError for gradients that are sparse, on another device or, with nonfinite="raise", not finite, before
+        anything has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = self._checked()
+        for group, slots in work:
+            for states, part in slots.items():
+                update_(part, self._rule(group, states))
+        return loss
+
+    def _checked(self) -> list[tuple[dict[str, Any], dict[States, list[Slot]]]]:
+        """Groups with what their steps read and write, by states; every gradient was looked at."""
+        found = [(group, number, p) for group, number, p in self._numbered() if p.grad is not None]
+        for group, number, p in found:
+            _check_gradient(p, number)
+            _check_group(self.kind, {**group, "params": []})
+        if self.nonfinite == "raise":
+            for _, number, p in found:
+                if not bool(torch.isfinite(local(_gradient(p))).all()):
+                    raise ValueError(
+                        f"the gradient of parameter {number} of shape {tuple(p.shape)} is not finite: nothing was changed; "
+                        f"skip the step, or give nonfinite='propagate' to have torch's behaviour"
+                    )
+        work: dict[int, tuple[dict[str, Any], dict[States, list[Slot]]]] = {}
+        for group, number, p in found:
+            state = self.state[p]
+            if not state:
+                state.update(begin_state(p, self.states, self.kind, self.master))
+            states = states_for(p, self.states)
+            slot = slot_of(p, _gradient(p), state, number, blocks_before(p, states.first.block))
+            work.setdefault(id(group), (group, {}))[1].setdefault(states, []).append(slot)
+        return list(work.values())
+
+    def _numbered(self) -> list[tuple[dict[str, Any], int, torch.Tensor]]:
+        """(group, number, parameter) in order."""
+        pairs = [(group, p) for group in self.param_groups for p in group["params"]]
+        return [(group, number, p) for number, (group, p) in enumerate(pairs)]
+
+    def _rule(self, group: dict[str, Any], states: States) -> Rule:
+        return Rule(
+            self.kind, states, group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"],
+            self.bf16_stochastic_round, self.seed,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with codes and scales as they are; `low_bit` in each group says how they are stored."""
+        made = super().state_dict()
+        for group in made["param_groups"]:
+            group["low_bit"] = self.description
+        return made
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What two optimizers have in common that can read each other's states."""
+        return {
+            "kind": self.kind,
+            "states": self.states.name,
+            "block_size": self.block_size,
+            "master": self.master,
+        }
+
+    def float32_state_dict(self) -> dict[str, Any]:
+        """A state dict whose moments are float32: torch's Adam or AdamW loads it, and so does any class of this module."""
+        made = super().state_dict()
+        states: dict[int, dict[str, Any]] = {}
+        for _, number, p in self._numbered():
+            state = self.state.get(p)
+            if not state:
+                continue
+            mine = states_for(p, self.states)
+            names = {name: field for name, field in NAMES.items() if self.kind != "lion" or field == "first"}
+            states[number] = {
+                "step": state["step"].clone(),
+                **{name: moment_of(p, state, name, getattr(mine, field)) for name, field in names.items()},
+            }
+        return {**made, "state": states}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """States of an optimizer of the same kind and states, bit for bit, or float32 moments of torch's Adam, AdamW or of
+        `float32_state_dict`, which are stored to nearest.
+
+        Raises ValueError where the states are stored otherwise, or do not fit the parameters, before anything has changed.
+        """
+        state_dict = self._before_loading(state_dict)
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        self._check_groups(groups)
+        numbers = [number for group in groups for number in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        pairs = dict(zip(numbers, mine, strict=True))
+        made = {
+            pairs[number]: self._loaded(pairs[number], number, state)
+            for number, state in states.items()
+            if state
+        }
+        for group, given in zip(self.param_groups, groups, strict=True):
+            for name, value in given.items():
+                if name in ("params", "low_bit"):
+                    continue
+                own = group.get(name)
+                if isinstance(own, torch.Tensor) and name == "lr":
+                    own.fill_(float(value))
+                else:
+                    group[name] = value
+        self.state.clear()
+        self.state.update(made)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _check_groups(self, groups: list[dict[str, Any]]) -> None:
+        counts = [len(group["params"]) for group in groups]
+        wanted = [len(group["params"]) for group in self.param_groups]
+        if counts != wanted:
+            raise ValueError(f"the state dict has groups of {counts} parameters, this optimizer of {wanted}")
+        for group in groups:
+            given = group.get("low_bit")
+            if given is not None and given != self.description:
+                names = [name for name in DESCRIBED if given.get(name) != self.description[name]]
+                said = ", ".join(f"{name} {given.get(name)!r}" for name in names)
+                own = ", ".join(f"{name} {self.description[name]!r}" for name in names)
+                raise ValueError(
+                    f"the state dict is of {said}, this optimizer of {own}: make it with the same, or save "
+                    f"float32_state_dict(), which any of them loads"
+                )
+
+    def _loaded(self, p: torch.Tensor, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The states of a parameter from those of a dict, on its device."""
+        mine = states_for(p, self.states)
+        made = begin_state(p, self.states, self.kind, self.master)
+        made["step"].fill_(float(state["step"]))
+        floats = {name: state[name] for name in NAMES if name in state and name not in made}
+        for name, value in floats.items():
+            field = NAMES.get(name)
+            if f"{name}_codes" in made and field:
+                _same_shape(p, number, name, value, p)
+                put_moment(made, name, p, getattr(mine, field), local(value))
+        for name in made:
+            if name == "step" or name.rpartition("_")[0] in floats:
+                continue
+            if name not in state:
+                if name == "error":
+                    continue
+                raise ValueError(
+                    f"the states of parameter {number} of shape {tuple(p.shape)} have no {name!r} but {sorted(state)}: they "
+                    f"are those of another optimizer; load its float32 moments instead"
+                )
+            _same_shape(p, number, name, state[name], made[name])
+            local(made[name]).copy_(local(state[name]))
+        return made
+
+
+def _same_shape(p: torch.Tensor, number: int, name: str, given: torch.Tensor, wanted: torch.Tensor) -> None:
+    if tuple(given.shape) != tuple(wanted.shape):
+        raise ValueError(
+            f"{name} of parameter {number} of shape {tuple(p.shape)} has shape {tuple(given.shape)} in the state dict, and "
+            f"{tuple(wanted.shape)} here: the dict is of another model or another block size"
+        )
+
+
+def _check_group(kind: str, group: dict[str, Any]) -> None:
+    check_numbers(kind, 0.0 if isinstance(group["lr"], torch.Tensor) else group["lr"], group["betas"], group["eps"],
+                  group["weight_decay"])  # fmt: skip
+    for p in group["params"]:
+        if p.dtype not in DTYPES:
+            raise TypeError(
+                f"parameters are float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}; leave it out"
+            )
+        if not local(p).is_contiguous():
+            raise ValueError(
+                f"parameters lie contiguously in memory, got one of shape {tuple(p.shape)} with strides {local(p).stride()}; "
+                f"make it contiguous first"
+            )
+
+
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    grad = p.grad
+    assert grad is not None
+    return grad
+
+
+def _check_gradient(p: torch.Tensor, number: int) -> None:
+    grad = _gradient(p)
+    if grad.is_sparse:
+        raise ValueError(
+            f"the gradient of parameter {number} of shape {tuple(p.shape)} is sparse, which these optimizers do not take: use "
+            f"Embedding(sparse=False), or torch.optim.SparseAdam for it"
+        )
+    if grad.dtype not in DTYPES:
+        raise TypeError(
+            f"gradients are float32, bfloat16 or float16, got {grad.dtype} for parameter {number}"
+        )
+
+
+__all__ = ["STATES", "LowBitOptimizer"]

@@ -1,0 +1,333 @@
+"""Optimizer states as schemes: what a moment is stored as, and back.
+
+A state is a matrix (rows, length) of float32, one row for each row of its parameter (`matrix_shape`). A `State` record says
+how it is stored: a `Scheme`, blocks along rows with a short last one, behind a transform.
+
+* ``none``: the scheme stores the moment.
+* ``sqrt``: it stores the root of the second moment. v spans the square of what gradients span; the root halves that in bits.
+* ``softsign`` (FlashOptim, arXiv 2602.23349): of x = m / s, s the block's absmax, the integer nearest to 127 * 2x / (1 + |x|)
+  is stored; back x = y / (2 - |y|), y = code / 127. ``sqrt`` beside uint8 is its second moment.
+
+**A stored 0 is the defect of the field.** Where v is stored as 0 and m is not, the next update is m / (sqrt((1 - b2) g^2) +
+eps), or m / eps where g is 0: hundreds to 100,000 times too large. `nonzero` states have the smallest positive code wherever
+v > 0. The default states also round the root of v stochastically: v moves by 0.1 % a step, less than half a code, so that
+rounding to nearest never moves it and rounding up drives it away. Their scales are powers of two: the grid of normal numbers
+does not move when a block's maximum does, so that rounding costs what v moved and no more (rms of the update's error over 600
+steps 0.144, with absmax / 448 as the scale 0.165), and values that were stored are stored again as the same codes.
+
+Formats of other libraries, value for value: ``dynamic8``, ``dynamic8_unsigned`` (bitsandbytes, torchao), ``dynamic4``,
+``linear4_unsigned`` (torchao after arXiv 2309.01507; it has no 0). They round a tie between two values to the larger one,
+codebooks here to the lower index.
+
+Random bits: 16 an element, half a word of Philox 4x32-10 (`reference.formats.encode`). Element i of a state under a seed, at a
+step, of parameter number p: output (i mod 8) // 2 of philox(seed, counter = (i // 8, use, p, step)), the lower half where i is
+even; i counts elements as if every block of a row were full, and the use is 0 for the second moment, 1 for the parameter, 2
+for the first moment. So replicas agree, a resumed run goes on with the same bits, and any element's can be computed alone.
+
+Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), section 2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.arrays.namespace import choice, lookup
+from reference.formats.encode import MASK, philox
+from reference.formats.formats import Format
+from reference.quantize.quantize import dequantize, quantize
+from reference.quantize.scales import choose_scales
+from reference.quantize.stored import Quantized
+from reference.schemes.schemes import FLOOR, Scale, Scheme, register
+
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+
+TRANSFORMS = ("none", "sqrt", "softsign")
+#: What random bits are for.
+SECOND, PARAMETER, FIRST = 0, 1, 2
+#: Elements that share a counter of Philox.
+TOGETHER = 8
+
+_quantize: Callable[..., Quantized] = inspect.unwrap(quantize)
+_dequantize: Callable[..., Any] = inspect.unwrap(dequantize)
+
+
+def dynamic_map(signed: bool, exponents: int, bits: int) -> tuple[float, ...]:
+    """The values of the dynamic tree format: decimal exponents down to 10**(1 - exponents), fractions finer toward 1.
+
+    Ascending float32. As bitsandbytes and torchao compute them: midpoints of linspace(0.1, 1) in float32, each of its points
+    rounded once, times 10**k rounded to float32.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(exponents):
+        count = 2 ** (bits - 1 - exponents + exponent + (not signed)) + 1
+        points = _linspace(count)
+        middle = (points[:-1] + points[1:]) / np.float32(2) * np.float32(10.0 ** (exponent - exponents + 1))
+        values += [*middle.tolist(), *((-middle).tolist() if signed else ())]
+    return tuple(sorted(values))
+
+
+def _linspace(count: int) -> Floats:
+    """torch.linspace(0.1, 1, count): from both ends, with the step in float32 and one rounding a point."""
+    start, end = np.float32(0.1), np.float32(1)
+    step = np.float64(np.float32((end - start) / np.float32(count - 1)))
+    at = np.arange(count)
+    low, high = np.float64(start) + step * at, np.float64(end) - step * (count - 1 - at)
+    return np.where(at < count // 2, low, high).astype(np.float32)
+
+
+def _codebook(name: str, bits: int, table: tuple[float, ...], signed: bool) -> str:
+    return register(Format(name=name, kind="codebook", bits=bits, table=table, signed=signed)).name
+
+
+DYNAMIC8 = _codebook("dynamic8", 8, dynamic_map(True, 7, 8), True)
+DYNAMIC8_UNSIGNED = _codebook("dynamic8_unsigned", 8, dynamic_map(False, 7, 8), False)
+DYNAMIC4 = _codebook("dynamic4", 4, dynamic_map(True, 3, 4), True)
+LINEAR4_UNSIGNED = _codebook("linear4_unsigned", 4, tuple(i / 16 for i in range(1, 17)), False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How a moment is stored. ValueError for a transform that does not exist."""
+
+    name: str
+    #: None: float32 as it is.
+    scheme: Scheme | None
+    #: ``none``, ``sqrt`` or ``softsign``.
+    transform: str = "none"
+    #: Whether values above 0 have the smallest positive code at least.
+    nonzero: bool = False
+
+    def __post_init__(self) -> None:
+        choice(self.transform, TRANSFORMS, "transform")
+
+    @property
+    def block(self) -> int:
+        """Elements of a block; of float32 states 256, by which random bits are counted."""
+        return int(self.scheme.scale.block) if self.scheme is not None else 256  # type: ignore[arg-type]
+
+    @property
+    def smallest_code(self) -> int:
+        """The code of the smallest positive value."""
+        values = self.scheme.format.values if self.scheme is not None else np.zeros(1, np.float32)
+        positive = np.where(values > 0, values, np.inf)
+        return int(np.argmin(positive))
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it is rounded stochastically."""
+        return self.scheme is not None and self.scheme.rounding == "stochastic"
+
+    @property
+    def bytes_an_element(self) -> float:
+        """Bytes of a code and of its share of a scale."""
+        if self.scheme is None:
+            return 4.0
+        return self.scheme.format.bits / 8 + (2 if self.scheme.scale.storage == "float16" else 4) / self.block
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """How an optimizer's two moments are stored; `second` is unused where there is none (Lion)."""
+
+    name: str
+    first: State
+    second: State
+    #: Where the record breaks the rules of the default states, in words.
+    deviations: tuple[str, ...] = ()
+
+    def with_block(self, block: int) -> States:
+        """The same with another block size; ValueError unless it is a power of two from 8 to 4096."""
+        if type(block) is not int or block not in [1 << k for k in range(3, 13)]:
+            raise ValueError(f"block_size is a power of two from 8 to 4096, got {block!r}")
+        return replace(self, first=_with_block(self.first, block), second=_with_block(self.second, block))
+
+
+def _with_block(state: State, block: int) -> State:
+    if state.scheme is None or state.block == block:
+        return state
+    scheme = replace(state.scheme, scale=replace(state.scheme.scale, block=block))
+    return replace(state, scheme=scheme)
+
+
+FLOAT32 = State(name="float32", scheme=None)
+ZEROS = "a second moment far below its block's largest is stored as 0, and the next update is 100 to 200,000 times too large"
+TIES = "a tie between two values goes to the lower index, torchao's to the larger value"
+
+
+def _house(element: str, block: int, rounding: str, rule: str = "ratio_pow2", target: float = 0.0) -> Scheme:
+    from reference.formats.formats import FORMATS
+
+    scale = Scale(block=block, target=target or FORMATS[element].max, rule=rule, floor=FLOOR, partial=True)
+    return Scheme(name=f"state_{element}_{rounding}", element=element, scale=scale, rounding=rounding)
+
+
+def _torchao(element: str, block: int, target: float) -> Scheme:
+    """torchao 0.18, optim/quant_utils.py `scale_tensor` and optim/subclass_fp8.py: x / max(absmax, 1e-12) * target."""
+    scale = Scale(block=block, target=target, floor=("statistic", 1e-12), partial=True)
+    return Scheme(name=f"torchao.state_{element}", element=element, scale=scale, apply="divide")
+
+
+def _records() -> list[States]:
+    nearest, stochastic = "nearest_even", "stochastic"
+    first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, nearest))
+    root = State(
+        name="sqrt_e4m3", scheme=_house("float8_e4m3fn", 256, stochastic), transform="sqrt", nonzero=True
+    )
+    first4 = State(name="e2m1", scheme=_house("float4_e2m1fn", 128, stochastic))
+    root4 = State(
+        name="sqrt_uint4", scheme=_house("uint4", 128, stochastic, "ratio"), transform="sqrt", nonzero=True
+    )
+    pairs = {
+        "torchao.8bit": ((DYNAMIC8, 256, 1.0), (DYNAMIC8_UNSIGNED, 256, 1.0), (ZEROS, TIES)),
+        "torchao.4bit": ((DYNAMIC4, 128, 1.0), (LINEAR4_UNSIGNED, 128, 1.0), (TIES,)),
+        "torchao.fp8": (("float8_e4m3fn", 256, 448.0), ("float8_e4m3fn", 256, 448.0), (ZEROS,)),
+    }
+    others = [
+        States(
+            name=name, first=State(name=f"{name}.first", scheme=_torchao(*first_)),
+            second=State(name=f"{name}.second", scheme=_torchao(*second_)), deviations=deviations,
+        )
+        for name, (first_, second_, deviations) in pairs.items()
+    ]  # fmt: skip
+    half = Scale(block=32, target=1.0, floor=("stored", 2.0**-24), storage="float16", partial=True)
+    flash = States(
+        name="flashoptim.8bit",
+        first=State(
+            name="softsign_int8", transform="softsign",
+            scheme=Scheme(name="flashoptim.first", element="int8", scale=half),
+        ),
+        second=State(
+            name="sqrt_uint8", transform="sqrt",
+            scheme=Scheme(name="flashoptim.second", element="uint8", scale=replace(half, target=255.0)),
+        ),
+        deviations=(ZEROS,),
+    )  # fmt: skip
+    return [
+        States(name="float32", first=FLOAT32, second=FLOAT32),
+        States(name="8bit", first=first, second=root),
+        States(name="4bit", first=first4, second=root4),
+        # Lion's moment moves by 1 % a step.
+        States(
+            name="lion.8bit",
+            first=replace(first, name="e4m3_stochastic", scheme=_house("float8_e4m3fn", 256, stochastic)),
+            second=FLOAT32,
+        ),
+        *others,
+        flash,
+    ]
+
+
+#: Every pair of states by name.
+STATES: dict[str, States] = {record.name: record for record in _records()}
+
+
+def states_of(states: str | States) -> States:
+    """The record of a name; a record passes through. Unknown names raise ValueError with the nearest ones."""
+    return states if isinstance(states, States) else lookup(states, STATES, "states")
+
+
+def matrix_shape(shape: tuple[int, ...], block: int) -> tuple[int, int]:
+    """(rows, length) of a parameter: its last axes, joined from the right until they hold a block, but never the first of
+    several. Blocks end with a row, so that a row of an embedding has scales of its own.
+    """
+    axis = max(len(shape) - 1, 0)
+    while axis > 1 and prod(shape[axis:]) < block:
+        axis -= 1
+    return prod(shape[:axis]), prod(shape[axis:])
+
+
+def halves(
+    shape: tuple[int, int], block: int, *, seed: int, step: int, parameter: int, use: int, first: int = 0
+) -> Words:
+    """uint32 words of shape (rows, length), 16 random bits in their upper halves; see the module text.
+
+    first: the number of blocks of the parameter in front of this part of it, where it is a shard.
+    """
+    rows, length = shape
+    count = -(-length // block)
+    total = rows * count * block
+    start = first * block
+    index = np.arange(start // TOGETHER, -(-(start + total) // TOGETHER), dtype=np.uint64)
+    fixed = [np.full_like(index, np.uint64(value & MASK)) for value in (use, parameter, step)]
+    words = np.stack(philox(seed, (index & np.uint64(MASK), fixed[0], fixed[1], fixed[2])), axis=-1)
+    words = words.astype(np.uint32)
+    both = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], axis=-1).reshape(-1)
+    blocks = both[start % TOGETHER :][:total].reshape(rows, count * block)
+    return np.ascontiguousarray(blocks[:, :length])
+
+
+def store_state(x: Any, state: State, random_bits: Any = None) -> Quantized:
+    """A moment as its state stores it.
+
+    x: float32 (rows, length), NumPy, not negative where the transform is sqrt. random_bits: uint32 of its shape where the state
+    is rounded stochastically. Codes come packed. Raises ValueError for a state that stores float32, and as `quantize` does.
+    """
+    if state.scheme is None:
+        raise ValueError(f"state {state.name} stores float32 as it is; there is nothing to quantize")
+    with np.errstate(all="ignore"):
+        if state.transform == "softsign":
+            return _store_softsign(x, state)
+        value = np.sqrt(x) if state.transform == "sqrt" else x
+        q = _quantize(value, state.scheme, random_bits=random_bits)
+    if state.nonzero:
+        codes = np.where(
+            (value > 0) & (q.codes < state.smallest_code), np.uint8(state.smallest_code), q.codes
+        )
+        q = replace(q, codes=codes)
+    return _packed(q)
+
+
+def load_state(q: Quantized, state: State) -> Floats:
+    """The moment that `store_state` stored, float32 (rows, length)."""
+    with np.errstate(all="ignore"):
+        if state.transform == "softsign":
+            return _load_softsign(q)
+        value: Floats = _dequantize(q)
+        return value * value if state.transform == "sqrt" else value
+
+
+def _packed(q: Quantized) -> Quantized:
+    from reference.formats.storage import pack
+
+    return replace(q, codes=inspect.unwrap(pack)(q.codes, q.scheme.format), packed=True)
+
+
+def _store_softsign(x: Floats, state: State) -> Quantized:
+    """Scales of x as the scheme chooses them, and integers nearest to 127 * 2x / (1 + |x|) of the scaled elements."""
+    scheme = state.scheme
+    assert scheme is not None
+    scales = choose_scales(x, scheme)
+    spread = np.repeat(scales.scale.astype(np.float32), state.block, axis=-1)[:, : x.shape[-1]]
+    scaled = np.clip(x / spread, np.float32(-1), np.float32(1))
+    companded = np.float32(2) * scaled / (np.float32(1) + np.abs(scaled)) * np.float32(127)
+    codes = np.rint(companded).astype(np.int8).view(np.uint8)
+    return Quantized(codes, scales.scale, None, None, x.shape, 1, scheme, packed=True)
+
+
+def _load_softsign(q: Quantized) -> Floats:
+    block = int(q.scheme.scale.block)  # type: ignore[arg-type]
+    spread = np.repeat(q.scale.astype(np.float32), block, axis=-1)[:, : q.shape[-1]]
+    y = q.codes.view(np.int8).astype(np.float32) / np.float32(127)
+    return np.asarray(y / (np.float32(2) - np.abs(y)) * spread, np.float32)
+
+
+__all__ = [
+    "FLOAT32",
+    "STATES",
+    "State",
+    "States",
+    "dynamic_map",
+    "halves",
+    "load_state",
+    "matrix_shape",
+    "states_of",
+    "store_state",
+]

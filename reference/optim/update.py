@@ -1,0 +1,288 @@
+"""One step of Adam, AdamW and Lion on a parameter, its gradient and its states, bit for bit.
+
+Everything is float32, every operation rounded once, in this order; numbers of a step are computed in float64 and rounded once
+(`Numbers`). p, g, m, v are the parameter, the gradient and the moments as they were stored, as float32:
+
+    Adam    g = g + wd p
+    AdamW   p = p (1 - lr wd)
+    both    m = b1 m + (1 - b1) g,    v = min(b2 v + (1 - b2) (g g), largest float32),    r = sqrt(v)
+            p = p - (m (lr / (1 - b1^t))) / (r (1 / sqrt(1 - b2^t)) + eps)
+    Lion    p = p (1 - lr wd),    p = p - lr sign(b1 m + (1 - b1) g),    m = b2 m + (1 - b2) g
+
+The update uses the fresh moments; then they are stored (`reference.optim.states`) and p is rounded to its dtype: to nearest
+even, or stochastically by 16 random bits, where an update of less than half a unit in the last place would be lost for ever.
+Powers b^t are products of float64 squares, from the lowest bit of t on, so that they are equal everywhere.
+
+**Parameters with a 24-bit or 32-bit master** (`split_master`): a bfloat16 parameter, rounded to nearest from a float32 whose
+lowest 8 bits (none) were rounded away, and what that rounding took, as int8 (int16). Both are integers that add up, so nothing
+is lost between steps: `join_master` gives the float32 back. The idea is FlashOptim's (arXiv 2602.23349); its error counts
+steps of a 254th (65534th) of the bfloat16's last place, this one steps of the float32 pattern.
+
+Finite input never becomes NaN: squares stop at the largest float32, and eps is positive. A gradient that is not finite makes
+its block's moments NaN, as torch's optimizers make its element; `ao_lab.optim` refuses such gradients before a step.
+
+Sources: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1; Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101),
+algorithm 2; Chen et al., Symbolic discovery of optimization algorithms (arXiv 2302.06675), program 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from reference.arrays.namespace import choice, codes_of, namespace_of
+from reference.arrays.softfloat import LARGEST, float32_bits
+from reference.formats.encode import encode_bits, to_dtype_bits
+from reference.formats.formats import FORMATS
+from reference.optim.states import (
+    FIRST,
+    PARAMETER,
+    SECOND,
+    Floats,
+    State,
+    States,
+    halves,
+    load_state,
+    store_state,
+)
+from reference.quantize.stored import Quantized
+
+KINDS = ("adam", "adamw", "lion")
+#: Bits of a master weight that a bfloat16 parameter leaves to its errors, by the width of these.
+MASTERS = {"none": 0, "24bit": 8, "32bit": 16}
+TOP = np.int32(LARGEST).view(np.float32)
+
+
+def power(base: float, exponent: int) -> float:
+    """base**exponent: float64 products of squares, from the lowest bit of the exponent on."""
+    made, square = 1.0, float(base)
+    while exponent:
+        if exponent & 1:
+            made *= square
+        square *= square
+        exponent >>= 1
+    return made
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a step, float32: see the module text. `keep` is 1 - lr wd of AdamW and Lion."""
+
+    first: np.float32
+    first_rest: np.float32
+    second: np.float32
+    second_rest: np.float32
+    size: np.float32
+    root: np.float32
+    eps: np.float32
+    keep: np.float32
+    decay: np.float32
+
+    @classmethod
+    def of(
+        cls, kind: str, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> Numbers:
+        """Of step t (from 1 on); lr, eps and weight_decay are rounded to float32 first, betas are not."""
+        lr, decay = float(np.float32(lr)), float(np.float32(weight_decay))
+        lion = kind == "lion"
+        size = lr if lion else lr / (1.0 - power(betas[0], step))
+        root = 1.0 if lion else 1.0 / float(np.sqrt(np.float64(1.0 - power(betas[1], step))))
+        single = np.float32
+        return cls(
+            single(betas[0]), single(1.0 - betas[0]), single(betas[1]), single(1.0 - betas[1]), single(size), single(root),
+            single(eps), single(1.0 if kind == "adam" else 1.0 - lr * decay), single(decay),
+        )  # fmt: skip
+
+
+def check_numbers(kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """ValueError for what is no kind, or out of range: lr and weight_decay >= 0, betas in [0, 1), eps >= 2**-126."""
+    choice(kind, KINDS, "optimizer")
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not (isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is a finite number of 0 or more, got {value!r}")
+    for at, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas lie in [0, 1), got betas[{at}] = {beta!r}")
+    if kind != "lion" and not (isfinite(eps) and eps >= 2.0**-126):
+        raise ValueError(
+            f"eps is 2**-126 or more, got {eps!r}: with 0 a parameter whose gradients are 0 becomes NaN; use 1e-30"
+        )
+
+
+@dataclass(frozen=True)
+class Key:
+    """What random bits are keyed by: a seed of 64 bits, the step, the number of the parameter, and the blocks of it in front
+    of this part (0 unless it is a shard).
+    """
+
+    seed: int = 0
+    parameter: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter's matrix and its states between steps.
+
+    p: float32, bfloat16 or float16 (rows, length). first, second: `Quantized`, or float32 arrays where the state is float32;
+    second is None for Lion. error: int8 or int16 of p's shape where there is a master weight, else None.
+    """
+
+    p: Any
+    first: Any
+    second: Any = None
+    error: Any = None
+
+
+def begin(p: Any, states: States, kind: str = "adamw", master: str = "none") -> Stored:
+    """A parameter's states before its first step: moments of 0, no error."""
+    choice(master, tuple(MASTERS), "master")
+    zeros = np.zeros(p.shape, np.float32)
+    first, second = (_store(zeros, state, None) for state in (states.first, states.second))
+    error = None if not MASTERS[master] else np.zeros(p.shape, f"int{MASTERS[master]}")
+    return Stored(p, first, None if kind == "lion" else second, error)
+
+
+def _store(x: Floats, state: State, words: Any) -> Any:
+    if state.scheme is None:
+        return x
+    if state.stochastic and words is None:
+        words = np.zeros(x.shape, np.uint32)
+    return store_state(x, state, words if state.stochastic else None)
+
+
+def _load(stored: Any, state: State) -> Floats:
+    return load_state(stored, state) if isinstance(stored, Quantized) else stored
+
+
+def update(
+    stored: Stored,
+    g: Any,
+    states: States,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    kind: str = "adamw",
+    stochastic_round: bool = False,
+    key: Key | None = None,
+) -> Stored:
+    """The parameter and its states after step `step` (from 1 on). g: float32, bfloat16 or float16 of p's shape, NumPy.
+
+    stochastic_round: bfloat16 parameters are rounded stochastically. Raises ValueError as `check_numbers` does, and for a
+    gradient of another shape.
+    """
+    check_numbers(kind, lr, betas, eps, weight_decay)
+    if g.shape != stored.p.shape:
+        raise ValueError(f"a gradient has its parameter's shape {stored.p.shape}, got {g.shape}")
+    key = key or Key()
+    numbers = Numbers.of(kind, step, lr, betas, eps, weight_decay)
+    master = stored.p if stored.error is None else join_master(stored.p, stored.error)
+    m = _load(stored.first, states.first)
+    v = None if stored.second is None else _load(stored.second, states.second)
+    with np.errstate(all="ignore"):
+        p, m, v = moved(as_float32(master), as_float32(g), m, v, numbers, kind)
+
+    def words(use: int) -> Any:
+        block = states.first.block
+        return halves(
+            p.shape, block, seed=key.seed, step=step, parameter=key.parameter, use=use, first=key.first
+        )
+
+    first = _store(m, states.first, words(FIRST) if states.first.stochastic else None)
+    second = None
+    if v is not None:
+        second = _store(v, states.second, words(SECOND) if states.second.stochastic else None)
+    if stored.error is not None:
+        p, error = split_master(p, 8 * stored.error.dtype.itemsize)
+        return Stored(p, first, second, error)
+    name = str(stored.p.dtype)
+    rounds = words(PARAMETER) if stochastic_round and name == "bfloat16" else None
+    return Stored(as_dtype(p, name, rounds), first, second)
+
+
+def moved(
+    p: Floats, g: Floats, m: Floats, v: Floats | None, n: Numbers, kind: str
+) -> tuple[Floats, Floats, Floats | None]:
+    """The parameter and the moments after the step, float32, before they are stored."""
+    if kind == "adam":
+        g = g + n.decay * p
+    else:
+        p = p * n.keep
+    if v is None:
+        direction: Floats = np.sign(n.first * m + n.first_rest * g)
+        return p - n.size * direction, n.second * m + n.second_rest * g, None
+    m = n.first * m + n.first_rest * g
+    v = n.second * v + n.second_rest * (g * g)
+    v = np.where(v <= TOP, v, TOP)
+    return p - (m * n.size) / (np.sqrt(v) * n.root + n.eps), m, v
+
+
+def as_float32(x: Any) -> Floats:
+    """float32 values of a float array, exact."""
+    ns = namespace_of(x)
+    return np.asarray(ns.bitcast(float32_bits(ns, x, ns.dtype_name(x)), "float32"))
+
+
+def as_dtype(x: Floats, name: str, words: Any = None) -> Any:
+    """float32 rounded to a parameter's dtype, to nearest even, or to bfloat16 stochastically by words; finite stays finite."""
+    ns = namespace_of(x)
+    bits = ns.bitcast(x, "int32")
+    if words is None or name == "float32":
+        return to_dtype_bits(ns, bits, name, saturate=True)
+    fmt = FORMATS[name]
+    codes = encode_bits(ns, bits, fmt, "stochastic", "saturate", words)
+    return ns.bitcast(codes_of(ns, codes, 16), name)
+
+
+def split_master(p: Floats, width: int) -> tuple[Any, Any]:
+    """(bfloat16, int8 or int16): float32 rounded to 24 bits (width 8) or as it is (16), as its nearest bfloat16 and the
+    difference of the two patterns.
+
+    Rounding of the pattern is to nearest, ties away from zero in the bfloat16 and to even in the 24 bits. NaN: the quiet NaN
+    and 0; values that round beyond the largest bfloat16 stop there, with the error that is left.
+    """
+    bits = p.view(np.int32)
+    magnitude, negative = bits & 0x7FFFFFFF, bits < 0
+    drop = 16 - width
+    kept = magnitude
+    if drop:
+        kept = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop
+    half = 1 << (width - 1)
+    top = np.where(magnitude > 0x7F800000, 0x7FC0, np.minimum((kept + half) >> width, 0x7F7F))
+    top = np.where(magnitude == 0x7F800000, 0x7F80, top)
+    error = np.clip(kept - (top << width), -half, half - 1)
+    error = np.where(magnitude >= 0x7F800000, 0, error)
+    code = (top | np.where(negative, 0x8000, 0)).astype(np.uint16)
+    return namespace_of(p).bitcast(code, "bfloat16"), error.astype(f"int{width}")
+
+
+def join_master(p: Any, error: Any) -> Floats:
+    """The float32 that `split_master` split."""
+    width = 8 * error.dtype.itemsize
+    code = p.view(np.uint16).astype(np.int32)
+    magnitude = (((code & 0x7FFF) << width) + error) << (16 - width)
+    special = (code & 0x7FFF) >= 0x7F80
+    magnitude = np.where(special, (code & 0x7FFF) << 16, magnitude)
+    bits = (magnitude | ((code & 0x8000) << 16)).astype(np.int32)
+    return np.asarray(bits.view(np.float32))
+
+
+__all__ = [
+    "KINDS",
+    "MASTERS",
+    "Key",
+    "Numbers",
+    "Stored",
+    "begin",
+    "check_numbers",
+    "join_master",
+    "power",
+    "split_master",
+    "update",
+]
