@@ -64,8 +64,8 @@ def reproduce(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of ptq and calibration: measure this causal language model alone, a folder of transformers or a name that "
-            "`ao-lab pretrained` lists, any number of times; --only then names schemes."
+            help="Of ptq, qat, calibration and decode: measure this causal language model alone, a folder of transformers or a "
+            "name that `ao-lab pretrained` lists, any number of times; --only then names schemes."
         ),
     ] = None,
     task: Annotated[

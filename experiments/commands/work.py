@@ -112,13 +112,13 @@ def real_models(
 
 def for_real_models(names: list[str], real: Any, only: list[str], seconds: float | None) -> dict[str, Any]:
     """Arguments of a run on real models; WrongInput for experiments without them, unknown schemes and what is not there."""
-    from experiments.models.causal_lm import real_model
+    from experiments.models.causal_lm import check_usable, real_model
     from experiments.runs.run import check_asked
 
     try:
         check_asked(names, real, only)
         for given in real.models:
-            real_model(given, paths().cache, real.accept, step=say)
+            check_usable(real_model(given, paths().cache, real.accept, step=say))
     except ValueError as error:
         raise WrongInput(str(error)) from error
     if seconds is not None and not seconds > 0:

@@ -3,4 +3,4 @@
 from experiments.harness.registry import Experiment
 
 #: Speed and memory of a quantized model; on a CPU a tiny stand-in goes the same way.
-EXPERIMENT = Experiment(order=50, trained=False, part_of="ptq")
+EXPERIMENT = Experiment(order=50, trained=False, part_of="ptq", real=True)

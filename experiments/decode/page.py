@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from experiments.decode.real_page import real_findings, real_sections
 from experiments.decode.run import BASELINE, BFLOAT16, DEPENDENT, KIND, LIBRARY, OURS, WITH_SPEED_TARGET
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
@@ -139,10 +140,10 @@ STATUS = "status: "
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """What the run with the real shapes found, in sentences; none without such a run."""
-    found = exact_run(rows)
+    """What the run with the real shapes found, in sentences, and how fast real models generate."""
+    found, real = exact_run(rows), real_findings(rows)
     if found is None:
-        return []
+        return real
     where, results = found
     rate = fastest_bfloat16(results)[1]
     sentences = (
@@ -286,8 +287,8 @@ def speedups(method: str, where: Where, results: Results) -> Comparison:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One section per run."""
-    return [section(where, results) for where, results in by_run(rows, KIND).items()]
+    """One section per run: real models, then the shapes of Llama-3.1-8B and the stand-in."""
+    return [*real_sections(rows), *(section(where, results) for where, results in by_run(rows, KIND).items())]
 
 
 def section(where: Where, results: Results) -> Section:

@@ -53,6 +53,7 @@ from experiments.models.llama import (
     relative_change,
 )
 from experiments.report.results import published
+from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, published_shapes
 
 EXPERIMENT = "decode"
@@ -70,7 +71,9 @@ GB = 1e9
 
 
 def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the seed and the libraries that compile or are compared."""
+    """What a journal can be resumed for: the seed and the libraries that compile or are compared; real models, if asked for."""
+    if settings.asked is not None:
+        return f"{seed_and_libraries(settings.seed)}-{real_subject(settings)}"
     return seed_and_libraries(settings.seed)
 
 
@@ -102,8 +105,20 @@ class Bench:
         return self.base
 
 
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError for names of no part of a run on real models."""
+    from experiments.decode import real
+
+    real.check_parts(names)
+
+
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all configurations. Finished ones come from the journal; failed ones are not stored there and run again."""
+    """Rows of all configurations, or of real models where these were asked for. Finished ones come from the journal; failed
+    ones are not stored there and run again."""
+    if settings.asked is not None:
+        from experiments.decode import real
+
+        return real.run_real(settings, journal if journal is not None else Journal())
     return measure(Bench.of(settings), chosen(settings.only), journal if journal is not None else Journal())
 
 
@@ -314,16 +329,16 @@ class Config:
     fresh_cache: bool = False
     always: bool = True
 
-    def quantize(self, model: nn.Module) -> None:
-        """Quantize the model's linear layers in place."""
+    def quantize(self, model: nn.Module, filter_fn: Callable[..., bool] | None = None) -> None:
+        """Quantize the model's linear layers in place, those that filter_fn(module, name) takes."""
         if self.build is None:
             return
         if self.setting == OURS:
-            ao_lab.quantize_(model, self.build())
+            ao_lab.quantize_(model, self.build(), filter_fn)
             return
         from torchao.quantization import quantize_
 
-        quantize_(model, self.build())
+        quantize_(model, self.build(), filter_fn)
 
 
 def torchao_config(

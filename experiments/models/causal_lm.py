@@ -135,6 +135,27 @@ def published_name(name: str, config: dict[str, Any]) -> str:
     return ""
 
 
+def check_usable(model: RealModel) -> None:
+    """ValueError for a folder whose model is no causal language model, and for one without a tokenizer; no weight is read."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    config = read_config(model.folder)
+    named = config.get("architectures") or [CAUSAL.get(str(config.get("model_type")))]
+    if not set(named) & set(CAUSAL.values()):
+        said = ", ".join(map(str, named))
+        raise ValueError(f"{model.folder} holds {said}, no causal language model; give the folder of one")
+    encoding_of(model)
+
+
+def encoding_of(model: RealModel) -> tuple[Any, list[int]]:
+    """How a model's tokenizer reads text, and the tokens that it puts before one; ValueError without a tokenizer."""
+    try:
+        encode, _, beginning = encoder(model.folder)
+    except WrongInput as error:
+        raise ValueError(str(error)) from error
+    return encode, list(beginning.values())
+
+
 def load(model: RealModel, device: str) -> nn.Module:
     """The model in bfloat16, to be evaluated."""
     made: nn.Module = dense_model(model.folder, dtype=DTYPE)
@@ -147,12 +168,9 @@ def windows_for(
     model: RealModel, texts: Sequence[EvaluationText], length: int, count: int
 ) -> list[TextWindows]:
     """Windows of each text by the model's tokenizer, no longer than the model takes; ValueError without a tokenizer."""
-    try:
-        encode, _, beginning = encoder(model.folder)
-    except WrongInput as error:
-        raise ValueError(str(error)) from error
+    encode, beginning = encoding_of(model)
     length = min(length, longest(model.folder))
-    return [token_windows(text, encode, length, count, list(beginning.values())) for text in texts]
+    return [token_windows(text, encode, length, count, beginning) for text in texts]
 
 
 class Remembered(nn.Module):

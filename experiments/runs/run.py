@@ -273,7 +273,7 @@ def reproduce(
     names = registry.chosen(tables)
     if real is not None:
         check_asked(tables or (), real, only)
-        names = [name for name in names if EXPERIMENTS[name].real]
+        names = [name for name in names if name in (tables or ())]
     if only and real is None and names not in (["decode"], *([name] for name in registry.LIMITED)):
         raise ValueError(
             f"only the tables {', '.join(map(repr, ('decode', *registry.LIMITED)))} can be measured in parts; name one alone"

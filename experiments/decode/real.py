@@ -1,0 +1,227 @@
+"""The part of experiment `decode` on real models: `ao-lab reproduce decode --model DIR`.
+
+The model is the folder's own checkpoint in bfloat16, and a copy of it in every configuration that experiment `decode` serves
+(torchao's where there is a GPU, or by name), or those that `--only` names, a scheme among them. Every linear layer is
+quantized but a head that is tied to the embedding. Prompts are windows of a text, so that tokens and logits are those of a
+model at work. At each batch generate transformers' `generate()` as it is called, and a lean loop of our own
+(`experiments.models.own_loop`); the first call of each is not timed, and of the others the fastest is given. Time to the first
+token is that of the loop and of `generate()` for one token.
+
+Peak memory is the model's bytes and the most that generating took beyond what was in use before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ao_lab.config.base import SchemeConfig
+from experiments.decode.run import (
+    BASE,
+    CONFIGS,
+    OURS,
+    PLAIN_TENSORS,
+    Config,
+    chosen,
+    missing,
+    stored_bytes,
+)
+from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
+from experiments.harness.revision import TORCHAO
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.models.causal_lm import (
+    FILE,
+    MODEL,
+    REAL,
+    Bench,
+    RealModel,
+    Undivided,
+    linears,
+    not_tried,
+    sizes,
+)
+from experiments.models.llama import COMPILED_LIMIT, relative_change
+from experiments.models.own_loop import OwnLoop, Peak, by_transformers
+from experiments.models.quantized_model import activation_scheme
+from experiments.runs.real_models import bench_of, facts, models_of
+from experiments.runs.run import Settings, all_rows
+
+EXPERIMENT = "decode"
+#: Texts at once, tokens of the prompt, new tokens, and timed calls, by scale.
+BATCHES = {"quick": (1, 4), "full": (1, 8, 32)}
+PROMPT = {"quick": 16, "full": 128}
+NEW = {"quick": 8, "full": 64}
+CALLS = {"quick": 1, "full": 2}
+
+
+@dataclass(frozen=True)
+class Here:
+    """One model with its prompts (batch, length) by batch, and the dense model's logits of the first."""
+
+    settings: Settings
+    bench: Bench
+    prompts: dict[int, Tensor]
+    logits: Tensor
+
+    @classmethod
+    def of(cls, settings: Settings, model: RealModel) -> Here:
+        """Load a model; its prompts are the beginnings of the windows of its first text."""
+        bench = bench_of(settings, model)
+        ids = bench.windows[0].ids[:, : PROMPT[settings.scale]].to(settings.device)
+        rows = torch.arange(max(BATCHES[settings.scale])) % len(ids)
+        prompts = {batch: ids[rows[:batch]] for batch in BATCHES[settings.scale]}
+        return cls(settings, bench, prompts, last_logits(bench.base, ids[:1]))
+
+
+@torch.no_grad()
+def last_logits(model: Any, ids: Tensor) -> Tensor:
+    """Logits of the last token (batch, vocabulary), float32."""
+    found: Tensor = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1].float()
+    return found
+
+
+def check_parts(names: Sequence[str]) -> None:
+    """ValueError for names that are neither configurations nor schemes."""
+    for name in names:
+        try:
+            chosen((name,))
+        except ValueError as error:
+            try:
+                activation_scheme(name)
+            except ValueError:
+                raise error from None
+
+
+def configs_of(settings: Settings) -> list[Config]:
+    """What is measured, the dense model first."""
+    if not settings.only:
+        libraries = (OURS, TORCHAO) if settings.device == "cuda" else (OURS,)
+        return [BASE, *(one for one in CONFIGS if one.setting in libraries and one.always)]
+    found: list[Config] = []
+    for name in settings.only:
+        try:
+            found += [one for one in chosen((name,)) if one.build is not None]
+        except ValueError:
+            found.append(Config(setting=OURS, method=name, build=partial(SchemeConfig, scheme=name)))
+    return [BASE, *dict.fromkeys(found)]
+
+
+def run_real(settings: Settings, journal: Journal) -> list[Row]:
+    """Rows of all models that were asked for; rows in the journal are not measured again."""
+    deadline, failed = Deadline(settings.seconds), list[Row]()
+    for model in models_of(EXPERIMENT, settings):
+        failed += measure_model(settings, model, journal, deadline)
+    return all_rows(settings, journal, failed)
+
+
+def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
+    """Measure what the journal lacks of one model; returns rows of what failed."""
+    kind, failed = REAL + model.name, list[Row]()
+    table = table_name(kind, settings.scale, MODEL)
+    todo = [one for one in configs_of(settings) if not journal.finished(table, one.setting, one.method)]
+    if not todo:
+        return []
+    here = Here.of(settings, model)
+    put = partial(settings.rows, EXPERIMENT, kind)
+    journal.add(put(MODEL, FILE, FILE, facts(here.bench)))
+    with bar(f"generating, {model.name}", len(todo)) as step:
+        for config in todo:
+            for data, values in measure(here, config, deadline).items():
+                keep(journal, failed, put(data, config.setting, config.method, values))
+            free()
+            step(f"{config.method}, {config.setting}")
+    return failed
+
+
+def measure(here: Here, config: Config, deadline: Deadline) -> dict[str, Values]:
+    """Values of a configuration by the data of their tables: each batch, and the model."""
+    if reason := missing(config) or deadline.reason():
+        return {MODEL: status(reason)}
+    found: dict[str, Values] = {}
+
+    def work() -> Values:
+        started = time.perf_counter()
+        model = here.bench.base if config.build is None else quantized(here, config)
+        values = {**sizes_of(model), "time to quantize": (time.perf_counter() - started, "s")}
+        # What a scheme does to a trained model's predictions is told, and judged by the experiments of quality.
+        logits = last_logits(model, here.prompts[1])
+        values["logits, change"] = relative_change(logits, here.logits, float("inf"), "from bfloat16's")
+        peaks = []
+        for batch, prompt in here.prompts.items():
+            of_batch = attempt(partial(generation, model, prompt, here.settings.scale))
+            found[data_of(batch)] = of_batch
+            peaks += [of_batch["memory of generating"][0]] if "memory of generating" in of_batch else []
+        if peaks:
+            values["peak memory"] = (values["size"][0] + max(peaks), "byte")
+        return values
+
+    whole = not_tried(attempt(work))
+    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+
+
+def data_of(batch: int) -> str:
+    """The data of a batch's table."""
+    return f"batch {batch}"
+
+
+def sizes_of(model: nn.Module) -> Values:
+    """`sizes`, where weights are ours or plain; those of another library by the tensors inside."""
+    layers = [layer.weight for layer in linears(model).values()]
+    if all(type(weight).__module__.partition(".")[0] != TORCHAO for weight in layers):
+        return sizes(model)
+    return {"size": (sum(stored_bytes(one) for one in model.parameters()), "byte")}
+
+
+def quantized(here: Here, config: Config) -> nn.Module:
+    """A quantized copy of the model; Undivided where a layer stays dense."""
+    model = copy.deepcopy(here.bench.base)
+    layers = linears(model)
+    ours = {id(layer) for layer in layers.values()}
+    config.quantize(model, lambda module, name="": id(module) in ours)
+    dense = [name for name, layer in layers.items() if type(layer.weight) in PLAIN_TENSORS]
+    if dense:
+        raise Undivided(
+            f"{config.method} leaves {len(dense)} of {len(layers)} layers dense, {dense[0]} first"
+        )
+    return model
+
+
+def generation(model: nn.Module, prompt: Tensor, scale: str) -> Values:
+    """Rates and times of both loops at one batch, and what generating takes of memory beyond what was in use."""
+    new, calls, batch = NEW[scale], CALLS[scale], len(prompt)
+    peak = Peak(prompt.device)
+    peak.begin()
+    loop = OwnLoop(model, prompt, new)
+    expected = loop.prefill().float()
+    loop.prepare()
+    loop.prefill()
+    plain = loop.step().float()
+    loop.prefill()
+    # A captured step has to be the step.
+    relative_change(loop.replay().float(), plain, COMPILED_LIMIT, "by the captured step")
+    relative_change(expected, last_logits(model, prompt), COMPILED_LIMIT, "by the cache of fixed length")
+    ours = [loop.generate() for _ in range(calls)]
+    by_transformers(model, prompt, min(new, 2))
+    theirs = [by_transformers(model, prompt, new) for _ in range(calls)]
+    first = min(by_transformers(model, prompt, 1)[0] for _ in range(calls))
+    whole = min(seconds for seconds, _ in theirs)
+    same = (ours[0][2] == theirs[0][1]).float().mean()
+    found: Values = {
+        "tokens/s, generate()": (batch * new / whole, "tokens/s"),
+        "tokens/s, own loop": (batch * (new - 1) / min(rest for _, rest, _ in ours), "tokens/s"),
+        "time to first token, generate()": (first, "s"),
+        "time to first token, own loop": (min(start for start, _, _ in ours), "s"),
+        "own loop in a CUDA graph": (float(loop.captured), ""),
+        "tokens of the prompt": (prompt.shape[1], ""),
+        "new tokens": (new, ""),
+        "same tokens": (100 * float(same), "%"),
+    }
+    over = peak.over()
+    return found if over is None else {**found, "memory of generating": (over, "byte")}

@@ -1,0 +1,126 @@
+"""The part of the page of `decode` on real models: sizes, a table of each batch, published rates of that very model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.decode.run import BASELINE, OURS
+from experiments.harness.revision import TORCHAO
+from experiments.harness.rows import Row
+from experiments.models.causal_lm import BASE, FILE
+from experiments.report.content import Section, Table
+from experiments.report.real_runs import RealRun, best_runs, real_runs
+from experiments.report.results import HARDWARE, MODEL, Results, failures, number, published
+
+GRID, PUBLISHED = "grid: ", "published: "
+BY_LIBRARY, OWN = "tokens/s, generate()", "tokens/s, own loop"
+FIRST, FIRST_OWN = "time to first token, generate()", "time to first token, own loop"
+#: In which order libraries stand.
+ORDER = {BASELINE: 0, OURS: 1, TORCHAO: 2}
+TEXT = (
+    "The folder's own weights in bfloat16, and quantized: every linear layer but a head that is tied to the embedding. Prompts "
+    "are beginnings of a text, decoding is greedy. generate() is transformers' own call, not compiled; the own loop is this "
+    "experiment's: the same forward over a cache of fixed length, on a GPU captured in a CUDA graph, nothing compiled. The "
+    "first call is not timed, of the others the fastest is shown; rates of generate() include the prompt, those of the own "
+    "loop leave it out.",
+    "Peak memory is the size of the model and the most that generating took beyond what was in use before, allocated on a GPU, "
+    "resident in the process on a CPU. Same tokens: how many tokens of generate() and of the own loop are the same; they part "
+    "where two tokens are as likely and the sizes of products differ.",
+)
+
+
+def real_sections(rows: Sequence[Row]) -> list[Section]:
+    """A section for each run."""
+    return [section(run) for run in real_runs(rows)]
+
+
+def section(run: RealRun) -> Section:
+    """How one model generates."""
+    about = [f"**Grid of the file's weights before:** {run.told(GRID)}."] if run.told(GRID) else []
+    batches = sorted(run.texts, key=lambda name: int(name.rpartition(" ")[2]))
+    tables = [sizes(run), *(speeds(run, name, run.texts[name]) for name in batches)]
+    title = f"{run.model}, its own weights ({run.where.scale} scale, {run.where.device})"
+    return Section(title, [*about, *TEXT, *failures(run.whole)], [], tables)
+
+
+def lines_of(results: Results) -> list[tuple[str, str]]:
+    """Settings and methods: the dense model, ours, torchao's."""
+    found = dict.fromkeys((row.setting, row.method) for row in results.rows if row.setting != FILE)
+    return sorted(found, key=lambda one: ORDER.get(one[0], len(ORDER)))
+
+
+def label(setting: str, method: str) -> str:
+    """A configuration with its library."""
+    return method if setting == BASELINE else f"{setting}: {method}"
+
+
+def sizes(run: RealRun) -> Table:
+    """What each configuration takes and changes."""
+    columns = [
+        "configuration", "size (MB)", "bits per weight", "peak memory (MB)", "seconds to quantize", "change of logits",
+    ]  # fmt: skip
+    lines = []
+    for one in lines_of(run.whole):
+        size, peak = (run.whole.value(*one, metric) for metric in ("size", "peak memory"))
+        if size is not None:
+            lines.append(
+                [
+                    label(*one),
+                    number(size / 1e6, 1),
+                    number(run.whole.value(*one, "bits per weight"), 2),
+                    number(None if peak is None else peak / 1e6, 1),
+                    number(run.whole.value(*one, "time to quantize"), 2),
+                    number(run.whole.value(*one, "logits, change"), 3),
+                ]
+            )
+    return Table(f"{run.model}: size and memory", columns, lines, run.whole.rows)
+
+
+def speeds(run: RealRun, batch: str, results: Results) -> Table:
+    """Rates and times of one batch; at batch 1 beside those that were published of this model."""
+    beside = batch == "batch 1" and run.told(PUBLISHED) == MODEL
+    columns = [
+        "configuration", "generate() (tokens/s)", "own loop (tokens/s)", "of bfloat16", "first token, generate() (ms)",
+        "first token, own loop (ms)", "in a graph", "same tokens (%)",
+    ]  # fmt: skip
+    columns += [f"published, {HARDWARE} (tokens/s)"] if beside else []
+    base, lines = results.value(BASELINE, BASE, OWN), []
+    for one in lines_of(results):
+        rate = results.value(*one, OWN)
+        if rate is None:
+            continue
+        first, own = (results.value(*one, metric) for metric in (FIRST, FIRST_OWN))
+        line = [
+            label(*one),
+            number(results.value(*one, BY_LIBRARY), 1),
+            number(rate, 1),
+            number(rate / base if base else None, 2),
+            number(None if first is None else first * 1e3, 1),
+            number(None if own is None else own * 1e3, 1),
+            "yes" if results.value(*one, "own loop in a CUDA graph") else "no",
+            number(results.value(*one, "same tokens"), 0),
+        ]
+        lines.append([*line, number(published(one[1]).get("tokens/s"), 1)] if beside else line)
+    return Table(f"{run.model}, {batch}", columns, lines, results.rows)
+
+
+def real_findings(rows: Sequence[Row]) -> list[str]:
+    """Rates of each model at its first batch, in the own loop."""
+    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+
+
+def finding(run: RealRun) -> str:
+    """Rates of one model over the dense model's."""
+    batch = min(run.texts, key=lambda name: int(name.rpartition(" ")[2]))
+    results = run.texts[batch]
+    base = results.value(BASELINE, BASE, OWN)
+    if not base:
+        return ""
+    rates = {label(*one): results.value(*one, OWN) for one in lines_of(results) if one[0] != BASELINE}
+    words = [f"{name} {rate / base:.2f}" for name, rate in rates.items() if rate]
+    if not words:
+        return ""
+    return (
+        f"{run.model}, its own weights, {batch} in the own loop ({run.where.scale} scale, {run.where.device}): bfloat16 "
+        f"{base:.1f} tokens/s; over it {', '.join(words)}."
+    )
