@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from experiments.calibration import choice
-from experiments.calibration.run import ARMS, ROUNDING, planned
+from experiments.calibration.run import ARMS, EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
 from experiments.models.quantized_model import WEIGHTS
-from experiments.report.content import Drawing, Section, Table
+from experiments.report import accuracies
+from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
 from experiments.report.real_runs import RealRun, best_runs, conditions, real_runs, with_error
 from experiments.report.results import Results, failures, number
@@ -109,8 +110,17 @@ def best_of(run: RealRun) -> list[str]:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """A section for each run."""
-    return [section(run) for run in real_runs(rows)]
+    """A section for each run, and published accuracies of methods with data."""
+    beside = (
+        "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
+    )
+    board = Section("Published accuracies", [beside], [], [accuracies.table(EXPERIMENT, rows)])
+    return [*map(section, real_runs(rows)), board]
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Published accuracies of methods with data beside ours of the same model."""
+    return accuracies.comparisons(EXPERIMENT, rows)
 
 
 def section(run: RealRun) -> Section:

@@ -30,6 +30,7 @@ from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
 from experiments.pretraining.run import BITS
+from experiments.report.accuracies import how
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import heatmap
 from experiments.report.results import (
@@ -104,6 +105,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
             published=one.value,
             published_on=one.hardware,
             source=source_of(one),
+            **how(one),
         )
         for one in of_models()
     ]

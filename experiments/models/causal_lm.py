@@ -90,8 +90,16 @@ def of_folder(folder: Path) -> RealModel:
     if (folder / FACTS).is_file():
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         return RealModel(facts["title"], folder, facts["grid"])
-    name = plain_name(folder.resolve().name)
+    name = model_name(folder)
     return RealModel(name, folder, UNKNOWN_GRID, published_name(name, config))
+
+
+def model_name(folder: Path) -> str:
+    """The name of a folder's model: the folder's, or of a snapshot in the cache of Hugging Face's hub, which is named by its
+    commit, the repository's."""
+    whole = folder.resolve()
+    repository = whole.parent.parent.name if whole.parent.name == "snapshots" else ""
+    return plain_name(repository.split("--")[-1] if repository.startswith("models--") else whole.name)
 
 
 def plain_name(name: str) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
-from experiments.ptq import published
 from experiments.ptq.real_page import real_findings, real_sections, short_finding
 from experiments.ptq.run import LAYERS, QUALITY
+from experiments.report import accuracies
 from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
 from experiments.report.results import Results, Where, best_run, by_run, family, is_default, number
@@ -134,14 +134,14 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 
 
 def published_section(rows: Sequence[Row]) -> Section:
-    """Published perplexities, and what measures them."""
+    """Published accuracies, and what measures them."""
     text = "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
-    return Section("Published perplexities", [text], [], [published.table(rows)])
+    return Section("Published accuracies", [text], [], [accuracies.table("ptq", rows)])
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:
-    """Published perplexities beside ours of the same model."""
-    return published.comparisons(rows)
+    """Published accuracies beside ours of the same model."""
+    return accuracies.comparisons("ptq", rows)
 
 
 def quality(where: Where, results: Results) -> Section:

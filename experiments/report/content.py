@@ -103,7 +103,8 @@ def days_of(rows: Sequence[Row]) -> str:
 class Comparison:
     """A published value beside the measured one of the same model, method and metric; `measured` is None without such a row.
 
-    `published_on`, `measured_on`: the devices. `source`: where it was published.
+    `published_on`, `measured_on`: the devices. `source`: where it was published. `command`: what measures it, and `reason`: why
+    there is none, where a page knows (`experiments.report.accuracies`).
     """
 
     model: str
@@ -115,6 +116,8 @@ class Comparison:
     source: str
     measured: float | None = None
     measured_on: str = ""
+    command: str = ""
+    reason: str = ""
 
     @property
     def ratio(self) -> float | None:

@@ -34,6 +34,7 @@ from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
 from experiments.report import families
+from experiments.report.accuracies import counted as counted_accuracies
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
 from experiments.report.plots import svg
 from experiments.report.results import number
@@ -58,10 +59,11 @@ LESS = ("memory", "size", "perplexity")
 
 @dataclass(frozen=True)
 class Scoreboard:
-    """The tables, and the sources that their last column counts from 1."""
+    """The tables, the sources that their last column counts from 1, and how many accuracies are measured."""
 
     tables: Sequence[Table]
     sources: Sequence[str]
+    accuracies: str = ""
 
     @property
     def measured(self) -> Sequence[Table]:
@@ -82,11 +84,11 @@ def scoreboard(found: Sequence[Comparison]) -> Scoreboard:
         ),
         Table(
             "Published values without a measured one",
-            (*COLUMNS[:6], "source"),
-            [[*line(one, sources)[:6], line(one, sources)[-1]] for one in missing],
+            (*COLUMNS[:6], "measured by", "source"),
+            [[*line(one, sources)[:6], one.command or one.reason, line(one, sources)[-1]] for one in missing],
         ),
     ]
-    return Scoreboard([table for table in tables if table.lines], sources)
+    return Scoreboard([table for table in tables if table.lines], sources, counted_accuracies(found))
 
 
 def line(one: Comparison, sources: Sequence[str]) -> list[str]:

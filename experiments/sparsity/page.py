@@ -9,6 +9,7 @@ from functools import lru_cache
 from experiments.fp8_training.convergence import UNDECIDED
 from experiments.harness.rows import Row
 from experiments.models.encoders import VIT_H, VIT_L
+from experiments.report.accuracies import how
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
 from experiments.report.plots import dots
 from experiments.report.results import (
@@ -126,6 +127,7 @@ def compared(one: Published, ours: tuple[Where, Results, float] | None) -> Compa
         source=f"{one.paper}, {one.source}",
         measured=None if ours is None else ours[2],
         measured_on="" if ours is None else measured_on(*ours[:2]),
+        **how(one),
     )
 
 

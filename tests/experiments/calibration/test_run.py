@@ -79,7 +79,7 @@ def test_a_choice_is_a_case_of_its_own(folder, tmp_path, monkeypatch):
         least = min(value for name, value in found.items() if name.startswith("uniform") and "int2" in name)
         assert found["choice: KL measured"] <= least
         assert found["time to choose"] > 0
-    (section,) = page.sections(rows)
+    section, _ = page.sections(rows)
     assert [line[0] for line in section.tables[-1].lines] == ["choice, 3 bits", "choice, 4.25 bits"]
     assert all("int2_g64_asymmetric_bf16" in line[-1] for line in section.tables[-1].lines)
 
@@ -118,7 +118,7 @@ def test_what_is_not_there_or_not_defined_says_so(reproduced):
 
 def test_the_page_has_both_pictures_and_a_table(reproduced):
     place, rows = reproduced
-    (section,) = page.sections(rows)
+    section, _ = page.sections(rows)
     assert [one.name.rpartition("-tiny")[0] for one in section.drawings] == [
         "calibration-bytes",
         "calibration-minutes",

@@ -14,10 +14,17 @@ from ao_lab.eval import Tokens
 from experiments.data import texts
 from experiments.data.texts import EvaluationText, mean_and_error, token_windows
 from experiments.harness.paths import Paths
-from experiments.harness.rows import Journal, Row, read
+from experiments.harness.rows import Journal, read
 from experiments.models import causal_lm, serving
-from experiments.models.causal_lm import Remembered, linears, of_folder, published_name, real_model
-from experiments.ptq import published
+from experiments.models.causal_lm import (
+    Remembered,
+    linears,
+    model_name,
+    of_folder,
+    published_name,
+    real_model,
+)
+from experiments.ptq import page
 from experiments.ptq.real import real_tasks, run_real
 from experiments.runs import real_models
 from experiments.runs.run import RealModels, settings_for
@@ -26,7 +33,6 @@ from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 SCHEMES = ("int8_rowwise", "mxfp4_rceil")
-SCHEME_NAMES = {*SCHEME_RECORDS, "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def test_folders_that_are_no_dense_model_are_refused(folder, tmp_path):
         real_model(str(tmp_path), tmp_path)
 
 
-def test_published_models_are_known_by_shape_and_name():
+def test_published_models_are_known_by_shape_and_name(tmp_path):
     shape = {"hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 128256}
     scaled = {**shape, "rope_scaling": {"rope_type": "llama3", "factor": 32.0}}
     assert published_name("Llama-3.2-1B", scaled) == "Llama-3.2-1B"
@@ -151,6 +157,9 @@ def test_published_models_are_known_by_shape_and_name():
     assert published_name("Llama-3.2-1B-Instruct", scaled) == ""
     assert published_name("Llama-3.2-1B", shape) == ""
     assert published_name("my-model", scaled) == ""
+    snapshot = tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "4e20de36"
+    assert model_name(snapshot) == "Llama-3.2-1B", "the folder of a snapshot is named by its commit"
+    assert model_name(tmp_path / "my model") == "my_model"
     eight = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256}
     assert published_name("Meta-Llama-3-8B", {**eight, "rope_scaling": None}) == "Llama-3-8B"
     assert (
@@ -158,28 +167,31 @@ def test_published_models_are_known_by_shape_and_name():
     )
 
 
-def real_row(**changes):
-    made = {
-        "experiment": "ptq", "table": "real Llama-3.1-8B/full/model", "setting": "weights", "method": "int8_rowwise",
-        "metric": published.METRIC, "value": 7.5, "unit": "", "device": "NVIDIA H200", "seed": 0,
-    }  # fmt: skip
-    return Row(**{**made, **changes})
-
-
-def test_published_perplexities_stand_beside_that_very_model_alone():
-    rows = [real_row(), real_row(method="file", setting="file", metric="published: Llama-3.1-8B", value=1)]
-    found = {(one.model, one.method): one for one in published.comparisons(rows)}
-    assert len(found) == 20
-    assert found["Llama-3.1-8B", "int8wo"].measured == 7.5
-    assert found["Llama-3.1-8B", "int8wo"].measured_on == "NVIDIA H200"
-    assert [key for key, one in found.items() if one.measured is not None] == [("Llama-3.1-8B", "int8wo")]
-    assert all(one.measured is None for one in published.comparisons(rows[:1]))
-    (line,) = [line for line in published.table(rows).lines if line[0] == "Llama-3-8B, int4wo-64-GPTQ"]
-    assert "reproduce calibration --model Llama-3-8B" in line[-1]
-    for one in published.perplexities():
-        assert published.command(one) or one.method == "fp6"
-        scheme = published.CALIBRATED.get(one.method, published.SCHEMES.get(one.method, ("bfloat16",)))[0]
-        assert scheme in SCHEME_NAMES
+@pytest.mark.parametrize(("name", "beside"), [("Llama-3.1-8B", 9.5), ("Llama-3.1-8B-Instruct", None)])
+def test_published_values_stand_beside_the_folder_that_is_that_model(tmp_path, monkeypatch, name, beside):
+    """By shapes and name: a tiny model takes the shapes' place here; another training of them is another model."""
+    saved = tmp_path / name
+    small_llama.save_llama(saved, tied=True)
+    config = json.loads((saved / "config.json").read_text())
+    shape = replace(causal_lm.SHAPES[0], width=config["hidden_size"], layers=config["num_hidden_layers"],
+                    tokens=config["vocab_size"], scaled=False)  # fmt: skip
+    monkeypatch.setattr(causal_lm, "SHAPES", (shape,))
+    monkeypatch.setattr("experiments.ptq.real.tasks_of", lambda *_: None)
+    told = {"wikitext: word_perplexity": (9.5, ""), "tasks: examples of each (0: all)": (0.0, "")}
+    monkeypatch.setattr("experiments.ptq.real.task_values", lambda *_: told)
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    asked = RealModels(models=(str(saved),), tasks=("wikitext",), windows=2, length=32)
+    here = settings_for("quick", "cpu", tmp_path)
+    here = replace(here, models=asked.models, asked=asked, only=("int8_rowwise",))
+    journal = Journal()
+    assert run_real(here, journal) == []
+    ours = [one for one in page.comparisons(journal.rows) if one.model == "Llama-3.1-8B"]
+    found = {one.method: one.measured for one in ours if "perplexity" in one.metric}
+    assert [found[one] for one in ("bfloat16", "int8wo", "int8_rowwise/int8_rowwise")] == [beside] * 3
+    assert found["float8wo"] is None
+    (table,) = page.published_section(journal.rows).tables
+    cells = {line[0]: (line[2], line[4]) for line in table.lines if "perplexity" in line[1]}
+    assert cells["Llama-3.1-8B, int8wo"] == ("7.560", "9.500" if beside else "")
 
 
 def test_predictions_are_remembered_up_to_a_limit():

@@ -1,0 +1,208 @@
+"""Published accuracies: the value of ours that stands beside each, and the exact command that measures it.
+
+A published accuracy is a number of the model itself (perplexity, a benchmark's score, a final loss), where a stand-in says
+nothing. One of ours stands beside it where a folder of that very model was measured: its shapes and its name are those of the
+published one (`experiments.models.causal_lm.published_name`), the task is the same task of lm-evaluation-harness on all of its
+examples, and the method is the same scheme of weights and inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.harness.rows import Row
+from experiments.models.causal_lm import BASE
+from experiments.models.quantized_model import setting_name
+from experiments.report.content import Comparison, Table
+from experiments.report.real_runs import RealRun, real_runs
+from experiments.report.results import DECODING, FOLDER, Published, number, read
+
+#: Values of a model of Llama's in six formats, published later than the paper.
+LATER = FOLDER / "ptq_accuracy.csv"
+#: Words of metrics that are accuracies.
+ACCURACY = re.compile(
+    "perplexity|hellaswag|winogrande|mmlu|mean of 8 tasks|final loss|imagenet top1|mIoU|relative accuracy"
+)
+#: Of published metrics the task of the harness, its value, and the words of a page.
+TASKS = {
+    "wikitext_word_perplexity": ("wikitext", "word_perplexity", "perplexity per word, wikitext"),
+    "winogrande": ("winogrande", "acc", "winogrande acc"),
+    "hellaswag_acc": ("hellaswag", "acc", "hellaswag acc"),
+}
+#: What a row of the harness says of how many examples of a task were asked; 0: all of them.
+EXAMPLES = "tasks: examples of each (0: all)"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a published method is measured: experiment, setting and method of its rows, and what `--only` names for it."""
+
+    experiment: str
+    setting: str
+    method: str
+    only: tuple[str, ...] = ()
+
+
+def rounded(scheme: str, inputs: str | None = None) -> Way:
+    """Rounding in a scheme of weights, and of inputs or None."""
+    return Way("ptq", setting_name(inputs), scheme, () if scheme == BASE else (scheme,))
+
+
+def calibrated(scheme: str, method: str) -> Way:
+    """A method with data in a scheme of weights."""
+    return Way("calibration", scheme, method, (scheme, method))
+
+
+#: By the names that published tables use.
+WAYS: Mapping[str, Way] = {
+    "bfloat16": rounded(BASE),
+    "int8wo": rounded("int8_rowwise"),
+    "int8dq": rounded("int8_rowwise", "int8_rowwise"),
+    "int4wo-64": rounded("torchao.int4_g64_tinygemm"),
+    "float8wo": rounded("fp8_rowwise"),
+    "float8dq per-row": rounded("fp8_rowwise", "fp8_rowwise"),
+    "float8dq per-tensor": rounded("fp8_tensorwise", "fp8_tensorwise"),
+    "int4wo-64-GPTQ": calibrated("torchao.int4_g64_tinygemm", "gptq"),
+    "autoquant-int4hqq": calibrated("torchao.int4_g64_tinygemm", "hqq"),
+    "bf16/bf16": rounded(BASE),
+    "float8_rowwise/float8_rowwise": rounded("fp8_rowwise", "fp8_rowwise"),
+    "int8_rowwise/bf16": rounded("int8_rowwise"),
+    "int8_rowwise/int8_rowwise": rounded("int8_rowwise", "int8_rowwise"),
+    "mxfp8/mxfp8": rounded("torchao.mxfp8_e4m3_rceil", "torchao.mxfp8_e4m3_rceil"),
+    "nvfp4/nvfp4": rounded("torchao.nvfp4", "torchao.nvfp4"),
+}
+#: Why a published method has no command.
+WITHOUT = {"fp6": "no scheme here is this method's: FP6 e3m2 with a scale for each row"}
+
+
+def published_accuracies(path: Path) -> list[Published]:
+    """The accuracies of a file that tasks of the harness measure."""
+    return [one for one in read(path) if one.metric in TASKS]
+
+
+def of_experiment(experiment: str) -> list[Published]:
+    """The accuracies of quantized models that an experiment's page shows; what has no command is the page of `ptq`'s."""
+    return [
+        one
+        for path in (DECODING, LATER)
+        for one in published_accuracies(path)
+        if (WAYS[one.method].experiment if one.method in WAYS else "ptq") == experiment
+    ]
+
+
+def comparisons(experiment: str, rows: Sequence[Row]) -> list[Comparison]:
+    """Each published accuracy of an experiment beside ours, where a folder of that model was measured."""
+    runs = real_runs(rows)
+    return [comparison(one, runs) for one in of_experiment(experiment)]
+
+
+def comparison(one: Published, runs: Sequence[RealRun]) -> Comparison:
+    """A published accuracy beside ours, with the command that measures it."""
+    value, device = measured(one, runs)
+    return Comparison(
+        one.model,
+        one.method,
+        TASKS[one.metric][2],
+        one.unit,
+        one.value,
+        one.hardware,
+        f"{one.paper}, {one.source}",
+        value,
+        device,
+        command(one),
+        WITHOUT.get(one.method, ""),
+    )
+
+
+def measured(one: Published, runs: Sequence[RealRun]) -> tuple[float | None, str]:
+    """Ours and its device; None without."""
+    way = WAYS.get(one.method)
+    if way is not None:
+        task, value, _ = TASKS[one.metric]
+        for run in runs:
+            found = run.whole.value(way.setting, way.method, f"{task}: {value}")
+            if found is not None and run.told("published: ") == one.model and asked_all(run, way):
+                return found, run.where.device
+    return None, ""
+
+
+def asked_all(run: RealRun, way: Way) -> bool:
+    """Whether tasks were measured on all of their examples."""
+    return run.whole.value(way.setting, way.method, EXAMPLES) == 0
+
+
+def command(one: Published) -> str:
+    """What measures it, on a folder of that model's name; "" where no scheme here is the method's."""
+    way = WAYS.get(one.method)
+    if way is None:
+        return ""
+    only = "".join(f" --only {word!r}" if " " in word else f" --only {word}" for word in way.only)
+    return f"ao-lab reproduce {way.experiment} --model {folder_of(one.model)} --scale full --task {TASKS[one.metric][0]}{only}"
+
+
+def folder_of(model: str) -> str:
+    """The name that the folder of a published model must have."""
+    return model.replace("(-chat)", "-chat")
+
+
+#: Why the accuracies of a published training have no command, by its model.
+TRAININGS = {
+    "3B": "a pretraining on 1T tokens, whose data are not named",
+    "Llama-3-70B": "a pretraining on 256 GPUs and more",
+    "Llama-3.2-3B": "fine-tuning of a folder's model in FP8 is not measured here",
+    "DINOv2 ViT-L": "a pretraining of DINOv2 on 4 GPUs, whose code is not here",
+    "SAM ViT-h": "no experiment here reads weights of SAM and images of COCO",
+}
+
+
+def how(one: Published) -> dict[str, str]:
+    """The command or the reason of a published value that is an accuracy, as arguments of `Comparison`; else none."""
+    if not ACCURACY.search(one.metric.replace("_", " ")):
+        return {}
+    return {"reason": TRAININGS[one.model]}
+
+
+def is_accuracy(one: Comparison) -> bool:
+    """Whether a published value is an accuracy: a number of the trained model, not of shapes."""
+    return ACCURACY.search(one.metric) is not None
+
+
+def counted(found: Iterable[Comparison]) -> str:
+    """How many published accuracies are measured, have a command, or have neither."""
+    all_of = [one for one in found if is_accuracy(one)]
+    beside = sum(one.measured is not None for one in all_of)
+    commands = sum(one.measured is None and bool(one.command) for one in all_of)
+    rest = len(all_of) - beside - commands
+    return (
+        f"Of {len(all_of)} published accuracies {beside} have a measured one beside, {commands} the command that "
+        f"measures it, {rest} neither."
+    )
+
+
+def table(experiment: str, rows: Sequence[Row]) -> Table:
+    """A line for each published accuracy of an experiment."""
+    lines = [
+        [
+            f"{one.model}, {one.method}",
+            one.metric,
+            number(one.published, 3),
+            one.published_on,
+            number(one.measured, 3),
+            one.measured_on,
+            f"`{one.command}`" if one.command else one.reason,
+        ]
+        for one in comparisons(experiment, rows)
+    ]
+    columns = [
+        "model and method",
+        "metric",
+        "published",
+        "on",
+        "ours",
+        "on",
+        "command (--model: a folder of that name)",
+    ]
+    return Table("Published accuracies of quantized models (lm-evaluation-harness)", columns, lines)

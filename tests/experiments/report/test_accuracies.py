@@ -1,0 +1,100 @@
+"""Published accuracies: which rows stand beside them, and that the commands that measure them can be run."""
+
+import shlex
+
+import pytest
+import typer
+
+from ao_lab.cli.app import app
+from experiments.calibration.run import arms_of, cases_of
+from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import Row
+from experiments.ptq.real import real_tasks
+from experiments.report import accuracies
+from experiments.report.accuracies import EXAMPLES, WAYS, counted, of_experiment
+from experiments.runs.run import RealModels, Settings, check_asked
+
+BOARDED = [name for name in EXPERIMENTS if hasattr(EXPERIMENTS[name].page_module(), "comparisons")]
+
+
+@pytest.fixture(scope="module")
+def every():
+    """All published values, without rows."""
+    return [one for name in BOARDED for one in EXPERIMENTS[name].page_module().comparisons([])]
+
+
+def rows_of(way, metric="wikitext: word_perplexity", value=7.5, examples=0.0, model="Llama-3.1-8B"):
+    made = {
+        "experiment": way.experiment, "table": "real some-folder/full/model", "setting": way.setting, "method": way.method,
+        "unit": "", "device": "NVIDIA H200", "seed": 0,
+    }  # fmt: skip
+    file = {**made, "setting": "file", "method": "file"}
+    claim = [Row(**file, metric=f"published: {model}", value=1.0)] if model else []
+    return [*claim, Row(**made, metric=metric, value=value), Row(**made, metric=EXAMPLES, value=examples)]
+
+
+def beside(rows, experiment="ptq"):
+    found = accuracies.comparisons(experiment, rows)
+    return {(one.model, one.method, one.metric): one.measured for one in found if one.measured is not None}
+
+
+def test_ours_stands_beside_that_very_model_and_task_alone():
+    way, word = WAYS["int8wo"], "perplexity per word, wikitext"
+    both = {("Llama-3.1-8B", name, word): 7.5 for name in ("int8wo", "int8_rowwise/bf16")}
+    assert beside(rows_of(way)) == both
+    assert beside(rows_of(way, model="Llama-3-8B")) == {("Llama-3-8B", "int8wo", word): 7.5}
+    assert not beside(rows_of(way, model=""))
+    assert not beside(rows_of(way, model="Llama-3.2-1B"))
+    assert not beside(rows_of(way, examples=100.0)), "a part of the examples is another number"
+    assert not beside(rows_of(way, metric="perplexity"))
+    key = ("Llama-3.1-8B", "int8_rowwise/bf16", "winogrande acc")
+    assert beside(rows_of(way, metric="winogrande: acc", value=0.7)) == {key: 0.7}
+
+
+def test_methods_with_data_stand_on_the_page_of_calibration():
+    way, key = WAYS["int4wo-64-GPTQ"], ("Llama-3-8B", "int4wo-64-GPTQ", "perplexity per word, wikitext")
+    rows = rows_of(way, model="Llama-3-8B")
+    assert beside(rows, "calibration") == {key: 7.5}
+    assert not beside(rows, "ptq")
+    page = EXPERIMENTS["calibration"].page_module()
+    assert [one.measured for one in page.comparisons(rows) if (one.model, one.method) == key[:2]] == [7.5]
+    lines = page.sections(rows)[-1].tables[0].lines
+    assert next(line for line in lines if line[0] == "Llama-3-8B, int4wo-64-GPTQ")[4] == "7.500"
+
+
+def test_every_accuracy_is_listed_once_with_a_command_or_a_reason(every):
+    found = [one for one in every if accuracies.is_accuracy(one)]
+    assert len({(one.model, one.method, one.metric, one.source) for one in found}) == len(found) - 2
+    assert all(bool(one.command) != bool(one.reason) for one in found)
+    words = f"Of {len(found)} published accuracies 0 have a measured one beside, 30 the command that measures it, "
+    assert counted(found).startswith(words)
+
+
+def parsed(command):
+    """A command's parameters, by the command line's own parser."""
+    program, name, *words = shlex.split(command)
+    assert program == "ao-lab"
+    group = typer.main.get_command(app)
+    found = group.get_command(group.make_context("ao-lab", [name], resilient_parsing=True), name)
+    return found.make_context(name, words).params
+
+
+def test_commands_are_taken_by_the_command_line_and_measure_the_row(every):
+    """Parsed by typer, checked as the command checks them, and among what the run then measures."""
+    for one in (one for name in ("ptq", "calibration") for one in of_experiment(name)):
+        if not (command := accuracies.command(one)):
+            continue
+        params, way = parsed(command), WAYS[one.method]
+        assert (params["tables"], params["scale"], params["pages"]) == ([way.experiment], "full", False)
+        assert accuracies.folder_of(one.model) in params["model"]
+        real = RealModels(models=tuple(params["model"]))
+        check_asked(params["tables"], real, params["only"])
+        here = Settings(scale="full", device="cpu", cache=None, only=tuple(params["only"]), asked=real)
+        assert params["task"] == [accuracies.TASKS[one.metric][0]]
+        assert (way.setting, way.method) in measures(way.experiment, here)
+
+
+def measures(experiment, settings):
+    if experiment == "ptq":
+        return [(task.setting, task.method) for task in real_tasks(settings)]
+    return [(case.setting, arm) for case in cases_of(settings) for arm in arms_of(settings, case)]
