@@ -39,8 +39,8 @@ class LowBitOptimizer(Optimizer):
     block_size: elements of a block of states, a power of two. lr: a number or a tensor of no axis, which may be changed in
     place (a captured CUDA graph reads it). bf16_stochastic_round: bfloat16 parameters are rounded stochastically. master:
     "none", "24bit" or "32bit", the float32 that a bfloat16 parameter and its error are together. nonfinite:
-    "raise", a gradient with NaN or infinity is a ValueError before anything has changed, or "propagate", it makes its block NaN,
-    as in torch. seed: of random bits, beside step, number of the parameter and place in it: replicas draw the same.
+    "raise", a gradient with NaN or infinity is a ValueError before anything has changed, or "propagate", it makes its block
+    NaN, as in torch. seed: of random bits, beside step, number of the parameter and place in it: replicas draw the same.
     """
 
     def __init__(
