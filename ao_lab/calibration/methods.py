@@ -39,20 +39,35 @@ class Method:
 class Rotate(Method):
     """Blocks of inputs and of the weight mixed by a Hadamard matrix, which spreads outliers (arXiv 2404.00456, 2509.23202).
 
-    Inputs are mixed in the layer, so that nothing else in the model changes, in front of every product (`Recipe.rotation`);
-    folders go into layout "ao_lab". A weight is rotated where that lowers its output error by whatever follows. kind: "block".
-    size: inputs of a block, a power of two; None: as many as share a scale, where that is one, else up to 128.
+    kind "block": inputs are mixed in the layer, so that nothing else in the model changes, in front of every product
+    (`Recipe.rotation`); folders go into layout "ao_lab". A weight is rotated where that lowers its output error by whatever
+    follows. size: inputs of a block, a power of two; None: as many as share a scale, where that is one, else up to 128.
+
+    kind "offline": the residual stream as a whole, merged into weights (`ao_lab.calibration.offline`): nothing is left to do
+    at run time, and plain folders hold it. The first batch of calibration proves in float64 that the function stays. size:
+    channels of a block of the rotation, any that divide them and have a Hadamard matrix; None: all channels.
     """
 
-    calibrates: ClassVar[bool] = False
     kind: str = "block"
     size: int | None = None
 
     def __post_init__(self) -> None:
-        choice(self.kind, ("block",), "Rotate: kind")
+        choice(self.kind, ("block", "offline"), "Rotate: kind")
         size = self.size
-        if size is not None and (type(size) is not int or size < 2 or size & (size - 1)):
+        if self.offline and size is not None and (type(size) is not int or size < 2):
+            raise ValueError(f"Rotate: size is an integer of 2 or more, or None; got {size!r}")
+        if not self.offline and size is not None and (type(size) is not int or size < 2 or size & (size - 1)):
             raise ValueError(f"Rotate: size is a power of two, 2 or more, or None; got {size!r}")
+
+    @property
+    def offline(self) -> bool:
+        """Whether rotations are merged into weights."""
+        return self.kind == "offline"
+
+    @property
+    def calibrates(self) -> bool:  # type: ignore[override]
+        """Whether a batch proves it."""
+        return self.offline
 
     def length(self, scheme: Scheme, columns: int) -> int | None:
         """Inputs of a block for a weight of so many columns; None where that does not divide them."""

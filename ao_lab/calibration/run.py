@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
 from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
 from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, of_kind, ordered
+from ao_lab.calibration.offline import rotate_residual
 from ao_lab.calibration.residence import Residence, moved_batches, needs_residence
 from ao_lab.calibration.result import LayerResult, remember
 from ao_lab.calibration.resume import Finished, key_of
@@ -35,7 +37,7 @@ from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.transforms.data import calibrating, observe
-from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.layers import shorten, tied_layers
 from ao_lab.transforms.plan import Device, Progress
 from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
 from reference import Scales
@@ -132,6 +134,9 @@ class Job:
     #: Where blocks run, one at a time; None: where the model is.
     device: Device = None
     residence: Residence | None = None
+    #: All batches again, where the first one was looked at before; and what is to be said of every weight.
+    batches: Iterable[Any] | None = None
+    told: tuple[str, ...] = ()
 
     def run(self) -> None:
         """Quantize all weights; what is outside of the blocks stays for the caller."""
@@ -146,10 +151,42 @@ class Job:
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
         check_targets(mine, self.request.methods, self.device)
         self.check_observers(mine)
+        if self.rotation is not None:
+            with calibrating(self.model):
+                self.rotate(blocks)
         if self.device is not None and needs_residence(self.model, self.device):
             self.residence = Residence(self.model, blocks, torch.device(self.device))
         with calibrating(self.model), self.residence.kept() if self.residence else nullcontext():
             self.walk(mine, blocks)
+
+    def rotate(self, blocks: dict[str, nn.Module]) -> None:
+        """Rotate the residual stream, once the first batch has proved that the function stays."""
+        given, method = self.request.batches, self.rotation
+        if (
+            isinstance(given, (torch.Tensor, Mapping, str))
+            or not isinstance(given, Iterable)
+            or method is None
+        ):
+            return  # refused with the other batches
+        rest = iter(given)
+        heads = tied_layers(self.model)
+        tied = [name for t in self.targets for name in t.layers if name.removesuffix(".weight") in heads]
+        if tied:
+            raise ValueError(
+                f"{shorten(tied)} has the weight of an embedding, from which Rotate(kind='offline') parts it; quantize_ "
+                f"changed nothing. Leave it out by filter_fn, or untie the model first"
+            )
+        first = list(islice(rest, 1))
+        self.batches = chain(first, rest)
+        if first:
+            made = rotate_residual(self.model, blocks, first[0], method.size, self.device)
+            self.told = (str(made),)
+
+    @property
+    def rotation(self) -> Rotate | None:
+        """The method that rotates the residual stream."""
+        found: Rotate | None = of_kind(self.request.methods, Rotate)
+        return found if found is not None and found.offline else None
 
     def walk(self, mine: list[Target], blocks: dict[str, nn.Module]) -> None:
         """Block after block."""
@@ -168,7 +205,7 @@ class Job:
     def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
         """What the walk needs; ValueError where data do not reach a layer."""
         layers = [(t.name, module) for t in targets for module in t.layers.values()]
-        batches: Any = self.request.batches
+        batches: Any = self.batches if self.batches is not None else self.request.batches
         if self.residence is not None:
             batches = moved_batches(batches, self.residence.device)
         capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
@@ -200,7 +237,9 @@ class Job:
     def quantize_block(self, block: Block, mine: list[Target], tokens: Tokens) -> None:
         """Quantize one block."""
         inputs = self.inputs_of(block, mine, tokens) if self.reading else {}
-        told = () if self.request.prefix == PREFIXES[0] else ("by inputs of the float model",)
+        told = (
+            self.told if self.request.prefix == PREFIXES[0] else (*self.told, "by inputs of the float model")
+        )
         unmatched = [name for name, one in inputs.items() if one.unmatched and useless_reason(one) is None]
         parts = {
             t.name: Part(_input_scales(t), notes=told + UNMATCHED if t.name in unmatched else told)
@@ -306,7 +345,8 @@ class Job:
         try:
             work = Work(stack, inputs if reason is None else None, mine)
             methods = self.request.methods if reason is None else ()
-            results = quantized_either_way(work, methods, of_kind(methods, Rotate))
+            rotate = None if self.rotation is not None else of_kind(methods, Rotate)
+            results = quantized_either_way(work, methods, rotate)
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
             raise

@@ -1,6 +1,6 @@
-"""Peak memory of calibration at the shapes of Llama-3.1-8B: blocks resident, and one at a time from a file, with the same bits.
+"""Peak memory of calibration at shapes of Llama-3.1-8B: blocks resident, and one at a time from files, with the same bits.
 
-Two blocks suffice for a peak: each block's statistics go before the next one's come. Data are 128 sequences of 2048 tokens, four
+Two blocks suffice for a peak: a block's statistics go before the next one's come. Data are 128 sequences of 2048 tokens, four
 sequences a batch.
 """
 

@@ -1,0 +1,213 @@
+"""The residual stream rotated for good: the same function in float64, plain folders, and what is refused before any change."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import SchemeConfig, explain, load_pretrained, quantize_, save_pretrained
+from ao_lab.calibration import offline
+from ao_lab.calibration.methods import GPTQ, Clip, Rotate
+from ao_lab.calibration.offline import Wide, rotate_residual
+from ao_lab.transforms.data import calibrating
+from ao_lab.transforms.walk import find_blocks
+from tests.ao_lab.calibration.test_run import INT4, inputs, stack
+
+transformers = pytest.importorskip("transformers")
+IDS = torch.arange(4 * 24).reshape(4, 24) % 90
+SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 64}
+MODELS = {
+    "Llama": {},
+    "Llama, square and tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {},
+    "Gemma": {"tie_word_embeddings": True},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def model_of(name, **more):
+    kind = name.split(",")[0]
+    options = {**SIZES, **HEADS, **MODELS.get(name, {}), **more}
+    if kind == "Qwen2":
+        options.pop("head_dim")
+    config = getattr(transformers, f"{kind}Config")(**options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # gains and biases that do something
+            parameter.data += 0.5 * torch.randn_like(parameter)
+    return model
+
+
+def rotated(model, **options):
+    with Wide(), calibrating(model):
+        return rotate_residual(model, find_blocks(model), {"input_ids": IDS}, **options)
+
+
+def logits(model):
+    with Wide(), torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_function_is_the_same_in_float64(name):
+    """Gains are folded, square weights find their roles, a tied head gets its own weight, biases of writers go along."""
+    model = model_of(name)
+    wanted, before = logits(model), copy.deepcopy(model)
+    told = rotated(model)
+    assert (logits(model) - wanted).abs().max() < 1e-12 * wanted.abs().max() * 100
+    assert told.worst < 1e-12
+    tied = MODELS[name].get("tie_word_embeddings", False)
+    assert told.untied == (96 * 48 * 8 if tied else 0)
+    for full, parameter in model.named_parameters():
+        norm = full.endswith("norm.weight") and parameter.shape == (48,)
+        if norm:
+            assert torch.equal(parameter, torch.full_like(parameter, 0.0 if name == "Gemma" else 1.0))
+        elif (
+            "q_norm" not in full
+            and "k_norm" not in full
+            and not full.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
+        ):
+            assert not torch.equal(parameter, before.get_parameter(full)), full
+
+
+def test_channels_of_blocks():
+    model = model_of("Llama")
+    wanted, table = logits(model), model.model.embed_tokens.weight.clone()
+    assert rotated(model, size=12).block == 12
+    assert (logits(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
+    turned = model.model.embed_tokens.weight.reshape(96, 4, 12).norm(dim=-1)
+    torch.testing.assert_close(turned, table.reshape(96, 4, 12).norm(dim=-1))
+
+
+def test_a_plain_folder_holds_it(tmp_path):
+    """In compressed-tensors, read by plain transformers; outliers are gone, and the report says what was done."""
+    pytest.importorskip("compressed_tensors")
+    model = model_of("Llama, square and tied").float()
+    config = SchemeConfig(scheme="int4_g16").for_layout("compressed-tensors")
+    report = quantize_(
+        model, config, calibration=[{"input_ids": IDS}] * 3, methods=(Rotate("offline"), Clip(), GPTQ())
+    )
+    assert "the residual stream is rotated by blocks of 48" in str(report)
+    assert "an untied head adds 18432 bytes" in str(report)
+    assert model.config.tie_word_embeddings is False
+    assert save_pretrained(model, tmp_path).layout == "compressed-tensors"
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = load_pretrained(tmp_path)
+    assert torch.equal(plain(IDS).logits, ours(IDS).logits)
+    assert torch.equal(ours(IDS).logits, model(IDS).logits)
+    assert str(explain(model)) == str(report)
+
+
+def test_the_first_batch_counts_as_data_too():
+    """It is looked at first, and is part of the calibration as ever, also of an iterator."""
+    one, two = model_of("Llama").float(), model_of("Llama").float()
+    data = [{"input_ids": IDS}, {"input_ids": IDS.flip(0)}]
+    methods = (Rotate("offline"), Clip())
+    quantize_(one, SchemeConfig(scheme="int4_g16"), calibration=iter(data), methods=methods)
+    report = quantize_(two, SchemeConfig(scheme="int4_g16"), calibration=data, methods=methods)
+    assert all(map(torch.equal, map(plain, one.parameters()), map(plain, two.parameters())))
+    assert report.changed[0].calibrated.tokens + report.changed[0].calibrated.held_out == 2 * 96
+
+
+def plain(parameter):
+    return parameter.dequantize() if hasattr(parameter.data, "dequantize") else parameter.data
+
+
+class Scaled(nn.Module):
+    """A norm behind a branch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.post = inner, nn.RMSNorm(48)
+
+    def forward(self, *args, **kwargs):
+        return self.post(self.inner(*args, **kwargs))
+
+
+def with_norm_after_a_branch(model):
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Scaled(layer.mlp.down_proj).double()
+        layer.mlp.down_proj.post.weight.data += torch.randn(48)
+
+
+def with_embedding_norm(model):
+    model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, nn.RMSNorm(48).double())
+
+
+def with_bias(model):
+    for layer in model.model.layers:
+        layer.input_layernorm = nn.LayerNorm(48).double()
+
+
+def without_mean(model):
+    for layer in model.model.layers:
+        layer.input_layernorm = nn.LayerNorm(48, bias=False).double()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (with_norm_after_a_branch, {}, "model.layers.0 is not the same function in rotated channels"),
+        (with_embedding_norm, {}, r"embed_tokens.1 \(RMSNorm\) lies between the embeddings and the blocks"),
+        (with_bias, {}, "LayerNorm has weight and bias: a norm with a bias"),
+        (without_mean, {}, "LayerNorm is no RMS norm"),
+        (lambda model: None, {"size": 32}, "48 channels, which blocks of 32 do not divide"),
+    ],
+)
+def test_what_is_refused_before_anything_changes(change, options, said):
+    model = model_of("Llama")
+    change(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"Rotate: .*{said}.*changed nothing"):
+        rotated(model, **options)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_models_without_a_stream_that_is_known():
+    with pytest.raises(ValueError, match="no embedding makes the first block's input"):
+        quantize_(stack(), INT4, calibration=inputs(), methods=(Rotate("offline"),))
+    with pytest.raises(ValueError, match="the whole model is one block"):
+        quantize_(stack(), INT4, calibration=inputs(), methods=(Rotate("offline"),), blocks="")
+    with pytest.raises(ValueError, match="rotate reads the inputs of layers; give calibration="):
+        quantize_(stack(), INT4, methods=(Rotate("offline"),))
+
+
+def test_a_tied_head_that_is_quantized_is_refused():
+    model = model_of("Llama, square and tied").float()
+    given = {"calibration": [{"input_ids": IDS}], "methods": (Rotate("offline"),)}
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight has the weight of an embedding, .* changed nothing"
+    ):
+        quantize_(model, SchemeConfig(scheme="int4_g16"), lambda m, n: n == "lm_head", **given)
+
+
+@pytest.mark.parametrize("at", [0, 5, 9])
+def test_a_rotation_that_was_begun_is_finished(monkeypatch, at):
+    """The model is one function or the other, and an error says which weights it has."""
+    model, count = model_of("Llama"), [0]
+    wanted, made = logits(model), offline.Change.made
+
+    def stopping(self, *args):
+        if all(p is not self.parameter for p in model.parameters()):
+            return made(self, *args)  # of a copy
+        count[0] += 1
+        if count[0] == at + 1:
+            raise KeyboardInterrupt
+        return made(self, *args)
+
+    monkeypatch.setattr(offline.Change, "made", stopping)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        rotated(model)
+    assert "rotated as a whole" in caught.value.__notes__[0]
+    assert (logits(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
+    assert torch.equal(model.model.norm.weight, torch.ones(48))
