@@ -40,6 +40,7 @@ from ao_lab.qat.lora import (
     merge,
     prepare_lora,
 )
+from ao_lab.qat.starts import calibrated_starts
 from ao_lab.quantization.api import Call, calibrated, keep_report, report_of, required_observers, transform
 from ao_lab.quantization.plan import ALREADY, Change, QuantizationPlan, planned
 from ao_lab.quantization.report import Report, known_reasons
@@ -92,9 +93,10 @@ def prepare_qat(call: Call) -> Report:
     if call.forward_loop is not None:
         observers = calibrated(plan, model, call.forward_loop)
     known = required_observers(plan, observers)
+    starts = calibrated_starts(call, plan) if call.request is not None else {}
     with all_or_none(plain_again) as begun:
         for change in plan.changes.values():
-            _prepare_one(change, known, begun)
+            _prepare_one(change, known, starts, begun)
         if device is not None:
             model.to(device)
     adapted = [
@@ -123,12 +125,15 @@ def _check_untouched(plan: QuantizationPlan) -> None:
         )
 
 
-def _prepare_one(change: Change, known: Mapping[str, Observer], begun: list[nn.Module]) -> None:
-    """Make every layer of a weight train; what is learned or static is shared by them."""
+def _prepare_one(
+    change: Change, known: Mapping[str, Observer], starts: Mapping[str, Scales], begun: list[nn.Module]
+) -> None:
+    """Make every layer of a weight train; what is learned or static is shared by them. starts: what calibration found."""
     config = change.config
     if not isinstance(config, QATConfig):
         raise TypeError(f"a QATConfig, got {type(config).__name__}")
-    added = _added(change, config, known)
+    start = next((starts[name] for name in change.places if name in starts), None)
+    added = _added(change, config, known, start)
     for module, _ in change.places.values():
         begun.append(module)
         embedding = isinstance(module, nn.Embedding)
@@ -148,8 +153,10 @@ def _prepare_one(change: Change, known: Mapping[str, Observer], begun: list[nn.M
             add_adapters(module, config.lora)
 
 
-def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that the layers of a weight get."""
+def _added(
+    change: Change, config: QATConfig, known: Mapping[str, Observer], start: Scales | None
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that the layers of a weight get. start: of learned scales; None: as the configuration says."""
     weight = change.parameter
     result: dict[str, torch.Tensor] = {}
     frozen = not weight.requires_grad
@@ -158,7 +165,8 @@ def _added(change: Change, config: QATConfig, known: Mapping[str, Observer]) -> 
             raise ValueError(
                 "learned scales start from the weight's values; on the meta device there are none"
             )
-        start = first_scales(weight, change.recipe.weight, change.axis, config.scale_start)
+        if start is None:
+            start = first_scales(weight, change.recipe.weight, change.axis, config.scale_start)
         result["qat_scale"] = _parameter(start.scale, frozen)
         if start.zero is not None:
             result["qat_zero"] = (

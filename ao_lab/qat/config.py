@@ -13,7 +13,8 @@ Static activations take their scale from `act_quant_scale`, or from `forward_loo
 that keep them in float32; zero points that are codes stay as they were found. A scale that training makes zero or negative
 counts as the smallest there is, 2**-126, and still gets its gradient, so that it can come back. Scales start where the scheme's
 rule puts them or, with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits
-down. With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n
+down; given `calibration=` and `methods=(Clip(),)` in the call of step "prepare", where these put them
+(`ao_lab.qat.starts`). With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has been called n
 times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train
 (`ao_lab.qat.lora`).
 

@@ -282,6 +282,11 @@ def first_scales(weight: torch.Tensor, scheme: Scheme, axis: int, start: str = "
         return scales
     if start == "error":
         scales = closest_scales(weight, scheme, axis, scales)
+    return with_usual(scales)
+
+
+def with_usual(scales: Scales) -> Scales:
+    """Scales with the largest of them in the place of the smallest that there is; see `first_scales`."""
     most = torch.where(scales.scale.isfinite(), scales.scale, 0.0).amax()
     usual = torch.where(most > SMALLEST, most, 1.0)
     return Scales(torch.where(scales.scale <= SMALLEST, usual, scales.scale), None, scales.zero)

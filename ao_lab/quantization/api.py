@@ -178,7 +178,8 @@ def quantize_(
         raise ValueError("calibration finds static scales too; leave forward_loop and observers out")
     call = Call(model, config, filter_fn, device, forward_loop, observers, progress, request)
     run = transform_of(config)
-    if request is not None and run is not quantize_weights:
+    starting = all(getattr(one, "learn_scales", False) for one in _configs(config))
+    if request is not None and run is not quantize_weights and not starting:
         raise ValueError(
             f"methods quantize weights, which {type(config).__name__} does not; leave methods and calibration out here, and "
             f"give them to the call that quantizes"

@@ -83,7 +83,7 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
         raise WrongInput("--only names parts of one experiment: ao-lab reproduce decode --only NAME")
     try:
         if names == ["decode"]:
-            from experiments.decode.run import chosen
+            from experiments.decode.configs import chosen
 
             chosen(tuple(only))
         else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from experiments.decode.configs import BASELINE, BFLOAT16, DEPENDENT, LIBRARY, OURS, WITH_SPEED_TARGET
 from experiments.decode.real_page import real_findings, real_sections
-from experiments.decode.run import BASELINE, BFLOAT16, DEPENDENT, KIND, LIBRARY, OURS, WITH_SPEED_TARGET
+from experiments.decode.run import KIND
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_1_8B

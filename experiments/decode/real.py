@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ao_lab.config.base import SchemeConfig
-from experiments.decode.run import (
+from experiments.decode.configs import (
     BASE,
     CONFIGS,
     OURS,

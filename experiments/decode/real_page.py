@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.decode.run import BASELINE, OURS
+from experiments.decode.configs import BASELINE, OURS
 from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE

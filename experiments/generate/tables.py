@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import ao_lab
-from experiments.decode.run import FLOAT8_DYNAMIC, torchao_config
+from experiments.decode.configs import FLOAT8_DYNAMIC, torchao_config
 from experiments.harness import revision
 from experiments.linear.tables import Build, float8_dynamic, integers
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import ao_lab
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import select_kernel
-from experiments.decode.run import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
+from experiments.decode.configs import FLOAT8_DYNAMIC, INT8_DYNAMIC, torchao_config
 from experiments.harness import revision
 from experiments.harness.bench import cache_bytes, input_sets
 from experiments.harness.measuring import Deadline, Values, Wrong, bar, status

@@ -14,6 +14,16 @@ from triton.compiler import ASTSource
 import ao_lab
 from experiments.decode import page as decode_page
 from experiments.decode import run
+from experiments.decode.configs import (
+    BASE,
+    CONFIGS,
+    DEPENDENT,
+    OUR_CONFIGS,
+    OURS,
+    Config,
+    chosen,
+    stored_bytes,
+)
 from experiments.decode.model import (
     CachedAttention,
     CachedLlama,
@@ -26,19 +36,7 @@ from experiments.decode.model import (
     sample,
 )
 from experiments.decode.page import missed, published_speedup
-from experiments.decode.run import (
-    BASE,
-    CONFIGS,
-    DEPENDENT,
-    OUR_CONFIGS,
-    OURS,
-    Bench,
-    Config,
-    Memory,
-    chosen,
-    measure,
-    stored_bytes,
-)
+from experiments.decode.run import Bench, Memory, measure
 from experiments.harness import revision
 from experiments.harness.measuring import Wrong
 from experiments.harness.paths import Paths
