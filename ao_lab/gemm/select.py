@@ -51,7 +51,7 @@ from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
 from fast.gemm.choose import Range, by_rows, choose, codes_of_layer, running
 from fast.gemm.families import Family
-from fast.gemm.problem import Problem, of_codes, of_preshuffled, of_stored
+from fast.gemm.problem import Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
 from fast.launch.program import Program
 from fast.layers.hadamard import hadamard
 from fast.matmul.preshuffled import layout
@@ -243,10 +243,6 @@ PREPARE: dict[str, Prepare] = {"fused": _fused, "int8": _codes, "scaled_mm": _co
 MOST = 1 << 15
 
 
-#: Kernels that multiply codes by codes.
-OF_CODES = ("int8", "scaled_mm")
-
-
 def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[tuple[Range, ...], dict[str, str]]:
     """The ranges of rows of inputs in a dtype by a weight (K, N) on a GPU, each with the name of what multiplies them: a family
     of `fast.gemm.families`, or the kernel of `ao_lab.gemm.select` where that is one for all rows; and why families that are
@@ -262,9 +258,9 @@ def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int, failures: dict[str,
     kernel = select_kernel(w, dtype, rows)
     if kernel == "dequantize":
         return families.TORCH_DEQUANTIZE.name
-    if kernel != "fused" and kernel not in OF_CODES:
+    if kernel not in ORDERS:
         return kernel
-    order, p = (_by_weight if kernel == "fused" else _by_codes)(w, dtype, rows)
+    order, p = ORDERS[kernel](w, dtype, rows)
     family, failed = running(order, p, w.codes.get_device())
     failures |= failed
     return f"{family.name} (for {', '.join(failed)}, which did not load)" if failed else family.name
@@ -292,6 +288,28 @@ def _by_codes(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterab
     if scheme.scale.block == BLOCK:
         return (families.TORCH_SCALED_MM,), p
     return (codes_of_layer(scheme, w.scheme, p), *choose(p)), p
+
+
+def _by_sparse(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterable[Family], Problem]:
+    """The same of a weight in 2:4 storage."""
+    from ao_lab.gemm.sparse import CODES, PLAIN, group_of
+
+    element = w.scheme.element
+    if element == "int4":
+        p = of_sparse_int4(w.codes, rows, dtype, group_of(w), w.zero is not None)
+    else:
+        p = of_sparse(w.codes.view({**PLAIN, **CODES}[element]), rows, dtype)
+    return choose(p), p
+
+
+#: By the names of PRODUCTS whose products more than one family may multiply: these, the quickest first.
+ORDERS: dict[str, Callable[[QuantizedWeight, torch.dtype, int], tuple[Iterable[Family], Problem]]] = {
+    "int8": _by_codes,
+    "scaled_mm": _by_codes,
+    "fused": _by_weight,
+    SPARSE_INT4: _by_sparse,
+    "sparse_wgmma": _by_sparse,
+}
 
 
 __all__ = [

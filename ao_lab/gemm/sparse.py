@@ -27,11 +27,13 @@ import torch
 
 import fast
 from ao_lab.gemm.codes import quantized_input
+from ao_lab.gemm.dense import capability
 from ao_lab.gemm.operand import Kernel, QuantizedWeight, kept
 from fast.dispatch import OLDEST, is_traced
+from fast.gemm.families import MULTIPLES_24
 from fast.launch.nvrtc import missing_compiler
 from fast.matmul.weights import LONGEST_INT8, one_scale
-from fast.sparsity.linear_sparse import HOPPER, MULTIPLES
+from fast.sparsity.linear_sparse import HOPPER
 from reference import Scheme
 from reference.sparsity.linear_sparse_int4 import GROUPS, INPUTS
 
@@ -58,11 +60,11 @@ def device_reason(w: QuantizedWeight, oldest: tuple[int, int], *, later: bool = 
     """Why a kernel for Nvidia GPUs of a compute capability (and later ones) does not run where a weight is; None: it does."""
     if not w.is_cuda:
         return f"it is for Nvidia GPUs, this weight is on {w.device.type}"
-    capability = torch.cuda.get_device_capability(w.device)
-    if capability == oldest or (later and capability > oldest):
+    own = capability(w.device.index or 0)
+    if own == oldest or (later and own > oldest):
         return None
     needs = f"compute capability {oldest[0]}.{oldest[1]}{' and later' if later else ''}"
-    return f"it is for {needs}, this GPU has {capability[0]}.{capability[1]}"
+    return f"it is for {needs}, this GPU has {own[0]}.{own[1]}"
 
 
 def shape_reason(w: QuantizedWeight, step: int, *, features: bool) -> str | None:
@@ -199,7 +201,7 @@ def wgmma_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | No
     """Why it does not take a weight (K, N) beside inputs of a dtype; None where it does."""
     if w.meta.layout != "2:4":
         return "the weight is not in 2:4 storage"
-    step = MULTIPLES[16 if w.scheme.element in PLAIN else 8]
+    step = MULTIPLES_24[16 if w.scheme.element in PLAIN else 8]
     return _operands_reason(w, dtype) or shape_reason(w, step, features=False) or _wgmma_device_reason(w)
 
 

@@ -240,8 +240,6 @@ def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[tuple[Range
     """What multiplies by the weight of a linear layer on a GPU, by ranges of rows; and what did not load."""
     if isinstance(module, nn.Embedding) or not on_gpu(weight):
         return (), {}
-    if isinstance(weight, SparseQuantizedTensor):  # one kernel each, which may not be one of this GPU
-        return (), {}
     return families_by_rows(weight if weight.block_axis == -2 else weight.transposed(), weight.dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from experiments.report.content import Table
 from fast.gemm.choose import by_rows, choose, codes_of_layer
 from fast.gemm.families import FAMILIES
-from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SPARSE_INT4, Problem
+from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SPARSE, SPARSE_INT4, Problem
 from fast.matmul.preshuffled.layout import form_of
 from reference import SCHEMES
 
@@ -32,6 +32,7 @@ WEIGHTS = {
     ),
     PLAIN: ("int4_g128", "int8_rowwise", "int2_g64", "int3_g64", "int6_g64", "mxfp6_e3m2"),
     CODES: ("int8_rowwise", "fp8_rowwise", "fp8_tensorwise"),
+    SPARSE: ("bfloat16", "int8_rowwise", "fp8_rowwise"),
     SPARSE_INT4: ("int4_g128",),
 }
 #: The most rows that are asked for.
@@ -58,7 +59,10 @@ def tables() -> list[Table]:
 
 
 def problem_of(layout: str, name: str, shape: tuple[int, int]) -> Problem:
-    """One row of bfloat16 by a weight of a scheme."""
+    """One row of bfloat16 by a weight of a scheme; in 2:4 storage "bfloat16" and "float16" are weights too."""
+    if layout == SPARSE:
+        element = SCHEMES[name].element if name in SCHEMES else name
+        return Problem(SPARSE, 1, *shape, BF16, HOPPER, element)
     scheme = SCHEMES[name]
     zero = scheme.zero is not None
     if layout == PLAIN:
@@ -72,8 +76,9 @@ def problem_of(layout: str, name: str, shape: tuple[int, int]) -> Problem:
 
 def asked(layout: str, name: str, shape: tuple[int, int]) -> Callable[[int], str]:
     """What multiplies so many rows by a weight of a scheme."""
-    scheme, p = SCHEMES[name], problem_of(layout, name, shape)
+    p = problem_of(layout, name, shape)
     if layout == CODES:
+        scheme = SCHEMES[name]
         return lambda rows: codes_of_layer(scheme, scheme, p._replace(rows=rows)).name
     return lambda rows: next(choose(p._replace(rows=rows))).name
 

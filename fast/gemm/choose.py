@@ -22,6 +22,7 @@ from fast.gemm.families import (
     HALVES,
     SM90_INTN_SMALL_M,
     SM90_S8_GEMM,
+    SM90_SPARSE24_GEMM,
     SM90_SPARSE24_W4A16_GEMV,
     SM90_W4A16_GEMM,
     SM90_W4A16_GEMV,
@@ -39,7 +40,7 @@ from fast.gemm.families import (
     TRITON_SPARSE24_SMALL_M,
     Family,
 )
-from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE_INT4, Device, Problem
+from fast.gemm.problem import CODES, HOPPER, PLAIN, PRESHUFFLED, SM90, SPARSE, SPARSE_INT4, Device, Problem
 from reference import Scheme
 from reference.schemes.schemes import POWER_RULES, record_of
 
@@ -202,6 +203,13 @@ def _codes(p: Problem) -> Iterator[Family]:
         yield TRITON_INT_SCALED_MM
 
 
+def _sparse(p: Problem) -> Iterator[Family]:
+    """Rows by a weight of the same element in 2:4 storage."""
+    if SM90_SPARSE24_GEMM.refusal(p) is None:
+        yield SM90_SPARSE24_GEMM
+    yield TORCH_DEQUANTIZE
+
+
 def _sparse_int4(p: Problem) -> Iterator[Family]:
     """Rows by int4 in 2:4 storage."""
     if SM90_SPARSE24_W4A16_GEMV.refusal(p) is None:
@@ -215,6 +223,7 @@ RULES: dict[str, Callable[[Problem], Iterator[Family]]] = {
     PRESHUFFLED: _preshuffled,
     PLAIN: _plain,
     CODES: _codes,
+    SPARSE: _sparse,
     SPARSE_INT4: _sparse_int4,
 }
 

@@ -17,13 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fast.gemm.problem import CODES, PLAIN, PRESHUFFLED, SPARSE_INT4, Problem
+from fast.gemm.problem import CODES, PLAIN, PRESHUFFLED, SPARSE, SPARSE_INT4, Problem
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
 #: Elements of preshuffled weights, and those whose scales are factors of the elements.
 ELEMENTS = ("int4", "int8", "e4m3", "e2m1", "e4m3_mx", "nf4")
 FACTORED = ("e2m1", "e4m3_mx")
+#: Elements of 2:4 weights beside inputs of the same, of 16 bits and of 8.
+WIDE_24, NARROW_24 = ("bfloat16", "float16"), ("int8", "float8_e4m3fn", "float8_e5m2")
+#: Elements that k is a multiple of there, by the bits of an element: 16 bytes of a row of values.
+MULTIPLES_24 = {8: 32, 16: 16}
 #: More rows than there can be.
 ALL_ROWS = 2**31 - 1
 
@@ -101,7 +105,13 @@ class Family(NamedTuple):
 
 
 def _is_kind(takes: Takes, p: Problem) -> bool:
-    return takes.layout == p.layout and takes.experts == (p.experts > 0) and takes.products >= p.products
+    is_element = takes.layout != SPARSE or p.element in takes.elements
+    return (
+        takes.layout == p.layout
+        and is_element
+        and takes.experts == (p.experts > 0)
+        and takes.products >= p.products
+    )
 
 
 @lru_cache(maxsize=64)
@@ -179,6 +189,16 @@ def _sm90_s8_gemm(p: Problem) -> Chosen | None:
 
     variant = choose(int(p.rows), p.n, p.inputs.itemsize == 2, p.device.processors)
     return variant and Chosen(variant, KERNEL, Codes(p.element, _name(p.inputs)))
+
+
+def _sm90_sparse24_gemm(p: Problem) -> Chosen:
+    from fast.kernels.sm90_sparse24_gemm.host import variant_of
+    from fast.kernels.sm90_sparse24_gemm.variants import ELEMENTS, KERNEL
+    from fast.kernels.sm90_sparse24_gemm.variants import Problem as Sparse
+
+    elements, out = ELEMENTS[p.element, p.element], _name(p.inputs)
+    variant = variant_of(int(p.rows), *p.shape, elements, out, processors=p.device.processors)
+    return Chosen(variant, KERNEL, Sparse(elements, out))
 
 
 def _sm90_sparse24_w4a16_gemv(p: Problem) -> Chosen | None:
@@ -293,6 +313,14 @@ TRITON_SCALED_MM = Family(
     (Takes(CODES, ("float8_e4m3fn", "float8_e5m2"), inputs=FLOATS, multiples=(1, 16), zero=False),),
     {"linear": "fast.kernels.triton_scaled_mm.host:linear_of_codes"}, _triton_scaled_mm,
 )  # fmt: skip
+SM90_SPARSE24_GEMM = Family(
+    "sm90_sparse24_gemm", "any rows of 8 or 16 bits by a weight of the same in 2:4 storage", "fast/kernels/sm90_sparse24_gemm",
+    (
+        Takes(SPARSE, WIDE_24, inputs=FLOATS, multiples=(1, MULTIPLES_24[16]), sm90=True),
+        Takes(SPARSE, NARROW_24, inputs=FLOATS, multiples=(1, MULTIPLES_24[8]), sm90=True),
+    ),
+    chosen=_sm90_sparse24_gemm,
+)  # fmt: skip
 SM90_SPARSE24_W4A16_GEMV = Family(
     "sm90_sparse24_w4a16_gemv", "up to 24 rows at once, 64 in chunks of 16, by int4 in 2:4 storage",
     "fast/kernels/sm90_sparse24_w4a16_gemv", (Takes(SPARSE_INT4, rows=64, multiples=(1, 256), sm90=True, products=2),),
@@ -323,6 +351,7 @@ FAMILIES = {
         SM90_S8_GEMM,
         TRITON_INT_SCALED_MM,
         TRITON_SCALED_MM,
+        SM90_SPARSE24_GEMM,
         SM90_SPARSE24_W4A16_GEMV,
         TRITON_SPARSE24_SMALL_M,
         TORCH_SCALED_MM,

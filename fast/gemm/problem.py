@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from reference import Quantized, Scheme
 
 #: Layouts of a weight: as `reference.quantize` stores it, in the order of the tensor core's fragments, as 8-bit codes beside
-#: inputs that are codes too, and codes of int4 in 2:4 storage.
-PLAIN, PRESHUFFLED, CODES, SPARSE_INT4 = "plain", "preshuffled", "codes", "2:4 int4"
+#: inputs that are codes too; in 2:4 storage beside inputs of the same element, and int4 there.
+PLAIN, PRESHUFFLED, CODES, SPARSE, SPARSE_INT4 = "plain", "preshuffled", "codes", "2:4", "2:4 int4"
 #: Compute capability that kernels in CUDA C++ are compiled for.
 SM90 = (9, 0)
 
@@ -55,12 +55,12 @@ def device_of(device: torch.device) -> Device:
 class Problem(NamedTuple):
     """A product of rows (`rows`, k) by a weight (n, k).
 
-    rows: of experts those of one, on average. layout: see above. inputs: the dtype of the rows; of "codes"
-    that of the result. element, group, zero: what a preshuffled weight has, see `ArrangedWeight`; of "codes"
-    the inputs' element and whether they have zero points. filled: whether a preshuffled weight has rows or
-    columns that are none of its own, a plain one tiled scales. products: 2 where two weights like this one
-    are multiplied at once. experts: how many weights there are, 0 for one matrix. weight: of a plain weight
-    scheme, axis and whether it is packed.
+    rows: of experts those of one, on average. layout: see above. inputs: the dtype of the rows; of "codes" and
+    "2:4" that of the result. element, group, zero: what a preshuffled weight has, see `ArrangedWeight`; of
+    "codes" the inputs' element and whether they have zero points, of "2:4" the weight's element. filled:
+    whether a preshuffled weight has rows or columns that are none of its own, a plain one tiled scales.
+    products: 2 where two weights like this one are multiplied at once. experts: how many weights there are, 0
+    for one matrix. weight: of a plain weight scheme, axis and whether it is packed.
     """
 
     layout: str
@@ -108,6 +108,13 @@ def of_codes(
     return Problem(CODES, rows, *shape, dtype, device_of(device), element=x.element, zero=zero)
 
 
+def of_sparse(values: torch.Tensor, rows: int, dtype: torch.dtype) -> Problem:
+    """Rows of the element of 2:4 values (N, K/2) by these, into a dtype."""
+    n, k = int(values.shape[0]), 2 * int(values.shape[1])
+    element = str(values.dtype).removeprefix("torch.")
+    return Problem(SPARSE, rows, n, k, dtype, device_of(values.device), element)
+
+
 def of_sparse_int4(
     codes: torch.Tensor, rows: int, inputs: torch.dtype, group: int, zero: bool, products: int = 1
 ) -> Problem:
@@ -123,12 +130,14 @@ __all__ = [
     "PLAIN",
     "PRESHUFFLED",
     "SM90",
+    "SPARSE",
     "SPARSE_INT4",
     "Device",
     "Problem",
     "device_of",
     "of_codes",
     "of_preshuffled",
+    "of_sparse",
     "of_sparse_int4",
     "of_stored",
 ]

@@ -14,6 +14,7 @@ import torch
 
 import reference
 from fast.dispatch import Function, execute, run
+from fast.gemm.families import MULTIPLES_24
 from fast.kernels.sm90_sparse24_gemm.arrange import arrange, count_undefined, restore, shape_of
 from fast.ops import no_gradient, register
 from reference.arrays.namespace import DTypeLike, dtype_name
@@ -29,8 +30,6 @@ BITS = {
 }  # fmt: skip
 #: The kernels are of this compute capability alone.
 HOPPER = (9, 0)
-#: Elements that K is a multiple of on a GPU, by the bits of an element: 16 bytes of a row of values.
-MULTIPLES = {8: 32, 16: 16}
 
 
 def checked(values: Values, operands: Operands) -> str:
@@ -103,7 +102,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     x, stored = operands[0], operands[1]
     if torch.cuda.get_device_capability(x.device) != HOPPER or not x.numel() or not stored.numel():
         return None
-    step = MULTIPLES[BITS[stored.dtype]]
+    step = MULTIPLES_24[BITS[stored.dtype]]
     if x.shape[-1] % step:
         raise ValueError(
             f"linear_sparse on a GPU takes K in multiples of {step} for {stored.dtype}, got {x.shape[-1]}; use "

@@ -14,6 +14,7 @@ from fast.kernels.sm90_sparse24_gemm.variants import (
     KERNEL,
     PANEL,
     ROW,
+    Elements,
     Problem,
     Variant,
     choose,
@@ -65,12 +66,22 @@ def product(name: str, fast_sums: bool, operands: Operands, variant: Variant | N
 
 
 def variant_for(name: str, fast_sums: bool, operands: Operands) -> Variant:
-    """That of `select.choose`; where the copy engine can write y, it does."""
+    """That of `variant_of` for operands."""
     x, features, elements = operands[0], operands[1].shape[0], _elements(operands)
+    scaled, processors = operands[4] is not None or operands[5] is not None, processors_of(x.get_device())
+    shape = x.numel() // x.shape[-1], features, x.shape[-1]
+    return variant_of(*shape, elements, name, scaled=scaled, fast_sums=fast_sums, processors=processors)
+
+
+def variant_of(
+    tokens: int, features: int, k: int, elements: Elements, name: str, *, processors: int, scaled: bool = False,
+    fast_sums: bool = True,
+) -> Variant:  # fmt: skip
+    """That of `variants.choose`; where the copy engine can write y, it does. name: of y's dtype; scaled: whether rows or
+    columns have scales."""
     bits, promote = elements.bits, not fast_sums and elements.bits == 8 and not elements.integer
-    tokens, length = x.numel() // x.shape[-1], x.shape[-1] * bits // 8
-    variant = choose(tokens, features, length, bits, promote, processors_of(x.get_device()))
-    if not is_stored(variant, bits, features, name, operands):
+    variant = choose(tokens, features, k * bits // 8, bits, promote, processors)
+    if not is_stored(variant, bits, features, name, scaled):
         return variant
     return fitted(*variant[:3], variant.pair, variant.splits, bits, stored=True)
 
@@ -98,9 +109,9 @@ def launch_of(variant: Variant, name: str, operands: Operands) -> CudaLaunch:
     )  # fmt: skip
 
 
-def is_stored(variant: Variant, bits: int, features: int, name: str, operands: Operands) -> bool:
+def is_stored(variant: Variant, bits: int, features: int, name: str, scaled: bool) -> bool:
     """Whether the copy engine writes y: rows are multiples of 16 bytes, and nothing but a bias enters."""
-    plain = operands[4] is None and operands[5] is None and name in ("bfloat16", "float16")
+    plain = not scaled and name in ("bfloat16", "float16")
     return (
         plain and bits == 16 and features % 8 == 0 and variant.tokens >= LEAST_STORED and variant.splits == 1
     )
@@ -148,4 +159,5 @@ __all__ = [
     "programs_of",
     "steps_of",
     "variant_for",
+    "variant_of",
 ]

@@ -4,7 +4,7 @@ shortest time by a model of one multiprocessor.
 What a stage takes is the longest of three: the tensor core (an instruction of n tokens reads 64 n bytes of tokens and 2048 of
 values from shared memory, 128 a cycle, and multiplies in n / 2 cycles), what the L2 cache delivers to a multiprocessor, and,
 for the weight, what the memory does. The model only has to order variants. Its rates are fitted to measured times
-(`reports/data/linear_sparse_times.json`) by `tests/gpu/sparsity/gemm.py`; the same times say how many clusters run at once.
+(`reports/gpu/family_times.csv`) by `tests/gpu/sparsity/gemm.py`; the same times say how many clusters run at once.
 """
 
 from __future__ import annotations

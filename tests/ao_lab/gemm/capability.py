@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ao_lab.gemm import codes, dense
+from ao_lab.gemm import codes, dense, sparse
 
 #: The modules that ask for it, each by a name of its own.
-ASKED_BY = (codes, dense, dense, codes)
+ASKED_BY = (codes, dense, sparse)
 
 
 def set_capability(monkeypatch: Any, found: tuple[int, int]) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import ao_lab
-from ao_lab import explain, quantize_
-from ao_lab.gemm import codes, select
+from ao_lab import SparsityConfig, explain, quantize_, sparsify_
+from ao_lab.gemm import codes, select, sparse
 from ao_lab.gemm.dense import is_host
 from fast.gemm import problem
 from fast.gemm.choose import codes_of_layer
@@ -25,6 +25,7 @@ def gpu(monkeypatch):
     """A Hopper GPU."""
     set_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(ao_lab.QuantizedTensor, "is_cuda", True)
+    monkeypatch.setattr(sparse, "missing_compiler", lambda: None)
     for module in (select, codes):
         monkeypatch.setattr(module, "is_host", lambda device: False)
     monkeypatch.setattr(problem, "device_of", lambda device: problem.HOPPER)
@@ -36,6 +37,8 @@ def layer(config, layout="", shape=(256, 384)):
     net = nn.Sequential(nn.Linear(*shape)).to(BF16).requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ao_lab.QuantizedTensor, "is_cuda", False)
+        if config.sparsity:
+            sparsify_(net, SparsityConfig())
         quantize_(net, config)
         if layout:
             net[0].weight = nn.Parameter(net[0].weight.to_layout(layout), requires_grad=False)
@@ -70,6 +73,12 @@ def families(net):
             "1 row triton_gemv_w8a8, 2 rows and more torch_scaled_mm",
         ),
         (ao_lab.Int4WeightOnlyConfig(kernel="dequantize"), "", "torch_dequantize"),
+        (
+            ao_lab.Int4WeightOnlyConfig(group_size=32, sparsity="2:4"), "",
+            "1-64 rows sm90_sparse24_w4a16_gemv, 65 rows and more torch_dequantize",
+        ),
+        (ao_lab.Int8DynamicActivationInt8WeightConfig(sparsity="2:4"), "", "sm90_sparse24_gemm"),
+        (ao_lab.Int8WeightOnlyConfig(sparsity="2:4"), "", "torch_dequantize"),
         (ao_lab.Int4WeightOnlyConfig(kernel="reference"), "", "reference"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ import torch
 
 from ao_lab.gemm.sparse import device_reason, kind_of
 from reference import SCHEMES
+from tests.ao_lab.gemm.capability import set_capability
 
 
 def test_kernels_of_sparse_weights_stand_before_those_that_take_all_and_are_imported_for_such_a_weight():
@@ -41,7 +42,7 @@ print(torch.ops.ao_lab.cusparselt_mm)
     ],
 )
 def test_where_kernels_run(capability, oldest, later, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    set_capability(monkeypatch, capability)
     found = device_reason(SimpleNamespace(is_cuda=True, device=torch.device("cuda")), oldest, later=later)
     assert (found is None) if reason is None else (reason in found)
     host = SimpleNamespace(is_cuda=False, device=torch.device("cpu"))

@@ -17,6 +17,7 @@ from ao_lab.gemm.choices import forget
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES, Zero
 from reference.sparsity.linear_sparse_int4 import GROUPS
+from tests.ao_lab.gemm.capability import set_capability
 from tests.support.quantized_weights import pruned, same
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -116,7 +117,7 @@ def test_lengths_and_gpus_that_it_does_not_take(kernels, monkeypatch):
         assert f"with zero points the length of its sums must be a multiple of {step}, got {k}" in reason
     monkeypatch.undo()
     for capability, taken in (((8, 9), ()), ((9, 0), (SCHEME, ASYMMETRIC)), ((10, 0), (SCHEME,))):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        set_capability(monkeypatch, capability)
         for scheme in (SCHEME, ASYMMETRIC):
             on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), scheme=scheme)
             assert (sparse._device_reason(on_gpu) is None) == (scheme in taken)

@@ -18,6 +18,7 @@ from ao_lab.gemm.choices import forget
 from ao_lab.gemm.operand import ARRANGED
 from ao_lab.gemm.select import PRODUCTS, select_kernel
 from reference import SCHEMES
+from tests.ao_lab.gemm.capability import set_capability
 from tests.support.quantized_weights import pruned, same
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -76,7 +77,7 @@ def test_it_is_no_default_elsewhere(monkeypatch):
     assert select_kernel(w, BF16) == "dequantize"
     on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
     for capability, missing in (((9, 0), None), ((10, 0), None), ((9, 0), "no NVRTC")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        set_capability(monkeypatch, capability)
         monkeypatch.setattr(sparse, "missing_compiler", lambda found=missing: found)
         taken = capability == (9, 0) and missing is None
         assert (sparse._wgmma_device_reason(on_gpu) is None) == taken

@@ -18,6 +18,7 @@ from fast.gemm.problem import (
     CODES,
     HOPPER,
     PRESHUFFLED,
+    SPARSE,
     SPARSE_INT4,
     Device,
     Problem,
@@ -136,6 +137,20 @@ def test_codes():
     empty = Problem(CODES, 8192, 4096, 0, BF16, HOPPER, "int8")
     assert names(empty) == ["triton_int_scaled_mm"], "sums of nothing are no tensor map's"
     assert of(1024, "float8_e4m3fn") == "triton_scaled_mm"
+
+
+def test_sparse():
+    """Whole copies of 16 bytes, inputs of the same element, on Hopper."""
+
+    def of(element, k=4096, out=BF16, device=HOPPER):
+        return names(Problem(SPARSE, 1024, 4096, k, out, device, element))
+
+    assert [of(element) for element in ("bfloat16", "float16", "int8", "float8_e5m2")] == [
+        ["sm90_sparse24_gemm", TORCH]
+    ] * 4
+    assert [of("bfloat16", k) for k in (4104, 4112)] == [[TORCH], ["sm90_sparse24_gemm", TORCH]]
+    assert [of("int8", k) for k in (4112, 4128)] == [[TORCH], ["sm90_sparse24_gemm", TORCH]]
+    assert of("int4") == of("int8", out=torch.int32) == of("int8", device=HOST) == [TORCH]
 
 
 def test_sparse_int4():

@@ -4,9 +4,10 @@ and times that say most about the model of its choice.
 Timed are of a shape the model's first choice, the best with other tiles, and the best of its own tiles in other clusters; a
 result is compared with the dense product before. Beside other libraries' products it is timed by the experiment `sparsity`.
 
-As a program: fits that model to such rows, and says what its choice loses. No GPU is needed.
+As a program: fits that model to such rows, and says what its choice loses. No GPU is needed. Times of an H200 stand in
+`reports/gpu/family_times.csv`.
 
-    PYTHONPATH=. python tests/gpu/sparsity/gemm.py reports/data/linear_sparse_times.json
+    PYTHONPATH=. python tests/gpu/sparsity/gemm.py $OUT/sm90_sparse24_gemm.json
 
 Prints the constants for
 `fast.kernels.sm90_sparse24_gemm.variants.Rates`, how far predictions are off, and for each shape what the

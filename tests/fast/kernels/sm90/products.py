@@ -11,7 +11,7 @@ import torch
 
 import reference
 from fast.gemm import families
-from fast.gemm.problem import CODES, PLAIN, SPARSE_INT4
+from fast.gemm.problem import CODES, PLAIN, SPARSE, SPARSE_INT4
 from fast.kernels.sm90_intn_small_m import host as intn
 from fast.kernels.sm90_s8_gemm import host as s8
 from fast.kernels.sm90_s8_gemm.variants import Problem
@@ -28,7 +28,7 @@ from fast.matmul.preshuffled import layout
 from reference import Quantized, Scheme
 from reference.sparsity.linear_sparse_int4 import sparse_int4_weight
 from tests.emulator.device.stand_in import StandIn
-from tests.gpu.sparsity.cases import as_tensors, exact_case, zero_points
+from tests.gpu.sparsity.cases import as_tensors, case, exact_case, wanted, zero_points
 from tests.support.linear_cases import exact_inputs, exact_result, exact_weight
 
 
@@ -146,9 +146,10 @@ def _served() -> Any:
 
 
 def multiplied(
-    name: str, scheme: Scheme, p: families.Problem, variant: Any, **device: Any
+    name: str, scheme: Scheme | None, p: families.Problem, variant: Any, **device: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of a family by a variant, and what it is: operands are exact, see `tests.support.linear_cases`."""
+    """The product of a family by a variant, and what it is: operands are exact, see `tests.support.linear_cases`. scheme: None
+    for 2:4 weights that are not quantized."""
     (n, k), count = p.shape, int(p.rows)
     bias, group = (torch.arange(n) % 7 - 3).to(p.inputs), p.group
     if p.layout == SPARSE_INT4:
@@ -157,6 +158,17 @@ def multiplied(
         dense = sparse_int4_weight(*operands[1:4], zero)
         got = sparse24_w4a16_gemv(*operands, variant=variant, zero=zero, **device)
         return got, exact_result(operands.x, dense, operands.bias)
+    if p.layout == SPARSE:
+        torch.manual_seed(0)
+        kinds, is_scaled = (getattr(torch, p.element),) * 2, scheme is not None
+        one = case(count, n, k, kinds, whole=True, device="cpu")
+        extra = (one.bias, one.x_scale, one.scale) if is_scaled else (None, None, None)
+        got = sparse24_gemm(
+            variant, families._name(p.inputs), one.x, one.values, one.metadata, *extra, **device
+        )
+        return got, wanted(one, p.inputs, is_scaled)
+    if scheme is None:
+        raise ValueError(f"weights in layout {p.layout} have a scheme")
     w, x = exact_weight(scheme, n, k), exact_inputs(count, k, p.inputs)
     if p.layout == CODES:
         codes = exact_weight(scheme, count, k, seed=3)

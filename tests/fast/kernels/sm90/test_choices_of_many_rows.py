@@ -256,15 +256,14 @@ def test_the_last_wave_is_full_where_another_tile_fills_it():
     ("change", "stored"),
     [
         ({}, True), ({"bits": 8}, False), ({"name": "float32"}, False), ({"features": 4100}, False),
-        ({"operands": (None, None, None, None, "scale", None)}, False),
-        ({"operands": (None, None, None, None, None, "scale")}, False),
+        ({"scaled": True}, False),
         ({"variant": SparseVariant(64, 2, 1, 4, 2, 1)}, False), ({"variant": SparseVariant(128, 2, 1, 4, 2, 2)}, False),
     ],
 )  # fmt: skip
 def test_what_the_copy_engine_writes(change, stored):
     """Results of 16 bits without scales, whose rows are multiples of 16 bytes, of large tiles."""
     given = {"variant": SparseVariant(256, 2, 1, 5, 2, 1), "bits": 16, "features": 4096, "name": "bfloat16",
-             "operands": (None, None, None, "bias", None, None)}  # fmt: skip
+             "scaled": False}  # fmt: skip
     assert is_stored(**(given | change)) == stored
 
 
