@@ -1,5 +1,6 @@
 """Pages: ``reports/index.html``, a page of all figures and tables for each experiment, Markdown beside them, and
-``limits.md``. They read rows, and of git what has changed since; ``families.md`` reads records of kernels.
+``limits.md``, and the answers to the paper's open questions (`experiments.report.questions`). They read rows, and of git what
+has changed since; ``families.md`` reads records of kernels.
 
 The page module of an experiment has TITLE, QUESTION (what it asks, in one sentence), ABOUT (what is measured), FEATURED (names
 of figures, the first of which heads the page), `findings(rows)` (sentences) and `sections(rows)` (everything, as plain data of
@@ -33,7 +34,7 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
-from experiments.report import families
+from experiments.report import families, questions
 from experiments.report.accuracies import counted as counted_accuracies
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
 from experiments.report.plots import svg
@@ -194,7 +195,18 @@ def write_pages(places: Paths) -> Written:
         path = places.reports / name
         tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit()))
         written.append(("report", shown(path)))
-    return written + write_families(places.reports / "families.md")
+    return written + write_answers(places) + write_families(places.reports / "families.md")
+
+
+def write_answers(places: Paths) -> Written:
+    """The page of answers."""
+    asked = questions.questions({name: tidy.read(places.rows(name)) for name in questions.READ})
+    written: Written = []
+    for kind in ("md", "html"):
+        path = places.reports / f"answers.{kind}"
+        tidy.write_text(path, render(f"answers.{kind}.j2", questions=asked))
+        written.append(("answers", shown(path)))
+    return written
 
 
 def write_families(path: Path) -> Written:

@@ -1,0 +1,215 @@
+"""Answers: a question, claims that rows decide by rule, and what was not measured.
+
+A claim says that a quantity lies on one side of a limit. Rows give the quantity with an interval: of 95%, of times between two
+quantiles, or for what repeats exactly the value alone. Where the whole interval lies on that side the answer is yes, where it
+lies on the other no, where it holds the limit the rows do not decide. Where a row is missing the claim is "not yet" and names
+the command that measures it. The page of answers is made of nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.harness.rows import Row
+from experiments.report.content import Table, days_of
+from experiments.report.results import Results
+
+YES, NO, UNDECIDED, NOT_YET = "yes", "no", "undecided", "not yet"
+#: Half of a 95% interval in standard errors.
+ERRORS = 1.96
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A quantity: its least, likeliest and largest value; the rows that it is of."""
+
+    low: float
+    middle: float
+    high: float
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def around(cls, middle: float, half: float, *rows: Row) -> Interval:
+        """A value and half of its interval."""
+        return cls(middle - half, middle, middle + half, rows)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all three are numbers."""
+        return all(math.isfinite(one) for one in (self.low, self.middle, self.high))
+
+    def minus(self, other: Interval) -> Interval:
+        """The difference, as if both were independent: wider than that of paired ones."""
+        below = math.hypot(self.middle - self.low, other.high - other.middle)
+        above = math.hypot(self.high - self.middle, other.middle - other.low)
+        middle = self.middle - other.middle
+        return Interval(middle - below, middle, middle + above, (*self.rows, *other.rows))
+
+    def over(self, other: Interval) -> Interval:
+        """The ratio, of positive quantities: from the least over the largest to the largest over the least."""
+        rows = (*self.rows, *other.rows)
+        return Interval(self.low / other.high, self.middle / other.middle, self.high / other.low, rows)
+
+    def scaled(self, factor: float, shift: float = 0.0) -> Interval:
+        """factor * (value + shift), for a positive factor."""
+        return Interval(*(factor * (one + shift) for one in (self.low, self.middle, self.high)), self.rows)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that rows decide: `found` lies below `limit` ("<"), at most there ("<=") or above (">"). `of`: what of, apart
+    by commas: scheme, step, model. `command`: measures it."""
+
+    statement: str
+    of: str
+    found: Interval | None
+    limit: float
+    unit: str
+    command: str
+    digits: int = 3
+    side: str = "<"
+
+    @property
+    def verdict(self) -> str:
+        """Yes, no, undecided or not yet."""
+        if self.found is None:
+            return NOT_YET
+        if not self.found.finite:
+            return UNDECIDED
+        below, above = self.found.high < self.limit, self.found.low > self.limit
+        if self.side == ">":
+            below, above = above, below
+        if self.side == "<=":
+            below = self.found.high <= self.limit
+        return YES if below else NO if above else UNDECIDED
+
+    @property
+    def cells(self) -> list[str]:
+        """A line of the page's table."""
+        return [
+            self.statement,
+            self.of,
+            self.verdict,
+            self.value,
+            self.bound,
+            *self.where,
+            f"`{self.command}`",
+        ]
+
+    @property
+    def value(self) -> str:
+        """The quantity with its interval; nothing where it was not measured."""
+        if self.found is None:
+            return ""
+        low, middle, high = (
+            f"{one:.{self.digits}f}" for one in (self.found.low, self.found.middle, self.found.high)
+        )
+        return (
+            f"{middle} {self.unit}".strip()
+            if low == high
+            else f"{middle} {self.unit} [{low}, {high}]".replace("  ", " ")
+        )
+
+    @property
+    def bound(self) -> str:
+        """The side, the limit and its unit."""
+        return f"{self.side} {self.limit:g} {self.unit}".strip()
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """Devices and days of its rows."""
+        rows = () if self.found is None else self.found.rows
+        return ", ".join(dict.fromkeys(row.device for row in rows)), days_of(rows)
+
+
+COLUMNS = ("claim", "of", "answer", "value [interval]", "yes where", "device", "measured", "command")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, where it was asked, and the claims that answer it."""
+
+    title: str
+    asked: str
+    claims: Sequence[Claim]
+
+    @property
+    def answers(self) -> list[str]:
+        """A sentence for each statement: how many of its claims are decided, and how; nothing that rows do not say."""
+        return [
+            sentence(one, [claim for claim in self.claims if claim.statement == one])
+            for one in self.statements
+        ]
+
+    @property
+    def statements(self) -> list[str]:
+        """The statements of its claims."""
+        return list(dict.fromkeys(claim.statement for claim in self.claims))
+
+    @property
+    def table(self) -> Table:
+        """All claims."""
+        rows = [row for claim in self.claims if claim.found for row in claim.found.rows]
+        return Table(self.title, COLUMNS, [claim.cells for claim in self.claims], rows)
+
+
+def sentence(statement: str, claims: Sequence[Claim]) -> str:
+    """A statement with the answers of its claims; what all of them are of stands first, once."""
+    parts = [claim.of.split(", ") for claim in claims]
+    shared = [part for part in parts[0] if len(claims) > 1 and all(part in one for one in parts)]
+    words = []
+    for verdict in (YES, NO, UNDECIDED, NOT_YET):
+        found = [claim for claim in claims if claim.verdict == verdict]
+        named = [", ".join(part for part in claim.of.split(", ") if part not in shared) for claim in found]
+        said = [
+            ": ".join(filter(None, (name, claim.value))) for name, claim in zip(named, found, strict=True)
+        ]
+        if found:
+            words.append(f"**{verdict}** ({'; '.join(said)})")
+    commands = ", ".join(
+        f"`{one}`" for one in dict.fromkeys(one.command for one in claims if one.found is None)
+    )
+    of = f", of {', '.join(shared)}" if shared else ""
+    return f"{statement}{of}: {', '.join(words)}{f'; measured by {commands}' if commands else ''}."
+
+
+def with_half(
+    results: Results, setting: str, method: str, metric: str, half: str, factor: float = 1.0
+) -> Interval | None:
+    """A value and a row that tells half of its interval, as it is or by a factor; None where either is missing."""
+    value, spread = results.row(setting, method, metric), results.row(setting, method, half)
+    if value is None or spread is None:
+        return None
+    return Interval.around(value.value, factor * spread.value, value)
+
+
+def with_error(results: Results, setting: str, method: str, metric: str, error: str) -> Interval | None:
+    """A value and its standard error."""
+    return with_half(results, setting, method, metric, error, ERRORS)
+
+
+def exact(results: Results, setting: str, method: str, metric: str) -> Interval | None:
+    """A value that repeats exactly, such as a size."""
+    row = results.row(setting, method, metric)
+    return None if row is None else Interval.around(row.value, 0.0, row)
+
+
+def between(results: Results, setting: str, method: str, low: str, metric: str, high: str) -> Interval | None:
+    """A value between two others, such as a time's quantiles."""
+    rows = [results.row(setting, method, one) for one in (low, metric, high)]
+    values = [row.value for row in rows if row is not None]
+    return (
+        None if len(values) < 3 or rows[1] is None else Interval(values[0], values[1], values[2], (rows[1],))
+    )
+
+
+def difference(one: Interval | None, other: Interval | None) -> Interval | None:
+    """`Interval.minus`, None where either is missing."""
+    return None if one is None or other is None else one.minus(other)
+
+
+def ratio(one: Interval | None, other: Interval | None) -> Interval | None:
+    """`Interval.over`, likewise."""
+    return None if one is None or other is None else one.over(other)

@@ -1,0 +1,336 @@
+"""The four questions that the TorchAO paper (arXiv 2507.16099) leaves open, as claims that rows decide by rule.
+
+Which rows answer what is here; how they decide it, and what a page says, is in `experiments.report.answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from experiments.harness.rows import Row
+from experiments.models.pretrained import MODELS
+from experiments.report.answers import (
+    Claim,
+    Interval,
+    Question,
+    between,
+    difference,
+    exact,
+    ratio,
+    with_error,
+    with_half,
+)
+from experiments.report.real_runs import RealRun, best_runs
+from experiments.report.results import Results, Where, by_run
+from experiments.report.targets import limit_of
+
+PAPER = "Open in the TorchAO paper (arXiv 2507.16099)"
+#: A model that packages carry, for commands where no real model was measured.
+MODEL = "smollm2-135m"
+#: Published rows of each experiment by name.
+Rows = Mapping[str, Sequence[Row]]
+
+
+def questions(rows: Rows) -> list[Question]:
+    """All four, answered by the rows of the experiments."""
+    return [
+        make(rows) for make in (qat_without_lora, two_and_three_bits, mx_against_fp8, sparse_language_models)
+    ]
+
+
+def full(rows: Sequence[Row], kind: str) -> dict[Where, Results]:
+    """The runs of a table at full scale."""
+    return {where: results for where, results in by_run(rows, kind).items() if where.scale == "full"}
+
+
+# What QAT of all weights costs, where adapters beside frozen weights are no option.
+
+PLAIN, TRAINED = "bfloat16", ("int8 dynamic, int4 g32", "int4 weight-only g128")
+TIMES = ("time, 20%", "time", "time, 80%")
+
+
+def qat_without_lora(rows: Rows) -> Question:
+    """Time and memory of a step with fake quantization of all weights, and the loss of what it trains."""
+    asked = (
+        f"{PAPER}: what does quantization-aware training of all weights cost, where LoRA is no option? Times are of forward "
+        "and backward, intervals from their 20% and 80% quantiles; memory repeats exactly."
+    )
+    overhead = list(overhead_claims(full(rows["qat_overhead"], "qat_overhead")))
+    return Question(
+        "QAT without LoRA: what it costs", asked, [*overhead, *trained_claims(rows["qat"], "int4")]
+    )
+
+
+def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
+    """Over plain training, and over torchao's QAT."""
+    command = "ao-lab reproduce qat_overhead --scale full"
+    for where, results in runs.items() or [(None, Results([]))]:
+        for setting in results.settings or ["compiled"]:
+            for recipe in TRAINED:
+                of = f"{recipe}, {setting}" + (f", {where.data}" if where else "")
+                ours, theirs = (
+                    step_time(results, setting, f"{who}, {recipe}") for who in ("ours", "torchao")
+                )
+                plain = step_time(results, setting, PLAIN)
+                if where is not None and ours is None:
+                    continue
+                over = ratio(ours, plain)
+                percent = None if over is None else over.scaled(100.0, -1.0)
+                yield Claim(
+                    "A step of QAT takes no more time than plain training",
+                    of,
+                    percent,
+                    0.0,
+                    "%",
+                    command,
+                    1,
+                    "<=",
+                )
+                memory = exact(results, setting, f"ours, {recipe}", "peak memory over plain")
+                yield Claim(
+                    "A step of QAT takes no more memory than plain training",
+                    of,
+                    memory,
+                    0.0,
+                    "%",
+                    command,
+                    2,
+                    "<=",
+                )
+                yield Claim(
+                    "A step of QAT takes less time than torchao's", of, ratio(ours, theirs), 1.0, "x", command
+                )
+
+
+def step_time(results: Results, setting: str, method: str) -> Interval | None:
+    """The time of a step between its quantiles."""
+    return between(results, setting, method, *TIMES)
+
+
+def trained_claims(rows: Sequence[Row], *words: str) -> Iterator[Claim]:
+    """QAT against the trained model quantized with searched scales, on the stand-in."""
+    statement = "QAT loses less than plain training and rounding with searched scales (a stand-in)"
+    command = "ao-lab reproduce qat --scale full"
+    found = False
+    for where, results in full(rows, "recovery").items():
+        for setting, method in dict.fromkeys((row.setting, row.method) for row in results.rows):
+            if method.startswith(words):
+                losses = [
+                    with_half(results, setting, method, f"loss, {how}", f"loss, {how}, 95% interval")
+                    for how in ("QAT", "PTQ clipped")
+                ]
+                found = True
+                yield Claim(
+                    statement,
+                    f"{method}, {setting}, {where.data}",
+                    difference(*losses),
+                    0.0,
+                    "bits per byte",
+                    command,
+                    4,
+                )
+    if not found:
+        yield Claim(statement, ", ".join(words), None, 0.0, "bits per byte", command)
+
+
+# 2 and 3 bits.
+
+LOW = ("int2", "int3")
+CASES = ("int3_g64_asymmetric", "int2_g64_asymmetric")
+#: The best arm with AutoRound, and the arms that it is held against.
+ROUNDED, OTHERS = (
+    ("autoround", "search + autoround", "gptq + autoround", "rotate + gptq + autoround"),
+    ("gptq", "rotate + gptq"),
+)
+KL, KL_ERROR = "KL", "KL, standard error"
+RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
+
+
+def two_and_three_bits(rows: Rows) -> Question:
+    """AutoRound against rounding and GPTQ, and training with learned scales against searched ones."""
+    asked = (
+        f"{PAPER}: at 2 and 3 bits, is training with learned scales (ParetoQ) better than AutoRound, and AutoRound than plain "
+        "rounding? Real models: KL from the dense model on a text that methods do not see, of the best arm of each kind there."
+    )
+    claims = [
+        *autoround_claims(rows["calibration"]),
+        *learned_claims(rows),
+        *trained_claims(rows["qat"], *LOW, "ternary"),
+    ]
+    return Question("ParetoQ, AutoRound and plain rounding at 2 and 3 bits", asked, claims)
+
+
+def autoround_claims(rows: Sequence[Row]) -> Iterator[Claim]:
+    """Of each real model, scheme and text: the best arm with AutoRound against rounding, and against the best without."""
+    for scheme in CASES:
+        for run, text in texts_of(rows):
+            command = f"ao-lab reproduce calibration --model {model_of(run)} --scale full --only {scheme}"
+            of = ", ".join(filter(None, (scheme, run.model if run else "", text)))
+            results = run.texts[text] if run else Results([])
+            ours = best(results, scheme, ROUNDED)
+            claimed = "AutoRound recovers KL that rounding costs"
+            yield Claim(claimed, of, ours, 0.0, "%", command + only(ROUNDED), 1, ">")
+            gain = difference(ours, best(results, scheme, OTHERS))
+            claimed = "AutoRound recovers more of rounding's KL than GPTQ"
+            yield Claim(claimed, of, gain, 0.0, "points", command + only((*ROUNDED, *OTHERS)), 1, ">")
+
+
+def only(names: Sequence[str]) -> str:
+    """Names as options of a command."""
+    return "".join(f" --only {name!r}" if " " in name else f" --only {name}" for name in names)
+
+
+def best(results: Results, scheme: str, methods: Sequence[str]) -> Interval | None:
+    """What the best of some methods recovers of rounding's KL."""
+    found = [with_error(results, scheme, method, RECOVERED, RECOVERED_ERROR) for method in methods]
+    return max(
+        (one for one in found if one is not None and one.finite), key=lambda one: one.middle, default=None
+    )
+
+
+def learned_claims(rows: Rows) -> Iterator[Claim]:
+    """Training with learned scales against AutoRound, of one real model on one text: no row has both yet."""
+    for scheme in CASES:
+        command = f"ao-lab reproduce qat --model {MODEL} --scale full --only {scheme}"
+        yield Claim(
+            "Training with learned scales (ParetoQ) loses less than AutoRound",
+            scheme,
+            None,
+            0.0,
+            "nats",
+            command,
+        )
+
+
+def texts_of(rows: Sequence[Row]) -> list[tuple[RealRun | None, str]]:
+    """The texts of each real model's largest run; without any run one that has nothing."""
+    return [(run, text) for run in best_runs(rows) for text in run.texts] or [(None, "")]
+
+
+def model_of(run: RealRun | None) -> str:
+    """A run's model as `--model` takes it: the name of a package's, else a folder's."""
+    names = {record.title: name for name, record in MODELS.items()}
+    return MODEL if run is None else names.get(run.model, run.model)
+
+
+# MX against FP8.
+
+EIGHT = ("mxfp8_e4m3_rceil", "fp8_rowwise")
+HELD_OUT = "bits per byte, heldout"
+
+
+def mx_against_fp8(rows: Rows) -> Question:
+    """Scales of 32 values, powers of two, against one float32 scale a row: inference and training in 8-bit floats."""
+    asked = (
+        f"{PAPER}: are MX formats as accurate as FP8 with a scale for each row, in inference and in training?"
+    )
+    return Question(
+        "MX against FP8", asked, [*inference_claims(rows["ptq"]), *training_claims(rows["fp8_training"])]
+    )
+
+
+def inference_claims(rows: Sequence[Row]) -> Iterator[Claim]:
+    """Loss by rounding weights and inputs: of real models, and of the stand-in."""
+    statement = "Rounding weights and inputs to MXFP8 loses less than to FP8 by rows"
+    settings = [f"weights + activations in {scheme}" for scheme in EIGHT]
+    for run, text in texts_of(rows):
+        results = run.texts[text] if run else Results([])
+        lost = [
+            with_error(results, setting, scheme, "loss, change", "loss, standard error of the change")
+            for setting, scheme in zip(settings, EIGHT, strict=True)
+        ]
+        of = f"{run.model}, {text}" if run else f"{MODEL}"
+        command = f"ao-lab reproduce ptq --model {model_of(run)} --scale full{only(EIGHT)}"
+        yield Claim(statement, of, difference(*lost), 0.0, "nats", command, 4)
+    for where, results in full(rows, "quality").items():
+        lost = [
+            with_error(
+                results,
+                setting,
+                scheme,
+                "bits per byte, change",
+                "bits per byte, standard error of the change",
+            )
+            for setting, scheme in zip(settings, EIGHT, strict=True)
+        ]
+        command = "ao-lab reproduce ptq --scale full"
+        yield Claim(
+            statement, f"a stand-in, {where.data}", difference(*lost), 0.0, "bits per byte", command, 5
+        )
+
+
+def training_claims(rows: Sequence[Row]) -> Iterator[Claim]:
+    """The gap to bfloat16 after paired trainings: of each recipe against the margin, and of one against the other."""
+    margin, command = (
+        limit_of("fp8_training", "paired", "gap").bound,
+        "ao-lab reproduce fp8_training --scale full --only paired",
+    )
+    for where, results in full(rows, "gaps").items() or [(None, Results([]))]:
+        for setting in results.settings or [""]:
+            of = f"a stand-in, {setting}, {where.data}" if where else "a stand-in"
+            gaps = [
+                with_half(results, setting, recipe, f"gap, {HELD_OUT}", f"gap, {HELD_OUT}, 95% interval")
+                for recipe in ("mxfp8", "rowwise")
+            ]
+            for name, found in zip(("MXFP8", "FP8 by rows"), gaps, strict=True):
+                yield Claim(
+                    f"Training in {name} ends within {margin:g}% of bfloat16's loss",
+                    of,
+                    found,
+                    margin,
+                    "%",
+                    command,
+                    2,
+                )
+            yield Claim(
+                "Training in MXFP8 ends at less loss than in FP8 by rows",
+                of,
+                difference(*gaps),
+                0.0,
+                "%",
+                command,
+                2,
+            )
+
+
+# 2:4 on language models.
+
+SPARSE = (
+    "one-shot, magnitude", "one-shot, wanda", "one-shot, sparsegpt", "fine-tuned, fixed masks", "fine-tuned, SR-STE",
+    "fine-tuned, SR-STE + int4",
+)  # fmt: skip
+
+
+def sparse_language_models(rows: Rows) -> Question:
+    """The gap of 2:4 models to dense ones over paired seeds, against none and against the margin."""
+    asked = (
+        f"{PAPER}: what do two zeros in every four weights cost a language model, and does training mend it? The model "
+        "is a stand-in, trained here; the margin was named before any sparse training."
+    )
+    margin, command = (
+        limit_of("sparsity", "language", "gap").bound,
+        "ao-lab reproduce sparsity --scale full --only language",
+    )
+    claims = []
+    for where, results in full(rows["sparsity"], "language gaps").items() or [(None, Results([]))]:
+        for setting in results.settings or [""]:
+            for method in SPARSE:
+                gap = with_half(results, setting, method, "gap", "gap, 95% interval")
+                of = ", ".join(filter(None, (method, setting, where.data if where else "")))
+                claims.append(
+                    Claim(
+                        f"A 2:4 model lies less than {margin:g}% behind the dense one",
+                        of,
+                        gap,
+                        margin,
+                        "%",
+                        command,
+                        2,
+                    )
+                )
+                claims.append(Claim("A 2:4 model loses nothing", of, gap, 0.0, "%", command, 2))
+    return Question("2:4 sparsity on language models", asked, sorted(claims, key=lambda one: one.statement))
+
+
+#: What reads rows of which experiments.
+READ: tuple[str, ...] = ("calibration", "fp8_training", "ptq", "qat", "qat_overhead", "sparsity")
