@@ -80,6 +80,10 @@ from ao_lab.interop import NativeParts as NativeParts
 from ao_lab.interop import from_native as from_native
 from ao_lab.interop import native_dtype as native_dtype
 from ao_lab.interop import to_native as to_native
+from ao_lab.kv_cache.cache import KVCache as KVCache
+from ao_lab.kv_cache.cache import KVCacheSettings as KVCacheSettings
+from ao_lab.kv_cache.cache import use_kv_cache_ as use_kv_cache_
+from ao_lab.kv_cache.recipe import KVRecipe as KVRecipe
 from ao_lab.qat.config import FakeQuantizeConfig as FakeQuantizeConfig
 from ao_lab.qat.config import Float8FakeQuantizeConfig as Float8FakeQuantizeConfig
 from ao_lab.qat.config import (

@@ -1,0 +1,1 @@
+"""Keys and values in low precision for transformers' `generate()`: recipes, cache, attention."""

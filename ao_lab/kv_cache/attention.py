@@ -1,0 +1,92 @@
+"""The attention function that transformers' models call with keys and values of an `ao_lab` cache: "ao_lab".
+
+A call that fills an empty cache attends to its own keys and values as the model computed them, by torch's attention; every
+other one to what is stored, by `fast.attention`. Layers with another cache (sliding windows) and calls without one go on to
+transformers' "sdpa".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ao_lab.install.extras import needed
+from ao_lab.kv_cache.layer import StoredStates
+from fast.attention.attention import attention
+from fast.layers.hadamard import hadamard
+
+#: What the function and its mask are registered as.
+NAME = "ao_lab"
+sdpa_attention_forward: Any = needed("transformers.integrations.sdpa_attention").sdpa_attention_forward
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights."""
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if isinstance(key, StoredStates) and (key.fresh is None or softcap is not None):
+        return _stored(query, key, value, attention_mask, scaling, is_causal, softcap, position_bias), None
+    if isinstance(key, StoredStates):
+        key, value = _fresh(key, value)
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., : key.shape[2]]
+        if position_bias is not None:
+            position_bias = position_bias[..., : key.shape[2]]
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+        softcap=softcap, position_bias=position_bias, **kwargs,
+    )  # fmt: skip
+    return result
+
+
+def _fresh(key: StoredStates, value: StoredStates) -> tuple[Any, Any]:
+    """The states of this call, which are not held on to."""
+    fresh = key.fresh, value.fresh
+    key.fresh = value.fresh = None
+    return fresh
+
+
+def _stored(
+    query: torch.Tensor, key: StoredStates, value: StoredStates, mask: torch.Tensor | None, scaling: float | None,
+    is_causal: bool, softcap: float | None, position_bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if position_bias is not None:
+        mask = _biased(mask, position_bias)
+    if key.rotate:
+        query = hadamard(query.contiguous(), query.shape[-1])
+    y = attention(
+        query, key.store, value.store, key.length, scale=scaling, causal=is_causal, mask=mask, softcap=softcap
+    )
+    return y.transpose(1, 2).contiguous()
+
+
+def _biased(mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
+    """What is added to scores: learned distances, and the least number where a mask hides a key."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask
+
+
+def register() -> None:
+    """Tell transformers of the function, and that its masks are those of "sdpa"."""
+    utils, masks = needed("transformers.modeling_utils"), needed("transformers.masking_utils")
+    utils.AttentionInterface.register(NAME, attention_forward)
+    masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)
+
+
+__all__ = ["NAME", "attention_forward", "register"]

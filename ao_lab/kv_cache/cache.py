@@ -1,0 +1,208 @@
+"""`KVCache` for transformers' `generate(past_key_values=...)`, and `use_kv_cache_`, after which nothing has to be passed.
+
+    ao_lab.use_kv_cache_(model, "fp8")
+    model.generate(**inputs, max_new_tokens=64)
+
+transformers creates the cache of a call in `_prepare_cache_for_generation`; the call above puts a function of that name beside
+the model's own, on this model alone, which creates a `KVCache` instead, and sets the model's attention to "ao_lab".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ao_lab.install.extras import needed
+from ao_lab.kv_cache.attention import NAME, register
+from ao_lab.kv_cache.layer import KVLayer
+from ao_lab.kv_cache.recipe import KVRecipe, recipe_of
+
+cache_utils: Any = needed("transformers.cache_utils")
+#: Where a model has what `use_kv_cache_` set, and the method of transformers that it stands beside.
+ATTRIBUTE, METHOD = "_ao_lab_kv_cache", "_prepare_cache_for_generation"
+#: The kind of layers whose cache we store; all others have transformers' own.
+FULL = "full_attention"
+#: Fields that layers of one model may have apart.
+VARYING = ("num_key_value_heads", "head_dim")
+#: Values of `cache_implementation` that ours takes the place of.
+REPLACED = (None, "static")
+
+
+class KVCache(cache_utils.Cache):  # type: ignore[misc]
+    """Keys and values of a model's layers, stored by a recipe, for up to `max_length` tokens of each sequence.
+
+    model: a transformers model or its configuration. recipe: a `KVRecipe` or a name of `RECIPES`. Layers with a sliding window
+    or a state of another kind have transformers' static cache. The model's attention has to be "ao_lab":
+    `model.set_attn_implementation("ao_lab")`, or `use_kv_cache_`. Memory is allocated at the first call, for its batch.
+
+    ValueError for an unknown recipe, for heads that it cannot take, and for a length below 1; `update` has one for tokens
+    beyond the cache and for states of another model.
+    """
+
+    def __init__(
+        self, model: Any, recipe: Any = "fp8", max_length: int = 4096, *, cross: bool = False
+    ) -> None:
+        register()
+        self.recipe = recipe_of(recipe)
+        if type(max_length) is not int or max_length < 1:
+            raise ValueError(f"max_length is a number of tokens, 1 or more; got {max_length!r}")
+        config = getattr(model, "config", model).get_text_config(decoder=True)
+        self.max_length = max_length
+        super().__init__(layers=_layers(config, self.recipe, max_length, cross))
+
+
+def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool) -> list[Any]:
+    types, arguments = cache_utils.get_layer_types_and_kwargs(config)
+    heads, width = (0, 0) if cross else _heads(config)
+    if width:
+        recipe.check_width(width, width)
+    layers = []
+    for kind, kwargs in zip(types, arguments, strict=True):
+        if kind == FULL or cross:
+            layers.append(KVLayer(max_length, recipe, heads, width))
+        else:
+            layers.append(cache_utils.STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=max_length, **kwargs))
+    return layers
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Key heads of a layer and their channels; 0 where the configuration does not say so plainly."""
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    size = getattr(config, "hidden_size", None)
+    width = getattr(config, "head_dim", None) or (
+        size // heads_of(config) if size and heads_of(config) else 0
+    )
+    latent = getattr(config, "kv_lora_rank", None)
+    layers = getattr(config, "per_layer_config", None) or []
+    uneven = len({tuple(getattr(one, name, None) for name in VARYING) for one in layers}) > 1
+    return (0, 0) if latent or uneven or not isinstance(heads, int) else (heads, int(width))
+
+
+def heads_of(config: Any) -> int:
+    """Query heads of a configuration, 0 where it has no such field."""
+    heads = getattr(config, "num_attention_heads", 0)
+    return heads if isinstance(heads, int) else 0
+
+
+@dataclass(frozen=True)
+class KVCacheSettings:
+    """What `use_kv_cache_` has set; as a string, in a sentence.
+
+    recipe: of the cache. attention: the model's attention before. bytes_per_token: of all layers that are stored by it, for one
+    sequence.
+    """
+
+    recipe: KVRecipe
+    attention: str | None
+    layers: int
+    others: int
+    bytes_per_token: float
+
+    def __str__(self) -> str:
+        others = (
+            f", {self.others} with windows or states of their own as transformers has them"
+            if self.others
+            else ""
+        )
+        return (
+            f"generate() stores {self.recipe} in {self.layers} layers{others}: {self.bytes_per_token:.0f} bytes a token of a "
+            f"sequence; attention {NAME} (before: {self.attention})"
+        )
+
+
+def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
+    """Let a transformers model's `generate()` store keys and values by a recipe, in place: what has been set.
+
+    recipe: a `KVRecipe`, a name of `RECIPES`, or None, which gives back what was before. The cache has a fixed size, that of
+    the call's longest sequence, and is compiled as transformers' static one is; "bfloat16" stores what the model computes and
+    lets transformers' compiled decoding use our attention. A call with a cache of its own (`past_key_values=`), another
+    `cache_implementation` than "static", or `use_cache=False` goes as before. Again with another recipe: the last one counts.
+
+    Batches may be padded on either side; beams, sampling, assisted generation, grouped queries, encoder-decoder models and
+    heads split over processes are covered. Weights are not touched, so it may be called before or after `quantize_`.
+    `save_pretrained` writes nothing of it.
+
+    TypeError for a model that does not generate. ValueError for an unknown recipe, for one that the model's heads cannot take
+    (nothing has changed then), and for a model whose attention takes no function of ours.
+    """
+    if not hasattr(model, "generate") or not hasattr(model, METHOD):
+        raise TypeError(
+            f"use_kv_cache_ takes a transformers model that generates, got {type(model).__name__}; for a loop of your own pass "
+            "past_key_values=ao_lab.KVCache(model, recipe, max_length)"
+        )
+    before = getattr(model, ATTRIBUTE, None)
+    if recipe is None:
+        if before is not None:
+            model.set_attn_implementation(before.attention or "sdpa")
+            delattr(model, ATTRIBUTE)
+            delattr(model, METHOD)
+        return None
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"the attention of {type(model).__name__} takes no function of others (_supports_attention_backend is False), so "
+            "that a cache in low precision has no reader; use transformers' own cache"
+        )
+    settings = _settings(model, recipe_of(recipe), before)
+    register()
+    model.set_attn_implementation(NAME)
+    setattr(model, ATTRIBUTE, settings)
+    setattr(model, METHOD, partial(prepare_cache, model))
+    return settings
+
+
+def _settings(model: Any, recipe: KVRecipe, before: KVCacheSettings | None) -> KVCacheSettings:
+    config = model.config.get_text_config(decoder=True)
+    layers = _layers(config, recipe, 1, False)
+    ours = sum(isinstance(layer, KVLayer) for layer in layers)
+    heads, width = _heads(config)
+    attention = before.attention if before is not None else config._attn_implementation
+    size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 2)
+    return KVCacheSettings(
+        recipe, attention, ours, len(layers) - ours, ours * recipe.bytes_per_token(heads, width, size)
+    )
+
+
+def prepare_cache(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
+    max_cache_length: int,
+) -> None:  # fmt: skip
+    """In place of transformers' method of that name: the cache of a call of `generate`."""
+    name, settings = "past_key_values", getattr(model, ATTRIBUTE)
+    given = model_kwargs.get(name)
+    own = given is None and generation_config.use_cache is not False
+    if (
+        not own
+        or generation_config.cache_implementation not in REPLACED
+        or not model._supports_default_dynamic_cache()
+    ):
+        _check_length(given, max_cache_length)
+        base = getattr(type(model), METHOD)
+        base(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return
+    wanted = max(
+        max_cache_length,
+        generation_config.max_cache_len or 0,
+        getattr(model, "_previous_max_cache_length", -1),
+    )
+    cache = KVCache(model, settings.recipe, wanted)
+    # A longer cache than a call needs saves compiling for another length.
+    model._previous_max_cache_length = wanted
+    if model.config.is_encoder_decoder:
+        seen = model_kwargs["encoder_outputs"][0].shape[1]
+        cache = cache_utils.EncoderDecoderCache(cache, KVCache(model, settings.recipe, seen, cross=True))
+    model_kwargs[name] = cache
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+
+
+def _check_length(cache: Any, wanted: int) -> None:
+    """ValueError for a cache of the caller's that is too short, before anything runs."""
+    if isinstance(cache, KVCache) and cache.max_length < wanted:
+        raise ValueError(
+            f"the cache has room for {cache.max_length} tokens and this call may reach {wanted}; make one with "
+            f"max_length={wanted}, or lower max_new_tokens"
+        )
+
+
+__all__ = ["KVCache", "KVCacheSettings", "prepare_cache", "use_kv_cache_"]

@@ -1,0 +1,1 @@
+"""Attention over stored keys and values, and writing them."""

@@ -1,0 +1,137 @@
+"""`attention` over stored keys and values for torch tensors; see `reference.attention.attention` for the rules.
+
+CPU tensors: float64, rounded once, as the reference has it. CUDA tensors: the kernel of `fast.kernels.attention` for few
+queries over a cache; what it does not take is dequantized to q's dtype and given to torch's scaled_dot_product_attention
+(`refusal` says why). No gradient: a cache is for generation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fast.attention.stored import StoredTokens
+from reference.attention.attention import check_heads
+
+
+def attention(
+    q: torch.Tensor,
+    k: StoredTokens,
+    v: StoredTokens,
+    length: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of q (B, H, T, D) over the first `length` tokens of a cache: (B, H, T, D of v) in q's dtype.
+
+    length: int64 on q's device, 0-d, this call's own T tokens included. Other arguments, edges and errors as in the reference.
+    """
+    check_heads(tuple(q.shape), k.shape, v.shape)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    y: torch.Tensor = torch.ops.ao_lab.cached_attention(
+        q, k.codes, k.scale, k.zero, k.scheme, k.width, v.codes, v.scale, v.zero, v.scheme, v.width, length, mask,
+        float(scale), causal, 0.0 if softcap is None else float(softcap),
+    )  # fmt: skip
+    return y
+
+
+@torch.library.custom_op("ao_lab::cached_attention", mutates_args=())
+def cached_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    k_zero: torch.Tensor | None,
+    k_scheme: str,
+    k_width: int,
+    v: torch.Tensor,
+    v_scale: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    v_scheme: str,
+    v_width: int,
+    length: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float,
+) -> torch.Tensor:
+    """`attention` as an operator, which compiled programs call."""
+    keys = StoredTokens(k, k_scale, k_zero, k_scheme, k_width)
+    values = StoredTokens(v, v_scale, v_zero, v_scheme, v_width)
+    if q.is_cuda:
+        from fast.kernels.attention import decode
+
+        if decode.refusal(q, keys, values, mask, softcap) is None:
+            return decode.attention(q, keys, values, length, mask, scale, causal)
+        return _dequantized(q, keys, values, length, mask, scale, causal, softcap)
+    return _exact(q, keys, values, int(length), mask, scale, causal, softcap)
+
+
+@cached_attention.register_fake
+def _fake(
+    q, k, k_scale, k_zero, k_scheme, k_width, v, v_scale, v_zero, v_scheme, v_width, length, mask, scale, causal, softcap
+):  # type: ignore[no-untyped-def] # fmt: skip
+    return q.new_empty((*q.shape[:3], v_width))
+
+
+def _exact(
+    q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: int, mask: torch.Tensor | None, scale: float,
+    causal: bool, softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """In float64, over the tokens that are there."""
+    batch, heads, queries, width = q.shape
+    groups = heads // k.shape[1]
+    keys, values = (x.values(length).double() for x in (k, v))
+    packed = q.double().reshape(batch, k.shape[1], groups * queries, width)
+    scores = (packed @ keys.mT * scale).reshape(batch, heads, queries, length)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen, bias = _visible(length, queries, mask, causal, length, q.device)
+    scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
+    # A query that sees nothing gives zeros.
+    weights = torch.nan_to_num(torch.softmax(scores, -1))
+    y = weights.reshape(batch, k.shape[1], groups * queries, length) @ values
+    return y.reshape(batch, heads, queries, v.width).to(q.dtype)
+
+
+def _visible(
+    length: torch.Tensor | int, queries: int, mask: torch.Tensor | None, causal: bool, keys: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """bool (…, T, keys), True where a query sees a key, and what is added to scores."""
+    first = (length - queries + 1 if causal else length) + torch.zeros(
+        (queries, 1), dtype=torch.int64, device=device
+    )
+    ends = first + torch.arange(queries, device=device)[:, None] if causal else first
+    seen = torch.arange(keys, device=device) < ends
+    if mask is None:
+        return seen, None
+    mask = mask[..., :keys]
+    if mask.dtype == torch.bool:
+        return seen & mask, None
+    return seen & (mask > torch.finfo(mask.dtype).min), mask
+
+
+def _dequantized(
+    q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: torch.Tensor, mask: torch.Tensor | None, scale: float,
+    causal: bool, softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """By torch's attention over all positions, those beyond the length masked."""
+    keys, values = k.values(dtype=q.dtype), v.values(dtype=q.dtype)
+    seen, bias = _visible(length, q.shape[2], mask, causal, keys.shape[2], q.device)
+    if softcap:
+        scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale
+        scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
+        weights = torch.nan_to_num(torch.softmax(scores, -1)).to(q.dtype)
+        return weights @ values.repeat_interleave(q.shape[1] // keys.shape[1], 1)
+    added = seen if bias is None else torch.where(seen, bias, -math.inf).to(q.dtype)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=added, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
+    )
+    return torch.nan_to_num(y)
+
+
+__all__ = ["attention"]

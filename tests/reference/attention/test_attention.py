@@ -1,0 +1,122 @@
+"""Attention of what is stored, against torch and against its own bounds; the failure of FP8 sums over a long context."""
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from reference.attention.attention import attention, attention_error_bound, storage_error_bound
+
+SHAPE = (2, 4, 3, 16)
+
+
+def operands(seed=0, keys=11, kv=2):
+    """q (2, 4, 3, 16), k and v (2, kv, keys, 16), float32."""
+    draw = np.random.default_rng(seed).standard_normal
+    sizes = SHAPE, (2, kv, keys, 16), (2, kv, keys, 16)
+    return tuple(draw(size).astype(np.float32) for size in sizes)
+
+
+def by_torch(q, k, v, mask):
+    """torch's attention in float64, query heads of a group side by side."""
+    q, k, v = (torch.from_numpy(x).double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).numpy()
+
+
+def test_values():
+    """Grouped queries, the causal edge at the length, a mask of padding."""
+    q, k, v = operands()
+    seen = torch.ones(2, 1, 3, 11, dtype=torch.bool)
+    seen &= torch.arange(11) < torch.tensor([7, 9])[:, None, None, None] - 2 + torch.arange(3)[:, None]
+    padding = np.ones((2, 1, 1, 11), bool)
+    padding[1, ..., :4] = False
+    expected = by_torch(q, k, v, seen & torch.from_numpy(padding))
+    y = attention(q, k, v, causal=True, length=[7, 9], mask=padding)
+    assert np.abs(y - expected).max() <= 2.0**-24 * np.abs(expected).max() + 1e-12
+
+
+def test_bias_and_softcap():
+    q, k, v = operands()
+    bias = np.random.default_rng(1).standard_normal((1, 4, 3, 11)).astype(np.float32)
+    expected = by_torch(q, k, v, torch.from_numpy(bias).double())
+    assert np.abs(attention(q, k, v, mask=bias, out_dtype="float64") - expected).max() <= 1e-12
+    small = attention(q, k, v, softcap=1e-3, out_dtype="float64")  # all scores are nearly equal
+    assert np.abs(small - np.repeat(v.mean(2, keepdims=True), 2, 1)).max() <= 2e-2
+
+
+def test_what_is_hidden_is_not_read():
+    """NaN beyond the length, or under the mask, does no harm; a query that sees nothing gives zeros."""
+    q, k, v = operands()
+    expected = attention(q, k, v, length=6)
+    k[:, :, 6:], v[:, :, 6:] = np.nan, np.nan
+    np.testing.assert_array_equal(attention(q, k, v, length=6), expected)
+    assert not attention(q, k, v, length=0).any()
+
+
+@pytest.mark.parametrize("scheme", ["fp8_rowwise", "int8_rowwise", "mxfp4", "int2_g32_asymmetric"])
+def test_storage_error_bound(scheme):
+    """Larger than the error; of 8 bits by no more than a factor of a hundred somewhere."""
+    draw = np.random.default_rng(2).standard_normal
+    q, k, v = (draw(size).astype(np.float32) for size in ((1, 2, 4, 32), (1, 1, 40, 32), (1, 1, 40, 32)))
+    stored = reference.quantize(k, scheme), reference.quantize(v, scheme)
+    error = np.abs(attention(q, *stored, out_dtype="float64") - attention(q, k, v, out_dtype="float64"))
+    bound = storage_error_bound(q, k, v, *stored)
+    assert (error <= bound).all()
+    assert (error / bound).max() > (0.01 if "8" in scheme else 0.002)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "float16", "float32"])
+def test_error_bound(weights):
+    """A computation in float32 with rounded weights stays within it."""
+    q, k, v = operands(3, keys=200)
+    scores = np.matmul(q, np.repeat(k, 2, 1).swapaxes(-1, -2)).astype(np.float32) * np.float32(0.25)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    rounded = torch.from_numpy(p).to(getattr(torch, weights)).float().numpy()
+    y = np.matmul(rounded, np.repeat(v, 2, 1)) / p.sum(-1, keepdims=True)
+    error = np.abs(y - attention(q, k, v, out_dtype="float64"))
+    bound = attention_error_bound(q, k, v, weights=weights, out_dtype="float32")
+    assert (error <= bound).all()
+    assert weights == "float32" or (error / bound).max() > 0.02
+
+
+def long_context(keys, seed=4):
+    """Equal scores for all keys, values in e4m3 of mean 0.5."""
+    draw = np.random.default_rng(seed).standard_normal((1, 1, keys, 8)).astype(np.float32) + 0.5
+    values = np.asarray(
+        reference.decode(reference.encode(draw, "float8_e4m3fn"), "float8_e4m3fn"), np.float32
+    )
+    return np.zeros((1, 1, 1, 8), np.float32), np.zeros_like(values), values
+
+
+def test_fp8_sums_fail_at_131072_tokens():
+    """The published failure (needle 91 % to 13 %) as arithmetic: one chain loses half of the sum, chains of 128 nothing."""
+    q, k, v = long_context(131072)
+    exact = attention(q, k, v, out_dtype="float64")
+    one = attention(q, k, v, accumulation="hopper_fp8", out_dtype="float64")
+    parts = attention(q, k, v, accumulation="hopper_fp8", promote=128, out_dtype="float64")
+    assert (np.abs(one / exact - 1) > 0.4).all()
+    assert (np.abs(parts / exact - 1) < 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"length": 12}, "length is a number from 0 to 11"),
+        ({"mask": np.ones((3, 1, 1, 11), bool)}, "mask broadcasts"),
+        ({"accumulation": "fp8"}, "accumulation"),
+    ],
+)
+def test_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        attention(*operands(), **change)
+
+
+def test_refused_shapes():
+    q, k, v = operands()
+    with pytest.raises(ValueError, match="key heads divide query heads"):
+        attention(q[:, :3], k, v)
+    with pytest.raises(ValueError, match="attention takes q"):
+        attention(q, k[:, :, :3], v)
+    with pytest.raises(TypeError, match="attention takes q in"):
+        attention(q.astype(np.int32), k, v)
