@@ -13,8 +13,9 @@ import torch
 
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.recipe import KVRecipe
-from fast.attention.stored import StoredTokens, append_, room_for
+from fast.attention.stored import append_, room_for
 from fast.layers.hadamard import hadamard
+from fast.stored_tokens import StoredTokens
 
 StaticLayer: Any = needed("transformers.cache_utils").StaticLayer
 

@@ -11,7 +11,8 @@ import math
 
 import torch
 
-from fast.attention.stored import StoredTokens
+from fast.attention.stored import token_values
+from fast.stored_tokens import StoredTokens
 from reference.attention.attention import check_heads
 
 
@@ -84,7 +85,7 @@ def _exact(
     """In float64, over the tokens that are there."""
     batch, heads, queries, width = q.shape
     groups = heads // k.shape[1]
-    keys, values = (x.values(length).double() for x in (k, v))
+    keys, values = (token_values(x, length).double() for x in (k, v))
     packed = q.double().reshape(batch, k.shape[1], groups * queries, width)
     scores = (packed @ keys.mT * scale).reshape(batch, heads, queries, length)
     if softcap:
@@ -119,7 +120,7 @@ def _dequantized(
     causal: bool, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
     """By torch's attention over all positions, those beyond the length masked."""
-    keys, values = k.values(dtype=q.dtype), v.values(dtype=q.dtype)
+    keys, values = (token_values(x, dtype=q.dtype) for x in (k, v))
     seen, bias = _visible(length, q.shape[2], mask, causal, keys.shape[2], q.device)
     if softcap:
         scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale

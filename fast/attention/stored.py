@@ -7,60 +7,35 @@ nothing waits for it and a CUDA graph replays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from fast.ops import constant_record
 from fast.quantize.quantize import dequantize, quantize
+from fast.stored_tokens import StoredTokens
 from reference import Quantized, Scheme
 
 #: Parts of a token beside its codes, in the order of `Quantized`.
 PARTS = ("scale", "zero")
 
 
-@dataclass(eq=False)
-class StoredTokens:
-    """Room for `length` tokens of each head.
+def quantized_tokens(stored: StoredTokens, length: int | None = None) -> Quantized:
+    """The first tokens as a `Quantized` of copies; of a scheme alone."""
+    codes, scale, zero = (
+        None if t is None else t[:, :, :length].contiguous()
+        for t in (stored.codes, stored.scale, stored.zero)
+    )
+    assert codes is not None
+    shape = (*codes.shape[:3], stored.width)
+    return Quantized(codes, scale, None, zero, shape, 3, constant_record(stored.scheme), packed=True)
 
-    codes: (B, heads, length, width) values, or packed codes (B, heads, length, bytes), uint8. scale, zero: (B, heads, length,
-    blocks), or None. scheme: the key of the record (`Scheme.key`); "" for values. width: channels of a head.
-    """
 
-    codes: torch.Tensor
-    scale: torch.Tensor | None
-    zero: torch.Tensor | None
-    scheme: str
-    width: int
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(B, heads, length, width) of the values."""
-        batch, heads, length, _ = self.codes.shape
-        return batch, heads, length, self.width
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What holds memory."""
-        return [t for t in (self.codes, self.scale, self.zero) if t is not None]
-
-    def quantized(self, length: int | None = None) -> Quantized:
-        """The first tokens as a `Quantized` of views; of a scheme alone."""
-        parts = [None if t is None else t[:, :, :length] for t in (self.codes, self.scale, self.zero)]
-        codes, scale, zero = parts
-        assert codes is not None
-        shape = (*codes.shape[:3], self.width)
-        return Quantized(codes, scale, None, zero, shape, 3, constant_record(self.scheme), packed=True)
-
-    def values(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """What the first tokens stand for: (B, heads, length, width)."""
-        if not self.scheme:
-            return self.codes[:, :, :length].to(dtype)
-        q = self.quantized(length)
-        contiguous = [None if t is None else t.contiguous() for t in (q.codes, q.scale, q.zero)]
-        again = Quantized(
-            contiguous[0], contiguous[1], None, contiguous[2], q.shape, 3, q.scheme, packed=True
-        )
-        return dequantize(again, dtype)
+def token_values(
+    stored: StoredTokens, length: int | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """What the first tokens stand for: (B, heads, length, width)."""
+    if not stored.scheme:
+        return stored.codes[:, :, :length].to(dtype)
+    return dequantize(quantized_tokens(stored, length), dtype)
 
 
 def room_for(x: torch.Tensor, length: int, scheme: Scheme | None) -> StoredTokens:
@@ -96,4 +71,4 @@ def append_(stored: StoredTokens, x: torch.Tensor, position: torch.Tensor) -> No
             held.index_copy_(2, at, new)
 
 
-__all__ = ["StoredTokens", "append_", "room_for"]
+__all__ = ["append_", "quantized_tokens", "room_for", "token_values"]

@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fast.attention.stored import StoredTokens
 from fast.kernels.quantize.geometry import power_above
 from fast.launch.launcher import interpreted
+from fast.stored_tokens import StoredTokens
 
 LOG2E = 1.4426950408889634
 #: Rows of the tensor core's product.
