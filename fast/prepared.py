@@ -16,7 +16,7 @@ from fast.launch.program import ABSENT, BIAS, Program, Steps, X
 from fast.matmul.codes_ops import LINEAR_OF_CODES
 from fast.matmul.linear import LINEAR
 from fast.matmul.preshuffled.dynamic import CODES, LINEAR_SMALL_DYNAMIC, inputs_record, kind_of
-from fast.matmul.preshuffled.linear import LINEAR_SMALL, MOST_ROWS
+from fast.matmul.preshuffled.linear import LINEAR_SMALL, MOST_ROWS, values_of
 from fast.quantize.fake_quantize import FAKE_QUANTIZE
 from fast.quantize.quantize import QUANTIZE, operands_of, quantize
 from fast.quantize.static_scales import QUANTIZE_ROWS, quantize_rows
@@ -41,10 +41,11 @@ def prepared_linear_small(
     bias: torch.Tensor | None,
     shape: tuple[int, ...],
     scheme: Scheme | None = None,
+    first: str = "",
 ) -> Program | None:
-    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear`), and of inputs in a scheme: by `dynamic`, or
-    `fast.fake_quantize` of them and the product of that."""
-    operands, values = (x, w.codes, w.scale, w.zero, bias), (tuple(w.shape),)
+    """The same of a preshuffled weight (`fast.matmul.preshuffled.linear`, which has `first`), and of inputs in a scheme: by
+    `dynamic`, or `fast.fake_quantize` of them and the product of that."""
+    operands, values = (x, w.codes, w.scale, w.zero, bias), values_of(w.shape, first)
     steps = Steps(*operands[1:4])
     inputs: Any = X
     call = None if scheme is None else _dynamic_call(operands, w, scheme)

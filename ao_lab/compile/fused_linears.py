@@ -119,15 +119,15 @@ class Product:
 
     Its arguments are inputs, parts of the weight, the bias, and how the weight is stored, the shape first. bias: the bias's
     place. rows: the most rows of inputs. mixed: whether a gate and what it gates may be stored in different ways. described:
-    whether arguments say how a weight is stored; where not, its parts do, codes first and scales last, and behind the bias are
-    zero points or nothing.
+    how many arguments behind the bias say how a weight is stored (further ones are left out of two products at once); of 0 its
+    parts do, codes first and scales last, and behind the bias are zero points or nothing.
     """
 
     name: str
     bias: int
     rows: int
     mixed: bool
-    described: bool = True
+    described: int
 
     def parts(self, node: Node) -> tuple[Any, ...]:
         """What the weight of a node consists of."""
@@ -135,7 +135,7 @@ class Product:
 
     def form(self, node: Node) -> tuple[Any, ...]:
         """The arguments that say how it is stored."""
-        return tuple(node.args[self.bias + 1 :]) if self.described else ()
+        return tuple(node.args[self.bias + 1 : self.bias + 1 + self.described])
 
     def has_zero_points(self, node: Node) -> bool:
         """Whether there are some behind the bias, for which there are no two products at once."""
@@ -155,7 +155,7 @@ class Product:
     def is_known(self, node: Node) -> bool:
         """Whether it is said how the weight of a node is stored."""
         scale = node.args[self.bias - 1]
-        return self.described or (isinstance(scale, Node) and "val" in scale.meta)
+        return self.described > 0 or (isinstance(scale, Node) and "val" in scale.meta)
 
     def at_once(self, kind: str) -> Any:
         """The operator of two products. kind: pair or swiglu."""
@@ -165,9 +165,9 @@ class Product:
 PRODUCTS = {
     f"ao_lab.{each.name}.default": each
     for each in (
-        Product("linear", 5, 1, True),
-        Product("linear_small", 4, pair.MOST_ROWS, False),
-        Product("linear_sparse_int4", 4, sparse_pair.MOST_ROWS, False, described=False),
+        Product("linear", 5, 1, True, 3),
+        Product("linear_small", 4, pair.MOST_ROWS, False, 2),
+        Product("linear_sparse_int4", 4, sparse_pair.MOST_ROWS, False, 0),
     )
 }
 

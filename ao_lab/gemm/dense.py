@@ -94,13 +94,14 @@ STORED = "the weight must be a matrix, stored as (out, in)"
 PRESHUFFLED = "preshuffled"
 
 
-def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (M, K) times w (K, N) plus bias (N), in x's dtype."""
+def fused(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, first: str = "") -> torch.Tensor:
+    """x (M, K) times w (K, N) plus bias (N), in x's dtype. first: the family that is asked first by a preshuffled weight whose
+    inputs are taken as they are, see `linear_small`."""
     scheme = w.recipe.activation
     if w.meta.layout == PRESHUFFLED:
         if scheme is not None and inputs_reason(scheme) is None:
             return linear_small_dynamic(x, scheme, w.stored, bias)
-        return linear_small(rounded(x, w), w.stored, bias)
+        return linear_small(rounded(x, w), w.stored, bias, first)
     if w.is_cuda:
         return fast.linear(x, w.quantized, bias)
     if _all_rows_on_cpu(w, x.dtype) or (isinstance(x.shape[0], int) and x.shape[0] == 1):

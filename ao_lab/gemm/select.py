@@ -39,7 +39,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +50,7 @@ from ao_lab.gemm.codes import BLOCK, FLOAT8, activation, multiplies_codes
 from ao_lab.gemm.dense import PRESHUFFLED, cpu_scales_rows, dequantized, is_host, loses_nan, sums_along_blocks
 from ao_lab.gemm.operand import Kernel, Product, QuantizedWeight
 from fast.gemm import families
-from fast.gemm.choose import Range, by_rows, choose, codes_of_layer, running
+from fast.gemm.choose import Range, able, by_rows, choose, codes_of_layer, running
 from fast.gemm.families import Family
 from fast.gemm.problem import Problem, of_codes, of_preshuffled, of_sparse, of_sparse_int4, of_stored
 from fast.launch.program import Program
@@ -69,7 +70,19 @@ def product(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = Non
     """x (M, K) or (B, M, K) times w (K, N) or (B, K, N), plus bias (N), in x's dtype."""
     if w.recipe.rotation and sums_along_blocks(w):
         x, w = hadamard(x, w.recipe.rotation), w.without_rotation
-    return PRODUCTS[select_kernel(w, x.dtype, x.shape[-2])].run(x, w, bias)
+    return runner(selected(w, x.dtype, x.shape[-2]))(x, w, bias)
+
+
+class Selected(NamedTuple):
+    """A kernel of PRODUCTS, and the family that it asks first, where one was measured to be the quickest; else ""."""
+
+    kernel: str
+    family: str = ""
+
+
+def runner(one: Selected) -> Product:
+    """The function that computes the product."""
+    return partial(dense.fused, first=one.family) if one.family else PRODUCTS[one.kernel].run
 
 
 def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> str:
@@ -78,6 +91,49 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
     rows: of the input; with them the kernel is the one that `ao_lab.tune` chose. None, and rows that a tracer leaves open: the
     default.
     """
+    return selected(w, dtype, rows).kernel
+
+
+def selected(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> Selected:
+    """`select_kernel`, and the family that was tuned for these rows."""
+    if rows is not None and len(w.shape) == 2 and sums_along_blocks(w) and w.recipe.kernel == "auto":
+        shape = (rows, w.shape[1], w.shape[0])
+        chosen = tuned("inference", *inference_keys(w), shape, dtype, w.device)
+        one = Selected("fused", chosen) if chosen in families.FAMILIES else Selected(chosen or "")
+        able = one.kernel in PRODUCTS and PRODUCTS[one.kernel].unsupported_reason(w, dtype) is None
+        if able and (not one.family or multiplies_by_family(w)):
+            return one
+    return Selected(_default(w, dtype))
+
+
+def multiplies_by_family(w: QuantizedWeight) -> bool:
+    """Whether a weight (K, N) has families to choose among: a preshuffled matrix on a GPU, by inputs as they are."""
+    is_plain = w.recipe.activation is None and not w.recipe.rotation
+    return w.meta.layout == PRESHUFFLED and len(w.shape) == 2 and w.is_cuda and is_plain
+
+
+def candidates(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> dict[str, Selected]:
+    """All that may multiply so many rows by a weight (K, N), by the names that choices have, the default first of those that
+    can: kernels, and in place of "fused" its families where a weight has several (`fast.gemm.families`)."""
+    result = {name: Selected(name) for name in PRODUCTS}
+    if not multiplies_by_family(w) or PRODUCTS["fused"].unsupported_reason(w, dtype) is not None:
+        return result
+    p = problem_of(w, dtype, rows)
+    order = able(p)
+    others = (one for one in families.FAMILIES.values() if one not in order and p.layout in one.layouts)
+    split = {one.name: Selected("fused", one.name) for one in (*order, *others)}
+    dense_first = ("dequantize",) if next(choose(p)) is families.TORCH_DEQUANTIZE else ()
+    before = {name: result.pop(name) for name in ("int8", "scaled_mm", *dense_first)}
+    return before | split | {name: one for name, one in result.items() if name != "fused"}
+
+
+def problem_of(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> Problem:
+    """Rows of a dtype by a weight (K, N) that kernel "fused" takes, on a GPU."""
+    return _by_weight(w, dtype, rows)[1]
+
+
+def _default(w: QuantizedWeight, dtype: torch.dtype) -> str:
+    """The kernel where nothing was tuned; see `select_kernel`."""
     if not sums_along_blocks(w):
         return "dequantize"
     wanted = w.recipe.kernel
@@ -89,11 +145,6 @@ def select_kernel(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> s
             )
             raise ValueError(f"kernel {wanted!r} does not take {w.recipe}: {reason}; these do: {able}")
         return wanted
-    if rows is not None and len(w.shape) == 2:
-        shape = (rows, w.shape[1], w.shape[0])
-        chosen = tuned("inference", *inference_keys(w), shape, dtype, w.device)
-        if chosen in PRODUCTS and PRODUCTS[chosen].unsupported_reason(w, dtype) is None:
-            return chosen
     return next(name for name in _by_default(w) if PRODUCTS[name].unsupported_reason(w, dtype) is None)
 
 
@@ -132,7 +183,7 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
             return default(x, w, bias)
         rows = rows_range(x.shape[0])
         if rows not in found:
-            found[rows] = PRODUCTS[select_kernel(w, dtype, rows)].run
+            found[rows] = runner(selected(w, dtype, rows))
         return found[rows](x, w, bias)
 
     return run
@@ -188,8 +239,10 @@ LATE.update(sparse_wgmma_mm="ao_lab.gemm.sparse", cusparselt_mm="ao_lab.gemm.cus
 Prepared = Program | ScaledProduct
 
 
-#: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias and the shape of the result.
-Prepare = Callable[[torch.Tensor, QuantizedWeight, torch.Tensor | None, tuple[int, ...]], Prepared | None]
+#: Of inputs (M, K) that were multiplied just now, a weight (K, N), a bias, the shape of the result and `Selected.family`.
+Prepare = Callable[
+    [torch.Tensor, QuantizedWeight, torch.Tensor | None, tuple[int, ...], str], Prepared | None
+]
 
 
 def is_tuned(device: torch.device) -> bool:
@@ -204,20 +257,21 @@ def prepared_product(
     elements; None for kernels that are more than launches, and for inputs that are rotated first."""
     if w.recipe.rotation:
         return None
-    make = PREPARE.get(select_kernel(w, x.dtype, x.shape[0]))
-    return None if make is None or not w.is_cuda else make(x, w, bias, shape)
+    kernel, family = selected(w, x.dtype, x.shape[0])
+    make = PREPARE.get(kernel)
+    return None if make is None or not w.is_cuda else make(x, w, bias, shape, family)
 
 
 def _fused(
-    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...], first: str
 ) -> Prepared | None:
     if w.meta.layout == PRESHUFFLED:
-        return prepared_linear_small(x, w.stored, bias, shape, w.recipe.activation)
+        return prepared_linear_small(x, w.stored, bias, shape, w.recipe.activation, first)
     return prepared_linear(x, w.quantized, bias, shape)
 
 
 def _codes(
-    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...]
+    x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, shape: tuple[int, ...], first: str
 ) -> Prepared | None:
     """Of rows that are multiplied as codes: by kernels of ours, or by torch of 8-bit floats under scales alike."""
     scheme = w.recipe.activation
@@ -255,12 +309,13 @@ def families_by_rows(w: QuantizedWeight, dtype: torch.dtype) -> tuple[tuple[Rang
 
 def _name(w: QuantizedWeight, dtype: torch.dtype, rows: int, failures: dict[str, str]) -> str:
     """What multiplies so many rows, and for what it does; `failures` learns why."""
-    kernel = select_kernel(w, dtype, rows)
+    kernel, first = selected(w, dtype, rows)
     if kernel == "dequantize":
         return families.TORCH_DEQUANTIZE.name
     if kernel not in ORDERS:
         return kernel
     order, p = ORDERS[kernel](w, dtype, rows)
+    order = choose(p, first) if first else order
     family, failed = running(order, p, w.codes.get_device())
     failures |= failed
     return f"{family.name} (for {', '.join(failed)}, which did not load)" if failed else family.name
@@ -316,11 +371,17 @@ __all__ = [
     "PRODUCTS",
     "Kernel",
     "Prepared",
+    "Selected",
+    "candidates",
     "families_by_rows",
     "inference_keys",
     "is_tuned",
+    "multiplies_by_family",
     "prepared_product",
+    "problem_of",
     "product",
+    "runner",
     "select_kernel",
     "select_product",
+    "selected",
 ]

@@ -3,7 +3,8 @@
 Of a layer that trains in low precision two things are chosen. For each product (output, input gradient, weight gradient) the
 function that computes it; then which of the products run in low precision at all: casts may cost more than a small product
 gains. All dense is a candidate, so a tuned layer is never slower than the plain one, and so is the whole recipe. Of a layer
-with a quantized weight one thing: the function for its product.
+with a quantized weight one thing: the function for its product, and where families of kernels compete for it (preshuffled
+weights), the family: candidates are those whose records take it (`fast.gemm.families`).
 """
 
 from __future__ import annotations

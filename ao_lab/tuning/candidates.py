@@ -28,6 +28,7 @@ from ao_lab.tuning.measure import (
     timings,
 )
 from ao_lab.tuning.samples import ExpertsSample, Sample, ServingSample, TrainingSample
+from fast.gemm.families import FAMILIES
 from reference.arrays.namespace import choice
 from reference.training.recipe import PRODUCTS, Recipe
 
@@ -217,31 +218,48 @@ def _step(sample: TrainingSample | ExpertsSample, x: torch.Tensor, w: torch.Tens
 def serving_choice(sample: ServingSample, limits: Limits) -> Choice:
     """The function for the product of a layer with a quantized weight, its input's cast included."""
     x, w = sample.x, sample.w.transposed()
-    reasons = {name: _serving_reason(name, w, x) for name in select.PRODUCTS}
+    names = select.candidates(w, x.dtype, x.shape[0])
+    reasons = {name: _serving_reason(one, w, x) for name, one in names.items()}
 
     def call_of(name: str) -> Call:
-        return lambda: select.PRODUCTS[name].run(x, w, None)
+        return lambda: select.runner(names[name])(x, w, None)
 
     calls = {name: call_of(name) for name, reason in reasons.items() if reason is None}
     errors = _errors(calls, lambda: x[:ERROR_ROWS].double() @ w.dequantize(torch.float32).double())
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     with torch.no_grad():
         found = measured(calls, errors, refused, x.device, limits)
-    most = most_fused_rows(w, x.dtype) if _is_beyond_fused(w, x) else None
-    found = tuple(replace(c, most_rows=most) if c.kernel == "fused" else c for c in found)
+    found = tuple(replace(c, most_rows=_most_rows(names[c.kernel], w, x)) for c in found)
     shape = (x.shape[0], w.shape[1], w.shape[0])
     problem = problem_of("inference", *select.inference_keys(w), shape, x.dtype)
     chosen = best(found, limits, MARGIN)
     return Choice(problem, chosen or min(found[: len(calls)], key=lambda c: c.error or 0.0).kernel, found)
 
 
-def _serving_reason(name: str, w: QuantizedTensor, x: torch.Tensor) -> str | None:
+def _serving_reason(one: select.Selected, w: QuantizedTensor, x: torch.Tensor) -> str | None:
     """Why a function is no candidate for a weight (K, N) and an input; None where it is."""
+    name = one.kernel
     if name == "reference":
         return "it runs on the host, for recipes that name it"
     if name == "fused" and _is_beyond_fused(w, x):
         return f"for more than {most_fused_rows(w, x.dtype)} rows it is dequantize"
-    return select.PRODUCTS[name].unsupported_reason(w, x.dtype)
+    reason = select.PRODUCTS[name].unsupported_reason(w, x.dtype)
+    if reason is not None or not one.family:
+        return reason
+    p = select.problem_of(w, x.dtype, x.shape[0])
+    if FAMILIES[one.family].refusal(p) is None:
+        select.runner(one)(x, w, None)  # loads it
+    return FAMILIES[one.family].refusal(p) or FAMILIES[one.family].failure(p, w.codes.get_device())
+
+
+def _most_rows(one: select.Selected, w: QuantizedTensor, x: torch.Tensor) -> int | None:
+    """The most rows that a candidate takes, where these are more."""
+    if one.family:
+        most = max(
+            takes.rows for takes in FAMILIES[one.family].takes if not takes.experts and takes.products == 1
+        )
+        return most if x.shape[0] > most else None
+    return most_fused_rows(w, x.dtype) if one.kernel == "fused" and _is_beyond_fused(w, x) else None
 
 
 def _is_beyond_fused(w: QuantizedTensor, x: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from fast.cost import Coefficients, first_row
 from fast.gemm.families import (
+    FAMILIES,
     FLOATS,
     HALVES,
     SM90_INTN_SMALL_M,
@@ -49,9 +50,23 @@ C = Coefficients("choose")
 TILE = 128
 
 
-def choose(p: Problem) -> Iterator[Family]:
-    """The families that multiply, the quickest first; `torch_dequantize` last, but for codes, which a reference multiplies."""
-    return RULES[p.layout](p)
+def choose(p: Problem, first: str = "") -> Iterator[Family]:
+    """The families that multiply, the quickest first; `torch_dequantize` last, but for codes, which a reference multiplies.
+
+    first: the name of a family that was measured to be quicker on this device (`ao_lab.tune`): it goes first where it takes the
+    problem.
+    """
+    if first and FAMILIES[first].refusal(p) is None:
+        yield FAMILIES[first]
+    yield from (family for family in RULES[p.layout](p) if family.name != first)
+
+
+def able(p: Problem) -> list[Family]:
+    """All families that take a problem, in the order of `choose`, then those that it leaves out as slower."""
+    order = [family for family in choose(p) if family.takes]
+    return order + [
+        one for one in FAMILIES.values() if one not in order and one.takes and one.refusal(p) is None
+    ]
 
 
 def running(families: Iterable[Family], p: Problem, device: int) -> tuple[Family, dict[str, str]]:
@@ -378,6 +393,7 @@ __all__ = [
     "BESIDE",
     "EPILOGUE",
     "Range",
+    "able",
     "by_rows",
     "choose",
     "codes_beat_torch",

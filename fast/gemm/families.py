@@ -81,12 +81,17 @@ class Family(NamedTuple):
     functions: Mapping[str, str] = MappingProxyType({})
     chosen: Callable[[Problem], Chosen | None] | None = None
 
+    @property
+    def layouts(self) -> frozenset[str]:
+        """Of the weights that it takes."""
+        return frozenset(takes.layout for takes in self.takes)
+
     def refusal(self, p: Problem) -> str | None:
         """Why the family does not multiply; None where it does, as far as that is known before it is compiled."""
         reasons = [_refusal(takes, p) for takes in self.takes if takes.layout == p.layout]
         reasons = [_refusal(takes, p) for takes in self.takes if _is_kind(takes, p)] or reasons
         if not reasons:
-            return f"{self.name} takes {' and '.join(sorted({t.layout for t in self.takes}))} weights, got {p.layout}"
+            return f"{self.name} takes {' and '.join(sorted(self.layouts))} weights, got {p.layout}"
         return None if None in reasons else reasons[0]
 
     def failure(self, p: Problem, device: int) -> str | None:

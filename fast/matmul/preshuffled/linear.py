@@ -2,7 +2,8 @@
 
 Products of a preshuffled weight, and its codes and parts made and restored: what runs below `linear`; see `fast.dispatch`.
 
-Operands of the product are x, the parts of the weight (`layout`) and the bias; its value is the weight's shape (N, K).
+Operands of the product are x, the parts of the weight (`layout`) and the bias; its values are the weight's shape (N, K) and,
+where one is named, the family that is asked first (`fast.gemm.choose`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from reference import Quantized
 from reference.matmul.linear import check_linear
 from reference.schemes.schemes import record_of
 
-SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, SymInt[] shape, str scheme) -> Tensor"
-)
+OPERANDS = "Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias"
+SCHEMA = f"({OPERANDS}, SymInt[] shape, str scheme, str first='') -> Tensor"
 STORED = ("codes", "scale", "zero point")
 #: Rows of as many atoms as a grid has along its second axis.
 MOST_ROWS_ARRANGED = 64 * 65535
@@ -67,9 +67,14 @@ def preshuffled(q: Quantized) -> Quantized:
 
 def linear_small_op(*arguments: Any) -> torch.Tensor:
     """Inputs times the transpose of a preshuffled weight."""
-    *operands, shape, scheme = arguments
-    y: torch.Tensor = execute(LINEAR_SMALL, record_of(scheme), (tuple(shape),), operands)
+    operands, (shape, scheme, *first) = arguments[:5], arguments[5:]
+    y: torch.Tensor = execute(LINEAR_SMALL, record_of(scheme), values_of(shape, *first), operands)
     return y
+
+
+def values_of(shape: Sequence[int], first: str = "") -> Values:
+    """The values of a call."""
+    return (tuple(shape), first) if first else (tuple(shape),)
 
 
 def _checked(record: Any, values: Values, operands: Operands) -> tuple[Any, Quantized, Any]:
@@ -82,12 +87,13 @@ def _checked(record: Any, values: Values, operands: Operands) -> tuple[Any, Quan
 
 def _operate(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     x, w, bias = _checked(record, values, operands)
-    y: torch.Tensor = LINEAR_SMALL_OP(x, w.codes, w.scale, w.zero, bias, list(w.shape), record_name(w.scheme))
+    named = list(w.shape), record_name(w.scheme), *values[1:]
+    y: torch.Tensor = LINEAR_SMALL_OP(x, w.codes, w.scale, w.zero, bias, *named)
     return y
 
 
 def _fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], arguments[-2][0]))
+    return x.new_empty((*x.shape[:-1], arguments[4][0]))
 
 
 def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
@@ -99,7 +105,7 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
         return None
     arranged = host.ArrangedWeight(w.codes, w.scale, w.zero, w.shape, *layout.form_of(record, w.shape[1]))  # type: ignore[arg-type]
     host.check_operands(x, arranged, bias)
-    for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype)):
+    for family in choose(of_preshuffled(arranged, x.numel() // w.shape[1], x.dtype), *values[1:]):
         multiply = family.function("linear")
         y = None if multiply is None else multiply(x, arranged, bias, key=key, record=record)
         if y is not None:
@@ -124,9 +130,9 @@ def _reference(record: Any, values: Values, operands: Operands) -> Any:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The parts of the weight, and the dtype of the bias's gradient."""
     refuse_scale_gradients(ctx, "linear_small", 2, 3)
-    _, *stored, bias, shape, scheme = inputs
+    stored, bias, (shape, scheme, *_) = inputs[1:4], inputs[4], inputs[5:]
     ctx.save_for_backward(*stored)
-    ctx.stored = shape, scheme
+    ctx.stored, ctx.others = (shape, scheme), len(inputs) - 5
     ctx.bias = None if bias is None else bias.dtype
 
 
@@ -137,7 +143,7 @@ def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
         q = restored(weight_of(record_of(scheme), shape, ctx.saved_tensors))
         dx = times_weight(g, parts(q), shape, scheme, q.packed)
     db = column_sums(g, ctx.bias) if ctx.needs_input_grad[4] else None
-    return dx, None, None, None, db, None, None
+    return dx, None, None, None, db, *(None,) * ctx.others
 
 
 LINEAR_SMALL = Function(
@@ -218,17 +224,21 @@ ALL_ROWS = 2**31 - 1
 INPUTS = (torch.bfloat16, torch.float16)
 
 
-def linear_small(x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_small(
+    x: torch.Tensor, w: Quantized, bias: torch.Tensor | None = None, first: str = ""
+) -> torch.Tensor:
     """x (..., K) times the transpose of a preshuffled weight (N, K), plus bias (N), in x's dtype and on its device.
 
     w: what `preshuffled.linear.preshuffled` makes of a stored weight. On a GPU up to MOST_ROWS rows of bfloat16 or float16
     read it as it is stored, with the same bits in every call, and the result is within `reference.linear_error_bound` of the
     exact product; so it is of the product with what `dequantize` gives in x's dtype for more rows, and for those from 33 on
     that are faster so. These, 16-bit rows on Hopper (where NVRTC is installed), are multiplied by a kernel that decodes the
-    weight as it reads it, all else by torch. CPU tensors run `reference.linear`. Errors are its. Differentiable in x and
-    bias; NotImplementedError where scales require a gradient.
+    weight as it reads it, all else by torch. first: the name of the family that is asked first, see `fast.gemm.choose.choose`;
+    "" for the order by models. CPU tensors run `reference.linear`. Errors are its. Differentiable in x and bias;
+    NotImplementedError where scales require a gradient.
     """
-    y: torch.Tensor = run(LINEAR_SMALL, w.scheme, (tuple(w.shape),), (x, w.codes, w.scale, w.zero, bias))
+    operands = (x, w.codes, w.scale, w.zero, bias)
+    y: torch.Tensor = run(LINEAR_SMALL, w.scheme, values_of(w.shape, first), operands)
     return y
 
 
@@ -255,4 +265,5 @@ __all__ = [
     "preshuffled",
     "restored",
     "rows_as_stored",
+    "values_of",
 ]

@@ -8,11 +8,13 @@ from torch import nn
 
 import ao_lab
 from ao_lab import SparsityConfig, explain, quantize_, sparsify_
-from ao_lab.gemm import codes, select, sparse
+from ao_lab.gemm import choices, codes, dense, select, sparse
+from ao_lab.gemm.choices import Candidate, Choice
 from ao_lab.gemm.dense import is_host
+from ao_lab.tuning import candidates
 from fast.gemm import problem
 from fast.gemm.choose import codes_of_layer
-from fast.gemm.families import SM90_S8_GEMM, SM90_W4A16_GEMM, SM90_W4A16_GEMV
+from fast.gemm.families import SM90_S8_GEMM, SM90_W4A16_GEMM, SM90_W4A16_GEMV, TRITON_SMALL_M
 from fast.launch import cuda
 from tests.ao_lab.gemm.capability import set_capability
 
@@ -85,6 +87,51 @@ def families(net):
 )  # fmt: skip
 def test_ranges(gpu, config, layout, told):
     assert families(layer(config, layout)) == told
+
+
+@pytest.fixture
+def table():
+    """What was tuned on a CPU's device: nothing, before and after."""
+    found = choices.choices_for(torch.device("cpu"))
+    found.clear()
+    yield found
+    found.clear()
+
+
+def test_what_was_tuned_goes_first(gpu, monkeypatch, table):
+    """A family that `tune` measured to be the quickest: told, and asked first by the product; what has no families has none."""
+    net = layer(ao_lab.Int4WeightOnlyConfig(), "preshuffled")
+    w, asked = net[0].weight.t(), []
+    monkeypatch.setattr(dense, "linear_small", lambda x, stored, bias, first: asked.append(first) or x)
+    for rows, name in ((4, "triton_small_m"), (16, "sm90_w4a16_gemv")):
+        of = choices.problem_of("inference", *select.inference_keys(w), (rows, 384, 256), BF16)
+        table.add(Choice(of, name, (Candidate(name),)))
+    assert families(net).startswith(
+        "1-4 rows triton_small_m, 5-16 rows sm90_w4a16_gemv, 17-64 rows triton_small_m, 65"
+    )
+    select.product(torch.zeros(4, 256, dtype=BF16), w)
+    select.select_product(w, BF16)(torch.zeros(16, 256, dtype=BF16), w, None)
+    assert asked == ["triton_small_m", "sm90_w4a16_gemv"]
+
+
+def test_candidates_of_tune_are_families(gpu):
+    """Of a weight that several multiply, the default first, and of no other; those that do not take the rows say why."""
+    w = layer(ao_lab.Int4WeightOnlyConfig(), "preshuffled")[0].weight.t()
+    for rows, order in (
+        (1, [SM90_W4A16_GEMV, TRITON_SMALL_M, SM90_W4A16_GEMM]),
+        (64, [TRITON_SMALL_M, SM90_W4A16_GEMM, SM90_W4A16_GEMV]),
+        (300, [SM90_W4A16_GEMM, SM90_W4A16_GEMV, TRITON_SMALL_M]),
+    ):
+        listed = select.candidates(w, BF16, rows)
+        assert [name for name, one in listed.items() if one.family] == [one.name for one in order]
+        assert set(listed) == {*select.PRODUCTS, *(one.name for one in order)} - {"fused"}
+    plain = layer(ao_lab.Int4WeightOnlyConfig())[0].weight.t()
+    assert list(select.candidates(plain, BF16, 1)) == list(select.PRODUCTS)
+    x = torch.zeros(64, 256, dtype=BF16)
+    reason = candidates._serving_reason(select.Selected("fused", SM90_W4A16_GEMV.name), w, x)
+    assert reason == "there are 1 to 16 rows, got 64"
+    assert candidates._most_rows(select.Selected("fused", SM90_W4A16_GEMV.name), w, x) == 16
+    assert candidates._most_rows(select.Selected("fused", TRITON_SMALL_M.name), w, x) is None
 
 
 @pytest.mark.parametrize("shape", [(576, 1000), (512, 1000), (576, 1024)], ids=str)

@@ -13,7 +13,7 @@ import fast
 from ao_lab.config.recipe import named
 from experiments.report import families as families_page
 from fast.gemm import families
-from fast.gemm.choose import Range, by_rows, choose
+from fast.gemm.choose import Range, able, by_rows, choose
 from fast.gemm.problem import (
     CODES,
     HOPPER,
@@ -63,6 +63,15 @@ GEMV, SMALL_M, GEMM, TORCH = "sm90_w4a16_gemv", "triton_small_m", "sm90_w4a16_ge
 )
 def test_order(rows, order):
     assert names(weight(rows)) == order
+
+
+def test_what_was_measured_goes_first():
+    """Where it takes the problem; the others follow in their order. All that take it may be measured."""
+    assert [one.name for one in choose(weight(1), GEMM)] == [GEMM, GEMV, SMALL_M, TORCH]
+    assert [one.name for one in choose(weight(9), GEMV)] == [GEMV, SMALL_M, GEMM, TORCH]
+    assert [one.name for one in choose(weight(17), GEMV)] == [SMALL_M, GEMM, TORCH]
+    assert [one.name for one in able(weight(9))] == [SMALL_M, GEMM, GEMV]
+    assert [one.name for one in able(weight(300))] == [GEMM]
 
 
 def test_what_is_not_taken():
@@ -214,12 +223,16 @@ def test_the_product_asks(monkeypatch, faster):
             called.append(family.name) or (x if family.name == SMALL_M else None)
         )
 
-    monkeypatch.setattr(linear, "choose", lambda p: order)
+    monkeypatch.setattr(linear, "choose", lambda p, *first: order[:: -1 if first else 1])
     monkeypatch.setattr(families.Family, "function", multiply)
     q = fast.quantize(torch.randn(128, 256), named("int4_g128"), packed=True)
     w, x = linear.preshuffled(q), torch.randn(64, 256, dtype=torch.bfloat16)
-    assert linear._kernel(w.scheme, ((128, 256),), (x, w.codes, w.scale, w.zero, None), None) is x
+    operands = (x, w.codes, w.scale, w.zero, None)
+    assert linear._kernel(w.scheme, ((128, 256),), operands, None) is x
     assert called == [family.name for family in order]
+    called.clear()
+    assert linear._kernel(w.scheme, ((128, 256), order[-1].name), operands, None) is x
+    assert called[0] == order[-1].name
 
 
 def test_operands_are_checked_before(monkeypatch):

@@ -307,7 +307,9 @@ def test_operators_are_described_to_torch():
     operands_of_odd = (linear.preshuffled(odd).codes, "int8", odd.codes.shape)
     torch.library.opcheck(torch.ops.ao_lab.restore_codes.default, operands_of_odd, test_utils=checks)
     torch.library.opcheck(torch.ops.ao_lab.preshuffle_codes.default, (odd.codes, "int8"), test_utils=checks)
-    torch.library.opcheck(torch.ops.ao_lab.linear_small.default, operands, test_utils=checks)
+    for first in ((), ("triton_small_m",)):
+        given = (*operands, *first)
+        torch.library.opcheck(torch.ops.ao_lab.linear_small.default, given, test_utils=checks)
     torch.library.opcheck(torch.ops.ao_lab.restore_codes.default, (made.codes, "int8"), test_utils=checks)
     torch.library.opcheck(torch.ops.ao_lab.preshuffle_codes.default, (w.codes, "int8"), test_utils=checks)
 
