@@ -8,14 +8,26 @@ from collections.abc import Sequence
 from functools import partial
 
 from experiments.calibration import choice
-from experiments.calibration.run import ARMS, EXPERIMENT, ROUNDING, planned
+from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
+from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row
-from experiments.models.causal_lm import BASE, FILE
-from experiments.models.quantized_model import WEIGHTS
+from experiments.models.causal_lm import BASE
 from experiments.report import accuracies
-from experiments.report.content import Comparison, Drawing, Section, Table
-from experiments.report.plots import Point, scatter_panels
-from experiments.report.real_runs import RealRun, best_runs, conditions, real_runs, with_error
+from experiments.report.content import Comparison, Section, Table
+from experiments.report.real_runs import (
+    CHANGE,
+    KL,
+    LOSS,
+    LOSS_ERROR,
+    RECOVERED,
+    RECOVERED_ERROR,
+    RealRun,
+    about_of,
+    best_runs,
+    quality_cells,
+    real_runs,
+    title_of,
+)
 from experiments.report.results import Results, failures, number
 
 TITLE = "Quantization with data: what calibration methods win over rounding, on real models"
@@ -30,53 +42,12 @@ FEATURED = (
     "calibration-minutes-smollm2-135m-instruct-full",
     "calibration-minutes-smollm2-135m-instruct-quick",
 )
-KL, KL_ERROR = "KL", "KL, standard error"
-RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
-LOSS, LOSS_ERROR = "loss, recovered", "loss, standard error of the recovered"
-CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
-#: Colours of families of methods, in the legend's order.
-COLORS = {
-    "rounding": "#000000",
-    "search": "#0072b2",
-    "HQQ": "#e69f00",
-    "scaled channels": "#d55e00",
-    "GPTQ": "#009e73",
-    "AutoRound": "#cc79a7",
-    "rotation": "#56b4e9",
-    "automatic choice": "#f0e442",
-}
-#: By words of a method's name, the first that fits.
-FAMILIES = (
-    ("rotate", "rotation"), ("autoround", "AutoRound"), ("gptq", "GPTQ"), ("hqq", "HQQ"), ("awq", "scaled channels"),
-    ("smooth", "scaled channels"), ("search", "search"),
-)  # fmt: skip
-#: Below this KL, in nats, the axis of loss against bytes is linear.
-LINEAR = 0.01
 TEXT = (
     "Weights of all linear layers are quantized but those of a tied head; where a setting names inputs, these are quantized "
     "too, with dynamic scales. Rounding uses the scheme's own scales. KL is of the next-token distribution from the dense "
     "model's; after ± stands the standard error, over windows of a text of one document and over documents where there are "
-    "several.",
+    "several. Minutes hold the choosing where schemes were chosen.",
 )
-
-
-def family_of(method: str, setting: str = "") -> str:
-    """The family of a method, for colours; of a choice whatever quantizes it."""
-    if setting.startswith(choice.NAME):
-        return "automatic choice"
-    return next((family for word, family in FAMILIES if word in method), "rounding")
-
-
-def cases(run: RealRun) -> list[str]:
-    """The schemes of a run in the order in which they were measured."""
-    return [one for one in run.whole.settings if one not in (FILE, WEIGHTS)]
-
-
-def methods(results: Results, setting: str) -> list[str]:
-    """The methods of a scheme, in the order of the experiment."""
-    order = {name: place for place, name in enumerate(ARMS)}
-    found = dict.fromkeys(row.method for row in results.rows if row.setting == setting)
-    return sorted(found, key=lambda name: order.get(name, len(order)))
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
@@ -125,16 +96,14 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
 
 def section(run: RealRun) -> Section:
     """What the methods win on one model."""
-    about = [
-        f"**Grid of the file's weights before:** {run.told('grid: ')}. The baseline is the model as that file gives it."
-    ]
-    about += [conditions(name, results) for name, results in run.texts.items()]
     tables = [table(run, name, results) for name, results in run.texts.items()]
     tables += [one for one in (draws_table(run), choice_table(run)) if one.lines]
     drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []
-    title = f"{run.model} ({run.where.scale} scale, {run.where.device})"
     return Section(
-        title, [*about, *missing(run), *TEXT, *failures(run.whole)], [one for one in drawings if one], tables
+        title_of(run),
+        [*about_of(run), *missing(run), *TEXT, *failures(run.whole)],
+        [one for one in drawings if one],
+        tables,
     )
 
 
@@ -171,12 +140,10 @@ def table(run: RealRun, text: str, results: Results) -> Table:
 
 def cells(run: RealRun, results: Results, setting: str, method: str) -> list[str]:
     """The values of one method in one scheme."""
-    seconds = run.whole.value(setting, method, "time to quantize")
+    seconds = seconds_of(run, setting, method)
     return [
         number(run.whole.value(setting, method, "bits per weight"), 2),
-        number(results.value(setting, method, "perplexity"), 2),
-        with_error(results, setting, method, CHANGE, CHANGE_ERROR),
-        with_error(results, setting, method, KL, KL_ERROR),
+        *quality_cells(results, setting, method),
         percent(results, setting, method, RECOVERED, RECOVERED_ERROR),
         percent(results, setting, method, LOSS, LOSS_ERROR),
         number(run.whole.value(setting, method, "output error over rounding's"), 3),
@@ -229,51 +196,3 @@ def percent(results: Results, setting: str, method: str, metric: str, error: str
     if value is None or spread is None or method in (ROUNDING, BASE):
         return ""
     return f"{number(value, 1)} ± {number(spread, 1)}"
-
-
-def bytes_drawing(run: RealRun) -> Drawing | None:
-    """KL against bytes, a panel for each text."""
-    panels = {}
-    for text, results in run.texts.items():
-        panels[text] = [
-            Point(size / 1e6, kl, family_of(name, setting), "", f"{name}, {setting}")
-            for setting in cases(run)
-            for name in methods(results, setting)
-            if (size := run.whole.value(setting, name, "size")) is not None
-            and (kl := results.value(setting, name, KL)) is not None
-            and math.isfinite(kl)
-        ]
-    panels = {name: points for name, points in panels.items() if points}
-    if not panels:
-        return None
-    figure = scatter_panels(
-        panels,
-        "size of the model (MB, decimal)",
-        "KL from the dense model (nats)",
-        symlog=LINEAR,
-        colors=COLORS,
-    )
-    caption = f"{run.model}: loss against bytes, every method in every scheme."
-    return Drawing(f"calibration-bytes-{run.ending}", caption, figure)
-
-
-def minutes_drawing(run: RealRun) -> Drawing | None:
-    """Recovered KL against minutes, a panel for each scheme, on the first text."""
-    results = next(iter(run.texts.values()))
-    panels = {}
-    for setting in cases(run):
-        panels[setting] = [
-            Point(max(seconds, 0.6) / 60, value, family_of(name), name, name)
-            for name in methods(results, setting)
-            if (seconds := run.whole.value(setting, name, "time to quantize")) is not None
-            and (value := results.value(setting, name, RECOVERED)) is not None
-            and math.isfinite(value)
-        ]
-    panels = {name: points for name, points in panels.items() if points}
-    if not panels:
-        return None
-    figure = scatter_panels(
-        panels, "minutes to quantize the model", "recovered of rounding's KL (%)", colors=COLORS, xlog=True
-    )
-    caption = f"{run.model}: minutes against recovered loss, on {next(iter(run.texts))} ({run.where.device})."
-    return Drawing(f"calibration-minutes-{run.ending}", caption, figure)

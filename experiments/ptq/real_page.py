@@ -10,12 +10,18 @@ from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
-from experiments.report.real_runs import RealRun, best_runs, conditions, real_runs, with_error
+from experiments.report.real_runs import (
+    CHANGE,
+    CHANGE_ERROR,
+    RealRun,
+    about_of,
+    best_runs,
+    quality_cells,
+    real_runs,
+    title_of,
+)
 from experiments.report.results import Results, failures, family, number
 
-CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
-KL, KL_ERROR = "KL", "KL, standard error"
-GRID, PUBLISHED = "grid: ", "published: "
 #: Below this change of the loss, in nats, plots are linear.
 LINEAR = 0.01
 TEXT = (
@@ -39,16 +45,11 @@ def real_sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(run: RealRun) -> Section:
     """What the schemes cost one model."""
-    about = [
-        f"**Grid of the file's weights before:** {run.told(GRID)}. The baseline is the model as that file gives it."
-    ]
-    about += [conditions(name, results) for name, results in run.texts.items()]
     tables = [table(run, name, results) for name, results in run.texts.items()]
     if any(run.whole.value(WEIGHTS, method, "tokens/s") is not None for method in run.lines):
         tables.append(serving(run))
     drawings = [drawing(run)] if run.texts else []
-    return Section(f"{run.model} ({run.where.scale} scale, {run.where.device})",
-                   [*about, *TEXT, *failures(run.whole)], drawings, tables)  # fmt: skip
+    return Section(title_of(run), [*about_of(run), *TEXT, *failures(run.whole)], drawings, tables)  # fmt: skip
 
 
 def table(run: RealRun, text: str, results: Results) -> Table:
@@ -72,15 +73,6 @@ def table(run: RealRun, text: str, results: Results) -> Table:
         )
     rows = [*results.rows, *run.whole.rows]
     return Table(f"{run.model}, {text}", columns, lines, rows)
-
-
-def quality_cells(results: Results, setting: str, method: str) -> list[str]:
-    """Perplexity, change of the loss and KL."""
-    return [
-        number(results.value(setting, method, "perplexity"), 2),
-        with_error(results, setting, method, CHANGE, CHANGE_ERROR),
-        with_error(results, setting, method, KL, KL_ERROR),
-    ]
 
 
 def serving(run: RealRun) -> Table:

@@ -154,26 +154,23 @@ def scatter_panels(
     symlog: float | None = None,
     columns: int = 2,
     colors: Mapping[str, str] = COLORS,
-    xlog: bool = False,
 ) -> Figure:
     """One scatter plot per panel, on common axes; points with a label carry it.
 
     symlog: the value up to which the vertical axis is linear, and above which it is logarithmic. colors: of the families that
-    points name, in the legend's order. xlog: whether the horizontal axis is logarithmic.
+    points name, in the legend's order.
     """
     rows = math.ceil(len(panels) / columns)
     figure, axes = subplots(rows, columns, (5.4 * columns, 3.8 * rows), sharex=True, sharey=True)
     for axis, (title, points) in zip(axes, panels.items(), strict=False):
         _scatter(figure, axis, points, symlog, colors)
-        if xlog:
-            axis.set_xscale("log")
         axis.set_title(title, loc="left")
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
         axis.tick_params(labelbottom=True, labelleft=True)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    _family_legend(figure, {point.family for points in panels.values() for point in points}, colors)
+    family_legend(figure, {point.family for points in panels.values() for point in points}, colors)
     figure.tight_layout(rect=(0, 0, 1, 0.97 - 0.02 / rows))
     return figure
 
@@ -273,9 +270,8 @@ def subplots(
     return figure, list(axes.flat)
 
 
-def _scatter(
-    figure: Figure, axis: Axes, points: Sequence[Point], symlog: float | None, colors: Mapping[str, str]
-) -> None:
+def draw_points(figure: Figure, axis: Axes, points: Sequence[Point], colors: Mapping[str, str]) -> None:
+    """Points in the colours of their families, each with its name under the pointer."""
     for family, color in colors.items():
         mine = [point for point in points if point.family == family]
         if not mine:
@@ -284,6 +280,12 @@ def _scatter(
         artist = axis.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0)
         titles = [f"{point.name or point.label}: {point.y:.4g} at {point.x:.4g}" for point in mine]
         set_titles(figure, artist, titles)
+
+
+def _scatter(
+    figure: Figure, axis: Axes, points: Sequence[Point], symlog: float | None, colors: Mapping[str, str]
+) -> None:
+    draw_points(figure, axis, points, colors)
     if symlog is not None:
         axis.set_yscale("symlog", linthresh=symlog)
     for number, point in enumerate(sorted((p for p in points if p.label), key=lambda p: (p.x, p.y))):
@@ -299,7 +301,8 @@ def _scatter(
         )
 
 
-def _family_legend(figure: Figure, families: set[str], colors: Mapping[str, str]) -> None:
+def family_legend(figure: Figure, families: set[str], colors: Mapping[str, str]) -> None:
+    """The colours of the families that a figure shows, over it."""
     from matplotlib.lines import Line2D
 
     shown = [name for name in colors if name in families]

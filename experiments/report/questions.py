@@ -20,7 +20,7 @@ from experiments.report.answers import (
     with_error,
     with_half,
 )
-from experiments.report.real_runs import RealRun, best_runs
+from experiments.report.real_runs import CHANGE, CHANGE_ERROR, RECOVERED, RECOVERED_ERROR, RealRun, best_runs
 from experiments.report.results import Results, Where, by_run
 from experiments.report.targets import limit_of
 
@@ -142,8 +142,6 @@ ROUNDED, OTHERS = (
     ("autoround", "search + autoround", "gptq + autoround", "rotate + gptq + autoround"),
     ("gptq", "rotate + gptq"),
 )
-KL, KL_ERROR = "KL", "KL, standard error"
-RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
 
 
 def two_and_three_bits(rows: Rows) -> Question:
@@ -236,7 +234,7 @@ def inference_claims(rows: Sequence[Row]) -> Iterator[Claim]:
     for run, text in texts_of(rows):
         results = run.texts[text] if run else Results([])
         lost = [
-            with_error(results, setting, scheme, "loss, change", "loss, standard error of the change")
+            with_error(results, setting, scheme, CHANGE, CHANGE_ERROR)
             for setting, scheme in zip(settings, EIGHT, strict=True)
         ]
         of = f"{run.model}, {text}" if run else f"{MODEL}"

@@ -10,6 +10,12 @@ from experiments.models.causal_lm import BASE, FILE, MODEL, REAL
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.report.results import Results, Where, number
 
+CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
+KL, KL_ERROR = "KL", "KL, standard error"
+#: Of methods with data the shares of rounding's KL and of its loss that they take away.
+RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
+LOSS, LOSS_ERROR = "loss, recovered", "loss, standard error of the recovered"
+
 
 @dataclass(frozen=True)
 class RealRun:
@@ -75,6 +81,26 @@ def best_runs(rows: Iterable[Row]) -> list[RealRun]:
         if run.texts:
             found.setdefault(run.model, run)
     return list(found.values())
+
+
+def title_of(run: RealRun) -> str:
+    """The title of a run's section."""
+    return f"{run.model} ({run.where.scale} scale, {run.where.device})"
+
+
+def about_of(run: RealRun) -> list[str]:
+    """What a section says first: on which grid the file's weights were before, and the conditions of each text."""
+    grid = f"**Grid of the file's weights before:** {run.told('grid: ')}. The baseline is the model as that file gives it."
+    return [grid, *(conditions(name, results) for name, results in run.texts.items())]
+
+
+def quality_cells(results: Results, setting: str, method: str) -> list[str]:
+    """Perplexity, change of the loss and KL, as cells of a table."""
+    return [
+        number(results.value(setting, method, "perplexity"), 2),
+        with_error(results, setting, method, CHANGE, CHANGE_ERROR),
+        with_error(results, setting, method, KL, KL_ERROR),
+    ]
 
 
 def conditions(name: str, results: Results) -> str:

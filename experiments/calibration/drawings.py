@@ -1,0 +1,151 @@
+"""The two pictures of experiment `calibration`: loss against bytes, with the front of each kind of method and of the automatic
+choice; recovered loss against minutes, with the line of the most that is recovered within so many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from experiments.calibration import choice
+from experiments.calibration.run import ARMS, ROUNDING
+from experiments.models.causal_lm import FILE
+from experiments.models.quantized_model import WEIGHTS
+from experiments.report.content import Drawing
+from experiments.report.fronts import Panel, front, front_panels
+from experiments.report.plots import Point
+from experiments.report.real_runs import KL, RECOVERED, RealRun
+from experiments.report.results import Results
+
+#: Colours of families of methods, in the legend's order.
+COLORS = {
+    "rounding": "#000000",
+    "search": "#0072b2",
+    "HQQ": "#e69f00",
+    "scaled channels": "#d55e00",
+    "GPTQ": "#009e73",
+    "AutoRound": "#cc79a7",
+    "rotation": "#56b4e9",
+    "automatic choice": "#9a7d0a",
+}
+#: By words of a method's name, the first that fits.
+FAMILIES = (
+    ("rotate", "rotation"), ("autoround", "AutoRound"), ("gptq", "GPTQ"), ("hqq", "HQQ"), ("awq", "scaled channels"),
+    ("smooth", "scaled channels"), ("search", "search"),
+)  # fmt: skip
+AUTOMATIC = "automatic choice"
+#: How settings name the inputs' scheme.
+INPUTS = ", inputs "
+
+
+def family_of(method: str, setting: str = "") -> str:
+    """The family of a method, for colours; of a choice whatever quantizes it."""
+    if setting.startswith(choice.NAME):
+        return AUTOMATIC
+    return next((family for word, family in FAMILIES if word in method), ROUNDING)
+
+
+def cases(run: RealRun) -> list[str]:
+    """The schemes of a run in the order in which they were measured."""
+    return [one for one in run.whole.settings if one not in (FILE, WEIGHTS)]
+
+
+def methods(results: Results, setting: str) -> list[str]:
+    """The methods of a scheme, in the order of the experiment."""
+    order = {name: place for place, name in enumerate(ARMS)}
+    found = dict.fromkeys(row.method for row in results.rows if row.setting == setting)
+    return sorted(found, key=lambda name: order.get(name, len(order)))
+
+
+def seconds_of(run: RealRun, setting: str, method: str) -> float | None:
+    """Seconds to quantize the model, and to choose its schemes where they were chosen; None where it was not measured."""
+    quantizing = run.whole.value(setting, method, "time to quantize")
+    return (
+        None
+        if quantizing is None
+        else quantizing + (run.whole.value(setting, method, "time to choose") or 0.0)
+    )
+
+
+# Loss against bytes.
+
+
+def bytes_drawing(run: RealRun) -> Drawing | None:
+    """KL against bytes: a panel for each text, of weights alone and with inputs."""
+    panels = {}
+    for text, results in run.texts.items():
+        for inputs, words in ((False, "weights"), (True, "weights and inputs")):
+            points = list(sizes_and_losses(run, results, inputs))
+            if points:
+                tops = {
+                    name.split(INPUTS)[0]: point.x
+                    for name, point in points
+                    if not name.startswith(choice.NAME)
+                }
+                panels[f"{text}: {words}"] = Panel([one for _, one in points], fronts_of(points), tops)
+    if not panels:
+        return None
+    labels = "size of the model (MB, decimal)", "KL from the dense model (nats)"
+    figure = front_panels(panels, *labels, COLORS, ylog=True)
+    caption = (
+        f"{run.model}: loss against bytes, every method in every scheme. Lines join what nothing smaller is better than: of "
+        "rounding, of methods with data in one scheme, of the automatic choice."
+    )
+    return Drawing(f"calibration-bytes-{run.ending}", caption, figure)
+
+
+def sizes_and_losses(run: RealRun, results: Results, inputs: bool) -> Iterator[tuple[str, Point]]:
+    """Settings with the points of their methods; a KL of 0 or none has no place on a logarithmic axis."""
+    for setting in cases(run):
+        for name in methods(results, setting) if (INPUTS in setting) == inputs else ():
+            size, kl = run.whole.value(setting, name, "size"), results.value(setting, name, KL)
+            if size is not None and kl is not None and math.isfinite(kl) and kl > 0:
+                yield setting, Point(size / 1e6, kl, family_of(name, setting), "", f"{name}, {setting}")
+
+
+def fronts_of(points: list[tuple[str, Point]]) -> dict[str, tuple[str, list[Point]]]:
+    """The front of each kind, with its colour; a line that ends with what its last scheme needs."""
+    kinds: dict[str, list[Point]] = {}
+    for _, point in points:
+        kind = point.family if point.family in (ROUNDING, AUTOMATIC) else "methods with data"
+        kinds.setdefault(kind, []).append(point)
+    return {kind: (COLORS.get(kind, "#666666"), front(found)) for kind, found in kinds.items()}
+
+
+# Minutes against recovered loss.
+
+
+def minutes_drawing(run: RealRun) -> Drawing | None:
+    """Recovered KL against minutes, a panel for each scheme, on the first text."""
+    text, results = next(iter(run.texts.items()))
+    panels = {}
+    for setting in cases(run):
+        points = list(minutes_and_shares(run, results, setting))
+        if points:
+            panels[setting] = Panel(points, {"": ("#666666", steps(front(points, most=True)))}, {})
+    if not panels:
+        return None
+    labels = "minutes to choose and quantize", "recovered of rounding's KL (%)"
+    figure = front_panels(panels, *labels, COLORS, xlog=True)
+    caption = (
+        f"{run.model}: minutes against recovered loss, on {text} ({run.where.device}). The line is the most that is "
+        "recovered within so many minutes; minutes of a choice hold the choosing."
+    )
+    return Drawing(f"calibration-minutes-{run.ending}", caption, figure)
+
+
+def minutes_and_shares(run: RealRun, results: Results, setting: str) -> Iterator[Point]:
+    """The points of a scheme's methods."""
+    for name in methods(results, setting):
+        seconds, value = seconds_of(run, setting, name), results.value(setting, name, RECOVERED)
+        if seconds is not None and seconds > 0 and value is not None and math.isfinite(value):
+            yield Point(seconds / 60, value, family_of(name, setting), name, name)
+
+
+def steps(points: list[Point]) -> list[Point]:
+    """The corners of a line that rises where a point is reached."""
+    found: list[Point] = []
+    for point in points:
+        if found:
+            found.append(Point(point.x, found[-1].y, point.family))
+        found.append(point)
+    return found

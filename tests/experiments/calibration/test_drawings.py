@@ -1,0 +1,98 @@
+"""The two pictures of experiment `calibration`: fronts, times with the choosing, and labels that cover nothing."""
+
+import itertools
+import random
+
+import pytest
+
+from experiments.calibration import drawings
+from experiments.calibration.run import ARMS
+from experiments.harness.rows import Row
+from experiments.report.fronts import front
+from experiments.report.plots import Point
+from experiments.report.real_runs import KL, RECOVERED, real_runs
+
+SETTINGS = {
+    "int3_g64_asymmetric": 104.8, "int4_g64": 116.4, "nvfp4": 116.5, "nvfp4, inputs nvfp4": 116.5,
+    "choice, 3 bits": 103.0, "choice, 4.25 bits": 112.0,
+}  # fmt: skip
+
+
+def made(table, setting, method, metric, value):
+    return Row(experiment="calibration", table=f"real a-model/full/{table}", setting=setting, method=method, metric=metric,
+               value=value, unit="", device="NVIDIA H200", seed=0)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Every method in every scheme: values are drawn, in the range of real ones."""
+    rows, draw = [], random.Random(0)
+    for setting, size in SETTINGS.items():
+        for arm in ("rounding", "gptq", "awq + gptq") if setting.startswith("choice") else ARMS:
+            seconds = draw.uniform(0.5, 90.0)
+            model = {"size": size * 1e6, "time to quantize": seconds}
+            model |= {"time to choose": 600.0} if setting.startswith("choice") else {}
+            text = {KL: draw.uniform(0.05, 2.0)} | (
+                {RECOVERED: draw.uniform(-10.0, 80.0)} if arm != "rounding" else {}
+            )
+            rows += [made("model", setting, arm, *one) for one in model.items()]
+            rows += [made("wikitext", setting, arm, *one) for one in text.items()]
+    (found,) = real_runs(rows)
+    return found
+
+
+def test_a_front_joins_what_nothing_further_left_is_better_than():
+    points = [Point(x, y, "GPTQ") for x, y in ((2, 5), (1, 9), (3, 6), (4, 1), (2, 7), (5, 1))]
+    assert [(one.x, one.y) for one in front(points)] == [(1, 9), (2, 5), (4, 1)]
+    assert [(one.x, one.y) for one in front(points, most=True)] == [(1, 9)]
+    assert [
+        (one.x, one.y) for one in drawings.steps(front([Point(1, 1, ""), Point(2, 3, "")], most=True))
+    ] == [(1, 1), (2, 1), (2, 3)]
+
+
+def test_minutes_hold_the_choosing_and_are_not_floored(run):
+    points = {
+        one.label: one.x for one in drawings.minutes_and_shares(run, run.texts["wikitext"], "choice, 3 bits")
+    }
+    quantizing = run.whole.value("choice, 3 bits", "gptq", "time to quantize")
+    assert points["gptq"] == pytest.approx((600.0 + quantizing) / 60)
+    fast = [
+        made("model", "nvfp4", "gptq", "time to quantize", 0.02),
+        made("wikitext", "nvfp4", "gptq", RECOVERED, 50.0),
+    ]
+    (other,) = real_runs(fast)
+    (point,) = drawings.minutes_and_shares(other, other.texts["wikitext"], "nvfp4")
+    assert point.x == pytest.approx(0.02 / 60)
+
+
+def test_the_picture_of_bytes_has_a_line_for_each_kind(run):
+    found = drawings.fronts_of(list(drawings.sizes_and_losses(run, run.texts["wikitext"], False)))
+    assert set(found) == {"rounding", "methods with data", "automatic choice"}
+    assert {one.x for one in found["automatic choice"][1]} <= {103.0, 112.0}
+    figure = drawings.bytes_drawing(run).figure
+    shown = [axis for axis in figure.axes if axis.get_visible()]
+    assert [axis.get_title(loc="left") for axis in shown] == [
+        "wikitext: weights",
+        "wikitext: weights and inputs",
+    ]
+    words = {text.get_text() for text in shown[0].texts}
+    assert {
+        "rounding",
+        "methods with data",
+        "automatic choice",
+        "int3_g64_asymmetric",
+        "int4_g64, nvfp4",
+    } <= words
+    assert shown[0].get_yscale() == "log"
+
+
+def test_labels_cover_no_label_and_no_point_of_another(run):
+    """Of 17 methods a panel: at most one in fifty pairs may touch where points lie together."""
+    figure = drawings.minutes_drawing(run).figure
+    for axis in (axis for axis in figure.axes if axis.get_visible()):
+        boxes = [text.get_window_extent() for text in axis.texts if text.get_text()]
+        pairs = list(itertools.combinations(boxes, 2))
+        assert sum(bool(one.overlaps(other)) for one, other in pairs) <= len(pairs) / 50
+        assert axis.get_xscale() == "log"
+    labels = {text.get_text() for text in figure.axes[0].texts} - {""}
+    assert labels == set(ARMS) - {"rounding"}
