@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,6 @@ from torch import nn
 from ao_lab.calibration.groups import Stack, Target
 from ao_lab.calibration.layers import Part, Work, quantized
 from ao_lab.calibration.methods import Method
-from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Config, SchemeConfig
 from ao_lab.config.recipe import Recipe
@@ -114,13 +113,12 @@ def useless_reason(inputs: SplitMoments | None) -> str | None:
     return None if bool(inputs.train.mean_squares.any()) else "all its inputs are 0"
 
 
-def check_usable(statistics: Statistics) -> None:
+def check_usable(inputs: Mapping[str, SplitMoments]) -> None:
     """ValueError where sums over inputs hold NaN or overflow, before a weight of their block changes; else finish them."""
-    if names := statistics.unusable():
+    if names := [name for name, one in inputs.items() if not one.is_usable()]:
         raise ValueError(
             f"{shorten(names)}: sums of products of inputs hold NaN or overflow float32; leave out batches of huge values, "
             f"look for the weights that make them, or leave these layers out by filter_fn"
         )
-    for shared in statistics.layers.values():
-        if isinstance(shared.statistic, SplitMoments):
-            shared.statistic.finish()
+    for one in inputs.values():
+        one.finish()

@@ -219,7 +219,7 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor, correcting: bool) 
         name = work.candidates[last].name
         notes.append(f"{name} would have {share:.3f} of rounding's error and was not taken")
     inputs = work.inputs
-    counts = (0, 0) if inputs is None else (inputs.train.count, inputs.held_out.count)
+    counts = (0, 0) if inputs is None else (inputs.train.seen, inputs.held_out.seen)
     names = [*part.before, *([] if part.before and candidate.name == ROUNDING else [candidate.name])]
     result = LayerResult(
         " + ".join(names), errors[best], base, *counts, candidate.damping, candidate.floor, tuple(notes)

@@ -5,17 +5,16 @@ with a watch on its layers, which keeps moments of their inputs (`ao_lab.calibra
 tensor; its weights are quantized stack by stack (`ao_lab.calibration.layers`) and put in place, and the data run once more,
 for the next block. One block's moments are in memory at a time.
 
-Weights outside of the blocks (a head, embeddings) and batched experts are rounded to nearest as without calibration.
+Weights outside of the blocks (a head, embeddings) are rounded to nearest as without calibration.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,20 @@ from torch import nn
 from ao_lab.calibration.autoround import Learned, Learning
 from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
 from ao_lab.calibration.equivalence import Pair
+from ao_lab.calibration.experts import (
+    ExpertTarget,
+    ExpertWatch,
+    Sources,
+    is_batched,
+    joined,
+    left_reason,
+    lend,
+    lists_of_experts,
+    notes_of,
+    owners,
+    reached_by_siblings,
+    siblings,
+)
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
 from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
 from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, of_kind, ordered
@@ -36,6 +49,7 @@ from ao_lab.calibration.static import InputScales
 from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Observer
+from ao_lab.tensor.chunked import outer_scale
 from ao_lab.transforms.data import calibrating, observe
 from ao_lab.transforms.layers import shorten, tied_layers
 from ao_lab.transforms.plan import Device, Progress
@@ -144,6 +158,9 @@ class Job:
             check_targets(self.targets, self.request.methods)
             for target in self.targets:
                 parts = {target.name: Part(_input_scales(target))}
+                if is_batched(target):
+                    self.put(target, self.experts_of(target, None, parts[target.name]))
+                    continue
                 for one, made in self.quantized(Stack([target]), None, parts):
                     self.put(one, made)
             return
@@ -151,24 +168,21 @@ class Job:
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
         check_targets(mine, self.request.methods, self.device)
         self.check_observers(mine)
-        if self.rotation is not None:
-            with calibrating(self.model):
-                self.rotate(blocks)
         if self.device is not None and needs_residence(self.model, self.device):
             self.residence = Residence(self.model, blocks, torch.device(self.device))
-        with calibrating(self.model), self.residence.kept() if self.residence else nullcontext():
+        if self.rotation is not None:
+            self.rotate(mine, blocks, self.rotation)
+        with self.running():
             self.walk(mine, blocks)
 
-    def rotate(self, blocks: dict[str, nn.Module]) -> None:
-        """Rotate the residual stream, once the first batch has proved that the function stays."""
-        given, method = self.request.batches, self.rotation
-        if (
-            isinstance(given, (torch.Tensor, Mapping, str))
-            or not isinstance(given, Iterable)
-            or method is None
-        ):
-            return  # refused with the other batches
-        rest = iter(given)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Data may run through the model inside, its blocks where they run."""
+        with calibrating(self.model), self.residence.kept() if self.residence else nullcontext():
+            yield
+
+    def rotate(self, mine: list[Target], blocks: dict[str, nn.Module], method: Rotate) -> None:
+        """Rotate the residual stream, once all batches have run and the first one has proved that the function stays."""
         heads = tied_layers(self.model)
         tied = [name for t in self.targets for name in t.layers if name.removesuffix(".weight") in heads]
         if tied:
@@ -176,10 +190,14 @@ class Job:
                 f"{shorten(tied)} has the weight of an embedding, from which Rotate(kind='offline') parts it; quantize_ "
                 f"changed nothing. Leave it out by filter_fn, or untie the model first"
             )
-        first = list(islice(rest, 1))
-        self.batches = chain(first, rest)
-        if first:
-            made = rotate_residual(self.model, blocks, first[0], method.size, self.device)
+        given = self.request.batches
+        if isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, Mapping, str)):
+            self.batches = list(given)
+        with self.running():
+            check_tokens(Tokens.of(self.captured(mine, blocks)))
+        if self.batches is not None:
+            with calibrating(self.model):
+                made = rotate_residual(self.model, blocks, next(iter(self.batches)), method.size, self.device)
             self.told = (str(made),)
 
     @property
@@ -204,12 +222,14 @@ class Job:
 
     def captured(self, targets: list[Target], blocks: dict[str, nn.Module]) -> Capture:
         """What the walk needs; ValueError where data do not reach a layer."""
-        layers = [(t.name, module) for t in targets for module in t.layers.values()]
+        flat = [t for t in targets if not is_batched(t)]
+        layers = [(t.name, module) for t in flat for module in t.layers.values()]
         batches: Any = self.batches if self.batches is not None else self.request.batches
         if self.residence is not None:
             batches = moved_batches(batches, self.residence.device)
         capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
-        check_reached(capture, names_of(targets), "quantize_")
+        lent = reached_by_siblings(names_of(flat), lists_of_experts(self.model, blocks), capture.reached)
+        check_reached(capture, [name for name in names_of(flat) if name not in lent], "quantize_")
         return capture
 
     def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:
@@ -236,21 +256,29 @@ class Job:
 
     def quantize_block(self, block: Block, mine: list[Target], tokens: Tokens) -> None:
         """Quantize one block."""
-        inputs = self.inputs_of(block, mine, tokens) if self.reading else {}
+        batched = [t for t in mine if is_batched(t)]
+        flat = [t for t in mine if not is_batched(t)]
+        inputs, experts = self.inputs_of(block, flat, batched, tokens) if self.reading else ({}, {})
         told = (
             self.told if self.request.prefix == PREFIXES[0] else (*self.told, "by inputs of the float model")
         )
         unmatched = [name for name, one in inputs.items() if one.unmatched and useless_reason(one) is None]
+        lent = notes_of(inputs)
         parts = {
-            t.name: Part(_input_scales(t), notes=told + UNMATCHED if t.name in unmatched else told)
+            t.name: Part(
+                _input_scales(t),
+                notes=(*told, *lent.get(t.name, ()), *(UNMATCHED if t.name in unmatched else ())),
+            )
             for t in mine
         }
         method = smoothing_method(self.request.methods)
         if method is not None:
-            self.smooth(block, mine, inputs, parts, method)
-        self.find_input_scales(block, mine, parts)
+            self.smooth(block, flat, inputs, parts, method)
+        self.find_input_scales(block, flat, parts)
         learned = []
-        for stack in stacks(mine, {name: id(one) for name, one in inputs.items()}):
+        for target in batched:
+            self.put(target, self.experts_of(target, experts.pop(target.name, None), parts[target.name]))
+        for stack in stacks(flat, {name: id(one) for name, one in inputs.items()}):
             # Let go of with the last of its stacks: those of a wide layer are gigabytes.
             found = inputs.get(stack.targets[0].name)
             for target in stack.targets:
@@ -267,15 +295,53 @@ class Job:
             for one, made in zip(learned, results, strict=True):
                 self.put(one.target, made)
 
-    def inputs_of(self, block: Block, targets: list[Target], tokens: Tokens) -> dict[str, SplitMoments]:
-        """Moments of the inputs of each weight's layers, one for those that read the same tensor."""
-        sampling = any(target.recipe.activation is not None for target in targets)
+    def inputs_of(
+        self, block: Block, targets: list[Target], batched: list[Target], tokens: Tokens
+    ) -> tuple[dict[str, SplitMoments], dict[str, list[SplitMoments]]]:
+        """Moments of the inputs of each weight's layers, one for those that read the same tensor; and of batched experts."""
+        sampling = any(target.recipe.activation is not None for target in [*targets, *batched])
         statistics = Statistics(partial(SplitMoments, None, tokens, sampling))
-        observe([(t.name, module, statistics) for t in targets for module in t.layers.values()], block.run)
+        watched = [(t.name, module, statistics) for t in targets for module in t.layers.values()]
+        lists = lists_of_experts(self.model, [block.name])
+        around = [
+            *owners(self.model, block.name, lists).items(),
+            *((t.name, m) for t in batched for m in t.layers.values()),
+        ]
+        sources = Sources(tokens)
+        watch = ExpertWatch(batched, tokens, sampling)
+        with watch if batched else nullcontext():
+            observe([*((name, m, sources) for name, m in dict(around).items()), *watched], block.run)
         statistics.forget_inputs()
-        check_usable(statistics)
+        tokens.source = tokens.routed = None
         found: dict[str, Any] = {name: shared.statistic for name, shared in statistics.layers.items()}
-        return found
+        for group in siblings(names_of(targets), lists):
+            known = {id(one): one for name in group if (one := found.get(name)) is not None}
+            if not any(one.routed for one in known.values()):
+                continue
+            for name in group:
+                if name not in found:
+                    found[name] = SplitMoments(None, None, sampling, routed=True)
+                    known[id(found[name])] = found[name]
+            lend([one for one in known.values() if not one.train.borrowed])
+        check_usable(found)
+        return found, watch.finished()
+
+    def experts_of(self, target: Target, inputs: list[SplitMoments] | None, part: Part) -> Made:
+        """A weight of batched experts, each quantized as a matrix."""
+        outer = self.outer(target)
+        if outer is None and target.recipe.weight.outer is not None:
+            outer = outer_scale(target.parameter.detach(), target.recipe.weight)
+        made, notes = [], list(part.notes)
+        for expert in range(len(target.parameter)):
+            one: Any = ExpertTarget(target, expert)
+            mine = replace(part, outer=outer, notes=())
+            found = None if inputs is None else inputs[expert]
+            made += [result for _, result in self.quantized(Stack([one]), found, {one.name: mine}, False)]
+            if inputs is not None:
+                inputs[expert] = SplitMoments()
+        if any(isinstance(one, (Rotate, AutoRound)) for one in self.request.methods):
+            notes.append("experts of one weight are neither rotated nor learned with their block")
+        return joined(target, made, notes)
 
     def smooth(
         self, block: Block, targets: list[Target], inputs: dict[str, SplitMoments], parts: dict[str, Part], method: Method
@@ -332,12 +398,12 @@ class Job:
         return found
 
     def quantized(
-        self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part]
+        self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part], whole: bool = True
     ) -> list[tuple[Target, Made]]:
-        """The weights of a stack, quantized."""
+        """The weights of a stack, quantized. whole: whether they are whole parameters, not experts of one."""
         mine = [parts[target.name] for target in stack.targets]
         for target, part in zip(stack.targets, mine, strict=True):
-            part.outer = self.outer(target)
+            part.outer = self.outer(target) if whole else part.outer
         reason = useless_reason(inputs) if self.reading else None
         if reason is not None:
             for part in mine:
@@ -345,7 +411,7 @@ class Job:
         try:
             work = Work(stack, inputs if reason is None else None, mine)
             methods = self.request.methods if reason is None else ()
-            rotate = None if self.rotation is not None else of_kind(methods, Rotate)
+            rotate = None if self.rotation is not None or not whole else of_kind(methods, Rotate)
             results = quantized_either_way(work, methods, rotate)
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
@@ -375,8 +441,8 @@ class Job:
 
     def reason(self, target: Target) -> str:
         """Why a weight was left to be rounded, as the end of a sentence."""
-        if len(target.parameter.shape) != 2:
-            why = "the inputs of batched experts are made inside their module, where they cannot be watched"
+        if is_batched(target) and (left := left_reason(target)) is not None:
+            why = left
         elif target.layers:
             why = "it is outside of the blocks, or shared between them"
         else:
@@ -391,6 +457,11 @@ class Job:
             f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; the others are as they were. "
             f"ao_lab.explain(model) lists both"
         )
+
+
+def takes_methods(target: Target) -> bool:
+    """Whether a weight is a matrix, or experts that are quantized one by one."""
+    return target.parameter.dim() == 2 or (is_batched(target) and left_reason(target) is None)
 
 
 def _in_one_block(target: Target, blocks: Iterable[str]) -> bool:

@@ -5,15 +5,15 @@ the tokens of each, rounded down. Padding is what a batch's attention_mask says 
 
 A sequence is one entry of the first axis of the first block's input, (sequences, tokens, channels); where that is
 (tokens, channels) every token is one. A layer's input is matched with that by its leading axes, as they are or flattened. Of
-one that fits neither way, such as the tokens that were sent to one expert, the rows count by the first axis where all tokens
-of a sequence are alike, and else all of them, none held out; the layer's record says so.
+one that fits neither way the rows count by the first axis where all tokens of a sequence are alike, and else all of them, none
+held out; the layer's record says so. Tokens that were sent to experts are told by their values (`ao_lab.calibration.experts`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,9 @@ class Tokens:
     capture: Capture
     roles: list[torch.Tensor]
     moved: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+    #: What a module around experts was given (`ao_lab.calibration.experts.Source`), and what the rows are that came of it last.
+    source: Any = None
+    routed: torch.Tensor | None = None
 
     @staticmethod
     def of(capture: Capture) -> Tokens:
@@ -87,6 +90,26 @@ class Tokens:
 
     def of_input(self, x: torch.Tensor) -> torch.Tensor | None:
         """What each row of an input is, flat; None where that cannot be told and all count."""
+        routed = self.of_routed(x) if x.dim() == 2 else None
+        return self.by_shape(x) if routed is None else routed
+
+    def of_routed(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What rows are that a router has sent on, or that were made of the last such rows; None for other rows."""
+        if self.source is None:
+            return None
+        found: torch.Tensor | None = self.source.roles_of(x)
+        if found is not None:
+            self.routed = found
+        elif self.routed is not None and len(self.routed) == len(x):
+            found = self.routed
+        return found
+
+    def is_part(self, rows: torch.Tensor) -> bool:
+        """Whether these are not all tokens of the batch."""
+        return len(rows) != self.roles[self.capture.running].numel()
+
+    def by_shape(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What each row of an input is by its leading axes."""
         mine = self._here(x.device)
         lead = tuple(x.shape[:-1])
         if lead == tuple(mine.shape) or prod(lead) == mine.numel():
@@ -102,12 +125,12 @@ class Tokens:
             self.moved = {key: self.roles[key[0]].to(device)}
         return self.moved[key]
 
-    def split(self, x: torch.Tensor) -> Rows:
-        """The rows of an input by what they are for."""
+    def split(self, x: torch.Tensor, role: torch.Tensor | None = None) -> Rows:
+        """The rows of an input by what they are for. role: what each is, where that is known."""
         rows, kinds = x.reshape(-1, x.shape[-1]), self.roles[self.capture.running]
         if bool((kinds == TRAIN).all()):
             return Rows(rows, rows[:0])
-        role = self.of_input(x)
+        role = self.of_input(x) if role is None else role
         if role is None:
             return Rows(rows, rows[:0], unmatched=True)
         if bool((kinds == HELD_OUT).all()):
@@ -124,6 +147,8 @@ class Moments(Hessian):
     total: torch.Tensor | None = None
     magnitude: torch.Tensor | None = None
     largest: torch.Tensor | None = None
+    #: Of `count` those that were not seen but lent by others (`ao_lab.calibration.experts`).
+    borrowed: int = 0
     #: Whether `value` is the mean already, so that no second matrix of its size is made of it.
     finished: bool = False
 
@@ -132,6 +157,17 @@ class Moments(Hessian):
         if self.value is not None and self.count and not self.finished:
             self.value /= self.count
             self.finished = True
+
+    def borrow(self, mean: Moments) -> None:
+        """Add as many tokens as there are channels, with these means of x x^T, x and |x|."""
+        if mean.value is None or mean.total is None or mean.magnitude is None:
+            raise ValueError("no token was seen; run data through the layer")
+        count = len(mean.total)
+        for name in ("value", "total", "magnitude"):
+            own, other = getattr(self, name), getattr(mean, name)
+            setattr(self, name, other * count if own is None else own.add_(other.to(own.device), alpha=count))
+        self.largest = mean.largest if self.largest is None else self.largest
+        self.count, self.borrowed = self.count + count, self.borrowed + count
 
     def update(self, x: torch.Tensor) -> None:
         """Add the tokens of one call, (tokens, channels), one at least."""
@@ -154,7 +190,7 @@ class Moments(Hessian):
 
     def scaled(self, factors: torch.Tensor) -> Moments:
         """The moments of x times factors (channels,), positive."""
-        result = Moments(count=self.count, finished=self.finished)
+        result = Moments(count=self.count, borrowed=self.borrowed, finished=self.finished)
         if self.value is not None and self.total is not None:
             f = factors.to(self.value.device, torch.float64)
             result.value = (self.value * f).mul_(f[:, None])
@@ -166,10 +202,15 @@ class Moments(Hessian):
 
     def rotated(self, length: int) -> Moments:
         """The moments of hadamard(x, length): sums of x x^T and x alone."""
-        result = Moments(count=self.count, finished=self.finished)
+        result = Moments(count=self.count, borrowed=self.borrowed, finished=self.finished)
         if self.value is not None and self.total is not None:
             result.value, result.total = rotated_twice(self.value, length), fast.rotate(self.total, length)
         return result
+
+    @property
+    def seen(self) -> int:
+        """How many tokens of its own there were."""
+        return self.count - self.borrowed
 
     @property
     def hessian(self) -> torch.Tensor:
@@ -229,12 +270,15 @@ class SplitMoments(Sums):
     held_samples: list[torch.Tensor] = field(default_factory=list)
     #: Whether there were inputs whose padding and held-out tokens could not be told.
     unmatched: bool = False
+    #: Whether there were inputs of some of a batch's tokens alone.
+    routed: bool = False
 
-    def update(self, x: torch.Tensor) -> None:
-        """Add the tokens of one call."""
+    def update(self, x: torch.Tensor, role: torch.Tensor | None = None) -> None:
+        """Add the tokens of one call. role: what each row is, where that is known."""
         flat = x.reshape(-1, x.shape[-1])
-        rows = Rows(flat, flat[:0]) if self.tokens is None else self.tokens.split(x)
+        rows = Rows(flat, flat[:0]) if self.tokens is None else self.tokens.split(x, role)
         self.unmatched = self.unmatched or rows.unmatched
+        self.routed = self.routed or (self.tokens is not None and self.tokens.is_part(flat))
         for moments, samples, some in (
             (self.train, self.samples, rows.train),
             (self.held_out, self.held_samples, rows.held_out),

@@ -224,11 +224,11 @@ def _calibrate(
     plan: QuantizationPlan, quantizing: dict[int, Change], shared: JoinedScales, call: Call
 ) -> None:
     """Quantize by methods what they can quantize, and take it out of `quantizing`; the rest has a reason."""
-    from ao_lab.calibration.run import Job
+    from ao_lab.calibration.run import Job, takes_methods
 
     request = call.request
     assert request is not None
-    targets = [change for change in quantizing.values() if change.layers and change.parameter.dim() == 2]
+    targets = [change for change in quantizing.values() if change.layers and takes_methods(change)]
     job = Job(call.model, request, targets, shared.of, call.progress, device=call.device)
     job.total = len(quantizing)
     if request.batches is not None:

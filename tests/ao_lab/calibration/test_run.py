@@ -20,7 +20,6 @@ from ao_lab import (
     QuantizedTensor,
     SchemeConfig,
     explain,
-    linear_and_experts,
     quantize_,
 )
 from ao_lab.calibration.checks import unsupported_reason
@@ -371,40 +370,6 @@ def test_layers_that_no_data_reach_are_refused():
     assert not weights(model)
 
 
-class Experts(Block):
-    """One of two experts by the sign of a channel."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-
-    def forward(self, x):
-        y, flat = torch.zeros_like(x).reshape(-1, 32), x.reshape(-1, 32)
-        chosen = flat[:, 0] > self.least
-        y[chosen], y[~chosen] = self.experts[0](flat[chosen]), self.experts[1](flat[~chosen])
-        return super().forward(x + y.reshape(x.shape))
-
-
-def test_experts_of_few_tokens_are_rounded():
-    model, batches = stack(), inputs()
-    torch.manual_seed(0)
-    model.blocks = nn.ModuleList([Experts(), Experts()])
-    largest = torch.cat([x.reshape(-1, 32)[:, 0] for x in batches]).sort().values
-    model.blocks[0].least, model.blocks[1].least = float(largest[-20]), float(largest[len(largest) // 2])
-    expected = copy.deepcopy(model)
-    report = quantize_(model, INT4, calibration=batches, methods=(GPTQ(),))
-    told = {layer.name: layer for layer in report.layers}
-    few = told["blocks.0.experts.0.weight"]
-    assert "rounding; it saw 19 tokens, 32 is the least that methods use" in few.reason
-    quantize_(expected, INT4, lambda m, n: n == "blocks.0.experts.0")
-    assert same(model.blocks[0].experts[0].weight, expected.blocks[0].experts[0].weight)
-    others = [layer.calibrated for name, layer in told.items() if "experts" in name and layer is not few]
-    assert all(one.method == "clip + gptq" or one.method == "gptq" for one in others)
-    for name, layer in told.items():
-        of_expert = "experts" in name and layer is not few
-        assert ("padding and held-out tokens are among its inputs" in layer.reason) == of_expert, name
-
-
 def test_an_interruption_leaves_each_weight_whole():
     model, finished = stack(), stack()
 
@@ -555,22 +520,6 @@ def test_layers_without_a_bias_say_so():
     model = language_model()
     report = quantize_(model, INT4, calibration=TOKENS, methods=(Clip(), BiasCorrection()))
     assert all("no bias of its own" in layer.reason for layer in report.changed if layer.calibrated)
-
-
-def test_experts_that_cannot_be_watched_are_rounded():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config).eval()
-    report = quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
-    told = {layer.name: layer for layer in report.changed}
-    experts = [layer for name, layer in told.items() if "experts" in name]
-    assert len(experts) == 2
-    assert all("inputs of batched experts are made inside their module" in layer.reason for layer in experts)
-    assert told["model.layers.0.self_attn.q_proj.weight"].calibrated.ratio < 1
 
 
 def test_blocks_may_see_what_the_float_model_makes(tmp_path):

@@ -1,0 +1,335 @@
+"""Experts: inputs of those that a router sends few tokens to, and of those that are one batched weight.
+
+A router gives each expert some of the tokens. Which these are, and so which are padding or held out, is found by their values:
+a row that an expert reads is bit for bit one that the module around the experts was given (`Source`). What experts make inside
+themselves follows in the same order.
+
+An expert of few tokens has a Hessian of few directions. All experts of a module that have the same place lend it the average of
+theirs, as if it had seen c more tokens, c its number of inputs: (n_e H_e + c H_all) / (n_e + c). One that no token reached has
+H_all. Reports have the counts.
+
+Batched experts, (experts, out, in), are multiplied inside their module by `linear`, one after the other, or by `grouped_mm`, so
+that no layer is called: `ExpertWatch` sees these products by the weight's memory. Each expert is quantized as a matrix by
+itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ao_lab.calibration.groups import Target
+from ao_lab.calibration.layers import Made
+from ao_lab.calibration.result import LayerResult
+from ao_lab.calibration.tokens import Moments, SplitMoments, Tokens
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
+from ao_lab.transforms.walk import is_inside
+from reference import Quantized, Scheme
+
+#: What multiplies rows, sorted by expert, with a batch of matrices: torch's operators, and transformers' where torch has none.
+GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+
+
+def lists_of_experts(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
+    """Names of the lists of modules inside of blocks."""
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and path not in blocks and is_inside(path, blocks)
+    )
+
+
+def place_of_expert(name: str, lists: Iterable[str]) -> str | None:
+    """A name without the number of its expert ("model.layers.3.mlp.experts.*.up.weight"); None where it is in no list."""
+    for path in lists:
+        if name.startswith(f"{path}."):
+            return f"{path}.*.{name.removeprefix(path + '.').partition('.')[2]}"
+    return None
+
+
+def siblings(names: Iterable[str], lists: Iterable[str]) -> list[list[str]]:
+    """Names that have the same place in several experts."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if (place := place_of_expert(name, lists)) is not None:
+            groups.setdefault(place, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def reached_by_siblings(names: Sequence[str], lists: Iterable[str], reached: Iterable[str]) -> set[str]:
+    """Of names those that no data reached, while others of the same place were reached."""
+    known = set(reached)
+    return {
+        name for group in siblings(names, lists) if known & set(group) for name in group if name not in known
+    }
+
+
+def owners(model: nn.Module, block: str, lists: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules of a block around lists of experts: their inputs are what is routed."""
+    paths = [path.rpartition(".")[0] for path in lists if is_inside(path, [block])]
+    return {path: model.get_submodule(path) for path in paths}
+
+
+@dataclass
+class Lent:
+    """How many tokens an expert has seen, and how many of all experts' average were added."""
+
+    own: int
+    borrowed: int
+
+    def __str__(self) -> str:
+        return f"{self.own} tokens were sent to it, {self.borrowed} of all experts' average are added"
+
+
+def lend(group: Sequence[SplitMoments]) -> list[Lent]:
+    """Add the average of all experts to the moments of each, before they are finished."""
+    for kind in ("train", "held_out"):
+        lent_to([getattr(one, kind) for one in group])
+    for one in group:
+        for name in ("samples", "held_samples"):
+            if not getattr(one, name):
+                setattr(
+                    one, name, next((getattr(other, name) for other in group if getattr(other, name)), [])
+                )
+    return [Lent(one.train.seen, one.train.borrowed) for one in group]
+
+
+def lent_to(moments: Sequence[Moments]) -> None:
+    """The same of moments of one kind. In their order, one more matrix in memory."""
+    seen = [one for one in moments if one.count]
+    count = sum(one.count for one in seen)
+    if not count:
+        return
+    mean = Moments(count=count)
+    for name in ("value", "total", "magnitude"):
+        values = [getattr(one, name) for one in seen]
+        total = values[0].clone()
+        for value in values[1:]:
+            total += value.to(total.device)
+        setattr(mean, name, total.div_(count))
+    mean.largest = torch.stack([one.largest.to(mean.total.device) for one in seen]).amax(0)  # type: ignore[union-attr]
+    for one in moments:
+        one.borrow(mean)
+
+
+@dataclass
+class Source:
+    """The rows that a module around experts was given in a batch, by fingerprints of their bits, and what each token is."""
+
+    prints: torch.Tensor
+    roles: torch.Tensor
+
+    @staticmethod
+    def of(x: torch.Tensor, roles: torch.Tensor) -> Source:
+        """Of rows (tokens, channels), of two alike the first."""
+        found, order = fingerprints(x).sort(stable=True)
+        return Source(found, roles[order])
+
+    def roles_of(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What each of these rows is; None where one of them is none of the source."""
+        wanted = fingerprints(x)
+        at = torch.searchsorted(self.prints, wanted).clamp(max=len(self.prints) - 1)
+        return self.roles[at] if bool((self.prints[at] == wanted).all()) else None
+
+
+#: Integers as wide as a float.
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Rows whose fingerprints are made at a time.
+ROWS = 1024
+
+
+def fingerprints(x: torch.Tensor) -> torch.Tensor:
+    """A 64-bit integer of each row (tokens, channels): the sum of its elements' bits times fixed integers, modulo 2^64."""
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (x.shape[-1],), generator=generator).to(x.device)
+    parts = [
+        (part.contiguous().view(BITS[x.dtype.itemsize]).to(torch.int64) * factors).sum(-1)
+        for part in torch.split(x, ROWS)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=x.device)
+
+
+@dataclass
+class Sources:
+    """An observer of the modules around experts."""
+
+    tokens: Tokens
+
+    def observe(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        """Note what is routed."""
+        roles = self.tokens.by_shape(x)
+        rows = x.reshape(-1, x.shape[-1])
+        self.tokens.source = Source.of(rows, roles) if roles is not None and len(roles) == len(rows) else None
+        self.tokens.routed = None
+
+
+# Batched experts.
+
+
+@dataclass
+class ExpertTarget:
+    """One expert of a batched weight, as a weight by itself."""
+
+    whole: Target
+    expert: int
+    transposed: bool = False
+    axis: int = -1
+    #: No layer multiplies with it alone.
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """That of the whole, with a number."""
+        return f"{self.whole.name}[{self.expert}]"
+
+    @property
+    def places(self) -> dict[str, tuple[nn.Module, str]]:
+        """Those of the whole."""
+        return self.whole.places
+
+    @property
+    def config(self) -> Any:
+        """That of the whole."""
+        return self.whole.config
+
+    @property
+    def recipe(self) -> Any:
+        """That of the whole."""
+        return self.whole.recipe
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The expert's matrix as it is now."""
+        return self.whole.parameter[self.expert]
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """An expert is put with all others."""
+        raise TypeError("experts of one weight are put in place together")
+
+
+def is_batched(target: Target) -> bool:
+    """Whether a weight is that of batched experts."""
+    return target.parameter.dim() == 3
+
+
+def left_reason(target: Target) -> str | None:
+    """Why batched experts cannot be quantized one by one; None where they can."""
+    if target.axis % target.parameter.dim() != target.parameter.dim() - 1:
+        return "its experts are stored (experts, in, out)"
+    if not stands_alone(target.recipe.weight):
+        return "its scales span experts"
+    return None
+
+
+def stands_alone(scheme: Scheme) -> bool:
+    """Whether an expert's scales, but for an outer one, are its own."""
+    return not isinstance(scheme.scale.block, str)
+
+
+class ExpertWatch(TorchFunctionMode):
+    """Moments of the inputs of each expert of batched weights, while their modules run."""
+
+    def __init__(self, targets: Iterable[Target], tokens: Tokens, sampling: bool) -> None:
+        super().__init__()
+        self.found: dict[str, list[SplitMoments]] = {}
+        self.weights: dict[int, tuple[torch.Tensor, list[SplitMoments]]] = {}
+        for target in targets:
+            weight = target.parameter.detach()
+            moments = [SplitMoments(None, tokens, sampling) for _ in range(len(weight))]
+            self.found[target.name] = moments
+            self.weights[weight.untyped_storage().data_ptr()] = weight, moments
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        name = getattr(function, "__name__", "").partition(".")[0]
+        if function is F.linear and len(args) > 1:
+            self.see(args[0], args[1])
+        elif name in GROUPED and "offs" in given and len(args) > 1:
+            self.see(args[0], args[1], given["offs"])
+        return function(*args, **given)
+
+    def see(self, x: torch.Tensor, w: Any, ends: torch.Tensor | None = None) -> None:
+        """Take in the rows that are multiplied with a matrix, or with each matrix of a batch up to its end."""
+        if not isinstance(w, torch.Tensor) or isinstance(w, QuantizedTensor) or w.is_meta:
+            return
+        found = self.weights.get(w.untyped_storage().data_ptr())
+        if found is None:
+            return
+        weight, moments = found
+        x = x.detach()
+        if ends is None:
+            expert, rest = divmod(int(w.storage_offset() - weight.storage_offset()), weight[0].numel())
+            if not rest and w.numel() == weight[0].numel():
+                self.update(moments, [(expert, x.reshape(-1, x.shape[-1]))])
+        elif w.numel() == weight.numel():
+            spans = pairwise([0, *ends.tolist()])
+            self.update(moments, [(expert, x[a:b]) for expert, (a, b) in enumerate(spans)])
+
+    def update(self, moments: list[SplitMoments], parts: list[tuple[int, torch.Tensor]]) -> None:
+        """Take in the rows of experts, one after the other."""
+        tokens = moments[0].tokens
+        rows = torch.cat([x for _, x in parts])
+        # All rows at once, so that those of the product that follows can be told by their number.
+        roles = None if tokens is None else tokens.of_routed(rows)
+        for (expert, x), mine in zip(parts, _cut(roles, parts), strict=True):
+            if len(x):
+                moments[expert].update(x, mine)
+
+    def finished(self) -> dict[str, list[SplitMoments]]:
+        """By weight the moments of each expert, those that saw few tokens with the average of all."""
+        for group in self.found.values():
+            lend(group)
+            for one in group:
+                one.tokens = None
+                one.finish()
+        return self.found
+
+
+def _cut(roles: torch.Tensor | None, parts: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
+    if roles is None:
+        return [None] * len(parts)
+    return list(torch.split(roles, [len(x) for _, x in parts]))
+
+
+def joined(target: Target, made: Sequence[Made], notes: Sequence[str] = ()) -> Made:
+    """One weight of all experts, and what was won for them together."""
+    parts = [one.weight.plain.quantized for one in made]
+    fields: dict[str, Any] = {"shape": (len(parts), *parts[0].shape), "axis": 2}
+    for name in ("codes", "scale", "zero"):
+        values = [getattr(part, name) for part in parts]
+        fields[name] = None if values[0] is None else torch.stack(values)
+    q: Quantized = replace(parts[0], **fields)
+    weight = from_quantized(q, target.recipe, target.parameter.dtype)
+    return Made(weight, _together([one.result for one in made], notes))
+
+
+def _together(results: Sequence[LayerResult], notes: Sequence[str]) -> LayerResult:
+    """The result of all experts: errors added, the commonest method; counts of each method and of tokens in the notes."""
+    counts = Counter(result.method for result in results)
+    tokens = [result.tokens for result in results]
+    told = [f"{count} experts by {name}" for name, count in counts.most_common()] if len(counts) > 1 else []
+    return LayerResult(
+        counts.most_common(1)[0][0],
+        sum(result.error for result in results),
+        sum(result.rounding for result in results),
+        sum(tokens),
+        sum(result.held_out for result in results),
+        notes=(*told, f"{min(tokens)} to {max(tokens)} tokens were sent to an expert", *notes),
+    )
+
+
+def notes_of(moments: Mapping[str, SplitMoments]) -> dict[str, tuple[str, ...]]:
+    """By name what is to be said of experts that others have lent to."""
+    return {
+        name: (str(Lent(one.train.seen, one.train.borrowed)),)
+        for name, one in moments.items()
+        if one.train.borrowed
+    }
