@@ -21,7 +21,7 @@ import importlib.resources
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -34,7 +34,7 @@ from experiments.harness.paths import Paths, Written, shown
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.revision import commit
 from experiments.harness.rows import Row
-from experiments.report import families, questions
+from experiments.report import families, peers, questions
 from experiments.report.accuracies import counted as counted_accuracies
 from experiments.report.content import Comparison, Drawing, Headline, Section, Table, days_of, note
 from experiments.report.plots import svg
@@ -180,7 +180,8 @@ class Page:
 
 def write_pages(places: Paths) -> Written:
     """Draw and write everything from the published rows; returns what was written."""
-    pages = [page for name in EXPERIMENTS if (page := make_page(places, name))]
+    rows = {name: tidy.read(places.rows(name)) for name in EXPERIMENTS}
+    pages = [page for name in EXPERIMENTS if (page := make_page(places, name, rows[name]))]
     board = scoreboard([one for page in pages for one in page.comparisons])
     written: Written = []
     for page in pages:
@@ -191,16 +192,19 @@ def write_pages(places: Paths) -> Written:
             tidy.write_text(path, render(f"page.{kind}.j2", page=page, brief=brief_tables(page)))
             written.append((f"{page.name}: page", shown(path)))
     tidy.write_text(places.reports / "assets" / "datatables.js", script())
+    unmet = peers.missing(rows)
     for name in ("index.html", "README.md", "limits.md"):
         path = places.reports / name
-        tidy.write_text(path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit()))
+        tidy.write_text(
+            path, render(f"{name}.j2", pages=pages, scoreboard=board, commit=commit(), unmet=unmet)
+        )
         written.append(("report", shown(path)))
-    return written + write_answers(places) + write_families(places.reports / "families.md")
+    return written + write_answers(places, rows) + write_families(places.reports / "families.md")
 
 
-def write_answers(places: Paths) -> Written:
+def write_answers(places: Paths, rows: Mapping[str, Sequence[Row]]) -> Written:
     """The page of answers."""
-    asked = questions.questions({name: tidy.read(places.rows(name)) for name in questions.READ})
+    asked = questions.questions(rows)
     written: Written = []
     for kind in ("md", "html"):
         path = places.reports / f"answers.{kind}"
@@ -218,9 +222,9 @@ def write_families(path: Path) -> Written:
     return [("report", shown(path))]
 
 
-def make_page(places: Paths, name: str) -> Page | None:
-    """The page of one experiment, or None where it has no rows."""
-    rows = tidy.read(places.rows(name))
+def make_page(places: Paths, name: str, rows: Sequence[Row] | None = None) -> Page | None:
+    """The page of one experiment, or None where it has no rows. rows: its rows where they were read already."""
+    rows = tidy.read(places.rows(name)) if rows is None else rows
     if not rows:
         return None
     module = EXPERIMENTS[name].page_module()
