@@ -30,7 +30,7 @@ from ao_lab.calibration.methods import AutoRound
 from ao_lab.calibration.tokens import HELD_OUT, TRAIN, SplitMoments, Tokens
 from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.transforms.walk import Block
-from fast.calibration.signround import signround_unchecked
+from fast.calibration.signround import signround_span, signround_unchecked
 from fast.layers.hadamard import hadamard
 from reference import Quantized
 
@@ -48,6 +48,8 @@ class Learned:
     state: Any = field(init=False)
     #: Its codes' scales where they stay.
     scales: Any = None
+    #: Its blocks' ends otherwise, the same for all steps.
+    span: Any = None
     leaf: nn.Parameter | None = None
     vjp: Any = None
 
@@ -62,6 +64,7 @@ class Learned:
             start = self.made.weight.plain.quantized
             self.scales = start.scales
         self.state = fast.signround_start(self.dense, self.scheme, start)
+        self.span = None if self.scales is not None else signround_span(self.dense, self.scheme)
 
     @property
     def scheme(self) -> Any:
@@ -81,7 +84,9 @@ class Learned:
     def put(self) -> None:
         """The values of the state in the layers, to take gradients."""
         v, low, high = self.state
-        values, self.vjp = signround_unchecked(self.dense, v, low, high, self.scheme, scales=self.scales)
+        values, self.vjp = signround_unchecked(
+            self.dense, v, low, high, self.scheme, scales=self.scales, span=self.span
+        )
         self._place(values)
 
     def put_start(self) -> None:

@@ -1,18 +1,23 @@
 """SignRound for torch tensors; `reference.calibration.signround` states the rules, and its steps run here too.
 
-CPU tensors run the reference; elsewhere codes, values and their gradients come from the kernels of `fast.quantize`, the rest is
-operations of torch in the reference's order: the same bits. Gradients are given by `vjp`, not by autograd.
+CPU tensors run the reference; elsewhere codes, values and their gradients come from the kernels of `fast.quantize`, what is
+elementwise besides from `fast.kernels.calibration.signround`, the rest is operations of torch in the order of the reference:
+the same bits. Gradients are given by `vjp`, not by autograd.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import torch
 
 from fast.calibration.inputs import float_tensor, numpy_of, torch_of, weight_matrix
+from fast.dispatch import has_kernels
 from fast.quantize.fake_quantize import fake_quantize_vjp
 from fast.quantize.quantize import dequantize, quantize
 from reference.calibration import signround as rule
-from reference.calibration.signround import Functions, Rounding, SignRounded, SignRoundState
+from reference.calibration.signround import Functions, Rounding, SignRounded, SignRoundState, Span
 from reference.quantize.stored import Quantized, Scales
 from reference.schemes.schemes import Scheme, scheme_of
 
@@ -57,17 +62,23 @@ def signround_unchecked(
     scheme: str | Scheme,
     *,
     scales: Scales | None = None,
+    span: Span | None = None,
 ) -> SignRounded:
     """`signround_quantize` for loops: w, that it has taken once, and states of `signround_start` and `signround_step`.
 
     Off the host values are not looked at, so no call waits for the device. The same bits; NaN, and v or factors out of range,
-    give what they give.
+    give what they give. span: `signround_span(w, scheme)`, which stays for all steps of a loop without given scales.
     """
     if w.device.type == "cpu":
         return signround_quantize(w, v, low, high, scheme, scales=scales)
     return signround_on_device(
-        w.detach(), SignRoundState(v, low, high), scheme, scales, checked=False
+        w.detach(), SignRoundState(v, low, high), scheme, scales, checked=False, span=span
     ).result()
+
+
+def signround_span(w: torch.Tensor, scheme: str | Scheme) -> Span | None:
+    """What steps need of w (N, K) and would find anew: its blocks' ends and its second-level scale; None on a CPU."""
+    return None if w.device.type == "cpu" else Span.of(weight_matrix(w, "signround_span"), scheme_of(scheme))
 
 
 def signround_codes(
@@ -91,15 +102,59 @@ def signround_step(
     state: SignRoundState, grads: SignRoundState, rate: float, *, range_rate: float | None = None
 ) -> SignRoundState:
     """state moved against the signs of its gradients, within its bounds: see `reference.signround_step`."""
-    return rule.step(state, grads, rate, range_rate)
+    factors = rule.step(state._replace(v=state.v[:0]), grads._replace(v=grads.v[:0]), rate, range_rate)
+    return factors._replace(v=_stepped(state.v, grads.v, rate))
+
+
+def _stepped(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
+    """The same of v alone."""
+    if has_kernels(v) and v.dtype == gradient.dtype == torch.float32 and v.shape == gradient.shape:
+        from fast.kernels.calibration import signround as kernel
+
+        return kernel.step(v, gradient, rate)
+    return rule.step(SignRoundState(v, None, None), SignRoundState(gradient, None, None), rate, None).v  # type: ignore[no-any-return]
+
+
+class DeviceRounding(Rounding):
+    """One evaluation whose elementwise parts are kernels, where they know the place of a weight's scale."""
+
+    @cached_property
+    def _unit(self) -> Any:
+        if not has_kernels(self.w):
+            return None
+        from fast.kernels.calibration import signround as kernel
+
+        return kernel.unit(self.scale, self.scheme.format, self.blocks)
+
+    def _moved(self) -> torch.Tensor:
+        if self._unit is None:
+            return super()._moved()  # type: ignore[no-any-return]
+        from fast.kernels.calibration import signround as kernel
+
+        return kernel.moved(self.w, self.v, self._unit)
+
+    def _by_v(self, dx: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if self._unit is None:
+            return super()._by_v(dx)
+        from fast.kernels.calibration import signround as kernel
+
+        dv, through = kernel.gradient(dx, self.w, self.v, self._unit, sums=self.ranges is not None)
+        if self.ranges is None:
+            return dv, None
+        return dv, self._sums(dv) if through is None else through.reshape(self.scale.shape)
 
 
 def signround_on_device(
-    w: torch.Tensor, state: SignRoundState, scheme: str | Scheme, scales: Scales | None, checked: bool = True
+    w: torch.Tensor,
+    state: SignRoundState,
+    scheme: str | Scheme,
+    scales: Scales | None,
+    checked: bool = True,
+    span: Span | None = None,
 ) -> Rounding:
-    """One evaluation by torch operations on w's device, whatever it is; unchecked it waits for the device nowhere."""
+    """One evaluation on w's device, whatever it is; unchecked it waits for the device nowhere."""
     parts = [None if part is None else float_tensor(part, "signround", "its state") for part in state]
-    return Rounding(TORCH, w, SignRoundState(*parts), scheme_of(scheme), scales, checked)
+    return DeviceRounding(TORCH, w, SignRoundState(*parts), scheme_of(scheme), scales, checked, span)
 
 
 def _tensors(state: SignRoundState) -> SignRoundState:
@@ -109,6 +164,7 @@ def _tensors(state: SignRoundState) -> SignRoundState:
 __all__ = [
     "signround_codes",
     "signround_quantize",
+    "signround_span",
     "signround_start",
     "signround_step",
     "signround_unchecked",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -161,21 +162,22 @@ class Rounding:
     """One evaluation: scales from the ranges, the moved weight, its codes, and the gradients of its values.
 
     checked: whether to look at the state, which a loop of `step` need not, and for which a GPU would have to be waited for.
+    span: `Span.of` w, where the caller has it already.
     """
 
     def __init__(
         self, functions: Functions, w: Array, state: SignRoundState, scheme: Scheme, scales: Scales | None,
-        checked: bool = True,
+        checked: bool = True, span: Span | None = None,
     ) -> None:  # fmt: skip
         self.functions, self.w, self.scheme, self.checked = functions, w, scheme, checked
         self.ns, self.blocks = namespace_of(w), Blocks.of(tuple(w.shape), scheme.scale, -1)
         self.v = self._checked(state.v, "v", tuple(w.shape), (-0.5, 0.5))
         self.ranges: Ranges | None = None
+        self.span = span
         if scheme.rounding == "stochastic":
             raise ValueError(f"signround: scheme {scheme.name} rounds stochastically; take nearest_even")
         self.chosen = self._given(state, scales) if scales is not None else self._from_ranges(state)
         self.scale = self._whole_scale()
-        self.unit = self._unit()
         self.moved = self._moved()
         self.quantized = functions.quantize(self.moved, scheme, scales=self.chosen.stored)
 
@@ -194,14 +196,21 @@ class Rounding:
             raise ValueError(f"g has the shape of w, {tuple(self.w.shape)}; got {tuple(g.shape)}")
         g = self.ns.astype(g, "float32")
         dx, dscale, dzero = self.functions.vjp(g, self.moved, self.scheme, scales=self.chosen.stored)
-        dv = dx * self.unit
+        dv, through = self._by_v(dx)
         if self.ranges is None:
             return SignRoundState(dv, None, None)
         # The moved weight depends on the scale as well.
-        through = tree_sum(self.blocks.split(self.ns, dv * self.v, zeros=True))[..., None]
         wide = self._accepted(dscale) + self._sign * _wide(self.ns, through) / self._stored_scale
         low, high = self.ranges.gradients(wide, None if dzero is None else self._accepted(dzero), self)
         return SignRoundState(dv, self._exposed(low), self._exposed(high))
+
+    def _by_v(self, dx: Array) -> tuple[Array, Array]:
+        """The gradient of v, and the sums over blocks of that times v, (..., blocks, 1)."""
+        dv = dx * self.unit
+        return dv, None if self.ranges is None else self._sums(dv)
+
+    def _sums(self, dv: Array) -> Array:
+        return tree_sum(self.blocks.split(self.ns, dv * self.v, zeros=True))[..., None]
 
     @property
     def _sign(self) -> float:
@@ -245,12 +254,10 @@ class Rounding:
             _wide(ns, self.blocks.accept(self._checked(part, what, shape, (0.0, 1.0)), ns))
             for part, what in ((state.low, "low"), (state.high, "high"))
         )
-        split = self.blocks.split(ns, float32_bits(ns, self.w, name))
-        whole = choose(ns, split, self.blocks, self.scheme, name, None).stored.outer
-        double = self.scheme.outer is not None and self.scheme.outer.statistic != "absmax_elements"
-        self.ranges = Ranges.of(ns, split, low, high, self.scheme)
+        span = self.span if self.span is not None else Span.of(self.w, self.scheme)
+        self.ranges = Ranges.of(ns, span, low, high, self.scheme)
         ends = ns.bitcast(ns.astype(self.ranges.ends(ns), "float32"), "int32")
-        outer = None if double or whole is None else Scales(outer=whole)
+        outer = None if span.outer is None else Scales(outer=span.outer)
         return choose(ns, ends, self.blocks, self.scheme, name, outer)
 
     def _whole_scale(self) -> Array:
@@ -264,7 +271,8 @@ class Rounding:
         outer = ns.bitcast(outer, "float32")
         return scale / outer if self.scheme.outer.stored == "encode" else scale * outer
 
-    def _unit(self) -> Array:
+    @cached_property
+    def unit(self) -> Array:
         """What V = 1 moves each weight by, float32 (N, K): a step of the element's format, in the weight's own scale."""
         ns, fmt = self.ns, self.scheme.format
         whole = self.blocks.split(ns, ns.full(tuple(self.w.shape), 1, "float32", self.w)) * self.scale
@@ -285,6 +293,27 @@ class Rounding:
 
 
 @dataclass(frozen=True)
+class Span:
+    """What does not change while a weight is learned: the ends of its blocks in float64 (..., blocks, 1), and the second-level
+    scale of its elements, or None."""
+
+    least: Array
+    most: Array
+    outer: Array
+
+    @classmethod
+    def of(cls, w: Array, scheme: Scheme) -> Span:
+        """Of w (N, K), of any library, in blocks of the scheme."""
+        ns, blocks = namespace_of(w), Blocks.of(tuple(w.shape), scheme.scale, -1)
+        name = ns.dtype_name(w)
+        split, outer = blocks.split(ns, float32_bits(ns, w, name)), None
+        if scheme.outer is not None and scheme.outer.statistic == "absmax_elements":
+            outer = choose(ns, split, blocks, scheme, name, None).stored.outer
+        span = value_range(ns, split)
+        return cls(*(_wide(ns, ns.bitcast(bits, "float32")) for bits in (span.low, span.high)), outer)
+
+
+@dataclass(frozen=True)
 class Ranges:
     """The ends of the ranges in float64 (..., blocks, 1) that scales are chosen from, and their derivatives by the factors."""
 
@@ -294,10 +323,9 @@ class Ranges:
     by_high: Array
 
     @classmethod
-    def of(cls, ns: Namespace, split: Array, low: Array, high: Array, scheme: Scheme) -> Ranges:
+    def of(cls, ns: Namespace, span: Span, low: Array, high: Array, scheme: Scheme) -> Ranges:
         """Ends of the blocks' ranges under factors."""
-        span = value_range(ns, split)
-        least, most = (_wide(ns, ns.bitcast(bits, "float32")) for bits in (span.low, span.high))
+        least, most = span.least, span.most
         if scheme.scale.statistic == "minmax":
             half = most / 2 - least / 2
             ends = (

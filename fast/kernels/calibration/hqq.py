@@ -1,8 +1,8 @@
 """HQQ of blocks along rows, all steps in one launch: `reference.calibration.hqq` with stop="block".
 
 A program holds some blocks in registers as float64 until the last of them has ended, so a weight is read once, whatever the
-number of steps. Sums are the reference's trees: pairs are split off and added, and compilation without contraction rounds every
-operation. |e|^(p - 1) is 2^((p - 1) log2|e|), whose last bit may differ from a power's.
+number of steps. Sums are the reference's trees, and compilation without contraction rounds every operation. |e|^(p - 1) is
+2^((p - 1) log2|e|), whose last bit may differ from a power's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fast.kernels.bits import rounded
+from fast.kernels.rules.statistics import tree_sum
 from fast.launch.launcher import UNFUSED, interpreted
 from reference.calibration.inputs import LARGEST
 
@@ -71,19 +72,14 @@ def _step(x, s, z, SIZE: tl.constexpr, POWER: tl.constexpr, BETA: tl.constexpr, 
         left = size - tl.exp2(tl.full((), POWER, tl.float64) * tl.log2(size)) / beta
     left = tl.maximum(left, zero)
     shrunk = tl.where(error < 0, -left, left)
-    following = _tree_sum(q - (x - shrunk) / by, SIZE) / length
-    return _tree_sum(size, SIZE) / length, following
+    following = _sums(q - (x - shrunk) / by) / length
+    return _sums(size) / length, following
 
 
 @triton.jit
-def _tree_sum(x, SIZE: tl.constexpr):
-    """Sums of rows of a power of two of elements, adjacent pairs first."""
-    P: tl.constexpr = x.shape[0]
-    if SIZE == 1:
-        return tl.reshape(x, (P,))
-    else:
-        left, right = tl.split(tl.reshape(x, (P, SIZE // 2, 2)))
-        return _tree_sum(left + right, SIZE // 2)
+def _sums(x):
+    """Sums of the rows of (P, SIZE), (P,): pairs in a thread or between lanes; `split` would go through shared memory."""
+    return tl.reshape(tree_sum(x), (x.shape[0],))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from reference import SCHEMES, choose_scales
 from reference.calibration import signround as rule
 from reference.calibration.signround import SignRoundState
 from reference.quantize.blocks import Blocks
+from tests.emulator.interpreter_process import lines_of
 from tests.support.refusals import refused
 
 
@@ -140,3 +141,19 @@ def test_loops_wait_for_no_device(scheme):
         assert checked.count > waits.count == 0
         assert torch.equal(found.result().values, values)
         assert same(gradients, vjp(g))
+
+
+def test_the_kernels():
+    assert len(lines_of("signround")) == 8
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32_asymmetric", "nvfp4", "mxfp4"])
+def test_a_span_that_a_loop_has_already(scheme):
+    w, state, g = case(7, scheme)
+    span = rule.Span.of(w, SCHEMES[scheme])
+    found = signround_on_device(w, state, scheme, None, span=span)
+    values, vjp = signround_quantize(w, *state, scheme)
+    assert torch.equal(found.result().values, values)
+    assert same(found.gradients(g), vjp(g))
+    other = rule.Span.of(w * 2, SCHEMES[scheme])
+    assert not torch.equal(signround_on_device(w, state, scheme, None, span=other).result().values, values)

@@ -47,6 +47,7 @@ from tests.fast.kernels.compiling.kernel_calls import (
     gradient,
     grouped,
     layouts,
+    learned_rounding,
     mixing,
     mx_both,
     norm,
@@ -77,6 +78,10 @@ COMPILED = (
     case(zero_points, kernels=("hqq_kernel",)),
     case(zero_points, "float32", 32, "float32", 1.0, kernels=("hqq_kernel",)),
     case(zero_points, "float16", 256, "float16", kernels=("hqq_kernel",)),
+    *(
+        case(learned_rounding, *one, kernels=("moved_kernel", "gradient_kernel", "step_kernel"))
+        for one in (("int4_g128",), ("mxfp4", "float32"), ("int8_rowwise", "float16"))
+    ),
     case(mixing, length=4, kernels=("columns_kernel",)),
     case(mixing, axis=1, kernels=("rows_kernel",)),
     case(mixing, "nvfp4", 0, 1, kernels=("rows_kernel", "rows_kernel")),

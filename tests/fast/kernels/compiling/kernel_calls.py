@@ -16,7 +16,7 @@ from fast.kernels import grouped as groups_host
 from fast.kernels import grouped as host
 from fast.kernels import hadamard as hadamard
 from fast.kernels import static_scales as static_scales_host
-from fast.kernels.calibration import hqq
+from fast.kernels.calibration import hqq, signround
 from fast.kernels.layers import rms_norm as normalize
 from fast.kernels.layers import swiglu
 from fast.kernels.quantize import host as clipping
@@ -80,6 +80,15 @@ def static_scales(name, dtype="bfloat16", shape=SOME):
 def zero_points(dtype="bfloat16", length=64, storage="bfloat16", p=0.7):
     rows, one = empty((4096, length), dtype), empty((4096,), "float32")
     return hqq.zero_points(rows, one, one, storage, 8.0, 15, 20, p, 10.0)
+
+
+def learned_rounding(name, dtype="bfloat16", shape=SOME):
+    scheme, w, v = SCHEMES[name], empty(shape, dtype), empty(shape, "float32")
+    blocks = Blocks.of(shape, scheme.scale, -1)
+    by = signround.unit(empty((*blocks.scale_shape, 1), "float32"), scheme.format, blocks)
+    signround.moved(w, v, by)
+    signround.gradient(v, w, v, by, sums=True)
+    return signround.step(v, v, 0.1)
 
 
 def dequantize(name, dtype="bfloat16", shape=SOME, axis=-1, packed=False):

@@ -1,0 +1,185 @@
+"""SignRound's elementwise steps, a pass over memory each: the moved weight, the gradient of V, and a step of V.
+
+`reference.calibration.signround` states the rules; every operation is rounded by itself in float32, in its order. An element's
+scale is at (row // R, column // C) of an array of NB columns. What V = 1 moves a weight by is that scale times a step of the
+format: a constant for integers; for floats and codebooks of few values one of a table, by the thresholds that w / scale passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import read, widened
+from fast.kernels.rules.statistics import tree_sum
+from fast.launch.launcher import UNFUSED, interpreted
+from reference.formats.formats import Format
+from reference.quantize.blocks import Blocks
+from reference.schemes.schemes import flat_size
+
+#: Elements of a program at least, and of the longest block whose sum a program makes.
+TILE, LONGEST = 2048, 4096
+#: Values of a format at most whose steps a kernel looks up.
+VALUES = 16
+
+
+class Unit(NamedTuple):
+    """What V = 1 moves weights by. scale: contiguous float32, `columns` in a row, of blocks of (rows, length) elements.
+
+    table: float32, thresholds and then steps; empty for integers, whose step is `step`.
+    """
+
+    scale: torch.Tensor
+    rows: int
+    length: int
+    columns: int
+    table: torch.Tensor
+    step: float
+
+
+@triton.jit
+def unit_of(w, scale, table, at, inside, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr):
+    """The unit of elements `at`, of weights w in float32."""
+    row, column = at // K, at % K
+    s = tl.load(scale + (row // R) * NB + column // C, mask=inside, other=1.0)
+    if STEPS == 0:
+        return s * STEP
+    else:
+        good = (s > 0) & (s < float("inf"))
+        ratio = tl.div_rn(w, tl.where(good, s, 1.0))
+        step = tl.load(table + STEPS - 1)
+        for i in tl.static_range(STEPS - 1):
+            step = tl.where(ratio >= tl.load(table + i), tl.load(table + STEPS + i), step)
+        return step * s
+
+
+@triton.jit(do_not_specialize=["count"])
+def moved_kernel(
+    w, v, scale, table, result, count, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """w + v * unit in float32; w itself where there is no such number."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    x = widened(read(w + at, inside))
+    moved = x + tl.load(v + at, mask=inside, other=0) * unit_of(
+        x, scale, table, at, inside, K, NB, R, C, STEP, STEPS
+    )
+    finite = tl.abs(moved) < float("inf")
+    tl.store(result + at, tl.where(finite, moved, x), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gradient_kernel(
+    dx, w, v, scale, table, dv, through, count, K, NB, R, C,
+    STEP: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """dv = dx * unit, and with LENGTH > 0 the sums of dv * v of blocks of so many elements."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    x = widened(read(w + at, inside))
+    gradient = tl.load(dx + at, mask=inside, other=0) * unit_of(
+        x, scale, table, at, inside, K, NB, R, C, STEP, STEPS
+    )
+    tl.store(dv + at, gradient, mask=inside)
+    if LENGTH > 0:
+        P: tl.constexpr = SIZE // LENGTH
+        products = gradient * tl.load(v + at, mask=inside, other=0)
+        block = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)[:, None]
+        tl.store(through + block, tree_sum(tl.reshape(products, (P, LENGTH))), mask=block * LENGTH < count)
+
+
+@triton.jit(do_not_specialize=["count", "rate"])
+def step_kernel(v, gradient, result, count, rate, SIZE: tl.constexpr):
+    """v - rate * sign(gradient), within [-1/2, 1/2]."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    g = tl.load(gradient + at, mask=inside, other=0)
+    by = tl.where(g > 0, rate, tl.where(g < 0, -rate, 0.0))
+    moved = tl.load(v + at, mask=inside, other=0) - by
+    tl.store(result + at, tl.minimum(tl.maximum(moved, -0.5), 0.5), mask=inside)
+
+
+def unit(scale: torch.Tensor, fmt: Format, blocks: Blocks) -> Unit | None:
+    """The unit of weights of these blocks; None where no kernel knows the steps of the format or the place of a scale.
+
+    scale: float32 (..., blocks, 1), what a step of 1 is worth.
+    """
+    n, k = blocks.shape
+    block = blocks.block
+    if block == "tensor":
+        rows, length = n, k
+    elif isinstance(block, tuple):
+        rows, length = block
+    elif isinstance(block, int) and blocks.axis == 1:
+        rows, length = 1, k if block == -1 else block
+    elif (flat := flat_size(block)) and k % flat == 0:
+        rows, length = 1, flat
+    else:
+        return None
+    table = np.zeros(0, np.float32)
+    if fmt.kind != "int":
+        found = np.unique(fmt.values[np.isfinite(fmt.values)]).astype(np.float32)
+        if len(found) > VALUES:
+            return None
+        # The first step is that below all thresholds.
+        table = np.concatenate([found[1:-1], np.diff(found)])
+    step = 2.0**-fmt.fraction_bits if fmt.kind == "int" else 0.0
+    stored = torch.from_numpy(table).to(scale.device, non_blocking=True)
+    return Unit(scale.contiguous(), rows, length, max(-(-k // max(length, 1)), 1), stored, step)
+
+
+def moved(w: torch.Tensor, v: torch.Tensor, by: Unit) -> torch.Tensor:
+    """`w + v * unit` (N, K) in float32."""
+    result = torch.empty(w.shape, dtype=torch.float32, device=w.device)
+    _run(moved_kernel, w, (w.contiguous(), v.contiguous(), by.scale, by.table, result), by, TILE)
+    return result
+
+
+def gradient(
+    dx: torch.Tensor, w: torch.Tensor, v: torch.Tensor, by: Unit, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dx * unit (N, K), and the sums of that times v over blocks, (N, K / length); None where a block is none of a kernel's."""
+    dv, through, length = torch.empty_like(dx), None, 0
+    whole = w.shape[1] % by.length == 0 and by.length & (by.length - 1) == 0
+    if sums and by.rows == 1 and whole and by.length <= LONGEST:
+        length = by.length
+        through = torch.empty(w.shape[0], by.columns, dtype=torch.float32, device=w.device)
+    pointers = (dx.contiguous(), w.contiguous(), v.contiguous(), by.scale, by.table, dv, through)
+    _run(gradient_kernel, w, pointers, by, max(TILE, length), length)
+    return dv, through
+
+
+def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
+    """v moved against the signs of its gradient."""
+    result = torch.empty_like(v)
+    options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
+    if v.numel():
+        grid = (triton.cdiv(v.numel(), TILE),)
+        step_kernel[grid](v.contiguous(), gradient.contiguous(), result, v.numel(), rate, TILE, **options)
+    return result
+
+
+def _run(kernel: Any, w: torch.Tensor, pointers: tuple[Any, ...], by: Unit, size: int, *more: int) -> None:
+    options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
+    steps = (len(by.table) + 1) // 2
+    if w.numel():
+        kernel[(triton.cdiv(w.numel(), size),)](
+            *pointers,
+            w.numel(),
+            w.shape[1],
+            by.columns,
+            by.rows,
+            by.length,
+            by.step,
+            steps,
+            size,
+            *more,
+            **options,
+        )
+
+
+__all__ = ["Unit", "gradient", "moved", "step", "unit"]
