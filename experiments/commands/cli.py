@@ -83,6 +83,12 @@ def reproduce(
         list[str] | None,
         typer.Option(help="With --model: the word of a model's terms that you accept (`ao-lab pretrained`)."),
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="With qat --model: a text file to fine-tune on, its last tenth held out. Default: prose books, or sympy."
+        ),
+    ] = None,
     reports: Annotated[
         Path | None,
         typer.Option(
@@ -111,9 +117,8 @@ def reproduce(
         write_pages_alone(tables or [], changed, reports, as_json)
         return
     where = device.value if device else None
-    text = corpus, corpus_path
     limits = {"seconds": seconds, "workers": workers, "changed": changed}
-    real = real_models(model or [], task or [], windows, length, accept or [])
+    real = real_models(model or [], task or [], windows, length, accept or [], text)
     if not run_experiments(
         tables or [],
         scale.value,
@@ -121,7 +126,7 @@ def reproduce(
         only or [],
         as_json,
         reports=reports,
-        corpus=text,
+        corpus=(corpus, corpus_path),
         real=real,
         **limits,
     ):

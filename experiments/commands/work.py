@@ -94,18 +94,26 @@ def partly(names: list[str], only: list[str]) -> dict[str, list[str]]:
 
 
 def real_models(
-    models: list[str], tasks: list[str], windows: int | None, length: int | None, accept: list[str]
+    models: list[str],
+    tasks: list[str],
+    windows: int | None,
+    length: int | None,
+    accept: list[str],
+    text: Path | None = None,
 ) -> Any:
     """What was asked for of real models; None where nothing was. WrongInput for options without a model."""
+    from experiments.data.texts import OwnText
     from experiments.runs.run import RealModels
 
     given = tuple(models), tuple(tasks), windows, length, tuple(accept)
     if not models:
-        if any(given):
-            raise WrongInput("--task, --windows, --length and --accept go with --model DIR")
+        if any(given) or text is not None:
+            raise WrongInput("--task, --windows, --length, --accept and --text go with --model DIR")
         return None
     try:
-        return RealModels(**dict(zip(("models", "tasks", "windows", "length", "accept"), given, strict=True)))
+        own = None if text is None else OwnText.of(text)
+        names = ("models", "tasks", "windows", "length", "accept")
+        return RealModels(**dict(zip(names, given, strict=True)), own_text=own)
     except ValueError as error:
         raise WrongInput(str(error)) from error
 
@@ -113,12 +121,16 @@ def real_models(
 def for_real_models(names: list[str], real: Any, only: list[str], seconds: float | None) -> dict[str, Any]:
     """Arguments of a run on real models; WrongInput for experiments without them, unknown schemes and what is not there."""
     from experiments.models.causal_lm import check_usable, real_model
+    from experiments.models.serving import tasks_of
     from experiments.runs.run import check_asked
 
     try:
         check_asked(names, real, only)
         for given in real.models:
-            check_usable(real_model(given, paths().cache, real.accept, step=say))
+            model = real_model(given, paths().cache, real.accept, step=say)
+            check_usable(model)
+            if real.tasks:
+                tasks_of(real.tasks, model.folder)
     except ValueError as error:
         raise WrongInput(str(error)) from error
     if seconds is not None and not seconds > 0:

@@ -15,7 +15,9 @@ independent samples; the mean of each book is one).
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,43 @@ def evaluation_texts(prose: SplitCorpus | None) -> tuple[EvaluationText, ...]:
         documents_of(prose, BOOKS),
     )
     return wikitext, books
+
+
+#: The part of one's own text that is held out, its end.
+HELD_OUT = 0.1
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """A text of the user's: its name, what models train on, and its end, which is held out."""
+
+    name: str
+    train: str
+    held_out: str
+
+    @classmethod
+    def of(cls, path: Path) -> OwnText:
+        """The text of a file; ValueError for one that cannot be read as UTF-8, and for one without letters."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--text {path} cannot be read as text in UTF-8: {error}") from error
+        cut = len(text) - int(HELD_OUT * len(text))
+        if not text[cut:].strip():
+            raise ValueError(
+                f"--text {path} holds {len(text)} characters; give a text of some thousand words"
+            )
+        return cls(re.sub(r"[^\w.+-]+", "_", path.stem) or "text", text[:cut], text[cut:])
+
+    @property
+    def evaluation(self) -> EvaluationText:
+        """The held-out end as a text to evaluate on."""
+        about = f"the last tenth of the text {self.name}, which no model trains on"
+        return EvaluationText(f"{self.name}-held-out", about, (self.held_out,))
+
+    def __repr__(self) -> str:
+        digest = hashlib.sha256((self.train + self.held_out).encode()).hexdigest()[:12]
+        return f"OwnText({self.name!r}, {digest})"
 
 
 def documents_of(prose: SplitCorpus, split: str) -> tuple[str, ...]:

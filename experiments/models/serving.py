@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
 from experiments.harness.measuring import Values
+from experiments.models.own_loop import Peak
 
 #: Tokens of the prompt.
 SHORT = 16
+#: Tokens of the call before the timed one.
+WARM = 4
 #: Examples of a task of lm-evaluation-harness (None: all), by scale.
 EXAMPLES = {"quick": 20, "full": None}
 
 
 def generation(model: nn.Module, prompt: Tensor, new: int) -> Values:
-    """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second and, on a GPU, peak memory.
+    """transformers' `generate()` as it is called, greedy, not compiled, batch 1: tokens a second, and peak memory (`Peak`).
 
     prompt: token ids (1, length), of which the first SHORT are read, so that reading them counts for little; new: tokens, no
-    fewer or more. The second of two calls is timed.
+    fewer or more. The second of two calls is timed; the first is of few tokens.
     """
     device = next(model.parameters()).device
-    ids = prompt[:, :SHORT].to(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    timed(model, ids, new)
+    ids, peak = prompt[:, :SHORT].to(device), Peak(device)
+    peak.begin()
+    timed(model, ids, min(new, WARM))
     found: Values = {"tokens/s": (new / timed(model, ids, new), "1/s")}
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) - before
-        found["memory of generating, over the weights"] = (peak, "byte")
-    return found
+    over = peak.over()
+    return found if over is None else {**found, "memory of generating, over the weights": (over, "byte")}
 
 
 def timed(model: Any, ids: Tensor, new: int) -> float:
@@ -54,16 +54,36 @@ def timed(model: Any, ids: Tensor, new: int) -> float:
     return time.perf_counter() - started
 
 
-def tasks_of(names: Sequence[str], folder: Path) -> Harness:
-    """What tasks of lm-evaluation-harness need, for the model of a folder; ValueError as `ao_lab.eval.prepared`."""
+@lru_cache(maxsize=8)
+def tasks_of(names: tuple[str, ...], folder: Path) -> Harness:
+    """What tasks of lm-evaluation-harness need, for the model of a folder: those whose data are on this machine.
+
+    A task without its data is said to be missing, once, and the others go on. ValueError for a name that the harness does not
+    know, and as `ao_lab.eval.prepared`.
+    """
     harness = prepared(list(names), HarnessOptions(batch_size="8"), folder)
     if harness is None:
         raise ValueError("no task of lm-evaluation-harness was named")
-    return harness
+    return replace(harness, tasks=[name for name in names if has_data(harness.manager, name)])
+
+
+def has_data(manager: Any, name: str) -> bool:
+    """Whether a task can be loaded; ValueError for one that the harness does not know."""
+    try:
+        manager.load([name])
+    except KeyError as error:
+        raise ValueError(f"--task {name}: lm-evaluation-harness has no such task ({error})") from error
+    except Exception as error:  # noqa: BLE001
+        # Data come from anywhere, and fail in as many ways; a run goes on without them.
+        say(f"--task {name}: NOT MEASURED, its data are not on this machine: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def task_values(model: nn.Module, harness: Harness, examples: int | None) -> Values:
-    """The numbers of each task as metrics such as "hellaswag: acc_norm"; tasks' data are local, nothing is fetched."""
+    """The numbers of each task as metrics such as "hellaswag: acc_norm"; nothing where no task is left."""
+    if not harness.tasks:
+        return {}
     found = harness_results(model, harness, examples)
     values: Values = {
         f"{task}: {name}": (value, "")

@@ -44,11 +44,10 @@ EXPERIMENT = "ptq"
 #: At quick scale: schemes of weights, and of weights and inputs.
 QUICK_WEIGHTS = ("int8_rowwise", "nvfp4", "nf4", "int4_g32_asymmetric", "mxfp4_rceil", "int3_g64_asymmetric")
 QUICK_INPUTS = ("int8_rowwise", "fp8_rowwise", "nvfp4", "mxfp4_rceil")
-#: Schemes whose speed is measured too, besides the base model and all that are asked for by name: generating takes longer than
-#: a text, and experiment `generate` times kernels.
+#: Schemes whose speed is measured at quick scale, besides the base model and all that are asked for by name; at full scale all.
 SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil")
 #: New tokens of `generate()`, by scale.
-NEW_TOKENS = {"quick": 8, "full": 64}
+NEW_TOKENS = {"quick": 8, "full": 32}
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def served(settings: Settings, bench: Bench, task: RealTask, model: nn.Module) -
     if settings.asked is None:
         return {}
     found: Values = {}
-    if task.method in (BASE, *SPEED, *settings.only):
+    if settings.scale == "full" or task.method in (BASE, *SPEED, *settings.only):
         prompt = bench.windows[0].ids[:1, : bench.windows[0].ids.shape[1] // 2]
         found |= generation(model, prompt, NEW_TOKENS[settings.scale])
     if settings.asked.tasks:

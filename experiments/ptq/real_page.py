@@ -76,16 +76,18 @@ def table(run: RealRun, text: str, results: Results) -> Table:
 
 
 def serving(run: RealRun) -> Table:
-    """Speed of generating, and memory over the weights."""
+    """Speed of generating, and its peak memory: that of the model, and what generating took beyond."""
     lines = []
     for method in run.lines:
         for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
             speed = run.whole.value(setting, method, "tokens/s")
             memory = run.whole.value(setting, method, "memory of generating, over the weights")
             if speed is not None:
-                cell = number(None if memory is None else memory / 1e9, 2)
-                lines.append([method, setting, number(speed, 1), cell])
-    columns = ["scheme", "setting", "tokens/s", "memory over the weights (GB)"]
+                size = run.whole.value(setting, method, "size")
+                peak = None if memory is None or size is None else size + memory
+                cells = [number(None if one is None else one / 1e6, 1) for one in (size, memory, peak)]
+                lines.append([method, setting, number(speed, 1), *cells])
+    columns = ["scheme", "setting", "tokens/s", "size (MB)", "memory over it (MB)", "peak memory (MB)"]
     return Table(
         f"{run.model}: transformers' generate(), batch 1, not compiled", columns, lines, run.whole.rows
     )

@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=60)
+EXPERIMENT = Experiment(order=60, real=True)

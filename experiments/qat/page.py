@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, activations_of
+from experiments.qat.real_page import real_findings, real_sections
 from experiments.qat.run import (
     BASELINE,
     DEVIATIONS,
@@ -26,6 +27,8 @@ from experiments.report.targets import RunTargets, Target, limits
 TITLE = "Loss recovered by QAT on a stand-in: a small model trained here on the source of sympy"
 QUESTION = "How much of the loss of post-training quantization does training with fake quantization recover?"
 ABOUT = (
+    "Anyone's model is measured by `ao-lab reproduce qat --model DIR`: fine-tuned as it is and for quantization, beside "
+    "torchao's QAT and beside ways without training at their best.",
     "A stand-in: a small byte-level Llama, trained here on the source of sympy. From one trained model, some go on training "
     "as they are and are quantized afterwards (PTQ), others train with fake quantization and are converted (QAT): equally "
     "long, on the same text, over paired seeds.",
@@ -53,10 +56,10 @@ TEXT = (
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """What QAT recovers of each method's PTQ loss, and targets that are missed."""
-    found = best_run(by_run(rows, RECOVERY))
+    """What QAT recovers of each method's PTQ loss, of real models and of the stand-in, and targets that are missed."""
+    found, real = best_run(by_run(rows, RECOVERY)), real_findings(rows)
     if found is None:
-        return []
+        return real
     where, results = found
     seeds = len({row.seed for row in by_run(rows, RUNS)[where].rows}) if where in by_run(rows, RUNS) else 0
     words = []
@@ -67,7 +70,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     sentence = [
         f"QAT recovers of the PTQ loss ({where.scale} scale, {where.device}, {seeds} seeds): {'; '.join(words)}."
     ]
-    return [*(sentence if words else []), verdict(results).strip("*")]
+    return [*real, *(sentence if words else []), verdict(results).strip("*")]
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
@@ -110,9 +113,10 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """One per run."""
+    """One per run, real models first."""
     seeds = by_run(rows, RUNS)
-    return [section(where, results, seeds[where]) for where, results in by_run(rows, RECOVERY).items()]
+    runs = by_run(rows, RECOVERY)
+    return [*real_sections(rows), *(section(where, results, seeds[where]) for where, results in runs.items())]
 
 
 def section(where: Where, results: Results, runs: Results) -> Section:

@@ -44,8 +44,10 @@ from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.llama import LanguageModel, ModelSettings
 from experiments.models.quantized_model import PLAIN, quantized_model, setting_name
 from experiments.models.train import TrainSettings, cache_key, fit, trainable, trained_model
+from experiments.qat.real import check_methods, run_real
 from experiments.report.results import Results
 from experiments.report.targets import Target, limits
+from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings
 
 EXPERIMENT = "qat"
@@ -55,6 +57,8 @@ PTQ, QAT = "bits per byte, PTQ", "bits per byte, QAT"
 #: The baseline quantized with the initial scales of QAT, where those are not quantize_'s.
 CLIPPED = "bits per byte, PTQ clipped"
 
+
+check_parts = check_methods
 
 #: A loss of fewer than this many of its standard deviations over seeds has no percentage: it would be a ratio of noise.
 DEVIATIONS = 10
@@ -93,7 +97,9 @@ class Shared:
 
 
 def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the training of every seed."""
+    """What a journal can be resumed for: the training of every seed, or the real models that were asked for."""
+    if settings.asked is not None:
+        return real_subject(settings)
     plan = PLANS[settings.scale]
     keys = [
         cache_key(plan.training(settings, seed), settings.corpus, settings.device)
@@ -103,7 +109,9 @@ def subject(settings: Settings) -> str:
 
 
 def run(settings: Settings, journal: Journal | None = None, plan: Plan | None = None) -> list[Row]:
-    """Rows of all seeds and methods, and over seeds; rows in the journal are not measured again."""
+    """Rows of all seeds and methods, and over seeds, or of real models; rows in the journal are not measured again."""
+    if settings.asked is not None:
+        return run_real(settings, journal if journal is not None else Journal())
     journal, plan = journal if journal is not None else Journal(), plan or PLANS[settings.scale]
     done = {row.table for row in journal.rows}
     if tasks := unfinished(settings, plan, journal):

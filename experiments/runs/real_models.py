@@ -29,12 +29,15 @@ def real_subject(settings: Settings) -> str:
     asked = asked_of(settings)
     texts = [text.name for text in texts_of(settings)]
     parts = [*asked.models, *map(str, (asked.windows, asked.length)), *asked.tasks, *texts]
+    parts += [] if asked.own_text is None else [repr(asked.own_text)]
     return f"real{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
 
 
 def texts_of(settings: Settings) -> tuple[EvaluationText, ...]:
-    """The texts of a run."""
-    return evaluation_texts(prose_of(settings.text, settings.cache))
+    """The texts of a run, the end of the user's own among them."""
+    own = asked_of(settings).own_text
+    texts = evaluation_texts(prose_of(settings.text, settings.cache))
+    return texts if own is None else (own.evaluation, *texts)
 
 
 def models_of(experiment: str, settings: Settings) -> Iterator[RealModel]:

@@ -25,6 +25,7 @@ from experiments.data import corpus
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
 from experiments.data.evaluation import MultipleChoiceSettings
+from experiments.data.texts import OwnText
 from experiments.harness import registry, revision
 from experiments.harness.measuring import KERNEL, Values, keep
 from experiments.harness.paths import Paths, Written, shown
@@ -57,13 +58,15 @@ DEVICES = ("cpu", "cuda")
 @dataclass(frozen=True, kw_only=True)
 class RealModels:
     """A run on real models alone. models: names of records or folders, which must be there. tasks: of lm-evaluation-harness.
-    windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms."""
+    windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms. own_text: text to
+    fine-tune on, in place of prose."""
 
     models: tuple[str, ...]
     tasks: tuple[str, ...] = ()
     windows: int | None = None
     length: int | None = None
     accept: tuple[str, ...] = ()
+    own_text: OwnText | None = None
 
     def __post_init__(self) -> None:
         """ValueError for numbers that make no window."""
@@ -295,6 +298,10 @@ def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> 
         )
     for name in names:
         registry.EXPERIMENTS[name].run_module().check_parts(only)
+    if real.own_text is not None and list(names) != ["qat"]:
+        raise ValueError(
+            "--text is what a model is fine-tuned on: ao-lab reproduce qat --model DIR --text FILE"
+        )
     if real.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
             f"--task {real.tasks[0]} is one of lm-evaluation-harness, which is not installed: {pip_install('eval')}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ao_lab.cli.app import main
-from ao_lab.eval import Tokens
+from ao_lab.eval import Harness, HarnessOptions, Tokens
 from experiments.data import texts
 from experiments.data.texts import EvaluationText, mean_and_error, token_windows
 from experiments.harness.paths import Paths
@@ -284,12 +284,14 @@ def test_a_scheme_that_leaves_a_layer_dense_has_no_values(folder, tmp_path):
 
 
 def test_tasks_of_the_harness_become_metrics(folder, monkeypatch):
-    def results(model, harness, limit):
-        assert (harness, limit) == ("harness", 20)
+    harness = Harness(["hellaswag"], HarnessOptions(), None, None)
+
+    def results(model, given, limit):
+        assert (given, limit) == (harness, 20)
         return {"tasks": {"hellaswag": {"acc": 0.25, "acc_norm": 0.5}}}
 
     monkeypatch.setattr(serving, "harness_results", results)
-    values = serving.task_values(None, "harness", serving.EXAMPLES["quick"])
+    values = serving.task_values(None, harness, serving.EXAMPLES["quick"])
     assert values["hellaswag: acc_norm"] == (0.5, "")
     assert values["tasks: examples of each (0: all)"] == (20.0, "")
 

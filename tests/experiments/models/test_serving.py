@@ -1,0 +1,61 @@
+"""What a served model does beside predicting: tasks whose data are not here are left out and said to be, and memory."""
+
+import pytest
+import torch
+
+from ao_lab.eval import Harness, HarnessOptions
+from experiments.models import causal_lm, serving
+from experiments.models.causal_lm import of_folder
+from tests.support.models.small_lms import save_lm
+
+pytest.importorskip("transformers")
+
+
+class Manager:
+    """Tasks of the harness: one whose data are here, one whose data are not, and no others."""
+
+    def load(self, names):
+        if names == ["elsewhere"]:
+            raise ConnectionError("Couldn't reach the data")
+        if names != ["here"]:
+            raise KeyError(f"{names[0]} is not a registered task")
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    calls = []
+
+    def made(names, options, folder):
+        calls.append(names)
+        return Harness(names, HarnessOptions(), Manager(), None)
+
+    monkeypatch.setattr(serving, "prepared", made)
+    serving.tasks_of.cache_clear()
+    yield calls
+    serving.tasks_of.cache_clear()
+
+
+def test_a_task_without_its_data_is_left_out_and_said_once(prepared, tmp_path, capsys):
+    for _ in range(2):
+        assert serving.tasks_of(("here", "elsewhere"), tmp_path).tasks == ["here"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        said.count("--task elsewhere: NOT MEASURED, its data are not on this machine: ConnectionError") == 1
+    )
+    assert prepared == [["here", "elsewhere"]]
+
+
+def test_no_task_left_is_no_number(prepared, tmp_path):
+    assert serving.task_values(None, serving.tasks_of(("elsewhere",), tmp_path), 20) == {}
+
+
+def test_an_unknown_task_is_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match=r"no such task .*hellaswg is not a registered task"):
+        serving.tasks_of(("hellaswg",), tmp_path)
+
+
+def test_memory_of_generating_is_measured_on_a_cpu_too(tmp_path):
+    model = causal_lm.load(of_folder(save_lm(tmp_path / "model")), "cpu")
+    found = serving.generation(model, torch.zeros(1, 16, dtype=torch.int64), 6)
+    assert found["tokens/s"][0] > 0
+    assert 0 <= found["memory of generating, over the weights"][0] < 1 << 28
