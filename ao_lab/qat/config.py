@@ -15,8 +15,8 @@ counts as the smallest there is, 2**-126, and still gets its gradient, so that i
 rule puts them or, with `scale_start="error"`, where rounding the weight costs the least squared error, which pays from 3 bits
 down; given `calibration=` and `methods=(Clip(),)` in the call of step "prepare", where these put them
 (`ao_lab.qat.starts`). With `start_step=n` layers are plain until `advance_qat(model)`, called after each optimizer step, has
-been called n times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them train
-(`ao_lab.qat.lora`).
+been called n times; the count is in the state_dict. With `lora` weights are quantized and frozen, and adapters beside them
+train (`ao_lab.qat.lora`).
 
 Published schemes of quantization-aware training, as configurations of whole models.
 
