@@ -310,7 +310,8 @@ class Span:
         if scheme.outer is not None and scheme.outer.statistic == "absmax_elements":
             outer = choose(ns, split, blocks, scheme, name, None).stored.outer
         span = value_range(ns, split)
-        return cls(*(_wide(ns, ns.bitcast(bits, "float32")) for bits in (span.low, span.high)), outer)
+        least, most = (_wide(ns, ns.bitcast(bits, "float32")) for bits in (span.low, span.high))
+        return cls(least, most, outer)
 
 
 @dataclass(frozen=True)
