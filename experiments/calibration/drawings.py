@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from experiments.calibration import choice
+from experiments.calibration.peers.records import PEERS
 from experiments.calibration.run import ARMS, ROUNDING
 from experiments.models.causal_lm import FILE
 from experiments.models.quantized_model import WEIGHTS
@@ -50,9 +51,10 @@ def cases(run: RealRun) -> list[str]:
 
 
 def methods(results: Results, setting: str) -> list[str]:
-    """The methods of a scheme, in the order of the experiment."""
+    """Our methods of a scheme, in the order of the experiment; other projects' have a table of their own."""
     order = {name: place for place, name in enumerate(ARMS)}
-    found = dict.fromkeys(row.method for row in results.rows if row.setting == setting)
+    there = (row.method for row in results.rows if row.setting == setting)
+    found = dict.fromkeys(name for name in there if name not in PEERS)
     return sorted(found, key=lambda name: order.get(name, len(order)))
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-from experiments.calibration import choice
+from experiments.calibration import choice, peers_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
 from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row
@@ -98,10 +98,11 @@ def section(run: RealRun) -> Section:
     """What the methods win on one model."""
     tables = [table(run, name, results) for name, results in run.texts.items()]
     tables += [one for one in (draws_table(run), choice_table(run)) if one.lines]
+    tables += peers_page.tables(run)
     drawings = [bytes_drawing(run), minutes_drawing(run)] if run.texts else []
     return Section(
         title_of(run),
-        [*about_of(run), *missing(run), *TEXT, *failures(run.whole)],
+        [*about_of(run), *peers_page.about(run), *missing(run), *TEXT, *failures(run.whole)],
         [one for one in drawings if one],
         tables,
     )

@@ -30,6 +30,8 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.quantization.api import quantize_
 from experiments.calibration import choice
+from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
+from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
 from experiments.data.texts import (
     TextWindows,
     calibration_documents,
@@ -165,19 +167,21 @@ def subject(settings: Settings) -> str:
 def check_parts(names: Sequence[str]) -> None:
     """ValueError for names that are neither methods nor schemes."""
     for name in names:
-        if name not in (*ARMS, choice.NAME):
+        if name not in (*ARMS, *PEERS, choice.NAME):
             try:
                 activation_scheme(name)
             except ValueError:
                 check_known(
-                    EXPERIMENT, [*ARMS, choice.NAME, *dict.fromkeys(one for one, _ in CASES["full"])], [name]
+                    EXPERIMENT,
+                    [*ARMS, *PEERS, choice.NAME, *dict.fromkeys(one for one, _ in CASES["full"])],
+                    [name],
                 )
 
 
 def cases_of(settings: Settings) -> list[Case]:
     """The schemes of a run: the scale's, or those that `settings.only` names."""
     choices = [Case(choice.setting(bits), None, bits) for bits in choice.BUDGETS]
-    wanted = [name for name in settings.only if name not in ARMS]
+    wanted = [name for name in settings.only if name not in (*ARMS, *PEERS)]
     if not wanted:
         return [Case(*one) for one in CASES[settings.scale]] + (choices if settings.scale == "full" else [])
     known = [Case(*one) for one in CASES["full"]]
@@ -188,14 +192,25 @@ def cases_of(settings: Settings) -> list[Case]:
 
 def arms_of(settings: Settings, case: Case) -> list[str]:
     """The methods of a run in a scheme, rounding first."""
-    wanted = [name for name in settings.only if name in ARMS]
-    names = wanted or (QUICK_ARMS if settings.scale == "quick" else ARMS)
+    wanted = [name for name in settings.only if name in (*ARMS, *PEERS)]
+    names = [name for name in wanted if name in ARMS]
+    names = names if wanted else (QUICK_ARMS if settings.scale == "quick" else ARMS)
     if case.budget is not None:
         names = [name for name in choice.ARMS if name in names]
     return [
         ROUNDING,
         *(n for n in names if n != ROUNDING and (case.inputs is not None or n not in WITH_INPUTS)),
+        *peers_of(settings, case),
     ]
+
+
+def peers_of(settings: Settings, case: Case) -> list[str]:
+    """Other projects' arms in a scheme of weights: those that are named, else those that the interpreters of `--model` have."""
+    named = [name for name in settings.only if name in PEERS]
+    if not named and settings.asked is not None and not any(name in ARMS for name in settings.only):
+        named = [name for name in DEFAULT if available(name, settings.asked.peers)]
+    scheme = peer_scheme(case.weights) if case.inputs is None and case.budget is None else None
+    return [name for name in named if PEERS[name].takes(scheme)]
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
@@ -276,16 +291,14 @@ def measure(here: Run, case: Case, arm: str, deadline: Deadline) -> dict[str, Va
     """Values of one method in one scheme by the data of their tables: each text, and the model."""
     if reason := deadline.reason():
         return {MODEL: status(reason)}
-    try:
-        chosen = methods_of(arm)
-    except ValueError as error:
-        return {MODEL: status(f"missing: {error}")}
+    if reason := not_there(here, arm):
+        return {MODEL: status(f"missing: {reason}")}
     found: dict[str, Values] = {}
 
     def work() -> Values:
         if arm != ROUNDING:
             round_first(here, case)
-        values, model = quantized(here, case, chosen)
+        values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, methods_of(arm))
         for windows in here.bench.windows:
             with torch.no_grad():
                 sums = evaluated(here.bench, windows, model)
@@ -301,6 +314,32 @@ def measure(here: Run, case: Case, arm: str, deadline: Deadline) -> dict[str, Va
     if "status: ok" in whole:
         return {**found, MODEL: whole}
     return {MODEL: whole}
+
+
+def not_there(here: Run, arm: str) -> str:
+    """Why a method cannot be measured here; "" where it can."""
+    if arm in PEERS:
+        return missing(arm, pythons_of(here.settings))
+    try:
+        methods_of(arm)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def pythons_of(settings: Settings) -> tuple[str, ...]:
+    """Interpreters of other projects that a run was told of."""
+    return settings.asked.peers if settings.asked is not None else ()
+
+
+def by_peer(here: Run, case: Case, arm: str) -> tuple[Values, nn.Module]:
+    """A copy with the weights that another project made on the same sequences, and what it took."""
+    scheme = peer_scheme(case.weights)
+    if scheme is None:
+        raise ValueError(f"{arm} has no scheme {case.weights}")
+    bench, model = here.bench, here.bench.copy()
+    pythons, seed = pythons_of(here.settings), here.settings.seed
+    return quantized_by_peer(arm, scheme, model, bench.model.folder, here.batches, seed, pythons), model
 
 
 def methods_of(arm: str) -> tuple[Any, ...]:

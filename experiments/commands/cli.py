@@ -83,6 +83,13 @@ def reproduce(
         list[str] | None,
         typer.Option(help="With --model: the word of a model's terms that you accept (`ao-lab pretrained`)."),
     ] = None,
+    peer_python: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of calibration with --model: an interpreter that has llm-compressor, GPTQModel, auto-round or hqq, whose own "
+            "results stand beside ours then, any number of times."
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -118,7 +125,7 @@ def reproduce(
         return
     where = device.value if device else None
     limits = {"seconds": seconds, "workers": workers, "changed": changed}
-    real = real_models(model or [], task or [], windows, length, accept or [], text)
+    real = real_models(model or [], task or [], windows, length, accept or [], text, peer_python or [])
     if not run_experiments(
         tables or [],
         scale.value,

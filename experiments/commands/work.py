@@ -100,19 +100,22 @@ def real_models(
     length: int | None,
     accept: list[str],
     text: Path | None = None,
+    peers: Sequence[str] = (),
 ) -> Any:
     """What was asked for of real models; None where nothing was. WrongInput for options without a model."""
     from experiments.data.texts import OwnText
     from experiments.runs.run import RealModels
 
-    given = tuple(models), tuple(tasks), windows, length, tuple(accept)
+    given = tuple(models), tuple(tasks), windows, length, tuple(accept), tuple(peers)
     if not models:
         if any(given) or text is not None:
-            raise WrongInput("--task, --windows, --length, --accept and --text go with --model DIR")
+            raise WrongInput(
+                "--task, --windows, --length, --accept, --text and --peer-python go with --model DIR"
+            )
         return None
     try:
         own = None if text is None else OwnText.of(text)
-        names = ("models", "tasks", "windows", "length", "accept")
+        names = ("models", "tasks", "windows", "length", "accept", "peers")
         return RealModels(**dict(zip(names, given, strict=True)), own_text=own)
     except ValueError as error:
         raise WrongInput(str(error)) from error

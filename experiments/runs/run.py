@@ -59,7 +59,7 @@ DEVICES = ("cpu", "cuda")
 class RealModels:
     """A run on real models alone. models: names of records or folders, which must be there. tasks: of lm-evaluation-harness.
     windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms. own_text: text to
-    fine-tune on, in place of prose."""
+    fine-tune on, in place of prose. peers: interpreters that have other projects' quantizers, for `calibration`."""
 
     models: tuple[str, ...]
     tasks: tuple[str, ...] = ()
@@ -67,6 +67,7 @@ class RealModels:
     length: int | None = None
     accept: tuple[str, ...] = ()
     own_text: OwnText | None = None
+    peers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """ValueError for numbers that make no window."""
