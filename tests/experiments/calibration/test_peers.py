@@ -1,4 +1,4 @@
-"""Other projects as arms: what a job says, which interpreter gets it, what comes back; the driver on a stand-in of auto-round."""
+"""Other projects as arms: what a job says, which interpreter gets it, what comes back; the driver on a stand-in."""
 
 import json
 import os
