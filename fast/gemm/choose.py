@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fast.cost import Coefficients, first_row
+from fast.cost import Coefficients, first_row, holds
 from fast.gemm.families import (
     FAMILIES,
     FLOATS,
@@ -99,11 +99,19 @@ def _one_weight(p: Problem) -> Iterator[Family]:
         yield SM90_W4A16_GEMM
     if _gemv_is_faster(p):
         yield SM90_W4A16_GEMV
-    if TRITON_SMALL_M.refusal(p) is None:
+    if TRITON_SMALL_M.refusal(p) is None and not _dense_is_faster(p):
         yield TRITON_SMALL_M
     if gemm and not first:
         yield SM90_W4A16_GEMM
     yield TORCH_DEQUANTIZE
+
+
+def _dense_is_faster(p: Problem) -> bool:
+    """Whether torch was measured to multiply by the dense weight faster than `triton_small_m` does by a filled one."""
+    if not p.filled or p.rows <= C.few_of_filled:
+        return False
+    facts = {"element": p.element, "zero": p.zero, "size": p.n * p.k, "whole": p.k % 64 == 0}
+    return any(holds(row, facts) for row in C.dense_of_filled)
 
 
 def rows_of_gemm(p: Problem) -> int:
