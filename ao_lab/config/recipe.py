@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from reference.arrays.namespace import choice
-from reference.schemes.conventions import torchao_integer
+from reference.schemes.conventions import torchao_float6, torchao_integer
 from reference.schemes.schemes import SCHEMES, Block, Scheme, Zero, scheme_of, stretched_scheme
 from reference.sparsity.compress import unsupported_reason
 
@@ -165,14 +165,15 @@ def block_name(block: Block) -> str:
 def named(scheme: str | Scheme | None) -> Scheme | None:
     """The record of a name, also of integers and stretched levels in blocks that no record has yet; records and None pass.
 
-    Torchao's integers are made by `reference.schemes.conventions.torchao_integer`: `torchao.intx3_g64_asymmetric`.
+    Torchao's integers are made by `reference.schemes.conventions.torchao_integer`: `torchao.intx3_g64_asymmetric`; its FP6 by
+    `torchao_float6`: `torchao.fp6_e3m2_rowwise`.
     """
     new = isinstance(scheme, str) and scheme not in SCHEMES
     if new and str(scheme).endswith(CAST) and (base := named(str(scheme).removesuffix(CAST))) is not None:
         return cast_scales(base)
     if new and str(scheme).endswith(POWER) and (base := named(str(scheme).removesuffix(POWER))) is not None:
         return power_of_two_outer(base)
-    if new and (theirs := torchao_integer(str(scheme))) is not None:
+    if new and (theirs := torchao_integer(str(scheme)) or torchao_float6(str(scheme))) is not None:
         return theirs
     if new and (levels := STRETCHED.fullmatch(str(scheme))) is not None:
         return stretched(levels[1], _named_block(levels[2], levels[3]))

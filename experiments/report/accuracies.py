@@ -59,6 +59,7 @@ def calibrated(scheme: str, method: str) -> Way:
 #: By the names that published tables use.
 WAYS: Mapping[str, Way] = {
     "bfloat16": rounded(BASE),
+    "fp6": rounded("torchao.fp6_e3m2_rowwise"),
     "int8wo": rounded("int8_rowwise"),
     "int8dq": rounded("int8_rowwise", "int8_rowwise"),
     "int4wo-64": rounded("torchao.int4_g64_tinygemm"),
@@ -74,8 +75,6 @@ WAYS: Mapping[str, Way] = {
     "mxfp8/mxfp8": rounded("torchao.mxfp8_e4m3_rceil", "torchao.mxfp8_e4m3_rceil"),
     "nvfp4/nvfp4": rounded("torchao.nvfp4", "torchao.nvfp4"),
 }
-#: Why a published method has no command.
-WITHOUT = {"fp6": "no scheme here is this method's: FP6 e3m2 with a scale for each row"}
 
 
 def published_accuracies(path: Path) -> list[Published]:
@@ -84,12 +83,12 @@ def published_accuracies(path: Path) -> list[Published]:
 
 
 def of_experiment(experiment: str) -> list[Published]:
-    """The accuracies of quantized models that an experiment's page shows; what has no command is the page of `ptq`'s."""
+    """The accuracies of quantized models that an experiment's page shows."""
     return [
         one
         for path in (DECODING, LATER)
         for one in published_accuracies(path)
-        if (WAYS[one.method].experiment if one.method in WAYS else "ptq") == experiment
+        if WAYS[one.method].experiment == experiment
     ]
 
 
@@ -113,19 +112,16 @@ def comparison(one: Published, runs: Sequence[RealRun]) -> Comparison:
         value,
         device,
         command(one),
-        WITHOUT.get(one.method, ""),
     )
 
 
 def measured(one: Published, runs: Sequence[RealRun]) -> tuple[float | None, str]:
     """Ours and its device; None without."""
-    way = WAYS.get(one.method)
-    if way is not None:
-        task, value, _ = TASKS[one.metric]
-        for run in runs:
-            found = run.whole.value(way.setting, way.method, f"{task}: {value}")
-            if found is not None and run.told("published: ") == one.model and asked_all(run, way):
-                return found, run.where.device
+    way, (task, value, _) = WAYS[one.method], TASKS[one.metric]
+    for run in runs:
+        found = run.whole.value(way.setting, way.method, f"{task}: {value}")
+        if found is not None and run.told("published: ") == one.model and asked_all(run, way):
+            return found, run.where.device
     return None, ""
 
 
@@ -135,10 +131,8 @@ def asked_all(run: RealRun, way: Way) -> bool:
 
 
 def command(one: Published) -> str:
-    """What measures it, on a folder of that model's name; "" where no scheme here is the method's."""
-    way = WAYS.get(one.method)
-    if way is None:
-        return ""
+    """What measures it, on a folder of that model's name."""
+    way = WAYS[one.method]
     only = "".join(f" --only {word!r}" if " " in word else f" --only {word}" for word in way.only)
     return f"ao-lab reproduce {way.experiment} --model {folder_of(one.model)} --scale full --task {TASKS[one.metric][0]}{only}"
 

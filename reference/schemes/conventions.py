@@ -18,7 +18,7 @@ Those of torchao are what its public classes do:
   `torchao.nvfp4_single_level`.
 * `torchao.nf4`: `NF4WeightOnlyConfig`.
 
-`torchao_integer` gives the record of an integer scheme of any width and block by its name.
+`torchao_integer` gives the record of an integer scheme of any width and block by its name, `torchao_float6` those of FP6.
 """
 
 from __future__ import annotations
@@ -173,6 +173,28 @@ def torchao_integer(name: str) -> Scheme | None:
             f"{name}: torchao's symmetric integers of one bit are 0 for every weight; add _asymmetric, or use 2 bits"
         )
     return integer_record(name, bits, block, mapping or "", bool(input_dtype), ending)
+
+
+#: Elements of torchao's FP6 by the ends of names: `torchao.fp6_e3m2_rowwise`, its scales in bfloat16 (or `_f16`).
+FP6 = re.compile(r"torchao\.fp6_(e3m2|e2m3)_rowwise(_f16)?")
+
+
+def torchao_float6(name: str) -> Scheme | None:
+    """The record of torchao's FP6 weights with this name, None for another: `fpx_weight_only` of torchao 0.12.
+
+    dtypes/floatx/floatx_tensor_core_layout.py, to_scaled_tc_floatx: elements are of the float32 weight over the row's largest
+    magnitude (at least 1e-12) over the format's, and that scale is then rounded to the weight's dtype.
+    """
+    found = FP6.fullmatch(name)
+    if found is None:
+        return None
+    element = f"float6_{found[1]}fn"
+    storage = "float16" if found[2] else "bfloat16"
+    scale = Scale(block=-1, target=FORMATS[element].max, floor=("statistic", 1e-12), storage=storage)
+    note = "elements are of the scale before it was rounded for storing"
+    return Scheme(
+        name=name, element=element, scale=scale, apply="divide", codes_from="exact", deviations=(note,)
+    )
 
 
 def integer_record(
@@ -378,5 +400,6 @@ __all__ = [
     "integer_record",
     "load_schemes",
     "torchao_conventions",
+    "torchao_float6",
     "torchao_integer",
 ]
