@@ -22,11 +22,13 @@ from ao_lab.optim.slots import (
     slot_of,
     states_for,
 )
-from fast.optim.update import Rule, Slot, update_
+from fast.optim.update import Rule, Slot, Updates
 from reference.optim.states import STATES, States, states_of
 from reference.optim.update import MASTERS, check_numbers
 
 NONFINITE = ("raise", "propagate")
+#: A group, the number of a parameter among all, and the parameter.
+Found = tuple[dict[str, Any], int, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: What a state dict says of how its states are stored; the class of the optimizer is not part of it.
 DESCRIBED = ("kind", "states", "block_size", "master")
@@ -38,9 +40,10 @@ class LowBitOptimizer(Optimizer):
     params: as torch's optimizers take them. kind: "adam", "adamw" or "lion". states: a name of `STATES` or a record.
     block_size: elements of a block of states, a power of two. lr: a number or a tensor of no axis, which may be changed in
     place (a captured CUDA graph reads it). bf16_stochastic_round: bfloat16 parameters are rounded stochastically. master:
-    "none", "24bit" or "32bit", the float32 that a bfloat16 parameter and its error are together. nonfinite:
-    "raise", a gradient with NaN or infinity is a ValueError before anything has changed, or "propagate", it makes its block
-    NaN, as in torch. seed: of random bits, beside step, number of the parameter and place in it: replicas draw the same.
+    "none", "24bit" or "32bit", the float32 that a bfloat16 parameter and its error are together. nonfinite: "raise", a gradient
+    with NaN or infinity is a ValueError before anything has changed (a GPU leaves the step out, and the error comes with a
+    later step, so that nothing waits; `left_out` counts), or "propagate", it makes its block NaN, as in torch. seed: of random
+    bits, beside step, number of the parameter and place in it: replicas draw the same.
     """
 
     def __init__(
@@ -69,6 +72,9 @@ class LowBitOptimizer(Optimizer):
             raise ValueError(f"master is one of {tuple(MASTERS)}, got {master!r}")
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed is an integer from 0 to 2**64 - 1, got {seed!r}")
+        self._updates = Updates()
+        self._left_out: dict[torch.device, torch.Tensor] = {}
+        self._pending: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         check_numbers(kind, float(lr), betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -98,25 +104,68 @@ class LowBitOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = self._checked()
-        for group, slots in work:
+        self._raise_for_skipped()
+        found = self._checked()
+        skips = self._skips(found)
+        for number, (group, slots) in enumerate(self._work(found)):
             for states, part in slots.items():
-                update_(part, self._rule(group, states))
+                self._updates(part, self._rule(group, states), group=number, skip=skips.get(part[0].p.device))
         return loss
 
-    def _checked(self) -> list[tuple[dict[str, Any], dict[States, list[Slot]]]]:
-        """Groups with what their steps read and write, by states; every gradient was looked at."""
+    def _checked(self) -> list[Found]:
+        """What steps: every gradient was looked at, those on a CPU for NaN and infinity too."""
         found = [(group, number, p) for group, number, p in self._numbered() if p.grad is not None]
         for group, number, p in found:
             _check_gradient(p, number)
             _check_group(self.kind, {**group, "params": []})
-        if self.nonfinite == "raise":
-            for _, number, p in found:
-                if not bool(torch.isfinite(local(_gradient(p))).all()):
-                    raise ValueError(
-                        f"the gradient of parameter {number} of shape {tuple(p.shape)} is not finite: nothing was changed; "
-                        f"skip the step, or give nonfinite='propagate' to have torch's behaviour"
-                    )
+            if self.nonfinite == "raise" and local(p).is_cpu and not _is_finite(_gradient(p)):
+                raise ValueError(
+                    f"the gradient of parameter {number} of shape {tuple(p.shape)} is not finite: nothing was changed; "
+                    f"skip the step, or give nonfinite='propagate' to have torch's behaviour"
+                )
+        return found
+
+    def _skips(self, found: list[Found]) -> dict[torch.device, torch.Tensor]:
+        """Of each GPU 1 where a gradient there is not finite, else 0: the device leaves the step out, and nothing waits."""
+        if self.nonfinite != "raise":
+            return {}
+        gradients: dict[torch.device, list[torch.Tensor]] = {}
+        for _, _, p in found:
+            grad = local(_gradient(p))
+            if not grad.is_cpu and grad.numel():
+                gradients.setdefault(grad.device, []).append(grad)
+        return {device: self._skip(device, part) for device, part in gradients.items()}
+
+    def _skip(self, device: torch.device, gradients: list[torch.Tensor]) -> torch.Tensor:
+        largest = torch.stack(torch._foreach_norm(gradients, float("inf"))).float()
+        skip = (~torch.isfinite(largest).all()).float().reshape(1)
+        if device not in self._left_out:
+            self._left_out[device] = torch.zeros(1, device=device)
+        self._left_out[device].add_(skip)
+        if not torch.cuda.is_current_stream_capturing():
+            host = torch.empty(1, pin_memory=True)
+            host.copy_(skip, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.append((host, event))
+        return skip
+
+    def _raise_for_skipped(self) -> None:
+        """ValueError where an earlier step was left out on a GPU, as soon as that is known here."""
+        while self._pending and self._pending[0][1].query():
+            if self._pending.pop(0)[0].item():
+                raise ValueError(
+                    "a gradient of an earlier step was not finite: that step was left out and changed nothing; go on, or give "
+                    "nonfinite='propagate' to have torch's behaviour"
+                )
+
+    @property
+    def left_out(self) -> int:
+        """How many steps GPUs have left out for gradients that were not finite; waits for them."""
+        return int(sum(float(count) for count in self._left_out.values()))
+
+    def _work(self, found: list[Found]) -> list[tuple[dict[str, Any], dict[States, list[Slot]]]]:
+        """Groups with what their steps read and write, by states."""
         work: dict[int, tuple[dict[str, Any], dict[States, list[Slot]]]] = {}
         for group, number, p in found:
             state = self.state[p]
@@ -250,6 +299,10 @@ class LowBitOptimizer(Optimizer):
             _same_shape(p, number, name, state[name], made[name])
             local(made[name]).copy_(local(state[name]))
         return made
+
+
+def _is_finite(grad: torch.Tensor) -> bool:
+    return bool(torch.isfinite(local(grad)).all())
 
 
 def _same_shape(p: torch.Tensor, number: int, name: str, given: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ codes and scales are sharded as the parameter is, and `torch.distributed.checkpo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -87,11 +88,22 @@ def put_moment(
     codes_shape, scale_shape = moment_shapes(shape, state)
     whole_codes, whole_scale = moment_shapes(tuple(p.shape), state)
     rows, length = matrix_shape(shape, state.block)
-    x = torch.zeros((rows, length)) if value is None else value.detach().float().cpu().reshape(rows, length)
-    q = stored_nearest(x, state)
-    codes, scale = to_torch(q.codes).reshape(codes_shape), to_torch(q.scale).reshape(scale_shape)
-    made[f"{name}_codes"] = like(p, codes.contiguous().to(part.device), whole_codes)
-    made[f"{name}_scale"] = like(p, scale.contiguous().to(part.device), whole_scale)
+    if value is None:
+        codes, scale = zeros_stored(state)
+        codes = codes.expand(prod(codes_shape)).reshape(codes_shape)
+        scale = scale.expand(prod(scale_shape)).reshape(scale_shape)
+    else:
+        q = stored_nearest(value.detach().float().cpu().reshape(rows, length), state)
+        codes, scale = to_torch(q.codes).reshape(codes_shape), to_torch(q.scale).reshape(scale_shape)
+    made[f"{name}_codes"] = like(p, codes.to(part.device).contiguous(), whole_codes)
+    made[f"{name}_scale"] = like(p, scale.to(part.device).contiguous(), whole_scale)
+
+
+@lru_cache(maxsize=64)
+def zeros_stored(state: State) -> tuple[torch.Tensor, torch.Tensor]:
+    """The byte of codes and the scale, one of each, that a moment of zeros is stored as."""
+    q = stored_nearest(torch.zeros(1, state.block), state)
+    return to_torch(q.codes)[:1, :1].reshape(1), to_torch(q.scale).reshape(1)
 
 
 def stored_nearest(x: torch.Tensor, state: State) -> Quantized:

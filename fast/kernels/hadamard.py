@@ -66,8 +66,14 @@ def four_words(index, seed_low, seed_high, stream, WIDE: tl.constexpr):
     c0 = index.to(tl.uint32)
     c3 = c0 * 0
     c1 = (index >> 32).to(tl.uint32) if WIDE else c3
-    c2 = c3 + stream.to(tl.uint32)
-    k0, k1 = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
+    return philox_words(
+        c0, c1, c3 + stream.to(tl.uint32), c3, seed_low.to(tl.uint32), seed_high.to(tl.uint32)
+    )
+
+
+@triton.jit
+def philox_words(c0, c1, c2, c3, k0, k1):
+    """Philox 4x32-10 of counters and a key, uint32: four words of each counter."""
     for _ in tl.static_range(10):
         first, second = c0.to(tl.uint64) * FIRST, c2.to(tl.uint64) * SECOND
         c0, c2 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, (first >> 32).to(tl.uint32) ^ c3 ^ k1

@@ -1,4 +1,4 @@
-"""`update_`: one optimizer step of many parameters in place.
+"""`Updates`: one optimizer step of many parameters in place.
 
 CPU tensors go through the reference, or through a loop that Numba compiled (`fast.cpu.loops.optim`), with the same bits. CUDA
 tensors of one pair of dtypes go through one launch of one kernel (`fast.kernels.optim`), whatever their number.
@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
+from fast.dispatch import has_kernels
 from reference.arrays.bridges import to_numpy, to_torch
 from reference.optim.states import State, States, matrix_shape
 from reference.optim.update import Key, Stored, update
 from reference.quantize.stored import Quantized
+
+#: Kernels run on CPU tensors, in Triton's interpreter; set by tests.
+INTERPRETED = False
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,46 @@ class Rule:
     seed: int = 0
 
 
-def update_(slots: Sequence[Slot], rule: Rule) -> None:
-    """One step of every parameter, in place; `step` of each becomes one more."""
-    for slot in slots:
-        _by_reference(slot, rule)
+class Updates:
+    """What steps of one optimizer keep between them: tables and launches of its parameters on GPUs."""
+
+    def __init__(self) -> None:
+        self._launches: Any = None
+
+    def __call__(
+        self, slots: Sequence[Slot], rule: Rule, *, group: int = 0, skip: torch.Tensor | None = None
+    ) -> None:
+        """One step of every parameter, in place; `step` of each becomes one more.
+
+        group: a number that tells rules of one optimizer apart. skip: float32 of one element on the GPU of the parameters, not
+        0 where the step is to be left out; of parameters on a CPU there is none.
+
+        Raises ValueError for parameters on a device that has no kernel for these states.
+        """
+        on_device = [slot for slot in slots if slot.p.device.type != "cpu" or _interpreted(slot)]
+        for slot in slots:
+            if slot not in on_device:
+                _by_reference(slot, rule)
+        if on_device:
+            self._on_device(on_device, rule, group, skip)
+
+    def _on_device(self, slots: Sequence[Slot], rule: Rule, group: int, skip: torch.Tensor | None) -> None:
+        from fast.kernels.optim import host
+
+        for slot in slots:
+            if not (slot.p.is_cpu or has_kernels(slot.p)) or not host.covers(rule):
+                raise ValueError(
+                    f"no kernel steps {rule.states.name} states of a parameter on {slot.p.device}: kernels take CUDA devices "
+                    f"of compute capability 9.0 and later and states without a companding function; use states='8bit', or a CPU"
+                )
+        if self._launches is None:
+            self._launches = host.Launches()
+        self._launches.update(slots, rule, group, skip)
+
+
+def _interpreted(slot: Slot) -> bool:
+    """Whether Triton's interpreter runs kernels on CPU tensors here; tests ask for it."""
+    return INTERPRETED and slot.p.is_cpu
 
 
 def _by_reference(slot: Slot, rule: Rule) -> None:
@@ -106,4 +146,4 @@ def _write(moment: Moment, made: Any) -> None:
         moment.scale.copy_(to_torch(made.scale).reshape(moment.scale.shape))
 
 
-__all__ = ["Moment", "Rule", "Slot", "update_"]
+__all__ = ["Moment", "Rule", "Slot", "Updates"]

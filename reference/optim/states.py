@@ -9,20 +9,22 @@ how it is stored: a `Scheme`, blocks along rows with a short last one, behind a 
   is stored; back x = y / (2 - |y|), y = code / 127. ``sqrt`` beside uint8 is its second moment.
 
 **A stored 0 is the defect of the field.** Where v is stored as 0 and m is not, the next update is m / (sqrt((1 - b2) g^2) +
-eps), or m / eps where g is 0: hundreds to 100,000 times too large. `nonzero` states have the smallest positive code wherever
-v > 0. The default states also round the root of v stochastically: v moves by 0.1 % a step, less than half a code, so that
-rounding to nearest never moves it and rounding up drives it away. Their scales are powers of two: the grid of normal numbers
-does not move when a block's maximum does, so that rounding costs what v moved and no more (rms of the update's error over 600
-steps 0.144, with absmax / 448 as the scale 0.165), and values that were stored are stored again as the same codes.
+eps), or m / eps where g is 0: hundreds to 100,000 times too large. The default states have a `least` code, below which the
+second moment does not fall (of e4m3 the smallest normal number, 1/28672 of the largest), and scales of 2**-44 or more, before
+the first step too: their v is never 0. They also round the root of v stochastically: v moves by 0.1 % a step, less than half a
+code, so that rounding to nearest never moves it and rounding up drives it away. Scales are powers of two: the grid of normal
+numbers does not move when a block's maximum does, so that rounding costs what v moved and no more (rms of the update's error
+over 600 steps 0.144, with absmax / 448 as the scale 0.165), and values that were stored are stored again as the same codes.
 
 Formats of other libraries, value for value: ``dynamic8``, ``dynamic8_unsigned`` (bitsandbytes, torchao), ``dynamic4``,
 ``linear4_unsigned`` (torchao after arXiv 2309.01507; it has no 0). They round a tie between two values to the larger one,
 codebooks here to the lower index.
 
-Random bits: 16 an element, half a word of Philox 4x32-10 (`reference.formats.encode`). Element i of a state under a seed, at a
-step, of parameter number p: output (i mod 8) // 2 of philox(seed, counter = (i // 8, use, p, step)), the lower half where i is
-even; i counts elements as if every block of a row were full, and the use is 0 for the second moment, 1 for the parameter, 2
-for the first moment. So replicas agree, a resumed run goes on with the same bits, and any element's can be computed alone.
+Random bits: 16 an element, half a word of Philox 4x32-10 (`reference.formats.encode`). Element i under a seed, at a step, of
+parameter number p has output (i mod 8) // 2 of philox(seed, counter = (i // 8, stream, p, step)); i counts elements as if every
+block of a row were full. Stream 0: of a word for two neighbours the second moment takes the lower half where i is even, the
+upper where it is odd, and the parameter the other one. Stream 1: the first moment. So replicas agree, a resumed run goes on
+with the same bits, and any element's can be computed alone.
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), section 2.
 """
@@ -40,7 +42,7 @@ import numpy.typing as npt
 
 from reference.arrays.namespace import choice, lookup
 from reference.formats.encode import MASK, philox
-from reference.formats.formats import Format
+from reference.formats.formats import FORMATS, Format
 from reference.quantize.quantize import dequantize, quantize
 from reference.quantize.scales import choose_scales
 from reference.quantize.stored import Quantized
@@ -50,8 +52,8 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
 TRANSFORMS = ("none", "sqrt", "softsign")
-#: What random bits are for.
-SECOND, PARAMETER, FIRST = 0, 1, 2
+#: What random bits are for: (stream, whether halves of a word change places).
+SECOND, PARAMETER, FIRST = (0, False), (0, True), (1, False)
 #: Elements that share a counter of Philox.
 TOGETHER = 8
 
@@ -102,8 +104,8 @@ class State:
     scheme: Scheme | None
     #: ``none``, ``sqrt`` or ``softsign``.
     transform: str = "none"
-    #: Whether values above 0 have the smallest positive code at least.
-    nonzero: bool = False
+    #: The smallest code that is stored, of a moment that is not negative.
+    least: int = 0
 
     def __post_init__(self) -> None:
         choice(self.transform, TRANSFORMS, "transform")
@@ -112,13 +114,6 @@ class State:
     def block(self) -> int:
         """Elements of a block; of float32 states 256, by which random bits are counted."""
         return int(self.scheme.scale.block) if self.scheme is not None else 256  # type: ignore[arg-type]
-
-    @property
-    def smallest_code(self) -> int:
-        """The code of the smallest positive value."""
-        values = self.scheme.format.values if self.scheme is not None else np.zeros(1, np.float32)
-        positive = np.where(values > 0, values, np.inf)
-        return int(np.argmin(positive))
 
     @property
     def stochastic(self) -> bool:
@@ -162,10 +157,18 @@ ZEROS = "a second moment far below its block's largest is stored as 0, and the n
 TIES = "a tie between two values goes to the lower index, torchao's to the larger value"
 
 
-def _house(element: str, block: int, rounding: str, rule: str = "ratio_pow2", target: float = 0.0) -> Scheme:
-    from reference.formats.formats import FORMATS
+#: Smallest scale of a root: squared, with the least code, it has a square root that is computed without exceptions.
+ROOT_FLOOR = ("stored", 2.0**-44)
 
-    scale = Scale(block=block, target=target or FORMATS[element].max, rule=rule, floor=FLOOR, partial=True)
+
+def _house(
+    element: str,
+    block: int,
+    rounding: str,
+    rule: str = "ratio_pow2",
+    floor: tuple[str, float | str] = FLOOR,
+) -> Scheme:
+    scale = Scale(block=block, target=FORMATS[element].max, rule=rule, floor=floor, partial=True)
     return Scheme(name=f"state_{element}_{rounding}", element=element, scale=scale, rounding=rounding)
 
 
@@ -179,11 +182,17 @@ def _records() -> list[States]:
     nearest, stochastic = "nearest_even", "stochastic"
     first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, nearest))
     root = State(
-        name="sqrt_e4m3", scheme=_house("float8_e4m3fn", 256, stochastic), transform="sqrt", nonzero=True
+        name="sqrt_e4m3",
+        transform="sqrt",
+        least=8,
+        scheme=_house("float8_e4m3fn", 256, stochastic, floor=ROOT_FLOOR),
     )
     first4 = State(name="e2m1", scheme=_house("float4_e2m1fn", 128, stochastic))
     root4 = State(
-        name="sqrt_uint4", scheme=_house("uint4", 128, stochastic, "ratio"), transform="sqrt", nonzero=True
+        name="sqrt_uint4",
+        transform="sqrt",
+        least=1,
+        scheme=_house("uint4", 128, stochastic, "ratio", ROOT_FLOOR),
     )
     pairs = {
         "torchao.8bit": ((DYNAMIC8, 256, 1.0), (DYNAMIC8_UNSIGNED, 256, 1.0), (ZEROS, TIES)),
@@ -245,21 +254,30 @@ def matrix_shape(shape: tuple[int, ...], block: int) -> tuple[int, int]:
 
 
 def halves(
-    shape: tuple[int, int], block: int, *, seed: int, step: int, parameter: int, use: int, first: int = 0
+    shape: tuple[int, int],
+    block: int,
+    *,
+    seed: int,
+    step: int,
+    parameter: int,
+    use: tuple[int, bool],
+    first: int = 0,
 ) -> Words:
     """uint32 words of shape (rows, length), 16 random bits in their upper halves; see the module text.
 
-    first: the number of blocks of the parameter in front of this part of it, where it is a shard.
+    use: `SECOND`, `PARAMETER` or `FIRST`. first: the number of blocks of the parameter in front of this part of it, where it is
+    a shard.
     """
     rows, length = shape
     count = -(-length // block)
     total = rows * count * block
     start = first * block
     index = np.arange(start // TOGETHER, -(-(start + total) // TOGETHER), dtype=np.uint64)
-    fixed = [np.full_like(index, np.uint64(value & MASK)) for value in (use, parameter, step)]
+    fixed = [np.full_like(index, np.uint64(value & MASK)) for value in (use[0], parameter, step)]
     words = np.stack(philox(seed, (index & np.uint64(MASK), fixed[0], fixed[1], fixed[2])), axis=-1)
     words = words.astype(np.uint32)
-    both = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], axis=-1).reshape(-1)
+    both = [words << np.uint32(16), words & np.uint32(0xFFFF0000)]
+    both = np.stack(both[::-1] if use[1] else both, axis=-1).reshape(-1)
     blocks = both[start % TOGETHER :][:total].reshape(rows, count * block)
     return np.ascontiguousarray(blocks[:, :length])
 
@@ -277,11 +295,8 @@ def store_state(x: Any, state: State, random_bits: Any = None) -> Quantized:
             return _store_softsign(x, state)
         value = np.sqrt(x) if state.transform == "sqrt" else x
         q = _quantize(value, state.scheme, random_bits=random_bits)
-    if state.nonzero:
-        codes = np.where(
-            (value > 0) & (q.codes < state.smallest_code), np.uint8(state.smallest_code), q.codes
-        )
-        q = replace(q, codes=codes)
+    if state.least:
+        q = replace(q, codes=np.maximum(q.codes, np.uint8(state.least)))
     return _packed(q)
 
 

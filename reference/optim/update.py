@@ -6,7 +6,7 @@ Everything is float32, every operation rounded once, in this order; numbers of a
     Adam    g = g + wd p
     AdamW   p = p (1 - lr wd)
     both    m = b1 m + (1 - b1) g,    v = min(b2 v + (1 - b2) (g g), largest float32),    r = sqrt(v)
-            p = p - (m (lr / (1 - b1^t))) / (r (1 / sqrt(1 - b2^t)) + eps)
+            p = p - (m (lr / (1 - b1^t))) (1 / (r (1 / sqrt(1 - b2^t)) + eps))
     Lion    p = p (1 - lr wd),    p = p - lr sign(b1 m + (1 - b1) g),    m = b2 m + (1 - b2) g
 
 The update uses the fresh moments; then they are stored (`reference.optim.states`) and p is rounded to its dtype: to nearest
@@ -19,7 +19,8 @@ is lost between steps: `join_master` gives the float32 back. The idea is FlashOp
 steps of a 254th (65534th) of the bfloat16's last place, this one steps of the float32 pattern.
 
 Finite input never becomes NaN: squares stop at the largest float32, and eps is positive. A gradient that is not finite makes
-its block's moments NaN, as torch's optimizers make its element; `ao_lab.optim` refuses such gradients before a step.
+the first moment of its block NaN, and with it parameters, as torch's optimizers make its element; `ao_lab.optim` refuses such
+gradients before a step. Of a NaN that is written only that it is one is specified.
 
 Sources: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1; Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101),
 algorithm 2; Chen et al., Symbolic discovery of optimization algorithms (arXiv 2302.06675), program 1.
@@ -220,7 +221,8 @@ def moved(
     m = n.first * m + n.first_rest * g
     v = n.second * v + n.second_rest * (g * g)
     v = np.where(v <= TOP, v, TOP)
-    return p - (m * n.size) / (np.sqrt(v) * n.root + n.eps), m, v
+    inverse = np.float32(1) / (np.sqrt(v) * n.root + n.eps)
+    return p - (m * n.size) * inverse, m, v
 
 
 def as_float32(x: Any) -> Floats:
@@ -230,46 +232,34 @@ def as_float32(x: Any) -> Floats:
 
 
 def as_dtype(x: Floats, name: str, words: Any = None) -> Any:
-    """float32 rounded to a parameter's dtype, to nearest even, or to bfloat16 stochastically by words; finite stays finite."""
+    """float32 rounded to a parameter's dtype, to nearest even, or to bfloat16 stochastically by words, as IEEE 754 says."""
     ns = namespace_of(x)
     bits = ns.bitcast(x, "int32")
     if words is None or name == "float32":
-        return to_dtype_bits(ns, bits, name, saturate=True)
+        return to_dtype_bits(ns, bits, name)
     fmt = FORMATS[name]
-    codes = encode_bits(ns, bits, fmt, "stochastic", "saturate", words)
+    codes = encode_bits(ns, bits, fmt, "stochastic", "nonfinite", words)
     return ns.bitcast(codes_of(ns, codes, 16), name)
 
 
 def split_master(p: Floats, width: int) -> tuple[Any, Any]:
-    """(bfloat16, int8 or int16): float32 rounded to 24 bits (width 8) or as it is (16), as its nearest bfloat16 and the
-    difference of the two patterns.
+    """(bfloat16, int8 or int16): the pattern of a float32, rounded to 24 bits (width 8) or as it is (16), as the nearest
+    pattern of its upper 16 bits and the difference.
 
-    Rounding of the pattern is to nearest, ties away from zero in the bfloat16 and to even in the 24 bits. NaN: the quiet NaN
-    and 0; values that round beyond the largest bfloat16 stop there, with the error that is left.
+    Ties go away from zero. NaN: the quiet NaN and 0. What rounds beyond the largest bfloat16 is infinity there, and comes back.
     """
-    bits = p.view(np.int32)
-    magnitude, negative = bits & 0x7FFFFFFF, bits < 0
-    drop = 16 - width
-    kept = magnitude
-    if drop:
-        kept = (magnitude + ((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)) >> drop
-    half = 1 << (width - 1)
-    top = np.where(magnitude > 0x7F800000, 0x7FC0, np.minimum((kept + half) >> width, 0x7F7F))
-    top = np.where(magnitude == 0x7F800000, 0x7F80, top)
-    error = np.clip(kept - (top << width), -half, half - 1)
-    error = np.where(magnitude >= 0x7F800000, 0, error)
-    code = (top | np.where(negative, 0x8000, 0)).astype(np.uint16)
-    return namespace_of(p).bitcast(code, "bfloat16"), error.astype(f"int{width}")
+    bits = np.where(np.isnan(p), np.int32(0x7FC00000), p.view(np.int32)).view(np.uint32)
+    kept = bits + np.uint32(1 << (15 - width) if width < 16 else 0)
+    code = ((kept + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+    error = (kept >> np.uint32(16 - width)).astype(f"uint{width}").view(f"int{width}")
+    return namespace_of(p).bitcast(code, "bfloat16"), error
 
 
 def join_master(p: Any, error: Any) -> Floats:
     """The float32 that `split_master` split."""
     width = 8 * error.dtype.itemsize
-    code = p.view(np.uint16).astype(np.int32)
-    magnitude = (((code & 0x7FFF) << width) + error) << (16 - width)
-    special = (code & 0x7FFF) >= 0x7F80
-    magnitude = np.where(special, (code & 0x7FFF) << 16, magnitude)
-    bits = (magnitude | ((code & 0x8000) << 16)).astype(np.int32)
+    code = p.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    bits = code + (error.astype(np.int32) << (16 - width)).view(np.uint32)
     return np.asarray(bits.view(np.float32))
 
 

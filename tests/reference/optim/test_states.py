@@ -72,14 +72,14 @@ def test_fp8_is_torchaos():
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_second_moment_above_0_is_never_stored_as_0(name):
+def test_a_second_moment_is_never_stored_as_0(name):
+    """Nor is that of a parameter which has not had a gradient: its root is 2**-50 (2**-44)."""
     state = STATES[name].second
     if state.scheme is None:
         return
-    v = moments(spread=8.0) ** 2
-    back = load_state(stored(v, state), state)
-    assert np.array_equal(back > 0, v > 0)
-    assert (load_state(stored(np.zeros_like(v), state), state) == 0).all()
+    assert (load_state(stored(moments(spread=8.0) ** 2, state), state) > 0).all()
+    root = 2.0**-50 if "8" in name else 2.0**-44
+    assert (load_state(stored(np.zeros((2, 256), np.float32), state), state) == np.float32(root) ** 2).all()
 
 
 @pytest.mark.parametrize("name", ["torchao.8bit", "torchao.fp8", "flashoptim.8bit"])
@@ -113,7 +113,7 @@ def test_errors_stay_below_a_step(seed, case):
     v = moments(seed, (2, 256), 1.0) ** 2
     root, back = np.sqrt(v), np.sqrt(load_state(stored(v, state), state))
     largest = np.repeat(root.reshape(-1, state.block).max(-1), state.block).reshape(root.shape)
-    step = np.maximum(root / 8, largest * 2.0**-16) if name == "8bit" else largest / 15
+    step = np.maximum(root / 8, largest * 2.0**-13) if name == "8bit" else largest / 15
     assert (np.abs(back - root) <= step * (1 + 1e-5)).all()
 
 
@@ -126,13 +126,14 @@ def test_rounding_is_unbiased():
     assert (np.abs(back.mean(0) - root[0]) <= 5 * 0.125 / 2 / 4000**0.5).all()
 
 
-def test_halves_are_those_of_philox():
-    words = halves((3, 300), 256, seed=7 + (5 << 32), step=9, parameter=4, use=2, first=1)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_halves_are_those_of_philox(swapped):
+    words = halves((3, 300), 256, seed=7 + (5 << 32), step=9, parameter=4, use=(2, swapped), first=1)
     for row, column in ((0, 0), (0, 7), (1, 255), (2, 299), (1, 1)):
         index = (row * 2 + column // 256 + 1) * 256 + column % 256
         counter = tuple(np.array([value], np.uint64) for value in (index // 8, 2, 4, 9))
         word = int(philox(7 + (5 << 32), counter)[index % 8 // 2][0])
-        half = word >> 16 if index % 2 else word & 0xFFFF
+        half = word >> 16 if index % 2 != swapped else word & 0xFFFF
         assert int(words[row, column]) == half << 16
 
 

@@ -110,7 +110,7 @@ def test_master_weights_come_back(width):
     """16 bits: the float32 itself; 8: it rounded to 24 bits, and that comes back as it is. The bfloat16 is the nearest."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 14, np.uint32)
     p = bits.view(np.float32)
-    p = p[np.isfinite(p) & (np.abs(p) < 3.3e38)]
+    p = p[np.isfinite(p)]
     high, error = split_master(p, width)
     joined = join_master(high, error)
     if width == 16:
@@ -123,12 +123,12 @@ def test_master_weights_come_back(width):
     assert np.array_equal(again[0].view(np.uint16), high.view(np.uint16))
     assert np.array_equal(again[1], error)
     difference = np.abs(joined.view(np.int32).astype(np.int64) - p.view(np.int32))
-    assert difference.max() <= (1 << (15 - width) if width == 8 else 0)
+    assert difference.max() <= (128 if width == 8 else 0)
 
 
 def test_master_weights_of_infinity_and_nan():
     high, error = split_master(np.array([np.inf, -np.inf, np.nan, 3.4e38, 0.0, -0.0], np.float32), 8)
-    assert high.view(np.uint16).tolist() == [0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0, 0x8000]
+    assert high.view(np.uint16).tolist() == [0x7F80, 0xFF80, 0x7FC0, 0x7F80, 0, 0x8000]
     assert np.isfinite(join_master(high, error)[3:]).all()
 
 

@@ -1,0 +1,1 @@
+"""One optimizer step of many parameters in one launch."""

@@ -1,0 +1,287 @@
+"""Tables of addresses and counts of the parameters of a step, and its two launches.
+
+Tables are made when a parameter's tensors have moved (gradients are often allocated anew) and copied from pinned memory, so
+that nothing waits; as long as none has moved they stay. While a CUDA graph is captured, what it copies from is never changed
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from fast.kernels.optim.kernel import COLUMNS, NUMBERS, numbers_kernel, step_kernel
+from fast.kernels.scheme.constants import SchemeConstants, constants_of
+from fast.launch.launcher import ALIGNMENT, UNFUSED, interpreted
+from reference.optim.states import State
+from reference.optim.update import MASTERS
+
+if TYPE_CHECKING:
+    from fast.optim.update import Rule, Slot
+
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+#: Elements of a tile, warps of a program, and programs a multiprocessor (0: one a tile).
+ELEMENTS, WARPS, PROGRAMS = 2048, 4, 0
+#: Parameters of a program that computes their numbers.
+ROWS = 32
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the kernel is compiled for."""
+
+    kind: str
+    p: torch.dtype
+    g: torch.dtype
+    first: State
+    second: State
+    rounds: bool
+    master: int
+    ragged: bool
+    aligned: bool
+    #: Whether roots and reciprocals need no test for rare exponents.
+    fast: bool
+
+    @property
+    def size(self) -> int:
+        """Elements of a block."""
+        return self.first.block
+
+
+class Tables:
+    """What a launch reads: rows of parameters, tiles, numbers; on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows: np.ndarray = np.zeros((0, len(COLUMNS)), np.int64)
+        self.tensors = self.tiles = self.numbers = torch.zeros(0, device=device)
+        #: Memory that captured graphs copy from.
+        self.held: list[torch.Tensor] = []
+
+    def put(self, rows: np.ndarray, blocks: int) -> None:
+        """Make the tables those of these rows; blocks: of a tile."""
+        if self.rows.shape == rows.shape and np.array_equal(self.rows, rows):
+            return
+        counts = rows[:, COLUMNS.index("blocks")]
+        same = self.rows.shape == rows.shape and np.array_equal(self.rows[:, 8:11], rows[:, 8:11])
+        if not same:
+            self.tiles = self._on_device(tiles_of(counts, blocks))
+            self.numbers = torch.zeros((len(rows), int(NUMBERS)), dtype=torch.float32, device=self.device)
+            self.tensors = torch.zeros(rows.shape, dtype=torch.int64, device=self.device)
+        self.tensors.copy_(self._pinned(rows), non_blocking=True)
+        self.rows = rows
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return self._pinned(array).to(self.device, non_blocking=True)
+
+    def _pinned(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type != "cuda":
+            return tensor
+        tensor = tensor.pin_memory()
+        if torch.cuda.is_current_stream_capturing():
+            self.held.append(tensor)
+        return tensor
+
+
+def tiles_of(counts: np.ndarray, blocks: int) -> np.ndarray:
+    """(row, first block) of every tile, int32 (tiles, 2), of parameters with so many blocks."""
+    number = -(-counts // blocks)
+    row = np.repeat(np.arange(len(counts)), number)
+    first = (np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)) * blocks
+    return np.stack([row, first], axis=1).astype(np.int32)
+
+
+def row_of(slot: Slot, rule: Rule) -> list[int]:
+    """The row of a parameter: addresses (0 where there is no tensor), then counts."""
+    block = rule.states.first.block
+    rows, length = slot.matrix(block)
+    in_row = -(-length // block)
+    second = slot.second_moment
+    tensors = (
+        slot.p, slot.g, slot.first_moment.codes, slot.first_moment.scale, None if second is None else second.codes,
+        None if second is None else second.scale, slot.error, slot.step,
+    )  # fmt: skip
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    seed = rule.seed
+    return [
+        *addresses, rows * in_row, length, in_row, slot.parameter, slot.first, seed & 0xFFFFFFFF, seed >> 32, 0,
+    ]  # fmt: skip
+
+
+def kind_of(slot: Slot, rule: Rule) -> Kind:
+    """What the kernel is compiled for of a parameter."""
+    length = slot.matrix(rule.states.first.block)[1]
+    master = 0 if slot.error is None else 8 * slot.error.element_size()
+    rounds = rule.stochastic_round and slot.p.dtype == torch.bfloat16 and not master
+    ragged = length % rule.states.first.block != 0
+    return Kind(
+        rule.kind,
+        slot.p.dtype,
+        slot.g.dtype,
+        rule.states.first,
+        rule.states.second,
+        rounds,
+        master,
+        ragged,
+        not ragged and is_aligned(slot),
+        is_ordinary(rule),
+    )
+
+
+def is_ordinary(rule: Rule) -> bool:
+    """Whether second moments are 2**-101 or more, and what updates are divided by lies between 2**-126 and 2**125.
+
+    A root that is stored is 2**-44 * 2**-6 or more, so that its square times b2 of 2**-9 or more is; of a step t it is divided
+    by sqrt(1 - b2^t), which is 2**-27 or more as b2 is at most 1 - 2**-53.
+    """
+    second = rule.states.second
+    return (
+        rule.kind != "lion"
+        and second.least > 0
+        and second.transform == "sqrt"
+        and rule.betas[1] >= 2.0**-9
+        and rule.eps <= 2.0**100
+    )
+
+
+def is_aligned(slot: Slot) -> bool:
+    """Whether all elements lie at multiples of 16 bytes."""
+    second = slot.second_moment
+    tensors = (
+        slot.p,
+        slot.g,
+        slot.first_moment.codes,
+        slot.p if second is None else second.codes,
+        slot.p if slot.error is None else slot.error,
+    )
+    return not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors)
+
+
+def covers(rule: Rule) -> bool:
+    """Whether the kernel takes these states: float32 scales, elements without a companding function."""
+    states = [rule.states.first] + ([] if rule.kind == "lion" else [rule.states.second])
+    return all(
+        state.scheme is None or (state.transform != "softsign" and state.scheme.scale.storage == "float32")
+        for state in states
+    )
+
+
+@lru_cache(maxsize=64)
+def constants(state: State, hardware: bool) -> SchemeConstants | None:
+    """A state as the kernel reads it."""
+    return None if state.scheme is None else constants_of(state.scheme, "float32", hardware)
+
+
+@lru_cache(maxsize=64)
+def table(state: State, device: torch.device) -> torch.Tensor:
+    """Values of a codebook, and behind them the largest float32 of each code but the last; else one 0."""
+    if state.scheme is None or state.scheme.format.kind != "codebook":
+        return torch.zeros(1, device=device)
+    from fast.kernels.scheme.constants import _thresholds
+
+    fmt = state.scheme.format
+    return torch.tensor([*fmt.table, *_thresholds(fmt)], dtype=torch.float32, device=device)
+
+
+class Launches:
+    """The launches of an optimizer's parameters, with their tables; one for each `Kind` and rule."""
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[Any, ...], Tables] = {}
+        self.constants: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.rates: dict[tuple[Any, ...], tuple[float, torch.Tensor]] = {}
+
+    def update(
+        self, slots: Sequence[Slot], rule: Rule, group: int = 0, skip: torch.Tensor | None = None
+    ) -> None:
+        """One step of CUDA parameters. group: tells rules apart. skip: float32 of one element, not 0 to leave the step out."""
+        by_kind: dict[tuple[Any, ...], list[Slot]] = {}
+        for slot in slots:
+            by_kind.setdefault((group, slot.p.device, kind_of(slot, rule)), []).append(slot)
+        for key, part in by_kind.items():
+            self._launch(key, part, rule, skip)
+
+    def _launch(
+        self, key: tuple[Any, ...], slots: Sequence[Slot], rule: Rule, skip: torch.Tensor | None
+    ) -> None:
+        group, device, kind = key
+        blocks = max(ELEMENTS // kind.size, 1)
+        tables = self.tables.setdefault(key, Tables(device))
+        tables.put(np.array([row_of(slot, rule) for slot in slots], np.int64), blocks)
+        if not len(tables.tiles):
+            return
+        launch_step(
+            kind, tables, self._constants(rule, device), self._rate(group, rule, device),
+            self._no_skip(device) if skip is None else skip, blocks,
+        )  # fmt: skip
+
+    def _constants(self, rule: Rule, device: torch.device) -> torch.Tensor:
+        numbers = (
+            *(float(beta) for beta in rule.betas), float(np.float32(rule.eps)), float(np.float32(rule.weight_decay)),
+        )  # fmt: skip
+        known = self.constants.get((device, numbers))
+        if known is None:
+            known = self.constants[device, numbers] = torch.tensor(
+                numbers, dtype=torch.float64, device=device
+            )
+        return known
+
+    def _rate(self, group: int, rule: Rule, device: torch.device) -> torch.Tensor:
+        lr = rule.lr
+        if isinstance(lr, torch.Tensor) and lr.device == device and lr.dtype == torch.float32:
+            return lr
+        value = float(lr)
+        known = self.rates.get((group, device))
+        if known is None or known[0] != value:
+            tensor = torch.full((1,), value, device=device) if known is None else known[1].fill_(value)
+            known = self.rates[group, device] = (value, tensor)
+        return known[1]
+
+    def _no_skip(self, device: torch.device) -> torch.Tensor:
+        known = self.constants.get((device, "skip"))
+        if known is None:
+            known = self.constants[device, "skip"] = torch.zeros(1, device=device)
+        return known
+
+
+def launch_step(
+    kind: Kind, tables: Tables, numbers: torch.Tensor, rate: torch.Tensor, skip: torch.Tensor, blocks: int
+) -> None:
+    """The two launches of a step."""
+    hardware = not interpreted()
+    lion = kind.kind == "lion"
+    options: dict[str, Any] = {**UNFUSED, "num_warps": WARPS} if hardware else {}
+    rows = len(tables.tensors)
+    numbers_kernel[(-(-rows // ROWS),)](
+        tables.tensors, numbers, rate, skip, tables.numbers, rows, lion, kind.kind == "adam", ROWS,
+        **({**UNFUSED, "num_warps": 1} if hardware else {}),
+    )  # fmt: skip
+    count = len(tables.tiles)
+    first, second = constants(kind.first, hardware), None if lion else constants(kind.second, hardware)
+    step_kernel[(_programs(count, tables.device),)](
+        tables.tiles, tables.tensors, tables.numbers, table(kind.first, tables.device),
+        table(kind.second, tables.device), count, kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
+        kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware,
+        kind.rounds or kind.second.stochastic, kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, kind.size, blocks,
+        **options,
+    )  # fmt: skip
+
+
+def _programs(count: int, device: torch.device) -> int:
+    if not PROGRAMS or device.type != "cuda":
+        return count
+    return min(count, PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+__all__ = ["MASTERS", "Kind", "Launches", "Tables", "covers", "launch_step", "tiles_of"]

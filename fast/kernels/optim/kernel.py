@@ -1,0 +1,401 @@
+"""`step_kernel`: one step of `reference.optim.update` for the blocks of many parameters, everything read and written once.
+
+A program takes a tile of P blocks of SIZE elements of one parameter. `tiles` says which: pairs (row of `tensors`, first block).
+A row of `tensors` is what a parameter needs: addresses and counts (`COLUMNS`); a row of `numbers` has the float32 numbers of
+its step, which `numbers_kernel` wrote just before from the step counter and the learning rate where they lie, on the device. So
+a captured CUDA graph goes on stepping, and nothing is compiled anew for other parameters.
+
+The largest magnitude of a block's new moments is found in registers, a warp a block. A thread has eight neighbouring elements,
+which are what one counter of Philox rounds, so random words stay where they are drawn.
+
+Reciprocals and square roots are correctly rounded, products and sums are not contracted: the bits are the reference's. Of the
+default states they need no test for rare exponents, as no second moment is below 2**-92 (`square_root_rn`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fast.kernels.bits import LARGEST, MAGNITUDE, NAN, bits_of, float_of, is_nan, rounded, widened
+from fast.kernels.hadamard import philox_words
+from fast.kernels.rowwise_colwise.tiles import scales_of
+from fast.kernels.rules.elements import clamp_integer, decode, encode, pairs, to_integer
+from fast.kernels.rules.statistics import larger
+from fast.kernels.sm90.bit_tricks import reciprocal_rn
+from fast.kernels.tile.quantize import stochastic_codes
+
+#: What a row of `tensors` holds, int64: addresses, then counts.
+COLUMNS = (
+    "p", "g", "first", "first_scale", "second", "second_scale", "error", "step", "blocks", "length", "in_row", "parameter",
+    "block", "seed_low", "seed_high", "unused",
+)  # fmt: skip
+WIDTH = tl.constexpr(len(COLUMNS))
+#: Numbers of a step, float32: as `reference.optim.update.Numbers`, then the step and whether it is left out.
+NUMBERS = tl.constexpr(12)
+#: Neighbouring elements of a thread, and of a counter.
+TOGETHER = tl.constexpr(8)
+
+
+@triton.jit
+def power(base, exponent):
+    """base**exponent: products of squares, from the lowest bit on; float64."""
+    made = base * 0.0 + 1.0
+    for _ in tl.range(0, 32):
+        made = tl.where((exponent & 1) != 0, made * base, made)
+        base = base * base
+        exponent = exponent >> 1
+    return made
+
+
+@triton.jit
+def numbers_kernel(
+    tensors, constants, rate, skip, numbers, count, LION: tl.constexpr, ADAM: tl.constexpr, TILE: tl.constexpr
+):
+    """The numbers of the next step of `count` parameters, TILE a program; their counters move on unless `skip` says that the
+    step is left out.
+
+    constants: float64 betas, and eps and weight decay (rounded to float32 before). rate: the learning rate, float32.
+    """
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    there = row < count
+    at = tl.load(tensors + row * WIDTH + 7, mask=there, other=0).to(tl.pointer_type(tl.float32))
+    left_out = tl.load(skip) != 0.0
+    before = tl.load(at, mask=there, other=0.0)
+    step = before.to(tl.int32) + 1
+    b1, b2 = tl.load(constants), tl.load(constants + 1)
+    eps, decay = tl.load(constants + 2), tl.load(constants + 3)
+    lr = tl.load(rate).to(tl.float64)
+    zero = step.to(tl.float64) * 0.0
+    size, root, keep = zero + lr, zero + 1.0, zero + 1.0
+    if not LION:
+        size = lr / (1.0 - power(zero + b1, step))
+        root = 1.0 / tl.sqrt(1.0 - power(zero + b2, step))
+    if not ADAM:
+        keep = zero + (1.0 - lr * decay)
+    out = numbers + row * NUMBERS
+    tl.store(out, (zero + b1).to(tl.float32), mask=there)
+    tl.store(out + 1, (zero + (1.0 - b1)).to(tl.float32), mask=there)
+    tl.store(out + 2, (zero + b2).to(tl.float32), mask=there)
+    tl.store(out + 3, (zero + (1.0 - b2)).to(tl.float32), mask=there)
+    tl.store(out + 4, size.to(tl.float32), mask=there)
+    tl.store(out + 5, root.to(tl.float32), mask=there)
+    tl.store(out + 6, (zero + eps).to(tl.float32), mask=there)
+    tl.store(out + 7, keep.to(tl.float32), mask=there)
+    tl.store(out + 8, (zero + decay).to(tl.float32), mask=there)
+    tl.store(out + 9, step.to(tl.float32), mask=there)
+    tl.store(out + 10, (zero + left_out.to(tl.float64)).to(tl.float32), mask=there)
+    tl.store(at, tl.where(left_out, before, step.to(tl.float32)), mask=there)
+
+
+@triton.jit
+def random_words(index, stream, parameter, step, seed_low, seed_high):
+    """(P, 4 S) words of counters (P, S), each for two neighbours."""
+    zero = index.to(tl.uint32) * 0
+    a, b, c, d = philox_words(
+        index.to(tl.uint32), zero + stream, zero + parameter, zero + step, seed_low, seed_high
+    )
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(words, (index.shape[0], TOGETHER // 2 * index.shape[1]))
+
+
+@triton.jit
+def halves(words, SWAPPED: tl.constexpr):
+    """Words (P, S) as 16 random bits for each of (P, 2 S), int32; `reference.optim.states.halves`."""
+    low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
+    both = tl.join(high, low) if SWAPPED else tl.join(low, high)
+    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
+
+
+@triton.jit
+def searched(v, thresholds, BITS: tl.constexpr):
+    """Codes of a codebook: how many thresholds lie below v; none for NaN."""
+    code = (v * 0.0).to(tl.int32)
+    for bit in tl.static_range(BITS):
+        # Half of what is left: 2**(BITS - 1 - bit).
+        middle = tl.load(thresholds + code + ((1 << (BITS - 1 - bit)) - 1))
+        code = tl.where(v > middle, code + (1 << (BITS - 1 - bit)), code)
+    return code
+
+
+@triton.jit
+def load_codes(source, at, at_half, inside, inside_half, BITS: tl.constexpr):
+    """int32 codes (P, SIZE), a byte each or two in one."""
+    if BITS == 8:
+        return tl.load(source + at, mask=inside, other=0).to(tl.int32)
+    else:
+        byte = tl.load(source + at_half, mask=inside_half, other=0).to(tl.int32)
+        return tl.reshape(tl.join(byte & 15, byte >> 4), (byte.shape[0], 2 * byte.shape[1]))
+
+
+@triton.jit
+def loaded(codes, scale, table, STATE: tl.constexpr):
+    """float32 values of codes under scales (P, 1); the root of a second moment is squared by who asks."""
+    if STATE.kind == "codebook":
+        value = tl.load(table + codes)
+    else:
+        value = decode(codes, STATE.element)
+    return value * scale
+
+
+@triton.jit
+def made_codes(v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAST: tl.constexpr):
+    """(codes, what is stored as their scales) of moments (P, SIZE); bits: 16 random ones each, or None. POSITIVE: no moment is
+    negative or NaN; LEAST: the smallest code."""
+    if POSITIVE:
+        largest = tl.max(bits_of(v), axis=1, keep_dims=True)
+    else:
+        largest = largest_of_blocks(v, STATE.has_ptx)
+    stored, scale, factor = scales_of(largest, STATE)
+    if LEAST == 8 and STATE.rounding == "stochastic" and STATE.power_ratio:
+        return root_codes(v * factor, bits), stored
+    words = None
+    if bits is not None:
+        words = bits.to(tl.uint32) << 16
+    if STATE.apply == "divide":
+        scaled = tl.div_rn(v, scale)
+    else:
+        scaled = v * factor
+    if STATE.kind == "codebook":
+        THRESHOLDS: tl.constexpr = 1 << STATE.bits
+        codes = searched(scaled, table + THRESHOLDS, STATE.bits)
+    elif STATE.rounding == "stochastic" and STATE.kind == "float":
+        codes = stochastic_codes(scaled, words, STATE.element)
+    elif STATE.rounding == "stochastic":
+        codes = clamp_integer(to_integer(scaled, words, STATE.element), STATE.element)
+    else:
+        codes = encode(scaled, None, STATE.element)
+    if (STATE.rounding == "stochastic" or STATE.kind != "float") and not POSITIVE:
+        codes = tl.where(is_nan(scale), STATE.poison_code, codes)
+    if LEAST != 0:
+        codes = tl.maximum(codes, LEAST)
+    return codes, stored
+
+
+@triton.jit
+def largest_of_blocks(v, HAS_PTX: tl.constexpr):
+    """Patterns of the largest magnitudes (P, 1): floats of a thread, whose absolute value is free, then integers of a warp."""
+    if HAS_PTX:
+        parts = tl.reshape(tl.abs(v), (v.shape[0], v.shape[1] // TOGETHER, TOGETHER))
+        return tl.max(bits_of(tl.reduce(parts, 2, larger)) & MAGNITUDE, axis=1, keep_dims=True)
+    else:
+        return tl.max(bits_of(v) & MAGNITUDE, axis=1, keep_dims=True)
+
+
+@triton.jit
+def root_codes(y, bits):
+    """e4m3 codes of values up to 448, rounded stochastically, the smallest normal number (code 8) at least."""
+    normal = bits_of(tl.maximum(y, 0.015625)) + (bits << 4)
+    return (normal >> 20) - ((127 - 7) << 3)
+
+
+@triton.jit
+def square_root_rn(v, FAST: tl.constexpr):
+    """sqrt(v), correctly rounded. FAST: v is 2**-101 or more and finite; the sequence of the assembler without its test."""
+    if FAST:
+        guess = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
+        )
+        root = v * guess
+        rest = tl.fma(root * -1.0, root, v)
+        return tl.fma(rest, guess * 0.5, root)
+    else:
+        return tl.sqrt_rn(v)
+
+
+@triton.jit
+def inverse_rn(v, FAST: tl.constexpr):
+    """1 / v, correctly rounded. FAST: v lies between 2**-126 and 2**125."""
+    if FAST:
+        return reciprocal_rn(v)
+    else:
+        return tl.div_rn(1.0, v)
+
+
+@triton.jit
+def store_codes(target, codes, at, at_half, inside, inside_half, BITS: tl.constexpr):
+    """The inverse of `load_codes`."""
+    if BITS == 8:
+        tl.store(target + at, codes.to(tl.uint8), mask=inside)
+    else:
+        tl.store(target + at_half, pairs(codes, 4).to(tl.uint8), mask=inside_half)
+
+
+@triton.jit
+def stochastic_bfloat16(v, bits):
+    """float32 rounded to bfloat16 by 16 random bits."""
+    moved = tl.where(v == v, bits_of(v) + bits, NAN)
+    return (moved >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def joined_master(p, error, WIDTH: tl.constexpr):
+    """float32 of a bfloat16 and its error; `reference.optim.update.join_master`."""
+    code = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return float_of(code + (error.to(tl.int32) << (16 - WIDTH)))
+
+
+@triton.jit
+def split_master(v, WIDTH: tl.constexpr):
+    """(bfloat16, error as int32 in its low bits); `reference.optim.update.split_master`."""
+    bits = tl.where(v == v, bits_of(v), NAN)
+    if WIDTH < 16:
+        bits = bits + (1 << (15 - WIDTH))
+    code = ((bits + 0x8000) >> 16).to(tl.int16)
+    return code.to(tl.bfloat16, bitcast=True), bits >> (16 - WIDTH)
+
+
+@triton.jit
+def rounded_to(v, TYPE: tl.constexpr, HAS_PTX: tl.constexpr):
+    """float32 in a parameter's dtype, to nearest even. (The interpreter's cast to bfloat16 cuts.)"""
+    if tl.float32 == TYPE:
+        return v
+    elif tl.bfloat16 == TYPE and not HAS_PTX:
+        return rounded(v, "bfloat16").to(TYPE)
+    else:
+        return v.to(TYPE)
+
+
+@triton.jit
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, offset, ALIGNED: tl.constexpr):
+    """The pointer in a column of a row, moved by an offset; ALIGNED: it is a multiple of 16 bytes."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + offset
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def step_kernel(
+    tiles, tensors, numbers, first_table, second_table, count,
+    KIND: tl.constexpr, P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROOT: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr, DRAWS: tl.constexpr, ROUNDS: tl.constexpr,
+    MASTER: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, HAS_PTX: tl.constexpr, SIZE: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """See the module. FIRST, SECOND: `SchemeConstants`, or None for float32. ROOT: the second is stored as its root;
+    LEAST: its smallest code. FAST: no exponent is rare. DRAWS: the first stream of random bits is used. ROUNDS: bfloat16
+    parameters are rounded stochastically. RAGGED: rows are no multiples of blocks; ALIGNED: all addresses are multiples of 16
+    bytes."""
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+        tensor = tl.load(tiles + 2 * tile)
+        begin = tl.load(tiles + 2 * tile + 1).to(tl.int64)
+        row = tensors + tensor * WIDTH
+        n = numbers + tensor * NUMBERS
+        # No block exists in a step that is left out.
+        limit = tl.where(tl.load(n + 10) != 0.0, 0, tl.load(row + 8))
+        exists = begin + tl.arange(0, P)[:, None] < limit
+        within = tl.arange(0, SIZE)[None, :]
+        half = tl.arange(0, SIZE // 2)[None, :]
+        if RAGGED:
+            length, in_row = tl.load(row + 9), tl.load(row + 10)
+            block = begin + tl.arange(0, P)[:, None]
+            line, column = block // in_row, block % in_row * SIZE
+            at = line * length + column + within
+            at_half = line * ((length + 1) // 2) + column // 2 + half
+            inside = exists & (column + within < length)
+            inside_half = exists & (column + 2 * half < length)
+            base, base_half, base_block = begin * 0, begin * 0, begin
+        else:
+            at = tl.arange(0, P)[:, None] * SIZE + within
+            at_half = tl.arange(0, P)[:, None] * (SIZE // 2) + half
+            # Eight neighbours a thread, as random words lie; said here, or bytes would have sixteen.
+            at = tl.max_contiguous(tl.multiple_of(at, [1, TOGETHER]), [1, TOGETHER])
+            at_half = tl.max_contiguous(tl.multiple_of(at_half, [1, TOGETHER // 2]), [1, TOGETHER // 2])
+            inside = tl.broadcast_to(exists, (P, SIZE))
+            inside_half = tl.broadcast_to(exists, (P, SIZE // 2))
+            base, base_half, base_block = begin * SIZE, begin * (SIZE // 2), begin
+        blocks = tl.arange(0, P)[:, None]
+
+        p_at = address(row, 0, P_TYPE, base, ALIGNED)
+        g = widened(tl.load(address(row, 1, G_TYPE, base, ALIGNED) + at, mask=inside, other=0.0))
+        stored_p = tl.load(p_at + at, mask=inside, other=0.0)
+        if MASTER == 8:
+            error_at = address(row, 6, tl.int8, base, ALIGNED)
+        elif MASTER == 16:
+            error_at = address(row, 6, tl.int16, base, ALIGNED)
+        if MASTER != 0:
+            p = joined_master(stored_p, tl.load(error_at + at, mask=inside, other=0), MASTER)
+        else:
+            p = widened(stored_p)
+        if FIRST is None:
+            first_at = address(row, 2, tl.float32, base, ALIGNED)
+            m = tl.load(first_at + at, mask=inside, other=0.0)
+        else:
+            BITS: tl.constexpr = FIRST.bits
+            first_at = address(row, 2, tl.uint8, base if BITS == 8 else base_half, ALIGNED)
+            first_scale = address(row, 3, tl.float32, base_block, False)
+            codes = load_codes(first_at, at, at_half, inside, inside_half, BITS)
+            m = loaded(codes, tl.load(first_scale + blocks, mask=exists, other=0.0), first_table, FIRST)
+        if KIND == "lion":
+            v = m
+        elif SECOND is None:
+            second_at = address(row, 4, tl.float32, base, ALIGNED)
+            v = tl.load(second_at + at, mask=inside, other=0.0)
+        else:
+            BITS2: tl.constexpr = SECOND.bits
+            second_at = address(row, 4, tl.uint8, base if BITS2 == 8 else base_half, ALIGNED)
+            second_scale = address(row, 5, tl.float32, base_block, False)
+            codes = load_codes(second_at, at, at_half, inside, inside_half, BITS2)
+            v = loaded(codes, tl.load(second_scale + blocks, mask=exists, other=0.0), second_table, SECOND)
+            if ROOT:
+                v = v * v
+
+        if KIND == "adam":
+            g = g + tl.load(n + 8) * p
+        else:
+            p = p * tl.load(n + 7)
+        if KIND == "lion":
+            direction = tl.load(n) * m + tl.load(n + 1) * g
+            sign = (direction > 0).to(tl.float32) - (direction < 0).to(tl.float32)
+            sign = tl.where(is_nan(direction), direction, sign)
+            m = tl.load(n + 2) * m + tl.load(n + 3) * g
+            p = p - tl.load(n + 4) * sign
+            root = m
+        else:
+            m = tl.load(n) * m + tl.load(n + 1) * g
+            v = tl.load(n + 2) * v + tl.load(n + 3) * (g * g)
+            v = tl.minimum(v, float_of(tl.full((), LARGEST, tl.int32)))
+            root = square_root_rn(v, FAST)
+            p = p - (m * tl.load(n + 4)) * inverse_rn(root * tl.load(n + 5) + tl.load(n + 6), FAST)
+        if RAGGED:
+            m = tl.where(inside, m, 0.0)
+            v = tl.where(inside, v, 0.0)
+            root = tl.where(inside, root, 0.0)
+
+        counter = ((begin + tl.load(row + 12)) * (SIZE // TOGETHER)).to(tl.int32)
+        index = counter + (blocks * (SIZE // TOGETHER) + tl.arange(0, SIZE // TOGETHER)[None, :])
+        parameter, step = tl.load(row + 11).to(tl.uint32), tl.load(n + 9).to(tl.uint32)
+        low, high = tl.load(row + 13).to(tl.uint32), tl.load(row + 14).to(tl.uint32)
+        if DRAWS:
+            words = random_words(index, 0, parameter, step, low, high)
+        if FIRST is None:
+            tl.store(first_at + at, m, mask=inside)
+        else:
+            bits = None
+            if FIRST.rounding == "stochastic":
+                bits = halves(random_words(index, 1, parameter, step, low, high), False)
+            codes, scale = made_codes(m, bits, first_table, FIRST, False, 0)
+            if RAGGED:
+                codes = tl.where(inside, codes, 0)
+            store_codes(first_at, codes, at, at_half, inside, inside_half, BITS)
+            tl.store(first_scale + blocks, scale, mask=exists)
+        if KIND != "lion" and SECOND is None:
+            tl.store(second_at + at, v, mask=inside)
+        elif KIND != "lion":
+            bits = None
+            if SECOND.rounding == "stochastic":
+                bits = halves(words, False)
+            codes, scale = made_codes(root if ROOT else v, bits, second_table, SECOND, True, LEAST)
+            if RAGGED:
+                codes = tl.where(inside, codes, 0)
+            store_codes(second_at, codes, at, at_half, inside, inside_half, BITS2)
+            tl.store(second_scale + blocks, scale, mask=exists)
+        if MASTER != 0:
+            stored_p, error = split_master(p, MASTER)
+            tl.store(error_at + at, error.to(error_at.dtype.element_ty), mask=inside)
+        elif ROUNDS:
+            stored_p = stochastic_bfloat16(p, halves(words, True))
+        else:
+            stored_p = rounded_to(p, P_TYPE, HAS_PTX)
+        tl.store(p_at + at, stored_p, mask=inside)

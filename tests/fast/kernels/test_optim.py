@@ -1,0 +1,69 @@
+"""The optimizer kernel: its bits in Triton's interpreter, and what it compiles to for Hopper."""
+
+import platform
+
+import numpy as np
+import pytest
+import torch
+
+from reference.optim.states import STATES
+from tests.emulator.interpreter_process import lines_of
+
+if platform.system() != "Linux":
+    pytest.skip("triton has no packages for this system", allow_module_level=True)
+
+from fast.kernels.optim import host
+from tests.fast.kernels.compiling.kernel_compiler import launched_together
+
+
+def test_bits_in_the_interpreter():
+    """Whole blocks and short ones, roots, both streams of random bits, a master weight, searched codebooks, 4 bits."""
+    assert len(lines_of("optim", "few")) == 4
+
+
+@pytest.mark.nightly
+def test_bits_of_every_case_in_the_interpreter():
+    assert len(lines_of("optim")) == 11
+
+
+def step_of(states, master=0, rounds=False, block=None):
+    """A launch of the kernel for bfloat16 parameters."""
+    record = STATES[states] if block is None else STATES[states].with_block(block)
+    kind = host.Kind("adamw", torch.bfloat16, torch.bfloat16, record.first, record.second, rounds, master, False, True,
+                     record.second.least > 0)  # fmt: skip
+
+    def run():
+        tables, blocks = host.Tables(torch.device("cpu")), host.ELEMENTS // kind.size
+        tables.put(np.array([[0] * 8 + [16, 16 * kind.size, 16, 0, 0, 0, 0, 0]], np.int64), blocks)
+        host.launch_step(
+            kind, tables, torch.zeros(4, dtype=torch.float64), torch.zeros(1), torch.zeros(1), blocks
+        )
+        return True
+
+    return run
+
+
+#: Instructions an element, the fixed part of a tile among them; at the memory's speed there are about 90 slots.
+LIMITS = {("8bit", 0, False): 64, ("8bit", 0, True): 67, ("8bit", 8, False): 74}
+
+
+def test_the_kernel_moves_whole_words_and_spills_nothing():
+    """Elements in 16 and 8 bytes, random words where they are drawn: no exchange but that of scales; no call for rare exponents."""
+    made = launched_together([step_of(*case) for case in LIMITS])
+    for (numbers, step), limit in zip(made, LIMITS.values(), strict=True):
+        assert numbers.kernel == "numbers_kernel"
+        assert {name.split()[0] for name in ("sqrt.rn.f64", "div.rn.f64") if name in numbers.ptx} == {
+            "sqrt.rn.f64",
+            "div.rn.f64",
+        }
+        assert (step.local, step.stack) == (0, 0)
+        assert step.named("CALL") == 0
+        assert step.count() / step.elements <= limit
+        # Scales alone pass through shared memory, and single bytes are neither read nor written.
+        assert step.named("STS") <= 2
+        assert not {1, 2} & (set(step.accesses("LDG")) | set(step.accesses("STG")))
+
+
+def test_tiles_cover_every_block_once():
+    tiles = host.tiles_of(np.array([5, 0, 1, 8]), 4)
+    assert tiles.tolist() == [[0, 0], [0, 4], [2, 0], [3, 0], [3, 4]]
