@@ -145,14 +145,14 @@ class LowBitOptimizer(Optimizer):
         if not torch.cuda.is_current_stream_capturing():
             host = torch.empty(1, pin_memory=True)
             host.copy_(skip, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._pending.append((host, event))
         return skip
 
     def _raise_for_skipped(self) -> None:
         """ValueError where an earlier step was left out on a GPU, as soon as that is known here."""
-        while self._pending and self._pending[0][1].query():
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             if self._pending.pop(0)[0].item():
                 raise ValueError(
                     "a gradient of an earlier step was not finite: that step was left out and changed nothing; go on, or give "

@@ -276,8 +276,8 @@ def halves(
     fixed = [np.full_like(index, np.uint64(value & MASK)) for value in (use[0], parameter, step)]
     words = np.stack(philox(seed, (index & np.uint64(MASK), fixed[0], fixed[1], fixed[2])), axis=-1)
     words = words.astype(np.uint32)
-    both = [words << np.uint32(16), words & np.uint32(0xFFFF0000)]
-    both = np.stack(both[::-1] if use[1] else both, axis=-1).reshape(-1)
+    pair = [words << np.uint32(16), words & np.uint32(0xFFFF0000)]
+    both = np.stack(pair[::-1] if use[1] else pair, axis=-1).reshape(-1)
     blocks = both[start % TOGETHER :][:total].reshape(rows, count * block)
     return np.ascontiguousarray(blocks[:, :length])
 

@@ -189,7 +189,7 @@ def update(
     with np.errstate(all="ignore"):
         p, m, v = moved(as_float32(master), as_float32(g), m, v, numbers, kind)
 
-    def words(use: int) -> Any:
+    def words(use: tuple[int, bool]) -> Any:
         block = states.first.block
         return halves(
             p.shape, block, seed=key.seed, step=step, parameter=key.parameter, use=use, first=key.first

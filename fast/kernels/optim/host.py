@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 
 from fast.kernels.optim.kernel import COLUMNS, NUMBERS, numbers_kernel, step_kernel
-from fast.kernels.scheme.constants import SchemeConstants, constants_of
+from fast.kernels.scheme.constants import SchemeConstants, constants_of, element_of
 from fast.launch.launcher import ALIGNMENT, UNFUSED, interpreted
 from reference.optim.states import State
 from reference.optim.update import MASTERS
@@ -188,10 +188,8 @@ def table(state: State, device: torch.device) -> torch.Tensor:
     """Values of a codebook, and behind them the largest float32 of each code but the last; else one 0."""
     if state.scheme is None or state.scheme.format.kind != "codebook":
         return torch.zeros(1, device=device)
-    from fast.kernels.scheme.constants import _thresholds
-
     fmt = state.scheme.format
-    return torch.tensor([*fmt.table, *_thresholds(fmt)], dtype=torch.float32, device=device)
+    return torch.tensor([*fmt.table, *element_of(fmt).thresholds], dtype=torch.float32, device=device)
 
 
 class Launches:

@@ -12,7 +12,7 @@ from fast.kernels.optim import host
 from fast.optim import update as module
 from tests.support.optim import CASES, SHAPES, compared, slots_of
 
-FEW, SMALL = (0, 2, 5, 8), ((2, 256), (2, 300))
+FEW, SMALL = (0, 5), ((1, 256), (1, 150))
 
 
 def main(few: str = "") -> None:
