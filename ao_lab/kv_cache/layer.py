@@ -14,7 +14,6 @@ import torch
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.recipe import KVRecipe
 from fast.attention.stored import append_, room_for
-from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
 
 StaticLayer: Any = needed("transformers.cache_utils").StaticLayer
@@ -111,10 +110,8 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         self.keys.fresh, self.values.fresh = (
             (key_states, value_states) if self.is_empty and new > 1 else (None, None)
         )
-        mixed = hadamard(key_states, self.k_head_dim) if self.recipe.rotate else key_states
-        append_(self.keys.store, mixed, self.cumulative_length)
-        append_(self.values.store, value_states, self.cumulative_length)
-        self.cumulative_length.add_(new)
+        stores = self.keys.store, self.values.store
+        append_(*stores, key_states, value_states, self.cumulative_length, self.recipe.rotate)
         if self.is_empty:
             self.is_empty = False
         return self.keys, self.values

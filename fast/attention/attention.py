@@ -67,15 +67,21 @@ def cached_attention(
 
         if decode.refusal(q, keys, values, mask, softcap) is None:
             return decode.attention(q, keys, values, length, mask, scale, causal)
-        return _dequantized(q, keys, values, length, mask, scale, causal, softcap)
-    return _exact(q, keys, values, int(length), mask, scale, causal, softcap)
+        return _by_tokens(_dequantized(q, keys, values, length, mask, scale, causal, softcap))
+    return _by_tokens(_exact(q, keys, values, int(length), mask, scale, causal, softcap))
+
+
+def _by_tokens(y: torch.Tensor) -> torch.Tensor:
+    """y (B, H, T, D) in memory of (B, T, H, D), as the next product reads it."""
+    return y.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @cached_attention.register_fake
 def _fake(
     q, k, k_scale, k_zero, k_scheme, k_width, v, v_scale, v_zero, v_scheme, v_width, length, mask, scale, causal, softcap
 ):  # type: ignore[no-untyped-def] # fmt: skip
-    return q.new_empty((*q.shape[:3], v_width))
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty((batch, tokens, heads, v_width)).transpose(1, 2)
 
 
 def _exact(

@@ -1,21 +1,19 @@
 """Keys or values of a cache of fixed size: tensors that are written in place, token by token.
 
 `StoredTokens` is what a `Quantized` along head_dim holds, with room for tokens to come. `append_` quantizes new tokens as
-`fast.quantize` does and puts them behind those that are there; where the next ones go is a number on the device, so that
-nothing waits for it and a CUDA graph replays.
+`fast.quantize` does and puts them behind those that are there; how many these are is a number on the device, so that nothing
+waits for it and a CUDA graph replays.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fast.ops import constant_record
+from fast.layers.hadamard import hadamard
 from fast.quantize.quantize import dequantize, quantize
 from fast.stored_tokens import StoredTokens
 from reference import Quantized, Scheme
-
-#: Parts of a token beside its codes, in the order of `Quantized`.
-PARTS = ("scale", "zero")
+from reference.schemes.schemes import record_of
 
 
 def quantized_tokens(stored: StoredTokens, length: int | None = None) -> Quantized:
@@ -26,7 +24,7 @@ def quantized_tokens(stored: StoredTokens, length: int | None = None) -> Quantiz
     )
     assert codes is not None
     shape = (*codes.shape[:3], stored.width)
-    return Quantized(codes, scale, None, zero, shape, 3, constant_record(stored.scheme), packed=True)
+    return Quantized(codes, scale, None, zero, shape, 3, record_of(stored.scheme), packed=True)
 
 
 def token_values(
@@ -53,22 +51,71 @@ def room_for(x: torch.Tensor, length: int, scheme: Scheme | None) -> StoredToken
     return StoredTokens(codes, room(one.scale), room(one.zero), scheme.key, width)
 
 
-def append_(stored: StoredTokens, x: torch.Tensor, position: torch.Tensor) -> None:
-    """Write tokens x (B, heads, n, width) at `position` and after it (a number on x's device)."""
-    at = torch.arange(x.shape[2], device=x.device) + position
+def append_(
+    keys: StoredTokens,
+    values: StoredTokens,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    length: torch.Tensor,
+    rotate: bool = False,
+) -> None:
+    """Write tokens k and v (B, heads, n, width) behind the `length` that are there, and count them.
+
+    length: int64, 0-d, on their device. rotate: whether k is mixed by Hadamard's transform of its width first. Codes and scales
+    are those of `fast.quantize`. What does not fit is for the caller to refuse.
+    """
+    torch.ops.ao_lab.append_tokens_(
+        k, v, keys.codes, keys.scale, keys.zero, keys.scheme, values.codes, values.scale, values.zero, values.scheme, length,
+        rotate,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "ao_lab::append_tokens_",
+    mutates_args=("k_codes", "k_scale", "k_zero", "v_codes", "v_scale", "v_zero", "length"),
+)
+def append_tokens_(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    k_zero: torch.Tensor | None,
+    k_scheme: str,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    v_scheme: str,
+    length: torch.Tensor,
+    rotate: bool,
+) -> None:
+    """`append_` as an operator, which compiled programs call."""
+    keys = StoredTokens(k_codes, k_scale, k_zero, k_scheme, k.shape[-1])
+    values = StoredTokens(v_codes, v_scale, v_zero, v_scheme, v.shape[-1])
+    at = torch.arange(k.shape[2], device=k.device) + length
+    _write(keys, hadamard(k.contiguous(), k.shape[-1]) if rotate else k, at)
+    _write(values, v, at)
+    length.add_(k.shape[2])
+
+
+@append_tokens_.register_fake
+def _append_fake(*args: object) -> None:
+    return None
+
+
+def _write(stored: StoredTokens, x: torch.Tensor, at: torch.Tensor) -> None:
+    """Tokens x at these positions."""
     if not stored.scheme:
         stored.codes.index_copy_(2, at, x.to(stored.codes.dtype))
         return
-    q = quantize(x.contiguous(), constant_record(stored.scheme), packed=True)
-    stored.codes.index_copy_(2, at, q.codes)
-    for name in PARTS:
-        held = getattr(stored, name)
+    q = quantize(x.contiguous(), record_of(stored.scheme), packed=True)
+    for held, new in ((stored.codes, q.codes), (stored.scale, q.scale), (stored.zero, q.zero)):
         if held is not None:
-            new = getattr(q, name)
-            # index_copy_ knows no uint16, in which bfloat16 scales are stored.
-            if held.dtype == torch.uint16:
-                held, new = held.view(torch.int16), new.view(torch.int16)
-            held.index_copy_(2, at, new)
+            _signed(held).index_copy_(2, at, _signed(new))
+
+
+def _signed(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that index_copy_ knows: bfloat16 scales are stored as uint16."""
+    return x.view(torch.int16) if x.dtype == torch.uint16 else x
 
 
 __all__ = ["append_", "quantized_tokens", "room_for", "token_values"]

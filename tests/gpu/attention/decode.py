@@ -1,0 +1,281 @@
+"""On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
+
+    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits times sweep generate] [--kinds value fp8 int8 int4]
+        [--seconds 60] [--out FOLDER]
+
+bits: the kernel within `attention_error_bound` of the reference, every kind, masks, several tokens, splits. times: one layer,
+32 query heads over 8 key heads of 128 channels, batch 1, 16, 64 with 1024, 8192, 32768 tokens, CUDA graphs over as many caches
+as the second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep: tiles at three
+of these. generate: transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context 8192. A line a check or time,
+and rows in FOLDER/kv_cache.csv (else $OUT).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from fast.attention.stored import append_, quantized_tokens, room_for
+from fast.kernels.attention import decode
+from reference import SCHEMES
+from reference.attention.attention import attention, attention_error_bound
+from reference.schemes.schemes import Scheme
+
+SCHEME: dict[str, Scheme | None] = {
+    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": SCHEMES["int4_g64"]
+}  # fmt: skip
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
+#: Bytes of caches that one graph goes through, three times the second-level cache; graphs replayed.
+CYCLE, REPLAYS = 160 << 20, 20
+ROWS: list[dict[str, object]] = []
+
+
+def say(part: str, what: str, value: float, unit: str, **more: object) -> None:
+    """One line, one row."""
+    ROWS.append({"part": part, "what": what, "value": value, "unit": unit, **more})
+    print(
+        f"{part:8} {what:60} {value:12.4g} {unit} {' '.join(f'{k}={v}' for k, v in more.items())}", flush=True
+    )
+
+
+def stored(kind: str, batch: int, length: int, room: int, kv: int = KV_HEADS, width: int = WIDTH):
+    """Keys and values of random tokens, and what they are stored as."""
+    k = torch.randn((batch, kv, length, width), device="cuda", dtype=torch.bfloat16)
+    v = torch.randn((batch, kv, length, width), device="cuda", dtype=torch.bfloat16)
+    keys, values = (room_for(x, room, SCHEME[kind]) for x in (k, v))
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    append_(keys, values, k, v, count)
+    return k, v, keys, values, count
+
+
+def bits(kinds: list[str]) -> None:
+    """Errors over their bound."""
+    cases = [(2, 8, 2, 1, 64, 128, 77, True), (1, 4, 1, 1, 128, 1280, 1130, False), (1, 4, 2, 3, 128, 416, 130, True),
+             (3, 32, 8, 1, 128, 640, 640, False), (1, 4, 4, 1, 256, 512, 311, True)]  # fmt: skip
+    for kind, (batch, heads, kv, tokens, width, room, length, masked) in itertools.product(kinds, cases):
+        if kind == "int4" and width == 256:
+            continue
+        torch.manual_seed(0)
+        k, v, keys, values, count = stored(kind, batch, length, room, kv, width)
+        q = torch.randn((batch, tokens, heads, width), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        mask = None
+        if masked:
+            mask = torch.ones((batch, 1, tokens, room), dtype=torch.bool, device="cuda")
+            mask[0, ..., :3] = False
+        y = decode.attention(q, keys, values, count, mask, width**-0.5, True).float().cpu()
+        again = [
+            decode.attention(q, keys, values, count, mask, width**-0.5, True).float().cpu() for _ in range(20)
+        ]
+        same = all(torch.equal(y, other) for other in again)
+        held = (
+            (k.cpu(), v.cpu())
+            if SCHEME[kind] is None
+            else tuple(_cpu(quantized_tokens(x, length)) for x in (keys, values))
+        )
+        seen = None if mask is None else mask[..., :length].cpu().numpy()
+        expected = attention(q.cpu(), *held, causal=True, mask=seen, out_dtype="float64")
+        rule = "bfloat16" if kind == "value" else "float16"
+        bound = attention_error_bound(q.cpu(), *held, causal=True, mask=seen, weights=rule)
+        worst = float(((y.double() - expected).abs() / torch.from_numpy(bound)).max())
+        what = f"{kind} B{batch} H{heads}/{kv} T{tokens} D{width} {length} of {room}{' masked' if masked else ''}"
+        say("bits", what, worst, "of the bound", ok=worst <= 1, repeatable=same)
+
+
+def _cpu(q):
+    return replace(q, codes=q.codes.cpu(), scale=q.scale.cpu(), zero=None if q.zero is None else q.zero.cpu())
+
+
+def graph_time(calls: list) -> float:
+    """Microseconds of one of the calls, all of them in a CUDA graph."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def caches(kind: str, batch: int, length: int):
+    """As many caches as the second-level cache cannot hold."""
+    one = stored(kind, batch, length, length)
+    size = sum(t.numel() * t.element_size() for x in one[2:4] for t in x.tensors())
+    copies = max(2, min(64, -(-CYCLE // size)))
+    return size, [one, *(stored(kind, batch, length, length) for _ in range(copies - 1))]
+
+
+def times(kinds: list[str], deadline: float) -> None:
+    """Of one layer, by kind; torch's beside."""
+    for batch, length in itertools.product((1, 16, 64), (1024, 8192, 32768)):
+        if time.monotonic() > deadline:
+            say("times", f"B{batch} {length} not reached", 0, "")
+            continue
+        q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for kind in kinds:
+            size, held = caches(kind, batch, length)
+            calls = [
+                lambda k=keys, v=values, n=count, q=q: decode.attention(q, k, v, n, None, WIDTH**-0.5, True)
+                for _, _, keys, values, count in held
+            ]
+            us = graph_time(calls)
+            say("times", f"B{batch} {length} {kind}", us, "us", TBps=round(size / us / 1e6, 3))
+            if kind == "value":
+                peers(batch, length, q, [(k, v) for k, v, *_ in held], size)
+            del held, calls
+            torch.cuda.empty_cache()
+
+
+def peers(batch: int, length: int, q: torch.Tensor, held: list, size: int) -> None:
+    """torch's attention over bfloat16 keys and values of this length."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+
+        def call(k, v, backend=backend):
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        try:
+            us = graph_time([lambda k=k, v=v: call(k, v) for k, v in held])
+            say("times", f"B{batch} {length} {name}", us, "us", TBps=round(size / us / 1e6, 3))
+        except RuntimeError as error:
+            say("times", f"B{batch} {length} {name} refused: {str(error)[:60]}", 0, "")
+
+
+def sweep(kinds: list[str], deadline: float) -> None:
+    """Tiles, warps, stages and programs at three sizes."""
+    tiles = [(32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3)]
+    tiles += [(128, 8, 3), (64, 8, 3)]
+    for kind in kinds:
+        for batch, length in ((64, 8192), (1, 8192), (16, 8192)):
+            q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            size, held = caches(kind, batch, length)
+            found = []
+            for (block, warps, stages), programs in itertools.product(tiles, (264, 528, 1056, 2112)):
+                if time.monotonic() > deadline:
+                    break
+                splits = max(1, min(-(-programs // (batch * KV_HEADS)), -(-length // 128)))
+                plan = decode.Plan(splits, block, warps, stages)
+                if any(plan == other for _, other in found):
+                    continue
+                try:
+                    us = graph_time([
+                        lambda k=keys, v=values, n=count, p=plan, q=q: decode.attention(q, k, v, n, None, WIDTH**-0.5, True, p)
+                        for _, _, keys, values, count in held
+                    ])  # fmt: skip
+                except OutOfResources as error:
+                    print("sweep", kind, plan, str(error)[:80], flush=True)
+                    continue
+                found.append((us, plan))
+            for us, plan in sorted(found, key=lambda f: f[0])[:8]:
+                say("sweep", f"{kind} B{batch} {length} {plan}", us, "us", TBps=round(size / us / 1e6, 3))
+            del held
+            torch.cuda.empty_cache()
+
+
+def model_of(layers: int):
+    """Random weights at the shapes of Llama-3.1-8B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+def generate(
+    kinds: list[str], deadline: float, batch: int = 16, context: int = 8192, layers: int = 8
+) -> None:
+    """Milliseconds a token of transformers' `generate()`, compiled, from two lengths of answers."""
+    import ao_lab
+
+    model = model_of(layers)
+    ids = torch.randint(3, 128000, (batch, context), device="cuda")
+    base = None
+    names = {"value": "bfloat16"}
+    for name in (None, *(names.get(kind, kind) for kind in kinds)):
+        if time.monotonic() > deadline:
+            say("generate", f"{name} not reached", 0, "")
+            continue
+        torch._dynamo.reset()
+        ao_lab.use_kv_cache_(model, name)
+        if hasattr(model, "_previous_max_cache_length"):
+            del model._previous_max_cache_length
+        implementation = {"cache_implementation": "static"} if name is None else {}
+
+        def run(new: int, more=implementation) -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            lengths = {"max_new_tokens": new, "min_new_tokens": new}
+            model.generate(ids, **lengths, do_sample=False, pad_token_id=0, **more)
+            torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        started = time.perf_counter()
+        run(72)  # compiles for this length of cache
+        first = time.perf_counter() - started
+        run(72)
+        long, short = min(run(72) for _ in range(2)), min(run(8) for _ in range(2))
+        ms = (long - short) / 64 * 1000
+        base = ms if name is None else base
+        say("generate", f"{name or 'transformers sdpa static'} B{batch} {context} {layers} layers", ms, "ms a token",
+            speedup=round((base or ms) / ms, 3), first=round(first, 1))  # fmt: skip
+
+
+def main() -> int:
+    """The parts that were asked for; 1 where anything is beyond its bound."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", default=["bits", "times", "sweep", "generate"])
+    parser.add_argument("--kinds", nargs="+", default=list(SCHEME), choices=list(SCHEME))
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of each part, after which nothing new starts"
+    )
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    asked = parser.parse_args()
+    parts = {"times": times, "sweep": sweep, "generate": generate}
+    for part in asked.part:
+        try:
+            if part == "bits":
+                bits(asked.kinds)
+            else:
+                parts[part](asked.kinds, time.monotonic() + asked.seconds)
+        finally:
+            fields = list(dict.fromkeys(name for row in ROWS for name in row))
+            with open(Path(asked.out) / "kv_cache.csv", "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, fields)
+                writer.writeheader()
+                writer.writerows(ROWS)
+    return int(any(row.get("ok") is False or row.get("repeatable") is False for row in ROWS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
