@@ -16,7 +16,7 @@ from experiments.harness.rows import Journal, Row, table_parts
 from experiments.kernels.baselines import BASELINES, Baseline
 from experiments.kernels.cases import CASES, chosen
 from experiments.kernels.operations import SHAPES, Shape
-from experiments.kernels.page import CaseResult, results_of
+from experiments.kernels.results import CaseResult, results_of
 from experiments.kernels.run import BASELINE_SECONDS, EXPERIMENT, Bench, measure, pairs, run, subject
 from experiments.runs.run import Settings, publish_run, settings_for
 

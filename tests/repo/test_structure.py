@@ -56,6 +56,9 @@ TEST_FOLDERS = {
 #: Public functions that tests call through another one alone.
 TESTED_THROUGH = {"llama32_configs": "llama32_qat"}
 
+#: Lines of a file of the packages.
+LONGEST = 600
+
 # Paths of one machine, and hosts of package or model registries.
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home|Users|opt|mnt)/")
 REGISTRY = re.compile(
@@ -101,6 +104,13 @@ def test_prefixes_are_folders():
         )
         shared |= {prefix for prefix, count in prefixes.items() if count >= 3}
     assert sorted(shared - set(SHARED_PREFIXES)) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_can_be_read_in_one_go(package):
+    """One idea a file, and none longer than LONGEST lines."""
+    lengths = {path: path.read_text("utf-8").count("\n") for path in (ROOT / package).rglob("*.py")}
+    assert [str(path.relative_to(ROOT)) for path, lines in lengths.items() if lines > LONGEST] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 import reference
-from experiments.kernels import page, run
-from experiments.kernels.baselines import BASELINES, Baseline, calls_of, expression, is_kernel, offers
+from experiments.kernels import run
+from experiments.kernels.baselines import BASELINES, Baseline, calls_of, is_kernel, offers
 from experiments.kernels.cases import CASES, convention_cases
+from experiments.kernels.expressions import expression
 from experiments.kernels.operations import LARGE
+from experiments.kernels.results import results_of
+from experiments.kernels.torchao_calls import torchao_call
 from experiments.runs.run import merged
 from tests.experiments.harness.tiny import SHAPE, measured, values_of
 
@@ -72,7 +75,6 @@ def test_torch_baselines_stand_against_every_case_with_a_target():
 )
 def test_torchao_runs_where_it_has_something(name):
     pytest.importorskip("torchao")
-    from experiments.kernels.baselines import torchao_call
 
     case = CASES[name]
     found = torchao_call(case)
@@ -95,7 +97,6 @@ def test_torchao_is_no_baseline_where_it_cannot_unpack(name):
 
 def test_torchao_decodes_to_our_values():
     pytest.importorskip("torchao")
-    from experiments.kernels.baselines import torchao_call
 
     for name in ("dequantize.fp8_rowwise", "dequantize.mxfp4.packed", "dequantize.int4_g128"):
         inputs = CASES[name].make(reference, SHAPE, "cpu", 0)
@@ -109,7 +110,7 @@ def baseline(find, name="torch eager"):
 
 def test_baselines_are_rows_with_ratios(tmp_path):
     rows = measured(tmp_path, ["quantize.mxfp4"], baselines=BASELINES[:1])
-    (line,) = [line for found in page.results_of(rows).values() for line in found]
+    (line,) = [line for found in results_of(rows).values() for line in found]
     assert [one.baseline for one in line.baselines] == ["torch eager"]
     assert line.best_baseline.ratio == pytest.approx(2.0)
     assert line.slower_than == []
@@ -123,7 +124,7 @@ def test_a_baseline_that_cannot_run_is_a_row_with_its_error(tmp_path):
 
     rows = measured(tmp_path, ["quantize.mxfp4"], baselines=[baseline(find, "torchao")])
     assert values_of(rows, "torchao") == {"status: error: ImportError: No module named 'torchao'": 0}
-    (line,) = [line for found in page.results_of(rows).values() for line in found]
+    (line,) = [line for found in results_of(rows).values() for line in found]
     assert (line.ok, line.best_baseline) == (True, None)
 
 

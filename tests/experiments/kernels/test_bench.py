@@ -16,8 +16,9 @@ from experiments.kernels import operations as floors
 from experiments.kernels import page, run
 from experiments.kernels.baselines import BASELINES
 from experiments.kernels.cases import CASES, chosen, convention_cases, of_sparsity
+from experiments.kernels.figures import roof_of, roofline
 from experiments.kernels.operations import LARGE, SHAPES, SHOWN
-from experiments.kernels.page import roof_of, roofline
+from experiments.kernels.results import results_of
 from experiments.report import plots
 from experiments.report.results import FAMILIES, family
 from experiments.report.targets import Target
@@ -42,7 +43,7 @@ def sample_rows(tmp_path_factory):
 
 
 def test_the_roofline_is_drawn_from_rows(sample_rows):
-    (found,) = page.results_of(sample_rows).values()
+    (found,) = results_of(sample_rows).values()
     text = plots.svg(roofline(found))
     for word in (
         "quantize.fp8_rowwise",
@@ -55,14 +56,14 @@ def test_the_roofline_is_drawn_from_rows(sample_rows):
         assert f"{word}</text>" in text.replace("\n", ""), word
     assert "small.fp8_rowwise" not in text
     slow = [replace(row, value=0.2) if row.metric == "fraction" else row for row in sample_rows]
-    (below,) = page.results_of(slow).values()
+    (below,) = results_of(slow).values()
     assert "below a target" in plots.svg(roofline(below))
     assert "below a target" not in text
     plots.svg(roofline([]))
 
 
 def test_the_roof_is_the_copies(sample_rows):
-    (found,) = page.results_of(sample_rows).values()
+    (found,) = results_of(sample_rows).values()
     ok = [line for line in found if line.ok and line.shape in LARGE]
     roof = roof_of(ok)
     assert [size for size, _ in roof] == [2 * 2 * 64 * 512 / 1e9]
@@ -147,7 +148,7 @@ def test_reproduce_without_a_gpu_is_one_line(monkeypatch, capsys, tmp_path):
 
 
 def test_bench_shows_what_it_measured(monkeypatch, capsys, tmp_path, sample_rows):
-    (found,) = page.results_of(sample_rows).values()
+    (found,) = results_of(sample_rows).values()
     monkeypatch.setattr(command, "has_device", lambda: True)
     monkeypatch.setattr(command, "part", lambda work, with_baselines: found if with_baselines else [])
     assert main(["bench", "mxfp4", "--json"]) == 0
@@ -381,10 +382,10 @@ def test_targets_are_rows_and_judged(tmp_path, monkeypatch):
     case = CASES["quantize.fp8_rowwise"]
     rows = run.measure(bench(tmp_path), run.pairs([case], {"16384x4096": SHAPE}))
     assert values_of(rows, case.name)["target: fraction"] == 0.95
-    ((line,),) = page.results_of(rows).values()
+    ((line,),) = results_of(rows).values()
     assert line.verdict == "yes"
     slow = [replace(row, value=0.5) if row.metric == "fraction" else row for row in rows]
-    ((line,),) = page.results_of(slow).values()
+    ((line,),) = results_of(slow).values()
     assert line.verdict == "MISSED: fraction 0.5 of 0.95"
 
 

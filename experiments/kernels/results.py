@@ -1,0 +1,193 @@
+"""Rows of experiment `kernels` read back: one line per case and shape, with its targets, whether they are met, and the
+fastest baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from experiments.harness.rows import Row
+from experiments.kernels.baselines import BASELINES
+from experiments.kernels.cases import CASES
+from experiments.kernels.operations import HUGE, SHAPES, SHOWN, SMALL
+from experiments.kernels.run import BASELINE_TABLE, KERNELS, TORCH, WAYS
+from experiments.kernels.run import KIND as JAX
+from experiments.report.results import Results, Where, by_run
+from experiments.report.targets import BASELINE_TOLERANCE, RunTargets, Target
+
+if TYPE_CHECKING:
+    pass
+
+
+STATUS, TARGET = "status: ", "target: "
+#: Metrics for which less is better.
+LESS = ("time over elementwise", "host time", "host time, added", *(f"{way} over {TORCH}" for way in WAYS))
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """A baseline beside a case: its time over ours, or why there is none."""
+
+    baseline: str
+    ratio: float | None
+    status: str
+    rows: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What is known of one case at one shape: its values, targets and baselines."""
+
+    case: str
+    shape: str
+    status: str
+    values: dict[str, float]
+    targets: tuple[Target, ...]
+    baselines: tuple[BaselineResult, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was measured."""
+        return self.status == "ok"
+
+    @property
+    def best_baseline(self) -> BaselineResult | None:
+        """The fastest baseline that ran."""
+        ran = [one for one in self.baselines if one.ratio is not None]
+        return min(ran, key=lambda one: one.ratio or 0.0, default=None)
+
+    @property
+    def missed(self) -> list[str]:
+        """Targets that were not met, in words; with a target, a case that was not measured misses."""
+        if not self.ok:
+            return [self.status] if self.targets else []
+        return [str(target) for target in self.targets if not target.reached]
+
+    @property
+    def faster_baselines(self) -> list[BaselineResult]:
+        """Baselines that are faster than ours."""
+        return [one for one in self.baselines if one.ratio is not None and one.ratio < 1 - BASELINE_TOLERANCE]
+
+    @property
+    def slower_than(self) -> list[str]:
+        """The same in words."""
+        return [f"{one.baseline} {one.ratio:.2f}x" for one in self.faster_baselines]
+
+    @property
+    def verdict(self) -> str:
+        """Of the targets: yes, no with the reason, or nothing where there is none."""
+        if self.missed:
+            return "MISSED: " + "; ".join(self.missed)
+        if not self.targets:
+            return "" if self.ok else self.status
+        return "yes"
+
+
+def results_of(rows: Iterable[Row]) -> dict[Where, list[CaseResult]]:
+    """Lines of every run, in the order of the registry and of the shapes."""
+    rows = list(rows)
+    baselines = by_run(rows, BASELINE_TABLE)
+    return {
+        where: ordered([line(key, found, baselines.get(where)) for key in found.keys])
+        for where, found in ((where, Found(results)) for where, results in by_run(rows, KERNELS).items())
+    }
+
+
+class Found:
+    """The rows of a run by (shape, case)."""
+
+    def __init__(self, results: Results) -> None:
+        self.rows: dict[tuple[str, str], list[Row]] = {}
+        for row in results.rows:
+            self.rows.setdefault((row.setting, row.method), []).append(row)
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(shape, case) in the order of the rows."""
+        return list(self.rows)
+
+
+def line(key: tuple[str, str], found: Found, baselines: Results | None) -> CaseResult:
+    """One line from its rows and its baselines'."""
+    shape, case = key
+    rows = found.rows[key]
+    values = {row.metric: row.value for row in rows if not row.metric.startswith((STATUS, TARGET))}
+    targets = tuple(target_of(row, values) for row in rows if row.metric.startswith(TARGET))
+    beside = baseline_results(baselines, f"{case}, {shape}") if baselines else ()
+    return CaseResult(case, shape, status_of(rows), values, targets, beside, tuple(rows))
+
+
+def target_of(row: Row, values: Mapping[str, float]) -> Target:
+    """The target that a row states, with the value that was measured."""
+    metric = row.metric.removeprefix(TARGET)
+    value, day = values.get(metric), row.date[:10]
+    return Target(metric, value, row.value, metric not in LESS, day=day, **SHOWN)
+
+
+def status_of(rows: Sequence[Row]) -> str:
+    """What the status row says."""
+    said = [row.metric.removeprefix(STATUS) for row in rows if row.metric.startswith(STATUS)]
+    return said[0] if said else "unknown"
+
+
+def baseline_results(baselines: Results, setting: str) -> tuple[BaselineResult, ...]:
+    """Baselines of one case at one shape, in the order of BASELINES."""
+    rows: dict[str, list[Row]] = {}
+    for row in baselines.rows:
+        if row.setting == setting:
+            rows.setdefault(row.method, []).append(row)
+    order = [baseline.name for baseline in BASELINES]
+    names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))
+    return tuple(
+        BaselineResult(
+            name, baselines.value(setting, name, "ratio"), status_of(rows[name]), tuple(rows[name])
+        )
+        for name in names
+    )
+
+
+def ordered(lines: Sequence[CaseResult]) -> list[CaseResult]:
+    """By shape, then as in the registry; the small and the huge shape come after the others."""
+    cases, shapes = list(CASES), [*(name for name in SHAPES if name not in (HUGE, SMALL)), HUGE, SMALL]
+
+    def key(one: CaseResult) -> tuple[int, int]:
+        shape = shapes.index(one.shape) if one.shape in shapes else len(shapes)
+        return shape, cases.index(one.case) if one.case in cases else len(cases)
+
+    return sorted(lines, key=key)
+
+
+def targets_by_run(rows: Iterable[Row]) -> list[RunTargets]:
+    """Of all cases and of calls from JAX."""
+    return [
+        RunTargets(where, targets_in(results.rows), kind)
+        for kind in (KERNELS, JAX)
+        for where, results in by_run(rows, kind).items()
+    ]
+
+
+def targets_in(rows: Iterable[Row]) -> list[Target]:
+    """The targets that rows state, named by case, shape and metric, with the values that were measured."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row.method, row.setting), []).append(row)
+    found = []
+    for (case, shape), mine in lines.items():
+        values = {row.metric: row.value for row in mine}
+        stated = [target_of(row, values) for row in mine if row.metric.startswith(TARGET)]
+        found += [replace(one, name=f"{case} at {shape}: {one.name}") for one in stated]
+    return found
+
+
+def summary(lines: Sequence[CaseResult]) -> str:
+    """One sentence about a run."""
+    targeted = [one for one in lines if one.targets]
+    missed = sum(bool(one.missed) for one in targeted)
+    slower = sum(bool(one.slower_than) for one in lines)
+    unmeasured = sum(not one.ok for one in lines)
+    return (
+        f"{len(targeted) - missed} of {len(targeted)} rows with a target meet it; {slower} rows are slower than a baseline; "
+        f"{unmeasured} of {len(lines)} rows were not measured."
+    )
