@@ -19,7 +19,8 @@ from experiments.qat.run import (
     RUNS,
     targets_of,
 )
-from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report import accuracies
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import Results, Where, best_run, by_run, number
 from experiments.report.targets import RunTargets, Target, limits
@@ -117,6 +118,11 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     seeds = by_run(rows, RUNS)
     runs = by_run(rows, RECOVERY)
     return [*real_sections(rows), *(section(where, results, seeds[where]) for where, results in runs.items())]
+
+
+def comparisons(rows: Sequence[Row]) -> list[Comparison]:
+    """Published accuracies of fine-tuned models beside ours of the same model and text."""
+    return accuracies.comparisons(EXPERIMENT, rows)
 
 
 def section(where: Where, results: Results, runs: Results) -> Section:

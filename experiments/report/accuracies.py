@@ -22,6 +22,8 @@ from experiments.report.results import DECODING, FOLDER, Published, number, read
 
 #: Values of a model of Llama's in six formats, published later than the paper.
 LATER = FOLDER / "ptq_accuracy.csv"
+#: Values of models that were fine-tuned, as they are and for quantization.
+FINE_TUNED = FOLDER / "qat_accuracy.csv"
 #: Words of metrics that are accuracies.
 ACCURACY = re.compile(
     "perplexity|hellaswag|winogrande|mmlu|mean of 8 tasks|final loss|imagenet top1|mIoU|relative accuracy"
@@ -38,12 +40,16 @@ EXAMPLES = "tasks: examples of each (0: all)"
 
 @dataclass(frozen=True)
 class Way:
-    """How a published method is measured: experiment, setting and method of its rows, and what `--only` names for it."""
+    """How a published method is measured: experiment, setting and method of its rows, and what `--only` names for it.
+
+    text: the name of the text that the model is fine-tuned on, by which a run's held-out end is called; "" for none.
+    """
 
     experiment: str
     setting: str
     method: str
     only: tuple[str, ...] = ()
+    text: str = ""
 
 
 def rounded(scheme: str, inputs: str | None = None) -> Way:
@@ -54,6 +60,11 @@ def rounded(scheme: str, inputs: str | None = None) -> Way:
 def calibrated(scheme: str, method: str) -> Way:
     """A method with data in a scheme of weights."""
     return Way("calibration", scheme, method, (scheme, method))
+
+
+def fine_tuned(method: str, inputs: str | None = None) -> Way:
+    """A way of experiment `qat` from a model fine-tuned on OASST1, with integers of 4 bits in groups of 32."""
+    return Way("qat", setting_name(inputs), method, ("int4_g32",), "oasst1")
 
 
 #: By the names that published tables use.
@@ -74,6 +85,9 @@ WAYS: Mapping[str, Way] = {
     "int8_rowwise/int8_rowwise": rounded("int8_rowwise", "int8_rowwise"),
     "mxfp8/mxfp8": rounded("torchao.mxfp8_e4m3_rceil", "torchao.mxfp8_e4m3_rceil"),
     "nvfp4/nvfp4": rounded("torchao.nvfp4", "torchao.nvfp4"),
+    "fine-tuned, bfloat16": fine_tuned(f"{BASE}, fine-tuned"),
+    "fine-tuned, PTQ 8da4w": fine_tuned("int4_g32: PTQ", "int8_rowwise_asymmetric"),
+    "QAT 8da4w": fine_tuned("int4_g32: QAT", "int8_rowwise_asymmetric"),
 }
 
 
@@ -86,7 +100,7 @@ def of_experiment(experiment: str) -> list[Published]:
     """The accuracies of quantized models that an experiment's page shows."""
     return [
         one
-        for path in (DECODING, LATER)
+        for path in (DECODING, LATER, FINE_TUNED)
         for one in published_accuracies(path)
         if WAYS[one.method].experiment == experiment
     ]
@@ -120,8 +134,9 @@ def measured(one: Published, runs: Sequence[RealRun]) -> tuple[float | None, str
     way, (task, value, _) = WAYS[one.method], TASKS[one.metric]
     for run in runs:
         found = run.whole.value(way.setting, way.method, f"{task}: {value}")
-        if found is not None and run.told("published: ") == one.model and asked_all(run, way):
-            return found, run.where.device
+        same = run.told("published: ") == one.model and (not way.text or f"{way.text}-held-out" in run.texts)
+        if found is not None and same and asked_all(run, way):
+            return found * (100.0 if one.unit == "%" else 1.0), run.where.device
     return None, ""
 
 
@@ -133,8 +148,16 @@ def asked_all(run: RealRun, way: Way) -> bool:
 def command(one: Published) -> str:
     """What measures it, on a folder of that model's name."""
     way = WAYS[one.method]
-    only = "".join(f" --only {word!r}" if " " in word else f" --only {word}" for word in way.only)
-    return f"ao-lab reproduce {way.experiment} --model {folder_of(one.model)} --scale full --task {TASKS[one.metric][0]}{only}"
+    text = f" --text {way.text}.txt" if way.text else ""
+    model, task = folder_of(one.model), TASKS[one.metric][0]
+    return (
+        f"ao-lab reproduce {way.experiment} --model {model}{text} --scale full --task {task}{only(way.only)}"
+    )
+
+
+def only(names: Sequence[str]) -> str:
+    """Names as options of a command."""
+    return "".join(f" --only {name!r}" if " " in name else f" --only {name}" for name in names)
 
 
 def folder_of(model: str) -> str:
@@ -197,6 +220,6 @@ def table(experiment: str, rows: Sequence[Row]) -> Table:
         "on",
         "ours",
         "on",
-        "command (--model: a folder of that name)",
+        "command (--model: a folder of that name; --text: its text)",
     ]
     return Table("Published accuracies of quantized models (lm-evaluation-harness)", columns, lines)

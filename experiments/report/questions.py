@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from experiments.harness.rows import Row
 from experiments.models.pretrained import MODELS
+from experiments.report.accuracies import only
 from experiments.report.answers import (
     Claim,
     Interval,
@@ -171,11 +172,6 @@ def autoround_claims(rows: Sequence[Row]) -> Iterator[Claim]:
             gain = difference(ours, best(results, scheme, OTHERS))
             claimed = "AutoRound recovers more of rounding's KL than GPTQ"
             yield Claim(claimed, of, gain, 0.0, "points", command + only((*ROUNDED, *OTHERS)), 1, ">")
-
-
-def only(names: Sequence[str]) -> str:
-    """Names as options of a command."""
-    return "".join(f" --only {name!r}" if " " in name else f" --only {name}" for name in names)
 
 
 def best(results: Results, scheme: str, methods: Sequence[str]) -> Interval | None:

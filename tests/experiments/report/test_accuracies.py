@@ -1,6 +1,8 @@
 """Published accuracies: which rows stand beside them, and that the commands that measure them can be run."""
 
 import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,6 +12,7 @@ from experiments.calibration.run import arms_of, cases_of
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row
 from experiments.ptq.real import real_tasks
+from experiments.qat.real import plan_of, planned
 from experiments.report import accuracies
 from experiments.report.accuracies import EXAMPLES, WAYS, counted, of_experiment
 from experiments.runs.run import RealModels, Settings, check_asked
@@ -62,11 +65,21 @@ def test_methods_with_data_stand_on_the_page_of_calibration():
     assert next(line for line in lines if line[0] == "Llama-3-8B, int4wo-64-GPTQ")[4] == "7.500"
 
 
+def test_fine_tuned_models_stand_beside_those_of_the_same_text_alone():
+    way, key = WAYS["QAT 8da4w"], ("Llama-3-8B", "QAT 8da4w", "hellaswag acc")
+    rows = rows_of(way, metric="hellaswag: acc", value=0.528, model="Llama-3-8B")
+    assert not beside(rows, "qat")
+    text = replace(rows[-1], table="real some-folder/full/oasst1-held-out", metric="loss", value=2.0)
+    assert beside([*rows, text], "qat") == {key: pytest.approx(52.8)}
+    other = replace(text, table="real some-folder/full/alpaca-held-out")
+    assert not beside([*rows, other], "qat")
+
+
 def test_every_accuracy_is_listed_once_with_a_command_or_a_reason(every):
     found = [one for one in every if accuracies.is_accuracy(one)]
     assert len({(one.model, one.method, one.metric, one.source) for one in found}) == len(found) - 2
     assert all(bool(one.command) != bool(one.reason) for one in found)
-    words = f"Of {len(found)} published accuracies 0 have a measured one beside, 32 the command that measures it, "
+    words = f"Of {len(found)} published accuracies 0 have a measured one beside, 50 the command that measures it, "
     assert counted(found).startswith(words)
 
 
@@ -81,10 +94,11 @@ def parsed(command):
 
 def test_commands_are_taken_by_the_command_line_and_measure_the_row(every):
     """Parsed by typer, checked as the command checks them, and among what the run then measures."""
-    for one in (one for name in ("ptq", "calibration") for one in of_experiment(name)):
+    for one in (one for name in ("ptq", "calibration", "qat") for one in of_experiment(name)):
         params, way = parsed(accuracies.command(one)), WAYS[one.method]
         assert (params["tables"], params["scale"], params["pages"]) == ([way.experiment], "full", False)
         assert accuracies.folder_of(one.model) in params["model"]
+        assert params["text"] == (Path(f"{way.text}.txt") if way.text else None)
         real = RealModels(models=tuple(params["model"]))
         check_asked(params["tables"], real, params["only"])
         here = Settings(scale="full", device="cpu", cache=None, only=tuple(params["only"]), asked=real)
@@ -93,6 +107,8 @@ def test_commands_are_taken_by_the_command_line_and_measure_the_row(every):
 
 
 def measures(experiment, settings):
+    if experiment == "qat":
+        return [(task.setting, task.name) for task in planned(plan_of(settings))]
     if experiment == "ptq":
         return [(task.setting, task.method) for task in real_tasks(settings)]
     return [(case.setting, arm) for case in cases_of(settings) for arm in arms_of(settings, case)]
