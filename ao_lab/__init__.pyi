@@ -10,6 +10,7 @@ from ao_lab.calibration.methods import BiasCorrection as BiasCorrection
 from ao_lab.calibration.methods import Clip as Clip
 from ao_lab.calibration.methods import Rotate as Rotate
 from ao_lab.calibration.methods import Smooth as Smooth
+from ao_lab.calibration.methods import StaticKV as StaticKV
 from ao_lab.calibration.result import LayerResult as LayerResult
 from ao_lab.calibration.static import (
     Float8StaticActivationFloat8WeightConfig as Float8StaticActivationFloat8WeightConfig,

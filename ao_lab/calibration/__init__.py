@@ -12,3 +12,4 @@ from ao_lab.calibration.methods import BiasCorrection as BiasCorrection
 from ao_lab.calibration.methods import Clip as Clip
 from ao_lab.calibration.methods import Rotate as Rotate
 from ao_lab.calibration.methods import Smooth as Smooth
+from ao_lab.calibration.methods import StaticKV as StaticKV

@@ -193,8 +193,29 @@ class BiasCorrection(Method):
         return "bias"
 
 
+@dataclass(frozen=True)
+class StaticKV(Method):
+    """Static scales of keys and values for a cache of 8 bits, where the attention is called, of the block's quantized weights.
+
+    per: "head" or "tensor". element: what the cache stores, "float8_e4m3fn" or "int8". Weights are not touched; the scales
+    stay with the model and go into its files (`ao_lab.kv_cache.static_scales`).
+    """
+
+    per: str = "head"
+    element: str = "float8_e4m3fn"
+
+    def __post_init__(self) -> None:
+        choice(self.per, ("head", "tensor"), "StaticKV: per")
+        choice(self.element, ("float8_e4m3fn", "int8"), "StaticKV: element")
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return "kv"
+
+
 #: In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, AutoRound, BiasCorrection)
+ORDER: tuple[type[Method], ...] = (Rotate, Smooth, AWQ, Clip, HQQ, GPTQ, AutoRound, BiasCorrection, StaticKV)
 #: By their names on the command line.
 METHODS: dict[str, type[Method]] = {kind().name: kind for kind in ORDER}
 #: Methods that do the same, of which a weight can have one.
@@ -238,4 +259,4 @@ def of_kind(methods: Iterable[Method], kind: type[Method]) -> Any:
     return next((method for method in methods if isinstance(method, kind)), None)
 
 
-__all__ = ["AWQ", "GPTQ", "HQQ", "AutoRound", "BiasCorrection", "Clip", "Rotate", "Smooth"]
+__all__ = ["AWQ", "GPTQ", "HQQ", "AutoRound", "BiasCorrection", "Clip", "Rotate", "Smooth", "StaticKV"]

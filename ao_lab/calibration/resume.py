@@ -23,6 +23,7 @@ from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Target
 from ao_lab.calibration.result import LayerResult
 from ao_lab.install.versions import __version__
+from ao_lab.kv_cache.static_scales import CacheScales
 from ao_lab.transforms.walk import Capture
 
 #: Values of a tensor that its digest reads at most.
@@ -105,7 +106,12 @@ class Finished:
         return self.folder / f"block-{index:04d}.pt"
 
     def save(
-        self, index: int, module: nn.Module, results: Mapping[str, LayerResult], pairs: Sequence[Pair]
+        self,
+        index: int,
+        module: nn.Module,
+        results: Mapping[str, LayerResult],
+        pairs: Sequence[Pair],
+        scales: Mapping[str, CacheScales] | None = None,
     ) -> None:
         """A finished block, whole or not at all."""
         content = {
@@ -113,6 +119,7 @@ class Finished:
             "parameters": {name: parameter.detach() for name, parameter in module.named_parameters()},
             "results": {name: asdict(result) for name, result in results.items()},
             "pairs": [asdict(pair) for pair in pairs],
+            "cache scales": {name: asdict(one) for name, one in (scales or {}).items()},
         }
         file, part = self.file(index), self.file(index).with_suffix(".part")
         try:
@@ -129,8 +136,8 @@ class Finished:
 
     def restore(
         self, index: int, module: nn.Module, targets: Sequence[Target]
-    ) -> tuple[dict[str, LayerResult], list[Pair]] | None:
-        """Put a finished block into the model; what was won and its pairs. None where it is not finished."""
+    ) -> tuple[dict[str, LayerResult], list[Pair], dict[str, CacheScales]] | None:
+        """Put a finished block into the model; what was won, its pairs, its cache's scales. None where it is not finished."""
         if not self.file(index).exists():
             return None
         content = _read(self.file(index))
@@ -145,7 +152,8 @@ class Finished:
                 parameter.data.copy_(value)
         results = {name: _result(fields) for name, fields in content["results"].items()}
         pairs = [Pair(**{**pair, "consumers": tuple(pair["consumers"])}) for pair in content["pairs"]]
-        return results, pairs
+        scales = {name: CacheScales(**fields) for name, fields in content.get("cache scales", {}).items()}
+        return results, pairs, scales
 
 
 def _result(fields: Mapping[str, Any]) -> LayerResult:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ao_lab.calibration.autoround import Learned, Learning
+from ao_lab.calibration.cache_scales import scales_of_block
 from ao_lab.calibration.checks import check_targets, check_tokens, check_usable, useless_reason
 from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.experts import (
@@ -39,7 +40,7 @@ from ao_lab.calibration.experts import (
 )
 from ao_lab.calibration.groups import Stack, Target, names_of, stacks
 from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
-from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, of_kind, ordered
+from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, StaticKV, of_kind, ordered
 from ao_lab.calibration.offline import rotate_residual
 from ao_lab.calibration.residence import Residence, moved_batches, needs_residence
 from ao_lab.calibration.result import LayerResult, remember
@@ -49,11 +50,21 @@ from ao_lab.calibration.static import InputScales
 from ao_lab.calibration.statistics import Statistics
 from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Observer
+from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.tensor.chunked import outer_scale
 from ao_lab.transforms.data import calibrating, observe
 from ao_lab.transforms.layers import shorten, tied_layers
 from ao_lab.transforms.plan import Device, Progress
-from ao_lab.transforms.walk import Block, Capture, block_of, captured, check_reached, find_blocks, walk
+from ao_lab.transforms.walk import (
+    Block,
+    Capture,
+    block_of,
+    captured,
+    check_reached,
+    find_blocks,
+    is_inside,
+    walk,
+)
 from reference import Scales
 from reference.arrays.namespace import choice
 
@@ -240,16 +251,40 @@ class Job:
         if not mine or self.restored(block, mine):
             return
         self.quantize_block(block, mine, tokens)
+        scales = self.find_cache_scales(block, mine, tokens)
         if self.finished is not None:
             results = {t.name: self.done[t.name] for t in mine}
-            self.finished.save(block.index, block.module, results, self.pairs)
+            self.finished.save(block.index, block.module, results, self.pairs, scales)
+
+    def find_cache_scales(self, block: Block, mine: list[Target], tokens: Tokens) -> dict[str, CacheScales]:
+        """Static scales of keys and values of a block whose weights are quantized, where they are asked for."""
+        method: StaticKV | None = of_kind(self.request.methods, StaticKV)
+        if method is None:
+            return {}
+        found = scales_of_block(self.model, block, tokens, method.element, method.per)
+        remember_scales(self.model, found)
+        for target in mine:
+            inside = [one for name, one in found.items() if is_inside(target.name, [name])]
+            # Once for each attention module, and for all that a block without one could not say.
+            first = inside and next(t for t in mine if is_inside(t.name, found)) is target
+            told = [str(one) for one in inside] if first else []
+            if not found and target is mine[0]:
+                told = [
+                    "no scales of keys and values: no call of torch's scaled_dot_product_attention was seen in its block"
+                ]
+            if told:
+                result = replace(self.done[target.name], notes=(*self.done[target.name].notes, *told))
+                self.done[target.name] = result
+                remember(self.model, dict.fromkeys(target.places, result))
+        return found
 
     def restored(self, block: Block, targets: list[Target]) -> bool:
         """Whether an earlier call has finished a block, which is in place now."""
         found = None if self.finished is None else self.finished.restore(block.index, block.module, targets)
         if found is None:
             return False
-        results, self.pairs = found
+        results, self.pairs, scales = found
+        remember_scales(self.model, scales)
         for target in targets:
             self.tell(target, results[target.name])
         return True

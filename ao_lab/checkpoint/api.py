@@ -31,7 +31,7 @@ from torch import nn
 
 from ao_lab.checkpoint.experts import TARGET, as_expert, converted, ignored, published
 from ao_lab.checkpoint.export import check_groups, quantization_config
-from ao_lab.checkpoint.formats import records_of, tell
+from ao_lab.checkpoint.formats import quantization_of, records_of, tell
 from ao_lab.checkpoint.io.files import refuse_folders, staged
 from ao_lab.checkpoint.io.shards import (
     COMMON,
@@ -71,9 +71,10 @@ from ao_lab.checkpoint.plain_readers import (
     unsupported_reasons,
     with_dequantizing,
 )
-from ao_lab.checkpoint.records import KEY, Records, whole_weights
+from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.config.recipe import Recipe
+from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
 from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED, described
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -178,7 +179,9 @@ def write_model(
     settings = settings_text(model)
     given = dict(config) if config is not None else configuration_of(model)
     stored, reasons = _chosen(model, layout, _dtype_of(given))
-    _keep_beside(stored, beside or {})
+    _keep_beside(stored, {**cache_tensors(model), **(beside or {})})
+    if (scheme := cache_scheme_fields(model)) is not None:
+        stored.config = {**stored.config, "kv_cache_scheme": scheme}
     used = stored.config["quant_method"]
     recipes = [json.loads(text) for text in stored.recipes]
     for recipe in recipes:
@@ -295,6 +298,8 @@ def load_pretrained(
     records = records_of(folder)
     if KEY in folder.metadata:
         check_configuration(folder.path, records)
+    scheme = quantization_of(folder.path)
+    records, scales = taken_scales(folder, records, (scheme or {}).get("kv_cache_scheme"))
     count = len(records.shapes(folder))
     target = model if model is not None else planned_model(folder.path, count, dtype)
     records = without_spare_biases(converted(records, folder, target), folder, target)
@@ -311,6 +316,8 @@ def load_pretrained(
     if settings is not None:
         target.generation_config = settings
     tell(target, records, folder)
+    if scales:
+        remember_scales(target, scales)
     return target
 
 

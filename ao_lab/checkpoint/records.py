@@ -19,6 +19,7 @@ from ao_lab.checkpoint.io.shards import Folder, Spec, Specs, Tensors
 from ao_lab.checkpoint.io.strict_json import check_scheme_fields, check_value, parsed_object, shown
 from ao_lab.config.recipe import SPARSE_KERNELS, Recipe
 from ao_lab.gemm.select import select_kernel
+from ao_lab.kv_cache.static_scales import CacheScales, read_cache_scales
 from ao_lab.tensor.metadata import DTYPES, LAYOUTS, PRESHUFFLED, SPARSE, Meta, meta_from, stored_shape
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, from_quantized
 from ao_lab.tensor.slicing import COLUMNS
@@ -404,6 +405,18 @@ def dense_names(
                     f"{folder.path}: {shown(name)} and {shown(used[full])} are both made of {shown(full)}; fetch it again"
                 )
     return tuple(name for name in folder.specs if name not in used)
+
+
+def taken_scales(folder: Folder, records: Records, given: Any) -> tuple[Records, dict[str, CacheScales]]:
+    """The records without the scales that a folder's kv_cache_scheme is about, and these.
+
+    Those of other libraries' folders are told of as before: a cache of theirs is not made.
+    """
+    names = [name for name in (*records.dense, *records.left_out) if name.endswith((".k_scale", ".v_scale"))]
+    found = read_cache_scales(folder.read(names), given) if given and names else {}
+    used = {f"{path}.{part}_scale" for path in found for part in ("k", "v")}
+    dense = tuple(name for name in records.dense if name not in used)
+    return replace(records, dense=dense), found
 
 
 def _check_names(records: Records, where: str) -> None:

@@ -157,8 +157,8 @@ def quantize(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="How scales and codes are found, any number of times: rotate, smooth, awq, clip, hqq, gptq, autoround, bias. "
-            "Default: rounding."
+            help="How scales and codes are found, any number of times: rotate, smooth, awq, clip, hqq, gptq, autoround, bias; "
+            "kv: scales of a static cache. Default: rounding."
         ),
     ] = None,
     windows: Annotated[int, typer.Option(help="With --calibration: windows of text.")] = 128,

@@ -1,0 +1,93 @@
+"""Static scales of keys and values: a record with the model, and tensors and a scheme in its files.
+
+`ao_lab.calibration.cache_scales` finds them. A model has them by the names of its attention modules (`cache_scales(model)`).
+Files have `NAME.k_scale` and `NAME.v_scale`, (1,) for all heads together or (heads, 1, 1), and config.json has the
+`kv_cache_scheme` of compressed-tensors, by which vLLM and plain transformers store their caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference.formats.formats import format_of
+
+#: Where a model keeps its scales.
+ATTRIBUTE = "ao_lab_cache_scales"
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """Of one attention module: what a cache divides keys and values by, float32 (heads,), or (1,) for all heads together.
+
+    element: what the cache stores, a format's name. per: "head" or "tensor".
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    element: str
+    per: str
+
+    def __str__(self) -> str:
+        ends = [f"{float(x.min()):.3g} to {float(x.max()):.3g}" for x in (self.k, self.v)]
+        return f"scales of a {self.element} cache a {self.per}: keys {ends[0]}, values {ends[1]}"
+
+
+def cache_scales(model: nn.Module) -> dict[str, CacheScales]:
+    """The static scales of a model's keys and values by the names of its attention modules; {} where none were found."""
+    return dict(getattr(model, ATTRIBUTE, {}))
+
+
+def remember_scales(model: nn.Module, found: Mapping[str, CacheScales]) -> None:
+    """Keep scales with a model."""
+    object.__setattr__(model, ATTRIBUTE, {**getattr(model, ATTRIBUTE, {}), **found})
+
+
+def cache_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What files hold: (1,) for a tensor, (heads, 1, 1) for heads, as compressed-tensors has them."""
+    found = {}
+    for name, one in cache_scales(model).items():
+        for part in ("k", "v"):
+            x = getattr(one, part)
+            found[f"{name}.{part}_scale"] = x if one.per == "tensor" else x[:, None, None]
+    return found
+
+
+def cache_scheme_fields(model: nn.Module) -> dict[str, Any] | None:
+    """`kv_cache_scheme` of compressed-tensors; None where a model has no scales."""
+    one = next(iter(cache_scales(model).values()), None)
+    if one is None:
+        return None
+    fmt = format_of(one.element)
+    return {
+        "num_bits": fmt.bits, "type": fmt.kind, "strategy": "tensor" if one.per == "tensor" else "attn_head",
+        "symmetric": True, "dynamic": False, "observer": "static_minmax", "observer_kwargs": {},
+    }  # fmt: skip
+
+
+def read_cache_scales(tensors: Mapping[str, torch.Tensor], given: Any) -> dict[str, CacheScales]:
+    """Scales of a folder by the names of attention modules; {} for a `kv_cache_scheme` of another kind.
+
+    tensors: those of names that end with k_scale and v_scale. given: the folder's kv_cache_scheme.
+    """
+    elements: dict[Any, str] = {("float", 8): "float8_e4m3fn", ("int", 8): "int8"}
+    if not isinstance(given, Mapping) or given.get("dynamic") or given.get("symmetric") is False:
+        return {}
+    element, strategy = elements.get((given.get("type"), given.get("num_bits"))), given.get("strategy")
+    per = {"tensor": "tensor", "attn_head": "head"}.get(str(strategy))
+    if element is None or per is None:
+        return {}
+    paths = [name.removesuffix(".k_scale") for name in tensors if name.endswith(".k_scale")]
+    pairs = {path: (tensors[f"{path}.k_scale"], tensors.get(f"{path}.v_scale")) for path in paths}
+    return {
+        path: CacheScales(k.float().reshape(-1), v.float().reshape(-1), element, per)
+        for path, (k, v) in pairs.items()
+        if v is not None
+    }
+
+
+__all__ = ["CacheScales", "cache_scales"]
