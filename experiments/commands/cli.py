@@ -64,8 +64,9 @@ def reproduce(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of ptq, qat, calibration and decode: measure this causal language model alone, a folder of transformers or a "
-            "name that `ao-lab pretrained` lists, any number of times; --only then names schemes."
+            help="Of ptq, qat, calibration and decode: measure this model alone, a folder of transformers or a name that "
+            "`ao-lab pretrained` lists, any number of times: a causal language model, for ptq a sentence encoder or Whisper too; "
+            "--only then names schemes."
         ),
     ] = None,
     task: Annotated[

@@ -36,10 +36,10 @@ def show_models(records: Sequence[Pretrained], as_json: bool) -> None:
         print_json([record.describe() for record in records])
         return
     lines = [
-        [one.name, one.task, f"{one.parameters / 1e6:.0f} M", megabytes(one), one.licence, one.grid]
+        [one.name, one.task, f"{one.parameters / 1e6:.0f} M", megabytes(one), one.licence, one.grid, one.purpose]
         for one in records
     ]
-    columns = ["name", "task", "parameters", "download", "licence", "the file's weights are on the grid"]
+    columns = ["name", "task", "parameters", "download", "licence", "the file's weights are on the grid", "for"]
     print_table("Pretrained models", columns, lines, ["parameters", "download"])
 
 
@@ -52,6 +52,7 @@ def show_model(record: Pretrained) -> None:
         ["licence", record.licence],
         *([["terms", f"{record.terms[1]}; accepted by --accept {record.terms[0]}"]] if record.terms else []),
         ["grid of the weights", record.grid],
+        ["measured", record.purpose],
         ["packages", ", ".join(part.requirement for part in record.parts)],
         ["SHA-256", record.sha256],
     ]

@@ -123,6 +123,7 @@ def real_models(
 
 def for_real_models(names: list[str], real: Any, only: list[str], seconds: float | None) -> dict[str, Any]:
     """Arguments of a run on real models; WrongInput for experiments without them, unknown schemes and what is not there."""
+    from experiments.models.architectures import LANGUAGE, check_task
     from experiments.models.causal_lm import check_usable, real_model
     from experiments.models.serving import tasks_of
     from experiments.runs.run import check_asked
@@ -132,7 +133,10 @@ def for_real_models(names: list[str], real: Any, only: list[str], seconds: float
         for given in real.models:
             model = real_model(given, paths().cache, real.accept, step=say)
             check_usable(model)
+            for name in names:
+                check_task(model.task, EXPERIMENTS[name].tasks, model.name, name)
             if real.tasks:
+                check_task(model.task, (LANGUAGE,), model.name, "lm-evaluation-harness")
                 tasks_of(real.tasks, model.folder)
     except ValueError as error:
         raise WrongInput(str(error)) from error

@@ -24,7 +24,8 @@ class Experiment:
     order: where it stands among the others, in a run and on the page. always: whether it runs when none is named. trained:
     whether it uses the corpus and the small language model. part_of: the experiment whose name runs this one too. folders:
     whose changes pages tell of, beside what experiments share and the folder of its own. compressed: whether its rows are
-    published as ``.csv.gz``. real: whether it measures pretrained models, and anyone's by `--model`. name: the folder's, filled
+    published as ``.csv.gz``. real: whether it measures pretrained models, and anyone's by `--model`. tasks:
+    what these may do (`experiments.models.architectures`). name: the folder's, filled
     in when it is found.
     """
 
@@ -35,6 +36,7 @@ class Experiment:
     folders: tuple[str, ...] = ("reference", "fast", "ao_lab")
     compressed: bool = False
     real: bool = False
+    tasks: tuple[str, ...] = ("language model",)
     name: str = ""
 
     def run_module(self) -> ModuleType:

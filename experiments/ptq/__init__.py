@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=20, compressed=True, real=True)
+EXPERIMENT = Experiment(order=20, compressed=True, real=True, tasks=("language model", "encoder", "speech"))

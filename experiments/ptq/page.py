@@ -9,6 +9,7 @@ from experiments.harness.rows import Row
 from experiments.models.quantized_model import PLAIN, WEIGHTS, activations_of
 from experiments.ptq.real_page import real_findings, real_sections, short_finding
 from experiments.ptq.run import LAYERS, QUALITY
+from experiments.ptq.task_page import task_findings, task_sections
 from experiments.report import accuracies
 from experiments.report.content import Comparison, Drawing, Section, Table
 from experiments.report.plots import Point, dots, heatmap, scatter_panels
@@ -71,10 +72,11 @@ def findings(rows: Sequence[Row]) -> list[str]:
     """What schemes cost real models; of the stand-in the best default scheme of each width, and how many do not differ."""
     found = best_run(by_run(rows, QUALITY))
     if found is None:
-        return real_findings(rows)
+        return [*real_findings(rows), *task_findings(rows)]
     where, results = found
     sentences = [
         *real_findings(rows),
+        *task_findings(rows),
         f"Stand-in, {where.scale} scale, {where.device}: {baseline_text(results)}",
     ]
     for activations, name in ((False, "weights"), (True, "weights and activations")):
@@ -128,7 +130,7 @@ def width_sentence(results: Results, activations: bool, name: str) -> str:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Real models; of the stand-in quality and size run by run, then the layers."""
-    found = [*real_sections(rows), published_section(rows)]
+    found = [*real_sections(rows), *task_sections(rows), published_section(rows)]
     found += [quality(where, results) for where, results in by_run(rows, QUALITY).items()]
     return found + [layers(where, results) for where, results in by_run(rows, LAYERS).items()]
 

@@ -26,18 +26,17 @@ from experiments.models.causal_lm import (
     BASE,
     FILE,
     MODEL,
-    REAL,
     Bench,
     RealModel,
     check_whole,
     linears,
     not_tried,
-    quality,
     sizes,
 )
 from experiments.models.quantized_model import activation_scheme, setting_name
 from experiments.models.serving import EXAMPLES, generation, task_values, tasks_of
-from experiments.runs.real_models import bench_of, facts, models_of
+from experiments.runs.benches import BASES, KINDS, AnyBench, any_bench_of
+from experiments.runs.real_models import facts, models_of
 from experiments.runs.run import Settings
 
 EXPERIMENT = "ptq"
@@ -63,8 +62,9 @@ class RealTask:
         return setting_name(self.activations)
 
 
-def real_tasks(settings: Settings) -> list[RealTask]:
-    """The base model, then schemes: few at quick scale, all default ones at full, or those that `settings.only` names.
+def real_tasks(settings: Settings, base: str = BASE) -> list[RealTask]:
+    """The base model (rows of the method `base`), then schemes: few at quick scale, all default ones at full, or those that
+    `settings.only` names.
 
     Conventions of other projects are measured by name: most round ordinary weights as a default scheme does (the stand-in has
     them all).
@@ -74,7 +74,7 @@ def real_tasks(settings: Settings) -> list[RealTask]:
     weights = QUICK_WEIGHTS if quick else settings.only or default
     inputs = QUICK_INPUTS if quick else weights
     tasks = [RealTask(scheme, None) for scheme in weights]
-    return [RealTask(BASE, None), *tasks, *(RealTask(scheme, activation_scheme(scheme)) for scheme in inputs)]
+    return [RealTask(base, None), *tasks, *(RealTask(scheme, activation_scheme(scheme)) for scheme in inputs)]
 
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
@@ -87,12 +87,13 @@ def run_real(settings: Settings, journal: Journal) -> list[Row]:
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model."""
-    kind, failed = REAL + model.name, list[Row]()
+    kind, failed = KINDS[model.task] + model.name, list[Row]()
     table = table_name(kind, settings.scale, MODEL)
-    todo = [task for task in real_tasks(settings) if not journal.finished(table, task.setting, task.method)]
+    tasks = real_tasks(settings, BASES[model.task])
+    todo = [task for task in tasks if not journal.finished(table, task.setting, task.method)]
     if not todo:
         return []
-    bench = bench_of(settings, model)
+    bench = any_bench_of(settings, model)
     journal.add(put(settings, kind, MODEL, FILE, FILE, facts(bench)))
     with bar(f"{model.name}", len(todo)) as step:
         for task in todo:
@@ -108,7 +109,7 @@ def put(settings: Settings, kind: str, data: str, setting: str, method: str, val
     return settings.rows(EXPERIMENT, kind, data, setting, method, values)
 
 
-def measure(settings: Settings, bench: Bench, task: RealTask, deadline: Deadline) -> dict[str, Values]:
+def measure(settings: Settings, bench: AnyBench, task: RealTask, deadline: Deadline) -> dict[str, Values]:
     """Values of one method by the data of their tables: each text, and the model."""
     if reason := deadline.reason():
         return {MODEL: status(reason)}
@@ -116,20 +117,20 @@ def measure(settings: Settings, bench: Bench, task: RealTask, deadline: Deadline
 
     def work() -> Values:
         started = time.perf_counter()
-        model = bench.base if task.method == BASE else quantized(bench, task)
+        model = bench.base if task.method == bench.baseline else quantized(bench, task)
         values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
         with torch.no_grad():
-            for windows in bench.windows:
-                found[windows.text.name] = {**quality(bench, windows, model), **status("ok")}
+            for data, quality in bench.results(model).items():
+                found[data] = {**quality, **status("ok")}
             return {**values, **served(settings, bench, task, model)}
 
     whole = not_tried(attempt(work))
     return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
 
 
-def served(settings: Settings, bench: Bench, task: RealTask, model: nn.Module) -> Values:
+def served(settings: Settings, bench: AnyBench, task: RealTask, model: nn.Module) -> Values:
     """Speed and memory of generating, where they are measured, and tasks of lm-evaluation-harness that were asked for."""
-    if settings.asked is None:
+    if settings.asked is None or not isinstance(bench, Bench):
         return {}
     found: Values = {}
     if settings.scale == "full" or task.method in (BASE, *SPEED, *settings.only):
@@ -141,7 +142,7 @@ def served(settings: Settings, bench: Bench, task: RealTask, model: nn.Module) -
     return found
 
 
-def quantized(bench: Bench, task: RealTask) -> nn.Module:
+def quantized(bench: AnyBench, task: RealTask) -> nn.Module:
     """A quantized copy; Undivided where a layer stays dense."""
     model = bench.copy()
     layers = linears(model)

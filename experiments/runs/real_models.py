@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Protocol
+
+from torch import nn
 
 from ao_lab.cli.terminal import say
 from experiments.data.texts import EvaluationText, evaluation_texts, prose_of
 from experiments.harness.measuring import Values, status
+from experiments.harness.registry import EXPERIMENTS
+from experiments.models.architectures import check_task
 from experiments.models.causal_lm import Bench, RealModel, linears, real_model
 from experiments.runs.run import RealModels, Settings
 
@@ -48,6 +53,7 @@ def models_of(experiment: str, settings: Settings) -> Iterator[RealModel]:
     for given in settings.models:
         try:
             model = real_model(given, settings.cache, asked_of(settings).accept, step=say)
+            check_task(model.task, EXPERIMENTS[experiment].tasks, model.name, experiment)
         except (ValueError, ModuleNotFoundError) as error:
             if settings.asked is not None:
                 raise ValueError(str(error)) from error
@@ -63,7 +69,19 @@ def bench_of(settings: Settings, model: RealModel) -> Bench:
     return Bench.of(model, texts_of(settings), length, count, settings.device)
 
 
-def facts(bench: Bench) -> Values:
+class HasModel(Protocol):
+    """A loaded model, of whichever task."""
+
+    @property
+    def model(self) -> RealModel:
+        """What was loaded."""
+
+    @property
+    def base(self) -> nn.Module:
+        """The dense model."""
+
+
+def facts(bench: HasModel) -> Values:
     """What is of the model's file: the grid of its weights, its parameters, and the published model that it is."""
     model = bench.model
     found: Values = {f"grid: {model.grid}": (1.0, "")}

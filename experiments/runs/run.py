@@ -43,7 +43,9 @@ from experiments.harness.rows import (
     write,
     write_text,
 )
+from experiments.models.architectures import check_task
 from experiments.models.pretrained import DEFAULT as DEFAULT_MODEL
+from experiments.models.pretrained import MODELS
 from experiments.models.train import FULL, QUICK, Trained, TrainSettings, cache_key, trained_model
 from reference import SCHEMES
 
@@ -298,6 +300,8 @@ def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> 
             f"--model goes with one of {', '.join(having)}: ao-lab reproduce {having[0]} --model DIR"
         )
     for name in names:
+        for given in filter(MODELS.__contains__, real.models):
+            check_task(MODELS[given].task, EXPERIMENTS[name].tasks, given, name)
         registry.EXPERIMENTS[name].run_module().check_parts(only)
     if real.own_text is not None and list(names) != ["qat"]:
         raise ValueError(

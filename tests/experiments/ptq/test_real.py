@@ -108,7 +108,7 @@ def test_the_same_call_measures_nothing_again(reproduced, folder, monkeypatch, c
     place, _ = reproduced
     monkeypatch.setenv("AO_LAB_CACHE", str(place / "cache"))
     monkeypatch.delenv(texts.VARIABLE, raising=False)
-    monkeypatch.setattr("experiments.ptq.real.bench_of", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("experiments.ptq.real.any_bench_of", lambda *_: pytest.fail("measured again"))
     capsys.readouterr()
     assert main(command(folder, place)) == 0
     assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
@@ -118,7 +118,7 @@ def test_the_same_call_measures_nothing_again(reproduced, folder, monkeypatch, c
     ("arguments", "message"),
     [
         (["ptq", "--model", "no-such-folder"], "is no folder and no name of a pretrained model"),
-        (["ptq", "--model", "all-mpnet-base-v2"], "is no language model but encoder"),
+        (["decode", "--model", "all-mpnet-base-v2"], "is no language model but encoder"),
         (["ptq", "--windows", "4"], "go with --model DIR"),
         (["kernels", "--model", "DIR"], "--model goes with one of"),
         (["--model", "DIR"], "--model goes with one of"),

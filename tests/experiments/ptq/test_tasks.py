@@ -1,0 +1,188 @@
+"""Encoders and speech models in `ptq`: the whole command on random checkpoints, the metrics by the architecture, the page."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ao_lab import quantize_
+from ao_lab.cli.app import main
+from ao_lab.config.base import SchemeConfig
+from experiments.data import texts
+from experiments.data.sentences import Reviews
+from experiments.data.utterances import Utterance
+from experiments.harness.paths import Paths
+from experiments.harness.rows import read
+from experiments.models import speech
+from experiments.models.architectures import task_of
+from experiments.models.quantized_model import decoded_weights
+from experiments.models.sentence_encoder import REVIEWS
+from experiments.models.speech import DATA
+from experiments.ptq.page import findings, sections
+from experiments.runs import benches
+from tests.support.models.small_llama import WORDS, save_llama
+from tests.support.models.small_tasks import save_mpnet, save_whisper
+
+pytest.importorskip("transformers")
+WORD = WORDS.split()
+LABELS = (True, False) * 6
+TEXTS = tuple(" ".join(np.random.default_rng(seed).permutation(WORD)[:6]) for seed in range(24))
+
+
+def reviews(cache, fit, test):
+    return Reviews(TEXTS[:12], LABELS, TEXTS[12:], LABELS)
+
+
+def utterances(cache):
+    sounds = np.random.default_rng(0).normal(size=(2, 8000)).astype(np.float32) / 10
+    return (Utterance("a", "one two", sounds[0]), Utterance("b", "three of clubs", sounds[1]))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run of both models: rows and pages of `ao-lab reproduce ptq --model DIR --model DIR`."""
+    made = tmp_path_factory.mktemp("tasks")
+    save_mpnet(made / "tiny-mpnet")
+    save_whisper(made / "tiny-whisper")
+    with pytest.MonkeyPatch.context() as patch:
+        settle(patch, made)
+        assert main(command(made)) == 0
+    return made
+
+
+def settle(patch, place):
+    patch.setenv("AO_LAB_CACHE", str(place / "cache"))
+    patch.delenv(texts.VARIABLE, raising=False)
+    patch.setattr(benches, "reviews", reviews)
+    patch.setattr(benches, "utterances", utterances)
+    patch.setattr(speech, "TOKENS", 3)
+
+
+def command(place):
+    models = [word for name in ("tiny-mpnet", "tiny-whisper") for word in ("--model", str(place / name))]
+    only = ["--only", "int8_rowwise", "--only", "mxfp4_rceil"]
+    return [
+        "reproduce",
+        "ptq",
+        *models,
+        *only,
+        "--reports",
+        str(place / "reports"),
+        "--device",
+        "cpu",
+        "--json",
+    ]
+
+
+def rows_of(place):
+    return read(Paths(place / "cache", place / "reports").rows("ptq"))
+
+
+def values(rows, table, method, setting="weights"):
+    return {
+        row.metric: row.value
+        for row in rows
+        if (row.table, row.method, row.setting) == (table, method, setting)
+    }
+
+
+def test_the_architecture_chooses_the_metrics(place, tmp_path):
+    assert task_of(place / "tiny-mpnet") == "encoder"
+    assert task_of(place / "tiny-whisper") == "speech"
+    save_llama(tmp_path)
+    assert task_of(tmp_path) == "language model"
+    (tmp_path / "modules.json").write_text("[]")
+    assert task_of(tmp_path) == "encoder"
+    tables = {row.table for row in rows_of(place)}
+    assert tables == {
+        *(f"encoder tiny-mpnet/quick/{data}" for data in ("model", REVIEWS)),
+        *(f"speech tiny-whisper/quick/{data}" for data in ("model", DATA)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "measure"),
+    [("encoder tiny-mpnet", REVIEWS, "cosine distance"), ("speech tiny-whisper", DATA, "KL")],
+)
+def test_every_scheme_has_its_rows(place, kind, data, measure):
+    """The dense model at no distance from itself, coarser schemes farther; a file of no record says so."""
+    rows, table = rows_of(place), f"{kind}/quick/{data}"
+    assert (
+        values(rows, f"{kind}/quick/model", "file", "file")["grid: not stated: the folder's own weights"] == 1
+    )
+    assert values(rows, table, "float32")[measure] == pytest.approx(0, abs=1e-12)
+    fine, coarse = (values(rows, table, method)[measure] for method in ("int8_rowwise", "mxfp4_rceil"))
+    assert 0 < fine < coarse
+    inputs = {row.setting for row in rows if row.table == table and row.method == "mxfp4_rceil"}
+    assert inputs == {"weights", "weights + activations in mxfp4_rceil"}
+    assert all(row.metric == "status: ok" for row in rows if row.metric.startswith("status"))
+
+
+def test_sizes_leave_out_what_stays_dense(place):
+    rows = rows_of(place)
+    dense = values(rows, "speech tiny-whisper/quick/model", "float32")["size"]
+    four = values(rows, "speech tiny-whisper/quick/model", "mxfp4_rceil")
+    count = values(rows, "speech tiny-whisper/quick/model", "file", "file")["quantized layers"]
+    assert count == 6 + 10, "a head that is tied to the embedding is none"
+    weights = 12 * 64 * 64 + 4 * 64 * 128
+    assert four["bits per weight"] == 4.25
+    assert dense - four["size"] == weights * (4 - 4.25 / 8)
+
+
+def test_the_same_call_measures_nothing_again(place, monkeypatch, capsys):
+    settle(monkeypatch, place)
+    monkeypatch.setattr("experiments.ptq.real.any_bench_of", lambda *_: pytest.fail("measured again"))
+    capsys.readouterr()
+    assert main(command(place)) == 0
+    assert "0 of them measured now" in json.loads(capsys.readouterr().out)[0]["what"]
+
+
+def test_the_page_has_a_section_for_each(place):
+    rows = rows_of(place)
+    made = {one.title: one for one in sections(rows)}
+    encoder = made["tiny-mpnet, encoder (quick scale, cpu)"]
+    spoken = made["tiny-whisper, speech (quick scale, cpu)"]
+    assert encoder.paragraphs[0].startswith("**Grid of the file's weights before:** not stated")
+    assert "12 texts; the dense model's accuracy is" in encoder.paragraphs[1]
+    assert [line[:2] for line in spoken.tables[0].lines] == [
+        ["float32", ""], ["int8_rowwise", ""], ["int8_rowwise", "int8_rowwise"], ["mxfp4_rceil", ""],
+        ["mxfp4_rceil", "mxfp4_rceil"],
+    ]  # fmt: skip
+    assert all(len(line) == len(spoken.tables[0].columns) for line in spoken.tables[0].lines)
+    assert len(encoder.drawings) == len(spoken.drawings) == 1
+    said = " ".join(findings(rows))
+    assert "tiny-mpnet, accuracy on film-reviews (quick scale; dense" in said
+    assert "mxfp4_rceil with inputs" in said
+
+
+def test_a_task_that_an_experiment_does_not_measure_is_refused(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path / "cache"))
+    arguments = [
+        "reproduce",
+        "decode",
+        "--model",
+        str(place / "tiny-whisper"),
+        "--reports",
+        str(tmp_path / "reports"),
+    ]
+    assert main(arguments) == 2
+    assert "tiny-whisper is no language model but speech, which decode does not measure" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_decoded_weights_are_for_a_while_and_of_weight_only_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    quantize_(model[0], SchemeConfig(scheme="mxfp4_rceil"))
+    quantize_(model[1], SchemeConfig(scheme="mxfp4_rceil", activation_scheme="mxfp4_rceil"))
+    stored = [layer.weight for layer in model]
+    x = torch.randn(3, 64)
+    wanted = model(x)
+    with decoded_weights(model):
+        assert type(model[0].weight) is nn.Parameter
+        assert model[1].weight is stored[1]
+        assert torch.allclose(model(x), wanted, rtol=1e-4, atol=1e-5)
+    assert [layer.weight for layer in model] == stored
