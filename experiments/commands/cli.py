@@ -65,8 +65,8 @@ def reproduce(
         list[str] | None,
         typer.Option(
             help="Of ptq, qat, calibration and decode: measure this model alone, a folder of transformers or a name that "
-            "`ao-lab pretrained` lists, any number of times: a causal language model, for ptq a sentence encoder or Whisper too; "
-            "--only then names schemes."
+            "`ao-lab pretrained` lists, any number of times: a causal language model, of ptq a sentence encoder or Whisper "
+            "too; --only then names schemes."
         ),
     ] = None,
     task: Annotated[

@@ -36,10 +36,26 @@ def show_models(records: Sequence[Pretrained], as_json: bool) -> None:
         print_json([record.describe() for record in records])
         return
     lines = [
-        [one.name, one.task, f"{one.parameters / 1e6:.0f} M", megabytes(one), one.licence, one.grid, one.purpose]
+        [
+            one.name,
+            one.task,
+            f"{one.parameters / 1e6:.0f} M",
+            megabytes(one),
+            one.licence,
+            one.grid,
+            one.purpose,
+        ]
         for one in records
     ]
-    columns = ["name", "task", "parameters", "download", "licence", "the file's weights are on the grid", "for"]
+    columns = [
+        "name",
+        "task",
+        "parameters",
+        "download",
+        "licence",
+        "the file's weights are on the grid",
+        "for",
+    ]
     print_table("Pretrained models", columns, lines, ["parameters", "download"])
 
 

@@ -22,8 +22,8 @@ from experiments.models.sentence_encoder import REVIEWS
 from experiments.models.speech import DATA
 from experiments.ptq.page import findings, sections
 from experiments.runs import benches
+from tests.support.models.encoders import save_mpnet, save_whisper
 from tests.support.models.small_llama import WORDS, save_llama
-from tests.support.models.small_tasks import save_mpnet, save_whisper
 
 pytest.importorskip("transformers")
 WORD = WORDS.split()
