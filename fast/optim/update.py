@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
+from fast.cpu.loops import optim as loops
+from fast.cpu.threads import in_parts
 from fast.dispatch import has_kernels
 from reference.arrays.bridges import to_numpy, to_torch
 from reference.optim.states import State, States, matrix_shape
-from reference.optim.update import Key, Stored, update
+from reference.optim.update import Key, Numbers, Stored, update
 from reference.quantize.stored import Quantized
 
 #: Kernels run on CPU tensors, in Triton's interpreter; set by tests.
@@ -84,7 +88,7 @@ class Updates:
         """
         on_device = [slot for slot in slots if slot.p.device.type != "cpu" or _interpreted(slot)]
         for slot in slots:
-            if slot not in on_device:
+            if slot not in on_device and not _by_loop(slot, rule):
                 _by_reference(slot, rule)
         if on_device:
             self._on_device(on_device, rule, group, skip)
@@ -106,6 +110,74 @@ class Updates:
 def _interpreted(slot: Slot) -> bool:
     """Whether Triton's interpreter runs kernels on CPU tensors here; tests ask for it."""
     return INTERPRETED and slot.p.is_cpu
+
+
+def _by_loop(slot: Slot, rule: Rule) -> bool:
+    """One step of a CPU parameter by a compiled loop; False where it does not cover it."""
+    made = _loop_of(rule.kind, rule.states, slot.p.dtype, slot.g.dtype, rule.stochastic_round, _master(slot))
+    if made is None:
+        return False
+    kernel, tables = made
+    step = int(slot.step.item()) + 1
+    rows, length = slot.matrix(rule.states.first.block)
+    numbers = Numbers.of(rule.kind, step, float(rule.lr), rule.betas, rule.eps, rule.weight_decay)
+    key = np.array([rule.seed & 0xFFFFFFFF, rule.seed >> 32, slot.parameter, step, slot.first], np.uint64)
+    m, m_scale = _arrays(slot.first_moment, rows)
+    v, v_scale = _arrays(slot.second_moment, rows)
+    error = np.zeros((0, 0), np.int8) if slot.error is None else slot.error.numpy().reshape(rows, length)
+    p, g = (_patterns(tensor).reshape(rows, length) for tensor in (slot.p.detach(), slot.g))
+
+    def work(first: int, last: int) -> None:
+        kernel(p, g, m, m_scale, v, v_scale, error, numbers.array, tables, key, length, first, last)
+
+    if rows and length:
+        in_parts(work, rows, rows * length)
+    slot.step.fill_(step)
+    return True
+
+
+def _master(slot: Slot) -> int:
+    return 0 if slot.error is None else 8 * slot.error.element_size()
+
+
+@lru_cache(maxsize=64)
+def _loop_of(
+    kind: str, states: States, p: torch.dtype, g: torch.dtype, rounds: bool, master: int
+) -> tuple[Any, Any] | None:
+    """The loop and its tables, or None where it does not cover these."""
+    first, second = loops.moment_of(states.first), loops.moment_of(None if kind == "lion" else states.second)
+    taken = (torch.float32, torch.bfloat16)
+    if first is None or second is None or p not in taken or g not in taken:
+        return None
+    half = p == torch.bfloat16
+    rule = loops.Rule(
+        kind,
+        first,
+        second,
+        half,
+        g == torch.bfloat16,
+        rounds and half and not master,
+        master,
+        states.first.block,
+    )
+    tables = np.stack([loops.thresholds_of(states.first), loops.thresholds_of(states.second)])
+    return loops.compiled(rule), tables
+
+
+def _patterns(tensor: torch.Tensor) -> Any:
+    """The bits of a contiguous tensor, over its memory."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.contiguous().view(torch.int32).numpy()
+
+
+def _arrays(moment: Moment | None, rows: int) -> tuple[Any, Any]:
+    """Codes (or float32 values) and scales of a moment as matrices over their memory."""
+    nothing = np.zeros((0, 0), np.float32)
+    if moment is None:
+        return np.zeros((0, 0), np.uint8), nothing
+    codes = moment.codes.numpy().reshape(rows, -1)
+    return codes, nothing if moment.scale is None else moment.scale.numpy().reshape(rows, -1)
 
 
 def _by_reference(slot: Slot, rule: Rule) -> None:

@@ -28,7 +28,7 @@ algorithm 2; Chen et al., Symbolic discovery of optimization algorithms (arXiv 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
@@ -81,6 +81,11 @@ class Numbers:
     eps: np.float32
     keep: np.float32
     decay: np.float32
+
+    @property
+    def array(self) -> Floats:
+        """All of them in order, float32 (9,)."""
+        return np.array([getattr(self, field.name) for field in fields(self)], np.float32)
 
     @classmethod
     def of(
