@@ -177,16 +177,27 @@ class Learning:
 
     def _learn(self) -> None:
         """All steps."""
-        order = self._order()
+        order, before = self._order(), None
         for step in range(self.method.steps):
             for one in self.weights:
                 one.put()
             loss = self._loss([next(order) for _ in range(self._count())])
-            if loss < self.best[0]:
-                self.best = loss, [one.state for one in self.weights]
+            # A step's loss is read while the device works at the next, so that it never waits for the host.
+            if before is not None:
+                self._remember(*before)
+            before = loss, [one.state for one in self.weights]
             rate = (1 - step / self.method.steps) / self.method.steps
             for one in self.weights:
                 one.state = fast.signround_step(one.state, one.gradients(), rate)
+
+        if before is not None:
+            self._remember(*before)
+
+    def _remember(self, loss: torch.Tensor, states: list[Any]) -> None:
+        """The states of the least loss; the one place of a step that waits for the device."""
+        value = float(loss)
+        if value < self.best[0]:
+            self.best = value, states
 
     def _order(self) -> Iterator[int]:
         """Numbers of batches that have tokens to learn from, over and over, in orders that a seed draws."""
@@ -201,16 +212,16 @@ class Learning:
         sequences = max(len(role) for role in self.tokens.roles)
         return max(self.method.sequences // max(sequences, 1), 1)
 
-    def _loss(self, batches: Sequence[int]) -> float:
+    def _loss(self, batches: Sequence[int]) -> torch.Tensor:
         """The mean square error over tokens to learn from, its gradients with the weights."""
-        total: Any = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             with torch.enable_grad():
                 loss = self._squares(batch, TRAIN) / len(batches)
                 loss.backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach().to(torch.float64)
-        # The one place of a step that waits for the device.
-        return float(total)
+            loss = loss.detach().to(torch.float64)
+            total = total.to(loss.device) + loss
+        return total
 
     def _squares(self, batch: int, role: int) -> torch.Tensor:
         """The mean over tokens of a kind in a batch of the squared error of the block's output."""

@@ -22,7 +22,7 @@ from reference.quantize.blocks import Blocks
 from reference.schemes.schemes import flat_size
 
 #: Elements of a program at least, and of the longest block whose sum a program makes.
-TILE, LONGEST = 2048, 4096
+LEAST, LONGEST = 2048, 4096
 #: Values of a format at most whose steps a kernel looks up.
 VALUES = 16
 
@@ -59,10 +59,10 @@ def unit_of(w, scale, table, at, inside, K, NB, R, C, STEP: tl.constexpr, STEPS:
 
 @triton.jit(do_not_specialize=["count"])
 def moved_kernel(
-    w, v, scale, table, result, count, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr
+    w, v, scale, table, result, count, K, NB, R, C, STEP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """w + v * unit in float32; w itself where there is no such number."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     x = widened(read(w + at, inside))
     moved = x + tl.load(v + at, mask=inside, other=0) * unit_of(
@@ -75,10 +75,10 @@ def moved_kernel(
 @triton.jit(do_not_specialize=["count"])
 def gradient_kernel(
     dx, w, v, scale, table, dv, through, count, K, NB, R, C,
-    STEP: tl.constexpr, STEPS: tl.constexpr, SIZE: tl.constexpr, LENGTH: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """dv = dx * unit, and with LENGTH > 0 the sums of dv * v of blocks of so many elements."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     x = widened(read(w + at, inside))
     gradient = tl.load(dx + at, mask=inside, other=0) * unit_of(
@@ -86,16 +86,16 @@ def gradient_kernel(
     )
     tl.store(dv + at, gradient, mask=inside)
     if LENGTH > 0:
-        P: tl.constexpr = SIZE // LENGTH
+        P: tl.constexpr = TILE // LENGTH
         products = gradient * tl.load(v + at, mask=inside, other=0)
         block = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)[:, None]
         tl.store(through + block, tree_sum(tl.reshape(products, (P, LENGTH))), mask=block * LENGTH < count)
 
 
 @triton.jit(do_not_specialize=["count", "rate"])
-def step_kernel(v, gradient, result, count, rate, SIZE: tl.constexpr):
+def step_kernel(v, gradient, result, count, rate, TILE: tl.constexpr):
     """v - rate * sign(gradient), within [-1/2, 1/2]."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     g = tl.load(gradient + at, mask=inside, other=0)
     by = tl.where(g > 0, rate, tl.where(g < 0, -rate, 0.0))
@@ -135,7 +135,7 @@ def unit(scale: torch.Tensor, fmt: Format, blocks: Blocks) -> Unit | None:
 def moved(w: torch.Tensor, v: torch.Tensor, by: Unit) -> torch.Tensor:
     """`w + v * unit` (N, K) in float32."""
     result = torch.empty(w.shape, dtype=torch.float32, device=w.device)
-    _run(moved_kernel, w, (w.contiguous(), v.contiguous(), by.scale, by.table, result), by, TILE)
+    _run(moved_kernel, w, (w.contiguous(), v.contiguous(), by.scale, by.table, result), by, LEAST)
     return result
 
 
@@ -149,7 +149,7 @@ def gradient(
         length = by.length
         through = torch.empty(w.shape[0], by.columns, dtype=torch.float32, device=w.device)
     pointers = (dx.contiguous(), w.contiguous(), v.contiguous(), by.scale, by.table, dv, through)
-    _run(gradient_kernel, w, pointers, by, max(TILE, length), length)
+    _run(gradient_kernel, w, pointers, by, max(LEAST, length), length)
     return dv, through
 
 
@@ -158,8 +158,8 @@ def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
     result = torch.empty_like(v)
     options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
     if v.numel():
-        grid = (triton.cdiv(v.numel(), TILE),)
-        step_kernel[grid](v.contiguous(), gradient.contiguous(), result, v.numel(), rate, TILE, **options)
+        grid = (triton.cdiv(v.numel(), LEAST),)
+        step_kernel[grid](v.contiguous(), gradient.contiguous(), result, v.numel(), rate, LEAST, **options)
     return result
 
 
