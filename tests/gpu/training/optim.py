@@ -3,14 +3,13 @@
     python -m tests.gpu.training.optim [--part bits roots tune times] [--peers FOLDER] [--out FILE.csv]
 
 A line a check; times in milliseconds a step of 470 million bfloat16 parameters (28 matrices of 4096 x 4096), medians of rounds
-in which all methods follow each other. --peers: a folder with FlashOptim's wheel.
+in which all methods follow each other. --peers: a folder with wheels of torchao and FlashOptim, which are unpacked and not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import statistics
 import sys
 import tempfile
@@ -26,13 +25,20 @@ import triton.language as tl
 
 from ao_lab import optim
 from fast.kernels.optim import host, kernel
+from reference.arrays.bridges import to_numpy
+from reference.optim.states import STATES
+from reference.optim.update import Key, begin, update
 from tests.support.optim import CASES, compared, slots_of
 
 PARTS = ("bits", "roots", "tune", "times")
 SHAPES = ((64, 4096), (128, 512), (37, 1000), (100_001,), (3, 5, 640), (16, 8, 3, 3), (8192,), (2, 3))
 COUNT, SIDE = 28, 4096
 ELEMENTS = COUNT * SIDE * SIDE
-ROUNDS, STEPS = 7, 3
+ROUNDS, STEPS = 5, 3
+#: Elements of a tile, warps, programs a multiprocessor (0: one a tile).
+GRID = ((2048, 4, 0), (1024, 4, 0), (1024, 2, 0), (2048, 8, 0), (4096, 8, 0), (2048, 4, 6), (2048, 4, 12))
+#: Optimizers whose steps are in graphs.
+KEPT: list[torch.optim.Optimizer] = []
 #: Bytes an element that must move, read and written.
 FLOORS = {"8bit": 10.06, "4bit": 8.13, "24bit": 12.06, "24bit block 32": 12.5, "torch fused": 14.0}
 RATE = 4.28e12
@@ -128,20 +134,43 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
 
 
 def tune(rows: list[dict[str, object]]) -> None:
-    """Tiles, warps and programs of the 8-bit step, and of the 24-bit master."""
+    """Tiles, warps and programs of the 8-bit step; the best is what is timed afterwards."""
     ps = parameters()
     steps: dict[str, Step] = {}
-    for elements, warps, programs in itertools.product((1024, 2048, 4096), (2, 4, 8), (0, 8, 16)):
-        if not 256 <= elements // warps <= 1024:
-            continue
+    for elements, warps, programs in GRID:
         host.ELEMENTS, host.WARPS, host.PROGRAMS = elements, warps, programs
-        mine = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
-        steps[f"8bit, tiles of {elements}, {warps} warps, {programs} programs"] = graphed(mine.step)
+        one = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
+        KEPT.append(one)
+        steps[f"8bit, tiles of {elements}, {warps} warps, {programs} programs"] = graphed(one.step)
     timed(steps, rows)
     best = min((row for row in rows if "tiles of" in str(row["method"])), key=lambda row: row["ms"])
     print("best:", best["method"], flush=True)
     words = str(best["method"]).replace(",", "").split()
     host.ELEMENTS, host.WARPS, host.PROGRAMS = int(words[3]), int(words[4]), int(words[6])
+    KEPT.clear()
+
+
+def check(ps: list[torch.nn.Parameter]) -> None:
+    """One step of all parameters; the last rows of the first and of the last one beside the reference."""
+    before = [p.detach()[-2:].cpu().clone() for p in (ps[0], ps[-1])]
+    one = optim.AdamW8bit(ps, lr=1e-2, nonfinite="propagate", bf16_stochastic_round=True)
+    one.step()
+    torch.cuda.synchronize()
+    states, first = STATES["8bit"], (SIDE - 2) * SIDE // 256
+    for number, p, old in zip((0, COUNT - 1), (ps[0], ps[-1]), before, strict=True):
+        stored = update(
+            begin(to_numpy(old), states), to_numpy(p.grad[-2:].cpu()), states, step=1, lr=1e-2, weight_decay=1e-2,
+            stochastic_round=True, key=Key(0, number, first),
+        )  # fmt: skip
+        state = one.state[p]
+        found = {
+            "p": (p.detach()[-2:].view(torch.int16), stored.p.view(np.int16)),
+            "first": (state["exp_avg_codes"][-2:], stored.first.codes),
+            "second": (state["exp_avg_sq_codes"][-2:], stored.second.codes),
+            "second scale": (state["exp_avg_sq_scale"][-2:], stored.second.scale),
+        }
+        wrong = {name: int((a.cpu().numpy() != b).sum()) for name, (a, b) in found.items()}
+        print(f"check of parameter {number} of 470M: differences {wrong}", flush=True)
 
 
 def mine(ps: list[torch.nn.Parameter]) -> dict[str, Step]:
@@ -161,6 +190,8 @@ def mine(ps: list[torch.nn.Parameter]) -> dict[str, Step]:
         one = kind(ps, lr=1e-4, nonfinite="propagate", **options)
         if name == "8bit":
             made[f"ours {name}, eager"] = one.step
+        # A graph has addresses alone: who holds the graph holds the optimizer.
+        KEPT.append(one)
         made[f"ours {name}, graph"] = graphed(one.step)
     checked = optim.AdamW8bit(ps, lr=1e-4)
     made["ours 8bit, eager, gradients checked"] = checked.step
@@ -173,40 +204,48 @@ def peers(ps: list[torch.nn.Parameter], folder: str | None) -> dict[str, Step]:
     fused = torch.optim.AdamW(ps, lr=1e-4, fused=True)
     made["torch fused, bfloat16 states, eager"] = fused.step
     graph = torch.optim.AdamW(ps, lr=1e-4, fused=True, capturable=True)
+    KEPT.append(graph)
     made["torch fused, bfloat16 states, graph"] = graphed(graph.step)
+    for wheel in sorted(Path(folder).glob("*.whl")) if folder else []:
+        if wheel.name.startswith(("torchao", "flashoptim")):
+            place = tempfile.mkdtemp()
+            zipfile.ZipFile(wheel).extractall(place)
+            sys.path.append(place)
     try:
         import torchao.optim as theirs
 
-        for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
-            begin = time.perf_counter()
-            one = getattr(theirs, name)(ps, lr=1e-4)
-            one.step()
-            torch.cuda.synchronize()
-            print(f"torchao {name}: first step {time.perf_counter() - begin:.1f} s", flush=True)
-            made[f"torchao {name}"] = one.step
+        begin = time.perf_counter()
+        one = theirs.AdamW8bit(ps, lr=1e-4)
+        one.step()
+        torch.cuda.synchronize()
+        print(f"torchao AdamW8bit: first step {time.perf_counter() - begin:.1f} s", flush=True)
+        made["torchao AdamW8bit"] = one.step
     except Exception as error:  # noqa: BLE001  a peer that does not run here is said, not raised
         print(f"torchao: {type(error).__name__}: {error}"[:300], flush=True)
-    wheels = sorted(Path(folder).glob("flashoptim*.whl")) if folder else []
-    if wheels:
-        try:
-            place = tempfile.mkdtemp()
-            zipfile.ZipFile(wheels[-1]).extractall(place)
-            sys.path.insert(0, place)
-            from flashoptim import FlashAdamW
+    try:
+        from flashoptim import FlashAdamW
 
-            for width in (24, 32):
-                one = FlashAdamW(ps, lr=1e-4, master_weight_bits=width)
-                one.step()
-                made[f"FlashOptim, {width}-bit master"] = one.step
-        except Exception as error:  # noqa: BLE001
-            print(f"FlashOptim: {type(error).__name__}: {error}"[:300], flush=True)
+        for width in (24, 32):
+            one = FlashAdamW(ps, lr=1e-4, master_weight_bits=width)
+            one.step()
+            torch.cuda.synchronize()
+            made[f"FlashOptim, {width}-bit master"] = one.step
+    except Exception as error:  # noqa: BLE001
+        print(f"FlashOptim: {type(error).__name__}: {error}"[:300], flush=True)
     return made
 
 
 def times(rows: list[dict[str, object]], folder: str | None) -> None:
     """Ours beside the others on the same parameters and gradients."""
     ps = parameters()
-    timed({**mine(ps), **peers(ps, folder)}, rows)
+    try:
+        check(ps)
+    except Exception as error:  # noqa: BLE001  times follow all the same
+        print(f"check: {type(error).__name__}: {error}"[:500], flush=True)
+    timed(mine(ps), rows)
+    KEPT.clear()
+    ours = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
+    timed({"ours 8bit beside peers, eager": ours.step, **peers(ps, folder)}, rows)
 
 
 def main() -> None:
