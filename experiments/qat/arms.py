@@ -1,8 +1,9 @@
 """What is compared on a real model: ways from a fine-tuned model, or from the model before it, to a quantized one.
 
 Without further training: rounding (PTQ), of the model before fine-tuning and of the fine-tuned one; searched scales ("clipped",
-`Clip()`), and GPTQ over them, with data. Trained on the same sequences as the fine-tuned model: QAT as `quantize_` prepares it,
-QAT with learned scales that start where `Clip()` puts them, and torchao's QAT, converted by torchao.
+`Clip()`), and GPTQ or, at 2 and 3 bits, AutoRound over them, with data. Trained on the same sequences as the fine-tuned model:
+QAT as `quantize_` prepares it, QAT with learned scales that start where `Clip()` puts them, and torchao's QAT, converted by
+torchao.
 
 Scales are learned where a scheme keeps them in float32, so MX and NVFP4 have no such arm; torchao's arm is there for integers.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ao_lab import (
     GPTQ,
+    AutoRound,
     Clip,
     Int8DynamicActivationIntxWeightConfig,
     IntxWeightOnlyConfig,
@@ -35,9 +37,14 @@ from experiments.models.causal_lm import Undivided, check_whole, linears
 from experiments.models.quantized_model import setting_name
 
 PTQ_BASE, PTQ, CLIPPED, WITH_GPTQ = "PTQ of the base model", "PTQ", "PTQ, clipped", "PTQ, GPTQ"
+WITH_AUTOROUND = "PTQ, AutoRound"
 QAT, LEARNED, BY_TORCHAO = "QAT", "QAT, learned scales", "torchao QAT"
 #: In the order in which they are measured; after the first a model is fine-tuned for each seed.
-ARMS = (PTQ_BASE, PTQ, CLIPPED, WITH_GPTQ, QAT, LEARNED, BY_TORCHAO)
+ARMS = (PTQ_BASE, PTQ, CLIPPED, WITH_GPTQ, WITH_AUTOROUND, QAT, LEARNED, BY_TORCHAO)
+#: Those that read data.
+READING = (CLIPPED, WITH_GPTQ, WITH_AUTOROUND, LEARNED)
+#: Bits of the integers for which AutoRound is held against training: where the paper asks it.
+LOW_BITS = (2, 3)
 TRAINED = (QAT, LEARNED, BY_TORCHAO)
 
 
@@ -64,6 +71,7 @@ class Method:
         """Those that there are for its scheme."""
         left = set() if has_learnable_scales(self.config.recipe().weight) else {LEARNED}
         left |= set() if self.bits else {BY_TORCHAO}
+        left |= set() if self.bits in LOW_BITS else {WITH_AUTOROUND}
         return tuple(arm for arm in ARMS if arm not in left)
 
     def torchao(self) -> Any:
@@ -119,7 +127,11 @@ def quantized(model: nn.Module, method: Method, arm: str, batches: Sequence[Tens
 
     Undivided where the scheme's blocks do not divide every layer.
     """
-    chosen: dict[str, tuple[Any, ...]] = {CLIPPED: (Clip(),), WITH_GPTQ: (Clip(), GPTQ())}
+    chosen: dict[str, tuple[Any, ...]] = {
+        CLIPPED: (Clip(),),
+        WITH_GPTQ: (Clip(), GPTQ()),
+        WITH_AUTOROUND: (Clip(), AutoRound()),
+    }
     layers, more = linears(model), {}
     if arm in chosen:
         more = {"methods": chosen[arm], "calibration": list(batches)}

@@ -303,7 +303,7 @@ def model_of(here: Here, task: Task) -> tuple[nn.Module, Values]:
 
 def batches_for(here: Here, task: Task) -> list[Tensor]:
     """What calibration reads, where a task calibrates."""
-    reads = task.arm in (arms.CLIPPED, arms.WITH_GPTQ, arms.LEARNED)
+    reads = task.arm in arms.READING
     return here.batches(task.seed) if reads else []
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from experiments.harness.intervals import Interval, interval
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
 from experiments.models.quantized_model import WEIGHTS, activations_of
-from experiments.qat.arms import CLIPPED, PTQ, PTQ_BASE, QAT, TRAINED, WITH_GPTQ
+from experiments.qat.arms import CLIPPED, PTQ, PTQ_BASE, QAT, TRAINED, WITH_AUTOROUND, WITH_GPTQ
 from experiments.qat.real import TUNED
-from experiments.qat.run import DEVIATIONS, Interval, interval, recovery
+from experiments.qat.run import DEVIATIONS, recovery
 from experiments.report.content import Section, Table
 from experiments.report.real_runs import RealRun, best_runs, real_runs
 from experiments.report.results import Results, failures, number
 
 GRID, DTYPE = "grid: ", "trains in: "
 #: Ways without training, of which the best is what QAT has to beat.
-BASELINES = (PTQ, CLIPPED, WITH_GPTQ)
+BASELINES = (PTQ, CLIPPED, WITH_GPTQ, WITH_AUTOROUND)
 #: Values of one way by seed.
 Seeds = Mapping[int, float]
 TEXT = (

@@ -39,6 +39,7 @@ from ao_lab import (
 )
 from ao_lab.config.base import Config
 from experiments.data.evaluation import MultipleChoice, multiple_choice, score
+from experiments.harness.intervals import Interval, interval
 from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.llama import LanguageModel, ModelSettings
@@ -443,18 +444,6 @@ def targets_of(results: Results) -> list[Target]:
     ]
 
 
-#: 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
-STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds, and half the width of its 95% interval (Student's t)."""
-
-    mean: float
-    half: float
-
-
 @dataclass(frozen=True)
 class Recovery:
     """The loss of PTQ and of QAT in bits per byte over float32, and the recovered percentage.
@@ -467,14 +456,6 @@ class Recovery:
     qat: Interval
     deviations: float
     recovered: Interval | None
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean and its interval; ValueError for one value or more than there are quantiles for."""
-    degrees = len(values) - 1
-    if not 1 <= degrees <= len(STUDENT):
-        raise ValueError(f"an interval takes 2 to {len(STUDENT) + 1} seeds, got {len(values)}")
-    return Interval(fmean(values), STUDENT[degrees - 1] * stdev(values) / math.sqrt(len(values)))
 
 
 def deviations_of(values: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from experiments.report.content import Table
 from experiments.report.results import STATUS
 
 #: Other projects' code, in a method's or a setting's name. Conventions of theirs as schemes (`torchao.nf4`) are our code.
-NAMES = "torchao|torch\\.compile|torch eager|cuSPARSELt|ml_dtypes|XLA|llm-compressor|GPTQModel|auto-round|HQQ|gguf"
+NAMES = "torchao|torch\\.compile|torch eager|cuSPARSELt|ml_dtypes|XLA|llm-compressor|GPTQModel|auto-round|hqq library|gguf"
 PEERS = re.compile(rf"(?<![\w.])({NAMES})(?![\w.])")
 OK = f"{STATUS}ok"
 
@@ -31,6 +31,8 @@ class Expected:
     command: str
 
 
+CALIBRATION = "ao-lab reproduce calibration --model smollm2-135m --scale full --peer-python PYTHON"
+REAL_QAT = "ao-lab reproduce qat --model smollm2-135m --scale full"
 #: What is to be there, whether or not a row says so.
 EXPECTED = (
     *(
@@ -38,13 +40,16 @@ EXPECTED = (
             "calibration",
             peer,
             "its own result on the same model, data and scheme",
-            "no arm of it is in experiment calibration",
+            f"{CALIBRATION} --only {arm!r}",
         )
-        for peer in ("llm-compressor", "GPTQModel", "auto-round", "HQQ")
-    ),
-    Expected(
-        "qat", "torchao", "its QAT of the same scheme, equally long", "no arm of it is in experiment qat"
-    ),
+        for peer, arm in (
+            ("llm-compressor", "llm-compressor GPTQ"),
+            ("GPTQModel", "GPTQModel"),
+            ("auto-round", "auto-round"),
+            ("hqq library", "hqq library"),
+        )
+    ),  # fmt: skip
+    Expected("qat", "torchao", "its QAT of the same scheme, equally long", f"{REAL_QAT} --only int4_g32"),
     Expected(
         "decode",
         "torchao",

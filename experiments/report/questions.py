@@ -6,7 +6,9 @@ Which rows answer what is here; how they decide it, and what a page says, is in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
+from experiments.harness.intervals import interval
 from experiments.harness.rows import Row
 from experiments.models.pretrained import MODELS
 from experiments.report.accuracies import only
@@ -57,9 +59,8 @@ def qat_without_lora(rows: Rows) -> Question:
         "and backward, intervals from their 20% and 80% quantiles; memory repeats exactly."
     )
     overhead = list(overhead_claims(full(rows["qat_overhead"], "qat_overhead")))
-    return Question(
-        "QAT without LoRA: what it costs", asked, [*overhead, *trained_claims(rows["qat"], "int4")]
-    )
+    trained = [*real_qat_claims(rows["qat"], "int4_g32"), *trained_claims(rows["qat"], "int4")]
+    return Question("QAT without LoRA: what it costs", asked, [*overhead, *trained])
 
 
 def overhead_claims(runs: Mapping[Where, Results]) -> Iterator[Claim]:
@@ -151,9 +152,10 @@ def two_and_three_bits(rows: Rows) -> Question:
         f"{PAPER}: at 2 and 3 bits, is training with learned scales (ParetoQ) better than AutoRound, and AutoRound than plain "
         "rounding? Real models: KL from the dense model on a text that methods do not see, of the best arm of each kind there."
     )
+    real = real_qat_claims(rows["qat"], "int2_g32", "int3_g32")
     claims = [
         *autoround_claims(rows["calibration"]),
-        *learned_claims(rows),
+        *real,
         *trained_claims(rows["qat"], *LOW, "ternary"),
     ]
     return Question("ParetoQ, AutoRound and plain rounding at 2 and 3 bits", asked, claims)
@@ -182,18 +184,53 @@ def best(results: Results, scheme: str, methods: Sequence[str]) -> Interval | No
     )
 
 
-def learned_claims(rows: Rows) -> Iterator[Claim]:
-    """Training with learned scales against AutoRound, of one real model on one text: no row has both yet."""
-    for scheme in CASES:
-        command = f"ao-lab reproduce qat --model {MODEL} --scale full --only {scheme}"
-        yield Claim(
-            "Training with learned scales (ParetoQ) loses less than AutoRound",
-            scheme,
-            None,
-            0.0,
-            "nats",
-            command,
-        )
+WAYS = ("PTQ", "PTQ, clipped", "PTQ, GPTQ")
+AUTOROUND, LEARNED, PLAIN_QAT = "PTQ, AutoRound", "QAT, learned scales", "QAT"
+
+
+def real_qat_claims(rows: Sequence[Row], *schemes: str) -> Iterator[Claim]:
+    """Of each real model and text, over paired seeds: training against the best way without, and at 2 and 3 bits against
+    AutoRound of the fine-tuned model."""
+    for scheme in schemes:
+        for run, text in texts_of(rows):
+            results = run.texts[text] if run else Results([])
+            of = ", ".join(filter(None, (scheme, run.model if run else "", text)))
+            command = f"ao-lab reproduce qat --model {model_of(run)} --scale full --only {scheme}"
+            losses = {arm: paired(results, scheme, arm) for arm in (*WAYS, AUTOROUND, LEARNED, PLAIN_QAT)}
+            best_way = min((losses[arm] for arm in WAYS if losses[arm]), key=mean_of, default={})
+            statement = (
+                "Training with learned scales loses less than the best of rounding, searched scales and GPTQ"
+            )
+            yield Claim(statement, of, over_seeds(losses[LEARNED], best_way), 0.0, "nats", command, 4)
+            if scheme.startswith(LOW):
+                statement = "Training with learned scales (ParetoQ) loses less than AutoRound"
+                yield Claim(
+                    statement, of, over_seeds(losses[LEARNED], losses[AUTOROUND]), 0.0, "nats", command, 4
+                )
+            statement = "Learned scales lose less than scales of the largest magnitude, both trained"
+            yield Claim(
+                statement, of, over_seeds(losses[LEARNED], losses[PLAIN_QAT]), 0.0, "nats", command, 4
+            )
+
+
+def paired(results: Results, scheme: str, arm: str) -> dict[int, Row]:
+    """The rows of a way's loss by seed."""
+    method = f"{scheme}: {arm}"
+    return {row.seed: row for row in results.rows if (row.method, row.metric) == (method, "loss")}
+
+
+def mean_of(rows: Mapping[int, Row]) -> float:
+    """The mean over seeds."""
+    return fmean(row.value for row in rows.values())
+
+
+def over_seeds(ours: Mapping[int, Row], theirs: Mapping[int, Row]) -> Interval | None:
+    """The paired difference over the seeds that both have, with Student's interval; None for fewer than two."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if len(seeds) < 2:
+        return None
+    found = interval([ours[seed].value - theirs[seed].value for seed in seeds])
+    return Interval.around(found.mean, found.half, *(rows[seed] for rows in (ours, theirs) for seed in seeds))
 
 
 def texts_of(rows: Sequence[Row]) -> list[tuple[RealRun | None, str]]:

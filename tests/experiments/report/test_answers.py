@@ -1,6 +1,7 @@
 """The page of answers: the rule that decides a claim, each verdict from synthetic rows, and commands that can be run."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 import typer
@@ -139,3 +140,27 @@ def test_a_sentence_says_what_all_of_its_claims_share_once():
         "It holds, of wide, 30m: **yes** (a: -5.0 % [-6.0, -4.0]), **no** (b: 5.0 % [4.0, 6.0]), **not yet** (c); measured by "
         "`ao-lab x`."
     )
+
+
+@pytest.mark.parametrize(("learned", "against", "verdict"), [
+    (2.0, 2.2, YES), (2.2, 2.0, NO), (2.0, 2.001, UNDECIDED), (2.0, None, NOT_YET),
+])  # fmt: skip
+def test_training_is_held_against_autoround_over_paired_seeds(learned, against, verdict):
+    """Seeds differ by more than the ways do; of each seed the difference is what counts."""
+    rows, drift = [], {0: 0.0, 1: 0.5, 2: -0.7}
+    for arm, value in (
+        (questions.LEARNED, learned),
+        (questions.AUTOROUND, against),
+        ("PTQ", 3.0),
+        ("PTQ, GPTQ", 2.5),
+    ):
+        for seed, more in drift.items() if value is not None else ():
+            noise = 0.01 * seed if arm == questions.LEARNED else 0.0
+            one = row("qat", REAL, "weights", f"int2_g32: {arm}", "loss", value + more + noise)
+            rows.append(replace(one, seed=seed))
+    found = verdicts({"qat": rows}, questions.two_and_three_bits)
+    assert found["Training with learned scales (ParetoQ) loses less than AutoRound", "int2_g32"] == verdict
+    best = "Training with learned scales loses less than the best of rounding, searched scales and GPTQ"
+    assert (found[best, "int2_g32"], found[best, "int3_g32"]) == (YES, NOT_YET)
+    lone = [one for one in rows if one.seed == 0]
+    assert verdicts({"qat": lone}, questions.two_and_three_bits)[best, "int2_g32"] == NOT_YET
