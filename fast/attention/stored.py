@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from fast.dispatch import has_kernels
 from fast.layers.hadamard import hadamard
 from fast.quantize.quantize import dequantize, quantize
 from fast.stored_tokens import StoredTokens
@@ -91,6 +92,12 @@ def append_tokens_(
     """`append_` as an operator, which compiled programs call."""
     keys = StoredTokens(k_codes, k_scale, k_zero, k_scheme, k.shape[-1])
     values = StoredTokens(v_codes, v_scale, v_zero, v_scheme, v.shape[-1])
+    if k.is_cuda and has_kernels(k):
+        from fast.kernels.attention import append
+
+        if append.covers(k, v, keys, values):
+            append.append(k, v, keys, values, length, rotate)
+            return
     at = torch.arange(k.shape[2], device=k.device) + length
     _write(keys, hadamard(k.contiguous(), k.shape[-1]) if rotate else k, at)
     _write(values, v, at)

@@ -62,6 +62,7 @@ OTHERS = {
     "quantize_": ((INT8,), "model is a torch.nn.Module"),
     "quantized": (("int8_rowwise",), "takes a torch tensor"),
     "prepare_for_generate_": ((), "takes a transformers model"),
+    "use_kv_cache_": ((), "takes a transformers model"),
     "quantized_compressed": (("int8_rowwise",), "takes a torch tensor"),
     "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
     "sparse_squared_relu": ((), "takes a torch tensor"),

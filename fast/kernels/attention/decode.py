@@ -354,7 +354,7 @@ class Plan:
 
 
 #: Tokens of a step, warps, stages by kind.
-TILES = {"value": (64, 4, 3), "fp8": (64, 4, 3), "int8": (64, 4, 3), "int4": (64, 4, 3)}
+TILES = {"value": (64, 4, 3), "fp8": (64, 4, 3), "int8": (64, 4, 3), "int4": (64, 4, 2)}
 
 
 def plan_of(kind: str, pairs: int, room: int, width: int) -> Plan:

@@ -275,6 +275,8 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # What is compiled by tests of their own: tests/experiments/decode/test_decode.py, test_layers.py, sparsity,
 # sm90/test_masked.py, sparse_linear and tests/fast/linear/preshuffled/test_linear_small.py.
 ELSEWHERE = {"attention_kernel"}
+# Attention of a cache: tests/fast/attention/test_attention.py.
+ELSEWHERE |= {"append_kernel", "combine_kernel", "decode_kernel", "nibble_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}
 ELSEWHERE |= {"triton_small_m_kernel", "sum_splits_kernel", "restore_kernel", "triton_small_m_experts_kernel"}
 # Searched scales: tests/fast/calibration/test_search.py.

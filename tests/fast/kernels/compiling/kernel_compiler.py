@@ -276,6 +276,11 @@ def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
         return int(arguments["TILE"])
+    if "K_WIDTH" in arguments:
+        return int(arguments["TOKENS"] * arguments["K_WIDTH"])
+    if "WIDTH" in arguments and "SPLITS" in arguments:
+        # Sums of attention.
+        return int(arguments.get("ROWS", 1) * arguments["WIDTH"])
     if "TURNS" in arguments and "USE_PDL" in arguments:
         # Words of a column tile of a turn, of `arrange_kernel`.
         return 512

@@ -1,0 +1,177 @@
+"""New tokens of a cache: keys mixed, scaled and rounded, values scaled and rounded, all written in place by one launch.
+
+A program has some tokens of one head, keys or values. Codes and scales are those of the block kernel (`tile.quantize`), mixed
+keys those of `reference.layers.hadamard`: stages in order, sums and differences in float32, one product, one rounding.
+
+Where tokens go is read on the device, and the number there is raised by the program that comes last: the upper half of the
+number counts those that have read it and is 0 again afterwards, so that no memory and no launch is spent on it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from fast.kernels.layers.tiles import quantize_rows
+from fast.kernels.quantize.geometry import power_above
+from fast.kernels.quantize.plan import outputs
+from fast.kernels.sm90.bf16x2 import floats, narrowed, rounded_once
+from fast.launch.call import FLOAT_NAMES
+from fast.launch.launcher import UNFUSED, interpreted
+from fast.stored_tokens import StoredTokens
+from reference.layers.hadamard import SIGNS_16
+from reference.schemes.schemes import record_of
+
+#: Signs of 16 elements as bits, 1 for minus.
+NEGATIVE = tl.constexpr(sum(1 << at for at, sign in enumerate(SIGNS_16) if sign < 0))
+#: Elements of a program, and of a thread.
+ELEMENTS, PER_THREAD = 1024, 8
+#: One program in the upper half of the number of tokens.
+ARRIVED = tl.constexpr(1 << 32)
+
+
+@triton.jit
+def _mixed(v, d, factor, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+    """Rows (TOKENS, WIDTH) in float32 through Hadamard's transform, not rounded."""
+    negative = ((d * 0 + NEGATIVE) >> (d % 16)) & 1
+    v = tl.where((negative != 0)[None, :], -v, v)
+    half: tl.constexpr = WIDTH // 2
+    # A stage adds neighbours and appends the results: log2(WIDTH) stages bring every element back to its place.
+    stage: tl.constexpr = _stages(WIDTH)
+    for _ in tl.static_range(stage):
+        left, right = tl.split(tl.reshape(v, (TOKENS, half, 2)))
+        v = tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), (TOKENS, WIDTH))
+    return v * factor
+
+
+@triton.constexpr_function
+def _stages(width):
+    return width.bit_length() - 1
+
+
+@triton.jit
+def _write(
+    x, codes, scale, zero, place, row_stride, pair, first, position, tokens, room, factor,
+    SCHEME: tl.constexpr, OP: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, ROTATE: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of a head of keys or of values. BYTES: of codes of a token; GROUP: elements of a block."""
+    t, d = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
+    there = (first + t < tokens) & (position + first + t < room)
+    v = tl.load(
+        x + place + (first + t).to(tl.int64)[:, None] * row_stride + d[None, :],
+        mask=there[:, None],
+        other=0.0,
+    )
+    line = pair * room + position + first
+    if ROTATE or SCHEME is not None:
+        v = floats(v, HAS_PTX)
+    if ROTATE:
+        v = rounded_once(_mixed(v, d, factor, WIDTH, TOKENS), DTYPE, HAS_PTX)
+    if SCHEME is None:
+        if ROTATE:
+            v = narrowed(v, DTYPE, HAS_PTX)
+        tl.store(codes + line * WIDTH + t[:, None] * WIDTH + d[None, :], v, mask=there[:, None])
+    else:
+        PER: tl.constexpr = WIDTH // GROUP
+        tile = tl.reshape(v, (TOKENS * PER, GROUP))
+        p, i = tl.arange(0, TOKENS * PER)[:, None], tl.arange(0, GROUP)[None, :]
+        token, group = p // PER, p % PER
+        exists = (first + token < tokens) & (position + first + token < room)
+        inside = exists & (i < GROUP)
+        at = token * WIDTH + group * GROUP + i
+        scale += line * PER
+        if zero is not None:
+            zero += line * PER
+        quantize_rows(tile, codes + line * BYTES, scale, zero, at, inside, p, exists, SCHEME, OP)
+
+
+@triton.jit
+def append_kernel(
+    k, v, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, length, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    tokens, room, factor,
+    K_SCHEME: tl.constexpr, K_OP: tl.constexpr, K_GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_SCHEME: tl.constexpr,
+    V_OP: tl.constexpr, V_GROUP: tl.constexpr, V_BYTES: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """Programs: head of a sequence, tile of tokens, keys or values."""
+    position = tl.load(length) & 0xFFFFFFFF
+    pair = tl.program_id(0).to(tl.int64)
+    batch, head = pair // HEADS, pair % HEADS
+    first = tl.program_id(1) * TOKENS
+    if tl.program_id(2) == 0:
+        _write(
+            k, k_codes, k_scale, k_zero, batch * k_batch + head * k_head, k_token, pair, first, position, tokens, room,
+            factor, K_SCHEME, K_OP, K_GROUP, K_BYTES, ROTATE, K_WIDTH, TOKENS, DTYPE, HAS_PTX,
+        )  # fmt: skip
+    else:
+        _write(
+            v, v_codes, v_scale, v_zero, batch * v_batch + head * v_head, v_token, pair, first, position, tokens, room,
+            factor, V_SCHEME, V_OP, V_GROUP, V_BYTES, False, V_WIDTH, TOKENS, DTYPE, HAS_PTX,
+        )  # fmt: skip
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    before = tl.atomic_add(length, ARRIVED, sem="acq_rel")
+    if (before >> 32) == programs - 1:
+        tl.store(length, position + tokens)
+
+
+@lru_cache(maxsize=64)
+def _plan(scheme: str, dtype: torch.dtype, width: int) -> Any:
+    """What `outputs` says of rows of this width, or None where no tile has their blocks."""
+    like = torch.empty((1, width), dtype=dtype, device="meta")
+    made = outputs(like, FLOAT_NAMES[dtype], record_of(scheme), True)
+    return made if made is not None and made.length & (made.length - 1) == 0 else None
+
+
+def covers(k: torch.Tensor, v: torch.Tensor, keys: StoredTokens, values: StoredTokens) -> bool:
+    """Whether the kernel writes these tokens."""
+    for x, stored in ((k, keys), (v, values)):
+        width = x.shape[-1]
+        if x.dtype not in FLOAT_NAMES or width & (width - 1) or not 64 <= width <= 256 or x.stride(-1) != 1:
+            return False
+        if stored.scheme:
+            if x.dtype == torch.float32 or _plan(stored.scheme, x.dtype, width) is None:
+                return False
+        elif stored.codes.dtype != x.dtype:
+            return False
+    return k.dtype == v.dtype and k.shape[:3] == v.shape[:3] and k.numel() > 0
+
+
+def append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: StoredTokens,
+    values: StoredTokens,
+    length: torch.Tensor,
+    rotate: bool,
+) -> None:
+    """Write tokens that `covers` lets through, and raise `length`."""
+    batch, heads, tokens, k_width = k.shape
+    v_width, room = v.shape[-1], keys.codes.shape[2]
+    tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
+    parts: list[Any] = []
+    for x, stored in ((k, keys), (v, values)):
+        made = _plan(stored.scheme, x.dtype, x.shape[-1]) if stored.scheme else None
+        parts += (
+            [None, None, 0, 0]
+            if made is None
+            else [made.rule, made.block_op, made.length, stored.codes.shape[-1]]
+        )
+    warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
+    options = {} if interpreted() else {"num_warps": warps, **UNFUSED}
+    factor = float(np.float32(1 / sqrt(k_width)))
+    append_kernel[batch * heads, -(-tokens // tile), 2](
+        k, v, keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero, length, *k.stride()[:3],
+        *v.stride()[:3], tokens, room, factor, *parts, heads, rotate, k_width, v_width, tile, FLOAT_NAMES[k.dtype],
+        not interpreted(), **options,
+    )  # fmt: skip
+
+
+__all__ = ["append", "covers"]

@@ -1,0 +1,83 @@
+"""`fast.kernels.attention` in Triton's interpreter: tokens written bit for bit, attention within its bound of the reference.
+
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process cache_attention write RECIPE[,RECIPE...]
+    TRITON_INTERPRET=1 python -m tests.emulator.interpreter_process cache_attention attend KIND[,KIND...]
+
+Queries are float16: the interpreter truncates bfloat16 where it should round.
+"""
+
+import torch
+
+from ao_lab.kv_cache.recipe import RECIPES
+from ao_lab.testing.strategies import assert_same_bits
+from fast.attention.stored import append_, quantized_tokens, room_for
+from fast.kernels.attention import append, decode
+from reference import SCHEMES
+from reference.attention.attention import attention, attention_error_bound
+from tests.emulator import quick_interpreter
+
+SCHEME = {
+    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": SCHEMES["int4_g64"]
+}  # fmt: skip
+#: Sequences, heads, key heads, queries of a head, width, room, tokens, whether masked, parts.
+CASES = (
+    (2, 8, 2, 1, 64, 96, 77, True, 1),
+    (1, 4, 1, 1, 128, 160, 130, False, 3),
+    (1, 4, 2, 3, 128, 160, 130, True, 2),
+)
+
+
+def main(what, names):
+    """All of a list of names."""
+    quick_interpreter.install()
+    for name in names.split(","):
+        {"write": write, "attend": attend}[what](name)
+        print(what, name, flush=True)
+
+
+def write(name):
+    """Tokens of several calls, one of them zeros, keys as views of (B, n, heads, width)."""
+    recipe = RECIPES[name]
+    torch.manual_seed(0)
+    stores = [
+        [room_for(torch.zeros(2, 3, 1, 64, dtype=torch.bfloat16), 12, s) for s in recipe.schemes]
+        for _ in range(2)
+    ]
+    lengths = torch.tensor(0), torch.tensor(0)
+    for tokens in (5, 1, 3):
+        k = (torch.randn(2, tokens, 3, 64) * torch.logspace(-4, 4, 64)).bfloat16().transpose(1, 2)
+        v = torch.randn(2, 3, tokens, 64).bfloat16()
+        k[0, 0, 0] = 0
+        append_(*stores[0], k, v, lengths[0], recipe.rotate)
+        assert append.covers(k, v, *stores[1])
+        append.append(k, v, *stores[1], lengths[1], recipe.rotate)
+    assert lengths[0] == lengths[1] == 9
+    for expected, found in zip(*stores, strict=True):
+        for x, y in zip(expected.tensors(), found.tensors(), strict=True):
+            assert_same_bits(x, y)
+
+
+def attend(kind):
+    """Every case of a kind; values over four powers of ten, NaN and infinity beyond the tokens."""
+    for batch, heads, kv, queries, width, room, tokens, masked, parts in CASES:
+        torch.manual_seed(1)
+        k = torch.randn(batch, kv, tokens, width).half()
+        v = (torch.randn(batch, kv, tokens, width) * torch.logspace(-3, 1, tokens)[:, None]).half()
+        q = torch.randn(batch, queries, heads, width).half().transpose(1, 2)
+        keys, values = (room_for(x, room, SCHEME[kind]) for x in (k, v))
+        length = torch.tensor(0)
+        append_(keys, values, k, v, length)
+        mask = None
+        if masked:
+            mask = torch.ones(batch, 1, queries, room, dtype=torch.bool)
+            mask[0, ..., :3] = False
+        assert decode.refusal(q, keys, values, mask, 0.0) is None
+        plan = decode.Plan(parts, 32, 4, 1)
+        y = decode.attention(q, keys, values, length, mask, width**-0.5, True, plan)
+        held = (k, v) if kind == "value" else tuple(quantized_tokens(x, tokens) for x in (keys, values))
+        seen = None if mask is None else mask[..., :tokens].numpy()
+        expected = attention(q, *held, causal=True, mask=seen, out_dtype="float64")
+        bound = attention_error_bound(
+            q, *held, causal=True, mask=seen, weights="float16", out_dtype="float16"
+        )
+        assert ((y.double() - expected).abs() <= torch.from_numpy(bound)).all(), (kind, batch, queries)

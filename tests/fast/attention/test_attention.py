@@ -1,0 +1,97 @@
+"""`fast.attention`: CPU tensors against the reference, kernels compiled for Hopper and in Triton's interpreter."""
+
+import platform
+
+import pytest
+import torch
+
+from ao_lab.kv_cache.recipe import RECIPES
+from fast.attention.attention import attention
+from fast.attention.stored import append_, quantized_tokens, room_for
+from reference.attention import attention as specified
+
+#: Recipes whose blocks run along head_dim.
+ALONG = [name for name, recipe in RECIPES.items() if recipe.key_axis == -1]
+#: What a kernel decodes.
+KINDS = {"value": "bfloat16", "fp8": "fp8", "int8": "int8", "int4": "int4"}
+
+
+def cache(name, dtype=torch.bfloat16, tokens=9, room=16, width=64):
+    """Keys and values of one recipe, some written at once and one after them."""
+    recipe = RECIPES[name]
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 2, tokens, width, generator=draw).to(dtype) for _ in range(2))
+    stores = [room_for(x, room, scheme) for x, scheme in zip((k, v), recipe.schemes, strict=True)]
+    length = torch.tensor(0)
+    append_(*stores, k[:, :, :-1], v[:, :, :-1], length)
+    append_(*stores, k[:, :, -1:], v[:, :, -1:], length)
+    return *stores, length
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_cpu_is_the_reference(name):
+    """Of what is stored, in float64: the same numbers, rounded once."""
+    keys, values, length = cache(name)
+    q = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mask = torch.ones(2, 1, 3, 16, dtype=torch.bool)
+    mask[1, ..., :2] = False
+    y = attention(q, keys, values, length, mask=mask)
+    held = [x.codes[:, :, :9] if not x.scheme else quantized_tokens(x, 9) for x in (keys, values)]
+    expected = specified.attention(q, *held, causal=True, mask=mask[..., :9].numpy())
+    assert torch.equal(y, expected)
+    assert y.transpose(1, 2).is_contiguous()
+
+
+def test_written_one_by_one():
+    """The codes of a token do not depend on the tokens beside it."""
+    keys, values, length = cache("int4")
+    together = [
+        room_for(torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16), 16, s) for s in RECIPES["int4"].schemes
+    ]
+    draw = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 2, 9, 64, generator=draw).bfloat16() for _ in range(2))
+    count = torch.tensor(0)
+    append_(*together, k, v, count)
+    for x, y in zip((keys, values), together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x.tensors(), y.tensors(), strict=True))
+    assert count == length == 9
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
+class TestKernels:
+    @pytest.mark.parametrize(
+        ("what", "names"), [("attend", "value,fp8,int8,int4"), ("write", "bfloat16,fp8,int4"),
+                            pytest.param("write", ",".join(ALONG), marks=pytest.mark.nightly)]
+    )  # fmt: skip
+    def test_interpreted(self, what, names):
+        from tests.emulator.interpreter_process import lines_of
+
+        assert lines_of("cache_attention", what, names) == [f"{what} {name}" for name in names.split(",")]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_compiled(self, kind):
+        """Tensor cores, copies of 16 bytes that wait for nothing, and no spills; not `wgmma`, whose A may be in registers."""
+        from fast.kernels.attention import decode
+        from tests.fast.kernels.compiling.kernel_compiler import launched
+
+        keys, values, length = cache(KINDS[kind], room=8192, width=128)
+        q = torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
+        mask = torch.ones(2, 1, 1, 8192, dtype=torch.bool)
+        machine, combine = launched(lambda: decode.attention(q, keys, values, length, mask, 0.1, True))
+        assert (machine.kernel, combine.kernel) == (
+            "nibble_kernel" if kind == "int4" else "decode_kernel", "combine_kernel"
+        )  # fmt: skip
+        assert machine.local == machine.stack == combine.local == combine.stack == 0
+        names = {name.split(".")[0] for name in machine.instructions}
+        assert {"HMMA", "LDGSTS"} <= names
+        assert "HGMMA" not in names
+
+    def test_append_compiled(self):
+        from fast.kernels.attention import append
+        from tests.fast.kernels.compiling.kernel_compiler import launched
+
+        keys, values, length = cache("int4", room=64, width=128)
+        k = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
+        (machine,) = launched(lambda: (append.append(k, k, keys, values, length, True),))
+        assert (machine.kernel, machine.local, machine.stack) == ("append_kernel", 0, 0)
+        assert machine.registers <= 64
