@@ -5,7 +5,7 @@ public functions of `fast` call these operators, whose fake implementations know
 changed one (`dataclasses.replace`) with all its fields, so that a saved program runs in another process. Operators are
 implemented by `dispatch.execute`, below the public functions. A saved program may name one whose module nobody has imported:
 `torch.ops.ao_lab` imports that module then. What C++ loads (a package compiled ahead of time) does not ask there: it needs
-`from fast import *` first.
+`register_operators()` first.
 
 `derived` makes records of other records, while a program is traced too. Dynamo runs a function whose result is constant
 instead of tracing it. Of a record that such a function gives, Dynamo of torch 2.11 knows no origin, and reads its fields but
@@ -44,9 +44,16 @@ _Namespace = type(torch.ops.ao_lab)
 LATE = {
     name: f"{__package__}.{module}"
     for module, names in {
+        "attention.attention": ("cached_attention",),
+        "attention.stored": ("append_tokens_",),
+        "layers.attention": ("rotary",),
+        "layers.gather": ("gather_transposed",),
+        "layers.linear_gradients": ("weight_and_bias_gradients",),
         "layers.normalize": ("rms_norm_vjp",),
         "layers.swiglu": ("swiglu_vjp",),
         "matmul.cpu_ops": ("cpu_linear",),
+        "matmul.preshuffled.pair": ("linear_small_pair", "linear_small_swiglu"),
+        "quantize.two_levels": ("divided",),
         "quantize.rowwise_colwise": ("both_values", "values_and_codes"),
         "sparsity.compress": ("prune",),
         "sparsity.linear_sparse_int4": (
@@ -73,6 +80,14 @@ class _Operators(_Namespace):  # type: ignore[misc, valid-type]
 
 
 HOMES = homes_of(Path(__file__).with_name("__init__.pyi"))
+
+
+def register_operators() -> None:
+    """Register all operators, by importing the modules that do."""
+    for home in {**HOMES, **LATE}.values():
+        importlib.import_module(home)
+
+
 torch.ops.ao_lab.__class__ = _Operators
 
 

@@ -1,6 +1,9 @@
 """`QuantizedTensor` under torch.compile and torch.export: the same bits as eager, in one graph."""
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from ao_lab import Recipe, SchemeConfig, quantize_, quantized
 from reference import SCHEMES, Scales
 from tests.support.runs import forks
 
+ROOT = Path(__file__).resolve().parents[3]
 PAIRS = [
     ("int8_rowwise", None),
     ("int4_g32_asymmetric", None),
@@ -195,6 +199,14 @@ def test_a_layers_source_holds_none_of_our_operators(scheme, activation, strict)
     assert torch.equal(torch.export.load(file).module()(X), program.module()(X))
 
 
+LOADED_ALONE = """
+import sys, torch, ao_lab
+ao_lab.register_operators()
+x, y = torch.load(f"{sys.argv[1]}/x.pt")
+torch.testing.assert_close(torch._inductor.aoti_load_package(f"{sys.argv[1]}/net.pt2")(x), y, rtol=1e-4, atol=1e-4)
+"""
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize(
@@ -210,3 +222,5 @@ def test_compiled_ahead_of_time(scheme, activation, tmp_path):
         compiled = torch._inductor.aoti_load_package(path)
         for x in (X, X[:1], torch.cat([X, X])):
             torch.testing.assert_close(compiled(x), net(x), rtol=1e-4, atol=1e-4)
+        torch.save((X, net(X)), tmp_path / "x.pt")
+    subprocess.run([sys.executable, "-c", LOADED_ALONE, tmp_path], check=True, cwd=ROOT)
