@@ -79,6 +79,8 @@ ARMS: dict[str, tuple[tuple[str, Arguments], ...]] = {
     "awq + gptq": (("AWQ", {}), ("Clip", {}), ("GPTQ", {})),
     "smooth + gptq": (("Smooth", {}), ("Clip", {}), ("GPTQ", {})),
     "rotate + gptq": (("Rotate", {}), ("Clip", {}), ("GPTQ", {})),
+    "rotate + awq + gptq": (("Rotate", {}), ("AWQ", {}), ("Clip", {}), ("GPTQ", {})),
+    "rotate offline + gptq": (("Rotate", {"kind": "offline"}), ("Clip", {}), ("GPTQ", {})),
     "autoround": (("AutoRound", {}),),
     "search + autoround": (("Clip", {}), ("AutoRound", {})),
     "gptq + autoround": (("Clip", {}), ("GPTQ", {}), ("AutoRound", {})),
