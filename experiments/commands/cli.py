@@ -91,6 +91,14 @@ def reproduce(
             "results stand beside ours then, any number of times."
         ),
     ] = None,
+    execute: Annotated[
+        bool,
+        typer.Option(
+            "--execute",
+            help="With ptq --model: run the programs that a language model writes for HumanEval (pass@1), as you, under "
+            "limits of time and memory and in no sandbox.",
+        ),
+    ] = False,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -126,7 +134,9 @@ def reproduce(
         return
     where = device.value if device else None
     limits = {"seconds": seconds, "workers": workers, "changed": changed}
-    real = real_models(model or [], task or [], windows, length, accept or [], text, peer_python or [])
+    real = real_models(
+        model or [], task or [], windows, length, accept or [], text, peer_python or [], execute
+    )
     if not run_experiments(
         tables or [],
         scale.value,

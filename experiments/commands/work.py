@@ -101,6 +101,7 @@ def real_models(
     accept: list[str],
     text: Path | None = None,
     peers: Sequence[str] = (),
+    execute: bool = False,
 ) -> Any:
     """What was asked for of real models; None where nothing was. WrongInput for options without a model."""
     from experiments.data.texts import OwnText
@@ -108,15 +109,15 @@ def real_models(
 
     given = tuple(models), tuple(tasks), windows, length, tuple(accept), tuple(peers)
     if not models:
-        if any(given) or text is not None:
+        if any(given) or text is not None or execute:
             raise WrongInput(
-                "--task, --windows, --length, --accept, --text and --peer-python go with --model DIR"
+                "--task, --windows, --length, --accept, --text, --execute and --peer-python go with --model DIR"
             )
         return None
     try:
         own = None if text is None else OwnText.of(text)
         names = ("models", "tasks", "windows", "length", "accept", "peers")
-        return RealModels(**dict(zip(names, given, strict=True)), own_text=own)
+        return RealModels(**dict(zip(names, given, strict=True)), own_text=own, execute=execute)
     except ValueError as error:
         raise WrongInput(str(error)) from error
 

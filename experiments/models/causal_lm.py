@@ -49,14 +49,13 @@ UNKNOWN_GRID = "not stated: the folder's own weights"
 @dataclass(frozen=True)
 class RealModel:
     """A model in a folder. name: in rows. grid: what its weights had been rounded to. published: see the module text. task: one
-    of `experiments.models.architectures`. code: whether it writes programs, which are measured too."""
+    of `experiments.models.architectures`."""
 
     name: str
     folder: Path
     grid: str
     published: str = ""
     task: str = LANGUAGE
-    code: bool = False
 
 
 def real_model(
@@ -89,8 +88,7 @@ def of_folder(folder: Path) -> RealModel:
         raise ValueError(f"{folder} is quantized already; the tables start from a dense model, give its base")
     if (folder / FACTS).is_file():
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        code = bool(facts.get("code", False))
-        return RealModel(facts["title"], folder, facts["grid"], task=task_of(folder), code=code)
+        return RealModel(facts["title"], folder, facts["grid"], task=task_of(folder))
     name = model_name(folder)
     return RealModel(
         name,
@@ -98,7 +96,6 @@ def of_folder(folder: Path) -> RealModel:
         UNKNOWN_GRID,
         published_name(name, config),
         task_of(folder),
-        "code" in name.lower(),
     )
 
 

@@ -48,7 +48,7 @@ class Pretrained:
     states it; terms: the word by which terms of use are accepted that are no open-source licence, and where they stand.
     grid: what the weights of the file had been rounded to. beside: files that are
     copied into the folder as they are. beginning: whether each text begins with the tokenizer's BOS. purpose: what it is
-    measured on here. code: whether it writes programs, which are measured too.
+    measured on here.
     """
 
     name: str
@@ -66,7 +66,6 @@ class Pretrained:
     checked: str = ""
     beside: tuple[Part, ...] = ()
     beginning: bool = False
-    code: bool = False
 
     @property
     def key(self) -> str:
@@ -85,7 +84,6 @@ class Pretrained:
             "terms": None if self.terms is None else {"accept": self.terms[0], "text": self.terms[1]},
             "grid": self.grid,
             "purpose": self.purpose,
-            "code": self.code,
             "packages": [part.requirement for part in self.parts],
             "sha256": self.sha256,
         }
@@ -141,7 +139,6 @@ RECORDS = (
         licence="none stated in the package (the original: Apache-2.0)",
         grid="Q5_0 (388 M weights), Q8_0 (138 M), Q4_K and Q6_K (52 M each), scaled by AWQ before",
         purpose="perplexity and KL divergence on WikiText-2 and books; HumanEval",
-        code=True,
     ),
     Pretrained(
         name="all-mpnet-base-v2",

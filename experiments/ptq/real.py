@@ -20,6 +20,7 @@ from torch import nn
 
 from ao_lab.config.base import SchemeConfig
 from ao_lab.quantization.api import quantize_
+from experiments.data.programs import problems
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.causal_lm import (
@@ -33,6 +34,7 @@ from experiments.models.causal_lm import (
     not_tried,
     sizes,
 )
+from experiments.models.programs import Programs, programs_of
 from experiments.models.quantized_model import activation_scheme, setting_name
 from experiments.models.serving import EXAMPLES, generation, task_values, tasks_of
 from experiments.runs.benches import BASES, KINDS, AnyBench, any_bench_of
@@ -45,6 +47,8 @@ QUICK_WEIGHTS = ("int8_rowwise", "nvfp4", "nf4", "int4_g32_asymmetric", "mxfp4_r
 QUICK_INPUTS = ("int8_rowwise", "fp8_rowwise", "nvfp4", "mxfp4_rceil")
 #: Schemes whose speed is measured at quick scale, besides the base model and all that are asked for by name; at full scale all.
 SPEED = ("int8_rowwise", "fp8_rowwise", "int4_g64_asymmetric_bf16", "mxfp4_rceil")
+#: Of programming problems every so many-th is asked, by scale.
+EVERY = {"quick": 20, "full": 1}
 #: New tokens of `generate()`, by scale.
 NEW_TOKENS = {"quick": 8, "full": 32}
 
@@ -95,9 +99,10 @@ def measure_model(settings: Settings, model: RealModel, journal: Journal, deadli
         return []
     bench = any_bench_of(settings, model)
     journal.add(put(settings, kind, MODEL, FILE, FILE, facts(bench)))
+    programs = programs_for(settings, bench)
     with bar(f"{model.name}", len(todo)) as step:
         for task in todo:
-            for data, values in measure(settings, bench, task, deadline).items():
+            for data, values in measure(settings, bench, task, deadline, programs).items():
                 keep(journal, failed, put(settings, kind, data, task.setting, task.method, values))
             free()
             step(f"{task.method}, {task.setting}")
@@ -109,7 +114,9 @@ def put(settings: Settings, kind: str, data: str, setting: str, method: str, val
     return settings.rows(EXPERIMENT, kind, data, setting, method, values)
 
 
-def measure(settings: Settings, bench: AnyBench, task: RealTask, deadline: Deadline) -> dict[str, Values]:
+def measure(
+    settings: Settings, bench: AnyBench, task: RealTask, deadline: Deadline, programs: Programs | None = None
+) -> dict[str, Values]:
     """Values of one method by the data of their tables: each text, and the model."""
     if reason := deadline.reason():
         return {MODEL: status(reason)}
@@ -122,10 +129,19 @@ def measure(settings: Settings, bench: AnyBench, task: RealTask, deadline: Deadl
         with torch.no_grad():
             for data, quality in bench.results(model).items():
                 found[data] = {**quality, **status("ok")}
-            return {**values, **served(settings, bench, task, model)}
+            wrote = {} if programs is None else programs.values(model)
+            return {**values, **served(settings, bench, task, model), **wrote}
 
     whole = not_tried(attempt(work))
     return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+
+
+def programs_for(settings: Settings, bench: AnyBench) -> Programs | None:
+    """Programming problems, where a run was asked to run what a language model writes for them."""
+    if settings.asked is None or not settings.asked.execute or not isinstance(bench, Bench):
+        return None
+    found = problems(settings.cache, EVERY[settings.scale])
+    return programs_of(bench.model.folder, bench.base, found)
 
 
 def served(settings: Settings, bench: AnyBench, task: RealTask, model: nn.Module) -> Values:

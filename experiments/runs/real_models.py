@@ -34,6 +34,7 @@ def real_subject(settings: Settings) -> str:
     asked = asked_of(settings)
     texts = [text.name for text in texts_of(settings)]
     parts = [*asked.models, *map(str, (asked.windows, asked.length)), *asked.tasks, *texts]
+    parts += ["execute"] if asked.execute else []
     parts += [] if asked.own_text is None else [repr(asked.own_text)]
     return f"real{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
 

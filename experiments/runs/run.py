@@ -25,6 +25,7 @@ from experiments.data import corpus
 from experiments.data.corpora import corpus_record, load
 from experiments.data.corpus import DEFAULT, Corpus
 from experiments.data.evaluation import MultipleChoiceSettings
+from experiments.data.programs import check_limits
 from experiments.data.texts import OwnText
 from experiments.harness import registry, revision
 from experiments.harness.measuring import KERNEL, Values, keep
@@ -61,7 +62,8 @@ DEVICES = ("cpu", "cuda")
 class RealModels:
     """A run on real models alone. models: names of records or folders, which must be there. tasks: of lm-evaluation-harness.
     windows: of each text; length: tokens of a window; None: the scale's own. accept: words of accepted terms. own_text: text to
-    fine-tune on, in place of prose. peers: interpreters that have other projects' quantizers, for `calibration`."""
+    fine-tune on, in place of prose. peers: interpreters that have other projects' quantizers, for `calibration`. execute:
+    whether programs that a model writes are run, for `ptq`."""
 
     models: tuple[str, ...]
     tasks: tuple[str, ...] = ()
@@ -70,6 +72,7 @@ class RealModels:
     accept: tuple[str, ...] = ()
     own_text: OwnText | None = None
     peers: tuple[str, ...] = ()
+    execute: bool = False
 
     def __post_init__(self) -> None:
         """ValueError for numbers that make no window."""
@@ -299,6 +302,10 @@ def check_asked(names: Sequence[str], real: RealModels, only: Sequence[str]) -> 
         raise ValueError(
             f"--model goes with one of {', '.join(having)}: ao-lab reproduce {having[0]} --model DIR"
         )
+    if real.execute:
+        if set(names) != {"ptq"}:
+            raise ValueError("--execute is of ptq alone: ao-lab reproduce ptq --model NAME --execute")
+        check_limits()
     for name in names:
         for given in filter(MODELS.__contains__, real.models):
             check_task(MODELS[given].task, EXPERIMENTS[name].tasks, given, name)

@@ -1,6 +1,8 @@
 """Encoders and speech models in `ptq`: the whole command on random checkpoints, the metrics by the architecture, the page."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +19,15 @@ from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.models import speech
 from experiments.models.architectures import task_of
+from experiments.models.causal_lm import Bench
 from experiments.models.quantized_model import decoded_weights
 from experiments.models.sentence_encoder import REVIEWS
 from experiments.models.speech import DATA
 from experiments.ptq.page import findings, sections
+from experiments.ptq.real import programs_for
 from experiments.runs import benches
+from experiments.runs.real_models import real_subject
+from experiments.runs.run import RealModels, settings_for
 from tests.support.models.encoders import save_mpnet, save_whisper
 from tests.support.models.small_llama import WORDS, save_llama
 
@@ -171,6 +177,26 @@ def test_a_task_that_an_experiment_does_not_measure_is_refused(place, tmp_path, 
     assert "tiny-whisper is no language model but speech, which decode does not measure" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_programs_run_where_they_were_asked_for_alone(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path / "cache"))
+    for arguments, message in (
+        (["ptq", "--execute"], "go with --model DIR"),
+        (["decode", "--model", str(place / "tiny-mpnet"), "--execute"], "--execute is of ptq alone"),
+    ):
+        assert main(["reproduce", *arguments, "--reports", str(tmp_path / "reports")]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    asked = RealModels(models=("x",))
+    here = replace(settings_for("quick", "cpu", tmp_path), asked=asked)
+    bench = object.__new__(Bench)
+    assert programs_for(here, bench) is None
+    monkeypatch.setattr("experiments.ptq.real.problems", lambda cache, every: ("problem",) * every)
+    monkeypatch.setattr("experiments.ptq.real.programs_of", lambda folder, base, found: len(found))
+    object.__setattr__(bench, "model", SimpleNamespace(folder=tmp_path))
+    object.__setattr__(bench, "base", None)
+    assert programs_for(replace(here, asked=replace(asked, execute=True)), bench) == 20
+    assert real_subject(here) != real_subject(replace(here, asked=replace(asked, execute=True)))
 
 
 def test_decoded_weights_are_for_a_while_and_of_weight_only_layers():
