@@ -28,6 +28,8 @@ from experiments.models.causal_lm import Undivided, linears
 DRIVER = Path(__file__).with_name("driver.py")
 #: Lines of a failed peer's words that its row tells.
 TOLD = 1
+#: Seconds that a peer gets: a thousand steps on an 8B model take a GPU an hour.
+LIMIT = 3 * 3600
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,18 @@ def answered(job: Job, ids: Tensor, python: str, place: Path) -> dict[str, Any]:
     (place / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
     # Peers write logs and caches where they stand.
     command = [python, "-P", str(DRIVER), str(place)]
-    done = subprocess.run(
-        command, cwd=place, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=place,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=LIMIT,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{job.peer} did not end within {LIMIT} s") from error
     result = place / "result.json"
     if done.returncode or not result.is_file():
         raise RuntimeError(f"{job.peer} ended with {done.returncode}: {last_words(done.stderr)}")

@@ -54,6 +54,8 @@ FLOAT_SCHEMES = {"mxfp4": PeerScheme(4, 32, True, "mxfp4"), "nvfp4": PeerScheme(
 #: Names of schemes of integers in groups.
 INTEGERS = re.compile(r"int(\d)_g(\d+)(_asymmetric)?(_bf16)?")
 LLM_COMPRESSOR, GPTQMODEL, AUTO_ROUND, HQQ = "llmcompressor", "gptqmodel", "auto_round", "hqq"
+#: Compiling takes longer than a small model's steps; what it computes is the same.
+EAGER = {"enable_torch_compile": False}
 #: Arms by their names in rows.
 PEERS: dict[str, PeerArm] = {
     "llm-compressor GPTQ": PeerArm(
@@ -73,23 +75,25 @@ PEERS: dict[str, PeerArm] = {
     ),
     "GPTQModel": PeerArm(GPTQMODEL, {}, "QuantizeConfig's defaults: damping 0.05, order by groups"),
     "GPTQModel, mse": PeerArm(GPTQMODEL, {"mse": 2.4}, "the same over ranges searched by the norm 2.4"),
-    "auto-round": PeerArm(AUTO_ROUND, {"iters": 200}, "SignRound, 200 steps of 8 sequences", FLOATS, batch=8),
+    "auto-round": PeerArm(
+        AUTO_ROUND, {"iters": 200, **EAGER}, "SignRound, 200 steps of 8 sequences", FLOATS, batch=8
+    ),
     "auto-round, alg_ext": PeerArm(
         AUTO_ROUND,
-        {"iters": 200, "enable_alg_ext": True},
+        {"iters": 200, "enable_alg_ext": True, **EAGER},
         "the same with its extension: scales searched first, largest errors dropped",
         FLOATS,
         batch=8,
     ),
     "auto-round, best": PeerArm(
         AUTO_ROUND,
-        {"iters": 1000, "enable_alg_ext": True},
+        {"iters": 1000, "enable_alg_ext": True, **EAGER},
         "its recipe best, 1,000 steps, with the extension",
         FLOATS,
         batch=8,
     ),
     "auto-round, no steps": PeerArm(
-        AUTO_ROUND, {"iters": 0}, "its rounding over searched scales, without steps", FLOATS, batch=8
+        AUTO_ROUND, {"iters": 0, **EAGER}, "its rounding over searched scales, without steps", FLOATS, batch=8
     ),
     "hqq library": PeerArm(
         HQQ, {}, "HQQLinear, groups along inputs", symmetric=(False,), zero_bits=16, sees_data=False
