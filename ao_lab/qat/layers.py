@@ -8,6 +8,7 @@ where learned scales start, and layers that also train sparse or by a recipe.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, ClassVar
@@ -22,9 +23,16 @@ from ao_lab.qat.linear import Given, Rule, qat_linear, refuse_dtensor, with_nan
 from ao_lab.sparsity.training.config import SparseTrainingConfig
 from ao_lab.sparsity.training.layers import TRAINS_AS, SparseLinear, mask_weight
 from ao_lab.training.casts import own_memory
-from ao_lab.training.layers import CLASSES, RAN, LowPrecisionLinear, autocast_dtype, mark_run
+from ao_lab.training.layers import (
+    CLASSES,
+    RAN,
+    LowPrecisionLinear,
+    autocast_dtype,
+    low_precision_linear,
+    mark_run,
+)
 from ao_lab.transforms.layers import ConvertedModule
-from fast.dispatch import PLAIN, functional_transform
+from fast.dispatch import PLAIN, functional_transform, is_traced
 from fast.ops import record_name
 from reference import Scales, Scheme
 from reference.arrays.namespace import namespace_of
@@ -359,8 +367,9 @@ class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
     """A QAT layer whose products run by a training recipe: operands are rounded as served, then cast as they train.
 
     y = P(fq(x), fq(W)) + b with fq of the QAT recipe (straight-through gradients) and P the three products of a training recipe
-    (`ao_lab.training`). `convert_for_training_` makes such layers of prepared ones; `quantize_` with step="convert" and
-    `convert_from_training_` end either part.
+    (`ao_lab.training`). What the products keep of fq(W) for backward is not kept: it is rounded again, the same bits, so that
+    no copy of the weights lives from forward to backward. `convert_for_training_` makes such layers of prepared ones;
+    `quantize_` with step="convert" and `convert_from_training_` end either part.
     """
 
     plain: ClassVar[type[nn.Linear]] = QATLinear
@@ -375,6 +384,13 @@ class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
             input = fast.fake_quantize(input, recipe.activation)
         return input, weight
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The recipe's products of the rounded operands."""
+        mark_run(self)
+        x, weight = self.operands(input)
+        with rounded_again(weight, self.weight, self.qat):
+            return low_precision_linear(x, weight, self.bias, self.low_precision, evaluated=not self.training)
+
     def unsupported_reason(self) -> str | None:
         """Why `quantize_` leaves the layer as it is: it is prepared for QAT."""
         return QATLinear.unsupported_reason(self)
@@ -383,6 +399,45 @@ class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
         """Why a parameter is as it is, for `explain`."""
         by_recipe = LowPrecisionLinear.parameter_reason(self, name)
         return by_recipe and f"{by_recipe}; {QATLinear.parameter_reason(self, name)}"
+
+
+class Again:
+    """What stands for a rounded weight among the tensors of a graph."""
+
+
+def rounded_again(rounded: torch.Tensor, weight: torch.Tensor, qat: Training) -> AbstractContextManager[None]:
+    """Inside, a graph that would keep the rounded weight rounds the weight again in backward. Hooks for saved tensors that are
+    set outside (recomputation, offloading) see all other tensors.
+
+    Not where a tracer or a transform keeps tensors in ways of its own.
+    """
+    plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and functional_transform() is None
+    if not plain or type(rounded) not in PLAIN or rounded.is_meta or is_traced(rounded):
+        return nullcontext()
+    outside = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack_other, unpack_other = outside if outside is not None else (_same, _same)
+    place, version = (rounded.data_ptr(), rounded.shape, rounded.dtype), weight._version
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return Again() if (tensor.data_ptr(), tensor.shape, tensor.dtype) == place else pack_other(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Again):
+            other: torch.Tensor = unpack_other(packed)
+            return other
+        if weight._version != version:
+            raise RuntimeError(
+                f"a weight of shape {tuple(weight.shape)} has been modified by an inplace operation between forward and "
+                f"backward of a QAT layer that trains by a recipe: it is at version {weight._version}, expected {version}"
+            )
+        with torch.no_grad():
+            return fast.fake_quantize(own_memory(weight), qat.recipe.weight, axis=qat.axis)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def class_of(layer: QATLinear) -> type[LowPrecisionLinear] | str:

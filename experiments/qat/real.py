@@ -112,7 +112,9 @@ class Here:
     """One model: its windows, its training text by seed, and the fine-tuned model of the seed that is measured."""
 
     settings: Settings
+    #: With the rate and the length that suit the model; and as it was asked for, by which the cache names models.
     plan: RealPlan
+    asked: RealPlan
     bench: Bench
     documents: tuple[str, ...]
     tuned: tuple[int, nn.Module] | None = None
@@ -123,7 +125,7 @@ class Here:
         bench = bench_of(settings, model)
         rate = plan.tuning.rate if parameters(bench.base) < LARGE else LARGE_RATE
         tuning = replace(plan.tuning, rate=rate, length=min(plan.tuning.length, longest(model.folder)))
-        return cls(settings, replace(plan, tuning=tuning), bench, training_documents(settings))
+        return cls(settings, replace(plan, tuning=tuning), plan, bench, training_documents(settings))
 
     def sequences(self, seed: int) -> Tensor:
         """Token ids that a seed trains on (steps * batch, length)."""
@@ -195,6 +197,7 @@ def measure_model(
     drop_unpaired(settings, plan, model, journal)
     todo = [one for one in planned(plan) if not journal.finished(table, one.setting, one.name, one.seed)]
     if not todo:
+        forget_tuned(settings, plan, model, journal)
         return []
     here, failed, longest_task = Here.of(settings, plan, model), list[Row](), 0.0
     journal.add(rows_of(here, Task(0, None, FILE), MODEL, {**facts(here.bench), **training_facts(here)}))
@@ -206,11 +209,17 @@ def measure_model(
             free()
             longest_task = max(longest_task, time.perf_counter() - started)
             step(f"{task.name}, seed {task.seed}")
-    unfinished = {one.seed for one in planned(plan)
-                  if not journal.finished(table, one.setting, one.name, one.seed)}  # fmt: skip
-    for seed in set(range(plan.seeds)) - unfinished:
-        tuned_path(settings, plan, model, seed).unlink(missing_ok=True)
+    forget_tuned(settings, plan, model, journal)
     return failed
+
+
+def forget_tuned(settings: Settings, plan: RealPlan, model: RealModel, journal: Journal) -> None:
+    """Delete the fine-tuned models of seeds of which nothing is left to measure."""
+    table = table_name(REAL + model.name, settings.scale, MODEL)
+    tasks = planned(plan)
+    open_ = {one.seed for one in tasks if not journal.finished(table, one.setting, one.name, one.seed)}
+    for seed in set(range(plan.seeds)) - open_:
+        tuned_path(settings, plan, model, seed).unlink(missing_ok=True)
 
 
 def rows_of(here: Here, task: Task, data: str, values: Values) -> list[Row]:
@@ -320,7 +329,7 @@ def tuned(here: Here, seed: int) -> nn.Module:
     if here.tuned is not None and here.tuned[0] == seed:
         return here.tuned[1]
     here.tuned = None
-    path = tuned_path(here.settings, here.plan, here.bench.model, seed)
+    path = tuned_path(here.settings, here.asked, here.bench.model, seed)
     model = trainable(here.bench.base, here.dtype)
     if path.is_file():
         state = torch.load(path, map_location=here.settings.device, weights_only=True)
@@ -338,6 +347,6 @@ def tuned(here: Here, seed: int) -> nn.Module:
 
 def tuned_values(here: Here, seed: int) -> Values:
     """What fine-tuning took."""
-    path = tuned_path(here.settings, here.plan, here.bench.model, seed)
+    path = tuned_path(here.settings, here.asked, here.bench.model, seed)
     state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {name: (value, state["units"][name]) for name, value in state["values"].items()}

@@ -23,6 +23,7 @@ import torch
 from experiments.harness.bench import AGAIN, CudaWatch, HostWatch, Plan, Stopwatch, after_own_steps, summary
 from experiments.harness.cuda_graph import compiled_runs
 from experiments.harness.measuring import Values, attempt, bar, free, keep, status
+from experiments.harness.registry import check_known
 from experiments.harness.revision import TORCHAO, seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.llama import (
@@ -37,6 +38,7 @@ from experiments.models.llama import (
 )
 from experiments.qat_overhead.step import (
     COPY_RATE,
+    FASTER,
     INT8_INT4,
     PLAIN,
     RECIPES,
@@ -47,10 +49,12 @@ from experiments.qat_overhead.step import (
     rounding_bytes,
 )
 from experiments.report.targets import percent_over
-from experiments.runs.run import Settings, published_shapes
+from experiments.runs.run import Settings, all_rows, published_shapes
 
 EXPERIMENT = KIND = "qat_overhead"
 EAGER, COMPILED = "eager", "compiled"
+#: Further parts: a whole model, and QAT whose products are faster than those of bfloat16.
+WHOLE, PRODUCTS = "whole", "products"
 #: Seconds after which nothing more starts, so that a run ends in time and publishes its rows.
 SECONDS = 150.0
 #: Compiled programs of one function at once: the layers of all variants are compiled in one process.
@@ -62,8 +66,9 @@ STEADY = Plan(rounds=30, warmup=2, seconds=7.0, fewest=8)
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Variants that are timed in turn: the same model and tokens, compiled or not."""
+    """Variants that are timed in turn: the same model and tokens, compiled or not. part: its name for `--only`."""
 
+    part: str
     shape: LlamaConfig
     batch: int
     length: int
@@ -80,11 +85,13 @@ class Group:
 
 
 INT8_INT4_VARIANTS = tuple(variant for variant in VARIANTS if variant.recipe in ("", INT8_INT4))
+BLOCKS = Group(part=EAGER, shape=LLAMA_3_8B_TWO_LAYERS, batch=2, length=4096)
 #: In the order in which they are measured: the quickest first.
 GPU_GROUPS = (
-    Group(shape=LLAMA_3_8B_TWO_LAYERS, batch=2, length=4096),
-    Group(shape=LLAMA_3_8B_TWO_LAYERS, batch=2, length=4096, setting=COMPILED),
+    BLOCKS,
+    replace(BLOCKS, part=COMPILED, setting=COMPILED),
     Group(
+        part=WHOLE,
         shape=LLAMA_3_2_3B,
         batch=2,
         length=4096,
@@ -92,16 +99,21 @@ GPU_GROUPS = (
         variants=INT8_INT4_VARIANTS,
         plan=Plan(rounds=8, warmup=1, seconds=12.0, fewest=4),
     ),
+    replace(BLOCKS, part=PRODUCTS, variants=FASTER),
+    replace(BLOCKS, part=PRODUCTS, variants=FASTER, setting=COMPILED),
 )
 QUICK = Plan(rounds=2, warmup=1, seconds=1.0, fewest=2)
-TINY = Group(shape=TINY_TWO_LAYERS, batch=1, length=16, plan=QUICK, backend="aot_eager")
+TINY = Group(part=EAGER, shape=TINY_TWO_LAYERS, batch=1, length=16, plan=QUICK, backend="aot_eager")
 #: torchao's is not traced here: that takes longer than all the rest.
 WITHOUT_TORCHAO = tuple(variant for variant in VARIANTS if variant.library != TORCHAO)
 TINY_GROUPS = (
     TINY,
-    replace(TINY, setting=COMPILED, variants=WITHOUT_TORCHAO),
-    replace(TINY, shape=TINY_ONE_LAYER, whole=True, variants=INT8_INT4_VARIANTS),
+    replace(TINY, part=COMPILED, setting=COMPILED, variants=WITHOUT_TORCHAO),
+    replace(TINY, part=WHOLE, shape=TINY_ONE_LAYER, whole=True, variants=INT8_INT4_VARIANTS),
+    replace(TINY, part=PRODUCTS, variants=FASTER),
 )
+PARTS = (EAGER, COMPILED, WHOLE, PRODUCTS)
+check_parts = partial(check_known, EXPERIMENT, PARTS)
 
 
 def subject(settings: Settings) -> str:
@@ -120,17 +132,23 @@ class Bench:
     until: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.until = self.clock() + SECONDS
+        self.until = self.clock() + self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """How long it may take."""
+        return SECONDS if self.settings.seconds is None else self.settings.seconds
 
     @classmethod
     def of(cls, settings: Settings) -> Bench:
         """The bench of a run: the real shapes at full scale on a GPU, otherwise the stand-ins."""
         watch: Stopwatch = CudaWatch() if settings.device == "cuda" else HostWatch()
-        return cls(settings, GPU_GROUPS if published_shapes(settings) else TINY_GROUPS, watch)
+        groups = GPU_GROUPS if published_shapes(settings) else TINY_GROUPS
+        return cls(settings, [one for one in groups if not settings.only or one.part in settings.only], watch)
 
     def out_of_time(self) -> str | None:
         """Why nothing more starts; None while there is time."""
-        return f"not run: the {SECONDS:.0f} s of a run were over" if self.clock() > self.until else None
+        return f"not run: the {self.seconds:.0f} s of a run were over" if self.clock() > self.until else None
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
@@ -155,7 +173,7 @@ def measure(bench: Bench, journal: Journal) -> list[Row]:
                     if variant not in done:
                         keep(journal, failed, rows_of(bench, group, variant, values))
             step(f"{group.shape.name}, {group.setting}")
-    return journal.rows + failed
+    return all_rows(bench.settings, journal, failed)
 
 
 def remaining(variants: Sequence[Variant], done: set[Variant]) -> tuple[Variant, ...]:
@@ -237,7 +255,12 @@ def _prepare(bench: Bench, group: Group, variant: Variant, trainers: dict[Varian
     with compiled_runs(group.setting == COMPILED):
         trainer.step()
     values |= trainer.memory()
-    if variant.rounds:
+    same = replace(variant, products="")
+    if variant.products and same in trainers:
+        values["change by products"] = relative_change(
+            trainer.result, trainers[same].result, SCHEME_LIMIT, "by its products"
+        )
+    if variant.rounds and not variant.products:
         moved = rounding_bytes(RECIPES[variant.recipe], linear_shapes(trainer.model), group.tokens)
         values["bytes to round"] = (moved / 1e9, "GB")
         values["time to round at the copy rate"] = (moved / COPY_RATE * 1e3, "ms")

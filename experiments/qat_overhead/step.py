@@ -209,6 +209,9 @@ def layers_of(model: DecoderLayers | ModelWithLoss) -> DecoderLayers:
 OURS, BASELINE = "ours", "bfloat16"
 LORA = "LoRA"
 INT8_INT4, INT4 = "int8 dynamic, int4 g32", "int4 weight-only g128"
+INT8, FLOAT8 = "int8 dynamic, int8 rows", "float8 dynamic, float8 rows"
+#: How operands are multiplied where not by torch in bfloat16: as codes in forward, or by a recipe of training in all three.
+CODES, BY_ROWWISE = "products of codes", "products by rowwise"
 #: Bytes moved to round one element from bfloat16 to bfloat16, and how often a step does that.
 BYTES_PER_ELEMENT, PASSES = 4, 2
 #: Copy rate of an H200, bytes a second.
@@ -217,10 +220,11 @@ COPY_RATE = 4.2e12
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe as a configuration of both libraries, and whether it rounds inputs too."""
+    """A recipe as a configuration of both libraries, and whether it rounds inputs too. torchao: None where only ours is
+    measured."""
 
     ours: Callable[[], Any]
-    torchao: Callable[[], Any]
+    torchao: Callable[[], Any] | None
     inputs: bool
 
 
@@ -254,10 +258,30 @@ def torchao_int4() -> Any:
     return Int4WeightOnlyConfig(group_size=128)
 
 
+def int8(kernel: str = "auto") -> Any:
+    """8-bit integers, inputs with a scale for each token, weights with one for each row."""
+    from ao_lab import Int8DynamicActivationInt8WeightConfig
+
+    return Int8DynamicActivationInt8WeightConfig(kernel=kernel)
+
+
+def float8(kernel: str = "auto") -> Any:
+    """8-bit floats (E4M3), with such scales."""
+    from ao_lab import Float8DynamicActivationFloat8WeightConfig, PerRow
+
+    return Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), kernel=kernel)
+
+
 RECIPES = {
     INT8_INT4: Recipe(ours=int8_int4, torchao=torchao_int8_int4, inputs=True),
     INT4: Recipe(ours=int4, torchao=torchao_int4, inputs=False),
+    INT8: Recipe(ours=int8, torchao=None, inputs=True),
+    FLOAT8: Recipe(ours=float8, torchao=None, inputs=True),
 }
+#: Recipes that are compared with torchao's.
+COMPARED = (INT8_INT4, INT4)
+#: Kernels that multiply codes in forward, of the recipes that have one: that of the converted layer, with its bits.
+KERNELS = {INT8: "int8", FLOAT8: "scaled_mm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,17 +289,19 @@ class Variant:
     """One way to train.
 
     library, recipe: whose QAT, for which recipe; together they name a method. lora: whether only LoRA adapters are trained,
-    over weights that are quantized and frozen.
+    over weights that are quantized and frozen. products: "", CODES or BY_ROWWISE.
     """
 
     library: str = BASELINE
     recipe: str = ""
     lora: bool = False
+    products: str = ""
 
     @property
     def method(self) -> str:
         """The name of its rows."""
         name = f"{self.library}, {self.recipe}" if self.recipe else self.library
+        name = f"{name}, {self.products}" if self.products else name
         return f"{name}, {LORA}" if self.lora else name
 
     @property
@@ -286,19 +312,27 @@ class Variant:
     def prepare(self, model: DecoderLayers | ModelWithLoss) -> None:
         """Prepare the linear layers of the decoder layers for QAT with the recipe."""
         if self.library == OURS:
-            from ao_lab import LoRA, QATConfig, quantize_
+            from ao_lab import LoRA, QATConfig, convert_for_training_, quantize_
 
             if self.lora:
                 model.requires_grad_(False)
-            config = QATConfig(
-                RECIPES[self.recipe].ours(), step="prepare", lora=LoRA() if self.lora else None
+            ours = RECIPES[self.recipe].ours
+            base = ours(KERNELS[self.recipe]) if self.products == CODES else ours()
+            quantize_(
+                layers_of(model),
+                QATConfig(base, step="prepare", lora=LoRA() if self.lora else None),
+                is_linear,
             )
-            quantize_(layers_of(model), config, is_linear)
+            if self.products == BY_ROWWISE:
+                convert_for_training_(layers_of(model), "rowwise")
         elif self.library == TORCHAO:
             from torchao.quantization import quantize_
             from torchao.quantization.qat import QATConfig
 
-            quantize_(layers_of(model), QATConfig(RECIPES[self.recipe].torchao(), step="prepare"), is_linear)
+            theirs = RECIPES[self.recipe].torchao
+            if theirs is None:
+                raise ValueError(f"{self.recipe} is not compared with torchao's")
+            quantize_(layers_of(model), QATConfig(theirs(), step="prepare"), is_linear)
 
     def missing(self) -> str | None:
         """Why it cannot be trained here; None where it can."""
@@ -313,8 +347,14 @@ def is_linear(module: nn.Module, name: str) -> bool:
 PLAIN = Variant()
 VARIANTS = (
     PLAIN,
-    *(Variant(library=library, recipe=recipe) for recipe in RECIPES for library in (OURS, TORCHAO)),
+    *(Variant(library=library, recipe=recipe) for recipe in COMPARED for library in (OURS, TORCHAO)),
     Variant(library=OURS, recipe=INT8_INT4, lora=True),
+)
+#: QAT whose products are faster than those of bfloat16, each beside the same with torch's.
+FASTER = (
+    PLAIN,
+    *(Variant(library=OURS, recipe=one, products=how) for one in KERNELS for how in ("", CODES)),
+    *(Variant(library=OURS, recipe=one, products=how) for one in COMPARED for how in ("", BY_ROWWISE)),
 )
 
 

@@ -189,6 +189,52 @@ def test_operands_are_rounded_then_cast(name, recipe):
     assert not torch.equal(y, plain)  # it is rounded
 
 
+def kept(layer, x):
+    """The output, and the tensors that a graph of the layer keeps."""
+    tensors = []
+
+    def pack(tensor):
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return layer(x), tensors
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rounded_weight_is_rounded_again_and_not_kept(name):
+    """Hooks that are set outside see all other tensors, and are not asked for this one."""
+    made = prepared(CONFIGS[name])
+    ao_lab.convert_for_training_(made, "rowwise")
+    layer, x = made[0], rows().requires_grad_()
+    y, tensors = kept(layer, x)
+    # The inputs' codes, which the weight's gradient reads.
+    assert any(one.element_size() == 1 for one in tensors)
+    rounded = fast.fake_quantize(layer.weight.detach(), layer.qat.recipe.weight)
+    assert not any(one.shape == (N, K) and torch.equal(one, rounded) for one in tensors)
+    g = torch.randn(32, N).bfloat16()
+    first = torch.autograd.grad(y, (x, layer.weight), g)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first, torch.autograd.grad(layer(x), (x, layer.weight), g), strict=True)
+    )
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, (x, layer.weight), g)
+
+
+def test_rounding_again_under_checkpointing():
+    made = prepared(CONFIGS["inputs too"])
+    ao_lab.convert_for_training_(made, "rowwise")
+    x, g = rows().requires_grad_(), torch.randn(32, K).bfloat16()
+    expected = torch.autograd.grad(made(x), (x, *made.parameters()), g)
+    y = torch.utils.checkpoint.checkpoint(made, x, use_reentrant=False)
+    found = torch.autograd.grad(y, (x, *made.parameters()), g)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_either_part_ends_by_its_own_call():
     made, alone = (prepared(CONFIGS["weights alone"]) for _ in range(2))
     names = list(made.state_dict())

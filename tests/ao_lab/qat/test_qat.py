@@ -267,8 +267,13 @@ def test_embeddings(name, given, dtype):
     assert same(net.table.weight.dequantize(), reference.fake_quantize(dense, config.recipe().weight))
 
 
-def test_a_named_kernel_computes_the_forward():
+@pytest.mark.parametrize("kernel", ["int8", "scaled_mm"])
+def test_a_named_kernel_computes_the_forward(kernel):
+    """The integers or 8-bit floats are multiplied, as the converted layer multiplies them: the same bits."""
     config = ao_lab.Int8DynamicActivationInt8WeightConfig(kernel="int8")
+    if kernel == "scaled_mm":
+        rows = ao_lab.PerRow()
+        config = ao_lab.Float8DynamicActivationFloat8WeightConfig(granularity=rows, kernel=kernel)
     net = in_training(config)
     assert net.first.weight.grad is None
     steps(net)

@@ -106,6 +106,7 @@ def test_the_fine_tuned_model_leaves_the_cache_with_its_seed(measured, folder):
     assert len(list((cache / "qat").iterdir())) == 2
     assert measure_model(settings, whole, of_folder(folder), journal, real.Deadline(None)) == []
     assert journal.rows == rows
+    assert list((cache / "qat").iterdir()) == []
 
 
 def test_a_seed_without_its_fine_tuned_model_is_measured_anew(measured, folder, tmp_path):
