@@ -13,3 +13,4 @@ from ao_lab.calibration.methods import Clip as Clip
 from ao_lab.calibration.methods import Rotate as Rotate
 from ao_lab.calibration.methods import Smooth as Smooth
 from ao_lab.calibration.methods import StaticKV as StaticKV
+from ao_lab.calibration.ranks import DistributedBatches as DistributedBatches

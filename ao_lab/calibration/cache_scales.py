@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import fast
+from ao_lab.calibration.ranks import Ranks
 from ao_lab.calibration.tokens import PADDING, Tokens
 from ao_lab.kv_cache.static_scales import CacheScales
 from ao_lab.transforms.walk import Block
@@ -134,10 +135,13 @@ def attending_by_torch(model: nn.Module) -> Iterator[None]:
 
 
 def scales_of_block(
-    model: nn.Module, block: Block, tokens: Tokens, element: str, per: str
+    model: nn.Module, block: Block, tokens: Tokens, element: str, per: str, ranks: Ranks | None = None
 ) -> dict[str, CacheScales]:
     """The scales of a block's attention modules by full name, of all data as the block is now; {} where it calls none."""
     watch = AttentionWatch(block, tokens)
     with attending_by_torch(model), watch.watching():
         block.run()
+    for one in watch.found.values() if ranks is not None else ():
+        if one.k is not None and one.v is not None and ranks is not None:
+            one.k, one.v = ranks.largest(one.k), ranks.largest(one.v)
     return {name: largest.scales(element, per) for name, largest in watch.found.items()}

@@ -21,6 +21,7 @@ from torch import nn
 
 from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Target
+from ao_lab.calibration.ranks import Ranks
 from ao_lab.calibration.result import LayerResult
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import CacheScales
@@ -30,8 +31,15 @@ from ao_lab.transforms.walk import Capture
 SAMPLE = 1 << 16
 
 
-def key_of(targets: Sequence[Target], methods: Sequence[object], capture: Capture) -> dict[str, str]:
+def key_of(
+    targets: Sequence[Target], methods: Sequence[object], capture: Capture, ranks: Ranks | None = None
+) -> dict[str, str]:
     """What decides bits, each part as a digest or as text."""
+    data = [_sampled(x) for x in _inputs(capture)]
+    shared: dict[str, str] = {}
+    if ranks is not None:
+        data = [x for one in ranks.gathered(data) for x in one]
+        shared = {"shares of the data": str(ranks.shares)}
     return {
         "versions": f"ao_lab {__version__}, torch {torch.__version__}",
         "methods": repr(tuple(methods)),
@@ -43,7 +51,8 @@ def key_of(targets: Sequence[Target], methods: Sequence[object], capture: Captur
         ),
         "weights": _digest([_sampled(target.parameter) for target in targets]),
         "blocks": " ".join(capture.blocks),
-        "data": _digest([_sampled(x) for x in _inputs(capture)]),
+        "data": _digest(data),
+        **shared,
     }
 
 

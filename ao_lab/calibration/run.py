@@ -42,6 +42,7 @@ from ao_lab.calibration.groups import Stack, Target, names_of, stacks
 from ao_lab.calibration.layers import Made, Part, Work, quantized_either_way
 from ao_lab.calibration.methods import GPTQ, AutoRound, Clip, Method, Rotate, StaticKV, of_kind, ordered
 from ao_lab.calibration.offline import rotate_residual
+from ao_lab.calibration.ranks import Ranks
 from ao_lab.calibration.residence import Residence, moved_batches, needs_residence
 from ao_lab.calibration.result import LayerResult, remember
 from ao_lab.calibration.resume import Finished, key_of
@@ -159,6 +160,8 @@ class Job:
     #: Where blocks run, one at a time; None: where the model is.
     device: Device = None
     residence: Residence | None = None
+    #: The processes that calibrate together, or None.
+    ranks: Ranks | None = None
     #: All batches again, where the first one was looked at before; and what is to be said of every weight.
     batches: Iterable[Any] | None = None
     told: tuple[str, ...] = ()
@@ -175,6 +178,12 @@ class Job:
                 for one, made in self.quantized(Stack([target]), None, parts):
                     self.put(one, made)
             return
+        self.ranks = Ranks.of(self.request.batches)
+        if self.ranks is not None and self.ranks.size > 1 and self.learning is not None:
+            raise ValueError(
+                "AutoRound learns from the batches of one process; leave it out of a call of several ranks. quantize_ changed "
+                "nothing"
+            )
         blocks = find_blocks(self.model, self.request.blocks)
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
         check_targets(mine, self.request.methods, self.device)
@@ -205,7 +214,7 @@ class Job:
         if isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, Mapping, str)):
             self.batches = list(given)
         with self.running():
-            check_tokens(Tokens.of(self.captured(mine, blocks)))
+            check_tokens(Tokens.of(self.captured(mine, blocks), self.ranks))
         if self.batches is not None:
             with calibrating(self.model):
                 made = rotate_residual(self.model, blocks, next(iter(self.batches)), method.size, self.device)
@@ -220,10 +229,10 @@ class Job:
     def walk(self, mine: list[Target], blocks: dict[str, nn.Module]) -> None:
         """Block after block."""
         capture = self.captured(mine, blocks)
-        tokens = Tokens.of(capture)
+        tokens = Tokens.of(capture, self.ranks)
         check_tokens(tokens)
         if self.request.resume is not None:
-            key = key_of(mine, (*self.request.methods, self.request.prefix), capture)
+            key = key_of(mine, (*self.request.methods, self.request.prefix), capture, self.ranks)
             self.finished = Finished.of(self.request.resume, key)
             if self.residence is not None:
                 self.residence.stored = self.finished.mapped
@@ -238,7 +247,11 @@ class Job:
         batches: Any = self.batches if self.batches is not None else self.request.batches
         if self.residence is not None:
             batches = moved_batches(batches, self.residence.device)
-        capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
+        with nullcontext() if self.ranks is None else self.ranks.together():
+            capture = captured(self.model, batches, blocks, offload=self.request.offload, layers=layers)
+        if self.ranks is not None:
+            self.ranks.check_batches(len(capture.calls))
+            capture.reached = set().union(*self.ranks.gathered(capture.reached))
         lent = reached_by_siblings(names_of(flat), lists_of_experts(self.model, blocks), capture.reached)
         check_reached(capture, [name for name in names_of(flat) if name not in lent], "quantize_")
         return capture
@@ -254,14 +267,17 @@ class Job:
         scales = self.find_cache_scales(block, mine, tokens)
         if self.finished is not None:
             results = {t.name: self.done[t.name] for t in mine}
-            self.finished.save(block.index, block.module, results, self.pairs, scales)
+            if self.ranks is None or self.ranks.rank == 0:
+                self.finished.save(block.index, block.module, results, self.pairs, scales)
+            if self.ranks is not None:
+                self.ranks.wait()
 
     def find_cache_scales(self, block: Block, mine: list[Target], tokens: Tokens) -> dict[str, CacheScales]:
         """Static scales of keys and values of a block whose weights are quantized, where they are asked for."""
         method: StaticKV | None = of_kind(self.request.methods, StaticKV)
         if method is None:
             return {}
-        found = scales_of_block(self.model, block, tokens, method.element, method.per)
+        found = scales_of_block(self.model, block, tokens, method.element, method.per, self.ranks)
         remember_scales(self.model, found)
         for target in mine:
             inside = [one for name, one in found.items() if is_inside(target.name, [name])]
@@ -349,11 +365,15 @@ class Job:
         statistics.forget_inputs()
         tokens.source = tokens.routed = None
         found: dict[str, Any] = {name: shared.statistic for name, shared in statistics.layers.items()}
-        for group in siblings(names_of(targets), lists):
-            known = {id(one): one for name in group if (one := found.get(name)) is not None}
+        if self.ranks is not None:
+            self.ranks.collect(found, partial(SplitMoments, None, None, sampling))
+            for group in watch.found.values():
+                self.ranks.collect_all(group)
+        for names in siblings(names_of(targets), lists):
+            known = {id(one): one for name in names if (one := found.get(name)) is not None}
             if not any(one.routed for one in known.values()):
                 continue
-            for name in group:
+            for name in names:
                 if name not in found:
                     found[name] = SplitMoments(None, None, sampling, routed=True)
                     known[id(found[name])] = found[name]
@@ -390,7 +410,9 @@ class Job:
             {path: parts[t.name] for path, t in here.items()}, method,
             MORE if any(isinstance(one, (Clip, GPTQ)) for one in self.request.methods) else 1.0,
         )  # fmt: skip
-        self.pairs = smoothing.run(self.pairs)
+        pairs = smoothing.found(self.pairs)
+        self.pairs = pairs if self.ranks is None else self.ranks.gathered(pairs)[0]
+        smoothing.run(self.pairs)
         inputs.update({t.name: smoothing.inputs[path] for path, t in here.items()})
 
     def check_observers(self, inside: Sequence[Target]) -> None:
@@ -416,6 +438,8 @@ class Job:
             return
         observe([(t.name, m, observer) for t, observer in watched for m in t.layers.values()], block.run)
         for target, observer in watched:
+            if self.ranks is not None and isinstance(observer, InputScales):
+                self.ranks.merge(observer.statistic)
             if (reason := observer.unsupported_reason()) is not None:
                 raise ValueError(f"calibration: {reason} by {target.name}; leave it out by filter_fn")
             if isinstance(observer, InputScales):

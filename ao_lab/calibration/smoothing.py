@@ -48,14 +48,16 @@ class Smoothing:
     def __post_init__(self) -> None:
         self.modules = dict(self.block.module.named_modules())
 
-    def run(self, known: Sequence[Pair]) -> list[Pair]:
-        """Scale the pairs of the block; those that it has. known: those of the block before."""
-        pairs = find_pairs(self.block, known)
+    def found(self, known: Sequence[Pair]) -> list[Pair]:
+        """The pairs of the block. known: those of the block before."""
+        return find_pairs(self.block, known)
+
+    def run(self, pairs: Sequence[Pair]) -> None:
+        """Scale the pairs of the block."""
         for pair in pairs:
             readers = [name for name in pair.consumers if name in self.targets]
             if readers:
                 self._scale(pair, readers)
-        return pairs
 
     def _scale(self, pair: Pair, readers: list[str]) -> None:
         """Scale one pair, and put it back where a weight comes out worse."""

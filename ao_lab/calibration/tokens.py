@@ -77,16 +77,31 @@ class Tokens:
     #: What a module around experts was given (`ao_lab.calibration.experts.Source`), and what the rows are that came of it last.
     source: Any = None
     routed: torch.Tensor | None = None
+    #: The processes that calibrate together (`ao_lab.calibration.ranks.Ranks`), or None.
+    ranks: Any = None
 
     @staticmethod
-    def of(capture: Capture) -> Tokens:
-        """Roles of the tokens of all batches."""
-        return Tokens(capture, roles(capture.shapes, capture.masks))
+    def of(capture: Capture, ranks: Any = None) -> Tokens:
+        """Roles of the tokens of all batches; sequences are counted over all ranks."""
+        if ranks is None:
+            return Tokens(capture, roles(capture.shapes, capture.masks))
+        shapes = ranks.gathered(capture.shapes)
+        before = sum(map(len, shapes[: ranks.rank]))
+        masks: list[torch.Tensor | None] = [None] * sum(map(len, shapes))
+        masks[before : before + len(capture.masks)] = capture.masks
+        found = roles([shape for one in shapes for shape in one], masks)
+        return Tokens(capture, found[before : before + len(capture.shapes)], ranks=ranks)
 
     @property
     def counted(self) -> int:
-        """Tokens that are no padding, held-out ones included."""
-        return sum(int((one != PADDING).sum()) for one in self.roles)
+        """Tokens that are no padding, held-out ones included, of all ranks."""
+        own = sum(int((one != PADDING).sum()) for one in self.roles)
+        return own if self.ranks is None else sum(self.ranks.gathered(own))
+
+    @property
+    def share(self) -> int:
+        """Of which share of this rank's batches the running one is."""
+        return 0 if self.ranks is None else self.ranks.share_of(self.capture.running, len(self.roles))
 
     def of_input(self, x: torch.Tensor) -> torch.Tensor | None:
         """What each row of an input is, flat; None where that cannot be told and all count."""
@@ -149,6 +164,8 @@ class Moments(Hessian):
     largest: torch.Tensor | None = None
     #: Of `count` those that were not seen but lent by others (`ao_lab.calibration.experts`).
     borrowed: int = 0
+    #: Sums of shares of the data that are over, and how many shares each has.
+    closed: list[tuple[int, Moments]] = field(default_factory=list)
     #: Whether `value` is the mean already, so that no second matrix of its size is made of it.
     finished: bool = False
 
@@ -157,6 +174,28 @@ class Moments(Hessian):
         if self.value is not None and self.count and not self.finished:
             self.value /= self.count
             self.finished = True
+
+    def close(self) -> None:
+        """End a share: what was added so far becomes a leaf of the tree of sums, `closed`, whose equal subtrees are joined."""
+        names = ("value", "total", "magnitude", "largest", "count")
+        node = 1, Moments(**{name: getattr(self, name) for name in names})
+        self.value, self.total, self.magnitude, self.largest, self.count = None, None, None, None, 0
+        while self.closed and self.closed[-1][0] == node[0]:
+            size, left = self.closed.pop()
+            left.add(node[1])
+            node = 2 * size, left
+        self.closed.append(node)
+
+    def add(self, other: Moments) -> None:
+        """The sums of two, in place."""
+        for name in ("value", "total", "magnitude"):
+            own, its = getattr(self, name), getattr(other, name)
+            if its is not None:
+                setattr(self, name, its if own is None else own.add_(its.to(own.device)))
+        if other.largest is not None:
+            own = self.largest
+            self.largest = other.largest if own is None else torch.maximum(own, other.largest.to(own.device))
+        self.count += other.count
 
     def borrow(self, mean: Moments) -> None:
         """Add as many tokens as there are channels, with these means of x x^T, x and |x|."""
@@ -272,9 +311,12 @@ class SplitMoments(Sums):
     unmatched: bool = False
     #: Whether there were inputs of some of a batch's tokens alone.
     routed: bool = False
+    #: The share of the data that is being added (`ao_lab.calibration.ranks`).
+    share: int = 0
 
     def update(self, x: torch.Tensor, role: torch.Tensor | None = None) -> None:
         """Add the tokens of one call. role: what each row is, where that is known."""
+        self.close_to(0 if self.tokens is None else self.tokens.share)
         flat = x.reshape(-1, x.shape[-1])
         rows = Rows(flat, flat[:0]) if self.tokens is None else self.tokens.split(x, role)
         self.unmatched = self.unmatched or rows.unmatched
@@ -291,6 +333,22 @@ class SplitMoments(Sums):
     def is_usable(self) -> bool:
         """Both."""
         return self.train.is_usable() and self.held_out.is_usable()
+
+    def close_to(self, share: int) -> None:
+        """End the shares before this one."""
+        while self.share < share:
+            self.train.close()
+            self.held_out.close()
+            self.share += 1
+
+    def close(self, shares: int) -> None:
+        """End all shares of this rank; the sums of all are in place."""
+        if shares == 1:
+            return
+        self.close_to(shares)
+        for kind in ("train", "held_out"):
+            ((_, whole),) = getattr(self, kind).closed
+            setattr(self, kind, whole)
 
     def finish(self) -> None:
         """Make means of sums, in place."""
