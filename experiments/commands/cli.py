@@ -64,9 +64,9 @@ def reproduce(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of ptq, qat, calibration and decode: measure this model alone, a folder of transformers or a name that "
+            help="Of ptq, qat, calibration, decode and fp8_training: measure this model alone, a folder of transformers or a name that "
             "`ao-lab pretrained` lists, any number of times: a causal language model, of ptq a sentence encoder or Whisper "
-            "too; --only then names schemes."
+            "too; --only then names schemes, of fp8_training recipes."
         ),
     ] = None,
     task: Annotated[
@@ -102,7 +102,8 @@ def reproduce(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="With qat --model: a text file to fine-tune on, its last tenth held out. Default: prose books, or sympy."
+            help="With qat or fp8_training --model: a text file to fine-tune on, its last tenth held out. Default: prose "
+            "books, or sympy."
         ),
     ] = None,
     reports: Annotated[

@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=57, compressed=True)
+EXPERIMENT = Experiment(order=57, compressed=True, real=True)

@@ -25,9 +25,11 @@ from experiments.fp8_training.convergence_page import (
 )
 from experiments.fp8_training.convergence_page import targets_by_run as targets_by_run
 from experiments.fp8_training.methods import BASE_NAMES, LONG, MARGIN, PLANS, SWEEP
+from experiments.fp8_training.real_page import real_sections
 from experiments.harness.bench import IDLE, SETTLE, SINGLE
 from experiments.harness.revision import TORCHAO
-from experiments.harness.rows import Row
+from experiments.harness.rows import Row, table_parts
+from experiments.models.causal_lm import REAL
 from experiments.models.llama import LLAMA_3_8B_TWO_LAYERS
 from experiments.pretraining.run import BITS
 from experiments.report.accuracies import how
@@ -96,6 +98,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
         if where.scale == "full" and where.device != "cpu"
     }
     found = best_run(runs)
+    real_rows = [row for row in rows if table_parts(row.table)[0].startswith(REAL)]
     others = [
         Comparison(
             model=one.model,
@@ -105,7 +108,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
             published=one.value,
             published_on=one.hardware,
             source=source_of(one),
-            **how(one),
+            **how(one, real_rows),
         )
         for one in of_models()
     ]
@@ -527,5 +530,5 @@ def main_finding(rows: Sequence[Row]) -> str:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Convergence, faults, then speed."""
-    return [*convergence_page.sections(rows), *speed_sections(rows)]
+    """Real models, convergence, faults, then speed."""
+    return [*real_sections(rows), *convergence_page.sections(rows), *speed_sections(rows)]

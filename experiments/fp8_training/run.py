@@ -28,24 +28,31 @@ from functools import cache, partial
 from typing import Any
 
 from ao_lab.cli.terminal import say
-from experiments.fp8_training import blocks, convergence, linear
+from experiments.fp8_training import blocks, convergence, linear, real
 from experiments.fp8_training.methods import LONG, LONG_RECIPES, PAIRED, PLANS, RECIPES, SWEEP
 from experiments.harness.measuring import Deadline, Values, bar, is_late, keep, status
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name, table_parts
+from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, all_rows, published_shapes
 
 EXPERIMENT = "fp8_training"
 
 
 def subject(settings: Settings) -> str:
-    """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared."""
+    """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared; real models, if
+    asked for."""
+    if settings.asked is not None:
+        return real_subject(settings)
     return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
+    """Rows of all parts, or of those that `settings.only` names, or of real models where these were asked for; rows in the
+    journal are not measured again."""
     journal = journal if journal is not None else Journal()
+    if settings.asked is not None:
+        return real.run_real(settings, journal)
     deadline, failed = Deadline(settings.seconds), list[Row]()
     for name, part in {**PARTS, **SMALLER}.items():
         if name in (settings.only or PARTS):
@@ -296,6 +303,9 @@ ONE_SETTING = {
 }
 #: What is less than a part.
 SMALLER: dict[str, Callable[[Settings, Journal, list[Row], Deadline], None]] = {**ONE_SETTING, **ONE_RECIPE}
+
+
+check_models = real.check_recipes
 
 
 def check_parts(names: Sequence[str]) -> None:

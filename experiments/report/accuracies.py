@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
-from experiments.models.quantized_model import setting_name
+from experiments.models.quantized_model import WEIGHTS, setting_name
 from experiments.report.content import Comparison, Table
 from experiments.report.real_runs import RealRun, real_runs
 from experiments.report.results import DECODING, FOLDER, Published, number, read
@@ -114,7 +115,8 @@ def comparisons(experiment: str, rows: Sequence[Row]) -> list[Comparison]:
 
 def comparison(one: Published, runs: Sequence[RealRun]) -> Comparison:
     """A published accuracy beside ours, with the command that measures it."""
-    value, device = measured(one, runs)
+    way = WAYS[one.method]
+    value, device = measured(one, runs, way)
     return Comparison(
         one.model,
         one.method,
@@ -125,13 +127,13 @@ def comparison(one: Published, runs: Sequence[RealRun]) -> Comparison:
         f"{one.paper}, {one.source}",
         value,
         device,
-        command(one),
+        command(one, way),
     )
 
 
-def measured(one: Published, runs: Sequence[RealRun]) -> tuple[float | None, str]:
+def measured(one: Published, runs: Sequence[RealRun], way: Way) -> tuple[float | None, str]:
     """Ours and its device; None without."""
-    way, (task, value, _) = WAYS[one.method], TASKS[one.metric]
+    task, value, _ = TASKS[one.metric]
     for run in runs:
         found = run.whole.value(way.setting, way.method, f"{task}: {value}")
         same = run.told("published: ") == one.model and (not way.text or f"{way.text}-held-out" in run.texts)
@@ -145,9 +147,8 @@ def asked_all(run: RealRun, way: Way) -> bool:
     return run.whole.value(way.setting, way.method, EXAMPLES) == 0
 
 
-def command(one: Published) -> str:
+def command(one: Published, way: Way) -> str:
     """What measures it, on a folder of that model's name."""
-    way = WAYS[one.method]
     text = f" --text {way.text}.txt" if way.text else ""
     model, task = folder_of(one.model), TASKS[one.metric][0]
     return (
@@ -165,21 +166,40 @@ def folder_of(model: str) -> str:
     return model.replace("(-chat)", "-chat")
 
 
+#: Of fine-tunings in FP8 the rows of `fp8_training` by the published names; torchtune's default is tensorwise.
+RECIPES = {
+    "bf16": ("bfloat16", "bf16"),
+    "fp8_noname": ("tensorwise", "tensorwise"),
+    "fp8_tensorwise": ("tensorwise", "tensorwise"),
+    "fp8_rowwise": ("rowwise", "rowwise"),
+    "fp8_rowwise_with_gw_hp": ("rowwise_with_gw_hp", "rowwise_with_gw_hp"),
+}
 #: Why the accuracies of a published training have no command, by its model.
 TRAININGS = {
     "3B": "a pretraining on 1T tokens, whose data are not named",
     "Llama-3-70B": "a pretraining on 256 GPUs and more",
-    "Llama-3.2-3B": "fine-tuning of a folder's model in FP8 is not measured here",
     "DINOv2 ViT-L": "a pretraining of DINOv2 on 4 GPUs, whose code is not here",
     "SAM ViT-h": "no experiment here reads weights of SAM and images of COCO",
 }
 
 
-def how(one: Published) -> dict[str, str]:
-    """The command or the reason of a published value that is an accuracy, as arguments of `Comparison`; else none."""
+def trained_in(one: Published) -> Way | None:
+    """How a published fine-tuning in FP8 is measured; None for another training."""
+    if one.model != "Llama-3.2-3B" or one.metric not in TASKS:
+        return None
+    name, recipe = RECIPES[one.method]
+    return Way("fp8_training", WEIGHTS, f"fine-tuned in {name}", (recipe,), "oasst1")
+
+
+def how(one: Published, rows: Sequence[Row] = ()) -> dict[str, Any]:
+    """Ours, and the command or the reason, of a published training's accuracy, as arguments of `Comparison`; else none."""
     if not ACCURACY.search(one.metric.replace("_", " ")):
         return {}
-    return {"reason": TRAININGS[one.model]}
+    way = trained_in(one)
+    if way is None:
+        return {"reason": TRAININGS[one.model]}
+    value, device = measured(one, real_runs(rows), way)
+    return {"measured": value, "measured_on": device, "command": command(one, way)}
 
 
 def is_accuracy(one: Comparison) -> bool:

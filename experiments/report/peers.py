@@ -48,7 +48,7 @@ EXPECTED = (
             ("auto-round", "auto-round"),
             ("hqq library", "hqq library"),
         )
-    ),  # fmt: skip
+    ),
     Expected("qat", "torchao", "its QAT of the same scheme, equally long", f"{REAL_QAT} --only int4_g32"),
     Expected(
         "decode",

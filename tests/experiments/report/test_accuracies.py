@@ -9,8 +9,11 @@ import typer
 
 from ao_lab.cli.app import app
 from experiments.calibration.run import arms_of, cases_of
+from experiments.fp8_training import page as fp8_page
+from experiments.fp8_training import real as fp8_real
 from experiments.harness.registry import EXPERIMENTS
 from experiments.harness.rows import Row
+from experiments.models.quantized_model import WEIGHTS
 from experiments.ptq.real import real_tasks
 from experiments.qat.real import plan_of, planned
 from experiments.report import accuracies
@@ -79,7 +82,7 @@ def test_every_accuracy_is_listed_once_with_a_command_or_a_reason(every):
     found = [one for one in every if accuracies.is_accuracy(one)]
     assert len({(one.model, one.method, one.metric, one.source) for one in found}) == len(found) - 2
     assert all(bool(one.command) != bool(one.reason) for one in found)
-    words = f"Of {len(found)} published accuracies 0 have a measured one beside, 50 the command that measures it, "
+    words = f"Of {len(found)} published accuracies 0 have a measured one beside, 60 the command that measures it, "
     assert counted(found).startswith(words)
 
 
@@ -92,10 +95,18 @@ def parsed(command):
     return found.make_context(name, words).params
 
 
-def test_commands_are_taken_by_the_command_line_and_measure_the_row(every):
+def ways():
+    """Published accuracies of models that a folder holds, and how they are measured."""
+    found = [(one, WAYS[one.method]) for name in ("ptq", "calibration", "qat") for one in of_experiment(name)]
+    trained = [(one, way) for one in fp8_page.of_models() if (way := accuracies.trained_in(one))]
+    assert len(trained) == 10
+    return [*found, *trained]
+
+
+def test_commands_are_taken_by_the_command_line_and_measure_the_row():
     """Parsed by typer, checked as the command checks them, and among what the run then measures."""
-    for one in (one for name in ("ptq", "calibration", "qat") for one in of_experiment(name)):
-        params, way = parsed(accuracies.command(one)), WAYS[one.method]
+    for one, way in ways():
+        params = parsed(accuracies.command(one, way))
         assert (params["tables"], params["scale"], params["pages"]) == ([way.experiment], "full", False)
         assert accuracies.folder_of(one.model) in params["model"]
         assert params["text"] == (Path(f"{way.text}.txt") if way.text else None)
@@ -106,7 +117,22 @@ def test_commands_are_taken_by_the_command_line_and_measure_the_row(every):
         assert (way.setting, way.method) in measures(way.experiment, here)
 
 
+def test_fine_tunings_in_fp8_stand_beside_ours():
+    (one,) = [
+        one for one in fp8_page.of_models() if (one.method, one.metric) == ("fp8_rowwise", "hellaswag_acc")
+    ]
+    rows = rows_of(accuracies.trained_in(one), metric="hellaswag: acc", value=0.53, model="Llama-3.2-3B")
+    text = replace(rows[-1], table="real some-folder/full/oasst1-held-out", metric="loss", value=2.0)
+    found = [one for one in fp8_page.comparisons([*rows, text]) if one.measured is not None]
+    assert [(one.method, one.metric, one.measured) for one in found] == [
+        ("fp8_rowwise", "hellaswag acc", 0.53)
+    ]
+    assert all(one.measured is None for one in fp8_page.comparisons(rows))
+
+
 def measures(experiment, settings):
+    if experiment == "fp8_training":
+        return [(WEIGHTS, task.method) for task in fp8_real.planned(settings)]
     if experiment == "qat":
         return [(task.setting, task.name) for task in planned(plan_of(settings))]
     if experiment == "ptq":
