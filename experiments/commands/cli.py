@@ -64,9 +64,9 @@ def reproduce(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of ptq, qat, calibration, decode and fp8_training: measure this model alone, a folder of transformers or a name that "
-            "`ao-lab pretrained` lists, any number of times: a causal language model, of ptq a sentence encoder or Whisper "
-            "too; --only then names schemes, of fp8_training recipes."
+            help="Of ptq, qat, calibration, decode and fp8_training: measure this model alone, a folder of transformers or a "
+            "name that `ao-lab pretrained` lists, any number of times: a causal language model, of ptq a sentence encoder or "
+            "Whisper too; --only then names schemes, of fp8_training recipes."
         ),
     ] = None,
     task: Annotated[
