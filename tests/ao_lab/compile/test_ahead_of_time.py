@@ -1,4 +1,4 @@
-"""`register_operators`: what C++ asks torch for is there after one call (`tests/ao_lab/tensor/test_tracing.py` loads a package)."""
+"""`register_operators`: C++ finds every operator after one call (`tests/ao_lab/tensor/test_tracing.py` loads a package)."""
 
 import re
 import subprocess

@@ -28,10 +28,14 @@ with FILE.open(encoding="utf-8", newline="") as lines:
     TIMED = sorted({row["family"] for row in csv.DictReader(lines)})
 
 
+#: How much slower than the quickest the choices of a family may be whose coefficients do not say it.
+HELD = [{"worst": 0.05, "mean": 0.02}]
+
+
 @pytest.mark.parametrize("name", TIMED)
 def test_choices_are_among_the_quickest(name):
     """Of what was timed, which they are among but for a number of cells; how much slower at most is a coefficient."""
-    held, means, untimed = cost.Coefficients(name).held, {}, 0
+    held, means, untimed = cost._sections().get(name, {}).get("held", HELD), {}, 0
     for key, times in measured(name).items():
         scheme, n, k, rows, experts = key
         facts = {"scheme": scheme, "n": n, "k": k, "rows": sum(map(int, rows.split())), "experts": experts}

@@ -172,19 +172,33 @@ def multiplied(
     w, x = exact_weight(scheme, n, k), exact_inputs(count, k, p.inputs)
     if p.layout == CODES:
         codes = exact_weight(scheme, count, k, seed=3)
-        got = s8_gemm(variant, p.element, p.inputs, codes, w, bias, **device)
+        if name == "sm90_s8_gemm":
+            got = s8_gemm(variant, p.element, p.inputs, codes, w, bias, **device)
+        else:
+            got = by_function(name, variant, codes, w, bias, p.inputs, None, **device)
         return got, reference.linear(
             codes, w, bias, accumulation="blocked", block=k, out_dtype=families._name(p.inputs)
         )
     if p.layout == PLAIN:
         return intn_small_m(x, w, bias, variant, **device), exact_result(x, w, bias)
-    if name == "sm90_w4a16_gemv":
-        return w4a16_gemv(x, arranged(w), bias, variant=variant, **device), exact_result(x, w, bias)
-    return w4a16_gemm(x, arranged(w), bias, variant, **device), exact_result(x, w, bias)
+    if name == "sm90_w4a16_gemm":
+        return w4a16_gemm(x, arranged(w), bias, variant, **device), exact_result(x, w, bias)
+    return by_function(name, variant, x, arranged(w), bias, **device), exact_result(x, w, bias)
+
+
+def by_function(name: str, variant: Any, *operands: Any, **device: Any) -> torch.Tensor:
+    """A family's "linear" of operands as `fast.matmul` calls it, and of a variant."""
+    function: Any = families.FAMILIES[name].function("linear")
+    parts = ("codes", "words", "scale", "zero")
+    held = [one for of in operands for one in (of, *(getattr(of, part, None) for part in parts))]
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    result: torch.Tensor = StandIn(**device).made(lambda: function(*operands, variant=variant), *tensors)
+    return result
 
 
 __all__ = [
     "arranged",
+    "by_function",
     "intn_small_m",
     "multiplied",
     "require_nvrtc",
