@@ -419,4 +419,49 @@ LIBRARY = [
              "if chosen in PRODUCTS:", "tests/ao_lab/gemm/test_select.py -k chosen_kernel"),
 ]  # fmt: skip
 
-MUTATIONS = [*REFERENCE, *KERNELS, *LIBRARY]
+# Calibration: sums, which of it is taken, memory, rotations, experts, ranks.
+RUNS = "tests/ao_lab/calibration/test_"
+CALIBRATION = [
+    Mutation("sums are not made means", "ao_lab/calibration/tokens.py",
+             "            self.value /= self.count\n", "            pass\n", RUNS + "residence.py -k mean_of_products"),
+    Mutation("padding is learned from", "ao_lab/calibration/tokens.py",
+             "return Rows(rows[role == TRAIN], rows[role == HELD_OUT])",
+             "return Rows(rows[role != HELD_OUT], rows[role == HELD_OUT])", RUNS + "run.py -k padding"),
+    Mutation("nothing is lent to an expert", "ao_lab/calibration/tokens.py",
+             "own.add_(other.to(own.device), alpha=count)", "own", RUNS + "experts.py -k mean_is_lent"),
+    Mutation("what is worse than rounding is taken", "ao_lab/calibration/layers.py",
+             "best = last if errors[last] <= errors[0] else min(range(last), key=lambda i: (errors[i], -i))",
+             "best = last", RUNS + "run.py -k would_be_worse"),
+    Mutation("moments stay until their block is over", "ao_lab/calibration/run.py",
+             "                inputs.pop(target.name, None)\n", "                pass\n",
+             RUNS + "residence.py -k last_stack"),
+    Mutation("a block stays on the device", "ao_lab/calibration/residence.py",
+             "        self.leave()\n        self.copies,", "        self.copies,", RUNS + "residence.py -k one_block"),
+    Mutation("changed gains do not go home", "ao_lab/calibration/residence.py",
+             "_same(taken, values) else taken", "_same(values, values) else taken", RUNS + "residence.py -k gains"),
+    Mutation("a finished block is no view of its file", "ao_lab/calibration/residence.py",
+             "if name in self.touched and self.stored is not None:", "if False:", RUNS + "residence.py -k one_block"),
+    Mutation("a hessian is put in order by its upper triangle", "fast/calibration/hessian.py",
+             "columns <= rows[:, None]", "columns >= rows[:, None]", "tests/fast/calibration/test_memory.py -k strips"),
+    Mutation("ratios beside the factor", "fast/calibration/gptq.py",
+             "upper.div_(diagonal)", "upper / diagonal", "tests/fast/calibration/test_memory.py -k matrices"),
+    Mutation("gains are folded and stay", "ao_lab/calibration/offline.py",
+             "return torch.full_like(w, self.neutral)", "return w", RUNS + "offline.py -k 'float64 and Llama'"),
+    Mutation("rotations are not proved", "ao_lab/calibration/offline.py",
+             "if off <= TOLERANCE:", "if True:", RUNS + "offline.py -k refused_before"),
+    Mutation("biases of layers that write are not rotated", "ao_lab/calibration/offline.py",
+             "            if bias is not None:\n", "            if False:\n", RUNS + "offline.py -k 'biased'"),
+    Mutation("experts' rows are matched in part", "ao_lab/calibration/experts.py",
+             "if bool((self.prints[at] == wanted).all()) else None", "if True else None", RUNS + "experts.py -k by_their_bits"),
+    Mutation("shares are added one after the other", "ao_lab/calibration/tokens.py",
+             "while self.closed and self.closed[-1][0] == node[0]:", "while self.closed:", RUNS + "ranks.py -k tree"),
+    Mutation("sequences are counted on each rank", "ao_lab/calibration/tokens.py",
+             "shapes = ranks.gathered(capture.shapes)", "shapes = [[]] * ranks.rank + [capture.shapes]",
+             RUNS + "ranks.py -k one_process"),
+    Mutation("scales of keys take all heads of queries", "ao_lab/calibration/cache_scales.py",
+             "x = x[:, ::repeats]", "x = x[:, :: repeats * 2]", RUNS + "cache_scales.py -k 'holds and head'"),
+    Mutation("block files of another call are taken", "ao_lab/calibration/resume.py",
+             "        if other:\n", "        if False:\n", RUNS + "resume.py -k refused"),
+]  # fmt: skip
+
+MUTATIONS = [*REFERENCE, *KERNELS, *LIBRARY, *CALIBRATION]

@@ -1,6 +1,7 @@
 """A call that was killed goes on behind its finished blocks, and ends with the bits of one that was not."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ao_lab import Int8StaticActivationInt8WeightConfig, PerTensor, SchemeConfig, quantize_
 from ao_lab.calibration.methods import AWQ, GPTQ, BiasCorrection, Clip
 from tests.ao_lab.calibration.test_run import INT4, assert_same, inputs, stack, weights
+from tests.support.runs import forks
 
 GIVEN = {"methods": (AWQ(ratios=4), Clip(), GPTQ(), BiasCorrection())}
 
@@ -37,6 +39,30 @@ def test_a_killed_call_goes_on_with_the_same_bits(tmp_path, at):
     assert str(told) == str(report)
     assert [layer.calibrated for layer in told.layers] == [layer.calibrated for layer in report.layers]
     assert len(list((tmp_path / "killed").glob("block-*.pt"))) == 3
+
+
+KILLED = """
+import os, signal, sys
+from tests.ao_lab.calibration.test_resume import run, stack
+
+def kill(name, done, total):
+    if done == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run(stack(blocks=3), sys.argv[1], progress=kill, device=None if sys.argv[2] == "resident" else "cpu")
+"""
+
+
+@pytest.mark.parametrize("how", ["resident", "streamed"])
+def test_a_process_that_is_killed_in_a_block_goes_on_with_the_same_bits(tmp_path, how):
+    """By SIGKILL, between two weights of the second block."""
+    done = forks.python("-c", KILLED, tmp_path, how)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert [file.name for file in tmp_path.iterdir()] == ["block-0000.pt"]
+    whole, again = stack(blocks=3), stack(blocks=3)
+    run(again, tmp_path, device=None if how == "resident" else "cpu")
+    quantize_(whole, INT4, calibration=inputs(), **GIVEN)
+    assert_same(again, whole)
 
 
 def test_finished_blocks_are_read_and_nothing_is_computed(tmp_path, monkeypatch):
