@@ -11,6 +11,7 @@ from statistics import fmean
 from experiments.harness.intervals import interval
 from experiments.harness.rows import Row
 from experiments.models.pretrained import MODELS
+from experiments.models.quantized_model import WEIGHTS
 from experiments.report.accuracies import only
 from experiments.report.answers import (
     Claim,
@@ -184,7 +185,7 @@ def best(results: Results, scheme: str, methods: Sequence[str]) -> Interval | No
     )
 
 
-WAYS = ("PTQ", "PTQ, clipped", "PTQ, GPTQ")
+WITHOUT = ("PTQ", "PTQ, clipped", "PTQ, GPTQ")
 AUTOROUND, LEARNED, PLAIN_QAT = "PTQ, AutoRound", "QAT, learned scales", "QAT"
 
 
@@ -196,8 +197,8 @@ def real_qat_claims(rows: Sequence[Row], *schemes: str) -> Iterator[Claim]:
             results = run.texts[text] if run else Results([])
             of = ", ".join(filter(None, (scheme, run.model if run else "", text)))
             command = f"ao-lab reproduce qat --model {model_of(run)} --scale full --only {scheme}"
-            losses = {arm: paired(results, scheme, arm) for arm in (*WAYS, AUTOROUND, LEARNED, PLAIN_QAT)}
-            best_way = min((losses[arm] for arm in WAYS if losses[arm]), key=mean_of, default={})
+            losses = {arm: paired(results, scheme, arm) for arm in (*WITHOUT, AUTOROUND, LEARNED, PLAIN_QAT)}
+            best_way = min((losses[arm] for arm in WITHOUT if losses[arm]), key=mean_of, default={})
             statement = (
                 "Training with learned scales loses less than the best of rounding, searched scales and GPTQ"
             )
@@ -335,8 +336,8 @@ SPARSE = (
 def sparse_language_models(rows: Rows) -> Question:
     """The gap of 2:4 models to dense ones over paired seeds, against none and against the margin."""
     asked = (
-        f"{PAPER}: what do two zeros in every four weights cost a language model, and does training mend it? The model "
-        "is a stand-in, trained here; the margin was named before any sparse training."
+        f"{PAPER}: what do two zeros in every four weights cost a language model, and does training mend it? Pretrained "
+        "models are pruned without training; the models that train are stand-ins, whose margin was named before."
     )
     margin, command = (
         limit_of("sparsity", "language", "gap").bound,
@@ -360,7 +361,33 @@ def sparse_language_models(rows: Rows) -> Question:
                     )
                 )
                 claims.append(Claim("A 2:4 model loses nothing", of, gap, 0.0, "%", command, 2))
-    return Question("2:4 sparsity on language models", asked, sorted(claims, key=lambda one: one.statement))
+    claims = [*real_sparse_claims(rows["sparsity"]), *sorted(claims, key=lambda one: one.statement)]
+    return Question("2:4 sparsity on language models", asked, claims)
+
+
+PRUNED = ("2:4, magnitude", "2:4, wanda", "2:4, sparsegpt", "2:4, sparsegpt + int4")
+
+
+def real_sparse_claims(rows: Sequence[Row]) -> Iterator[Claim]:
+    """Of each pretrained model and text: what pruning without training costs, and whether scores that read data cost less."""
+    for run, text in texts_of(rows):
+        results = run.texts[text] if run else Results([])
+        of = f"{run.model}, {text}" if run else MODEL
+        command = f"ao-lab reproduce sparsity --model {model_of(run)} --scale full"
+        lost = {arm: with_error(results, WEIGHTS, arm, CHANGE, CHANGE_ERROR) for arm in PRUNED}
+        for arm, found in lost.items():
+            statement = "A pretrained model that is pruned to 2:4 without training loses nothing"
+            yield Claim(statement, f"{arm}, {of}", found, 0.0, "nats", command + only([arm]), 3, "<=")
+        gain = difference(lost["2:4, sparsegpt"], lost["2:4, magnitude"])
+        yield Claim(
+            "SparseGPT loses less than pruning by magnitude",
+            of,
+            gain,
+            0.0,
+            "nats",
+            command + only([PRUNED[0], PRUNED[2]]),
+            3,
+        )
 
 
 #: What reads rows of which experiments.

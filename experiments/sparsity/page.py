@@ -30,6 +30,7 @@ from experiments.report.targets import RunTargets, Target, limit_of
 from experiments.sparsity import accuracy_page, models, pairs, products
 from experiments.sparsity.accuracy_page import TASKS, gap_of
 from experiments.sparsity.pairs import METHODS, STORAGES, stored_as
+from experiments.sparsity.real_page import real_findings, real_sections
 from experiments.sparsity.sides import DENSE
 
 # What others published about 2:4 sparsity, as tables, and as comparisons with measured rows of the same shape and method.
@@ -495,7 +496,12 @@ FEATURED = ("sparsity-vision-gaps-full", "sparsity-vision-gaps-quick")
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """Gaps of the largest runs, and speeds."""
-    return [*accuracy_page.findings(rows), *product_findings(rows), *speed_findings(rows)]
+    return [
+        *real_findings(rows),
+        *accuracy_page.findings(rows),
+        *product_findings(rows),
+        *speed_findings(rows),
+    ]
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
@@ -509,5 +515,10 @@ def main_finding(rows: Sequence[Row]) -> str:
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """Accuracy, then products, then what they are parts of."""
-    return [*accuracy_page.sections(rows), *product_sections(rows), *speed_sections(rows)]
+    """Real models, stand-ins, then products, then what they are parts of."""
+    return [
+        *real_sections(rows),
+        *accuracy_page.sections(rows),
+        *product_sections(rows),
+        *speed_sections(rows),
+    ]

@@ -19,8 +19,9 @@ from experiments.harness.measuring import Deadline
 from experiments.harness.registry import check_known
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row
+from experiments.runs.real_models import real_subject
 from experiments.runs.run import Settings, all_rows
-from experiments.sparsity import models, pairs, products
+from experiments.sparsity import models, pairs, products, real
 from experiments.sparsity import subjects as vision
 from experiments.sparsity.pairs import EXPERIMENT
 from experiments.sparsity.sides import run_tables
@@ -30,12 +31,17 @@ SUBJECTS = {vision.KIND: vision.subject, vision.LANGUAGE_KIND: vision.language_s
 
 def subject(settings: Settings) -> str:
     """What a journal can be resumed for: the corpus, the seed, and the libraries that compile or are compared."""
+    if settings.asked is not None:
+        return real_subject(settings)
     return f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}"
 
 
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
-    """Rows of all parts, or of those that `settings.only` names; rows in the journal are not measured again."""
+    """Rows of all parts, or of those that `settings.only` names, or of real models where these were asked for; rows in the
+    journal are not measured again."""
     journal = journal if journal is not None else Journal()
+    if settings.asked is not None:
+        return real.run_real(settings, journal)
     deadline, failed = Deadline(settings.seconds), list[Row]()
     for name, part in PARTS.items():
         if not settings.only or name in settings.only:
@@ -77,4 +83,5 @@ PARTS: dict[str, Part] = {
 }
 
 
+check_models = real.check_arms
 check_parts = partial(check_known, EXPERIMENT, PARTS)
