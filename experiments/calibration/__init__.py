@@ -2,4 +2,4 @@
 
 from experiments.harness.registry import Experiment
 
-EXPERIMENT = Experiment(order=22, always=False, trained=True, real=True)
+EXPERIMENT = Experiment(order=22, always=False, trained=True, real=True, tasks=("language model", "encoder"))

@@ -9,6 +9,7 @@ from functools import partial
 
 from experiments.calibration import choice, peers_page
 from experiments.calibration.drawings import bytes_drawing, cases, methods, minutes_drawing, seconds_of
+from experiments.calibration.encoders import encoder_sections
 from experiments.calibration.run import EXPERIMENT, ROUNDING, planned
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
@@ -86,7 +87,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
         "Values of a model stand beside that very model alone, known by its shapes and its folder's name."
     )
     board = Section("Published accuracies", [beside], [], [accuracies.table(EXPERIMENT, rows)])
-    return [*map(section, real_runs(rows)), board]
+    return [*map(section, real_runs(rows)), *encoder_sections(rows), board]
 
 
 def comparisons(rows: Sequence[Row]) -> list[Comparison]:

@@ -12,6 +12,7 @@ again. What a method does not take (its mathematics has no meaning in a scheme) 
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from experiments.data.texts import (
 from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row, table_name
+from experiments.models.architectures import ENCODER, LANGUAGE
 from experiments.models.causal_lm import (
     BASE,
     FILE,
@@ -121,6 +123,10 @@ QUICK_ARMS = (ROUNDING, "search by inputs", "gptq")
 SEQUENCES = {"quick": 16, "full": 128}
 TOKENS = {"quick": 512, "full": 1024}
 BATCH = {"cpu": 1, "cuda": 8}
+
+
+#: The module that measures models of a task, by name: those of other tasks measure by what is in this one.
+MEASURED = {LANGUAGE: __name__, ENCODER: f"{__package__}.encoders"}
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,8 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     journal = journal if journal is not None else Journal()
     deadline, failed = Deadline(settings.seconds), list[Row]()
     for model in models_of(EXPERIMENT, settings):
-        failed += measure_model(settings, model, journal, deadline)
+        measure_task = importlib.import_module(MEASURED[model.task]).measure_model
+        failed += measure_task(settings, model, journal, deadline)
     return all_rows(settings, journal, failed)
 
 

@@ -221,12 +221,15 @@ class EncoderBench:
 
     def results(self, model: nn.Module) -> dict[str, Values]:
         """Values of a model by task."""
+        return {name: values_of(judged, self.dense[name]) for name, judged in self.judged(model).items()}
+
+    def judged(self, model: nn.Module) -> dict[str, Judged]:
+        """What a model does with each text, by task."""
         if model is self.base:
-            return {name: values_of(judged, judged) for name, judged in self.dense.items()}
+            return self.dense
         encoder = Encoder(model, self.tokenizer)
         with decoded_weights(model):
-            found = {task.name: task.judged(encoder) for task in self.tasks}
-        return {name: values_of(judged, self.dense[name]) for name, judged in found.items()}
+            return {task.name: task.judged(encoder) for task in self.tasks}
 
 
 def values_of(ours: Judged, dense: Judged) -> Values:
