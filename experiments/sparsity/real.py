@@ -42,7 +42,7 @@ from experiments.runs.run import Settings, all_rows
 EXPERIMENT = "sparsity"
 SCORES = ("magnitude", "wanda", "ria", "sparsegpt")
 #: The scheme of int4 weights, and how methods with them end.
-INT4, WITH_INT4 = "int4_g128", " + int4"
+INT4, WITH_INT4 = "int4_g64", " + int4"
 DENSE_INT4 = f"dense{WITH_INT4}"
 ARMS = (DENSE_INT4, *(f"2:4, {score}{end}" for score in SCORES for end in ("", WITH_INT4)))
 #: Sequences that scores see, tokens of each, and sequences of a batch, by scale.

@@ -23,7 +23,7 @@ from experiments.report.results import Results, failures, number
 TEXT = (
     "Two of every four weights along a layer's inputs are zero, in all linear layers but a head that is tied to the embedding; "
     "they are pruned at once, in the model's order, and not trained afterwards. int4: the weights that stay are rounded to "
-    "int4_g128. Changes are paired by window with the dense model's; after ± stands the standard error, over windows of a text "
+    "int4_g64. Changes are paired by window with the dense model's; after ± stands the standard error, over windows of a text "
     "of one document and over documents where there are several.",
 )
 
