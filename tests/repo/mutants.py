@@ -415,8 +415,8 @@ LIBRARY = [
              "if hasattr(kind, name)]", "if name == kind]",
              "tests/ao_lab/checkpoint/test_model_builder.py -k names_a_method"),
     Mutation("a choice that its kernel does not take", "ao_lab/gemm/select.py",
-             "if chosen in PRODUCTS and PRODUCTS[chosen].unsupported_reason(w, dtype) is None:",
-             "if chosen in PRODUCTS:", "tests/ao_lab/gemm/test_select.py -k chosen_kernel"),
+             "one.kernel in PRODUCTS and PRODUCTS[one.kernel].unsupported_reason(w, dtype) is None",
+             "one.kernel in PRODUCTS", "tests/ao_lab/gemm/test_select.py -k chosen_kernel"),
 ]  # fmt: skip
 
 # Calibration: sums, which of it is taken, memory, rotations, experts, ranks.

@@ -76,7 +76,7 @@ OTHERS = {
 REST = {
     "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "FromIntXQuantizationAwareTrainingConfig",
     "IntXQuantizationAwareTrainingConfig", "IntxFakeQuantizeConfig", "compile_options", "linear_and_experts", "llama32_configs",
-    "llama32_qat", "load_pretrained", "quantize_pretrained", "write_card",
+    "llama32_qat", "load_pretrained", "quantize_pretrained", "register_operators", "write_card",
 }  # fmt: skip
 # Of the specification what takes a record: see tests/reference/schemes/test_schemes.py.
 RECORDS = {"register"}
