@@ -110,6 +110,8 @@ def _guarded(run: Steps, batch: Tensor, model: nn.Module) -> Tensor:
         if not run.captured or run.graph is not None or isinstance(error, torch.OutOfMemoryError):
             raise
         say(f"a training step of {type(model).__name__} is not captured in a CUDA graph: {str(error)[:200]}")
+        # What a broken capture left of gradients was never computed.
+        model.zero_grad(set_to_none=True)
         run.captured = False
         return run(batch)
 

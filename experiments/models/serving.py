@@ -81,10 +81,18 @@ def has_data(manager: Any, name: str) -> bool:
 
 
 def task_values(model: nn.Module, harness: Harness, examples: int | None) -> Values:
-    """The numbers of each task as metrics such as "hellaswag: acc_norm"; nothing where no task is left."""
+    """The numbers of each task as metrics such as "hellaswag: acc_norm"; nothing where no task is left, the reason
+    where the harness raises."""
     if not harness.tasks:
         return {}
-    found = harness_results(model, harness, examples)
+    try:
+        found = harness_results(model, harness, examples)
+    except Exception as error:  # noqa: BLE001
+        # What was measured before is not lost by what a task's code, its data or a tokenizer raise.
+        say(f"tasks of lm-evaluation-harness: NOT MEASURED: {type(error).__name__}: {error}")
+        return {
+            f"tasks: not measured: {type(error).__name__}: {' '.join(str(error).split())[:120]}": (0.0, "")
+        }
     values: Values = {
         f"{task}: {name}": (value, "")
         for task, numbers in found["tasks"].items()

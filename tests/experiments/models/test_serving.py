@@ -49,6 +49,16 @@ def test_no_task_left_is_no_number(prepared, tmp_path):
     assert serving.task_values(None, serving.tasks_of(("elsewhere",), tmp_path), 20) == {}
 
 
+def test_what_the_harness_raises_loses_nothing_else(prepared, tmp_path, monkeypatch, capsys):
+    def results(*_):
+        raise KeyError("a document without\n answers")
+
+    monkeypatch.setattr(serving, "harness_results", results)
+    found = serving.task_values(None, serving.tasks_of(("here",), tmp_path), 20)
+    assert list(found) == ["tasks: not measured: KeyError: 'a document without\\n answers'"]
+    assert "NOT MEASURED: KeyError" in capsys.readouterr().err
+
+
 def test_an_unknown_task_is_refused(prepared, tmp_path):
     with pytest.raises(ValueError, match=r"no such task .*hellaswg is not a registered task"):
         serving.tasks_of(("hellaswg",), tmp_path)

@@ -93,6 +93,7 @@ def test_every_arm_has_its_rows_for_each_seed(measured):
     assert values(rows, text, TUNED)["loss"] != values(rows, text, TUNED, 1)["loss"]
     assert values(rows, text, f"mxfp4_rceil: {LEARNED}") == {}
     assert values(rows, "model", f"int4_g32: {QAT}")["bits per weight"] == 5
+    assert not any(row.method.startswith("int4_g128") for row in rows)
     (reason,) = {row.metric for row in failed if row.method.startswith("int4_g128")}
     assert reason.startswith("status: missing: int4_g128 leaves 12 of 14 layers dense")
 
@@ -192,6 +193,30 @@ def test_a_loss_that_is_no_number_is_wrong(folder):
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(Wrong, match="loss of training is nan"):
         fine_tune(model, torch.zeros(4, 24, dtype=torch.int64), SMALL)
+
+
+def test_a_step_that_cannot_be_captured_is_taken_plainly(folder, monkeypatch, capsys):
+    """A broken capture leaves gradients that were never computed; after a capture errors are errors."""
+    model = trainable(causal_lm.load(of_folder(folder), "cpu"), torch.float32)
+    expected = trainable(model, torch.float32)
+    ids = torch.arange(4 * 24).reshape(4, 24) % 300
+
+    class Breaking(fine_tuning.Steps):
+        def __call__(self, batch):
+            if self.captured:
+                next(model.parameters()).grad = torch.full_like(next(model.parameters()), torch.nan)
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().__call__(batch)
+
+    fine_tune(expected, ids, SMALL)
+    monkeypatch.setattr(fine_tuning, "Steps", lambda step, captured: Breaking(step, captured=True))
+    fine_tune(model, ids, SMALL)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    assert "not captured in a CUDA graph: operation not permitted" in capsys.readouterr().err
+    broken = Breaking(lambda batch: batch, captured=True)
+    broken.graph = "captured"
+    with pytest.raises(RuntimeError, match="not permitted"):
+        fine_tuning._guarded(broken, ids, model)
 
 
 def test_large_models_train_in_bfloat16_on_a_gpu(folder, monkeypatch):

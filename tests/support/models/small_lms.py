@@ -1,5 +1,7 @@
 """Folders of small random language models of several architectures, with a tokenizer, as experiments take them by --model."""
 
+import json
+
 import torch
 
 from tests.support.models import small_llama
@@ -42,4 +44,5 @@ def _begin(path, tokenizer):
     tokenizer.add_special_tokens(["<s>"])
     token = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", token)])
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    config = {"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
