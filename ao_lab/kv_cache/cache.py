@@ -21,8 +21,6 @@ from ao_lab.kv_cache.recipe import KVRecipe, recipe_of
 cache_utils: Any = needed("transformers.cache_utils")
 #: Where a model has what `use_kv_cache_` set, and the method of transformers that it stands beside.
 ATTRIBUTE, METHOD = "_ao_lab_kv_cache", "_prepare_cache_for_generation"
-#: The kind of layers whose cache we store; all others have transformers' own.
-FULL = "full_attention"
 #: Fields that layers of one model may have apart.
 VARYING = ("num_key_value_heads", "head_dim")
 #: Values of `cache_implementation` that ours takes the place of.
@@ -53,17 +51,16 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
 
 
 def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool) -> list[Any]:
-    types, arguments = cache_utils.get_layer_types_and_kwargs(config)
+    theirs = cache_utils.StaticCache(config=config, max_cache_len=max_length).layers
     heads, width = (0, 0) if cross else _heads(config)
     if width:
         recipe.check_width(width, width)
-    layers = []
-    for kind, kwargs in zip(types, arguments, strict=True):
-        if kind == FULL or cross:
-            layers.append(KVLayer(max_length, recipe, heads, width))
-        else:
-            layers.append(cache_utils.STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=max_length, **kwargs))
-    return layers
+    # Cross attention sees all of the encoder's states in every layer.
+    full = [cross or type(layer) is cache_utils.StaticLayer for layer in theirs]
+    return [
+        KVLayer(max_length, recipe, heads, width) if own else layer
+        for own, layer in zip(full, theirs, strict=True)
+    ]
 
 
 def _heads(config: Any) -> tuple[int, int]:

@@ -50,6 +50,8 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
     def __init__(self, max_cache_len: int, recipe: KVRecipe, heads: int = 0, width: int = 0) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.recipe, self.expected = recipe, (heads, width)
+        # A tensor, so that compiled programs do not depend on it.
+        self.cumulative_length = torch.tensor(0, dtype=torch.int64)
         #: Whether no token was written since the last reset.
         self.is_empty = True
 
@@ -129,11 +131,28 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         self.is_empty = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens (transformers counts them as a negative number)."""
+        """Forget the last -tokens_to_remove tokens; a positive number is what remains, as earlier transformers counts."""
+        if not self.is_initialized:
+            return
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a negative number, of tokens to remove; got {tokens_to_remove}")
-        if self.is_initialized and tokens_to_remove:
+            self.cumulative_length.clamp_(max=tokens_to_remove)
+        elif tokens_to_remove:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+
+    def get_seq_length(self, *args: Any) -> Any:
+        """How many tokens are there: a number on the device, 0 before the first."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        """Keys that a mask has to cover: all positions."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        """Positions of the cache."""
+        return int(self.max_cache_len)
+
+    #: Its name before transformers 5.20.
+    get_max_cache_shape = get_max_length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes what beam_idx[i] was."""

@@ -17,6 +17,8 @@ from reference.schemes.schemes import scheme_of
 
 #: NVFP4 without a scale of the whole tensor, which a cache that grows does not know: e4m3 scales of 16 elements alone.
 NVFP4 = replace(SCHEMES["nvfp4"], name="kv_nvfp4", outer=None)
+#: Four bits with one scale for a token of a head, whatever its width.
+INT4 = replace(SCHEMES["int4_g128"], name="kv_int4", scale=replace(SCHEMES["int4_g128"].scale, block=-1))
 #: NF4 with a bfloat16 scale for 64 elements of a head.
 NF4 = replace(
     SCHEMES["nf4"], name="kv_nf4", outer=None,
@@ -136,7 +138,7 @@ RECIPES: Mapping[str, KVRecipe] = {
     "bfloat16": KVRecipe(),
     "fp8": KVRecipe(key="fp8_rowwise", value="fp8_rowwise"),
     "int8": KVRecipe(key="int8_rowwise", value="int8_rowwise"),
-    "int4": KVRecipe(key="int4_g64", value="int4_g64", rotate=True),
+    "int4": KVRecipe(key=INT4, value=INT4, rotate=True),
     "mxfp8": KVRecipe(key="mxfp8_e4m3", value="mxfp8_e4m3"),
     "mxfp4": KVRecipe(key="mxfp4", value="mxfp4", rotate=True),
     "nvfp4": KVRecipe(key=NVFP4, value=NVFP4, rotate=True),

@@ -41,12 +41,11 @@ def _mixed(v, d, factor, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
     """Rows (TOKENS, WIDTH) in float32 through Hadamard's transform, not rounded."""
     negative = ((d * 0 + NEGATIVE) >> (d % 16)) & 1
     v = tl.where((negative != 0)[None, :], -v, v)
-    half: tl.constexpr = WIDTH // 2
-    # A stage adds neighbours and appends the results: log2(WIDTH) stages bring every element back to its place.
     stage: tl.constexpr = _stages(WIDTH)
-    for _ in tl.static_range(stage):
-        left, right = tl.split(tl.reshape(v, (TOKENS, half, 2)))
-        v = tl.reshape(tl.permute(tl.join(left + right, left - right), (0, 2, 1)), (TOKENS, WIDTH))
+    for s in tl.static_range(stage):
+        # The element 2**s away, which is another lane's: by split and join a lane would end with the whole row.
+        other = tl.gather(v, tl.broadcast_to((d ^ (1 << s))[None, :], (TOKENS, WIDTH)), 1)
+        v = tl.where(((d >> s) & 1)[None, :] == 0, v + other, other - v)
     return v * factor
 
 

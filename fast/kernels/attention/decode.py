@@ -10,8 +10,9 @@ How many tokens there are is read on the device. The number of parts is fixed by
 there are divided among the parts, so that a CUDA graph replays and all multiprocessors have work at any length.
 `combine_kernel` adds the parts, in order; where there is one, it is not launched.
 
-Four-bit codes lie two in a byte along head_dim. A score is a sum over channels, so those of low and of high nibbles are two
-products, by the queries' even and odd channels; values of low and of high nibbles are even and odd channels of the result.
+Codes are read as words of 16 bits, two or four channels of a token: that is what the tensor core's operands are moved and
+transposed by (`ldmatrix`). A score is a sum over channels, so channels of one place in a word are a product of their own, by
+every second or fourth channel of the queries; of values they are every second or fourth channel of the result.
 
 Milakov and Gimelshein, arXiv 1805.02867 (softmax of parts); Flash-Decoding (parts of the context).
 """
@@ -41,24 +42,78 @@ KINDS = {"float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
 #: Widths of heads.
 WIDTHS = (64, 128, 256)
 
+# Two words of 16 bits in a register, of neighbouring tokens or of neighbouring channels: what lies at one place in both of them
+# becomes the two halves of a result.
+FP8_PAIRS = tl.constexpr("""{
+.reg .b16 l, h; .reg .b32 a, b;
+mov.b32 {l, h}, $2;
+cvt.rn.f16x2.e4m3x2 a, l;
+cvt.rn.f16x2.e4m3x2 b, h;
+prmt.b32 $0, a, b, 0x5410;
+prmt.b32 $1, a, b, 0x7632;
+}""")
+# (code ^ 128) in the fraction of 1024, less 1152.
+INT8_PAIRS = tl.constexpr("""{
+.reg .b32 x, c, e, o;
+xor.b32 x, $2, 0x80808080;
+mov.b32 c, 0x64806480;
+prmt.b32 e, x, 0x64646464, 0x4240;
+prmt.b32 o, x, 0x64646464, 0x4341;
+sub.f16x2 $0, e, c;
+sub.f16x2 $1, o, c;
+}""")
+# (code ^ 8) in the fraction of 1024, less 1032; of the higher nibble of a byte 16 times as much, over 16, less 72.
+INT4_FOURS = tl.constexpr("""{
+.reg .b32 y, a, b, c, d, low, over, high;
+mov.b32 low, 0x64086408;
+mov.b32 over, 0x2C002C00;
+mov.b32 high, 0xD480D480;
+shr.u32 y, $4, 8;
+lop3.b32 a, $4, 0x000F000F, 0x64086408, 0x6A;
+lop3.b32 b, $4, 0x00F000F0, 0x64806480, 0x6A;
+lop3.b32 c, y, 0x000F000F, 0x64086408, 0x6A;
+lop3.b32 d, y, 0x00F000F0, 0x64806480, 0x6A;
+sub.f16x2 $0, a, low;
+fma.rn.f16x2 $1, b, over, high;
+sub.f16x2 $2, c, low;
+fma.rn.f16x2 $3, d, over, high;
+}""")
+
 
 @triton.jit
-def _decoded(codes, KIND: tl.constexpr):
-    """16-bit floats of a tile of codes; exact."""
-    if KIND == "fp8":
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif KIND == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float16)
+def pairs(words, KIND: tl.constexpr, HAS_PTX: tl.constexpr):
+    """float16 of the low and of the high bytes of 16-bit words; exact."""
+    if KIND == "fp8" and HAS_PTX:
+        return tl.inline_asm_elementwise(FP8_PAIRS, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+    elif KIND == "int8" and HAS_PTX:
+        return tl.inline_asm_elementwise(INT8_PAIRS, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
     else:
-        return codes
+        low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+        if KIND == "fp8":
+            low = low.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            high = high.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        else:
+            low, high = (
+                low.to(tl.int8, bitcast=True).to(tl.float16),
+                high.to(tl.int8, bitcast=True).to(tl.float16),
+            )
+        return low, high
 
 
 @triton.jit
-def _nibbles(codes):
-    """float16 of the low and of the high nibbles of bytes, two's complement: 1024 + (code ^ 8) - 1032."""
-    low = (((codes & 15) ^ 8).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    high = (((codes >> 4) ^ 8).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    return low, high
+def fours(words, HAS_PTX: tl.constexpr):
+    """float16 of the four nibbles of 16-bit words, two's complement, the lowest first; exact."""
+    if HAS_PTX:
+        return tl.inline_asm_elementwise(
+            INT4_FOURS, "=r,=r,=r,=r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+        )
+    else:
+        return _nibble(words), _nibble(words >> 4), _nibble(words >> 8), _nibble(words >> 12)
+
+
+@triton.jit
+def _nibble(words):
+    return ((words & 15) ^ 8).to(tl.float16) - 8.0
 
 
 @triton.jit
@@ -116,9 +171,9 @@ def decode_kernel(
     q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """A part of one key head's tokens, codes of 8 or 16 bits with one scale a token. factor: of scores, times log2 e."""
+    """A part of one key head's tokens, 16-bit values. factor: of scores, times log2 e."""
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(length).to(tl.int32)
     first, end = _part_of(count, split, SPLITS, BLOCK)
@@ -127,20 +182,14 @@ def decode_kernel(
     pair = (batch * KV_HEADS + kv_head).to(tl.int64)
     k += pair * room * WIDTH
     v += pair * room * WIDTH
-    if KIND != "value":
-        k_scale += pair * room
-        v_scale += pair * room
     if HAS_MASK:
         mask += batch.to(tl.int64) * mask_batch
     valid = row < GROUPS * TOKENS
     head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
     place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
     queries = tl.load(q + place[:, None] + d[None, :], mask=valid[:, None], other=0.0)
-    if KIND != "value":
-        power = _power_below(tl.max(tl.abs(queries.to(tl.float32)), 1))
-        queries = (queries.to(tl.float32) * _one_over_power(power)[:, None]).to(tl.float16)
-        factors = power * factor
-    if WIDEN:
+    if not HAS_PTX:
+        # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         queries = queries.to(tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -148,29 +197,13 @@ def decode_kernel(
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         at = start + n
         inside = tl.minimum(at, room - 1)
-        keys = _decoded(tl.load(k + inside[:, None] * WIDTH + d[None, :]), KIND)
-        if WIDEN:
-            keys = keys.to(tl.float32)
-        scores = tl.dot(queries, keys.T)
-        if KIND != "value":
-            scores = scores * factors[:, None] * tl.load(k_scale + inside)[None, :]
-        else:
-            scores = scores * factor
+        keys = tl.load(k + inside[:, None] * WIDTH + d[None, :]).to(queries.dtype)
+        scores = tl.dot(queries, keys.T) * factor
         scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
         weights, top, total, shrink = _weights(scores, top, total)
-        values = _decoded(tl.load(v + inside[:, None] * WIDTH + d[None, :]), KIND)
-        if KIND != "value":
-            s = tl.load(v_scale + inside)
-            # Scales beyond the end may be anything finite; their weights are 0.
-            largest = _power_below(tl.max(s, 0))
-            weights = weights * (s * _one_over_power(largest))[None, :]
-            sums = sums * shrink[:, None] + tl.dot(weights.to(tl.float16), values) * largest
-        elif WIDEN:
-            sums = tl.dot(
-                weights.to(values.dtype).to(tl.float32), values.to(tl.float32), sums * shrink[:, None]
-            )
-        else:
-            sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
+        values = tl.load(v + inside[:, None] * WIDTH + d[None, :])
+        weights = weights.to(values.dtype)
+        sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums * shrink[:, None])
     if SPLITS == 1:
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
         out = (batch.to(tl.int64) * TOKENS + token) * HEADS + head
@@ -179,6 +212,91 @@ def decode_kernel(
         _store_part(
             parts, stats, pair, split, row, valid, d, top, total, sums, GROUPS * TOKENS, WIDTH, SPLITS
         )
+
+
+@triton.jit
+def _scaled(weights, scale):
+    """Weights times their values' scales over the largest one of the tile as a power of two, float16, and that power.
+
+    Scales beyond the end may be anything finite; their weights are 0.
+    """
+    largest = _power_below(tl.max(scale, 0))
+    return (weights * (scale * _one_over_power(largest))[None, :]).to(tl.float16), largest
+
+
+@triton.jit
+def _queries(source, valid):
+    """Channels of queries in float32."""
+    return tl.load(source, mask=valid[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel, top, total, sums,
+           HEADS: tl.constexpr, TOKENS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+           SPLITS: tl.constexpr):  # fmt: skip
+    """Some channels of the result, or of a part."""
+    if SPLITS == 1:
+        out = (batch.to(tl.int64) * TOKENS + token) * HEADS + head
+        sums = sums / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(
+            y + out[:, None] * WIDTH + channel[None, :], sums.to(y.dtype.element_ty), mask=valid[:, None]
+        )
+    else:
+        _store_part(parts, stats, pair, split, row, valid, channel, top, total, sums, COUNT, WIDTH, SPLITS)
+
+
+@triton.jit
+def byte_kernel(
+    q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """The same of codes of 8 bits with one scale a token, two channels in a word."""
+    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(length).to(tl.int32)
+    first, end = _part_of(count, split, SPLITS, BLOCK)
+    WORDS: tl.constexpr = WIDTH // 2
+    COUNT: tl.constexpr = GROUPS * TOKENS
+    row, d, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, BLOCK)
+    KV_HEADS: tl.constexpr = HEADS // GROUPS
+    pair = (batch * KV_HEADS + kv_head).to(tl.int64)
+    k += pair * room * WORDS
+    v += pair * room * WORDS
+    k_scale += pair * room
+    v_scale += pair * room
+    if HAS_MASK:
+        mask += batch.to(tl.int64) * mask_batch
+    valid = row < GROUPS * TOKENS
+    head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
+    place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
+    source = q + place[:, None] + 2 * d[None, :]
+    q0, q1 = _queries(source, valid), _queries(source + 1, valid)
+    power = _power_below(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)))
+    less = _one_over_power(power)[:, None]
+    factors = power * factor
+    q0, q1 = (q0 * less).to(tl.float16), (q1 * less).to(tl.float16)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums0 = tl.zeros((ROWS, WORDS), tl.float32)
+    sums1 = tl.zeros((ROWS, WORDS), tl.float32)
+    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
+        at = start + n
+        inside = tl.minimum(at, room - 1)
+        line = inside[:, None] * WORDS + d[None, :]
+        k0, k1 = pairs(tl.load(k + line), KIND, HAS_PTX)
+        scores = tl.dot(q1, k1.T, tl.dot(q0, k0.T))
+        scores = scores * factors[:, None] * tl.load(k_scale + inside)[None, :]
+        scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
+        weights, top, total, shrink = _weights(scores, top, total)
+        w, largest = _scaled(weights, tl.load(v_scale + inside))
+        v0, v1 = pairs(tl.load(v + line), KIND, HAS_PTX)
+        sums0 = sums0 * shrink[:, None] + tl.dot(w, v0) * largest
+        sums1 = sums1 * shrink[:, None] + tl.dot(w, v1) * largest
+    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 2 * d, top, total, sums0, HEADS, TOKENS, COUNT,
+           WIDTH, SPLITS)  # fmt: skip
+    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 2 * d + 1, top, total, sums1, HEADS, TOKENS, COUNT,
+           WIDTH, SPLITS)  # fmt: skip
 
 
 @triton.jit
@@ -196,18 +314,20 @@ def nibble_kernel(
     q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """The same of four-bit codes, with K_GROUPS (1 or 2) scales along head_dim."""
+    """The same of codes of 4 bits, four channels in a word, with K_GROUPS (1 or 2) scales along head_dim."""
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(length).to(tl.int32)
     first, end = _part_of(count, split, SPLITS, BLOCK)
-    BYTES: tl.constexpr = WIDTH // 2 // K_GROUPS
-    row, d, n = tl.arange(0, ROWS), tl.arange(0, BYTES), tl.arange(0, BLOCK)
+    WORDS: tl.constexpr = WIDTH // 4 // K_GROUPS
+    ALL: tl.constexpr = WIDTH // 4
+    COUNT: tl.constexpr = GROUPS * TOKENS
+    row, d, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, BLOCK)
     KV_HEADS: tl.constexpr = HEADS // GROUPS
     pair = (batch * KV_HEADS + kv_head).to(tl.int64)
-    k += pair * room * (WIDTH // 2)
-    v += pair * room * (WIDTH // 2)
+    k += pair * room * ALL
+    v += pair * room * ALL
     k_scale += pair * room * K_GROUPS
     v_scale += pair * room * K_GROUPS
     if HAS_MASK:
@@ -215,98 +335,79 @@ def nibble_kernel(
     valid = row < GROUPS * TOKENS
     head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
     place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
-    source = q + place[:, None] + 2 * d[None, :]
-    e0 = tl.load(source, mask=valid[:, None], other=0.0).to(tl.float32)
-    o0 = tl.load(source + 1, mask=valid[:, None], other=0.0).to(tl.float32)
-    largest_q = tl.maximum(tl.max(tl.abs(e0), 1), tl.max(tl.abs(o0), 1))
+    source = q + place[:, None] + 4 * d[None, :]
+    a0, a1 = _queries(source, valid), _queries(source + 1, valid)
+    a2, a3 = _queries(source + 2, valid), _queries(source + 3, valid)
+    most = tl.max(tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3))), 1)
     if K_GROUPS == 2:
-        e1 = tl.load(source + 2 * BYTES, mask=valid[:, None], other=0.0).to(tl.float32)
-        o1 = tl.load(source + 2 * BYTES + 1, mask=valid[:, None], other=0.0).to(tl.float32)
-        largest_q = tl.maximum(largest_q, tl.maximum(tl.max(tl.abs(e1), 1), tl.max(tl.abs(o1), 1)))
-    power = _power_below(largest_q)
+        source += 4 * WORDS
+        b0, b1 = _queries(source, valid), _queries(source + 1, valid)
+        b2, b3 = _queries(source + 2, valid), _queries(source + 3, valid)
+        other = tl.maximum(tl.maximum(tl.abs(b0), tl.abs(b1)), tl.maximum(tl.abs(b2), tl.abs(b3)))
+        most = tl.maximum(most, tl.max(other, 1))
+    power = _power_below(most)
     less = _one_over_power(power)[:, None]
     factors = power * factor
-    e0, o0 = (e0 * less).to(tl.float16), (o0 * less).to(tl.float16)
-    sums_e0 = tl.zeros((ROWS, BYTES), tl.float32)
-    sums_o0 = tl.zeros((ROWS, BYTES), tl.float32)
+    a0, a1 = (a0 * less).to(tl.float16), (a1 * less).to(tl.float16)
+    a2, a3 = (a2 * less).to(tl.float16), (a3 * less).to(tl.float16)
+    sa0 = tl.zeros((ROWS, WORDS), tl.float32)
+    sa1 = tl.zeros((ROWS, WORDS), tl.float32)
+    sa2 = tl.zeros((ROWS, WORDS), tl.float32)
+    sa3 = tl.zeros((ROWS, WORDS), tl.float32)
     if K_GROUPS == 2:
-        e1, o1 = (e1 * less).to(tl.float16), (o1 * less).to(tl.float16)
-        sums_e1 = tl.zeros((ROWS, BYTES), tl.float32)
-        sums_o1 = tl.zeros((ROWS, BYTES), tl.float32)
+        b0, b1 = (b0 * less).to(tl.float16), (b1 * less).to(tl.float16)
+        b2, b3 = (b2 * less).to(tl.float16), (b3 * less).to(tl.float16)
+        sb0 = tl.zeros((ROWS, WORDS), tl.float32)
+        sb1 = tl.zeros((ROWS, WORDS), tl.float32)
+        sb2 = tl.zeros((ROWS, WORDS), tl.float32)
+        sb3 = tl.zeros((ROWS, WORDS), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         at = start + n
         inside = tl.minimum(at, room - 1)
-        line = inside[:, None] * (WIDTH // 2) + d[None, :]
-        low, high = _nibbles(tl.load(k + line))
-        scores = tl.dot(o0, high.T, tl.dot(e0, low.T)) * tl.load(k_scale + inside * K_GROUPS)[None, :]
+        line = inside[:, None] * ALL + d[None, :]
+        c0, c1, c2, c3 = fours(tl.load(k + line), HAS_PTX)
+        scores = tl.dot(a3, c3.T, tl.dot(a2, c2.T, tl.dot(a1, c1.T, tl.dot(a0, c0.T))))
+        scores = scores * tl.load(k_scale + inside * K_GROUPS)[None, :]
         if K_GROUPS == 2:
-            low, high = _nibbles(tl.load(k + line + BYTES))
-            scores += tl.dot(o1, high.T, tl.dot(e1, low.T)) * tl.load(k_scale + inside * 2 + 1)[None, :]
+            c0, c1, c2, c3 = fours(tl.load(k + line + WORDS), HAS_PTX)
+            more = tl.dot(b3, c3.T, tl.dot(b2, c2.T, tl.dot(b1, c1.T, tl.dot(b0, c0.T))))
+            scores += more * tl.load(k_scale + inside * 2 + 1)[None, :]
         scores = scores * factors[:, None]
         scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
         weights, top, total, shrink = _weights(scores, top, total)
-        s = tl.load(v_scale + inside * K_GROUPS)
-        largest = _power_below(tl.max(s, 0))
-        w = (weights * (s * _one_over_power(largest))[None, :]).to(tl.float16)
-        low, high = _nibbles(tl.load(v + line))
-        sums_e0 = sums_e0 * shrink[:, None] + tl.dot(w, low) * largest
-        sums_o0 = sums_o0 * shrink[:, None] + tl.dot(w, high) * largest
+        w, largest = _scaled(weights, tl.load(v_scale + inside * K_GROUPS))
+        c0, c1, c2, c3 = fours(tl.load(v + line), HAS_PTX)
+        sa0 = sa0 * shrink[:, None] + tl.dot(w, c0) * largest
+        sa1 = sa1 * shrink[:, None] + tl.dot(w, c1) * largest
+        sa2 = sa2 * shrink[:, None] + tl.dot(w, c2) * largest
+        sa3 = sa3 * shrink[:, None] + tl.dot(w, c3) * largest
         if K_GROUPS == 2:
-            s = tl.load(v_scale + inside * 2 + 1)
-            largest = _power_below(tl.max(s, 0))
-            w = (weights * (s * _one_over_power(largest))[None, :]).to(tl.float16)
-            low, high = _nibbles(tl.load(v + line + BYTES))
-            sums_e1 = sums_e1 * shrink[:, None] + tl.dot(w, low) * largest
-            sums_o1 = sums_o1 * shrink[:, None] + tl.dot(w, high) * largest
-    if SPLITS == 1:
-        over = 1.0 / tl.where(total == 0, 1.0, total)[:, None]
-        out = ((batch.to(tl.int64) * TOKENS + token) * HEADS + head) * WIDTH
-        where = y + out[:, None] + 2 * d[None, :]
-        kept = valid[:, None]
-        tl.store(where, (sums_e0 * over).to(y.dtype.element_ty), mask=kept)
-        tl.store(where + 1, (sums_o0 * over).to(y.dtype.element_ty), mask=kept)
-        if K_GROUPS == 2:
-            tl.store(where + 2 * BYTES, (sums_e1 * over).to(y.dtype.element_ty), mask=kept)
-            tl.store(where + 2 * BYTES + 1, (sums_o1 * over).to(y.dtype.element_ty), mask=kept)
-    else:
-        COUNT: tl.constexpr = GROUPS * TOKENS
-        _store_part(parts, stats, pair, split, row, valid, 2 * d, top, total, sums_e0, COUNT, WIDTH, SPLITS)
-        _store_part(
-            parts, stats, pair, split, row, valid, 2 * d + 1, top, total, sums_o0, COUNT, WIDTH, SPLITS
-        )
-        if K_GROUPS == 2:
-            _store_part(
-                parts,
-                stats,
-                pair,
-                split,
-                row,
-                valid,
-                2 * (d + BYTES),
-                top,
-                total,
-                sums_e1,
-                COUNT,
-                WIDTH,
-                SPLITS,
-            )
-            _store_part(
-                parts,
-                stats,
-                pair,
-                split,
-                row,
-                valid,
-                2 * (d + BYTES) + 1,
-                top,
-                total,
-                sums_o1,
-                COUNT,
-                WIDTH,
-                SPLITS,
-            )
+            w, largest = _scaled(weights, tl.load(v_scale + inside * 2 + 1))
+            c0, c1, c2, c3 = fours(tl.load(v + line + WORDS), HAS_PTX)
+            sb0 = sb0 * shrink[:, None] + tl.dot(w, c0) * largest
+            sb1 = sb1 * shrink[:, None] + tl.dot(w, c1) * largest
+            sb2 = sb2 * shrink[:, None] + tl.dot(w, c2) * largest
+            sb3 = sb3 * shrink[:, None] + tl.dot(w, c3) * largest
+    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 0, top, total, sa0, HEADS, TOKENS, COUNT,
+           WIDTH, SPLITS)  # fmt: skip
+    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 1, top, total, sa1, HEADS, TOKENS, COUNT,
+           WIDTH, SPLITS)  # fmt: skip
+    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 2, top, total, sa2, HEADS, TOKENS, COUNT,
+           WIDTH, SPLITS)  # fmt: skip
+    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 3, top, total, sa3, HEADS, TOKENS, COUNT,
+           WIDTH, SPLITS)  # fmt: skip
+    if K_GROUPS == 2:
+        d += WORDS
+        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 0, top, total, sb0, HEADS, TOKENS,
+               COUNT, WIDTH, SPLITS)  # fmt: skip
+        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 1, top, total, sb1, HEADS, TOKENS,
+               COUNT, WIDTH, SPLITS)  # fmt: skip
+        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 2, top, total, sb2, HEADS, TOKENS,
+               COUNT, WIDTH, SPLITS)  # fmt: skip
+        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 3, top, total, sb3, HEADS, TOKENS,
+               COUNT, WIDTH, SPLITS)  # fmt: skip
 
 
 @triton.jit
@@ -353,14 +454,18 @@ class Plan:
     stages: int
 
 
-#: Tokens of a step, warps, stages by kind.
-TILES = {"value": (64, 4, 3), "fp8": (64, 4, 3), "int8": (64, 4, 3), "int4": (64, 4, 2)}
+#: Tokens of a step, warps, stages by kind and scales along head_dim. Of two scales products are so narrow that several warps
+#: would have the same ones.
+TILES = {
+    ("value", 0): (64, 4, 3), ("fp8", 1): (64, 4, 3), ("int8", 1): (64, 4, 3), ("int4", 1): (64, 4, 3),
+    ("int4", 2): (64, 1, 3),
+}  # fmt: skip
 
 
-def plan_of(kind: str, pairs: int, room: int, width: int) -> Plan:
+def plan_of(kind: tuple[str, int], heads: int, room: int) -> Plan:
     """Splits fixed by the room of the cache and by how many key heads there are in all."""
     block, warps, stages = TILES[kind]
-    splits = max(1, min(-(-PROGRAMS // pairs), -(-room // max(FEWEST, block))))
+    splits = max(1, min(-(-PROGRAMS // heads), -(-room // max(FEWEST, block))))
     return Plan(splits, block, warps, stages)
 
 
@@ -416,7 +521,7 @@ def attention(
     found = kind_of(k)
     assert found is not None
     kind, groups = found
-    plan = plan_of(kind, batch * kv_heads, room, width) if plan is None else plan
+    plan = plan_of(found, batch * kv_heads, room) if plan is None else plan
     group = heads // kv_heads
     rows = max(ROWS, power_above(group * tokens))
     y = torch.empty((batch, tokens, heads, width), dtype=q.dtype, device=q.device)
@@ -435,15 +540,16 @@ def attention(
             mask.stride(0) if mask.shape[0] > 1 else 0,
             mask.stride(2) if mask.shape[2] > 1 else 0,
         )
-    kernel = nibble_kernel if kind == "int4" else decode_kernel
-    scales = (k.codes, v.codes) if k.scale is None or v.scale is None else (k.scale, v.scale)
-    # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
-    widen, options = interpreted(), {} if interpreted() else {"num_warps": plan.warps}
+    kernel = {"int4": nibble_kernel, "value": decode_kernel}.get(kind, byte_kernel)
+    codes: tuple[Any, Any] = (k.codes, v.codes)
+    scales = codes if k.scale is None or v.scale is None else (k.scale, v.scale)
+    codes = codes if kind == "value" else (k.codes.view(torch.int16), v.codes.view(torch.int16))
+    has_ptx, options = not interpreted(), {} if interpreted() else {"num_warps": plan.warps}
     kernel[plan.splits, kv_heads, batch](
-        q, k.codes, scales[0], v.codes, scales[1], length, masks[0], y, parts, stats, scale * LOG2E, *q.stride()[:3],
+        q, codes[0], scales[0], codes[1], scales[1], length, masks[0], y, parts, stats, scale * LOG2E, *q.stride()[:3],
         *masks[1:], room, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind, K_GROUPS=groups, ROWS=rows,
         BLOCK=plan.block, SPLITS=plan.splits, HAS_MASK=mask is not None, CAUSAL=causal, STAGES=plan.stages,
-        WIDEN=widen, **options,
+        HAS_PTX=has_ptx, **options,
     )  # fmt: skip
     if plan.splits > 1:
         combine_kernel[group * tokens, batch * kv_heads](

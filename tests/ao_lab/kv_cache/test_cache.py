@@ -66,7 +66,7 @@ def test_recipes(model, prompt, recipe):
 def test_undone(model):
     ours = copy.deepcopy(model)
     settings = ao_lab.use_kv_cache_(ours, "int4")
-    assert "int4_g64" in str(settings)
+    assert "kv_int4" in str(settings)
     ao_lab.use_kv_cache_(ours, None)
     assert ours.config._attn_implementation == "sdpa"
     assert vars(ours).keys() == vars(model).keys()

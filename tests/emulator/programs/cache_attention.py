@@ -8,7 +8,7 @@ Queries are float16: the interpreter truncates bfloat16 where it should round.
 
 import torch
 
-from ao_lab.kv_cache.recipe import RECIPES
+from ao_lab.kv_cache.recipe import INT4, RECIPES
 from ao_lab.testing.strategies import assert_same_bits
 from fast.attention.stored import append_, quantized_tokens, room_for
 from fast.kernels.attention import append, decode
@@ -17,7 +17,7 @@ from reference.attention.attention import attention, attention_error_bound
 from tests.emulator import quick_interpreter
 
 SCHEME = {
-    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": SCHEMES["int4_g64"]
+    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4, "int4_g64": SCHEMES["int4_g64"],
 }  # fmt: skip
 #: Sequences, heads, key heads, queries of a head, width, room, tokens, whether masked, parts.
 CASES = (

@@ -60,7 +60,7 @@ def test_written_one_by_one():
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 class TestKernels:
     @pytest.mark.parametrize(
-        ("what", "names"), [("attend", "value,fp8,int8,int4"), ("write", "bfloat16,fp8,int4"),
+        ("what", "names"), [("attend", "value,fp8,int4,int4_g64"), pytest.param("attend", "int8", marks=pytest.mark.nightly), ("write", "bfloat16,fp8,int4"),
                             pytest.param("write", ",".join(ALONG), marks=pytest.mark.nightly)]
     )  # fmt: skip
     def test_interpreted(self, what, names):
@@ -79,7 +79,7 @@ class TestKernels:
         mask = torch.ones(2, 1, 1, 8192, dtype=torch.bool)
         machine, combine = launched(lambda: decode.attention(q, keys, values, length, mask, 0.1, True))
         assert (machine.kernel, combine.kernel) == (
-            "nibble_kernel" if kind == "int4" else "decode_kernel", "combine_kernel"
+            {"int4": "nibble_kernel", "value": "decode_kernel"}.get(kind, "byte_kernel"), "combine_kernel"
         )  # fmt: skip
         assert machine.local == machine.stack == combine.local == combine.stack == 0
         names = {name.split(".")[0] for name in machine.instructions}

@@ -1,12 +1,12 @@
 """On a GPU: attention over stored keys and values, against the reference and against torch's, and `generate()` with it.
 
-    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits times sweep generate] [--kinds value fp8 int8 int4]
-        [--seconds 60] [--out FOLDER]
+    PYTHONPATH=. python tests/gpu/attention/decode.py [--part bits times sweep generate] [--sizes 64x8192 1x32768]
+        [--kinds base value fp8 int8 int4 int4_g64] [--seconds 60] [--out FOLDER]
 
 bits: the kernel within `attention_error_bound` of the reference, every kind, masks, several tokens, splits. times: one layer,
-32 query heads over 8 key heads of 128 channels, batch 1, 16, 64 with 1024, 8192, 32768 tokens, CUDA graphs over as many caches
-as the second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep: tiles at three
-of these. generate: transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context 8192. A line a check or time,
+32 query heads over 8 key heads of 128 channels, --sizes (sequences x tokens), CUDA graphs over as many caches as the
+second-level cache cannot hold; torch's attention over bfloat16 of exactly that length beside it. sweep: tiles. generate:
+transformers' with eight layers of Llama-3.1-8B's shapes, batch 16, context 8192 (base: its own cache). A line a check or time,
 and rows in FOLDER/kv_cache.csv (else $OUT).
 """
 
@@ -26,14 +26,15 @@ from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from fast.attention.stored import append_, quantized_tokens, room_for
+from ao_lab.kv_cache.recipe import INT4
+from fast.attention.stored import append_, quantized_tokens, room_for, token_values
 from fast.kernels.attention import decode
 from reference import SCHEMES
 from reference.attention.attention import attention, attention_error_bound
 from reference.schemes.schemes import Scheme
 
 SCHEME: dict[str, Scheme | None] = {
-    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": SCHEMES["int4_g64"]
+    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4, "int4_g64": SCHEMES["int4_g64"]
 }  # fmt: skip
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 #: Bytes of caches that one graph goes through, three times the second-level cache; graphs replayed.
@@ -64,7 +65,7 @@ def bits(kinds: list[str]) -> None:
     cases = [(2, 8, 2, 1, 64, 128, 77, True), (1, 4, 1, 1, 128, 1280, 1130, False), (1, 4, 2, 3, 128, 416, 130, True),
              (3, 32, 8, 1, 128, 640, 640, False), (1, 4, 4, 1, 256, 512, 311, True)]  # fmt: skip
     for kind, (batch, heads, kv, tokens, width, room, length, masked) in itertools.product(kinds, cases):
-        if kind == "int4" and width == 256:
+        if kind == "int4_g64" and width == 256:
             continue
         torch.manual_seed(0)
         k, v, keys, values, count = stored(kind, batch, length, room, kv, width)
@@ -125,9 +126,9 @@ def caches(kind: str, batch: int, length: int):
     return size, [one, *(stored(kind, batch, length, length) for _ in range(copies - 1))]
 
 
-def times(kinds: list[str], deadline: float) -> None:
+def times(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
     """Of one layer, by kind; torch's beside."""
-    for batch, length in itertools.product((1, 16, 64), (1024, 8192, 32768)):
+    for batch, length in sizes:
         if time.monotonic() > deadline:
             say("times", f"B{batch} {length} not reached", 0, "")
             continue
@@ -163,35 +164,49 @@ def peers(batch: int, length: int, q: torch.Tensor, held: list, size: int) -> No
             say("times", f"B{batch} {length} {name} refused: {str(error)[:60]}", 0, "")
 
 
-def sweep(kinds: list[str], deadline: float) -> None:
-    """Tiles, warps, stages and programs at three sizes."""
-    tiles = [(32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3)]
-    tiles += [(128, 8, 3), (64, 8, 3)]
-    for kind in kinds:
-        for batch, length in ((64, 8192), (1, 8192), (16, 8192)):
-            q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            size, held = caches(kind, batch, length)
-            found = []
-            for (block, warps, stages), programs in itertools.product(tiles, (264, 528, 1056, 2112)):
-                if time.monotonic() > deadline:
-                    break
-                splits = max(1, min(-(-programs // (batch * KV_HEADS)), -(-length // 128)))
-                plan = decode.Plan(splits, block, warps, stages)
-                if any(plan == other for _, other in found):
-                    continue
-                try:
-                    us = graph_time([
-                        lambda k=keys, v=values, n=count, p=plan, q=q: decode.attention(q, k, v, n, None, WIDTH**-0.5, True, p)
-                        for _, _, keys, values, count in held
-                    ])  # fmt: skip
-                except OutOfResources as error:
-                    print("sweep", kind, plan, str(error)[:80], flush=True)
-                    continue
-                found.append((us, plan))
-            for us, plan in sorted(found, key=lambda f: f[0])[:8]:
-                say("sweep", f"{kind} B{batch} {length} {plan}", us, "us", TBps=round(size / us / 1e6, 3))
-            del held
-            torch.cuda.empty_cache()
+#: Tokens of a step, warps and stages that are tried.
+TILES = {
+    "value": [(64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 4, 4)],
+    "fp8": [(64, 4, 3), (64, 4, 2), (128, 4, 2), (64, 2, 3), (128, 8, 2)],
+    "int8": [(64, 4, 3), (128, 4, 2), (64, 2, 3)],
+    "int4": [(64, 4, 3), (128, 4, 2), (128, 4, 3), (64, 2, 3), (64, 4, 4)],
+    "int4_g64": [(64, 1, 3), (32, 1, 4), (64, 2, 3)],
+}
+
+
+def sweep(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
+    """Tiles, warps, stages and programs; at one sequence the error too."""
+    for kind, (batch, length) in itertools.product(kinds, sizes):
+        q = torch.randn((batch, 1, HEADS, WIDTH), device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        size, held = caches(kind, batch, length)
+        _, _, keys, values, count = held[0]
+        if batch == 1:
+            k, v = (
+                token_values(x, length).double().repeat_interleave(HEADS // KV_HEADS, 1)
+                for x in (keys, values)
+            )
+            expected = torch.softmax(q.double() @ k.mT * WIDTH**-0.5, -1) @ v
+        for (block, warps, stages), programs in itertools.product(TILES[kind], (264, 528, 1056)):
+            splits = max(1, min(-(-programs // (batch * KV_HEADS)), -(-length // 128)))
+            if time.monotonic() > deadline or (splits == 1 and programs > 264):
+                continue
+            plan = decode.Plan(splits, block, warps, stages)
+            try:
+                us = graph_time([
+                    lambda k=keys, v=values, n=count, p=plan, q=q: decode.attention(q, k, v, n, None, WIDTH**-0.5, True, p)
+                    for _, _, keys, values, count in held
+                ])  # fmt: skip
+            except OutOfResources as error:
+                print("sweep", kind, plan, str(error)[:80], flush=True)
+                continue
+            more: dict[str, object] = {"TBps": round(size / us / 1e6, 3)}
+            if batch == 1:
+                y = decode.attention(q, keys, values, count, None, WIDTH**-0.5, True, plan)
+                error = float((y.double() - expected).norm() / expected.norm())
+                more |= {"error": round(error, 5), "ok": error < 4e-3}
+            say("sweep", f"{kind} B{batch} {length} {plan}", us, "us", **more)
+        del held
+        torch.cuda.empty_cache()
 
 
 def model_of(layers: int):
@@ -219,8 +234,8 @@ def generate(
     model = model_of(layers)
     ids = torch.randint(3, 128000, (batch, context), device="cuda")
     base = None
-    names = {"value": "bfloat16"}
-    for name in (None, *(names.get(kind, kind) for kind in kinds)):
+    names = {"value": "bfloat16", "base": None}
+    for name in (names.get(kind, kind) for kind in kinds):
         if time.monotonic() > deadline:
             say("generate", f"{name} not reached", 0, "")
             continue
@@ -242,7 +257,7 @@ def generate(
         run(72)  # compiles for this length of cache
         first = time.perf_counter() - started
         run(72)
-        long, short = min(run(72) for _ in range(2)), min(run(8) for _ in range(2))
+        long, short = run(72), min(run(8) for _ in range(2))
         ms = (long - short) / 64 * 1000
         base = ms if name is None else base
         say("generate", f"{name or 'transformers sdpa static'} B{batch} {context} {layers} layers", ms, "ms a token",
@@ -255,19 +270,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", default=["bits", "times", "sweep", "generate"])
-    parser.add_argument("--kinds", nargs="+", default=list(SCHEME), choices=list(SCHEME))
+    parser.add_argument("--kinds", nargs="+", default=list(SCHEME), choices=["base", *SCHEME])
+    parser.add_argument("--sizes", nargs="+", default=["64x8192", "1x32768"], help="sequences x tokens")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="of each part, after which nothing new starts"
     )
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     asked = parser.parse_args()
+    sizes = [(int(one.split("x")[0]), int(one.split("x")[1])) for one in asked.sizes]
     parts = {"times": times, "sweep": sweep, "generate": generate}
     for part in asked.part:
+        own = [kind for kind in asked.kinds if kind != "base"]
         try:
             if part == "bits":
-                bits(asked.kinds)
+                bits(own)
             else:
-                parts[part](asked.kinds, time.monotonic() + asked.seconds)
+                parts[part](
+                    asked.kinds if part == "generate" else own, time.monotonic() + asked.seconds, sizes
+                )
         finally:
             fields = list(dict.fromkeys(name for row in ROWS for name in row))
             with open(Path(asked.out) / "kv_cache.csv", "w", newline="", encoding="utf-8") as file:
