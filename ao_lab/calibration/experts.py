@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ao_lab.calibration.checks import check_usable
 from ao_lab.calibration.groups import Target
 from ao_lab.calibration.layers import Made
 from ao_lab.calibration.result import LayerResult
@@ -289,7 +290,9 @@ class ExpertWatch(TorchFunctionMode):
             lend(group)
             for one in group:
                 one.tokens = None
-                one.finish()
+        check_usable(
+            {f"{name}[{i}]": one for name, group in self.found.items() for i, one in enumerate(group)}
+        )
         return self.found
 
 

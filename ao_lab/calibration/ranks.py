@@ -40,6 +40,13 @@ class DistributedBatches:
     shares: int | None = None
     group: Any = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.batches, (torch.Tensor, Mapping, str)) or not isinstance(self.batches, Iterable):
+            raise TypeError(
+                f"DistributedBatches holds an iterable of batches, such as a list or a DataLoader, got "
+                f"{type(self.batches).__name__}; put a single batch into a list"
+            )
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 

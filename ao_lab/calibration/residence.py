@@ -31,6 +31,10 @@ def needs_residence(model: nn.Module, device: Any) -> bool:
     if device is None:
         return False
     wanted = torch.device(device)
+    if wanted.type == "meta":
+        raise ValueError(
+            "device='meta' has no values to calibrate with; quantize_ changed nothing. Give the model's, or leave it out"
+        )
     return wanted.type == "cpu" or any(p.device != _indexed(wanted) for p in model.parameters())
 
 

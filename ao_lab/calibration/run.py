@@ -186,9 +186,10 @@ class Job:
             )
         blocks = find_blocks(self.model, self.request.blocks)
         mine = [t for t in self.targets if _in_one_block(t, blocks)]
+        resident = needs_residence(self.model, self.device)
         check_targets(mine, self.request.methods, self.device)
         self.check_observers(mine)
-        if self.device is not None and needs_residence(self.model, self.device):
+        if resident and self.device is not None:
             self.residence = Residence(self.model, blocks, torch.device(self.device))
         if self.rotation is not None:
             self.rotate(mine, blocks, self.rotation)

@@ -246,6 +246,17 @@ def test_a_killed_call_goes_on_behind_experts(tmp_path):
     assert str(first) == str(second)
 
 
+def test_experts_whose_inputs_overflow_are_an_error():
+    """What they make inside themselves is seen by no check of the model's first run."""
+    model = mixtral()
+    model.model.layers[0].mlp.experts.gate_up_proj.data[2] *= 1e11
+    with pytest.raises(
+        ValueError,
+        match=r"layers.0.mlp.experts.down_proj\[2\].*: sums of products",
+    ):
+        quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
+
+
 def test_experts_that_cannot_stand_alone_are_rounded():
     model, expected = mixtral(), mixtral()
     config = SchemeConfig(scheme="int8_tensorwise")

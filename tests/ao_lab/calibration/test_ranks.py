@@ -63,6 +63,8 @@ def test_one_share_is_a_list_of_batches():
     assert_same(one, two)
     quantize_(more, INT4, calibration=DistributedBatches(inputs(4), shares=4), methods=(GPTQ(),))
     assert Ranks.of(inputs(4)) is None
+    with pytest.raises(TypeError, match=r"holds an iterable of batches, .* got NoneType"):
+        DistributedBatches(None)
     assert Ranks(8, 1, 4).share_of(3, 4) == 1
 
 

@@ -126,6 +126,15 @@ def test_models_that_a_function_builds(folder, tmp_path):
     assert_same(streamed, expected)
 
 
+def test_a_device_without_values_is_refused():
+    model = stack()
+    with pytest.raises(
+        ValueError, match=r"device='meta' has no values to calibrate with; quantize_ changed nothing"
+    ):
+        quantize_(model, INT4, device="meta", calibration=inputs(), methods=(GPTQ(),))
+    assert all(map(torch.equal, model.parameters(), stack().parameters()))
+
+
 def test_methods_without_data_and_refusals(folder):
     made = quantize_pretrained(folder, INT4, methods=(Clip("none"),))
     resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
