@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import choice, lookup
-from reference.formats.encode import MASK, philox
+from reference.formats.encode import MASK, decode, philox
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.quantize import dequantize, quantize
 from reference.quantize.scales import choose_scales
@@ -59,6 +59,7 @@ TOGETHER = 8
 
 _quantize: Callable[..., Quantized] = inspect.unwrap(quantize)
 _dequantize: Callable[..., Any] = inspect.unwrap(dequantize)
+_decode: Callable[..., Any] = inspect.unwrap(decode)
 
 
 def dynamic_map(signed: bool, exponents: int, bits: int) -> tuple[float, ...]:
@@ -320,7 +321,7 @@ def _store_softsign(x: Floats, state: State) -> Quantized:
     scheme = state.scheme
     assert scheme is not None
     scales = choose_scales(x, scheme)
-    spread = np.repeat(scales.scale.astype(np.float32), state.block, axis=-1)[:, : x.shape[-1]]
+    spread = _spread(scales.scale, scheme, x.shape[-1])
     scaled = np.clip(x / spread, np.float32(-1), np.float32(1))
     companded = np.float32(2) * scaled / (np.float32(1) + np.abs(scaled)) * np.float32(127)
     codes = np.rint(companded).astype(np.int8).view(np.uint8)
@@ -328,10 +329,15 @@ def _store_softsign(x: Floats, state: State) -> Quantized:
 
 
 def _load_softsign(q: Quantized) -> Floats:
-    block = int(q.scheme.scale.block)  # type: ignore[arg-type]
-    spread = np.repeat(q.scale.astype(np.float32), block, axis=-1)[:, : q.shape[-1]]
     y = q.codes.view(np.int8).astype(np.float32) / np.float32(127)
-    return np.asarray(y / (np.float32(2) - np.abs(y)) * spread, np.float32)
+    return np.asarray(y / (np.float32(2) - np.abs(y)) * _spread(q.scale, q.scheme, q.shape[-1]), np.float32)
+
+
+def _spread(scale: Any, scheme: Scheme, length: int) -> Floats:
+    """float32 scales of elements, (rows, length), of stored ones (rows, blocks)."""
+    storage = scheme.scale.storage
+    value = scale if storage == "float32" else _decode(scale, storage)
+    return np.asarray(np.repeat(value, int(scheme.scale.block), axis=-1)[:, :length])  # type: ignore[arg-type]
 
 
 __all__ = [

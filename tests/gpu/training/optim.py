@@ -3,7 +3,7 @@
     python -m tests.gpu.training.optim [--part bits roots tune times] [--peers FOLDER] [--out FILE.csv]
 
 A line a check; times in milliseconds a step of 470 million bfloat16 parameters (28 matrices of 4096 x 4096), medians of rounds
-in which all methods follow each other. --peers: a folder with wheels of torchao and FlashOptim, which are unpacked and not installed.
+in which all methods follow each other. --peers: a folder with wheels of torchao and FlashOptim, which are unpacked.
 """
 
 from __future__ import annotations

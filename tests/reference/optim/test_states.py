@@ -105,6 +105,16 @@ def test_what_was_stored_is_stored_again_as_the_same_codes(name):
         assert np.array_equal(q.scale, again.scale)
 
 
+def test_softsign_is_its_formula():
+    """int8 of 2x / (1 + |x|) of elements over their block's absmax (float16), and back: steps are finest at 0."""
+    state, x = STATES["flashoptim.8bit"].first, moments(spread=1.0)
+    back = load_state(stored(x, state), state)
+    largest = np.abs(x).reshape(6, -1, 32).max(-1).repeat(32, 1)
+    y = np.abs(x) / largest
+    # A step of 1/127 in y over the derivative 2 / (1 + x)^2, half of it, and float16's rounding of the scale.
+    assert (np.abs(back - x) <= largest * ((1 + y) ** 2 / 2 / 127 / 2 * 1.02 + y * 2.0**-11 + 2.0**-11)).all()
+
+
 @given(st.integers(0, 2**32 - 1), st.sampled_from([("8bit", 0.0635), ("4bit", 0.5)]))
 def test_errors_stay_below_a_step(seed, case):
     """e4m3: the root between its neighbours, 1/8 of it apart at most; 15 levels: 1/15 of the block's largest."""

@@ -1,0 +1,196 @@
+"""The page of experiment `optimizers`: updates beside those with float32 states, and gaps of trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.optimizers.training import BASE, GAP, GAPS, HELD_OUT, INTERVAL, PAIRED
+from experiments.optimizers.updates import KIND, LARGEST, METHODS, OURS, PROJECTION, RATIOS, RMS, Setting
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import curves
+from experiments.report.results import Results, Where, best_run, by_run, number
+from experiments.report.targets import RunTargets, Target, limit_of
+
+EXPERIMENT = "optimizers"
+TITLE = "Optimizer states in 8 and 4 bits"
+QUESTION = "How far do stored optimizer states change updates, and do models train as well with them?"
+ABOUT = (
+    "AdamW whose moments are stored in 8 or 4 bits, of ours and of torchao, whose own functions run here. A second moment "
+    "stored as 0 beside a first one that is not makes the next update hundreds to 100,000 times too large; the default states "
+    "of this package never store one.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("optimizers-largest-update-full", "optimizers-largest-update-quick")
+TEXT = (
+    "In each block of 256 gradients one is larger than the others by the ratio. Numbers are over steps 11 to 60, from moments "
+    "of 0; with float32 states every largest update is 1. Where small gradients become 0, they do from step 40 on, as those of "
+    "rows of an embedding that a batch does not have.",
+    "torchao's functions are those of its release, uncompiled. bitsandbytes stores the same map in the same blocks.",
+)
+TRAININGS = (
+    "Trainings of one seed have the same initial weights and text. The gap is the loss on held-out text over that with float32 "
+    "states, in percent, positive where it is worse; the interval is Student's of 95% over the paired seeds.",
+)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """The largest updates, and gaps."""
+    found = best_run(by_run(rows, KIND))
+    words = []
+    if found is not None:
+        worst = {method: largest(found[1], method) for method in METHODS}
+        parts = [f"{method} {number(value, 1)}" for method, value in worst.items() if value is not None]
+        words.append(
+            f"Largest update over that with float32 states, any ratio of gradients from 1 to 10^5: {'; '.join(parts)}."
+        )
+    gaps = best_run(by_run(rows, GAPS))
+    if gaps is not None and gaps[0].scale != "quick":
+        words.append(f"Loss over float32 states ({gaps[0]}): {'; '.join(gap_texts(gaps[1]))}.")
+    return words
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """One line of the first page."""
+    return next(iter(findings(rows)), "").rstrip(".")
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """The largest updates."""
+    found = best_run(by_run(rows, KIND))
+    if found is None:
+        return []
+    used = [row for row in found[1].rows if row.metric == LARGEST]
+    ours = max((row.value for row in used if row.method.startswith("ours")), default=None)
+    theirs = max((row.value for row in used if row.method.startswith("torchao, 8")), default=None)
+    if ours is None or theirs is None:
+        return []
+    text = (
+        f"With stored states AdamW's largest update is {ours:.1f} times that with float32 states at most, whatever the ratio "
+        f"of gradients; with torchao's 8-bit states it reaches {theirs:,.0f} times"
+    )
+    return [Headline(text, used)]
+
+
+def largest(results: Results, method: str) -> float | None:
+    """The largest of all settings."""
+    values = [row.value for row in results.rows if (row.method, row.metric) == (method, LARGEST)]
+    return max(values, default=None)
+
+
+def gap_texts(results: Results) -> list[str]:
+    """Each method's gap with its interval."""
+    return [
+        f"{method} {number(results.value(setting, method, GAP), 2)} ± {number(results.value(setting, method, INTERVAL), 2)}%"
+        for setting in results.settings
+        for method in results.methods
+    ]
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Largest updates of ours, and gaps at full scale."""
+    found = []
+    for where, results in by_run(rows, KIND).items():
+        limit = limit_of(EXPERIMENT, "ours", LARGEST)
+        targets = [
+            limit.target(
+                f"{method}: {LARGEST}",
+                largest(results, method),
+                unit="",
+                value_format=".2f",
+                limit_format=".0f",
+            )
+            for method in OURS
+            if method.startswith("ours")
+        ]
+        found.append(RunTargets(where, targets, LARGEST))
+    for where, results in by_run(rows, GAPS).items():
+        if where.scale != "quick":
+            found.append(RunTargets(where, gap_targets(results), "percent of the loss"))
+    return found
+
+
+def gap_targets(results: Results) -> list[Target]:
+    """The far end of the interval of each method that has a limit."""
+    made = []
+    for setting in results.settings:
+        for method in results.methods:
+            limit = (
+                limit_of(EXPERIMENT, method, GAP)
+                if method in ("8-bit states", "float32 states, 24-bit master")
+                else None
+            )
+            mean, half = results.value(setting, method, GAP), results.value(setting, method, INTERVAL)
+            if limit is not None and mean is not None and half is not None:
+                made.append(
+                    limit.target(
+                        f"{method}: end of the interval of the gap", abs(mean) + half, unit="%", value_format=".2f",
+                        limit_format=".1f", day=results.day(setting, method),
+                    )
+                )  # fmt: skip
+    return made
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Updates, then trainings, run by run."""
+    gaps = by_run(rows, GAPS)
+    return [
+        *(updates_section(where, results) for where, results in by_run(rows, KIND).items()),
+        *(
+            training_section(where, results, gaps.get(where))
+            for where, results in by_run(rows, PAIRED).items()
+        ),
+    ]
+
+
+def updates_section(where: Where, results: Results) -> Section:
+    """A picture of the largest updates, and tables of all three numbers."""
+    series = {
+        f"{method}{', small gradients become 0' if stops else ''}": [
+            results.value(Setting(ratio, stops).name, method, LARGEST) for ratio in RATIOS
+        ]
+        for method in ("torchao, 8 bits", "torchao, FP8", "ours, 8 bits")
+        for stops in (False, True)
+    }
+    figure = curves(
+        series,
+        "ratio of gradients in a block: 10^(x - 1)",
+        "largest update over that with float32 states",
+        base=1.0,
+    )
+    figure.axes[0].set_yscale("log")
+    drawing = Drawing(
+        f"optimizers-largest-update-{where.scale}",
+        "Largest update over that with float32 states; where small gradients become 0 and where they go on.",
+        figure,
+    )
+    tables = [numbers(results, metric) for metric in (LARGEST, RMS, PROJECTION)]
+    return Section(f"Updates with stored states ({where})", TEXT, [drawing], tables)
+
+
+def numbers(results: Results, metric: str) -> Table:
+    """A metric of every setting and method."""
+    lines = [
+        [setting, *(number(results.value(setting, method, metric), 2) for method in METHODS)]
+        for setting in results.settings
+    ]
+    rows = [row for row in results.rows if row.metric == metric]
+    return Table(metric[0].upper() + metric[1:], ["gradients", *METHODS], lines, rows)
+
+
+def training_section(where: Where, results: Results, gaps: Results | None) -> Section:
+    """Losses of every seed, and gaps."""
+    seeds = sorted({row.seed for row in results.rows})
+    lines = []
+    for setting in results.settings:
+        for method in results.methods:
+            values = {
+                row.seed: row.value for row in results.rows if (row.method, row.metric) == (method, HELD_OUT)
+            }
+            gap = gaps.value(setting, method, GAP) if gaps is not None else None
+            half = gaps.value(setting, method, INTERVAL) if gaps is not None else None
+            shown = "" if method == BASE else f"{number(gap, 2)} ± {number(half, 2)}"
+            lines.append([method, *(number(values.get(seed), 4) for seed in seeds), shown])
+    columns = ["optimizer", *(f"seed {seed}" for seed in seeds), "gap (%)"]
+    table = Table("Bits per byte of held-out text", columns, lines, results.rows)
+    return Section(f"Trainings ({where})", TRAININGS, [], [table])

@@ -1,0 +1,65 @@
+"""Experiment `optimizers`: what its numbers are, and what its page says of rows."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.harness.rows import Row
+from experiments.optimizers import page, training, updates
+from experiments.optimizers.training import BASE, GAP, HELD_OUT, INTERVAL
+from experiments.optimizers.updates import LARGEST, PROJECTION, RMS, Setting
+
+
+@pytest.mark.parametrize("method", ["torchao, 8 bits", "torchao, FP8"])
+def test_the_defect_is_torchaos_own(method):
+    pytest.importorskip("torchao")
+    found = updates.measure(Setting(1000, True), method, 0)
+    assert found[LARGEST][0] > 1000
+
+
+def test_ours_is_near_float32():
+    found = updates.measure(Setting(1000, True), "ours, 8 bits", 0)
+    assert found[LARGEST][0] < 3
+    assert found[RMS][0] < 0.2
+    assert abs(found[PROJECTION][0] - 1) < 0.05
+
+
+def test_torchaos_steps_are_those_of_its_states_here(monkeypatch):
+    """The same states by the reference take the same steps, but for roundings of an order of operations."""
+    pytest.importorskip("torchao")
+    monkeypatch.setitem(updates.OURS, "same", "torchao.8bit")
+    theirs, ours = (updates.measure(Setting(10, False), name, 0) for name in ("torchao, 8 bits", "same"))
+    assert theirs[LARGEST][0] == pytest.approx(ours[LARGEST][0], rel=0.01)
+    assert theirs[PROJECTION][0] == pytest.approx(ours[PROJECTION][0], rel=0.01)
+
+
+def row(kind, setting, method, metric, value, seed=0, scale="full"):
+    return Row(experiment="optimizers", table=f"{kind}/{scale}/data", setting=setting, method=method, metric=metric,
+               value=value, unit="", device="cpu", seed=seed)  # fmt: skip
+
+
+def losses(values, method, scale="full"):
+    return [row("paired", "m", method, HELD_OUT, value, seed, scale) for seed, value in enumerate(values)]
+
+
+def test_gaps_are_paired():
+    rows = losses([2.0, 4.0], BASE) + losses([2.02, 4.04], "8-bit states") + losses([9.0], "other")
+    found = training.gaps(rows)
+    assert set(found) == {"8-bit states"}
+    assert found["8-bit states"][GAP][0] == pytest.approx(1.0)
+    assert found["8-bit states"][INTERVAL][0] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_page_names_the_largest_and_misses_targets():
+    rows = [row("updates", one.name, "ours, 8 bits", LARGEST, 1.5) for one in updates.SETTINGS]
+    rows += [row("updates", one.name, "torchao, 8 bits", LARGEST, 7000.0) for one in updates.SETTINGS]
+    rows += losses([2.0, 4.0], BASE) + losses([2.1, 4.3], "8-bit states")
+    rows += [row("gaps", "m", "8-bit states", GAP, 0.4), row("gaps", "m", "8-bit states", INTERVAL, 0.2)]
+    assert "torchao, 8 bits 7000.0; ours, 8 bits 1.5" in page.findings(rows)[0]
+    assert "reaches 7,000 times" in str(page.headlines(rows)[0])
+    updated, gaps = page.targets_by_run(rows)
+    assert [target.reached for target in updated.targets] == [True, None]
+    assert [target.reached for target in gaps.targets] == [False]
+    assert len(page.sections(rows)) == 2
+    worse = [replace(one, value=4.0) if one.method == "ours, 8 bits" else one for one in rows]
+    assert page.targets_by_run(worse)[0].targets[0].reached is False
