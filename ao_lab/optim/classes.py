@@ -53,7 +53,7 @@ class _Adam(LowBitOptimizer):
 
 
 class AdamW8bit(_Adam):
-    """AdamW with moments in 8 bits: e4m3, the root of the second one rounded stochastically and never 0; blocks of 256.
+    """AdamW with moments in 8 bits: e4m3, of the second one its root, which is never 0, rounded stochastically; blocks of 256.
 
     Arguments of torchao's class, and those of `LowBitOptimizer`. `states="torchao.8bit"` are those of torchao and bitsandbytes.
     """

@@ -7,7 +7,6 @@ tensors of one pair of dtypes go through one launch of one kernel (`fast.kernels
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,57 +16,16 @@ import torch
 from fast.cpu.loops import optim as loops
 from fast.cpu.threads import in_parts
 from fast.dispatch import has_kernels
+from fast.kernels.optim.records import Moment, Rule, Slot
 from reference.arrays.bridges import to_numpy, to_torch
-from reference.optim.states import State, States, matrix_shape
+from reference.optim.states import State, States
 from reference.optim.update import Key, Numbers, Stored, update
 from reference.quantize.stored import Quantized
 
 #: Kernels run on CPU tensors, in Triton's interpreter; set by tests.
 INTERPRETED = False
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A stored moment: codes (uint8, packed) and float32 or float16 scales; of float32 states `codes` is the moment itself."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """One parameter of a step, all tensors contiguous and on one device.
-
-    p: float32, bfloat16 or float16. g: its gradient. step: float32 of no axis, the number of steps made. error: int8 or int16
-    of p's shape where there is a master weight. parameter: its number in the optimizer; first: blocks of it before this shard.
-    """
-
-    p: torch.Tensor
-    g: torch.Tensor
-    step: torch.Tensor
-    first_moment: Moment
-    second_moment: Moment | None
-    error: torch.Tensor | None = None
-    parameter: int = 0
-    first: int = 0
-
-    def matrix(self, block: int) -> tuple[int, int]:
-        """(rows, length)."""
-        return matrix_shape(tuple(self.p.shape), block)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a step of a group of parameters does, as `reference.optim.update.update` takes it; lr is a number or a tensor."""
-
-    kind: str
-    states: States
-    lr: float | torch.Tensor
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    stochastic_round: bool = False
-    seed: int = 0
+#: Parameters of fewer elements go through the reference: a loop takes longer to compile than it saves.
+LEAST = 4096
 
 
 class Updates:
@@ -113,7 +71,9 @@ def _interpreted(slot: Slot) -> bool:
 
 
 def _by_loop(slot: Slot, rule: Rule) -> bool:
-    """One step of a CPU parameter by a compiled loop; False where it does not cover it."""
+    """One step of a CPU parameter by a compiled loop; False where it does not cover it, or is not worth compiling."""
+    if slot.p.numel() < LEAST:
+        return False
     made = _loop_of(rule.kind, rule.states, slot.p.dtype, slot.g.dtype, rule.stochastic_round, _master(slot))
     if made is None:
         return False

@@ -11,10 +11,13 @@ how it is stored: a `Scheme`, blocks along rows with a short last one, behind a 
 **A stored 0 is the defect of the field.** Where v is stored as 0 and m is not, the next update is m / (sqrt((1 - b2) g^2) +
 eps), or m / eps where g is 0: hundreds to 100,000 times too large. The default states have a `least` code, below which the
 second moment does not fall (of e4m3 the smallest normal number, 1/28672 of the largest), and scales of 2**-44 or more, before
-the first step too: their v is never 0. They also round the root of v stochastically: v moves by 0.1 % a step, less than half a
-code, so that rounding to nearest never moves it and rounding up drives it away. Scales are powers of two: the grid of normal
-numbers does not move when a block's maximum does, so that rounding costs what v moved and no more (rms of the update's error
-over 600 steps 0.144, with absmax / 448 as the scale 0.165), and values that were stored are stored again as the same codes.
+the first step too: their v is never 0.
+
+**The default states are rounded stochastically.** v moves by 0.1 % a step, less than half a code: rounding to nearest never
+moves it, rounding up drives it away. m moves by a tenth of its distance from g, so that to nearest it stops where that is half
+a code: under a constant gradient at 0.75 of it. Scales are powers of two: the grid of normal numbers does not move when a
+block's maximum does, so that rounding costs what a moment moved and no more, and values that were stored are stored again as
+the same values.
 
 Formats of other libraries, value for value: ``dynamic8``, ``dynamic8_unsigned`` (bitsandbytes, torchao), ``dynamic4``,
 ``linear4_unsigned`` (torchao after arXiv 2309.01507; it has no 0). They round a tie between two values to the larger one,
@@ -22,9 +25,9 @@ codebooks here to the lower index.
 
 Random bits: 16 an element, half a word of Philox 4x32-10 (`reference.formats.encode`). Element i under a seed, at a step, of
 parameter number p has output (i mod 8) // 2 of philox(seed, counter = (i // 8, stream, p, step)); i counts elements as if every
-block of a row were full. Stream 0: of a word for two neighbours the second moment takes the lower half where i is even, the
-upper where it is odd, and the parameter the other one. Stream 1: the first moment. So replicas agree, a resumed run goes on
-with the same bits, and any element's can be computed alone.
+block of a row were full, and the stream is 0. Of a word for two neighbours both moments take the lower half where i is even,
+the upper where it is odd, and the parameter the other one. So replicas agree, a resumed run goes on with the same bits, and any
+element's can be computed alone.
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), section 2.
 """
@@ -53,7 +56,7 @@ Words = npt.NDArray[np.uint32]
 
 TRANSFORMS = ("none", "sqrt", "softsign")
 #: What random bits are for: (stream, whether halves of a word change places).
-SECOND, PARAMETER, FIRST = (0, False), (0, True), (1, False)
+SECOND, PARAMETER, FIRST = (0, False), (0, True), (0, False)
 #: Elements that share a counter of Philox.
 TOGETHER = 8
 
@@ -180,8 +183,8 @@ def _torchao(element: str, block: int, target: float) -> Scheme:
 
 
 def _records() -> list[States]:
-    nearest, stochastic = "nearest_even", "stochastic"
-    first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, nearest))
+    stochastic = "stochastic"
+    first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, stochastic))
     root = State(
         name="sqrt_e4m3",
         transform="sqrt",
@@ -224,12 +227,7 @@ def _records() -> list[States]:
         States(name="float32", first=FLOAT32, second=FLOAT32),
         States(name="8bit", first=first, second=root),
         States(name="4bit", first=first4, second=root4),
-        # Lion's moment moves by 1 % a step.
-        States(
-            name="lion.8bit",
-            first=replace(first, name="e4m3_stochastic", scheme=_house("float8_e4m3fn", 256, stochastic)),
-            second=FLOAT32,
-        ),
+        States(name="lion.8bit", first=first, second=FLOAT32),
         *others,
         flash,
     ]

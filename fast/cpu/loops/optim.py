@@ -30,7 +30,6 @@ FLOAT32, FLOAT, INTEGER, CODEBOOK = 0, 1, 2, 3
 ABSENT = -1
 #: Elements whose random bits come together.
 TOGETHER = 8
-SECOND_BITS, FIRST_BITS = 0, 1
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,8 @@ def _kernel(rule: Rule) -> Callable[..., None]:
     size, half, g_half, rounds, master = rule.size, rule.half, rule.g_half, rule.rounds, rule.master
     first, second = rule.first, rule.second
     first_kind, second_kind, root = first.kind, second.kind, second.root
-    first_bits, second_bits, first_draws = first.bits, second.bits, first.stochastic
-    draws = second.stochastic or rounds
+    first_bits, second_bits = first.bits, second.bits
+    draws = first.stochastic or second.stochastic or rounds
     adam, lion = rule.kind == "adam", rule.kind == "lion"
     store_first, store_second = _storer(first, size), _storer(second, size)
     top = np.float32(np.finfo(np.float32).max)
@@ -250,7 +249,7 @@ def _kernel(rule: Rule) -> Callable[..., None]:
     def kernel(p, g, m, m_scale, v, v_scale, error, numbers, tables, key, length, first, last):  # type: ignore[no-untyped-def]
         ms, vs, ps = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
         codes = np.empty(size, np.int64)
-        bits, other = np.zeros(size + TOGETHER, np.int32), np.zeros(size + TOGETHER, np.int32)
+        bits = np.zeros(size + TOGETHER, np.int32)
         blocks = (length + size - 1) // size
         b1, c1, b2, c2 = numbers[0], numbers[1], numbers[2], numbers[3]
         step_size, to_root, eps, keep, decay = numbers[4], numbers[5], numbers[6], numbers[7], numbers[8]
@@ -258,30 +257,11 @@ def _kernel(rule: Rule) -> Callable[..., None]:
             for block in range(blocks):
                 begin = block * size
                 count = min(size, length - begin)
-                if draws or first_draws:
+                if draws:
                     counter = (np.uint64(n * blocks + block) + key[4]) * np.uint64(size // TOGETHER)
                     for at in range(0, count, TOGETHER):
                         index = (counter + np.uint64(at // TOGETHER)) & np.uint64(0xFFFFFFFF)
-                        if draws:
-                            _philox(
-                                index,
-                                np.uint64(SECOND_BITS),
-                                key[2],
-                                key[3],
-                                key[0],
-                                key[1],
-                                bits[at : at + TOGETHER],
-                            )
-                        if first_draws:
-                            _philox(
-                                index,
-                                np.uint64(FIRST_BITS),
-                                key[2],
-                                key[3],
-                                key[0],
-                                key[1],
-                                other[at : at + TOGETHER],
-                            )
+                        _philox(index, np.uint64(0), key[2], key[3], key[0], key[1], bits[at : at + TOGETHER])
                 for j in range(count):
                     i = begin + j
                     gradient = _float(np.int32(g[n, i]) << 16) if g_half else _float(g[n, i])
@@ -354,7 +334,7 @@ def _kernel(rule: Rule) -> Callable[..., None]:
                     for j in range(count):
                         m[n, begin + j] = ms[j]
                 else:
-                    m_scale[n, block] = store_first(ms, other, tables[0, 1], count, codes)
+                    m_scale[n, block] = store_first(ms, bits, tables[0, 1], count, codes)
                     _put(m, n, begin, count, codes, first_bits)
                 if second_kind == FLOAT32:
                     for j in range(count):

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 
 from fast.kernels.optim.kernel import COLUMNS, NUMBERS, numbers_kernel, step_kernel
+from fast.kernels.optim.records import Rule, Slot
 from fast.kernels.scheme.constants import SchemeConstants, constants_of, element_of
 from fast.launch.launcher import ALIGNMENT, UNFUSED, interpreted
 from reference.optim.states import State
 from reference.optim.update import MASTERS
-
-if TYPE_CHECKING:
-    from fast.optim.update import Rule, Slot
 
 TYPES = {
     torch.float32: tl.float32,
@@ -266,12 +264,13 @@ def launch_step(
         **({**UNFUSED, "num_warps": 1} if hardware else {}),
     )  # fmt: skip
     count = len(tables.tiles)
+    draws = kind.rounds or kind.first.stochastic or kind.second.stochastic
     first, second = constants(kind.first, hardware), None if lion else constants(kind.second, hardware)
     step_kernel[(_programs(count, tables.device),)](
         tables.tiles, tables.tensors, tables.numbers, table(kind.first, tables.device),
         table(kind.second, tables.device), count, kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
-        kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware,
-        kind.rounds or kind.second.stochastic, kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, kind.size, blocks,
+        kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware, draws, kind.rounds, kind.master,
+        kind.ragged, kind.aligned, hardware, kind.size, blocks,
         **options,
     )  # fmt: skip
 

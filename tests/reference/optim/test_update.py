@@ -126,6 +126,18 @@ def test_master_weights_come_back(width):
     assert difference.max() <= (128 if width == 8 else 0)
 
 
+def test_a_constant_gradient_is_reached():
+    """The mean of the first moment, within 5 standard errors of a step of 1/8; rounded to nearest it would stop at 0.75."""
+    from reference.optim.states import load_state
+
+    g = np.ones((16, 256), np.float32)
+    stored = begin(g, STATES["8bit"])
+    for step in range(1, 80):
+        stored = update(stored, g, STATES["8bit"], step=step, lr=0.0)
+    m = load_state(stored.first, STATES["8bit"].first)
+    assert abs(m.mean() - 1) <= 5 / 8 / sqrt(m.size) + 0.9**79
+
+
 def test_master_weights_of_infinity_and_nan():
     high, error = split_master(np.array([np.inf, -np.inf, np.nan, 3.4e38, 0.0, -0.0], np.float32), 8)
     assert high.view(np.uint16).tolist() == [0x7F80, 0xFF80, 0x7FC0, 0x7F80, 0, 0x8000]

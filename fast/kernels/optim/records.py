@@ -1,0 +1,56 @@
+"""What a step of an optimizer is given: stored moments, parameters, and the rule of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from reference.optim.states import States, matrix_shape
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A stored moment: codes (uint8, packed) and float32 or float16 scales; of float32 states `codes` is the moment itself."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One parameter of a step, all tensors contiguous and on one device.
+
+    p: float32, bfloat16 or float16. g: its gradient. step: float32 of no axis, the number of steps made. error: int8 or int16
+    of p's shape where there is a master weight. parameter: its number in the optimizer; first: blocks of it before this shard.
+    """
+
+    p: torch.Tensor
+    g: torch.Tensor
+    step: torch.Tensor
+    first_moment: Moment
+    second_moment: Moment | None
+    error: torch.Tensor | None = None
+    parameter: int = 0
+    first: int = 0
+
+    def matrix(self, block: int) -> tuple[int, int]:
+        """(rows, length)."""
+        return matrix_shape(tuple(self.p.shape), block)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a step of a group of parameters does, as `reference.optim.update.update` takes it; lr is a number or a tensor."""
+
+    kind: str
+    states: States
+    lr: float | torch.Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    stochastic_round: bool = False
+    seed: int = 0
+
+
+__all__ = ["Moment", "Rule", "Slot"]
