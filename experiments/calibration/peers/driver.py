@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import operator
 import os
 import sys
 import time
@@ -100,13 +101,13 @@ def write(folder: Path, job: dict[str, Any], weights: dict[str, Any], found: dic
 Work = Callable[[dict[str, Any], Any, Path], tuple[Callable[[], object], Callable[[], Weights]]]
 
 
-def loaded(job: dict[str, Any]) -> Any:
-    """The model of a job on its device, in bfloat16."""
+def loaded(job: dict[str, Any], device: str = "cpu") -> Any:
+    """The model of a job in bfloat16; most peers take it from the host and move it themselves."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False).to(job["device"])
+    return model.eval().requires_grad_(False).to(device)
 
 
 def layers(model: Any, job: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -120,7 +121,7 @@ def rest(model: Any, job: dict[str, Any]) -> Weights:
     quantized = {f"{name}.weight" for name in job["layers"]}
     for name in job["parameters"]:
         if name not in quantized:
-            yield name, model.get_parameter(name)
+            yield name, operator.attrgetter(name)(model)
 
 
 def llmcompressor(job: dict[str, Any], ids: Any, folder: Path) -> Any:
@@ -230,7 +231,7 @@ def hqq(job: dict[str, Any], ids: Any, folder: Path) -> Any:
         nbits=scheme["bits"], group_size=scheme["group"], axis=1, **job["options"]
     )
     base = importlib.import_module("hqq.models.hf.base")
-    model = loaded(job)
+    model = loaded(job, job["device"])
 
     def quantize() -> None:
         base.AutoHQQHFModel.quantize_model(
