@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 import reference
+from fast.gemm import families
 from fast.kernels.sm90_sparse24_gemm.variants import (
     ELEMENTS,
     KERNEL,
@@ -242,7 +243,7 @@ def error_of(one: Case, y: Any, *, scaled: bool) -> float:
     return float((y[:FIRST].float() - exact).norm() / exact.norm())
 
 
-SUBJECTS = (Subject("sm90_sparse24_gemm", "any rows by weights in 2:4 storage", checks, times),)
+SUBJECTS = (Subject(families.SM90_SPARSE24_GEMM.name, families.SM90_SPARSE24_GEMM.about, checks, times),)
 
 
 #: The weight of a constant's deviation: a factor of e counts as a time that is off by so much (in logarithms).
