@@ -76,8 +76,8 @@ def encode_op(
     x: torch.Tensor, fmt: str, rounding: str, overflow: str, random_bits: torch.Tensor | None
 ) -> torch.Tensor:
     """Codes of x."""
-    made: torch.Tensor = execute(ENCODE, named_format(fmt), (rounding, overflow), (x, random_bits))
-    return made
+    result: torch.Tensor = execute(ENCODE, named_format(fmt), (rounding, overflow), (x, random_bits))
+    return result
 
 
 def _encode_fake(x: torch.Tensor, fmt: str, rounding: str, overflow: str, random_bits: Any) -> torch.Tensor:
@@ -94,8 +94,8 @@ register("encode", encode_op, _encode_fake)
 
 def decode_op(codes: torch.Tensor, fmt: str) -> torch.Tensor:
     """float32 values of codes."""
-    made: torch.Tensor = execute(DECODE, named_format(fmt), (), (codes,))
-    return made
+    result: torch.Tensor = execute(DECODE, named_format(fmt), (), (codes,))
+    return result
 
 
 DECODE = Function(
@@ -107,8 +107,8 @@ register("decode", decode_op, lambda codes, fmt: codes.new_empty(codes.shape, dt
 
 def pack_op(codes: torch.Tensor, fmt: str) -> torch.Tensor:
     """Bytes of sub-byte codes."""
-    made: torch.Tensor = execute(PACK, named_format(fmt), (), (codes,))
-    return in_own_memory(made, codes)
+    result: torch.Tensor = execute(PACK, named_format(fmt), (), (codes,))
+    return in_own_memory(result, codes)
 
 
 def _pack_fake(codes: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -124,8 +124,8 @@ register("pack", pack_op, _pack_fake)
 
 def unpack_op(packed: torch.Tensor, fmt: str, shape: list[int]) -> torch.Tensor:
     """Codes of a shape."""
-    made: torch.Tensor = execute(UNPACK, named_format(fmt), tuple(shape), (packed,))
-    return in_own_memory(made, packed)
+    result: torch.Tensor = execute(UNPACK, named_format(fmt), tuple(shape), (packed,))
+    return in_own_memory(result, packed)
 
 
 def _unpack_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:

@@ -102,8 +102,8 @@ def prepared_linear_of_codes(
     call = dispatch.find(
         dispatch.key_of(LINEAR_OF_CODES.name, q.scheme, values, (q.codes, q.scale, q.zero, *parts, bias))
     )
-    made = (ABSENT if part is None else part for part in (codes.codes, codes.scale, codes.zero))
-    result = steps.add(call, (*made, *map(steps.place, parts), ABSENT if bias is None else BIAS))
+    output = (ABSENT if part is None else part for part in (codes.codes, codes.scale, codes.zero))
+    result = steps.add(call, (*output, *map(steps.place, parts), ABSENT if bias is None else BIAS))
     return _program(steps, result, shape, x.device)
 
 
@@ -115,11 +115,11 @@ def prepared_codes(
     given = operands_of(x, scales, None)
     steps = Steps(*given[1:])
     call = dispatch.find(dispatch.key_of(QUANTIZE.name, scheme, (-1, False, False), given))
-    made = steps.add(call, (X, *map(steps.place, given[1:])))
-    if not isinstance(made, Quantized) or made.outer is not None or made.zero is not None:
+    result = steps.add(call, (X, *map(steps.place, given[1:])))
+    if not isinstance(result, Quantized) or result.outer is not None or result.zero is not None:
         return None
-    codes: Any = made.codes
-    scale: Any = made.scale
+    codes: Any = result.codes
+    scale: Any = result.scale
     steps.view(codes, tuple(x.shape), dtype)
     fresh = scale >= steps.first
     return Program(steps, (codes, scale) if fresh else (codes,), x.device), fresh
@@ -165,10 +165,13 @@ def launch(program: ScaledProduct, x: torch.Tensor, bias: torch.Tensor | None) -
     addresses = program.codes.data_ptr(), program.scale.data_ptr()
     if addresses != program.known and not program.are_readable(addresses):
         return None
-    made = program.quantized.launch(program.quantized, x, None)
-    if made is None:
+    result = program.quantized.launch(program.quantized, x, None)
+    if result is None:
         return None
-    (codes, left), (right, scale) = made if program.left is None else (made, program.left), program.operands
+    (codes, left), (right, scale) = (
+        result if program.left is None else (result, program.left),
+        program.operands,
+    )
     y: torch.Tensor = torch._scaled_mm(codes, right, left, scale, bias, None, x.dtype)
     return y.view(program.shape)
 
@@ -185,10 +188,10 @@ def prepared_scaled_mm(
 
     dtypes: of both codes. Both have one scale, or one for each row. None where the cache has no call that quantizes like it.
     """
-    made = prepared_codes(x, scheme, scales, dtypes[0])
-    if made is None or w.outer is not None or w.zero is not None:
+    result = prepared_codes(x, scheme, scales, dtypes[0])
+    if result is None or w.outer is not None or w.zero is not None:
         return None
-    quantized, fresh = made
+    quantized, fresh = result
     left = None if fresh or scales is None else scales.scale
     if left is not None and not left.is_contiguous():
         return None

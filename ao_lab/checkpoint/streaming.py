@@ -297,8 +297,8 @@ def assign(
         if isinstance(wanted, nn.Parameter):
             value = nn.Parameter(value, requires_grad=wanted.requires_grad)
         values = {name: value}
-    for made, value in values.items():
-        for module, key in owners[made]:
+    for part, value in values.items():
+        for module, key in owners[part]:
             (module._buffers if key in module._buffers else module._parameters)[key] = value
 
 

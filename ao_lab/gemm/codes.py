@@ -347,10 +347,10 @@ def _blocks_multiply(
         scale_b = scale_b.contiguous().t() if square else scale_b.t().contiguous()
         return torch._scaled_mm(left, right, scale_a, scale_b, bias, out_dtype=dtype)
     scale_b = nn.functional.pad(scale_b, (0, more)).t()
-    made: torch.Tensor = torch.ops.aten._scaled_mm_v2(
+    result: torch.Tensor = torch.ops.aten._scaled_mm_v2(
         left, right, [scale_a], [ROW], [0], [scale_b], [SQUARE], [0], bias, dtype
     )
-    return made
+    return result
 
 
 #: While a program is traced: compilers have products of blocks of their own.

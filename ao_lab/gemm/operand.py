@@ -116,9 +116,9 @@ def kept(
         raise ValueError(
             f"a 2:4 weight is arranged for {name} once, outside of CUDA graphs; run the layer before capture"
         )
-    made = make()
-    all_of_them[name] = (state, made)
-    return made
+    result = make()
+    all_of_them[name] = (state, result)
+    return result
 
 
 def forget_arranged(codes: torch.Tensor) -> None:

@@ -137,12 +137,12 @@ def _copies_of_rows(layer: Any) -> None:
 
 def make_dense(module: nn.Module) -> None:
     """Each quantized parameter below a module becomes a dense one, which requires a gradient if that did; shared ones one."""
-    made: dict[int, nn.Parameter] = {}
+    result: dict[int, nn.Parameter] = {}
     for part in module.modules():
         held: Any = part._parameters
         for name, value in held.items():
             if isinstance(value, QuantizedTensor):
-                dense = made.setdefault(id(value), nn.Parameter(value.dequantize(), value.requires_grad))
+                dense = result.setdefault(id(value), nn.Parameter(value.dequantize(), value.requires_grad))
                 held[name] = dense
 
 
@@ -159,11 +159,11 @@ def register_async_checkpoints() -> None:
             return plain(self, x, memo, non_blocking=non_blocking)
         # Preshuffled weights are those of a GPU.
         stored = x if x.device.type == "cpu" else x.plain
-        made = stored.mapped(
+        result = stored.mapped(
             lambda part: self.deepcopy_with_tensor_offload(part, memo, non_blocking=non_blocking)
         )
-        memo[id(x)] = made
-        return made
+        memo[id(x)] = result
+        return result
 
     staged.of_plain_tensors = plain  # type: ignore[attr-defined]
     stager._offload_tensor = staged

@@ -89,12 +89,12 @@ def stored_like(
             f"does, stays beside the weight, or goes to its to_dense()"
         )
     if scales is None or is_plain(t.scheme):
-        made = quantized_compressed(x, t.recipe, input_scales=input_scales)
+        result = quantized_compressed(x, t.recipe, input_scales=input_scales)
     else:
         recipe = dense_recipe(t.recipe)
         q = fast.quantize(x, recipe.weight, scales=scales, packed=recipe.weight.format.bits < 8)
-        made = compressed(from_quantized(q, recipe, t.dtype, input_scales), metadata_of(x))
-    return made.remade(made.parts, dtype=dense.dtype)  # type: ignore[return-value]
+        result = compressed(from_quantized(q, recipe, t.dtype, input_scales), metadata_of(x))
+    return result.remade(result.parts, dtype=dense.dtype)  # type: ignore[return-value]
 
 
 def check_stored(t: SparseQuantizedTensor) -> None:

@@ -93,18 +93,18 @@ def tune(
     _busy.append(True)
     try:
         samples = spread(record(model, sample_input), wanted)
-        made: list[Choice] = []
+        result: list[Choice] = []
         for done, (sample, count) in enumerate(samples, 1):
             table = choices_for(sample.x.device)
             for choice in choices_of(sample.of_rows(count), limits):
                 table.add(choice)
-                made.append(choice)
+                result.append(choice)
             if progress is not None:
                 progress(sample.name, done, len(samples))
     finally:
         _busy.clear()
         release()
-    return publish(made, samples[0][0].x.device, save_choices)
+    return publish(result, samples[0][0].x.device, save_choices)
 
 
 _busy: list[bool] = []

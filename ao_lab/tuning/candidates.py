@@ -124,12 +124,12 @@ def choices_of(sample: Sample, limits: Limits) -> Iterator[Choice]:
     if isinstance(sample, ServingSample):
         yield serving_choice(sample, limits)
         return
-    made = []
+    result = []
     for one in _product_choices(sample, limits):
-        made.append(one)
+        result.append(one)
         yield one
     if sample.g is not None:
-        yield training_choice(sample, made, limits)
+        yield training_choice(sample, result, limits)
 
 
 def _product_choices(sample: TrainingSample | ExpertsSample, limits: Limits) -> Iterator[Choice]:

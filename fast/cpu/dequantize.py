@@ -49,13 +49,13 @@ def dequantize(q: Quantized, name: str) -> torch.Tensor | None:
     length = q.shape[-1]
     rows = prod(q.shape[:-1])
     decoder = Decoder.of(q, dtype) if rows * length >= LARGE else None
-    made = torch.empty((rows, length), dtype=dtype, device="cpu")
+    result = torch.empty((rows, length), dtype=dtype, device="cpu")
     if decoder is not None and decoder.width == length:
-        decoder.write(0, rows, made)
+        decoder.write(0, rows, result)
     else:
-        _by_tiles(q, scales, made)
+        _by_tiles(q, scales, result)
     # Bits of a NaN that arithmetic makes are the CPU's affair, those of the reference are stated.
-    return None if _has_nan(made) else made.view(q.shape)
+    return None if _has_nan(result) else result.view(q.shape)
 
 
 def _has_nan(made: torch.Tensor) -> bool:
@@ -193,10 +193,10 @@ class Decoder:
 
     def write(self, first: int, last: int, out: torch.Tensor) -> None:
         """Rows first to last into out (last - first, width), contiguous, in `dtype`; behind K it is any."""
-        kernel, made = self._kernel(multiplies=False), _bits(out)
+        kernel, result = self._kernel(multiplies=False), _bits(out)
 
         def work(begin: int, end: int) -> None:
-            kernel(*self.operands, made, made[begin:end], first + begin, first + end)
+            kernel(*self.operands, result, result[begin:end], first + begin, first + end)
 
         in_parts(work, last - first, (last - first) * self.length)
 

@@ -217,8 +217,8 @@ class Decoding:
         normal = (magnitude << (23 - self.mantissa)) + ((127 - self.bias) << 23)
         normal |= np.where(magnitude >= self.special, 0x7F800000, 0).astype(np.int32)
         subnormal = magnitude.astype(np.float32) * np.float32(2.0 ** (1 - self.bias - self.mantissa))
-        made = np.where(magnitude >> self.mantissa, normal.view(np.float32), subnormal)
-        return np.where(codes >> (self.bits - 1), -made, made).astype(np.float32)
+        result = np.where(magnitude >> self.mantissa, normal.view(np.float32), subnormal)
+        return np.where(codes >> (self.bits - 1), -result, result).astype(np.float32)
 
 
 @lru_cache(maxsize=256)

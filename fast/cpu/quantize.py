@@ -46,14 +46,14 @@ def fake_quantize(x: torch.Tensor, scheme: Scheme, axis: int) -> torch.Tensor | 
 def _by_parts(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     length = x.shape[-1]
     rows = x.detach().reshape(-1, length)
-    made = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
+    result = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
     step = max(1, PART // length) if _is_of_rows(scheme) else len(rows)
     name = str(x.dtype).removeprefix("torch.")
     for first in range(0, len(rows), step):
         q = reference.quantize(rows[first : first + step], scheme)
         part = dequantize(q, name)
-        made[first : first + step] = reference.dequantize(q, name) if part is None else part
-    return made.view(x.shape)
+        result[first : first + step] = reference.dequantize(q, name) if part is None else part
+    return result.view(x.shape)
 
 
 def _takes(x: torch.Tensor, scheme: Scheme, axis: int) -> bool:
@@ -91,8 +91,8 @@ def values(x: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
     rule = _rule_of(x, scheme, codes=False)
     if rule is None:
         return None
-    made = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    return made if _run(x, scheme, rule, made, _nothing(np.float32), _nothing(np.int8)) else None
+    result = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    return result if _run(x, scheme, rule, result, _nothing(np.float32), _nothing(np.int8)) else None
 
 
 def quantized(x: torch.Tensor, scheme: Scheme, axis: int) -> Quantized | None:

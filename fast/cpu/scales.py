@@ -49,8 +49,8 @@ class BlockScales:
         """Those of a tensor to be dequantized to a dtype; None where only the reference has the bits."""
         if not covered(q.scheme, tuple(q.shape), q.axis, dtype):
             return None
-        made = cls._made(q, dtype)
-        return made if made._is_plain(q.scheme, dtype) else None
+        result = cls._made(q, dtype)
+        return result if result._is_plain(q.scheme, dtype) else None
 
     @classmethod
     def _made(cls, q: Quantized, dtype: torch.dtype) -> BlockScales:

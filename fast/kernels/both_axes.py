@@ -114,9 +114,11 @@ def _pairs_tile(
 
     blocks = tl.reshape(magnitudes, (ROWS, BLOCKS, 16))
     m, s, limits, signs = factors_of(_over_halves(tl.reduce(blocks, 2, larger_pair, keep_dims=True)), SCHEME)
-    made = rounded_pairs(tl.reshape(w, (ROWS, BLOCKS, 16)), m, s, limits, signs, SATURATES, SCHEME)
+    result = rounded_pairs(tl.reshape(w, (ROWS, BLOCKS, 16)), m, s, limits, signs, SATURATES, SCHEME)
     tl.store(
-        (along_rows + first).to(WORDS, bitcast=True) + at, tl.reshape(made, (ROWS, COLUMNS // 2)), mask=inside
+        (along_rows + first).to(WORDS, bitcast=True) + at,
+        tl.reshape(result, (ROWS, COLUMNS // 2)),
+        mask=inside,
     )
 
     m, s, limits, signs = factors_of(tl.reduce(magnitudes, 0, larger_pair, keep_dims=True), SCHEME)
@@ -127,8 +129,8 @@ def _pairs_tile(
         both = scale_codes(s)
         _store_scales(scale, both & 0xFF, both >> 16, strip, tile, columns, MASKED, COLUMNS)
     else:
-        made = rounded_pairs(w, m, s, limits, signs, SATURATES, SCHEME)
-        tl.store((along_columns + first).to(WORDS, bitcast=True) + at, made, mask=inside)
+        result = rounded_pairs(w, m, s, limits, signs, SATURATES, SCHEME)
+        tl.store((along_columns + first).to(WORDS, bitcast=True) + at, result, mask=inside)
 
 
 @triton.jit
@@ -152,8 +154,8 @@ def _floats_tile(
     v = widened(tl.load(x + first + at, mask=inside, other=0.0))
 
     blocks = tl.reshape(v, (ROWS, BLOCKS, 32))
-    made = _values(blocks, _largest(blocks, 2, SCHEME.has_ptx), SCHEME)
-    tl.store(along_rows + first + at, tl.reshape(made, (ROWS, COLUMNS)), mask=inside)
+    result = _values(blocks, _largest(blocks, 2, SCHEME.has_ptx), SCHEME)
+    tl.store(along_rows + first + at, tl.reshape(result, (ROWS, COLUMNS)), mask=inside)
 
     largest = _largest(v, 0, SCHEME.has_ptx)
     if CODES:
@@ -335,8 +337,8 @@ def both_values(
     if not covers(x, scheme):
         return None
     call = _launched(x, scheme, codes=False)
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("rows", "columns"), key, record)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("rows", "columns"), key, record)
+    return result
 
 
 def values_and_codes(
@@ -348,8 +350,8 @@ def values_and_codes(
         return None
     call = _launched(x, scheme, codes=True)
     stored = Quantized("codes", "scale", None, None, tuple(x.shape), 0, scheme)  # type: ignore[arg-type]
-    made: tuple[torch.Tensor, Quantized] = call.result(("rows", stored), key, record)
-    return made
+    result: tuple[torch.Tensor, Quantized] = call.result(("rows", stored), key, record)
+    return result
 
 
 def _launched(x: torch.Tensor, scheme: Scheme, *, codes: bool) -> Call:

@@ -80,11 +80,11 @@ def weight_and_bias_gradients(
         return None
     device = g.get_device()
     try:
-        made = plan(device, *g.shape, x.shape[1], g.dtype)
-        if made.algorithm is None:
+        result = plan(device, *g.shape, x.shape[1], g.dtype)
+        if result.algorithm is None:
             return None
         with torch.cuda.device(device):
-            return made(g, x, (stream or torch.cuda.current_stream(device)).cuda_stream)
+            return result(g, x, (stream or torch.cuda.current_stream(device)).cuda_stream)
     except LibraryError as error:
         FAILED.append(f"it failed before: {error}")
         warnings.warn(
@@ -190,20 +190,20 @@ def check(status: int, what: str) -> None:
 @lru_cache(maxsize=64)
 def handle(device: int) -> Pointer:
     """The library's handle of a CUDA device, kept as long as the process."""
-    made = Pointer()
+    result = Pointer()
     with torch.cuda.device(device):
-        check(library().cublasLtCreate(ctypes.byref(made)), f"a handle of device {device}")
-    return made
+        check(library().cublasLtCreate(ctypes.byref(result)), f"a handle of device {device}")
+    return result
 
 
 def descriptor(attributes: dict[int, ctypes.c_int32 | ctypes.c_uint64]) -> Pointer:
     """The descriptor of a product with sums and factors in float32."""
-    made = Pointer()
-    status = library().cublasLtMatmulDescCreate(ctypes.byref(made), COMPUTE_32F, TYPES[torch.float32])
+    result = Pointer()
+    status = library().cublasLtMatmulDescCreate(ctypes.byref(result), COMPUTE_32F, TYPES[torch.float32])
     check(status, "a product's descriptor")
     for attribute, value in attributes.items():
-        set_attribute(made, attribute, value)
-    return made
+        set_attribute(result, attribute, value)
+    return result
 
 
 def set_attribute(made: Pointer, attribute: int, value: ctypes.c_int32 | ctypes.c_uint64) -> None:
@@ -216,10 +216,10 @@ def set_attribute(made: Pointer, attribute: int, value: ctypes.c_int32 | ctypes.
 
 def layout(dtype: torch.dtype, rows: int, columns: int) -> Pointer:
     """Of a matrix whose columns lie one behind the other: the transpose of a contiguous (columns, rows)."""
-    made = Pointer()
-    status = library().cublasLtMatrixLayoutCreate(ctypes.byref(made), TYPES[dtype], rows, columns, rows)
+    result = Pointer()
+    status = library().cublasLtMatrixLayoutCreate(ctypes.byref(result), TYPES[dtype], rows, columns, rows)
     check(status, f"the layout of {rows} x {columns}")
-    return made
+    return result
 
 
 def destroy(product: Pointer, layouts: tuple[Pointer, ...]) -> None:

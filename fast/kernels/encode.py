@@ -43,8 +43,8 @@ def encode_kernel(x, words, codes, count, E: tl.constexpr, WIDE: tl.constexpr, T
     drawn = None
     if E.rounding == "stochastic":
         drawn = tl.load(words + at, mask=at < count, other=0)
-    made = encode_values(v, drawn, E)
-    tl.store(codes + at, made.to(codes.dtype.element_ty), mask=at < count)
+    result = encode_values(v, drawn, E)
+    tl.store(codes + at, result.to(codes.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
@@ -183,8 +183,8 @@ def unpack(
         return None
     call = Call({"packed": packed})
     add_unpacking(call, "packed", "codes", shape, fmt)
-    made: torch.Tensor = call.result("codes", key, record)
-    return made
+    result: torch.Tensor = call.result("codes", key, record)
+    return result
 
 
 def add_unpacking(call: Call, source: str, target: str, shape: tuple[int, ...], fmt: Format) -> None:

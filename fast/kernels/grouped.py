@@ -106,10 +106,10 @@ def group_layout(
     """
     key = dispatch.key_of("group_layout", "", (rows, places, step), (offsets,))
     call = dispatch.find(key)
-    made = None if call is None else call(offsets)
-    if made is None:
-        made = _columns_described(offsets, rows, places, step).result(("ends", "source", "owners"), key)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = made
+    result = None if call is None else call(offsets)
+    if result is None:
+        result = _columns_described(offsets, rows, places, step).result(("ends", "source", "owners"), key)
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = result
     return found
 
 
@@ -251,9 +251,9 @@ def group_columns_kernel(
     w = tl.load(at, mask=(row >= 0)[:, None], other=0)
     magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
     if KIND == "mx":
-        made, code = along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
-        made = tl.reshape(
-            tl.permute(tl.reshape(made, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
+        result, code = along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
+        result = tl.reshape(
+            tl.permute(tl.reshape(result, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
         )
         block = first // 32 + tl.arange(0, DOWN)
         to_scale = scale + own_column[:, None] * (places // 32) + block[None, :]
@@ -263,18 +263,18 @@ def group_columns_kernel(
         of_columns = largest_of_columns(magnitudes, IS_BF16, SCHEME.has_ptx, DOWN, ACROSS)
         stored, _, by = scales_of(of_columns, SCHEME)
         tl.store(scale + own_column * (places // 128) + tile_row, stored)
-        made = column_codes(low, high, by, SCHEME, DOWN, ACROSS)
+        result = column_codes(low, high, by, SCHEME, DOWN, ACROSS)
     else:
         by = _group_factors(
             statistic, owners, scale, table, first, own_column, places, columns, experts, SCHEME, KIND, STEP, DOWN,
         )  # fmt: skip
-        made = _grain_codes(low, high, by, SCHEME, DOWN, ACROSS)
+        result = _grain_codes(low, high, by, SCHEME, DOWN, ACROSS)
     word = first // 4 + tl.arange(0, 8 * DOWN)
     to = codes.to(WORDS, bitcast=True) + own_column[:, None] * (places // 4) + word[None, :]
     if MASKED:
-        tl.store(to, made, mask=(word < places // 4)[None, :])
+        tl.store(to, result, mask=(word < places // 4)[None, :])
     else:
-        tl.store(to, made)
+        tl.store(to, result)
 
 
 # `gather_transposed`: rows of a matrix, by index, as columns; one read, one write, no index on the host.
@@ -406,15 +406,15 @@ def group_columns(
     """
     key = dispatch.key_of("group_columns", scheme, (experts, step), (x, source, owners))
     call = dispatch.find(key)
-    made = None if call is None else call(x, source, owners)
-    if made is None:
+    result = None if call is None else call(x, source, owners)
+    if result is None:
         kind = kind_of(x, scheme, step)
         if not kind:
             return None
         given = Call({"x": x, "source": source, "owners": owners}, words=("x",))
         names = ("codes", "scale", "table" if kind in ("vectors", "tensor") else None)
-        made = _described(given, scheme, kind, experts, step).result(names, key, scheme)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = made
+        result = _described(given, scheme, kind, experts, step).result(names, key, scheme)
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = result
     return found
 
 

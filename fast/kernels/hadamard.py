@@ -101,10 +101,10 @@ def beside(index, loaded, HAS_PTX: tl.constexpr):
 def largest_of(v, COUNT: tl.constexpr, FINITE_ONLY: tl.constexpr, HAS_PTX: tl.constexpr):
     """Pattern of the largest magnitude of a tuple, element by element. FINITE_ONLY: NaN and infinity count as 0."""
     if HAS_PTX and not FINITE_ONLY:
-        made = tl.abs(v[0])
+        result = tl.abs(v[0])
         for i in tl.static_range(1, COUNT):
-            made = larger(made, tl.abs(v[i]))
-        return bits_of(made) & MAGNITUDE
+            result = larger(result, tl.abs(v[i]))
+        return bits_of(result) & MAGNITUDE
     else:
         found = _magnitude(v[0], FINITE_ONLY)
         for i in tl.static_range(1, COUNT):
@@ -114,10 +114,10 @@ def largest_of(v, COUNT: tl.constexpr, FINITE_ONLY: tl.constexpr, HAS_PTX: tl.co
 
 @triton.jit
 def _magnitude(v, FINITE_ONLY: tl.constexpr):
-    made = bits_of(v) & MAGNITUDE
+    result = bits_of(v) & MAGNITUDE
     if FINITE_ONLY:
-        made = tl.where(made < INFINITY, made, 0)
-    return made
+        result = tl.where(result < INFINITY, result, 0)
+    return result
 
 
 @triton.jit
@@ -133,8 +133,8 @@ def factor_of(s, scale_code, prepared, outer, SCHEME: tl.constexpr):
 def codes_of(v, s, factor, outer, bits, SCHEME: tl.constexpr, DRAWS: tl.constexpr):
     """int32 codes. DRAWS: scaled elements are rounded stochastically by `stochastic_codes`; else by the rules."""
     if DRAWS:
-        made = stochastic_codes(v * factor, bits, SCHEME.element)
-        return tl.where(is_nan(s), SCHEME.poison_code, made)
+        result = stochastic_codes(v * factor, bits, SCHEME.element)
+        return tl.where(is_nan(s), SCHEME.poison_code, result)
     else:
         return element_codes(v, s, outer, None, bits, SCHEME)
 
@@ -144,8 +144,8 @@ def values_of(v, s, factor, outer, bits, SCHEME: tl.constexpr, DRAWS: tl.constex
     """What the codes stand for, in a dtype; NaN in poisoned blocks."""
     c = combined(s, outer, SCHEME, "float32")
     if not SCHEME.has_ptx:
-        made = codes_of(v, s, factor, outer, bits, SCHEME, DRAWS)
-        return narrow(values(made, c, None, SCHEME, "float32"), DTYPE, True)
+        result = codes_of(v, s, factor, outer, bits, SCHEME, DRAWS)
+        return narrow(values(result, c, None, SCHEME, "float32"), DTYPE, True)
     elif SCHEME.fast_path != "" and not DRAWS:
         value = rounded_values(v, factor, s, None, SCHEME)
     else:
@@ -162,28 +162,28 @@ def mixed_tuple(v, LENGTH: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constex
 
     SIGNS: bit i where element i is negated first.
     """
-    made = ()
+    result = ()
     for i in tl.static_range(LENGTH):
-        made += (negated(v[i], (SIGNS >> i) & 1),)
+        result += (negated(v[i], (SIGNS >> i) & 1),)
     for stage in tl.static_range(16):
         if (1 << stage) < LENGTH:
-            made = _stage(made, LENGTH, stage)
+            result = _stage(result, LENGTH, stage)
     out = ()
     for i in tl.static_range(LENGTH):
-        out += (made[i] * FACTOR,)
+        out += (result[i] * FACTOR,)
     return out
 
 
 @triton.jit
 def _stage(v, LENGTH: tl.constexpr, STAGE: tl.constexpr):
     """Elements 2**STAGE apart by their sum and difference."""
-    made = ()
+    result = ()
     for i in tl.static_range(LENGTH):
         if (i >> STAGE) & 1:
-            made += (v[i - (1 << STAGE)] - v[i],)
+            result += (v[i - (1 << STAGE)] - v[i],)
         else:
-            made += (v[i] + v[i + (1 << STAGE)],)
-    return made
+            result += (v[i] + v[i + (1 << STAGE)],)
+    return result
 
 
 @triton.jit
@@ -198,10 +198,10 @@ def side_by_side(v, LENGTH: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def _joined(v, HALF: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr):
     """Tensors i and i + HALF side by side, (P, WIDTH)."""
-    made = ()
+    result = ()
     for i in tl.static_range(HALF):
-        made += (tl.reshape(tl.join(v[i], v[i + HALF]), (P, WIDTH)),)
-    return made
+        result += (tl.reshape(tl.join(v[i], v[i + HALF]), (P, WIDTH)),)
+    return result
 
 
 @triton.jit
@@ -232,16 +232,16 @@ def _split(v, COUNT: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr):
 def mixed_words(v, WORDS: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr):
     """Four tensors (P, WORDS): element 4 w + j of a block is v[j][:, w]. Stages beyond the first two cross lanes."""
     w = tl.arange(0, WORDS)[None, :]
-    made = ()
+    result = ()
     for j in tl.static_range(4):
-        made += (float_of(bits_of(v[j]) ^ _sign_of(w, j, SIGNS, WORDS)),)
-    made = _stage(_stage(made, 4, 0), 4, 1)
+        result += (float_of(bits_of(v[j]) ^ _sign_of(w, j, SIGNS, WORDS)),)
+    result = _stage(_stage(result, 4, 0), 4, 1)
     for stage in tl.static_range(14):
         if (1 << stage) < WORDS:
-            made = _across(made, w, stage)
+            result = _across(result, w, stage)
     out = ()
     for j in tl.static_range(4):
-        out += (made[j] * FACTOR,)
+        out += (result[j] * FACTOR,)
     return out
 
 
@@ -250,20 +250,20 @@ def _across(v, w, STAGE: tl.constexpr):
     """Sums and differences with the word 2**STAGE away: of the right one p - v, which is p + (-v)."""
     partner = tl.broadcast_to(w ^ (1 << STAGE), v[0].shape)
     flip = ((w >> STAGE) & 1) << 31
-    made = ()
+    result = ()
     for j in tl.static_range(4):
-        made += (tl.gather(v[j], partner, 1) + float_of(bits_of(v[j]) ^ flip),)
-    return made
+        result += (tl.gather(v[j], partner, 1) + float_of(bits_of(v[j]) ^ flip),)
+    return result
 
 
 @triton.jit
 def _sign_of(w, J: tl.constexpr, SIGNS: tl.constexpr, WORDS: tl.constexpr):
     """The sign bit of elements 4 w + J, int32 (1, WORDS)."""
-    made = w * 0
+    result = w * 0
     for i in tl.static_range(WORDS):
         if (SIGNS >> (4 * i + J)) & 1:
-            made = made | tl.where(w == i, SIGN, 0)
-    return made
+            result = result | tl.where(w == i, SIGN, 0)
+    return result
 
 
 @triton.jit
@@ -278,13 +278,13 @@ def negated(v, YES: tl.constexpr):
 @triton.jit
 def in_dtype(v, COUNT: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr):
     """A tuple of float32 tensors rounded to the input's dtype."""
-    made = ()
+    result = ()
     for i in tl.static_range(COUNT):
         if DTYPE == "float32":
-            made += (v[i],)
+            result += (v[i],)
         else:
-            made += (rounded_once(v[i], DTYPE, HAS_PTX),)
-    return made
+            result += (rounded_once(v[i], DTYPE, HAS_PTX),)
+    return result
 
 
 #: Columns of a program, two in a thread: 4 bytes of 16-bit floats, and a block of 32 in 64 registers.
@@ -331,14 +331,14 @@ def columns_kernel(
             words = _words(place, strip, rows, seed_low, seed_high, stream, LENGTH, WIDE, C)
         tile = side_by_side(v, LENGTH, C)
         if OP.codes:
-            made = codes_of(tile, s, factor, g_outer, words, SCHEME, DRAWS).to(tl.uint8)
+            result = codes_of(tile, s, factor, g_outer, words, SCHEME, DRAWS).to(tl.uint8)
             target = codes
         else:
-            made = values_of(tile, s, factor, g_outer, words, SCHEME, DRAWS, OP.output)
+            result = values_of(tile, s, factor, g_outer, words, SCHEME, DRAWS, OP.output)
             target = y
-        made = one_by_one(made, LENGTH, C)
+        result = one_by_one(result, LENGTH, C)
         for i in tl.static_range(LENGTH):
-            tl.store(target + (at + i * columns), made[i], mask=inside)
+            tl.store(target + (at + i * columns), result[i], mask=inside)
 
 
 @triton.jit
@@ -381,10 +381,10 @@ def rows_kernel(
     if MIXED:
         v = in_dtype(mixed_words(v, WORDS, SIGNS, FACTOR), 4, SCHEME.dtype, SCHEME.has_ptx)
     if BARE:
-        made = ()
+        result = ()
         for i in tl.static_range(4):
-            made += (narrow(v[i], SCHEME.dtype, False),)
-        _store_words(y, at, inside, made)
+            result += (narrow(v[i], SCHEME.dtype, False),)
+        _store_words(y, at, inside, result)
     elif OP.statistic:
         largest = tl.max(tl.max(largest_of(v, 4, SCHEME.house, SCHEME.has_ptx), axis=1), axis=0)
         tl.atomic_max(statistic, largest, sem="relaxed")
@@ -407,10 +407,10 @@ def _quantized(
 ):  # fmt: skip
     """Codes or values of four elements a word, stored."""
     if OP.codes:
-        made = codes_of(v[0], s, factor, outer, words[0], SCHEME, DRAWS)
+        result = codes_of(v[0], s, factor, outer, words[0], SCHEME, DRAWS)
         for i in tl.static_range(1, 4):
-            made = made | (codes_of(v[i], s, factor, outer, words[i], SCHEME, DRAWS) << (8 * i))
-        tl.store(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, made, mask=inside)
+            result = result | (codes_of(v[i], s, factor, outer, words[i], SCHEME, DRAWS) << (8 * i))
+        tl.store(codes.to(tl.pointer_type(tl.int32), bitcast=True) + at, result, mask=inside)
     else:
         values = ()
         for i in tl.static_range(4):

@@ -50,8 +50,8 @@ def static_scales_kernel(
         i = start + tl.arange(0, SIZE)[None, :]
         inside = exists & (i < LENGTH)
         v = widened(read(x + begin + i, inside), SCHEME.signs_nan)
-        made = element_codes(v, divisor, one, z, None, SCHEME)
-        tl.store(codes + begin + i, made.to(tl.uint8), mask=inside)
+        result = element_codes(v, divisor, one, z, None, SCHEME)
+        tl.store(codes + begin + i, result.to(tl.uint8), mask=inside)
         largest = tl.maximum(largest, block_absmax(v, SCHEME.has_ptx))
     tl.store(row_scale + row, float_of(tl.where(largest > INFINITY, NAN, bits_of(s))), mask=exists)
     if row_zero is not None:
@@ -82,8 +82,8 @@ def quantize_rows(
         call.allocate("row_zero", (count, 1), torch.int8)
     call.launch(_launch(of, count, length), POINTERS)
     zero = None if scheme.zero is None else "row_zero"
-    made = Quantized("codes", "row_scale", None, zero, (count, length), 1, by_rows, False, False)
-    result: Quantized = call.result(made, key, record)
+    output = Quantized("codes", "row_scale", None, zero, (count, length), 1, by_rows, False, False)
+    result: Quantized = call.result(output, key, record)
     return result
 
 

@@ -62,9 +62,9 @@ class Call:
     ) -> torch.Tensor:
         """A fresh tensor. fill: the value that each row starts with; () where the launches write every element."""
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        made = filled(torch.empty(shape, dtype=dtype, device=self.device), fill)
-        self.tensors[name], self.buffers[name] = made, (tuple(shape), dtype, fill)
-        return made
+        result = filled(torch.empty(shape, dtype=dtype, device=self.device), fill)
+        self.tensors[name], self.buffers[name] = result, (tuple(shape), dtype, fill)
+        return result
 
     def launch(
         self,
@@ -100,11 +100,11 @@ class Call:
         places = {name: at for at, name in enumerate(names) if name in self.tensors}
         finish = dispatch.maker(template, places)
         self.finish = finish if convert is None else lambda tensors: convert(finish(tensors))
-        made = self.finish([*self.inputs.values(), *(self.tensors[name] for name in self.buffers)])
+        output = self.finish([*self.inputs.values(), *(self.tensors[name] for name in self.buffers)])
         if key is not None and self.repeatable and not interpreted():
             self._prepare(places)
             dispatch.remember(key, self if before is None else before(self), record)
-        return made
+        return output
 
     # Repeating
 
@@ -170,10 +170,10 @@ class Call:
             return self._launch_again(inputs, sizes)
         # Allocate the buffers and launch, past everything of Triton that looks at arguments.
         allocate = self._allocate
-        made = [allocate(*size) for size in sizes]
-        addresses += [tensor.data_ptr() for tensor in made]
+        buffers = [allocate(*size) for size in sizes]
+        addresses += [tensor.data_ptr() for tensor in buffers]
         addresses.append(None)
-        tensors = [*inputs, *made]
+        tensors = [*inputs, *buffers]
         stream = direct.current_stream(self.index)  # type: ignore[misc]
         for at, fill, size in self._fills:
             if fill != (0,) or not direct.zero(addresses[at], size, stream):
@@ -204,16 +204,16 @@ class Call:
     def _launch_again(self, inputs: Sequence[torch.Tensor | None], sizes: list[Size]) -> list[Any]:
         """By `kernel[grid]` where nothing else will do: odd addresses, tensors that have to be copied, hooks."""
         tensors = self._usable(dict(zip(self.inputs, inputs, strict=True)))
-        made = [
+        result = [
             filled(torch.empty(shape, dtype=dtype, device=self.device), fill)
             for shape, dtype, fill in self.buffers.values()
         ]
-        tensors.update(zip(self.buffers, made, strict=True))
+        tensors.update(zip(self.buffers, result, strict=True))
         for kernel, pointers, _ in self.steps:
             kernel.run([None if name is None else tensors[name] for name in pointers], self.index)
         views = [
             one if size is own else torch.as_strided(one.view(size[2]), *size[:2])
-            for one, own, size in zip(made, self._sizes, sizes, strict=True)
+            for one, own, size in zip(result, self._sizes, sizes, strict=True)
         ]
         return [*inputs, *views]
 

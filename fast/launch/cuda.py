@@ -144,11 +144,11 @@ class Maps(dict[tuple[int, ...], bytes]):
         self.describe, self.count, self.at = describe, count, at
 
     def __missing__(self, at: tuple[int, ...]) -> bytes:
-        made = self.describe(*at)
+        result = self.describe(*at)
         while len(self) >= MOST_MAPS:
             self.pop(self._oldest(), None)
-        self[at] = made
-        return made
+        self[at] = result
+        return result
 
     def _oldest(self) -> tuple[int, ...]:
         """The addresses that came first; none where another thread is changing this."""

@@ -111,13 +111,13 @@ def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> by
     length: a multiple of STEP. A box has 64 or 128 bytes of at most 256 rows and is swizzled by as many, as wgmma reads it.
     """
     memory = (ctypes.c_char * (MAP_BYTES + MAP_ALIGNMENT))()
-    made = (ctypes.c_char * MAP_BYTES).from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
+    result = (ctypes.c_char * MAP_BYTES).from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
     status = driver().cuTensorMapEncodeTiled(
-        made, UINT8, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(length, rows), (ctypes.c_uint64 * 1)(length),
+        result, UINT8, 2, ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(length, rows), (ctypes.c_uint64 * 1)(length),
         (ctypes.c_uint32 * 2)(box[1], box[0]), (ctypes.c_uint32 * 2)(1, 1), PLAIN, SWIZZLES[box[1]], L2_256, ZEROS,
     )  # fmt: skip
     check(status, f"a tensor map of {rows} rows of {length} bytes at {address:#x}, boxes {box}")
-    return bytes(made)
+    return bytes(result)
 
 
 __all__ = [

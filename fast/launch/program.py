@@ -151,14 +151,14 @@ def launching(
             y = allocate(*size)
             first(stream(index), where((address, other, *addresses, y.data_ptr(), None)))
             return y
-        made, on = [allocate(*size) for size in sizes], stream(index)
+        result, on = [allocate(*size) for size in sizes], stream(index)
         if fills:
-            fill(made, fills, on)
-        begins = [one.data_ptr() for one in made]
+            fill(result, fills, on)
+        begins = [one.data_ptr() for one in result]
         addresses = [address, other, *addresses, *[begins[at] + more for at, more in spots], None]
         for step, select in steps:
             step(on, select(addresses))
-        return take(made)
+        return take(result)
 
     return launch
 

@@ -40,8 +40,8 @@ def column_sums(g: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
         raise ValueError("column_sums takes a tensor with an axis of columns, got one without axes")
     if not g.is_cuda or not (is_traced(g) or covers(g)):
         return summed(g, dtype)
-    made: torch.Tensor = run(COLUMN_SUMS, None, (dtype,), (g,))
-    return made
+    result: torch.Tensor = run(COLUMN_SUMS, None, (dtype,), (g,))
+    return result
 
 
 def covers(g: torch.Tensor) -> bool:
@@ -60,8 +60,8 @@ def summed(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def column_sums_op(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `column_sums`."""
-    made: torch.Tensor = execute(COLUMN_SUMS, None, (dtype,), (g,))
-    return made
+    result: torch.Tensor = execute(COLUMN_SUMS, None, (dtype,), (g,))
+    return result
 
 
 def _fake(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,8 +13,8 @@ from fast.dispatch import has_kernels, is_traced, is_transformed
 def gather_transposed(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """x (T, C) by source (P,) int32 as (C, P); negative numbers give zeros."""
     if is_traced(x) or is_transformed():
-        made: torch.Tensor = _gather_op(x, source)
-        return made
+        result: torch.Tensor = _gather_op(x, source)
+        return result
     return _gather(x, source)
 
 

@@ -50,8 +50,8 @@ def weight_and_bias_gradients(g: torch.Tensor, x: torch.Tensor) -> Pair:
     if not g.is_cuda or not (is_traced(g) or covers(g)):
         return g.t().mm(x), column_sums(g)
     if not _is_plain(g, x):
-        made: Pair = run(LINEAR_GRADIENTS, None, (), (g, x))
-        return made
+        result: Pair = run(LINEAR_GRADIENTS, None, (), (g, x))
+        return result
     # No call is remembered, so that dispatch would look at both anew in each: half of what such a call takes the host.
     return _kernel(None, (), (g, x), None) or apart(g, x)
 

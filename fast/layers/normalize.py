@@ -32,8 +32,8 @@ def rms_norm(
 
     Arguments, edges and errors as in `reference.rms_norm`.
     """
-    made: tuple[torch.Tensor, torch.Tensor | None] = run(RMS_NORM, None, (eps,), (x, residual, weight))
-    return made
+    result: tuple[torch.Tensor, torch.Tensor | None] = run(RMS_NORM, None, (eps,), (x, residual, weight))
+    return result
 
 
 def rms_norm_quantize(
@@ -49,10 +49,10 @@ def rms_norm_quantize(
 
     Arguments, edges and errors as in `reference.rms_norm_quantize`. No gradient flows through.
     """
-    made: tuple[Quantized, torch.Tensor | None] = run(
+    result: tuple[Quantized, torch.Tensor | None] = run(
         RMS_NORM_QUANTIZE, scheme, (eps, packed), (x, residual, weight)
     )
-    return made
+    return result
 
 
 def rms_norm_vjp(
@@ -64,8 +64,8 @@ def rms_norm_vjp(
     residual_grad: torch.Tensor | None = None,
 ) -> Pair:
     """(dx, dweight) on x's device. Arguments, edges and errors as in `reference.layers.normalize.rms_norm_vjp`."""
-    made: Pair = run(RMS_NORM_VJP, None, (float(eps),), (g, x, weight, residual_grad))
-    return made
+    result: Pair = run(RMS_NORM_VJP, None, (float(eps),), (g, x, weight, residual_grad))
+    return result
 
 
 def rms_norm_op(
@@ -96,8 +96,8 @@ def _norm_backward(ctx: Any, grads: Any) -> tuple[Any, ...]:
 
 def _rms_norm(record: Any, values: Values, operands: Operands) -> tuple[Any, Any]:
     x, residual, weight = operands
-    made = RMS_NORM_OP(x, residual, weight, float(values[0]))
-    return made[0], made[1] if residual is not None else None
+    result = RMS_NORM_OP(x, residual, weight, float(values[0]))
+    return result[0], result[1] if residual is not None else None
 
 
 def _rms_norm_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
@@ -132,14 +132,14 @@ def rms_norm_quantize_op(
 def _rms_norm_quantize_fake(
     x: torch.Tensor, residual: Any, weight: torch.Tensor, scheme: str, eps: float, packed: bool
 ) -> list[torch.Tensor]:
-    made = fresh_rows(x, scheme, packed)
-    return made if residual is None else [*made, x.new_empty(x.shape)]
+    result = fresh_rows(x, scheme, packed)
+    return result if residual is None else [*result, x.new_empty(x.shape)]
 
 
 def _rms_norm_quantize(record: Any, values: Values, operands: Operands) -> tuple[Quantized, Any]:
     (x, residual, weight), (eps, packed), name = operands, values, record_name(record)
-    made = torch.ops.ao_lab.rms_norm_quantize(x, residual, weight, name, float(eps), packed)
-    return quantized_rows(made, x, name, packed), None if residual is None else made[-1]
+    result = torch.ops.ao_lab.rms_norm_quantize(x, residual, weight, name, float(eps), packed)
+    return quantized_rows(result, x, name, packed), None if residual is None else result[-1]
 
 
 def _rms_norm_quantize_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
@@ -147,9 +147,9 @@ def _rms_norm_quantize_kernel(record: Any, values: Values, operands: Operands, k
     from fast.kernels.layers import rms_norm
 
     (x, residual, weight), (eps, packed) = operands, values
-    made = rms_norm.rms_norm_quantize(x, weight, record, eps, residual, packed, key)
-    if made is not None:
-        return made
+    result = rms_norm.rms_norm_quantize(x, weight, record, eps, residual, packed, key)
+    if result is not None:
+        return result
     y, new_residual = execute(RMS_NORM, None, (eps,), operands)
     return execute(QUANTIZE, record, (-1, packed, False), (y,)), new_residual
 
@@ -210,8 +210,8 @@ def _norm_second(ctx: Any, grads: Any) -> tuple[Any, ...]:
     def formula(*some: Any) -> Pair:
         return _norm_formula(*some[:3], some[3] if len(some) > 3 else None, ctx.eps)
 
-    made = torch.func.vjp(formula, *given)[1](tuple(grads))
-    return *made, *(() if more is not None else (None,)), None
+    result = torch.func.vjp(formula, *given)[1](tuple(grads))
+    return *result, *(() if more is not None else (None,)), None
 
 
 RMS_NORM_VJP = Function(

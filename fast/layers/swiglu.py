@@ -50,14 +50,14 @@ def swiglu_vjp(g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Pair:
 
     gate and up may be halves of one matrix: rows are read where they lie.
     """
-    made: Pair = run(SWIGLU_VJP, None, strides(g, gate, up), (g, gate, up))
-    return made
+    result: Pair = run(SWIGLU_VJP, None, strides(g, gate, up), (g, gate, up))
+    return result
 
 
 def swiglu_op(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up."""
-    made: torch.Tensor = execute(SWIGLU, None, strides(gate, up), (gate, up))
-    return made
+    result: torch.Tensor = execute(SWIGLU, None, strides(gate, up), (gate, up))
+    return result
 
 
 def _save_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -100,9 +100,9 @@ def _swiglu_quantize_kernel(record: Any, values: Values, operands: Operands, key
     """In one kernel where blocks lie in rows; otherwise multiplied, and then quantized."""
     from fast.kernels.layers import swiglu
 
-    made = swiglu.swiglu_quantize(*operands, record, values[0], key)
-    if made is not None:
-        return made
+    result = swiglu.swiglu_quantize(*operands, record, values[0], key)
+    if result is not None:
+        return result
     y = execute(SWIGLU, None, values[1:], operands)
     return execute(QUANTIZE, record, (-1, values[0], False), (y,))
 

@@ -44,10 +44,10 @@ def linear_of_codes_op(
     """Rows of codes times the transpose of a weight of codes."""
     sizes = (tuple(x.shape), 1, False, False, tuple(codes.shape), 1, False, False)
     values = (dtype, record_of(scheme).key, False, fast_sums, *sizes)
-    made: torch.Tensor = execute(
+    result: torch.Tensor = execute(
         LINEAR_OF_CODES, record_of(x_scheme), values, (x, x_scale, x_zero, codes, scale, bias)
     )
-    return made
+    return result
 
 
 def _linear_of_codes_fake(
@@ -81,8 +81,8 @@ def _codes_of(record: Any, values: Values, operands: Operands) -> tuple[Quantize
 def _linear_of_codes(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     x, w, _, _ = _codes_of(record, values, operands)
     names = record_name(x.scheme), record_name(w.scheme)
-    made: torch.Tensor = LINEAR_OF_CODES_OP(*operands, *names, values[0], values[3])
-    return made
+    result: torch.Tensor = LINEAR_OF_CODES_OP(*operands, *names, values[0], values[3])
+    return result
 
 
 def _linear_of_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:

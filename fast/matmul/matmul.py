@@ -85,8 +85,8 @@ def _fake(*arguments: Any) -> torch.Tensor:
         for side, fields in ((tensors[:PARTS], left), (tensors[PARTS:], right))
     )
     shape = torch.matmul(torch.empty(a, device="meta"), torch.empty(b, device="meta")).shape
-    made: torch.Tensor = tensors[0].new_empty(shape, dtype=getattr(torch, options["out_dtype"]))
-    return made
+    result: torch.Tensor = tensors[0].new_empty(shape, dtype=getattr(torch, options["out_dtype"]))
+    return result
 
 
 def _fake_bound(*arguments: Any) -> torch.Tensor:
@@ -160,8 +160,8 @@ def _run(
     for operand in (a, b):
         require_tensor(operand.codes if isinstance(operand, Quantized) else operand, function.name)
     text, tensors = described(a, b, **options)
-    made: torch.Tensor = run(function, None, (text,), (*tensors, bias))
-    return made
+    result: torch.Tensor = run(function, None, (text,), (*tensors, bias))
+    return result
 
 
 def _name(dtype: DTypeLike) -> str:

@@ -50,10 +50,10 @@ def fake_quantize(
         )
     if wants_gradient(operands) and not (is_traced(x) or is_transformed()):
         (_, *parts, words) = operands if len(operands) > 1 else (x, None, None, None, None)
-        made: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]
+        result: Any = _FakeQuantize.apply(x, *parts, scheme, axis, words)  # type: ignore[no-untyped-call]
     else:
-        made = run(FAKE_QUANTIZE, scheme, (axis,), operands)
-    return made  # type: ignore[no-any-return]
+        result = run(FAKE_QUANTIZE, scheme, (axis,), operands)
+    return result  # type: ignore[no-any-return]
 
 
 def fake_quantize_vjp(
@@ -67,10 +67,10 @@ def fake_quantize_vjp(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dscale, dzero) as in `reference.fake_quantize_vjp`; they have no gradient themselves."""
     require_tensor(x, "fake_quantize_vjp")
-    made: tuple[Any, Any, Any] = run(
+    result: tuple[Any, Any, Any] = run(
         FAKE_QUANTIZE_VJP, scheme, (axis,), (g, *operands_of(x, scales, random_bits))
     )
-    return made
+    return result
 
 
 def fake_quantize_with_mask(
@@ -122,8 +122,8 @@ def fake_quantize_op(
 ) -> torch.Tensor:
     """x rounded to what its scheme represents."""
     operands = operands_of(x, given_of(scale, outer, zero), random_bits)
-    made: torch.Tensor = execute(FAKE_QUANTIZE, record_of(scheme), (axis,), operands)
-    return made.clone()
+    result: torch.Tensor = execute(FAKE_QUANTIZE, record_of(scheme), (axis,), operands)
+    return result.clone()
 
 
 def _fake_quantize_fake(
@@ -144,8 +144,8 @@ def fake_quantize_vjp_op(
 ) -> list[torch.Tensor]:
     """dx, and for given scales dscale and dzero where there is a zero point."""
     operands = (g, *operands_of(x, given_of(scale, outer, zero), random_bits))
-    made = execute(FAKE_QUANTIZE_VJP, record_of(scheme), (axis,), operands)
-    return [in_own_memory(part, g) for part in made if part is not None]
+    result = execute(FAKE_QUANTIZE_VJP, record_of(scheme), (axis,), operands)
+    return [in_own_memory(part, g) for part in result if part is not None]
 
 
 def _fake_quantize_vjp_fake(
@@ -158,12 +158,12 @@ def _fake_quantize_vjp_fake(
     axis: int,
     random_bits: Any,
 ) -> list[torch.Tensor]:
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format)]
+    result = [torch.empty_like(x, memory_format=torch.contiguous_format)]
     if scale is not None:
-        made.append(torch.empty_like(scale, dtype=torch.float32))
+        result.append(torch.empty_like(scale, dtype=torch.float32))
         if record_of(scheme).zero is not None:
-            made.append(torch.empty_like(scale, dtype=torch.float32))
-    return made
+            result.append(torch.empty_like(scale, dtype=torch.float32))
+    return result
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -174,17 +174,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
     x, scale, outer, zero, words = ctx.saved_tensors
-    made = VJP_OP(g, x, scale, outer, zero, ctx.scheme, ctx.axis, words)
+    result = VJP_OP(g, x, scale, outer, zero, ctx.scheme, ctx.axis, words)
     wanted = ctx.needs_input_grad
-    dscale = made[1] if scale is not None and wanted[1] else None
-    dzero = made[2] if zero is not None and wanted[3] and len(made) > 2 else None
-    return made[0], dscale, None, dzero, None, None, None
+    dscale = result[1] if scale is not None and wanted[1] else None
+    dzero = result[2] if zero is not None and wanted[3] and len(result) > 2 else None
+    return result[0], dscale, None, dzero, None, None, None
 
 
 def _fake_quantize(record: Any, values: Values, operands: Operands) -> torch.Tensor:
     *scales, words = parts_of(operands)
-    made: torch.Tensor = FAKE_QUANTIZE_OP(operands[0], *scales, record_name(record), *values, words)
-    return made
+    result: torch.Tensor = FAKE_QUANTIZE_OP(operands[0], *scales, record_name(record), *values, words)
+    return result
 
 
 def _fake_quantize_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
@@ -197,19 +197,19 @@ def _fake_quantize_reference(record: Any, values: Values, operands: Operands) ->
     from fast.cpu.quantize import fake_quantize as by_rows
 
     scales, words = given(operands)
-    made = None
+    result = None
     if scales is None and words is None and isinstance(record, Scheme):
-        made = by_rows(operands[0], record, *values)
-    if made is not None:
-        return made
+        result = by_rows(operands[0], record, *values)
+    if result is not None:
+        return result
     return reference.fake_quantize(operands[0], record, axis=values[0], scales=scales, random_bits=words)
 
 
 def _vjp(record: Any, values: Values, operands: Operands) -> tuple[Any, ...]:
     g, x, *_ = operands
     *scales, words = parts_of(operands[1:])
-    made = VJP_OP(g, x, *scales, record_name(record), *values, words)
-    return (*made, None, None)[:3]
+    result = VJP_OP(g, x, *scales, record_name(record), *values, words)
+    return (*result, None, None)[:3]
 
 
 def _vjp_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:

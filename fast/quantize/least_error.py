@@ -38,9 +38,9 @@ def refine_float16_scales(x: torch.Tensor, q: Quantized) -> Quantized:
         above, _ = _neighbours(x, q.scheme, q.axis, q.scale)
         return quantize(x, q.scheme, axis=q.axis, scales=Scales(above), packed=q.packed)
     rows = small.any(1).nonzero().flatten()
-    made = _refined_rows(x[rows], q.scheme, q.scale[rows], q.packed)
+    result = _refined_rows(x[rows], q.scheme, q.scale[rows], q.packed)
     codes, scale = q.codes.clone(), q.scale.clone()
-    codes[rows], scale[rows] = made.codes, made.scale
+    codes[rows], scale[rows] = result.codes, result.scale
     return replace(q, codes=codes, scale=scale)
 
 

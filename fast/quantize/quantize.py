@@ -61,8 +61,8 @@ def dequantize(q: Quantized, dtype: DTypeLike = "float32") -> torch.Tensor:
         dtype = dtype_name(dtype, FLOAT_DTYPES, "dtype")
     if not isinstance(q, Quantized):
         # The reference says what is wrong.
-        made: Any = reference.dequantize(q, dtype)
-        return require_tensor(made, "dequantize")
+        result: Any = reference.dequantize(q, dtype)
+        return require_tensor(result, "dequantize")
     require_tensor(q.codes, "dequantize")
     if q.tiled:
         check_quantized(q)
@@ -103,8 +103,8 @@ def parts_of(operands: Operands) -> tuple[Any, ...]:
 
 def choose_scales_op(x: torch.Tensor, scheme: str, axis: int) -> list[torch.Tensor]:
     """Scale, outer scale and zero point, those that there are."""
-    made = execute(CHOOSE_SCALES, record_of(scheme), (axis,), (x,))
-    return [part for part in (made.scale, made.outer, made.zero) if part is not None]
+    result = execute(CHOOSE_SCALES, record_of(scheme), (axis,), (x,))
+    return [part for part in (result.scale, result.outer, result.zero) if part is not None]
 
 
 def _choose_scales_fake(x: torch.Tensor, scheme: str, axis: int) -> list[torch.Tensor]:
@@ -171,15 +171,17 @@ def fresh_scales(
     """Empty scales, outer scales and zero points of x, or of a tensor of another shape."""
     blocks = Blocks.of(tuple(x.shape) if shape is None else shape, record.scale, axis)
     size = blocks.scale_shape
-    made = [x.new_empty(size, dtype=getattr(torch, storage_dtype(record.scale.storage)))]
+    result = [x.new_empty(size, dtype=getattr(torch, storage_dtype(record.scale.storage)))]
     if record.outer is not None and _is_double(record):
-        made.append(x.new_empty(scale_groups(blocks, record.outer, record).scale_shape, dtype=torch.float32))
-        made.append(x.new_empty((), dtype=torch.float32))
+        result.append(
+            x.new_empty(scale_groups(blocks, record.outer, record).scale_shape, dtype=torch.float32)
+        )
+        result.append(x.new_empty((), dtype=torch.float32))
     elif record.outer is not None and with_outer:
-        made.append(x.new_empty((), dtype=torch.float32))
+        result.append(x.new_empty((), dtype=torch.float32))
     if record.zero is not None:
-        made.append(x.new_empty(size, dtype=getattr(torch, storage_dtype(record.zero.storage))))
-    return made
+        result.append(x.new_empty(size, dtype=getattr(torch, storage_dtype(record.zero.storage))))
+    return result
 
 
 def fresh_rows(x: torch.Tensor, scheme: str, packed: bool) -> list[torch.Tensor]:
@@ -205,8 +207,8 @@ def _quantize(record: Any, values: Values, operands: Operands) -> Quantized:
     if tiled:
         check_tiled(scheme, tuple(x.shape), axis)
     *brought, words = parts_of(operands)
-    made = torch.ops.ao_lab.quantize(x, name, axis, packed, *brought, words)
-    q = quantized_of(scheme, made, tuple(x.shape), axis % max(x.dim(), 1), packed, brought)
+    result = torch.ops.ao_lab.quantize(x, name, axis, packed, *brought, words)
+    q = quantized_of(scheme, result, tuple(x.shape), axis % max(x.dim(), 1), packed, brought)
     return with_tiled_scales(q) if tiled else q
 
 
@@ -240,11 +242,11 @@ def _quantize_reference(record: Any, values: Values, operands: Operands) -> Quan
 
     scales, words = given(operands)
     axis, packed, tiled = values
-    made = None
+    result = None
     if scales is None and words is None and isinstance(record, Scheme) and not packed and not tiled:
-        made = quantized(operands[0], record, axis)
-    if made is not None:
-        return made
+        result = quantized(operands[0], record, axis)
+    if result is not None:
+        return result
     return reference.quantize(
         operands[0], record, axis=axis, scales=scales, random_bits=words, packed=packed, tiled=tiled
     )
@@ -277,8 +279,8 @@ def _turned_kernel(record: Any, values: Values, operands: Operands, key: Any) ->
     from fast.kernels.rowwise_colwise.host import columns_only
 
     x = operands[0]
-    made = columns_only(x, record, values[1], key)
-    return execute(QUANTIZE, record, values, (x.t().contiguous(),)) if made is None else made
+    result = columns_only(x, record, values[1], key)
+    return execute(QUANTIZE, record, values, (x.t().contiguous(),)) if result is None else result
 
 
 QUANTIZE_TURNED = Function(
@@ -302,8 +304,8 @@ def dequantize_op(
 ) -> torch.Tensor:
     """The tensor that codes and scales stand for."""
     values = (dtype, tuple(shape), axis, packed, False)
-    made: torch.Tensor = execute(DEQUANTIZE, record_of(scheme), values, (codes, scale, outer, zero))
-    return made
+    result: torch.Tensor = execute(DEQUANTIZE, record_of(scheme), values, (codes, scale, outer, zero))
+    return result
 
 
 def _dequantize_fake(
@@ -317,10 +319,10 @@ def _dequantize(record: Any, values: Values, operands: Operands) -> torch.Tensor
     dtype, *settings = values
     q = with_plain_scales(stored(record, settings, operands))
     dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    made: torch.Tensor = torch.ops.ao_lab.dequantize(
+    result: torch.Tensor = torch.ops.ao_lab.dequantize(
         q.codes, q.scale, q.outer, q.zero, list(q.shape), q.axis, record_name(q.scheme), q.packed, dtype
     )
-    return made
+    return result
 
 
 def stored(record: Any, settings: Sequence[Any], parts: Sequence[Any]) -> Quantized:
@@ -340,10 +342,10 @@ def _dequantize_reference(record: Any, values: Values, operands: Operands) -> An
     from fast.cpu.dequantize import dequantize as by_tiles
 
     dtype, *settings = values
-    q, made = stored(record, settings, operands), None
+    q, result = stored(record, settings, operands), None
     if isinstance(q.scheme, Scheme) and q.codes.device.type == "cpu":
-        made = by_tiles(q, _name(dtype))
-    return reference.dequantize(q, _name(dtype)) if made is None else made
+        result = by_tiles(q, _name(dtype))
+    return reference.dequantize(q, _name(dtype)) if result is None else result
 
 
 def _name(dtype: Any) -> str:

@@ -52,8 +52,8 @@ def quantize_both(
     or of the tensor read it twice. Everything else is quantized twice.
     """
     given, one_scale = _given(scales, random_bits)
-    made: tuple[Quantized, Quantized] = run(QUANTIZE_BOTH, scheme, (packed, tiled, one_scale), (x, *given))
-    return made
+    result: tuple[Quantized, Quantized] = run(QUANTIZE_BOTH, scheme, (packed, tiled, one_scale), (x, *given))
+    return result
 
 
 def _given(scales: Any, random_bits: Any) -> tuple[tuple[Any, ...], bool]:
@@ -81,11 +81,11 @@ def quantize_both_op(
 ) -> list[torch.Tensor]:
     """Codes and the scales that were not given, along rows and then along columns. given: the operands after x."""
     pair = execute(QUANTIZE_BOTH, record_of(scheme), (packed, False, one_scale), (x, *given))
-    made = []
+    result = []
     for q, brought in zip(pair, by_axis(given), strict=True):
         fresh = [getattr(q, part) for part, one in zip(PARTS, brought, strict=False) if one is None]
-        made += [q.codes, *(part for part in fresh if part is not None)]
-    return made
+        result += [q.codes, *(part for part in fresh if part is not None)]
+    return result
 
 
 def by_axis(given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -98,12 +98,12 @@ def by_axis(given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 def _quantize_both_fake(
     x: torch.Tensor, scheme: str, packed: bool, given: list[Any], one_scale: bool
 ) -> list[torch.Tensor]:
-    record, made = record_of(scheme), []
+    record, result = record_of(scheme), []
     for shape, brought in zip((tuple(x.shape), tuple(x.shape)[::-1]), by_axis(given), strict=True):
-        made.append(fresh_codes(x, shape, record, packed))
+        result.append(fresh_codes(x, shape, record, packed))
         if brought[0] is None:
-            made += fresh_scales(x, record, -1, brought[1] is None, shape)
-    return made
+            result += fresh_scales(x, record, -1, brought[1] is None, shape)
+    return result
 
 
 def _quantize_both(record: Any, values: Values, operands: Operands) -> tuple[Quantized, Quantized]:
@@ -114,14 +114,14 @@ def _quantize_both(record: Any, values: Values, operands: Operands) -> tuple[Qua
         raise ValueError(f"quantize_both takes a matrix (M, K), got shape {shape}; reshape it to two axes")
     for size in (shape, shape[::-1]) if tiled else ():
         check_tiled(scheme, size, -1)
-    made, results = torch.ops.ao_lab.quantize_both(x, name, packed, rest, one_scale), []
+    result, results = torch.ops.ao_lab.quantize_both(x, name, packed, rest, one_scale), []
     for size, brought in zip((shape, shape[::-1]), by_axis(rest), strict=True):
         count = 1 + sum(
             has and brought[0] is None and one is None
             for has, one in zip(has_parts(scheme), brought[:3], strict=True)
         )
-        q = quantized_of(scheme, made[:count], size, 1, packed, brought[:3])
-        made = made[count:]
+        q = quantized_of(scheme, result[:count], size, 1, packed, brought[:3])
+        result = result[count:]
         results.append(with_tiled_scales(q) if tiled else q)
     return results[0], results[1]
 
@@ -137,15 +137,15 @@ def _quantize_both_kernel(record: Any, values: Values, operands: Operands, key: 
         from fast.kernels.rowwise_colwise.host import fused_both
 
         pair = None if not rest else (given_of(*first[:3]), given_of(*second[:3]))
-        made = fused_both(x, record, pair, tiled, packed, key)
-        if made is not None:
-            return made
-    made = []
+        result = fused_both(x, record, pair, tiled, packed, key)
+        if result is not None:
+            return result
+    result = []
     for side, brought in ((x, first), (x.t(), second)):
         operands = operands_of(side, given_of(*brought[:3]), brought[3])
         function, operands = as_turned(operands, -1, tiled)
-        made.append(execute(function, record, (-1, packed, tiled), operands))
-    return tuple(made)
+        result.append(execute(function, record, (-1, packed, tiled), operands))
+    return tuple(result)
 
 
 def _quantize_both_reference(record: Any, values: Values, operands: Operands) -> Any:
@@ -171,14 +171,14 @@ register("quantize_both", quantize_both_op, _quantize_both_fake)
 
 def both_values(x: torch.Tensor, scheme: Scheme) -> Pair:
     """`fake_quantize` of a matrix along its rows, and along its columns; no gradient."""
-    made: Pair = run(BOTH_VALUES, scheme, (), (x,))
-    return made
+    result: Pair = run(BOTH_VALUES, scheme, (), (x,))
+    return result
 
 
 def values_and_codes(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, Quantized]:
     """`fake_quantize` of a matrix along its rows, and `quantize` along its columns; no gradient."""
-    made: tuple[torch.Tensor, Quantized] = run(VALUES_AND_CODES, scheme, (), (x,))
-    return made
+    result: tuple[torch.Tensor, Quantized] = run(VALUES_AND_CODES, scheme, (), (x,))
+    return result
 
 
 def both_values_op(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
@@ -199,8 +199,10 @@ def _both_values_kernel(record: Any, values: Values, operands: Operands, key: An
     from fast.kernels import both_axes
 
     x = operands[0]
-    made = both_axes.both_values(x, record, key)
-    return tuple(execute(FAKE_QUANTIZE, record, (axis,), (x,)) for axis in (1, 0)) if made is None else made
+    result = both_axes.both_values(x, record, key)
+    return (
+        tuple(execute(FAKE_QUANTIZE, record, (axis,), (x,)) for axis in (1, 0)) if result is None else result
+    )
 
 
 BOTH_VALUES = Function(
@@ -212,9 +214,9 @@ BOTH_VALUES_OP = register("both_values", both_values_op, _both_values_fake)
 
 def values_and_codes_op(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
     """Values along rows; codes along columns, with their scales."""
-    made, q = execute(VALUES_AND_CODES, record_of(scheme), (), (x,))
+    result, q = execute(VALUES_AND_CODES, record_of(scheme), (), (x,))
     # On a CPU codes of columns lie as their transpose does.
-    return [made, *(part.contiguous() for part in (q.codes, q.scale, q.outer, q.zero) if part is not None)]
+    return [result, *(part.contiguous() for part in (q.codes, q.scale, q.outer, q.zero) if part is not None)]
 
 
 def _values_and_codes_fake(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
@@ -225,17 +227,17 @@ def _values_and_codes_fake(x: torch.Tensor, scheme: str) -> list[torch.Tensor]:
 
 def _values_and_codes(record: Any, values: Values, operands: Operands) -> tuple[torch.Tensor, Quantized]:
     x, name = operands[0], record_name(record)
-    made, *stored = VALUES_AND_CODES_OP(x, name)
-    return made, quantized_of(constant_record(name), stored, tuple(x.shape), 0, False)
+    result, *stored = VALUES_AND_CODES_OP(x, name)
+    return result, quantized_of(constant_record(name), stored, tuple(x.shape), 0, False)
 
 
 def _values_and_codes_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
     from fast.kernels import both_axes
 
     x = operands[0]
-    made = both_axes.values_and_codes(x, record, key)
-    if made is not None:
-        return made
+    result = both_axes.values_and_codes(x, record, key)
+    if result is not None:
+        return result
     return execute(FAKE_QUANTIZE, record, (1,), (x,)), execute(QUANTIZE, record, CODES_DOWN, (x,))
 
 

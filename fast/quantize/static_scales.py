@@ -31,8 +31,8 @@ def quantize_rows(x: torch.Tensor, scheme: str | Scheme, scales: Scales) -> Quan
     ValueError for others and for other shapes; else the errors of `reference.quantize`. No gradient.
     """
     operands = (x, without_history(scales.scale), without_history(scales.zero))
-    made: Quantized = run(QUANTIZE_ROWS, scheme, (), operands)
-    return made
+    result: Quantized = run(QUANTIZE_ROWS, scheme, (), operands)
+    return result
 
 
 @derived
@@ -60,8 +60,8 @@ def quantize_rows_op(
 
 def _fake(x: torch.Tensor, scheme: str, scale: Any, zero: Any) -> list[torch.Tensor]:
     column = (x.shape[0], 1)
-    made = [x.new_empty(tuple(x.shape), dtype=torch.uint8), x.new_empty(column, dtype=torch.float32)]
-    return made if zero is None else [*made, x.new_empty(column, dtype=torch.int8)]
+    result = [x.new_empty(tuple(x.shape), dtype=torch.uint8), x.new_empty(column, dtype=torch.float32)]
+    return result if zero is None else [*result, x.new_empty(column, dtype=torch.int8)]
 
 
 def _operator(record: Any, values: Values, operands: Operands) -> Quantized:

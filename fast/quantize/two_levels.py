@@ -55,8 +55,8 @@ def scales_of_two_levels(
     if floor is not None and floor[0] == "stored":
         stored = stored.clamp(min=float(floor[1]))  # NaN stays
     # A product of NaN has the sign and payload that the device gives it; scales have one NaN.
-    made = stored * outer
-    return torch.where(made.isnan(), torch.full((), torch.nan, device=made.device), made)
+    result = stored * outer
+    return torch.where(result.isnan(), torch.full((), torch.nan, device=result.device), result)
 
 
 def _outer_of(scheme: Scheme) -> Scale:
@@ -77,8 +77,8 @@ def _divided_fake(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a / b, correctly rounded: compilers that write `/` as a product with a reciprocal do not see it."""
-    made: torch.Tensor = _divided_op(a, b) if torch.compiler.is_compiling() else a / b
-    return made
+    result: torch.Tensor = _divided_op(a, b) if torch.compiler.is_compiling() else a / b
+    return result
 
 
 __all__ = ["divided", "scales_of_two_levels", "without_outer"]

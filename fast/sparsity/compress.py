@@ -32,16 +32,18 @@ def compress(w: torch.Tensor, mask: torch.Tensor | str | None = None) -> Compres
     Elements are counted here in compiled programs too: the operator runs on tensors that have values, and raises there.
     """
     pattern, given = (mask, None) if isinstance(mask, str) else (None, mask)
-    made: Compressed = run(COMPRESS, None, (pattern,), (w, given))
-    return made
+    result: Compressed = run(COMPRESS, None, (pattern,), (w, given))
+    return result
 
 
 def decompress(
     values: torch.Tensor, metadata: torch.Tensor, shape: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """The dense tensor, zeros where nothing was kept, as in `reference.decompress`. No gradient flows through."""
-    made: torch.Tensor = run(DECOMPRESS, None, (None if shape is None else tuple(shape),), (values, metadata))
-    return made
+    result: torch.Tensor = run(
+        DECOMPRESS, None, (None if shape is None else tuple(shape),), (values, metadata)
+    )
+    return result
 
 
 # `quantize_compressed` for torch tensors; see `reference.quantize_compressed`.
@@ -59,8 +61,8 @@ def quantize_compressed(
     prunes ("2:4"); other schemes and given masks are quantized and compressed one after the other.
     """
     pattern, given = (mask, None) if isinstance(mask, str) else (None, mask)
-    made: Compressed = run(QUANTIZE_COMPRESSED, scheme, (pattern,), (w, given, *scale_parts(scales)))
-    return made
+    result: Compressed = run(QUANTIZE_COMPRESSED, scheme, (pattern,), (w, given, *scale_parts(scales)))
+    return result
 
 
 # `prune`, `compress` and `decompress` below their signatures: kernel, reference and operator; see `fast.dispatch`.
@@ -82,8 +84,8 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 def prune_op(w: torch.Tensor, scores: torch.Tensor | None, pattern: str) -> torch.Tensor:
     """Bool mask of the weights to keep."""
-    made: torch.Tensor = execute(PRUNE, None, (pattern,), (w, scores))
-    return made
+    result: torch.Tensor = execute(PRUNE, None, (pattern,), (w, scores))
+    return result
 
 
 def _prune_fake(w: torch.Tensor, scores: Any, pattern: str) -> torch.Tensor:
@@ -158,8 +160,8 @@ register("quantize_compressed", quantize_compressed_op, _quantize_compressed_fak
 
 def decompress_op(values: torch.Tensor, metadata: torch.Tensor) -> torch.Tensor:
     """The dense tensor."""
-    made: torch.Tensor = execute(DECOMPRESS, None, (None,), (values, metadata))
-    return made
+    result: torch.Tensor = execute(DECOMPRESS, None, (None,), (values, metadata))
+    return result
 
 
 def _decompress(record: Any, values: Values, operands: Operands) -> torch.Tensor:
@@ -169,8 +171,8 @@ def _decompress(record: Any, values: Values, operands: Operands) -> torch.Tensor
         raise ValueError(
             f"values of shape {half} decompress to {full}, not to {tuple(values[0])}; leave shape out or correct it"
         )
-    made: torch.Tensor = torch.ops.ao_lab.decompress(*operands)
-    return made
+    result: torch.Tensor = torch.ops.ao_lab.decompress(*operands)
+    return result
 
 
 DECOMPRESS = Function(
@@ -195,8 +197,8 @@ def compress_masked(w: torch.Tensor, mask: torch.Tensor, turned: bool = False) -
     more the first two stay. The CPU raises ValueError as `reference.compress` does. TypeError for other dtypes, ValueError for
     other shapes.
     """
-    made: Compressed = execute(COMPRESS_MASKED, None, (turned,), (w, mask))
-    return made
+    result: Compressed = execute(COMPRESS_MASKED, None, (turned,), (w, mask))
+    return result
 
 
 def masked(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -215,9 +217,9 @@ def masked(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None = None)
     plain = not (is_traced(w) or is_transformed())
     if not (plain and w.is_cuda and _served(w, out)):
         return _written(w, unpack_bits(mask, w.shape[-1]), out)
-    made: torch.Tensor = execute(MASKED, None, (), (w, mask, out))
+    result: torch.Tensor = execute(MASKED, None, (), (w, mask, out))
     if out is None:
-        return made
+        return result
     torch.autograd.graph.increment_version(out)  # written by its address, of which torch knows nothing
     return out
 
@@ -235,8 +237,8 @@ def _written(w: torch.Tensor, mask: torch.Tensor, out: torch.Tensor | None) -> t
     """By torch."""
     if out is not None and out is w:
         return out.masked_fill_(~mask, 0)
-    made = torch.where(mask, w, 0)
-    return made if out is None else out.copy_(made)
+    result = torch.where(mask, w, 0)
+    return result if out is None else out.copy_(result)
 
 
 def _check(w: torch.Tensor, mask: torch.Tensor) -> None:

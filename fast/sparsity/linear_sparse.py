@@ -85,8 +85,8 @@ def linear_sparse_op(
 ) -> torch.Tensor:
     """x times the transpose of a compressed weight, with scales and a bias."""
     operands = (x, values, metadata, bias, x_scale, scale)
-    made: torch.Tensor = execute(LINEAR_SPARSE, None, (dtype, fast_sums), operands)
-    return made
+    result: torch.Tensor = execute(LINEAR_SPARSE, None, (dtype, fast_sums), operands)
+    return result
 
 
 def _fake(
@@ -133,8 +133,8 @@ LINEAR_SPARSE_OP = register(
 
 def arrange_op(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Metadata in the kernel's order."""
-    made: torch.Tensor = execute(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
-    return made
+    result: torch.Tensor = execute(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
+    return result
 
 
 def _arrange_fake(metadata: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -213,8 +213,8 @@ def arrange_sparse_metadata(metadata: torch.Tensor, dtype: torch.dtype) -> torch
     device; the host waits for one number. ValueError for 4 bits that name no two elements in order, and for other shapes;
     TypeError for other dtypes.
     """
-    made: torch.Tensor = run(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
-    return made
+    result: torch.Tensor = run(ARRANGE_SPARSE_METADATA, None, (dtype,), (metadata,))
+    return result
 
 
 __all__ = ["LINEAR_SPARSE", "arrange_sparse_metadata", "linear_sparse"]

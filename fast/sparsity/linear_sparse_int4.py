@@ -175,8 +175,8 @@ def linear_sparse_int4_pair(
     `reference.linear_error_bound`, like those of `linear_sparse_int4`, whose sums may be made in another order. Everything else
     is two calls. Errors are those of `linear_sparse_int4`. Differentiable in x.
     """
-    made: tuple[torch.Tensor, torch.Tensor] = run(LINEAR_SPARSE_INT4_PAIR, None, (), (x, *first, *second))
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = run(LINEAR_SPARSE_INT4_PAIR, None, (), (x, *first, *second))
+    return result
 
 
 def linear_sparse_int4_swiglu(
@@ -208,8 +208,8 @@ def linear_sparse_int4_pair_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both products."""
     operands = (x, codes, metadata, scale, codes2, metadata2, scale2)
-    made: Pair = execute(LINEAR_SPARSE_INT4_PAIR, None, (), operands)
-    return made
+    result: Pair = execute(LINEAR_SPARSE_INT4_PAIR, None, (), operands)
+    return result
 
 
 def linear_sparse_int4_swiglu_op(
@@ -258,8 +258,8 @@ def _separate(operands: Operands) -> Pair:
 
 def _pair(record: Any, values: Values, operands: Operands) -> Pair:
     _checked(operands)
-    made: Pair = LINEAR_SPARSE_INT4_PAIR_OP(*operands)
-    return made
+    result: Pair = LINEAR_SPARSE_INT4_PAIR_OP(*operands)
+    return result
 
 
 def _pair_fake(x: torch.Tensor, *stored: torch.Tensor) -> Pair:

@@ -43,8 +43,8 @@ def compress_transposable(w: torch.Tensor) -> tuple[Compressed, Compressed]:
 
     On a GPU one kernel reads a matrix once, with rows and columns in multiples of 8, and writes both.
     """
-    made: tuple[Compressed, Compressed] = run(COMPRESS_TRANSPOSABLE, None, (), (w,))
-    return made
+    result: tuple[Compressed, Compressed] = run(COMPRESS_TRANSPOSABLE, None, (), (w,))
+    return result
 
 
 def _prune_kernel(record: Any, values: Any, operands: Any, key: Any) -> Any:
@@ -55,8 +55,8 @@ def _prune_kernel(record: Any, values: Any, operands: Any, key: Any) -> Any:
 
 def prune_transposable_op(w: torch.Tensor, scores: torch.Tensor | None, method: str) -> torch.Tensor:
     """Bool mask of the weights to keep."""
-    made: torch.Tensor = execute(PRUNE_TRANSPOSABLE, None, (method,), (w, scores))
-    return made
+    result: torch.Tensor = execute(PRUNE_TRANSPOSABLE, None, (method,), (w, scores))
+    return result
 
 
 PRUNE_TRANSPOSABLE = Function(
@@ -83,17 +83,17 @@ def compress_transposable_op(w: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _compress_fake(w: torch.Tensor) -> list[torch.Tensor]:
-    made = []
+    result = []
     for shape in (w.shape, w.mT.shape):
         *rest, length = shape
-        made.append(w.new_empty((*rest, length // 2)))
-        made.append(w.new_empty((*rest, (length + 7) // 8), dtype=torch.uint8))
-    return made
+        result.append(w.new_empty((*rest, length // 2)))
+        result.append(w.new_empty((*rest, (length + 7) // 8), dtype=torch.uint8))
+    return result
 
 
 def _compress_operator(record: Any, values: Any, operands: Any) -> tuple[Compressed, Compressed]:
-    made = torch.ops.ao_lab.compress_transposable(*operands)
-    return Compressed(*made[:2]), Compressed(*made[2:])
+    result = torch.ops.ao_lab.compress_transposable(*operands)
+    return Compressed(*result[:2]), Compressed(*result[2:])
 
 
 COMPRESS_TRANSPOSABLE = Function(
@@ -117,10 +117,10 @@ def prune_into(
     """
     if not _in_place(w, out, pattern):
         return _copied(None, (pattern, transposable), (w, out))
-    made: torch.Tensor = execute(PRUNE_INTO, None, (pattern, transposable), (w, out))
+    result: torch.Tensor = execute(PRUNE_INTO, None, (pattern, transposable), (w, out))
     if out.is_cuda:  # written by its address, of which torch knows nothing
         torch.autograd.graph.increment_version(out)
-    return made
+    return result
 
 
 def _in_place(w: torch.Tensor, out: torch.Tensor, pattern: str) -> bool:

@@ -46,11 +46,11 @@ def sparsegpt(
     hessian = hessian.detach()
     if w.device.type != "cpu":
         return sparsegpt_on_device(w, hessian, pattern=pattern, block=block, damping=damping)
-    made = reference.sparsegpt(
+    result = reference.sparsegpt(
         to_numpy(w), hessian.cpu().numpy(), pattern=pattern, block=block, damping=damping
     )
-    arrays = {"weights": made.weights, "mask": made.mask, "dead": made.dead}
-    return made._replace(**{name: to_torch(array) for name, array in arrays.items()})
+    arrays = {"weights": result.weights, "mask": result.mask, "dead": result.dead}
+    return result._replace(**{name: to_torch(array) for name, array in arrays.items()})
 
 
 def sparsegpt_on_device(

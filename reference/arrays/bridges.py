@@ -282,8 +282,8 @@ def automatic(function: Callable[..., Any], arrays: list[Any], mesh: Any, specs:
     if specs is None:
         # Without their shardings: what raises for them raises inside.
         plain = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        made = jax.eval_shape(function, *plain)
-        specs = jax.tree.map(lambda one: spec_like(one.shape, arrays[0], mesh), made)
+        result = jax.eval_shape(function, *plain)
+        specs = jax.tree.map(lambda one: spec_like(one.shape, arrays[0], mesh), result)
     shardings = jax.tree.map(
         lambda spec: jax.sharding.NamedSharding(mesh, spec),
         specs,

@@ -59,13 +59,13 @@ TOP = np.int32(LARGEST).view(np.float32)
 
 def power(base: float, exponent: int) -> float:
     """base**exponent: float64 products of squares, from the lowest bit of the exponent on."""
-    made, square = 1.0, float(base)
+    result, square = 1.0, float(base)
     while exponent:
         if exponent & 1:
-            made *= square
+            result *= square
         square *= square
         exponent >>= 1
-    return made
+    return result
 
 
 @dataclass(frozen=True)

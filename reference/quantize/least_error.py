@@ -97,8 +97,8 @@ def _times_step(ns: Namespace, count: Array) -> Array:
 def _with_scales(ns: Namespace, x: Array, q: Quantized, scale: Array, blocks: Blocks) -> Quantized:
     """x under given scales, float32 patterns of shape (..., blocks, 1)."""
     stored = ns.bitcast(blocks.expose(scale, ns), "float32")
-    made: Quantized = _quantize(x, q.scheme, axis=q.axis, scales=Scales(stored), packed=q.packed)
-    return made
+    result: Quantized = _quantize(x, q.scheme, axis=q.axis, scales=Scales(stored), packed=q.packed)
+    return result
 
 
 def _errors(ns: Namespace, x: Array, q: Quantized, scale: Array, blocks: Blocks) -> Array:

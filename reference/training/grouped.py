@@ -84,14 +84,14 @@ def grouped_operands(
         "input_grad": (None, recipe.output.b),
         "weight_grad": (None, recipe.output.a),
     }[which]
-    made: list[tuple[Any, Any] | None] = []
+    result: list[tuple[Any, Any] | None] = []
     for expert, (start, end) in enumerate(_ranges(ends)):
         pair = None if start == end else tuple(
             _operand(tensor, one, before, which, at, ends, expert, group_step(recipe), (seed, first + at))
             for at, (tensor, one, before) in enumerate(zip(tensors, (record.a, record.b), forward, strict=True))
         )  # fmt: skip
-        made.append(pair)  # type: ignore[arg-type]
-    return made
+        result.append(pair)  # type: ignore[arg-type]
+    return result
 
 
 def group_step(recipe: str | Recipe) -> int:

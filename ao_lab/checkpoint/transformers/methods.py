@@ -283,12 +283,12 @@ def _resizing(plain: Any) -> Any:
         old.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
         try:
             new = plain(self, old, *args, **kwargs)
-            made = new.weight.detach()
+            result = new.weight.detach()
         finally:
             old.weight = weight
-        if made.shape != weight.shape:
+        if result.shape != weight.shape:
             kept: Any = weight.detach()
-            new.weight = nn.Parameter(joined(kept, made), requires_grad=False)
+            new.weight = nn.Parameter(joined(kept, result), requires_grad=False)
         return new
 
     return resized
@@ -462,8 +462,8 @@ def _placed(piece: torch.Tensor, like: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    made: torch.Tensor = DTensor.from_local(piece, like.device_mesh, like.placements, **options)
-    return made
+    result: torch.Tensor = DTensor.from_local(piece, like.device_mesh, like.placements, **options)
+    return result
 
 
 def holds_quantized(parameter: Any) -> bool:

@@ -222,7 +222,9 @@ class Job:
         if self.error is not None:
             return {}
         try:
-            return {made: x for name, value in tensors.items() for made, x in self._made(name, value).items()}
+            return {
+                result: x for name, value in tensors.items() for result, x in self._made(name, value).items()
+            }
         except EXPECTED as error:
             self.error = error
             return {}

@@ -212,13 +212,13 @@ class _Step:
         if self.has_nibbles:
             return [self._of_nibbles(source)]
         numbers = self._interleaved([self._number(code) for code in self._codes(self._planes(source))])
-        made = []
+        result = []
         for at, number in enumerate(numbers):
             if not self.is_scaled:
                 offset = b.add(place, place.type(4 * LANES * at))
                 number = self._scaled(number, *(self.one or self._operands(offset)))
-            made.append(self._as_bfloat16(number) if c.half else number)
-        return made
+            result.append(self._as_bfloat16(number) if c.half else number)
+        return result
 
     def _operands(self, offset: Any) -> list[Any]:
         b, shift = self.builder, self.c.shift
@@ -244,14 +244,14 @@ class _Step:
 
     def _codes(self, planes: list[Any]) -> list[Any]:
         """The codes of LANES groups: the first of every group, the second, ... Bits above a code's are any."""
-        b, bits, made = self.builder, self.c.bits, []
+        b, bits, result = self.builder, self.c.bits, []
         for place in range(self.c.in_group):
             byte, shift = place * bits >> 3, place * bits & 7
             code = planes[byte] if shift == 0 else b.lshr(planes[byte], words(shift))
             if shift + bits > 8:
                 code = b.or_(code, b.shl(planes[byte + 1], words(8 - shift)))
-            made.append(code)
-        return made
+            result.append(code)
+        return result
 
     def _of_nibbles(self, source: Any) -> Any:
         """32 codes of 4 bits, each a bfloat16 of the table: of a byte one in each half of 32 bits."""
@@ -293,12 +293,12 @@ class _Step:
 
     def _gathered(self, code: Any) -> Any:
         """Entries of the table in memory."""
-        b, made = self.builder, ir.Constant(SINGLES, ir.Undefined)
+        b, result = self.builder, ir.Constant(SINGLES, ir.Undefined)
         for lane in range(LANES):
             place = INT32(lane)
             entry = b.shl(b.zext(b.extract_element(code, place), INT64), INT64(2))
-            made = b.insert_element(made, loaded(b, self.table, FLOAT32, entry), place)
-        return made
+            result = b.insert_element(result, loaded(b, self.table, FLOAT32, entry), place)
+        return result
 
     def _interleaved(self, planes: list[Any]) -> list[Any]:
         """Numbers in the order of their codes: the first of each plane, the second of each, ..."""
@@ -309,12 +309,12 @@ class _Step:
         return streams[0]
 
     def _zipped(self, first: list[Any], second: list[Any]) -> list[Any]:
-        made = []
+        result = []
         for one, other in zip(first, second, strict=True):
             for begin in (0, LANES // 2):
                 order = [lane for at in range(begin, begin + LANES // 2) for lane in (at, LANES + at)]
-                made.append(shuffled(self.builder, one, other, order))
-        return made
+                result.append(shuffled(self.builder, one, other, order))
+        return result
 
     def _scaled(self, number: Any, scale: Any, zero: Any) -> Any:
         """Less the zero point, times the scale; or plus the zero point in the end. The last rounding is left to who stores."""

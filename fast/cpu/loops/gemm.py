@@ -184,17 +184,17 @@ def _kernel(loop: Loop) -> Callable[..., None]:
     mantissa, bias, special = d.mantissa, d.bias, d.special
     enters, divides, rounds, has_zero = loop.zero, int(loop.divides), int(loop.rounds), int(loop.zero != 0)
     flushes, in_block, shift = int(multiplies), loop.in_block, loop.shift
-    step, made, block_rows, columns = LANES * nbytes, LANES * in_group, ROWS, COLUMNS
+    step, elements, block_rows, columns = LANES * nbytes, LANES * in_group, ROWS, COLUMNS
 
     def kernel(codes, table, scale, zero, size, x, out, first, last):  # type: ignore[no-untyped-def]
         stored, blocks = codes.shape[1], scale.shape[1]
         width = x.shape[1] if multiplies else out.shape[1]
         steps, whole = -(-stored // step), stored // step
-        share = size // made if one else steps
+        share = size // elements if one else steps
         kept = np.zeros((block_rows if multiplies else 0, width), x.dtype)
         filled = 0 if one or shift else max(width, blocks * size) + LANES
         scales, zeros = np.ones(filled, np.float32), np.zeros(filled, np.float32)
-        last_scales, last_zeros = np.ones(made, np.float32), np.zeros(made, np.float32)
+        last_scales, last_zeros = np.ones(elements, np.float32), np.zeros(elements, np.float32)
         rest, sums = np.zeros(step, np.uint8), np.empty(block_rows * columns, np.float32)
         for begin in range(first, last, block_rows):
             count = min(block_rows, last - begin)
@@ -233,7 +233,7 @@ def _kernel(loop: Loop) -> Callable[..., None]:
                         scale_at = scale.ctypes.data + 4 * (row * blocks + block)
                         zero_at = zero.ctypes.data + 4 * (row * blocks + block) * has_zero
                     elif shift:
-                        block = done * made >> shift
+                        block = done * elements >> shift
                         scale_at = scale.ctypes.data + 4 * (row * blocks + block)
                         zero_at = zero.ctypes.data + 4 * (row * blocks + block) * has_zero
                         if source != codes.ctypes.data + n * stored:
@@ -244,10 +244,10 @@ def _kernel(loop: Loop) -> Callable[..., None]:
                                 last_zeros[: blocks - block] = zero[row, block:]
                                 zero_at = last_zeros.ctypes.data
                     else:
-                        scale_at = scales.ctypes.data + 4 * done * made
-                        zero_at = zeros.ctypes.data + 4 * done * made
+                        scale_at = scales.ctypes.data + 4 * done * elements
+                        zero_at = zeros.ctypes.data + 4 * done * elements
                     decode(
-                        source + done * step, target + done * made * item, now, unit, table.ctypes.data, scale_at, zero_at,
+                        source + done * step, target + done * elements * item, now, unit, table.ctypes.data, scale_at, zero_at,
                         (bits, in_group, nbytes, kind, flip, less, has_unit, mantissa, bias, special,
                          enters, divides, rounds, half, flushes, one, 0, shift),
                     )  # fmt: skip

@@ -118,18 +118,18 @@ def compiled(rule: Rule) -> Callable[..., None]:
 
 def thresholds_of(state: State) -> np.ndarray:
     """float32 (2, 256): values of codes, and of a codebook the largest float32 below each midpoint."""
-    made = np.zeros((2, 256), np.float32)
+    result = np.zeros((2, 256), np.float32)
     if state.scheme is not None:
         fmt = state.scheme.format
-        made[0, : 1 << fmt.bits] = fmt.values
+        result[0, : 1 << fmt.bits] = fmt.values
         if fmt.kind == "codebook":
             values = fmt.values.astype(np.float64)
             middle = (values[1:] + values[:-1]) / 2
             floor = middle.astype(np.float32)
             below = np.nextafter(floor, np.float32(-np.inf))
-            made[1, : len(middle)] = np.where(floor > middle, below, floor)
-            made[1, len(middle) :] = np.inf
-    return made
+            result[1, : len(middle)] = np.where(floor > middle, below, floor)
+            result[1, len(middle) :] = np.inf
+    return result
 
 
 @njit(inline="always", **OPTIONS)

@@ -66,13 +66,13 @@ def compiled(rule: Rounding) -> Callable[..., None]:
     (rows,), 1 where a row's results have the reference's bits.
     """
     bits = types.int16 if rule.half else types.int32
-    made = types.int8 if rule.codes else bits
+    result = types.int8 if rule.codes else bits
     single, ends = types.float32, (types.intp, types.intp)
     return _njit(
         _kernel(rule),
         repr(rule),
         types.void(
-            bits[:, :, ::1], made[:, :, ::1], single[:, ::1], types.int8[:, ::1], single[::1], single, types.uint8[::1], *ends
+            bits[:, :, ::1], result[:, :, ::1], single[:, ::1], types.int8[:, ::1], single[::1], single, types.uint8[::1], *ends
         ),
     )  # fmt: skip
 

@@ -119,10 +119,10 @@ def exact_inputs(
         return None
     call = Call({"x": x})
     _add_inputs(call, launch, kind, (count, length), x.dtype)
-    made: tuple[torch.Tensor, torch.Tensor | None] = call.result(
+    result: tuple[torch.Tensor, torch.Tensor | None] = call.result(
         ("values", "x_scale" if kind == "codes" else None)
     )
-    return made
+    return result
 
 
 def _add_inputs(

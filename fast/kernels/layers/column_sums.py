@@ -110,8 +110,8 @@ def column_sums(
     tail = (rows, length, chunk, tiles, wide, columns)
     call.launch(CompiledLaunch(column_sums_kernel, parts * tiles, tail, warps), ("g", "sums"))
     add_pieces(call, parts, length, FLOAT_NAMES[dtype], wide, "made")
-    made: torch.Tensor = call.result("made", key)
-    return made
+    result: torch.Tensor = call.result("made", key)
+    return result
 
 
 __all__ = ["Plan", "column_sums", "column_sums_kernel", "plan_of"]

@@ -132,16 +132,16 @@ def rms_norm_quantize(
 ) -> tuple[Quantized, Any] | None:  # fmt: skip
     """`fast.rms_norm_quantize` by one kernel, or None where none covers it."""
     _ns, x, name = checked_inputs(x, weight, residual, eps)
-    made = outputs(x, name, scheme_of(scheme), packed) if same_device(x, weight, residual) else None
-    if made is None or x.shape[-1] > LARGEST_TILE:
+    result = outputs(x, name, scheme_of(scheme), packed) if same_device(x, weight, residual) else None
+    if result is None or x.shape[-1] > LARGEST_TILE:
         return None
     call = _NormCall(x, weight, residual, eps, name)
     length = x.shape[-1]
-    place = _whole_rows(x.numel() // length, length, made.length, _per_thread(length, made, name))
-    for part, buffer in made.buffers.items():
+    place = _whole_rows(x.numel() // length, length, result.length, _per_thread(length, result, name))
+    for part, buffer in result.buffers.items():
         call.recording.allocate(part, *buffer)
-    call.launch(place, made)
-    return call.result(made.quantized(), key, scheme)
+    call.launch(place, result)
+    return call.result(result.quantized(), key, scheme)
 
 
 def _whole_rows(rows: int, length: int, block: int, per_thread: int = PER_THREAD) -> Tiles:
@@ -213,8 +213,8 @@ class _NormCall:
     def result(self, first: Any, key: Any, scheme: Any = None) -> tuple[Any, torch.Tensor | None]:
         """The first of the results, and the new residual; see `Call.result`."""
         template = (first, None if self.new_residual is None else "new_residual")
-        made: tuple[Any, torch.Tensor | None] = self.recording.result(template, key, scheme)
-        return made
+        output: tuple[Any, torch.Tensor | None] = self.recording.result(template, key, scheme)
+        return output
 
 
 #: Elements of a row in a thread.
@@ -332,8 +332,8 @@ def rms_norm_vjp(
     launch = CompiledLaunch(norm_gradient_kernel, parts, (float(eps), rows, length, *constants), warps)
     call.launch(launch, ("g", "x", "weight", "more", "dx", "sums"))
     add_pieces(call, parts, length, name, wide, "dweight")
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("dx", "dweight"), key)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("dx", "dweight"), key)
+    return result
 
 
 def add_pieces(call: Call, parts: int, length: int, name: str, wide: bool, made: str) -> None:

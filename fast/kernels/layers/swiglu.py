@@ -178,10 +178,10 @@ def swiglu_quantize(
     """`fast.swiglu_quantize` by one kernel, or None where none covers it."""
     if not covers(gate, up):
         return None
-    made = outputs(gate, HALVES[gate.dtype], scheme_of(scheme), packed)
-    if made is None or (made.length > LARGEST_TILE):
+    output = outputs(gate, HALVES[gate.dtype], scheme_of(scheme), packed)
+    if output is None or (output.length > LARGEST_TILE):
         return None
-    result: Quantized = _launch(gate, up, made).result(made.quantized(), key, scheme)
+    result: Quantized = _launch(gate, up, output).result(output.quantized(), key, scheme)
     return result
 
 
@@ -201,8 +201,8 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, into: Outputs | None) -> Call:
     call = Call({"gate": gate, "up": up.detach()}, strided=True)
     rows, others = matrices(call.tensors["gate"], call.tensors["up"], block)
     launch = _by_pieces(rows, others, into) or _by_tiles(rows, others, block, into)
-    made = {"y": (gate.shape, gate.dtype)} if into is None else into.buffers
-    for name, buffer in made.items():
+    result = {"y": (gate.shape, gate.dtype)} if into is None else into.buffers
+    for name, buffer in result.items():
         call.allocate(name, *buffer)
     pointers = launch.kernel.arg_names[: 4 if launch.kernel is swiglu_pieces_kernel else 6]
     # Not remembered where a copy is read.
@@ -360,5 +360,5 @@ def swiglu_vjp(
     views = {"gate": rows, "up": others}
     call.repeatable &= g.is_contiguous()
     call.launch(launch, ("g", "gate", "up", "dgate", "dup"), views)
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("dgate", "dup"), key)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("dgate", "dup"), key)
+    return result

@@ -40,12 +40,12 @@ TOGETHER = tl.constexpr(8)
 @triton.jit
 def power(base, exponent):
     """base**exponent: products of squares, from the lowest bit on; float64."""
-    made = base * 0.0 + 1.0
+    result = base * 0.0 + 1.0
     for _ in tl.range(0, 32):
-        made = tl.where((exponent & 1) != 0, made * base, made)
+        result = tl.where((exponent & 1) != 0, result * base, result)
         base = base * base
         exponent = exponent >> 1
-    return made
+    return result
 
 
 @triton.jit

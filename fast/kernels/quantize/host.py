@@ -87,9 +87,9 @@ def quantize(
     run_plan(call, plans.quantizing(of, kind, fused, tiles))
     apart = packed and not fused and add_packing(call, "codes", "packed", scheme.format)
     names = ("packed" if apart else "codes", *scale_names(call))
-    made = Quantized(*names, of.blocks.shape, of.blocks.axis, scheme, packed, tiles)
+    output = Quantized(*names, of.blocks.shape, of.blocks.axis, scheme, packed, tiles)
     # Scales that no kernel tiled are tiled here.
-    result: Quantized = call.result(made, key, record, with_tiled_scales if tiled and not tiles else None)
+    result: Quantized = call.result(output, key, record, with_tiled_scales if tiled and not tiles else None)
     return result
 
 
@@ -204,8 +204,8 @@ def noted(
         return None
     call = Call({"x": x})
     run_plan(call, plans.fake_quantizing_with_mask(of))
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "codes"), key, record)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "codes"), key, record)
+    return result
 
 
 def clip(
@@ -233,5 +233,5 @@ def clip(
         )
     call = Call({"g": g, "x": x, "codes": mask})
     run_plan(call, plans.masking_in_place(of))
-    made: torch.Tensor = call.result("g", key, record)
-    return made
+    result: torch.Tensor = call.result("g", key, record)
+    return result

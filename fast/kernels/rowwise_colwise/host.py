@@ -81,8 +81,8 @@ def columns_only(x: torch.Tensor, record: str | Scheme, packed: bool, key: Any =
     scheme = scheme_of(record)
     if not _serves(x, scheme, packed):
         return None
-    made = Quantized(*NAMES[1], None, None, tuple(x.shape)[::-1], 1, scheme, packed)
-    result: Quantized = _columns(x, scheme).result(made, key, record)
+    output = Quantized(*NAMES[1], None, None, tuple(x.shape)[::-1], 1, scheme, packed)
+    result: Quantized = _columns(x, scheme).result(output, key, record)
     return result
 
 
@@ -94,9 +94,9 @@ def batch_columns(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.
     """
     key = dispatch.key_of("batch_columns", scheme, (), (x,))
     call = dispatch.find(key)
-    made: tuple[torch.Tensor, torch.Tensor] | None = None if call is None else call(x)
-    if made is not None:
-        return made
+    output: tuple[torch.Tensor, torch.Tensor] | None = None if call is None else call(x)
+    if output is not None:
+        return output
     if x.dim() != 3 or not _serves(x, scheme, False):
         return None
     result: tuple[torch.Tensor, torch.Tensor] = _columns(x, scheme).result(NAMES[1], key, scheme)

@@ -314,22 +314,22 @@ def _both_of_tile(
     magnitudes, low, high = w & MAGNITUDES, low_float(w, IS_BF16), high_float(w, IS_BF16)
 
     if BOTH:
-        made, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
+        result, code = _along_rows(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
         # Stores of 8 bytes, as lanes have them: wider ones would go through shared memory.
         to = (codes + (row * columns + column)).to(WORDS, bitcast=True)
         to = to + (lane * quads + across // 4)[:, None] + tl.max_contiguous(tl.arange(0, 16), [2])[None, :]
-        tl.store(to + (turn * quads)[:, None], made)
+        tl.store(to + (turn * quads)[:, None], result)
         code = tl.permute(tl.reshape(code, (8, DOWN, ACROSS, 4, 2)), (1, 3, 0, 2, 4))
         code = tl.reshape(code, (32 * DOWN, 2 * ACROSS))
         _store_scales(scale, code, row, column // 32, columns // 32, 32 * DOWN, 2 * ACROSS, TILED)
 
-    made, code = along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
-    made = tl.reshape(
-        tl.permute(tl.reshape(made, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
+    result, code = along_columns(magnitudes, low, high, WARPS, IS_BF16, SCHEME)
+    result = tl.reshape(
+        tl.permute(tl.reshape(result, (DOWN, ACROSS, 8, 64)), (1, 3, 0, 2)), (64 * ACROSS, 8 * DOWN)
     )
     to = (transposed + (column * rows + row)).to(WORDS, bitcast=True)
     to = to + tl.arange(0, 64 * ACROSS)[:, None] * (rows // 4) + tl.arange(0, 8 * DOWN)[None, :]
-    tl.store(to, made)
+    tl.store(to, result)
     code = tl.trans(tl.reshape(code, (DOWN, 64 * ACROSS)))
     _store_scales(transposed_scale, code, column, row // 32, rows // 32, 64 * ACROSS, DOWN, TILED)
 
@@ -408,8 +408,8 @@ def mx_both_kernel(
 
     groups = tl.reshape(v, (ROWS * COLUMNS // GROUP, GROUP))
     code = power_scale(absmax(groups, False, SCHEME.has_ptx), SCHEME.level, True)
-    made = _codes8(groups * inverse_power(code), SCHEME)
-    tl.store(codes + at, tl.reshape(made, (ROWS, COLUMNS)))
+    result = _codes8(groups * inverse_power(code), SCHEME)
+    tl.store(codes + at, tl.reshape(result, (ROWS, COLUMNS)))
     block = across * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
     place = scale_place(wide_row[:, None], block[None, :], columns // GROUP, TILED)
     tl.store(scale + place, tl.reshape(code, (ROWS, COLUMNS // GROUP)).to(tl.uint8))
@@ -447,11 +447,11 @@ def given_both_kernel(
     wide_column = column.to(tl.int64) if WIDE else column
     at = wide_row[:, None] * columns + column[None, :]
     v = widened(tl.load(x + at))
-    made = _codes8(v * _inverse_of(scale, SCHEME), SCHEME)
-    tl.store(codes + at, made)
+    result = _codes8(v * _inverse_of(scale, SCHEME), SCHEME)
+    tl.store(codes + at, result)
     if not ONE:
-        made = _codes8(v * _inverse_of(transposed_scale, SCHEME), SCHEME)
-    tl.store(transposed + wide_column[:, None] * rows + row[None, :], tl.trans(made))
+        result = _codes8(v * _inverse_of(transposed_scale, SCHEME), SCHEME)
+    tl.store(transposed + wide_column[:, None] * rows + row[None, :], tl.trans(result))
 
 
 @triton.jit

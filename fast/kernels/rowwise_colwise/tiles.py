@@ -258,14 +258,14 @@ def _along_rows(
         place = row.to(tl.int64)[:, None] * blocks + block[None, :]
         exists = (row[:, None] < rows) & (block[None, :] < blocks)
         tl.store(scale + place, stored.to(scale.dtype.element_ty), mask=exists)
-        made = scaled_codes(tl.reshape(v, (ROWS, MANY, BLOCK)), s[:, :, None], factor[:, :, None], SCHEME)
-        made = tl.reshape(made, (ROWS, COLUMNS))
+        result = scaled_codes(tl.reshape(v, (ROWS, MANY, BLOCK)), s[:, :, None], factor[:, :, None], SCHEME)
+        result = tl.reshape(result, (ROWS, COLUMNS))
     else:
         stored, s, factor = scales_of(largest, SCHEME)
         if across == 0:
             tl.store(scale + row, stored.to(scale.dtype.element_ty), mask=row < rows)
-        made = scaled_codes(v, s[:, None], factor[:, None], SCHEME)
-    tl.store(codes + at, made, mask=inside)
+        result = scaled_codes(v, s[:, None], factor[:, None], SCHEME)
+    tl.store(codes + at, result, mask=inside)
 
 
 @triton.jit
@@ -285,8 +285,10 @@ def _along_columns(
         place = column.to(tl.int64)[None, :] * blocks + block[:, None]
         exists = (column[None, :] < columns) & (block[:, None] < blocks)
         tl.store(scale + place, stored.to(scale.dtype.element_ty), mask=exists)
-        made = scaled_codes(tl.reshape(v, (MANY, BLOCK, COLUMNS)), s[:, None, :], factor[:, None, :], SCHEME)
-        return tl.reshape(made, (ROWS, COLUMNS))
+        result = scaled_codes(
+            tl.reshape(v, (MANY, BLOCK, COLUMNS)), s[:, None, :], factor[:, None, :], SCHEME
+        )
+        return tl.reshape(result, (ROWS, COLUMNS))
     else:
         stored, s, factor = scales_of(largest, SCHEME)
         if down == 0:
@@ -371,11 +373,11 @@ def tiles_kernel(
     at, inside = tile_places(row, column, rows, columns, MASKED, WIDE)
     v = widened(tl.load(x + at, mask=inside, other=0))
     if KIND == "square" or KIND == "tensor":
-        made = _single_scale(
+        result = _single_scale(
             v, scale, transposed_scale, statistic, down, across, rows, columns, SCHEME, KIND, BOTH
         )
         if BOTH:
-            tl.store(codes + at, made, mask=inside)
+            tl.store(codes + at, result, mask=inside)
     else:
         of_rows, of_columns = None, None
         if KIND == "vectors":
@@ -386,11 +388,11 @@ def tiles_kernel(
             of_columns = tl.load(statistic + tl.zeros((1,), tl.int32))
         if BOTH:
             _along_rows(v, codes, scale, of_rows, at, inside, row, across, rows, columns, SCHEME, KIND, BLOCK)
-        made = _along_columns(
+        result = _along_columns(
             v, transposed, transposed_scale, of_columns, column, down, rows, columns, SCHEME, KIND, BLOCK
         )
     turned, inside = tile_places(column, row, columns, rows, MASKED, WIDE)
-    tl.store(transposed + turned, tl.trans(made), mask=inside)
+    tl.store(transposed + turned, tl.trans(result), mask=inside)
 
 
 @triton.jit

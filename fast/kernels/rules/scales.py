@@ -125,23 +125,23 @@ def ratio(largest, low, high, L: tl.constexpr, HOUSE: tl.constexpr):
     statistic = _statistic(largest, low, high, L, HOUSE)
     statistic = raised(statistic, "statistic", L)
     if L.statistic == "minmax_split":
-        made = statistic
+        result = statistic
     elif L.target == 1.0 and L.stored == "decode":
         # A statistic that is an element, or was rounded as one, is its own quotient.
-        made = rounded(statistic, L.compute)
+        result = rounded(statistic, L.compute)
     elif L.quick:
-        made = round_to_dtype(quotient(statistic, L.target, L.target_reciprocal), L.compute)
+        result = round_to_dtype(quotient(statistic, L.target, L.target_reciprocal), L.compute)
     elif L.stored == "encode":
-        made = _encoding(statistic, L)
+        result = _encoding(statistic, L)
     else:
-        made = rounded(tl.div_rn(statistic, L.target), L.compute)
-    made = _to_power(made, L)
+        result = rounded(tl.div_rn(statistic, L.target), L.compute)
+    result = _to_power(result, L)
     if L.ordinary:
-        return made
+        return result
     elif HOUSE:
-        return float_of(tl.where(largest >= INFINITY, NAN, bits_of(made)))
+        return float_of(tl.where(largest >= INFINITY, NAN, bits_of(result)))
     else:
-        return float_of(tl.where(largest > INFINITY, NAN, bits_of(made)))
+        return float_of(tl.where(largest > INFINITY, NAN, bits_of(result)))
 
 
 @triton.jit
@@ -149,13 +149,13 @@ def _encoding(statistic, L: tl.constexpr):
     """target / statistic, in one rounding or as target * (1 / statistic)."""
     if L.by_reciprocal:
         reciprocal_rn = rounded(tl.div_rn(1.0, statistic), L.compute)
-        made = rounded(reciprocal_rn * L.target, L.compute)
+        result = rounded(reciprocal_rn * L.target, L.compute)
     else:
-        made = rounded(tl.div_rn(L.target, statistic), L.compute)
+        result = rounded(tl.div_rn(L.target, statistic), L.compute)
     if L.floor_quotient is not None:
         # That quotient is rounded once from the exact decimal floor.
-        made = float_of(tl.where(bits_of(statistic) == L.floor, L.floor_quotient, bits_of(made)))
-    return made
+        result = float_of(tl.where(bits_of(statistic) == L.floor, L.floor_quotient, bits_of(result)))
+    return result
 
 
 @triton.jit
@@ -225,8 +225,8 @@ def exact_scale(largest, low, high, outer, SCHEME: tl.constexpr):
     elif SCHEME.outer_order == "encode":
         return canonical(outer * ratio(largest, low, high, L, SCHEME.house))
     else:
-        made = ratio(largest, low, high, L, SCHEME.house)
-        return canonical(tl.div_rn(made, outer))
+        result = ratio(largest, low, high, L, SCHEME.house)
+        return canonical(tl.div_rn(result, outer))
 
 
 @triton.jit
@@ -291,8 +291,8 @@ def zero_point(low, exact, SCHEME: tl.constexpr):
     if SCHEME.zero == "value" and SCHEME.on_ordinary:
         return round_to_dtype(low + round_to_dtype(scale * SCHEME.middle, L.compute), SCHEME.zero_storage)
     elif SCHEME.zero == "value":
-        made = rounded(low + rounded(scale * SCHEME.middle, L.compute), L.compute)
-        return canonical(rounded(made, SCHEME.zero_storage))
+        result = rounded(low + rounded(scale * SCHEME.middle, L.compute), L.compute)
+        return canonical(rounded(result, SCHEME.zero_storage))
     else:
         steps = rounded(tl.div_rn(low, scale), L.compute)
         code = tl.minimum(tl.maximum(SCHEME.low - nearest_integer(steps), SCHEME.low), SCHEME.high)
@@ -325,8 +325,8 @@ def averaged_scales(v, SCHEME: tl.constexpr):
 @triton.jit
 def leave_averages(scales, averaged, at, inside, part, exists, SCHEME: tl.constexpr):
     """The averages of parts of the scales, or of averages before them; what lies beyond the last scale is 0."""
-    made = averages(averaged_scales(read(scales + at, inside), SCHEME), SCHEME.has_ptx)
-    tl.store(averaged + part, made, mask=exists)
+    result = averages(averaged_scales(read(scales + at, inside), SCHEME), SCHEME.has_ptx)
+    tl.store(averaged + part, result, mask=exists)
 
 
 @triton.jit
@@ -340,9 +340,9 @@ def quantize_groups(
     share = (count + tl.zeros((1, 1), tl.int32)).to(tl.float32) * OP.share
     mean = rounded(canonical(tl.div_rn(top, share)), L.compute)
     shifted = tl.where(inside, rounded(read(scales + at, inside) - mean, L.compute), 0.0)
-    made = canonical(ratio(absmax(shifted, SCHEME.house, SCHEME.has_ptx), None, None, L, SCHEME.house))
-    tl.store(outer + group, made, mask=exists)
-    scale_code = _codes(rounded(shifted * made, L.compute), SCHEME.level.storage_element)
+    result = canonical(ratio(absmax(shifted, SCHEME.house, SCHEME.has_ptx), None, None, L, SCHEME.house))
+    tl.store(outer + group, result, mask=exists)
+    scale_code = _codes(rounded(shifted * result, L.compute), SCHEME.level.storage_element)
     tl.store(codes + at, scale_code.to(tl.int8), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(center + tl.zeros((1, 1), tl.int32), mean)
@@ -360,12 +360,12 @@ def double_scale(scale, outer, center, block, exists, SCHEME: tl.constexpr, DTYP
     """The scales of blocks, float32 (P, 1): code / outer scale + mean, each step rounded to DTYPE."""
     code = read(scale + block, exists).to(tl.int32)
     divisor = canonical(read(outer + block // SCHEME.group, exists))
-    made = rounded(tl.div_rn(decode(code, SCHEME.level.storage_element), divisor), DTYPE)
-    made = canonical(rounded(made + canonical(tl.load(center)), DTYPE))
+    result = rounded(tl.div_rn(decode(code, SCHEME.level.storage_element), divisor), DTYPE)
+    result = canonical(rounded(result + canonical(tl.load(center)), DTYPE))
     if SCHEME.dequantize == "float32":
         # A scale that was rounded up may lie beyond the largest float32.
-        made = finite(made)
-    return made
+        result = finite(result)
+    return result
 
 
 # Where scales of a matrix lie: row by row, or in the tiles of 128 rows by 4 columns of `reference.quantize.stored`.

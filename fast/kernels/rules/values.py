@@ -93,10 +93,10 @@ def _shifted(v, scale, random_bits, SCHEME: tl.constexpr):
         if SCHEME.kind == "int":
             own = tl.maximum(magnitude >> 23, 1) - 127 + (SCHEME.fraction_bits - exponent)
             significand = (magnitude & MANTISSA) | tl.where(magnitude < HIDDEN, 0, HIDDEN)
-            made = clamp_integer(
+            result = clamp_integer(
                 shifted_integer(b, own, significand, random_bits, SCHEME.element), SCHEME.element
             )
-            return tl.where(magnitude > INFINITY, 0, made)
+            return tl.where(magnitude > INFINITY, 0, result)
         else:
             own, significand = normalized(magnitude)
             significand = tl.where(magnitude == 0, 0, significand)
@@ -152,14 +152,14 @@ def reciprocal(scale, outer, SCHEME: tl.constexpr):
         return rounded(tl.div_rn(first, scale), SCHEME.arithmetic)
     elif SCHEME.outer_order == "folded":
         inner = rounded(scale * rounded(tl.div_rn(1.0, outer), SCHEME.arithmetic), SCHEME.arithmetic)
-        made = rounded(tl.div_rn(1.0, inner), SCHEME.arithmetic)
-        return tl.where(bits_of(made) == INFINITY, float_of(tl.full((), LARGEST, tl.int32)), made)
+        result = rounded(tl.div_rn(1.0, inner), SCHEME.arithmetic)
+        return tl.where(bits_of(result) == INFINITY, float_of(tl.full((), LARGEST, tl.int32)), result)
     else:
         product = rounded(outer * scale, SCHEME.arithmetic)
-        made = rounded(tl.div_rn(1.0, product), SCHEME.arithmetic)
+        result = rounded(tl.div_rn(1.0, product), SCHEME.arithmetic)
         if SCHEME.finite_reciprocal:
-            made = bounded(made)
-        return made
+            result = bounded(result)
+        return result
 
 
 @triton.jit

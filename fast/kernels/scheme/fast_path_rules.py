@@ -281,8 +281,8 @@ def on_ordinary_blocks(scheme: Scheme, dtype: str) -> Scheme | None:
         scheme = replace(scheme, arithmetic="float32")
     if scale.rule == "rceil_log2" and log2_is_exact(dtype, scale.target):
         scale = replace(scale, rule="rceil")
-    made = replace(scheme, scale=scale, nan="block", nan_code=None, smallest_exponent=None)
-    return made if ordinary_sequence(made, dtype) else None
+    result = replace(scheme, scale=scale, nan="block", nan_code=None, smallest_exponent=None)
+    return result if ordinary_sequence(result, dtype) else None
 
 
 def ordinary_sequence(scheme: Scheme, dtype: str) -> str:
@@ -391,8 +391,8 @@ def difference_thresholds(fmt: Format, dtype: str) -> tuple[float, ...] | None:
     last = np.searchsorted(code, np.arange(len(table) - 1), side="right") - 1
     # Midpoints of neighbours of the dtype are float32, and a tie goes to either.
     middle = (y[last] + y[last + 1]) / 2
-    made = np.where(middle.astype(kind) == y[last], middle, np.nextafter(middle, np.float32(-np.inf)))
-    return tuple(float(v) for v in made) if np.all(np.diff(code) >= 0) else None
+    result = np.where(middle.astype(kind) == y[last], middle, np.nextafter(middle, np.float32(-np.inf)))
+    return tuple(float(v) for v in result) if np.all(np.diff(code) >= 0) else None
 
 
 def _has_scales(scheme: Scheme, dtype: str) -> bool:

@@ -169,11 +169,11 @@ def gated(silu, g, up, DTYPE: tl.constexpr, WIDE: tl.constexpr, HAS_PTX: tl.cons
     """
     IS_BF16: tl.constexpr = DTYPE == "bfloat16"
     if not HAS_PTX:
-        made = _gated_by_selects(silu, g, up, DTYPE)
+        result = _gated_by_selects(silu, g, up, DTYPE)
         if WIDE:
-            return widened(made)
+            return widened(result)
         else:
-            return made
+            return result
     elif WIDE:
         text: tl.constexpr = GATE_WIDE_BFLOAT16 if IS_BF16 else GATE_WIDE_FLOAT16
         return tl.inline_asm_elementwise(
@@ -191,9 +191,9 @@ def _gated_by_selects(silu, g, up, DTYPE: tl.constexpr):
     v = widened(g)
     b = bits_of(v)
     top: tl.constexpr = 64.0 if DTYPE == "bfloat16" else 32.0
-    made = (bits_of(rounded(silu, DTYPE)) & MAGNITUDE) | (b & SIGN)
-    made = tl.where((v > top) | is_nan(v), b, made)
-    return _by_integers(float_of(made) * widened(up), DTYPE)
+    result = (bits_of(rounded(silu, DTYPE)) & MAGNITUDE) | (b & SIGN)
+    result = tl.where((v > top) | is_nan(v), b, result)
+    return _by_integers(float_of(result) * widened(up), DTYPE)
 
 
 @triton.jit

@@ -44,30 +44,30 @@ def has_cubic(fmt: Format, thresholds: Sequence[float] = ()) -> bool:
     if np.abs(middle).min() < 2.0**-8:
         return False
     y = np.linspace(-1 - 2.0**-20, 1 + 2.0**-20, GRID)
-    made = CENTER + y * (LINEAR.value + CUBIC.value * y * y)
+    result = CENTER + y * (LINEAR.value + CUBIC.value * y * y)
     code = np.searchsorted(middle, y)
     least, most = np.maximum(code - 1, 0), np.minimum(code, 14)
-    return bool(np.all((made > least - 0.5 + ERROR) & (made < most + 0.5 - ERROR)))
+    return bool(np.all((result > least - 0.5 + ERROR) & (result < most + 0.5 - ERROR)))
 
 
 @triton.jit
 def _values(E: tl.constexpr):
     """The codebook, an entry in each lane."""
     lane = tl.arange(0, 1 << E.bits)
-    made = tl.full((1 << E.bits,), E.values[0], tl.float32)
+    result = tl.full((1 << E.bits,), E.values[0], tl.float32)
     for i in tl.static_range(1, len(E.values)):
-        made = tl.where(lane == i, E.values[i], made)
-    return made
+        result = tl.where(lane == i, E.values[i], result)
+    return result
 
 
 @triton.jit
 def _bounds(E: tl.constexpr):
     """-`SHARP` times the midpoint above each code."""
     lane = tl.arange(0, 1 << E.bits)
-    made = tl.full((1 << E.bits,), E.thresholds[0] * -SHARP, tl.float32)
+    result = tl.full((1 << E.bits,), E.thresholds[0] * -SHARP, tl.float32)
     for i in tl.static_range(1, len(E.thresholds)):
-        made = tl.where(lane == i, E.thresholds[i] * -SHARP, made)
-    return made
+        result = tl.where(lane == i, E.thresholds[i] * -SHARP, result)
+    return result
 
 
 @triton.jit

@@ -71,9 +71,11 @@ def call_of(
     )  # fmt: skip
 
     def describe(weight: int, x: int, y: int = 0) -> bytes:
-        made = tensor_map(weight, features, length, (FEATURES, ROW))
-        made += tensor_map(x, tokens, length, (variant.tokens // variant.pair, ROW))
-        return made + tensor_map(y, tokens, 2 * features, (variant.chunk, ROW)) if variant.stored else made
+        result = tensor_map(weight, features, length, (FEATURES, ROW))
+        result += tensor_map(x, tokens, length, (variant.tokens // variant.pair, ROW))
+        return (
+            result + tensor_map(y, tokens, 2 * features, (variant.chunk, ROW)) if variant.stored else result
+        )
 
     launch = CudaLaunch(
         KERNEL, variant, problem, POINTERS, min(clusters, at_once) * variant.pair, variant.shared, (NUMBERS, numbers),

@@ -107,7 +107,7 @@ def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
     integer, kind = problem.element == INTEGER, ELEMENTS[problem.element]
     # Integers have no signs of the operands.
     operands = "{0}, {1}, 1" + ("" if integer else ", 1, 1")
-    made = product(
+    result = product(
         variant.tokens,
         INSTRUCTION,
         f"{kind}.{kind}",
@@ -116,7 +116,7 @@ def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
         '"l"(a), "l"(b)',
         integer=integer,
     )
-    return {"products.h": header(integer, [made])}
+    return {"products.h": header(integer, [result])}
 
 
 KERNEL = Kernel(

@@ -35,12 +35,12 @@ def arrange(metadata: torch.Tensor, bits: int, *, defined: bool = False) -> torc
     rows, stored = metadata.shape
     panels = -(-stored // (2 * PANEL_BYTES[bits])) * 2
     blocks = -(-rows // ROWS)
-    made = metadata if defined else _defined(metadata)
+    result = metadata if defined else _defined(metadata)
     whole = (blocks * ROWS, panels * PANEL_BYTES[bits])
-    padded = made
+    padded = result
     if (rows, stored) != whole:
         padded = metadata.new_full(whole, NOTHING_KEPT * 0x11)
-        padded[:rows, :stored] = made
+        padded[:rows, :stored] = result
     # Columns of 4 bytes for 8 bits, of 2 for 16.
     axes = (blocks, 4, 2, 8, panels, 2, 2, PANEL_BYTES[bits] // 4)
     return padded.view(axes).permute(ORDER[bits]).reshape(blocks, panels, BLOCK_BYTES[bits])

@@ -100,8 +100,10 @@ def launch_of(variant: Variant, name: str, operands: Operands) -> CudaLaunch:
     first, second = boxes(variant)
 
     def describe(values: int, x: int, y: int = 0) -> bytes:
-        made = tensor_map(values, features, length // 2, first) + tensor_map(x, tokens, length, second)
-        return made + tensor_map(y, tokens, 2 * features, (variant.chunk, ROW)) if variant.stored else made
+        result = tensor_map(values, features, length // 2, first) + tensor_map(x, tokens, length, second)
+        return (
+            result + tensor_map(y, tokens, 2 * features, (variant.chunk, ROW)) if variant.stored else result
+        )
 
     return CudaLaunch(
         KERNEL, variant, problem, POINTERS, programs_of(variant, tokens, features, at_once), shared, (NUMBERS, numbers),

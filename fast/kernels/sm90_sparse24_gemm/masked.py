@@ -202,8 +202,8 @@ def keep(w: torch.Tensor, bits: torch.Tensor, out: torch.Tensor | None, key: Any
     octets, size = w.numel() // OCTET, w.dtype.itemsize
     tail = (octets, size, w.numel() % KEPT_TILE != 0, KEPT_TILE)
     call.launch(CompiledLaunch(keep_kernel, -(-w.numel() // KEPT_TILE), tail, WARPS), ("w", "bits", "out"))
-    made: torch.Tensor = call.result("out", key)
-    return made
+    result: torch.Tensor = call.result("out", key)
+    return result
 
 
 __all__ = ["compress_masked", "keep"]

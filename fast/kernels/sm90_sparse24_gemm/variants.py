@@ -148,11 +148,11 @@ def _generated(variant: Variant, problem: Problem) -> dict[str, str]:
     one = problem.elements
     # Signs of the operands, and for 16 bits that neither is transposed; integers have neither.
     operands = "{0}, {1}, {2}, 0, 1" + ("" if one.integer else ", 1, 1" + ", 0, 0" * (one.bits == 16))
-    made = product(
+    result = product(
         variant.tokens, INSTRUCTION[one.bits], f"{one.values}.{one.x}", "u64 a, u64 b, u32 metadata", operands,
         '"l"(a), "l"(b), "r"(metadata)', integer=one.integer, sparse=True,
     )  # fmt: skip
-    return {"products.h": header(one.integer, [made])}
+    return {"products.h": header(one.integer, [result])}
 
 
 KERNEL = Kernel(

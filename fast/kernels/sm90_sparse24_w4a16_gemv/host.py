@@ -130,8 +130,8 @@ def sm90_sparse24_w4a16_gemv_pair(
     call = _recorded(x, first, second, pair_launch_for(x, first, second, group, TWO, variant))
     if call is None:
         return None
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key)
+    return result
 
 
 def sm90_sparse24_w4a16_gemv_swiglu(
@@ -145,8 +145,8 @@ def sm90_sparse24_w4a16_gemv_swiglu(
     call = _recorded(x, gate, up, pair_launch_for(x, gate, up, group, GATED, variant))
     if call is None:
         return None
-    made: torch.Tensor = call.result("y", key)
-    return made
+    result: torch.Tensor = call.result("y", key)
+    return result
 
 
 def _recorded(x: torch.Tensor, first: Weight, second: Weight, launch: CudaLaunch | None) -> Call | None:

@@ -123,9 +123,9 @@ def programs_of(variant: Variant, grid: Grid, schedule: Schedule) -> int:
 
 def described(one: Variant, tokens: int, length: int, features: int, x: int, y: int) -> bytes:
     """The tensor maps of a variant, of x (tokens, length) and y (tokens, features) at two addresses."""
-    made = tensor_map(x, tokens, 2 * length, (one.tokens // one.pair, PANEL))
-    made += tensor_map(x, tokens, 2 * length, (one.box, PANEL))
-    return made + tensor_map(y, tokens, 2 * features, (min(one.chunk, 256), PANEL))
+    result = tensor_map(x, tokens, 2 * length, (one.tokens // one.pair, PANEL))
+    result += tensor_map(x, tokens, 2 * length, (one.box, PANEL))
+    return result + tensor_map(y, tokens, 2 * features, (min(one.chunk, 256), PANEL))
 
 
 __all__ = [

@@ -126,8 +126,8 @@ def decompress(
     grid, tile, masked = _tile(octets, size)
     launch = CompiledLaunch(decompress_kernel, grid, (octets, size, masked, tile), WARPS)
     call.launch(launch, ("values", "metadata", "w"))
-    made: torch.Tensor = call.result("w", key)
-    return made
+    result: torch.Tensor = call.result("w", key)
+    return result
 
 
 def mask_call(w: torch.Tensor, scores: torch.Tensor | None, out: torch.Tensor | None) -> Call:
@@ -158,8 +158,8 @@ def prune(
     call = mask_call(w, scores, out)
     launch = _mask_launch(ranked, kept, group)
     call.launch(launch, ("w" if scores is None else "scores", "mask"))
-    made: torch.Tensor = call.result("mask", key)
-    return made
+    result: torch.Tensor = call.result("mask", key)
+    return result
 
 
 def _mask_launch(ranked: torch.Tensor, kept: int, group: int) -> CompiledLaunch:

@@ -102,8 +102,8 @@ def _mask_of_group(
 @triton.jit
 def _byte_of_marks(k0, k1, k2, k3):
     """A word of four bytes 0 or 1 from marks of one lane."""
-    made = ((k0 >> 31) & 0x01) | ((k1 >> 23) & 0x0100)
-    return made | ((k2 >> 15) & 0x010000) | ((k3 >> 7) & 0x01000000)
+    result = ((k0 >> 31) & 0x01) | ((k1 >> 23) & 0x0100)
+    return result | ((k2 >> 15) & 0x010000) | ((k3 >> 7) & 0x01000000)
 
 
 @triton.jit

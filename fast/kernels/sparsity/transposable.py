@@ -77,8 +77,8 @@ def prune_transposable(
     # Of w only the shape is read where there are scores.
     call = mask_call(w, scores, out)
     call.launch(_launch(ranked), ("w" if scores is None else "scores", *POINTERS))
-    made: torch.Tensor = call.result("mask", key)
-    return made
+    result: torch.Tensor = call.result("mask", key)
+    return result
 
 
 def compress_transposable(w: torch.Tensor, key: Any = None) -> tuple[Compressed, Compressed] | None:
@@ -91,8 +91,8 @@ def compress_transposable(w: torch.Tensor, key: Any = None) -> tuple[Compressed,
         call.allocate(f"values{suffix}", (height, width // 2), w.dtype)
         call.allocate(f"metadata{suffix}", (height, width // BLOCK), torch.uint8)
     call.launch(_launch(w), ("w", *POINTERS))
-    made: tuple[Compressed, Compressed] = call.result(POINTERS[1:], key, None, _pairs)
-    return made
+    result: tuple[Compressed, Compressed] = call.result(POINTERS[1:], key, None, _pairs)
+    return result
 
 
 def _pairs(made: tuple[torch.Tensor, ...]) -> tuple[Compressed, Compressed]:
@@ -483,15 +483,15 @@ def _write_masks(mask, masks, at, width, inside, FIRST: tl.constexpr, MASKED: tl
     for row in tl.static_range(4):
         octet = at + (FIRST + row) * width
         if mask.dtype.element_ty == tl.uint8:
-            pointers, made, kept = mask + octet, bits_of_row(masks, row).to(tl.uint8), inside
+            pointers, result, kept = mask + octet, bits_of_row(masks, row).to(tl.uint8), inside
         else:
             left, right = bytes_of_row(masks, row)
             pointers = words_at(mask, 0) + (octet * 2)[:, None] + tl.arange(0, 2)[None, :]
-            made, kept = tl.join(left, right), inside[:, None]
+            result, kept = tl.join(left, right), inside[:, None]
         if MASKED:
-            tl.store(pointers, made, mask=kept)
+            tl.store(pointers, result, mask=kept)
         else:
-            tl.store(pointers, made)
+            tl.store(pointers, result)
 
 
 __all__ = [

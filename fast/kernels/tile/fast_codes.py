@@ -82,8 +82,8 @@ def _rounded_float(y, E: tl.constexpr):
     unit = float_of(
         ((bits_of(tl.maximum(tl.abs(a), least)) & INFINITY) + ((23 - E.mantissa) << 23)) | 0x00400000
     )
-    made = (a + unit) - unit
-    return float_of((bits_of(made) & MAGNITUDE) | (bits_of(y) & SIGN))
+    result = (a + unit) - unit
+    return float_of((bits_of(result) & MAGNITUDE) | (bits_of(y) & SIGN))
 
 
 @triton.jit
@@ -227,10 +227,10 @@ def multiplier(scale, scale_code, prepared, SCHEME: tl.constexpr):
 def _reciprocals(scale):
     """1 / scale, correctly rounded, of a tile of scales that are 2**-126 or more, or NaN; few tiles have one above 2**125."""
     if tl.max(tl.reshape(scale, (scale.numel,)), axis=0) <= 4.253529586511731e37:
-        made = reciprocal_rn(scale)
+        result = reciprocal_rn(scale)
     else:
-        made = tl.div_rn(1.0, scale)
-    return made
+        result = tl.div_rn(1.0, scale)
+    return result
 
 
 @triton.jit
@@ -341,10 +341,10 @@ def _store_integers(
         store_packed(codes, t & mask, block, exists, SCHEME.bits)
     else:
         if SCHEME.clamps and SCHEME.bits == 8:
-            made = bytes_of(t)
+            result = bytes_of(t)
         else:
-            made = _masked_bytes(t, scale, (1 << SCHEME.bits) - 1)
-        store_elements(codes + at, made.to(tl.uint8, bitcast=True), inside)
+            result = _masked_bytes(t, scale, (1 << SCHEME.bits) - 1)
+        store_elements(codes + at, result.to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -353,8 +353,8 @@ def _store_nibbles(codes, at, inside, block, exists, numbers, scale, PACKED: tl.
     if PACKED:
         store_words_of(codes, at, nibble_words(numbers, mask_unless_poisoned(scale, -1)), block, exists)
     else:
-        made = bytes_of(numbers) & mask_unless_poisoned(scale, 0x0F).to(tl.int8)
-        store_elements(codes + at, made.to(tl.uint8, bitcast=True), inside)
+        result = bytes_of(numbers) & mask_unless_poisoned(scale, 0x0F).to(tl.int8)
+        store_elements(codes + at, result.to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -378,8 +378,8 @@ def _store_e2m1(
         words = e2m1_words(numbers, bits_of(signed), mask_unless_poisoned(scale, -1))
         store_words_of(codes, at, words, block, exists)
     else:
-        made = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
-        store_elements(codes + at, _masked_bytes(made, scale, 0x0F).to(tl.uint8, bitcast=True), inside)
+        result = (numbers & 7) | ((bits_of(signed) >> 28) & 8)
+        store_elements(codes + at, _masked_bytes(result, scale, 0x0F).to(tl.uint8, bitcast=True), inside)
 
 
 @triton.jit
@@ -392,15 +392,15 @@ def _store_six(
             y = v * (inv_scale * 0.015625)
         else:
             y = (v * inv_scale) * 0.015625
-        made = e2m3_bytes(y)
+        result = e2m3_bytes(y)
     else:
         if SCHEME.power_of_two:
             y = v * (inv_scale * 0.000244140625)
         else:
             y = (v * inv_scale) * 0.000244140625
-        made = e3m2_bytes(y)
+        result = e3m2_bytes(y)
     if PACKED:
-        a, b, c = six_words(made, mask_unless_poisoned(scale, -1))
+        a, b, c = six_words(result, mask_unless_poisoned(scale, -1))
         COUNT: tl.constexpr = v.shape[1] // 16
         word = codes.to(tl.pointer_type(tl.int32), bitcast=True)
         word += block * (3 * COUNT) + 3 * tl.arange(0, COUNT)[None, :]
@@ -408,5 +408,5 @@ def _store_six(
         tl.store(word + 1, b, mask=exists)
         tl.store(word + 2, c, mask=exists)
     else:
-        made = (made & mask_unless_poisoned(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True)
-        store_elements(codes + at, made, inside)
+        result = (result & mask_unless_poisoned(scale, 0x3F).to(tl.int8)).to(tl.uint8, bitcast=True)
+        store_elements(codes + at, result, inside)

@@ -137,10 +137,10 @@ def are_ordinary(largest, outer, exists, SCHEME: tl.constexpr):
     if S.zero_blocks:
         beyond = tl.where(largest == 0, 0, beyond)
     beyond = tl.where(exists, beyond, 0).to(tl.uint32, bitcast=True)
-    made = tl.max(tl.reshape(beyond, (beyond.numel,)), axis=0) <= S.span
+    result = tl.max(tl.reshape(beyond, (beyond.numel,)), axis=0) <= S.span
     if SCHEME.has_outer:
-        made = made & ((bits_of(outer) - S.outer_least).to(tl.uint32, bitcast=True) <= S.outer_span)
-    return made
+        result = result & ((bits_of(outer) - S.outer_least).to(tl.uint32, bitcast=True) <= S.outer_span)
+    return result
 
 
 @triton.jit
@@ -262,18 +262,18 @@ def general_tile(
     bits = None
     if SCHEME.rounding == "stochastic":
         bits = read(random_bits + at, inside)
-    made = element_codes(v, divisor, divisor_outer, z, bits, SCHEME)
+    result = element_codes(v, divisor, divisor_outer, z, bits, SCHEME)
     if OP.packed:
-        store_packed_of(codes, at, made, block, exists, SCHEME.bits)
+        store_packed_of(codes, at, result, block, exists, SCHEME.bits)
     elif OP.codes:
-        store_elements(codes + at, made.to(codes.dtype.element_ty), inside)
+        store_elements(codes + at, result.to(codes.dtype.element_ty), inside)
     if OP.gradient:
         dy = read(g + at, inside)
-        lost = saturated(v, made, divisor, divisor_outer, SCHEME)
+        lost = saturated(v, result, divisor, divisor_outer, SCHEME)
         tl.store(y + at, passed_on(dy, lost, SCHEME.dtype), mask=inside)
     elif OP.output != "":
         PRECISION: tl.constexpr = OP.output if SCHEME.dequantize == "target" else "float32"
-        value = values(made, combined(s, outer, SCHEME, PRECISION), z, SCHEME, PRECISION)
+        value = values(result, combined(s, outer, SCHEME, PRECISION), z, SCHEME, PRECISION)
         tl.store(y + at, narrow(value, OP.output, SCHEME.dequantize == "float32"), mask=inside)
 
 
@@ -283,10 +283,10 @@ def load_outer(outer, outer_statistic, SCHEME: tl.constexpr, OP: tl.constexpr):
     if not SCHEME.has_outer:
         return tl.full((), 1.0, tl.float32)
     elif OP.outer == "statistic":
-        made = outer_scale(tl.load(outer_statistic), SCHEME)
+        result = outer_scale(tl.load(outer_statistic), SCHEME)
         if tl.program_id(0) == 0:
-            tl.store(outer, made)
-        return made
+            tl.store(outer, result)
+        return result
     else:
         return loaded_scale(tl.load(outer), SCHEME.outer)
 
@@ -370,8 +370,8 @@ def _store_strip(
     divisor, inv_scale = s, multiplier(s, scale_code, prepared, SCHEME)
     if SCHEME.on_ordinary and SCHEME.has_outer and SCHEME.outer_order == "encode":
         divisor, inv_scale = prepared, reciprocal_rn(prepared)
-    made = words_of_strip(both, inv_scale, divisor, mask_unless_poisoned(s, -1), SCHEME, OP.packed)
-    store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True) + words, made, None)
+    result = words_of_strip(both, inv_scale, divisor, mask_unless_poisoned(s, -1), SCHEME, OP.packed)
+    store_elements(codes.to(tl.pointer_type(tl.int32), bitcast=True) + words, result, None)
 
 
 @triton.jit
@@ -494,9 +494,9 @@ def store_stochastic(
     PACKED: tl.constexpr,
 ):
     """Codes of a tile under scales (P, 1), packed where the operation asks for it."""
-    made = stochastic_codes(v * inv_scale, random_bits, SCHEME.element)
-    made = tl.where(is_nan(scale), SCHEME.poison_code, made)
+    result = stochastic_codes(v * inv_scale, random_bits, SCHEME.element)
+    result = tl.where(is_nan(scale), SCHEME.poison_code, result)
     if PACKED:
-        store_packed(codes, made, block, exists, SCHEME.bits)
+        store_packed(codes, result, block, exists, SCHEME.bits)
     else:
-        tl.store(codes + at, bytes_of(made).to(tl.uint8, bitcast=True), mask=inside)
+        tl.store(codes + at, bytes_of(result).to(tl.uint8, bitcast=True), mask=inside)

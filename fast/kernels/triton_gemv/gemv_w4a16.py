@@ -187,10 +187,10 @@ def triton_gemv_w4a16_swiglu_kernel(
     """8 elements of silu(gate) * up, of two weights of `rows` rows: those of one are rows g of the instruction, of the other
     rows g + 8."""
     first = gl.minimum(gl.program_id(0) * 8, rows - 8)
-    made = _dot_products(
+    result = _dot_products(
         first, x, codes, scale, zero, codes2, scale2, zero2, LENGTH, BLOCK, WARPS_K, STORAGE, SIGNED, SHIFTED, DTYPE, USE_PDL
     )  # fmt: skip
-    gate, up = gl.split(made)
+    gate, up = gl.split(result)
     gl.store(y + first + gl.arange(0, 8, layout=gate.type.layout), gated_sums(gate, up, DTYPE))
 
 
@@ -203,15 +203,15 @@ def _store_rows(
     """16 elements of y, those of a program. rows: N, at least 16."""
     # The last program takes rows again where they are no multiple of 16.
     first = gl.minimum(program * 16, rows - 16)
-    made = _dot_products(
+    result = _dot_products(
         first, x, codes, scale, zero, None, None, None, LENGTH, BLOCK, WARPS_K, STORAGE, SIGNED, SHIFTED, DTYPE, USE_PDL
     )  # fmt: skip
-    made = gl.reshape(made, [16])
-    i = gl.arange(0, 16, layout=made.type.layout)
+    result = gl.reshape(result, [16])
+    i = gl.arange(0, 16, layout=result.type.layout)
     n = first + i // 2 + i % 2 * 8
     if bias is not None:
-        made += gl.load(bias + n).to(gl.float32)
-    gl.store(y + n, narrowed(made, DTYPE))
+        result += gl.load(bias + n).to(gl.float32)
+    gl.store(y + n, narrowed(result, DTYPE))
 
 
 @gluon.jit
@@ -281,11 +281,11 @@ def _dot_products(
         less *= sums
         added = less
         for step in gl.static_range(STEPS):
-            made = gl.inline_asm_elementwise(
+            result = gl.inline_asm_elementwise(
                 PRODUCTS[2 * IS_BF16 + SIGNED], OPERANDS, [less, w[2 * step], w[2 * step + 1], b0, b1, b2, b3],
                 dtype=gl.float32, is_pure=True, pack=4,
             )  # fmt: skip
-            added = gl.where(mine == step, made, added)
+            added = gl.where(mine == step, result, added)
         total = gl.fma(added, s, total)
     # (warps, g, t, rows g and g + 8, columns) to rows.
     return gl.sum(gl.sum(gl.sum(gl.reshape(total, [WARPS_K, 8, 4, 2, 2]), axis=4), axis=2), axis=0)

@@ -125,14 +125,14 @@ def triton_gemv_w8a8_kernel(
             whole = gl.inline_asm_elementwise(SUM, "=r,r,r", [whole, w], dtype=gl.int32, is_pure=True, pack=1)
     if x_zero is not None:
         total -= whole * gl.load(x_zero).to(gl.int32)
-    made = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
-    n = first + gl.arange(0, ROWS, layout=made.type.layout)
+    result = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
+    n = first + gl.arange(0, ROWS, layout=result.type.layout)
     inside = n < rows
-    made = made.to(gl.float32) * gl.load(x_scale)
-    made = made * gl.load(scale + (gl.minimum(n, rows - 1) if EACH else n * 0))
+    result = result.to(gl.float32) * gl.load(x_scale)
+    result = result * gl.load(scale + (gl.minimum(n, rows - 1) if EACH else n * 0))
     if bias is not None:
-        made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + n, narrowed(made, DTYPE), mask=inside)
+        result += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + n, narrowed(result, DTYPE), mask=inside)
 
 
 def _int8_dot_asm() -> gl.constexpr:
@@ -212,11 +212,11 @@ def triton_gemv_w8a16_swiglu_kernel(
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """ROWS / 2 elements of silu(gate) * up, of two weights of `rows` rows: a program takes rows of both in turn."""
-    made = _dot_products(
+    result = _dot_products(
         gl.program_id(0) * (ROWS // 2), x, codes, scale, zero, codes2, scale2, zero2, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS,
         KIND, STORAGE, FACTOR, ROWS, WARPS_K, WIDE, USE_PDL,
     )  # fmt: skip
-    gate, up = gl.split(gl.reshape(made, [ROWS // 2, 2]))
+    gate, up = gl.split(gl.reshape(result, [ROWS // 2, 2]))
     n = gl.program_id(0) * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=gate.type.layout)
     gl.store(y + n, gated_sums(gate, up, DTYPE), mask=n < rows)
 
@@ -230,15 +230,15 @@ def _store_rows(
 ):  # fmt: skip
     """ROWS elements of y, those of a program."""
     first = program * ROWS
-    made = _dot_products(
+    result = _dot_products(
         first, x, codes, scale, zero, None, None, None, rows, per_row, LENGTH, BLOCK, BLOCK_ROWS, KIND, STORAGE, FACTOR, ROWS,
         WARPS_K, WIDE, USE_PDL,
     )  # fmt: skip
-    n = first + gl.arange(0, ROWS, layout=made.type.layout)
+    n = first + gl.arange(0, ROWS, layout=result.type.layout)
     inside = n < rows
     if bias is not None:
-        made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + n, narrowed(made, DTYPE), mask=inside)
+        result += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + n, narrowed(result, DTYPE), mask=inside)
 
 
 @gluon.jit
@@ -299,14 +299,14 @@ def _dot_products(
         else:
             total = added
     if BLOCK > 0:
-        made = gl.sum(gl.sum(scaled, axis=2), axis=0)
+        result = gl.sum(gl.sum(scaled, axis=2), axis=0)
     else:
-        made = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
+        result = gl.sum(gl.sum(gl.sum(total, axis=3), axis=2), axis=0)
     if BLOCK <= 0:
-        n = gl.arange(0, ROWS, layout=made.type.layout)
+        n = gl.arange(0, ROWS, layout=result.type.layout)
         at = gl.minimum(first + n // EACH, rows - 1) if BLOCK == 0 else n * 0
-        made = made * as_scale(gl.load(_of(scale, scale2, at, n)), STORAGE)
-    return made * FACTOR
+        result = result * as_scale(gl.load(_of(scale, scale2, at, n)), STORAGE)
+    return result * FACTOR
 
 
 @gluon.jit

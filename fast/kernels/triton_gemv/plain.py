@@ -63,15 +63,15 @@ def triton_gemv_any_kernel(
                 total += z * sums
         else:
             total += t
-    made = tl.sum(total, axis=1)
+    result = tl.sum(total, axis=1)
     at = first + tl.arange(0, ROWS)
     inside = at < rows
     if BLOCK <= 0:
         block = tl.minimum(at, rows - 1) if BLOCK == 0 else at * 0
-        made = made * block_scales(scale, outer, zero, block, SCHEME)
+        result = result * block_scales(scale, outer, zero, block, SCHEME)
     if bias is not None:
-        made += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, narrow(made, DTYPE, False), mask=inside)
+        result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, narrow(result, DTYPE, False), mask=inside)
 
 
 @triton.jit

@@ -58,8 +58,8 @@ def linear_pair(
     call = _recorded(x, first, second, ("y", "y2"))
     if call is None:
         return None
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key, first.scheme)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key, first.scheme)
+    return result
 
 
 def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = None) -> torch.Tensor | None:
@@ -67,8 +67,8 @@ def linear_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized, key: Any = No
     call = _recorded(x, gate, up, ("y",))
     if call is None:
         return None
-    made: torch.Tensor = call.result("y", key, gate.scheme)
-    return made
+    result: torch.Tensor = call.result("y", key, gate.scheme)
+    return result
 
 
 def _recorded(x: torch.Tensor, first: Quantized, second: Quantized, made: tuple[str, ...]) -> Call | None:
@@ -280,10 +280,10 @@ def weight_of(scheme: Scheme, shape: tuple[int, ...], axis: int, packed: bool) -
         length // block if flat else Blocks.of(shape, scheme.scale, 1).scale_shape[-1] if block > 0 else 1
     )
     rule = constants_of(scheme, "float32", not interpreted())
-    made = Weight(
+    result = Weight(
         rule, scheme.element, scheme.scale.storage, packed, block, block_rows, per_row, rows, length
     )
-    return made if made.step >= min(SMALLEST_STEP, block if block > 0 else SMALLEST_STEP) else None
+    return result if result.step >= min(SMALLEST_STEP, block if block > 0 else SMALLEST_STEP) else None
 
 
 def _block_of(scheme: Scheme, length: int) -> tuple[int, int]:

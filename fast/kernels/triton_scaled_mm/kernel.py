@@ -84,10 +84,10 @@ def triton_int_scaled_mm_kernel(
     else:
         left = tl.load(scale_a + (m if EACH_A else m * 0), mask=m < m_size, other=0.0)
         right = tl.load(scale_b + (n if EACH_B else n * 0), mask=n < n_size, other=0.0)
-        made = total.to(tl.float32) * left[:, None] * right[None, :]
+        result = total.to(tl.float32) * left[:, None] * right[None, :]
         if bias is not None:
-            made += tl.load(bias + n, mask=n < n_size, other=0.0).to(tl.float32)[None, :]
-        tl.store(y + at, narrow(made, DTYPE, False), mask=inside)
+            result += tl.load(bias + n, mask=n < n_size, other=0.0).to(tl.float32)[None, :]
+        tl.store(y + at, narrow(result, DTYPE, False), mask=inside)
 
 
 # A number of rows gets no kernel of its own for being a multiple of 16, or 1.

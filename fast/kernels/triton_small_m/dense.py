@@ -43,8 +43,10 @@ GRID = 65535
 def _store(y, t, s, n, k, N: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr, OUT: tl.constexpr):
     """SIZE columns from k on of rows n: elements times scales that go with them."""
     column = k + tl.arange(0, SIZE)[None, :]
-    made = narrow(t.to(tl.float32) * s, OUT, False)
-    tl.store(y + (n[:, None].to(tl.int64) * LENGTH + column), made, mask=(n < N)[:, None] & (column < LENGTH))
+    result = narrow(t.to(tl.float32) * s, OUT, False)
+    tl.store(
+        y + (n[:, None].to(tl.int64) * LENGTH + column), result, mask=(n < N)[:, None] & (column < LENGTH)
+    )
 
 
 @triton.jit

@@ -191,9 +191,9 @@ def _blocks(values: torch.Tensor, weight: Weight, group: int) -> torch.Tensor:
     """Values of blocks (N, blocks), or of the whole, as (blocks, rows): rows and columns filled."""
     values = values.reshape(-1, weight.length // group if group else 1).expand(weight.rows, -1)
     blocks = ceil_div(filled(weight.length), group) if group else 1
-    made = values.new_zeros((blocks, filled(weight.rows)))
-    made[: values.shape[1], : weight.rows] = values.t()
-    return made
+    result = values.new_zeros((blocks, filled(weight.rows)))
+    result[: values.shape[1], : weight.rows] = values.t()
+    return result
 
 
 def _scales(w: Quantized, weight: Weight, group: int) -> torch.Tensor:

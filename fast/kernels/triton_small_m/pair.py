@@ -47,8 +47,8 @@ def linear_small_pair(
     call = _recorded(x, first, second, ("y", "y2"), tiling)
     if call is None:
         return None
-    made: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key, record)
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = call.result(("y", "y2"), key, record)
+    return result
 
 
 def linear_small_swiglu(
@@ -67,8 +67,8 @@ def linear_small_swiglu(
     call = _recorded(x, gate, up, ("y",), tiling)
     if call is None:
         return None
-    made: torch.Tensor = call.result("y", key, record)
-    return made
+    result: torch.Tensor = call.result("y", key, record)
+    return result
 
 
 def pair_tiling(rows: int, columns: int, element: str, group: int, count: int) -> Tiling:

@@ -175,11 +175,11 @@ def _fitting(rows: int, columns: int, element: str, group: int, count: int) -> l
     shapes = ((64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (128, 64, 8), (256, 64, 8))
     splits = (1, 2, 3, 4, 5, 7, 8, 14, 16)
     sizes = (block_m_of(count), 64) if count > 64 else (block_m_of(count),)
-    made = (
+    result = (
         Tiling(block_m, *shape[:2], parts, stages, shape[2])
         for block_m, shape, parts, stages in product(sizes, shapes, splits, (2, 3, 4, 6))
     )
-    found = [tiling for tiling in made if tiling.fits(rows, columns, element, group)]
+    found = [tiling for tiling in result if tiling.fits(rows, columns, element, group)]
     return [tiling for tiling in found if tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS]
 
 

@@ -122,7 +122,7 @@ def triton_sparse24_small_m_kernel(
                         p = pairs[column] + (step * (STEP // 2) + (begin + more) // 2)
                         v = _inputs(p, column, register, beyond, PARTS, ALL // 4, WHOLE, TILE)
                     inputs = inputs + (v,)  # noqa: RUF005
-            made = ()
+            result = ()
             for tile in gl.static_range(TILES):
                 a0, a1, a2, a3, e = gl.inline_asm_elementwise(
                     DECODE[IS_BF16], DECODED,
@@ -142,8 +142,8 @@ def triton_sparse24_small_m_kernel(
                         dtype=gl.float32, is_pure=True, pack=4,
                     )  # fmt: skip
                     s = stored[4 * (TILES * chunk + tile) + 3]
-                    made = made + (gl.fma(added, s, total[tile * SUMS + column]),)  # noqa: RUF005
-            total = made
+                    result = result + (gl.fma(added, s, total[tile * SUMS + column]),)  # noqa: RUF005
+            total = result
     for tile in gl.static_range(TILES):
         for column in gl.static_range(SUMS):
             _store(
@@ -209,14 +209,14 @@ def _inputs(
 @gluon.jit
 def _store(total, bias, y, first, begun, count, rows, PARTS: gl.constexpr, DTYPE: gl.constexpr):
     """16 rows of the weight by 8 / PARTS rows of X, of sums (warps, 32 lanes, rows g and g + 8 by columns 2 t and 2 t + 1)."""
-    made = gl.sum(total, axis=0)
+    result = gl.sum(total, axis=0)
     if PARTS > 1:
-        made = gl.sum(gl.reshape(made, [8, 4, 2, 2]), axis=3)
+        result = gl.sum(gl.reshape(result, [8, 4, 2, 2]), axis=3)
     if PARTS > 2:
-        made = gl.sum(gl.reshape(made, [8, 2, 2, 2]), axis=2)
+        result = gl.sum(gl.reshape(result, [8, 2, 2, 2]), axis=2)
     APART: gl.constexpr = 8 // PARTS
-    made = gl.reshape(made, [ROWS * APART])
-    i = gl.arange(0, ROWS * APART, layout=made.type.layout)
+    result = gl.reshape(result, [ROWS * APART])
+    i = gl.arange(0, ROWS * APART, layout=result.type.layout)
     if PARTS == 1:
         n, m = i // 16 + i // 2 % 2 * 8, i // 4 % 4 * 2 + i % 2
     else:
@@ -224,5 +224,5 @@ def _store(total, bias, y, first, begun, count, rows, PARTS: gl.constexpr, DTYPE
     n, m = first + n, begun + m
     inside = (n < rows) & (m < count)
     if bias is not None:
-        made += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
-    gl.store(y + (m.to(gl.int64) * rows + n), narrowed(made, DTYPE), mask=inside)
+        result += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
+    gl.store(y + (m.to(gl.int64) * rows + n), narrowed(result, DTYPE), mask=inside)

@@ -79,12 +79,16 @@ def arranged_bound(rows: int, length: int, group: int, count: int) -> Tiling:
 def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:
     """The same with reads of two turns, in as many steps; None where K is not whole steps, or the group or the columns of sums
     are not for that."""
-    made = replace(tiling, wide=True)
+    result = replace(tiling, wide=True)
     if tiling.chunks == 1:
-        made = replace(made, chunks=2, warps_k=max(1, tiling.warps_k // 2))
-    whole = length % (made.warps_k * made.chunks * TURN.value) == 0
-    fits = whole and is_wide(length, group, made) and count * made.parts(group) <= made.sums * COLUMNS.value
-    return made if fits else None
+        result = replace(result, chunks=2, warps_k=max(1, tiling.warps_k // 2))
+    whole = length % (result.warps_k * result.chunks * TURN.value) == 0
+    fits = (
+        whole
+        and is_wide(length, group, result)
+        and count * result.parts(group) <= result.sums * COLUMNS.value
+    )
+    return result if fits else None
 
 
 def is_wide(length: int, group: int, tiling: Tiling) -> bool:

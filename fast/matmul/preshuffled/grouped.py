@@ -92,8 +92,8 @@ def _kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
         y = None if multiply is None else multiply(x, weights, offsets, key=key, record=record)
         if y is not None:
             return y
-    made = arranged_dense(weights, x.dtype)
-    every = dense(restored(w), x.dtype) if made is None else made
+    dense_weights = arranged_dense(weights, x.dtype)
+    every = dense(restored(w), x.dtype) if dense_weights is None else dense_weights
     return torch._grouped_mm(x, every.transpose(1, 2), offsets)
 
 

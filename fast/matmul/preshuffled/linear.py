@@ -117,8 +117,8 @@ def _by_dense_weight(x: torch.Tensor, w: Quantized, arranged: Any, bias: torch.T
     """torch's product with what `dequantize` gives."""
     from fast.kernels.triton_small_m.dense import arranged_dense
 
-    made = arranged_dense(arranged, x.dtype)
-    values = dense(restored(w), x.dtype) if made is None else made
+    dense_weight = arranged_dense(arranged, x.dtype)
+    values = dense(restored(w), x.dtype) if dense_weight is None else dense_weight
     return torch.nn.functional.linear(x, values, None if bias is None else bias.to(x.dtype))
 
 

@@ -107,8 +107,8 @@ def _in_one_launch(kind: str, x: torch.Tensor, weights: list[ArrangedWeight], ke
 
 def _pair(record: Any, values: Values, operands: Operands) -> tuple[Any, Any]:
     x, *stored = _checked(record, values, operands), *operands[1:]
-    made: tuple[Any, Any] = LINEAR_SMALL_PAIR_OP(x, *stored, list(values[0]), record_name(record))
-    return made
+    result: tuple[Any, Any] = LINEAR_SMALL_PAIR_OP(x, *stored, list(values[0]), record_name(record))
+    return result
 
 
 def _pair_fake(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,8 +213,10 @@ def linear_small_pair(
     """
     if not _alike(first, second):
         return linear_small(x, first), linear_small(x, second)
-    made: tuple[torch.Tensor, torch.Tensor] = run(LINEAR_SMALL_PAIR, first.scheme, *_given(x, first, second))
-    return made
+    result: tuple[torch.Tensor, torch.Tensor] = run(
+        LINEAR_SMALL_PAIR, first.scheme, *_given(x, first, second)
+    )
+    return result
 
 
 def linear_small_swiglu(x: torch.Tensor, gate: Quantized, up: Quantized) -> torch.Tensor:
