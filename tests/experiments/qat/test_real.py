@@ -56,12 +56,12 @@ def plan_of(*only, seeds=2):
 
 @pytest.fixture(scope="module")
 def measured(folder, tmp_path_factory):
-    """All arms of two methods, of which one has learned scales, and a scheme that does not divide."""
+    """All arms of a method with learned scales, and a scheme that does not divide."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(texts.VARIABLE, raising=False)
         settings, journal = settings_of(folder, cache), Journal()
-        plan = plan_of("int4_g32", "mxfp4_rceil", "int4_g128")
+        plan = plan_of("int4_g32", "int4_g128")
         failed = measure_model(settings, plan, of_folder(folder), journal, real.Deadline(None))
     return journal.rows, failed, cache
 
@@ -80,7 +80,6 @@ def test_every_arm_has_its_rows_for_each_seed(measured):
     learned = [LEARNED, *([BY_TORCHAO] if arms.missing(BY_TORCHAO) is None else [])]
     for seed in (0, 1):
         names = [TUNED, *(f"int4_g32: {arm}" for arm in (PTQ, CLIPPED, WITH_GPTQ, QAT, *learned))]
-        names += [f"mxfp4_rceil: {arm}" for arm in (PTQ, CLIPPED, WITH_GPTQ, QAT)]
         for name in names:
             found = values(rows, text, name, seed)
             assert found["status: ok"] == 1
@@ -91,7 +90,6 @@ def test_every_arm_has_its_rows_for_each_seed(measured):
     assert not values(rows, text, "bfloat16", 1)
     assert not values(rows, text, f"int4_g32: {PTQ_BASE}", 1)
     assert values(rows, text, TUNED)["loss"] != values(rows, text, TUNED, 1)["loss"]
-    assert values(rows, text, f"mxfp4_rceil: {LEARNED}") == {}
     assert values(rows, "model", f"int4_g32: {QAT}")["bits per weight"] == 5
     assert not any(row.method.startswith("int4_g128") for row in rows)
     (reason,) = {row.metric for row in failed if row.method.startswith("int4_g128")}
@@ -103,7 +101,7 @@ def test_the_fine_tuned_model_leaves_the_cache_with_its_seed(measured, folder):
     rows, _, cache = measured
     settings, journal = settings_of(folder, cache), Journal()
     journal.add(rows)
-    whole = plan_of("int4_g32", "mxfp4_rceil")
+    whole = plan_of("int4_g32")
     assert len(list((cache / "qat").iterdir())) == 2
     assert measure_model(settings, whole, of_folder(folder), journal, real.Deadline(None)) == []
     assert journal.rows == rows
@@ -116,7 +114,7 @@ def test_a_seed_without_its_fine_tuned_model_is_measured_anew(measured, folder, 
     left = [row for row in rows if row.method != f"int4_g32: {QAT}" or row.seed == 0]
     journal = Journal()
     journal.add(left)
-    plan, model = plan_of("int4_g32", "mxfp4_rceil"), of_folder(folder)
+    plan, model = plan_of("int4_g32"), of_folder(folder)
     settings = settings_of(folder, tmp_path)
     real.drop_unpaired(settings, plan, model, journal)
     kept = {(row.method, row.seed) for row in journal.rows}
