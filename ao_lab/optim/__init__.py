@@ -8,6 +8,7 @@ never becomes 0, or torchao's by name.
 
 from ao_lab.optim.base import LowBitOptimizer
 from ao_lab.optim.classes import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit
+from ao_lab.optim.offload import CPUOffloadOptimizer
 
 __all__ = [
     "Adam4bit",
@@ -16,6 +17,7 @@ __all__ = [
     "AdamW4bit",
     "AdamW8bit",
     "AdamWFp8",
+    "CPUOffloadOptimizer",
     "Lion8bit",
     "LowBitOptimizer",
 ]

@@ -236,7 +236,7 @@ def test_bfloat16_parameters_learn_by_small_updates(options):
         optimizer.step()
         other.step()
     assert (plain == 1).all()
-    # By the mean of 8192 elements that are 1 or one step below it; or by the half step that nearly all master weights have gone.
+    # By the mean of 8192 elements that are 1 or one step below; or by the half step that nearly all master weights have gone.
     moved = 1 - float(p.detach().float().mean())
     expected, within = (2.0**-8, 0.02) if "master" in options else (250e-5, 0.1)
     assert moved == pytest.approx(expected, rel=within)
