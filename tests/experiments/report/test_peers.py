@@ -50,6 +50,7 @@ def test_times_that_a_cpu_does_not_measure_are_no_missing_comparison():
 def test_conventions_of_others_are_our_code():
     assert peer_of(row("quantize.torchao.nf4", "time")) == ""
     assert peer_of(row("torchao.nf4", "time")) == ""
+    assert peer_of(row("after_torchao", "time")) == ""
     assert peer_of(row("ours", "time", setting="torchao")) == "torchao"
     assert peer_of(row("2:4, cuSPARSELt searched", "time")) == "cuSPARSELt"
 
