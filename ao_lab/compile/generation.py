@@ -101,16 +101,18 @@ class GenerationSettings:
     cache: str
     before: str | None
     options: tuple[str, ...]
+    #: What `use_kv_cache_` set with it, as text.
+    kv_cache: str = ""
 
     def __str__(self) -> str:
         changed = "as before" if self.before == self.cache else f"before: {self.before}"
         return (
             f"generate() has a {self.cache} cache ({changed}) and is compiled by transformers, on GPUs alone, with the options "
-            f"{', '.join(self.options)}"
+            f"{', '.join(self.options)}{self.kv_cache and '; ' + self.kv_cache}"
         )
 
 
-def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSettings:
+def prepare_for_generate_(model: Any, *, frozen: bool = False, kv_cache: Any = None) -> GenerationSettings:
     """Let a transformers model's `generate()` run compiled with `compile_options`, in place: what has been set.
 
     Sets `cache_implementation` to "static" (a fixed one that is set already stays) and `compile_config` in
@@ -135,6 +137,9 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
     programs of its own, one that was unpickled too; a deep copy of one shares them, and is as little to be changed.
     `torch.compiler.reset()` lets the next call see it.
 
+    kv_cache: a recipe of `ao_lab.use_kv_cache_`, which is called with it: "bfloat16" for our attention over a cache as it is,
+    "fp8", "int8", "int4" and others for a smaller one. None leaves the cache as it is.
+
     TypeError for a model without generation_config, and where frozen is no bool. ValueError for a cache that transformers does
     not compile, and for another backend than "inductor".
     """
@@ -154,9 +159,14 @@ def prepare_for_generate_(model: Any, *, frozen: bool = False) -> GenerationSett
             f"transformers compiles no model with cache_implementation={before!r}; set it to None, or to one of {FIXED}"
         )
     compiled = _compile_config(getattr(config, "compile_config", None), frozen)
+    stored = ""
+    if kv_cache is not None:
+        from ao_lab.kv_cache.cache import use_kv_cache_
+
+        stored = str(use_kv_cache_(model, kv_cache))
     config.cache_implementation = before if before in FIXED else CACHE
     config.compile_config, config.disable_compile = compiled, False
-    return GenerationSettings(config.cache_implementation, before, tuple(sorted(compiled.options)))
+    return GenerationSettings(config.cache_implementation, before, tuple(sorted(compiled.options)), stored)
 
 
 def _compile_config(before: Any, frozen: bool) -> Any:

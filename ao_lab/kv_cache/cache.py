@@ -16,11 +16,11 @@ from typing import Any
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.attention import NAME, register
 from ao_lab.kv_cache.layer import KVLayer
-from ao_lab.kv_cache.recipe import KVRecipe, recipe_of
+from ao_lab.kv_cache.recipe import ATTRIBUTE, KVRecipe, recipe_of
 
 cache_utils: Any = needed("transformers.cache_utils")
-#: Where a model has what `use_kv_cache_` set, and the method of transformers that it stands beside.
-ATTRIBUTE, METHOD = "_ao_lab_kv_cache", "_prepare_cache_for_generation"
+#: The method of transformers that ours stands beside.
+METHOD = "_prepare_cache_for_generation"
 #: Fields that layers of one model may have apart.
 VARYING = ("num_key_value_heads", "head_dim")
 #: Values of `cache_implementation` that ours takes the place of.
@@ -135,10 +135,10 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
             delattr(model, ATTRIBUTE)
             delattr(model, METHOD)
         return None
-    if not getattr(model, "_supports_attention_backend", False):
+    if not _takes_functions(model):
         raise ValueError(
-            f"the attention of {type(model).__name__} takes no function of others (_supports_attention_backend is False), so "
-            "that a cache in low precision has no reader; use transformers' own cache"
+            f"the attention of {type(model).__name__} takes no function of others, so that a cache in low precision has no "
+            "reader; use transformers' own cache"
         )
     settings = _settings(model, recipe_of(recipe), before)
     register()
@@ -146,6 +146,15 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
     setattr(model, ATTRIBUTE, settings)
     setattr(model, METHOD, partial(prepare_cache, model))
     return settings
+
+
+def _takes_functions(model: Any) -> bool:
+    """Whether the model's layers call the attention function that its configuration names."""
+    asked = getattr(type(model), "_can_set_attn_implementation", None)
+    supported = getattr(model, "_supports_attention_backend", False) or getattr(
+        model, "_supports_sdpa", False
+    )
+    return bool(supported and (asked is None or asked()))
 
 
 def _settings(model: Any, recipe: KVRecipe, before: KVCacheSettings | None) -> KVCacheSettings:

@@ -24,6 +24,7 @@ from ao_lab.config.recipe import SPARSE_KERNELS
 from ao_lab.gemm.choices import Choice, choices_for, training_operands
 from ao_lab.gemm.dense import groups_reason, most_fused_rows
 from ao_lab.gemm.select import SPARSE_INT4, families_by_rows, inference_keys, select_kernel
+from ao_lab.kv_cache.recipe import ATTRIBUTE as KV_CACHE
 from ao_lab.tensor.metadata import SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
@@ -123,6 +124,9 @@ def first_line(text: str) -> str:
 class Report(ModelReport[Layer]):
     """Every layer of a model that `quantize_` looked at, in the order of its modules."""
 
+    #: What `use_kv_cache_` set, as text; "" where generate() has transformers' own cache.
+    kv_cache: str = ""
+
     def heading(self) -> str:
         """How many of them are quantized, and prepared."""
         total, counts = f"of {sum(layer.reason != ADAPTER for layer in self.layers)} layers", {}
@@ -130,7 +134,8 @@ class Report(ModelReport[Layer]):
             counts[how] = sum(layer.prepared == how for layer in self.layers)
         told = [f"{count} {total} prepared {how}" for how, count in counts.items() if count]
         quantized = [f"{len(self.changed)} {total} quantized"] if self.changed or not told else []
-        return ", ".join((*quantized, *told))
+        heading = ", ".join((*quantized, *told))
+        return f"{heading}; {self.kv_cache}" if self.kv_cache else heading
 
 
 def known_reasons(model: nn.Module) -> dict[str, str]:
@@ -176,7 +181,7 @@ def described(model: nn.Module, reasons: dict[str, str]) -> Report:
                 calibrated=results.get(layer.name) if layer.changed else None,
             )
         )
-    return Report((*layers, *_others(model, reasons)))
+    return Report((*layers, *_others(model, reasons)), str(getattr(model, KV_CACHE, "")))
 
 
 def held(parameter: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,16 @@ def test_values_are_bit_equal(model, prompt):
 
 
 #: Largest relative distance of logits in decoding, some twice what was seen.
-NEAR = {"fp8": 0.03, "int8": 0.01, "int4": 0.2, "mxfp8": 0.04, "mxfp4": 0.2, "nvfp4": 0.15, "nf4": 0.2}
+NEAR = {
+    "fp8": 0.03,
+    "int8": 0.01,
+    "int4": 0.2,
+    "mxfp8": 0.04,
+    "mxfp4": 0.2,
+    "nvfp4": 0.15,
+    "nf4": 0.2,
+    "int2": 0.8,
+}
 
 
 @pytest.mark.parametrize("recipe", NEAR)
@@ -63,6 +72,91 @@ def test_recipes(model, prompt, recipe):
         assert 0 < distance <= NEAR[recipe]
 
 
+#: Calls of `generate` beside greedy search with one prompt.
+SEARCHES = {
+    "beams": {"num_beams": 3},
+    "several": {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+    "right padding": {"padding": "right"},
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searches(model, prompt, name):
+    """As with transformers' cache, where nothing is rounded; with FP8 they run."""
+    call = {**CALL, **SEARCHES[name]}
+    if call.pop("padding", None):
+        prompt = {key: value.flip(1) for key, value in prompt.items()}
+    expected = model.generate(**prompt, **call)
+    ours = copy.deepcopy(model)
+    ao_lab.use_kv_cache_(ours, "bfloat16")
+    assert torch.equal(ours.generate(**prompt, **call), expected)
+    ao_lab.use_kv_cache_(ours, "fp8")
+    assert ours.generate(**prompt, **call).shape == expected.shape
+
+
+def test_rejected_drafts(model, prompt):
+    """Assisted generation crops the cache: the tokens are those without it."""
+    ids = prompt["input_ids"][:1]
+    ours = copy.deepcopy(model)
+    ao_lab.use_kv_cache_(ours, "bfloat16")
+    expected = ours.generate(ids, **CALL)
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        assistant.model.layers[0].mlp.down_proj.weight.mul_(3)
+    assert torch.equal(ours.generate(ids, **CALL, assistant_model=assistant), expected)
+
+
+def test_crop_and_reorder(model, prompt):
+    """What is cropped is written again; sequences change places."""
+    ours = copy.deepcopy(model)
+    ao_lab.use_kv_cache_(ours, "fp8")
+    ids = prompt["input_ids"]
+    cache = ao_lab.KVCache(ours, "fp8", 16)
+    ours(ids, past_key_values=cache)
+    once = ours(ids[:, :1], past_key_values=cache).logits
+    cache.crop(-1)
+    assert int(cache.get_seq_length()) == 9
+    assert torch.equal(ours(ids[:, :1], past_key_values=cache).logits, once)
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    turned = ours(ids[:, :1].flip(0), past_key_values=cache).logits
+    assert torch.equal(turned.flip(0), once)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+
+
+def test_sliding_windows_are_left():
+    """Layers with a window keep transformers' cache; full ones have ours."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, **CALL)
+    settings = ao_lab.use_kv_cache_(model, "bfloat16")
+    assert (settings.layers, settings.others) == (1, 1)
+    assert torch.equal(model.generate(ids, **CALL), expected)
+
+
+def test_encoder_decoder():
+    """Self and cross attention are stored; positions are learned."""
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, **CALL, num_beams=2)
+    ao_lab.use_kv_cache_(model, "bfloat16")
+    assert torch.equal(model.generate(ids, **CALL, num_beams=2), expected)
+    ao_lab.use_kv_cache_(model, "int8")
+    cache = model.generate(ids, **CALL, return_dict_in_generate=True).past_key_values
+    assert type(cache.cross_attention_cache) is type(cache.self_attention_cache) is ao_lab.KVCache
+
+
 def test_undone(model):
     ours = copy.deepcopy(model)
     settings = ao_lab.use_kv_cache_(ours, "int4")
@@ -70,6 +164,15 @@ def test_undone(model):
     ao_lab.use_kv_cache_(ours, None)
     assert ours.config._attn_implementation == "sdpa"
     assert vars(ours).keys() == vars(model).keys()
+
+
+def test_prepared_and_explained(model):
+    """By `prepare_for_generate_`; `explain` says it."""
+    ours = copy.deepcopy(model)
+    settings = ao_lab.prepare_for_generate_(ours, kv_cache="int8")
+    assert "keys int8_rowwise" in str(settings)
+    assert "values int8_rowwise" in str(ao_lab.explain(ours))
+    assert "keys" not in str(ao_lab.explain(model))
 
 
 @pytest.mark.parametrize("name", RECIPES)

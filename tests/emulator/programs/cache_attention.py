@@ -17,7 +17,8 @@ from reference.attention.attention import attention, attention_error_bound
 from tests.emulator import quick_interpreter
 
 SCHEME = {
-    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4, "int4_g64": SCHEMES["int4_g64"],
+    "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4,
+    "int4_g64": SCHEMES["int4_g64"],
 }  # fmt: skip
 #: Sequences, heads, key heads, queries of a head, width, room, tokens, whether masked, parts.
 CASES = (

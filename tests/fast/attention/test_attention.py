@@ -10,8 +10,6 @@ from fast.attention.attention import attention
 from fast.attention.stored import append_, quantized_tokens, room_for
 from reference.attention import attention as specified
 
-#: Recipes whose blocks run along head_dim.
-ALONG = [name for name, recipe in RECIPES.items() if recipe.key_axis == -1]
 #: What a kernel decodes.
 KINDS = {"value": "bfloat16", "fp8": "fp8", "int8": "int8", "int4": "int4"}
 
@@ -28,7 +26,7 @@ def cache(name, dtype=torch.bfloat16, tokens=9, room=16, width=64):
     return *stores, length
 
 
-@pytest.mark.parametrize("name", ALONG)
+@pytest.mark.parametrize("name", RECIPES)
 def test_cpu_is_the_reference(name):
     """Of what is stored, in float64: the same numbers, rounded once."""
     keys, values, length = cache(name)
@@ -60,9 +58,14 @@ def test_written_one_by_one():
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton has no packages for this system")
 class TestKernels:
     @pytest.mark.parametrize(
-        ("what", "names"), [("attend", "value,fp8,int4,int4_g64"), pytest.param("attend", "int8", marks=pytest.mark.nightly), ("write", "bfloat16,fp8,int4"),
-                            pytest.param("write", ",".join(ALONG), marks=pytest.mark.nightly)]
-    )  # fmt: skip
+        ("what", "names"),
+        [
+            ("attend", "value,fp8,int4,int4_g64"),
+            pytest.param("attend", "int8", marks=pytest.mark.nightly),
+            ("write", "bfloat16,fp8,int4"),
+            pytest.param("write", ",".join(RECIPES), marks=pytest.mark.nightly),
+        ],
+    )
     def test_interpreted(self, what, names):
         from tests.emulator.interpreter_process import lines_of
 
