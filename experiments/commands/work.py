@@ -66,7 +66,13 @@ def run_experiments(
     with when_stopped(
         lambda: f"what was measured is kept in {folders.cache}; the same command goes on from there"
     ):
-        written = reproduce(names or None, scale=scale, device=device, paths=folders, **more)
+        try:
+            written = reproduce(names or None, scale=scale, device=device, paths=folders, **more)
+        except ValueError as error:
+            # What models and texts are asked of, such as a text that is shorter than a window; measurements have a status.
+            if real is None:
+                raise
+            raise WrongInput(str(error)) from error
     show_written("Reproduced", written, as_json)
     if LOST:
         say(

@@ -21,8 +21,8 @@ TEXT = (
     "The folder's own weights in bfloat16, and quantized: every linear layer but a head that is tied to the embedding. Prompts "
     "are beginnings of a text, decoding is greedy. generate() is transformers' own call, not compiled; the own loop is this "
     "experiment's: the same forward over a cache of fixed length, on a GPU captured in a CUDA graph, nothing compiled. The "
-    "first call is not timed, of the others the fastest is shown; rates of generate() include the prompt, those of the own "
-    "loop leave it out.",
+    "first call is not timed, of the loop's others the fastest is shown; rates of generate() include the prompt, those of the "
+    "own loop leave it out.",
     "Peak memory is the size of the model and the most that generating took beyond what was in use before, allocated on a GPU, "
     "resident in the process on a CPU. Same tokens: how many tokens of generate() and of the own loop are the same; they part "
     "where two tokens are as likely and the sizes of products differ.",

@@ -140,7 +140,7 @@ def test_memory_is_what_was_taken_beyond_the_beginning(monkeypatch):
     [
         ("no weights", "holds no model of transformers (config.json and weights)"),
         ("no tokenizer", "has no tokenizer.json and its model has 320 tokens"),
-        ("encoder", "holds BertModel, no causal language model"),
+        ("encoder", "is no language model but encoder"),
         ("unknown name", "unknown configuration int9wo"),
     ],
 )

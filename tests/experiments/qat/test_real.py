@@ -342,6 +342,7 @@ def test_a_limit_of_seconds_leaves_the_rest_for_the_next_run(folder, tmp_path, m
         (["--only", "int9_rowwise"], "int9_rowwise"),
         (["--text", "nowhere.txt"], "cannot be read as text"),
         (["--text", "EMPTY"], "holds 3 characters"),
+        (["--text", "SHORT"], "the text has 18 tokens, one window has 24"),
         (["--task", "hellaswag"], "lm-evaluation-harness, which is not installed"),
     ],
 )
@@ -351,6 +352,8 @@ def test_refused(folder, tmp_path, monkeypatch, capsys, more, message):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     (tmp_path / "empty.txt").write_text("abc")
-    more = [str(tmp_path / "empty.txt") if word == "EMPTY" else word for word in more]
+    (tmp_path / "short.txt").write_text("the of and to " * 30)
+    files = {"EMPTY": str(tmp_path / "empty.txt"), "SHORT": str(tmp_path / "short.txt")}
+    more = [files.get(word, word) for word in more]
     assert run_command(folder, tmp_path, *more, patch=monkeypatch)[0] == 2
     assert message in " ".join(capsys.readouterr().err.split())
