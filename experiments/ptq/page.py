@@ -21,6 +21,8 @@ ABOUT = (
     "First real models: pretrained language models that pip packages carry, or anyone's folder "
     "(`ao-lab reproduce ptq --model DIR`), perplexity and KL divergence on texts that they have not been calibrated on. Their "
     "weights had been quantized before in these packages, on grids that no scheme here shares; tables say which.",
+    "Then models that are no language models, by metrics of their own: sentence encoders (film reviews, retrieval, distance of "
+    "vectors) and Whisper (word errors, loss), with weights that were never quantized.",
     "Then a stand-in: a small byte-level Llama, trained here from scratch on the source of sympy. It compares all formats and "
     "conventions with each other, stands beside no published value, and understates what formats cost: its activations have "
     "few outliers.",

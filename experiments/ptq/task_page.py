@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from experiments.harness.rows import Row, table_parts
 from experiments.models.architectures import ENCODER, SPEECH
-from experiments.models.causal_lm import FILE, MODEL
+from experiments.models.causal_lm import BASE, FILE, MODEL
+from experiments.models.programs import NAME
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.models.sentence_encoder import PASSAGES, REVIEWS
 from experiments.models.speech import DATA
 from experiments.report.content import Drawing, Section, Table
 from experiments.report.plots import Point, scatter_panels
-from experiments.report.real_runs import RealRun
+from experiments.report.real_runs import RealRun, real_runs
 from experiments.report.results import Results, Where, failures, family, number
 from experiments.runs.benches import BASES, KINDS
 
@@ -67,6 +68,11 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("KL", "KL", "KL, standard error", 1.0, 4),
     ),
 }
+#: Of programs.
+PROGRAMS: tuple[Column, ...] = (
+    ("pass@1 (%)", f"{NAME}: pass@1", "", 1.0, 1),
+    ("change", f"{NAME}: pass@1, change", f"{NAME}: pass@1, standard error of the change", 1.0, 1),
+)
 #: The metric of pictures and findings, with its standard error, by task.
 MEASURE = {
     ENCODER: ("cosine distance", "cosine distance, standard error", "cosine distance"),
@@ -120,8 +126,32 @@ def task_runs(rows: Iterable[Row]) -> list[TaskRun]:
 
 
 def task_sections(rows: Sequence[Row]) -> list[Section]:
-    """A section for each run."""
-    return [section(one) for one in task_runs(rows)]
+    """A section for each run, and one for programs that language models wrote."""
+    return [*map(section, task_runs(rows)), *programs_section(rows)]
+
+
+def programs_section(rows: Sequence[Row]) -> list[Section]:
+    """pass@1 of language models; nothing where it was not measured."""
+    tables = [table for run in real_runs(rows) if (table := programs_table(run)).lines]
+    about = (
+        "HumanEval: one program a problem, greedy; pass@1 is the share that passes its tests. Changes are paired by problem, "
+        "after ± stands the standard error over problems; a change within two of them stands in parentheses."
+    )
+    return [Section("Programs that language models write", [about], [], tables)] if tables else []
+
+
+def programs_table(run: RealRun) -> Table:
+    """A line for each scheme whose programs were run."""
+    lines = []
+    for method in run.lines:
+        for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
+            count = run.whole.value(setting, method, f"{NAME}: problems")
+            values = [cell(run.whole, setting, method, column, method == BASE) for column in PROGRAMS]
+            if count is not None:
+                lines.append([method, activations_of(setting) or "", number(count, 0), *values])
+    columns = ["scheme", "inputs in", "problems", *(column[0] for column in PROGRAMS)]
+    title = f"{run.model}, HumanEval ({run.where.scale} scale, {run.where.device})"
+    return Table(title, columns, lines, run.whole.rows)
 
 
 def section(one: TaskRun) -> Section:

@@ -16,7 +16,7 @@ from experiments.data import texts
 from experiments.data.sentences import Reviews
 from experiments.data.utterances import Utterance
 from experiments.harness.paths import Paths
-from experiments.harness.rows import read
+from experiments.harness.rows import Row, read
 from experiments.models import speech
 from experiments.models.architectures import task_of
 from experiments.models.causal_lm import Bench
@@ -25,6 +25,7 @@ from experiments.models.sentence_encoder import REVIEWS
 from experiments.models.speech import DATA
 from experiments.ptq.page import findings, sections
 from experiments.ptq.real import programs_for
+from experiments.ptq.task_page import programs_section
 from experiments.runs import benches
 from experiments.runs.real_models import real_subject
 from experiments.runs.run import RealModels, settings_for
@@ -161,6 +162,29 @@ def test_the_page_has_a_section_for_each(place):
     said = " ".join(findings(rows))
     assert "tiny-mpnet, accuracy on film-reviews (quick scale; dense" in said
     assert "mxfp4_rceil with inputs" in said
+
+
+def test_programs_have_a_table_where_they_were_run():
+    def row(method, metric, value, setting="weights"):
+        return Row(experiment="ptq", table="real m/quick/model", setting=setting, method=method, metric=metric, value=value,
+                   unit="", device="cpu", seed=0)  # fmt: skip
+
+    base = [row("bfloat16", "HumanEval: problems", 9), row("bfloat16", "HumanEval: pass@1", 100 / 3)]
+    four = [
+        row("mxfp4_rceil", metric, value)
+        for metric, value in (
+            ("HumanEval: problems", 9),
+            ("HumanEval: pass@1", 200 / 9),
+            ("HumanEval: pass@1, change", -100 / 9),
+            ("HumanEval: pass@1, standard error of the change", 100 / 9),
+        )
+    ]
+    (section,) = programs_section([*base, *four, row("int8_rowwise", "size", 1.0)])
+    assert section.tables[0].lines == [
+        ["bfloat16", "", "9", "33.3", ""],
+        ["mxfp4_rceil", "", "9", "22.2", "(-11.1 ± 11.1)"],
+    ]
+    assert programs_section([row("int8_rowwise", "size", 1.0)]) == []
 
 
 def test_a_task_that_an_experiment_does_not_measure_is_refused(place, tmp_path, monkeypatch, capsys):
