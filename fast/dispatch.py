@@ -269,10 +269,10 @@ def _operand(tensor: Any) -> Any:
 def find(key: Any) -> Callable[..., Any] | None:
     """The call with this key, or None."""
     try:
-        found = CALLS.get(key)
+        result = CALLS.get(key)
     except TypeError:  # an argument that cannot be hashed
         return None
-    return None if found is None else found[0]
+    return None if result is None else result[0]
 
 
 def remember(key: Any, call: Callable[..., Any], record: Any) -> None:

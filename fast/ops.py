@@ -258,10 +258,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            result = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return found
-        results = found if isinstance(found, tuple) else (found,)
+            return result
+        results = result if isinstance(result, tuple) else (result,)
         refusing: Any = torch._C._functions.DelayedError(REFUSED, len(results))
         return refusing(*map(_requiring, results))
 

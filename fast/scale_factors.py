@@ -221,8 +221,8 @@ def scales_of(
 def _halves(pairs: torch.Tensor, index: torch.Tensor | None) -> Any:
     """Of pairs (..., N / 2, blocks) those of all rows in order, or of some."""
     if index is not None:
-        found = pairs[(index >> 4) * 8 + (index & 7)]
-        return torch.where(((index >> 3) & 1)[:, None] == 0, found & 0xFFFF, (found >> 16) & 0xFFFF)
+        result = pairs[(index >> 4) * 8 + (index & 7)]
+        return torch.where(((index >> 3) & 1)[:, None] == 0, result & 0xFFFF, (result >> 16) & 0xFFFF)
     split = pairs.unflatten(-2, (-1, 8))
     return torch.stack([split & 0xFFFF, (split >> 16) & 0xFFFF], -3).flatten(-4, -2)
 

@@ -307,10 +307,10 @@ def float8_scheme(dtype: Any, granularity: Any) -> Scheme:
     element = choice(dtype_name(dtype), ("float8_e4m3fn", "float8_e5m2"), "a float8 dtype")
     model, block = SCHEMES["fp8_rowwise"], block_of(granularity)
     scale = replace(model.scale, block=block, target=FORMATS[element].max)
-    found = registered(wanted := replace(model, element=element, scale=scale))
-    if found is wanted:
+    result = registered(wanted := replace(model, element=element, scale=scale))
+    if result is wanted:
         raise ValueError(f"block of float8 is tensorwise, rowwise, 1x128 or 128x128; got {block_name(block)}")
-    return found
+    return result
 
 
 def mx_of(dtype: Any, mode: Any) -> Scheme:

@@ -177,10 +177,10 @@ def named(scheme: str | Scheme | None) -> Scheme | None:
         return theirs
     if new and (levels := STRETCHED.fullmatch(str(scheme))) is not None:
         return stretched(levels[1], _named_block(levels[2], levels[3]))
-    found = INTEGER.fullmatch(str(scheme)) if new else None
-    if found is None:
+    match = INTEGER.fullmatch(str(scheme)) if new else None
+    if match is None:
         return None if scheme is None else scheme_of(scheme)
-    bits, group, rows, _, asymmetric, bf16 = found.groups()
+    bits, group, rows, _, asymmetric, bf16 = match.groups()
     block = _named_block(group, rows)
     return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
 

@@ -84,10 +84,10 @@ def float8_record(element: str, block: Block) -> Scheme:
 
 def mx_record(element: str, rule: str) -> Scheme:
     """torchao's MX record of an element and a rule of scales; ValueError for others."""
-    found = named(f"torchao.{mx_name(element)}_{rule}")
-    if found is None:
+    result = named(f"torchao.{mx_name(element)}_{rule}")
+    if result is None:
         raise ValueError(f"torchao has no MX floats {element} with scales by {rule}")
-    return found
+    return result
 
 
 def _mapping(value: Any) -> str:

@@ -211,8 +211,8 @@ class Choices:
         """Those of a layer (N, K) by the operands of its directions, of all ranges of rows and dtypes."""
         turned = ("input_grad", "weight_grad")
         wanted = {
-            name: (*found, *((k, n) if name in turned else (n, k)), experts)
-            for name, found in operands.items()
+            name: (*operand_keys, *((k, n) if name in turned else (n, k)), experts)
+            for name, operand_keys in operands.items()
         }
 
         def of_it(p: Problem) -> bool:
@@ -338,12 +338,12 @@ def _traced(device: str, *problem: Any) -> str | None:
 
 def training_operands(recipe: Recipe) -> dict[str, Operands]:
     """The operands of a recipe's directions, as its problems have them."""
-    found = {"training": (recipe.key, "", "")}
+    result = {"training": (recipe.key, "", "")}
     for name in PRODUCTS:
         product = getattr(recipe, name)
         a, b = (op.scheme.key if op.scheme is not None else "" for op in (product.a, product.b))
-        found[name] = a, b, product.accumulation
-    return found
+        result[name] = a, b, product.accumulation
+    return result
 
 
 def forget() -> None:
@@ -414,8 +414,8 @@ def choices_of(content: Mapping[str, Any], device: str) -> list[Choice]:
         raise ValueError(f"its format is {written!r}, not {FORMAT}")
     if content["device"] != device:
         raise ValueError(f"it is of {content['device']!r}, not of {device!r}")
-    found = [_checked(one) for one in content["choices"]]
-    return found if written == FORMAT else [one for one in found if one.problem.direction == "inference"]
+    result = [_checked(one) for one in content["choices"]]
+    return result if written == FORMAT else [one for one in result if one.problem.direction == "inference"]
 
 
 def _checked(one: Mapping[str, Any]) -> Choice:

@@ -260,8 +260,8 @@ def _blocks_reason(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> st
 
 
 def _gpu_reason(w: QuantizedWeight, scheme: Scheme, dtype: torch.dtype) -> str | None:
-    if (found := capability(w.device.index or 0)) < (8, 9):
-        return f"compute capability {found[0]}.{found[1]} has no float8 product, 8.9 has"
+    if (own := capability(w.device.index or 0)) < (8, 9):
+        return f"compute capability {own[0]}.{own[1]} has no float8 product, 8.9 has"
     if any(length % STEP for length in w.shape):
         return f"its lengths must be multiples of {STEP} on a GPU"
     if scheme.element == w.scheme.element == "float8_e5m2":

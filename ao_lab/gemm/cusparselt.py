@@ -99,15 +99,15 @@ def search(
 ) -> Algorithm | None:
     """The quickest algorithm for (N, K, rows) that is right; remembered and written down, None too."""
     n, k, rows = shape
-    found: list[tuple[float, Algorithm]] = []
+    timed: list[tuple[float, Algorithm]] = []
     probe = Probe(n, k, rows, element, device)
     for algorithm in probe.algorithms():
         try:
             if probe.is_exact(algorithm) and is_repeatable(call, algorithm):
-                found.append((seconds(call, algorithm, device), algorithm))
+                timed.append((seconds(call, algorithm, device), algorithm))
         except RuntimeError as error:  # what integers do the layer's own operands may not
             _raise_unless_refused(error)
-    best = min(found)[1] if found else None
+    best = min(timed)[1] if timed else None
     table = _table(device)
     table[key_of(n, k, rows, str(element))] = best
     with suppress(NoCacheFolder):
@@ -163,11 +163,11 @@ class Probe:
         """What the library's search says, then every identifier without a split sum."""
         library: Any = torch._C._cusparselt
         try:
-            found = library.mm_search(self.packed, self.b.t(), None, None, self.out, True)
+            searched = library.mm_search(self.packed, self.b.t(), None, None, self.out, True)
         except RuntimeError as error:  # the library multiplies nothing of this shape
             _raise_unless_refused(error)
             return
-        alg_id, split_k, mode, most = (int(value) for value in found)
+        alg_id, split_k, mode, most = (int(value) for value in searched)
         first = Algorithm(alg_id, split_k, mode if split_k != 1 else -1)
         yield first
         yield from (one for number in range(most) if (one := Algorithm(number)) != first)

@@ -115,11 +115,11 @@ def fused_unsupported_reason(w: QuantizedWeight, dtype: torch.dtype) -> str | No
     """Why it does not take a weight beside inputs of a dtype; None where it does."""
     device = w.device.type
     if device not in ("cpu", "cuda") or (device == "cuda" and capability(w.device.index or 0) < OLDEST):
-        found = "on " + device
+        where = "on " + device
         if device == "cuda":
-            found = "of compute capability {}.{}".format(*capability(w.device.index or 0))
+            where = "of compute capability {}.{}".format(*capability(w.device.index or 0))
         needs = f"CPUs and GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later"
-        return f"its kernels are for {needs}, this weight is {found}"
+        return f"its kernels are for {needs}, this weight is {where}"
     return weight_reason(w, dtype)
 
 

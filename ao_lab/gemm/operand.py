@@ -109,9 +109,9 @@ def kept(
     """
     all_of_them: dict[str, tuple[Any, torch.Tensor]] = codes.__dict__.setdefault(ARRANGED, {})
     state = (_version(codes), _version(metadata), codes.data_ptr(), metadata.data_ptr())
-    found = all_of_them.get(name)
-    if found is not None and found[0] == state:
-        return found[1]
+    results = all_of_them.get(name)
+    if results is not None and results[0] == state:
+        return results[1]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"a 2:4 weight is arranged for {name} once, outside of CUDA graphs; run the layer before capture"

@@ -176,15 +176,15 @@ def select_product(w: QuantizedWeight, dtype: torch.dtype) -> Product:
     default = PRODUCTS[select_kernel(w, dtype)].run
     if not any(choice.problem.direction == "inference" for choice in choices_for(w.device)):
         return default
-    found: dict[int, Product] = {}
+    result: dict[int, Product] = {}
 
     def run(x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         if pinned():
             return default(x, w, bias)
         rows = rows_range(x.shape[0])
-        if rows not in found:
-            found[rows] = runner(selected(w, dtype, rows))
-        return found[rows](x, w, bias)
+        if rows not in result:
+            result[rows] = runner(selected(w, dtype, rows))
+        return result[rows](x, w, bias)
 
     return run
 

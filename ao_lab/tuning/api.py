@@ -133,11 +133,11 @@ def _checked_rows(rows: Iterable[int]) -> list[int]:
 
 def spread(samples: Sequence[Sample], rows: Sequence[int]) -> list[tuple[Sample, int]]:
     """Each sample with its own number of rows and the further ones, once for each range of rows of a kind of layer."""
-    found: dict[object, tuple[Sample, int]] = {}
+    result: dict[object, tuple[Sample, int]] = {}
     for sample in samples:
         for count in (sample.x.shape[0], *rows):
-            found.setdefault((*sample.kind, rows_range(count)), (sample, count))
-    return list(found.values())
+            result.setdefault((*sample.kind, rows_range(count)), (sample, count))
+    return list(result.values())
 
 
 def publish(made: Sequence[Choice], device: torch.device, keep: bool) -> Tuned:

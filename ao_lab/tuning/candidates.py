@@ -73,19 +73,19 @@ def measured(
 
     errors: of the result of a call, by its name.
     """
-    found = []
+    result = []
     times = timings(calls, device, limits.launches)
     for name in (*calls, *refused):
         if name in refused:
-            found.append(Candidate(name, reason=refused[name]))
+            result.append(Candidate(name, reason=refused[name]))
             continue
         taken = times[name]
         error = errors(name)
         if isinstance(taken, str):
-            found.append(Candidate(name, error=error, reason=taken))
+            result.append(Candidate(name, error=error, reason=taken))
         else:
-            found.append(Candidate(name, taken.seconds, taken.spread, error, host=taken.host, gpu=taken.gpu))
-    return tuple(found)
+            result.append(Candidate(name, taken.seconds, taken.spread, error, host=taken.host, gpu=taken.gpu))
+    return tuple(result)
 
 
 def best(candidates: Sequence[Candidate], limits: Limits, margin: float = MARGIN) -> str | None:
@@ -190,10 +190,10 @@ def training_choice(sample: TrainingSample | ExpertsSample, products: list[Choic
     def error_of(name: str) -> float:
         return max((allowed[low] for low in _low(name)), default=0.0)
 
-    found = measured(calls, error_of, {}, sample.x.device, limits)
+    result = measured(calls, error_of, {}, sample.x.device, limits)
     (m, k), n = tuple(sample.x.shape), sample.w.shape[-2]
     problem = problem_of("training", sample.recipe.key, "", (m, n, k), sample.x.dtype, "", experts)
-    return Choice(problem, best(found, limits, TRAINING_MARGIN) or names[0], found)
+    return Choice(problem, best(result, limits, TRAINING_MARGIN) or names[0], result)
 
 
 def _low(name: str) -> list[str]:
@@ -228,12 +228,12 @@ def serving_choice(sample: ServingSample, limits: Limits) -> Choice:
     errors = _errors(calls, lambda: x[:ERROR_ROWS].double() @ w.dequantize(torch.float32).double())
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     with torch.no_grad():
-        found = measured(calls, errors, refused, x.device, limits)
-    found = tuple(replace(c, most_rows=_most_rows(names[c.kernel], w, x)) for c in found)
+        result = measured(calls, errors, refused, x.device, limits)
+    result = tuple(replace(c, most_rows=_most_rows(names[c.kernel], w, x)) for c in result)
     shape = (x.shape[0], w.shape[1], w.shape[0])
     problem = problem_of("inference", *select.inference_keys(w), shape, x.dtype)
-    chosen = best(found, limits, MARGIN)
-    return Choice(problem, chosen or min(found[: len(calls)], key=lambda c: c.error or 0.0).kernel, found)
+    chosen = best(result, limits, MARGIN)
+    return Choice(problem, chosen or min(result[: len(calls)], key=lambda c: c.error or 0.0).kernel, result)
 
 
 def _serving_reason(one: select.Selected, w: QuantizedTensor, x: torch.Tensor) -> str | None:
@@ -279,10 +279,10 @@ def _errors(
     def error_of(name: str) -> float:
         if not kept:
             kept.append(exact())
-        found = calls[name]()
-        if not isinstance(found, torch.Tensor):
-            raise TypeError(f"{name} gives {type(found).__name__}, not a tensor")
-        return relative_error(part(found), kept[0])
+        result = calls[name]()
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"{name} gives {type(result).__name__}, not a tensor")
+        return relative_error(part(result), kept[0])
 
     return error_of
 

@@ -105,18 +105,18 @@ def timings(
         call()
         walls[name] = hosts[name] = host_seconds(call, device)
     quickest = min(walls.values(), default=0.0)
-    found: dict[str, Timing | str] = {
+    result: dict[str, Timing | str] = {
         name: f"took {wall * 1e6:.0f} us at first, the quickest {quickest * 1e6:.0f} us"
         for name, wall in walls.items()
         if wall > max(quickest * FIRST_DROP, SHORT)
     }
-    running = {name: call for name, call in calls.items() if name not in found}
+    running = {name: call for name, call in calls.items() if name not in result}
     eager = device.type == "cuda" and launches == "eager"
     floors = {name: HOST_MARGIN * hosts[name] if eager else 0.0 for name in running}
     times = _in_turns(running, device, hosts, floors)
     for name, one in times.items():
-        found[name] = _timing(one, hosts[name], device, launches)
-    return {name: found[name] for name in calls}
+        result[name] = _timing(one, hosts[name], device, launches)
+    return {name: result[name] for name in calls}
 
 
 def _in_turns(

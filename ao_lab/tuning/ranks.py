@@ -26,11 +26,11 @@ def chosen_by_all(made: Sequence[Choice]) -> list[Choice]:
 
 def merged(by_rank: Sequence[Sequence[Choice]]) -> list[Choice]:
     """One choice for each problem, of the first list that has it."""
-    found: dict[Problem, Choice] = {}
+    result: dict[Problem, Choice] = {}
     for choices in by_rank:
         for choice in choices:
-            found.setdefault(choice.problem, choice)
-    return list(found.values())
+            result.setdefault(choice.problem, choice)
+    return list(result.values())
 
 
 def is_first_of_its_machine() -> bool:

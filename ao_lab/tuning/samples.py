@@ -250,15 +250,15 @@ def record(model: nn.Module, sample_input: SampleInput) -> list[Sample]:
     The model is afterwards what it was (`ao_lab.tuning.samples`). ValueError where no layer was reached that
     trains in low precision or has a quantized weight.
     """
-    found: dict[object, Sample] = {}
-    with untouched(model, sample_input), _listening(model, found):
+    result: dict[object, Sample] = {}
+    with untouched(model, sample_input), _listening(model, result):
         _backward(_output(model, sample_input))
-    if not found:
+    if not result:
         raise ValueError(
             "tune found no layer to measure: none trains in low precision or has a quantized weight whose kernel is 'auto', or "
             "sample_input reaches none; call convert_for_training_ first, or quantize_"
         )
-    return list(found.values())
+    return list(result.values())
 
 
 @contextmanager

@@ -109,12 +109,12 @@ def quantized(x: torch.Tensor, scheme: Scheme, axis: int) -> Quantized | None:
     kept = Blocks.of(shape, scheme.scale, axis).scale_shape
     rows, blocks = prod(shape[:-1]), shape[-1] // _block_size(scheme.scale, shape[-1])
     codes = torch.empty(shape, dtype=torch.int8, device="cpu")
-    found = torch.empty((rows, blocks), dtype=torch.float32, device="cpu")
+    result = torch.empty((rows, blocks), dtype=torch.float32, device="cpu")
     zero = torch.empty(kept, dtype=torch.int8, device="cpu") if rule.has_zero else None
     zeros = _nothing(np.int8) if zero is None else zero.numpy().reshape(rows, blocks)
-    if not _run(x, scheme, rule, codes, found.numpy(), zeros):
+    if not _run(x, scheme, rule, codes, result.numpy(), zeros):
         return None
-    return Quantized(codes.view(torch.uint8), found.view(kept), None, zero, shape, axis, scheme)
+    return Quantized(codes.view(torch.uint8), result.view(kept), None, zero, shape, axis, scheme)
 
 
 def _run(x: torch.Tensor, scheme: Scheme, rule: Any, made: torch.Tensor, scale: Any, zero: Any) -> bool:
@@ -212,11 +212,11 @@ def _scales(scheme: Scheme) -> dict[str, Any] | None:
     floor = _floor(scale)
     if floor is None or (scale.statistic, scale.rule) != (statistic, "ratio"):
         return None
-    found = {"target": scale.target, "floor": floor}
+    result = {"target": scale.target, "floor": floor}
     if outer is None:
         is_tensor = scale.block == "tensor"
         good = scale.storage == "float32" and not (is_tensor and scheme.zero is not None)
-        return {"scale": RATIO, "is_tensor": is_tensor, **found} if good else None
+        return {"scale": RATIO, "is_tensor": is_tensor, **result} if good else None
     storage, outer_floor = FORMATS.get(scale.storage), _floor(outer)
     good = (outer.block, outer.statistic, outer.rule) == ("tensor", "absmax_elements", "ratio")
     good = good and scheme.outer_order == "decode" and outer.storage == "float32" and scheme.zero is None
@@ -226,7 +226,7 @@ def _scales(scheme: Scheme) -> dict[str, Any] | None:
         return None
     stored = Floats(storage.mantissa_bits, storage.emin, storage.max)
     outers = {"outer_target": outer.target, "outer_floor": outer_floor}
-    return {"scale": OUTER, "stored": stored, **outers, **found}
+    return {"scale": OUTER, "stored": stored, **outers, **result}
 
 
 def _floor(scale: Scale) -> float | None:

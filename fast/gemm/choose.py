@@ -367,7 +367,7 @@ def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:
     """The ranges of rows from 1 to `most` that have one name: asked for at ASKED, at powers of two beyond, and in between until
     each bound is known. A name that begins and ends between two of these numbers is not seen; the last range stands for all
     that follow."""
-    found: list[Range] = []
+    result: list[Range] = []
     known = [
         (rows, name_of(rows)) for rows in (*(rows for rows in ASKED if rows < most), *_powers(most), most)
     ]
@@ -375,9 +375,9 @@ def by_rows(name_of: Callable[[int], str], most: int) -> tuple[Range, ...]:
     for (below, name), (above, other) in pairwise(known):
         if name != other:
             last = _last(name_of, below, above, name)
-            found.append(Range(first, last, name))
+            result.append(Range(first, last, name))
             first = last + 1
-    return (*found, Range(first, None, known[-1][1]))
+    return (*result, Range(first, None, known[-1][1]))
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -47,9 +47,9 @@ def device_of(device: torch.device) -> Device:
     from fast.launch.launcher import interpreted
     from fast.launch.nvrtc import missing_compiler
 
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     nvrtc = missing_compiler() is None and not interpreted()
-    return Device((found.major, found.minor), found.multi_processor_count, nvrtc)
+    return Device((properties.major, properties.minor), properties.multi_processor_count, nvrtc)
 
 
 class Problem(NamedTuple):

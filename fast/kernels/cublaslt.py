@@ -153,12 +153,12 @@ def library() -> Any:
         raise LibraryError("this torch is built without CUDA, so it has no cuBLASLt")
     name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
     try:
-        found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        result = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except (OSError, AttributeError) as error:
         raise LibraryError(
             f"torch has not loaded {name}, so its cuBLASLt cannot be called: {error}"
         ) from error
-    return declared(found)
+    return declared(result)
 
 
 def declared(found: Any) -> Any:
@@ -234,7 +234,7 @@ def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer
 
     layouts: of A, B and D, which begin at multiples of ALIGNMENT bytes.
     """
-    asked, found, count = Pointer(), Found(), ctypes.c_int()
+    asked, result, count = Pointer(), Found(), ctypes.c_int()
     check(library().cublasLtMatmulPreferenceCreate(ctypes.byref(asked)), "a preference")
     try:
         most = ctypes.c_uint64(OFFERED)
@@ -243,15 +243,15 @@ def best(device: int, product: Pointer, layouts: tuple[Pointer, Pointer, Pointer
         )
         check(status, "the workspace of a preference")
         status = library().cublasLtMatmulAlgoGetHeuristic(
-            handle(device), product, *layouts, layouts[2], asked, 1, ctypes.byref(found), ctypes.byref(count)
+            handle(device), product, *layouts, layouts[2], asked, 1, ctypes.byref(result), ctypes.byref(count)
         )
     finally:
         library().cublasLtMatmulPreferenceDestroy(asked)
     if status == NOT_SUPPORTED or (not status and not count.value):
         return None
     check(status, "the heuristic")
-    check(found.state, "the algorithm that the heuristic puts first")
-    return None if found.workspace else found.algorithm
+    check(result.state, "the algorithm that the heuristic puts first")
+    return None if result.workspace else result.algorithm
 
 
 __all__ = [

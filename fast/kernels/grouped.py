@@ -89,8 +89,8 @@ def layout_kernel(
     row = place[:, None] - begin[None, :] + start[None, :]
     mine = known[None, :] & (place[:, None] >= begin[None, :]) & (row < stop[None, :]) & (row < rows)
     # At most one group has a row here.
-    found = tl.max(tl.where(mine, row, -1), axis=1)
-    tl.store(source + place, found, mask=place < places)
+    result = tl.max(tl.where(mine, row, -1), axis=1)
+    tl.store(source + place, result, mask=place < places)
     grain = tl.program_id(0) * (TILE // GRAIN) + tl.arange(0, TILE // GRAIN)
     before = known[None, :] & (end[None, :] <= grain[:, None] * GRAIN)
     tl.store(owners + grain, tl.sum(before.to(tl.int32), axis=1), mask=grain * GRAIN < places)
@@ -109,8 +109,8 @@ def group_layout(
     result = None if call is None else call(offsets)
     if result is None:
         result = _columns_described(offsets, rows, places, step).result(("ends", "source", "owners"), key)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = result
-    return found
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = result
+    return results
 
 
 def _columns_described(offsets: torch.Tensor, rows: int, places: int, step: int) -> Call:
@@ -414,8 +414,8 @@ def group_columns(
         given = Call({"x": x, "source": source, "owners": owners}, words=("x",))
         names = ("codes", "scale", "table" if kind in ("vectors", "tensor") else None)
         result = _described(given, scheme, kind, experts, step).result(names, key, scheme)
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = result
-    return found
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = result
+    return results
 
 
 def _described(call: Call, scheme: Scheme, kind: str, experts: int, step: int) -> Call:

@@ -106,10 +106,10 @@ def largest_of(v, COUNT: tl.constexpr, FINITE_ONLY: tl.constexpr, HAS_PTX: tl.co
             result = larger(result, tl.abs(v[i]))
         return bits_of(result) & MAGNITUDE
     else:
-        found = _magnitude(v[0], FINITE_ONLY)
+        largest = _magnitude(v[0], FINITE_ONLY)
         for i in tl.static_range(1, COUNT):
-            found = tl.maximum(found, _magnitude(v[i], FINITE_ONLY))
-        return found
+            largest = tl.maximum(largest, _magnitude(v[i], FINITE_ONLY))
+        return largest
 
 
 @triton.jit

@@ -198,8 +198,10 @@ class Call:
     def launches(self) -> list[tuple[Callable[..., Any], list[str | None]]]:
         """For each launch its function, of a stream and addresses, and the names of its pointers; nothing before all are
         compiled for aligned tensors."""
-        found = [(kernel.compiled.get(signature), names) for kernel, names, signature in self.steps]
-        return [(one.function, names) for one, names in found if one] if all(one for one, _ in found) else []
+        result = [(kernel.compiled.get(signature), names) for kernel, names, signature in self.steps]
+        return (
+            [(one.function, names) for one, names in result if one] if all(one for one, _ in result) else []
+        )
 
     def _launch_again(self, inputs: Sequence[torch.Tensor | None], sizes: list[Size]) -> list[Any]:
         """By `kernel[grid]` where nothing else will do: odd addresses, tensors that have to be copied, hooks."""

@@ -65,16 +65,16 @@ def ensure_context(device: int) -> None:
 
 def function_of(cubin: bytes, name: str, shared: int, device: int) -> ctypes.c_void_p:
     """A kernel of a cubin on a device, which may have as many bytes of dynamic shared memory. Its module stays loaded."""
-    module, found = ctypes.c_void_p(), ctypes.c_void_p()
+    module, result = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         ensure_context(device)
         check(driver().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
-        check(driver().cuModuleGetFunction(ctypes.byref(found), module, name.encode()), name)
+        check(driver().cuModuleGetFunction(ctypes.byref(result), module, name.encode()), name)
         check(
-            driver().cuFuncSetAttribute(found, MAX_SHARED, shared),
+            driver().cuFuncSetAttribute(result, MAX_SHARED, shared),
             f"{shared} bytes of shared memory for {name}",
         )
-    return found
+    return result
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -98,11 +98,11 @@ def clusters_at_once(function: ctypes.c_void_p, cluster: int, threads: int, shar
     config = LaunchConfig(
         (cluster, 1, 1), (threads, 1, 1), shared, None, ctypes.addressof(attribute), 1
     )  # fmt: skip
-    found = ctypes.c_int()
+    result = ctypes.c_int()
     with torch.cuda.device(device):
-        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(result), function, ctypes.byref(config))
     check(status, f"asking how many clusters of {cluster} programs run at once")
-    return found.value
+    return result.value
 
 
 def tensor_map(address: int, rows: int, length: int, box: tuple[int, int]) -> bytes:

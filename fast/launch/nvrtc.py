@@ -34,14 +34,14 @@ def library() -> Any:
     """NVRTC; RuntimeError that says what to install where there is none, or too old a one."""
     for candidate in _candidates():
         with contextlib.suppress(OSError):
-            found = ctypes.CDLL(str(candidate))
-            found.nvrtcGetErrorString.restype = ctypes.c_char_p
-            if version_of(found) < OLDEST:
+            result = ctypes.CDLL(str(candidate))
+            result.nvrtcGetErrorString.restype = ctypes.c_char_p
+            if version_of(result) < OLDEST:
                 raise RuntimeError(
-                    f"NVRTC {'.'.join(map(str, version_of(found)))} ({candidate}) is older than {OLDEST[0]}.{OLDEST[1]}; "
+                    f"NVRTC {'.'.join(map(str, version_of(result)))} ({candidate}) is older than {OLDEST[0]}.{OLDEST[1]}; "
                     f"pip install -U nvidia-cuda-nvrtc"
                 )
-            return found
+            return result
     raise RuntimeError(
         "products in CUDA C++ on a GPU are compiled at first use by NVRTC, which was not found: pip install nvidia-cuda-nvrtc, "
         "or install torch with CUDA, which brings it"

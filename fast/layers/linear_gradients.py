@@ -118,9 +118,9 @@ def beside_work(g: torch.Tensor, x: torch.Tensor, work: Callable[[], T]) -> tupl
     product = product_stream(g.get_device())
     current = torch.cuda.current_stream(g.device)
     product.wait_stream(current)
-    found = cublaslt.weight_and_bias_gradients(g, x, product)
+    result = cublaslt.weight_and_bias_gradients(g, x, product)
     try:
-        return found, work()
+        return result, work()
     finally:
         current.wait_stream(product)
 

@@ -440,7 +440,7 @@ def spelled(dtype: DTypeLike) -> str:
     elif not isinstance(dtype, (np.dtype, type)) and (not hasattr(dtype, "dtype") or hasattr(dtype, "shape")):
         return ""
     try:
-        found = np.dtype(dtype)
+        result = np.dtype(dtype)
     except TypeError:
         return ""
-    return found.name if found.isnative else ""
+    return result.name if result.isnative else ""

@@ -51,10 +51,10 @@ def _table(ns: Namespace, table: Any, name: str, shape: tuple[int, ...], what: s
         raise ValueError(f"rotary takes x of shape (B, H, T, D) with an even D, got {shape}")
     _, table, given = float_input(table, "rotary")
     batch, _, length, width = shape
-    found = ns.shape(table)
-    if given != name or found not in ((length, width), (1, length, width), (batch, length, width)):
+    result = ns.shape(table)
+    if given != name or result not in ((length, width), (1, length, width), (batch, length, width)):
         raise ValueError(
-            f"{what} is {name} of shape ({length}, {width}), (1, ...) or ({batch}, ...), as x is; got {given} of {found}"
+            f"{what} is {name} of shape ({length}, {width}), (1, ...) or ({batch}, ...), as x is; got {given} of {result}"
         )
     bits = float32_bits(ns, table, name)
     return bits.reshape(-1, 1, length, width)

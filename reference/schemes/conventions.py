@@ -160,10 +160,10 @@ def torchao_integer(name: str) -> Scheme | None:
     (`scale_dtype=torch.float32`), with `_bf16` or `_f16` those of a weight in that dtype, its scales stored in it.
     ValueError for symmetric integers of one bit: torchao's map every weight to 0.
     """
-    found = INTEGER.fullmatch(name)
-    if found is None:
+    match = INTEGER.fullmatch(name)
+    if match is None:
         return None
-    input_dtype, digits, group, rows, _, mapping, ending = found.groups()
+    input_dtype, digits, group, rows, _, mapping, ending = match.groups()
     bits = int(digits)
     block: Block = int(group) if group else -1 if rows else "tensor"
     if ending and not input_dtype:
@@ -185,11 +185,11 @@ def torchao_float6(name: str) -> Scheme | None:
     dtypes/floatx/floatx_tensor_core_layout.py, to_scaled_tc_floatx: elements are of the float32 weight over the row's largest
     magnitude (at least 1e-12) over the format's, and that scale is then rounded to the weight's dtype.
     """
-    found = FP6.fullmatch(name)
-    if found is None:
+    match = FP6.fullmatch(name)
+    if match is None:
         return None
-    element = f"float6_{found[1]}fn"
-    storage = "float16" if found[2] else "bfloat16"
+    element = f"float6_{match[1]}fn"
+    storage = "float16" if match[2] else "bfloat16"
     scale = Scale(block=-1, target=FORMATS[element].max, floor=("statistic", 1e-12), storage=storage)
     note = "elements are of the scale before it was rounded for storing"
     return Scheme(

@@ -387,9 +387,9 @@ def scheme_from(fields: dict[str, Any]) -> Scheme:
 
 def record_of(text: str) -> Scheme:
     """The record of a name or of a `Scheme.key`; ValueError where there is none."""
-    found = RECORDS.get(text)
-    if found is not None:
-        return found
+    result = RECORDS.get(text)
+    if result is not None:
+        return result
     return scheme_from(json.loads(text)) if text.startswith("{") else scheme_of(text)
 
 

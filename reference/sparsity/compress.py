@@ -294,7 +294,7 @@ def zero_code(scheme: Scheme) -> int:
 
 def _keeps_zero(scheme: Scheme) -> bool:
     """Whether zeros come back from blocks with other elements and from blocks without."""
-    found = []
+    result = []
     for first in (0.0, 1.0, -3.5):
         x = _sample(scheme)
         x[..., 0] = first
@@ -302,11 +302,11 @@ def _keeps_zero(scheme: Scheme) -> bool:
         zeros = np.ones(x.shape, bool)
         zeros[..., 0] = False
         values, codes = dequantize(q)[zeros], q.codes[zeros]
-        found.append(bool((values == 0).all()) and len(np.unique(codes)) == 1)
-        found.append(
+        result.append(bool((values == 0).all()) and len(np.unique(codes)) == 1)
+        result.append(
             scheme.zero is not None or codes[0] == quantize(_sample(scheme), scheme).codes.reshape(-1)[-1]
         )
-    return all(found)
+    return all(result)
 
 
 def _sample(scheme: Scheme) -> np.ndarray:

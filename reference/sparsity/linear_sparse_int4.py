@@ -87,10 +87,10 @@ def check_sparse_int4(
     for name, array, dtypes in (
         ("codes", codes, ("uint8",)), ("metadata", metadata, ("uint8",)), ("scale", scale, tuple(STORED_SCALES)),
     ):  # fmt: skip
-        found = namespace_of(array).dtype_name(array)
-        if found not in dtypes:
+        dtype = namespace_of(array).dtype_name(array)
+        if dtype not in dtypes:
             raise TypeError(
-                f"linear_sparse_int4 takes {name} of dtype {' or '.join(dtypes)}, got {found}; cast it"
+                f"linear_sparse_int4 takes {name} of dtype {' or '.join(dtypes)}, got {dtype}; cast it"
             )
         if len(array.shape) != 2:
             raise ValueError(
@@ -116,10 +116,10 @@ def check_sparse_int4(
 
 def _check_zero(zero: Any, shape: tuple[int, ...]) -> None:
     """TypeError or ValueError where zero points are not int8, one a scale. Their values are not read."""
-    found = namespace_of(zero).dtype_name(zero)
-    if found != "int8":
+    dtype = namespace_of(zero).dtype_name(zero)
+    if dtype != "int8":
         raise TypeError(
-            f"linear_sparse_int4 takes zero of dtype int8, got {found}; give integer zero points, -8 to 7"
+            f"linear_sparse_int4 takes zero of dtype int8, got {dtype}; give integer zero points, -8 to 7"
         )
     if tuple(zero.shape) != shape:
         raise ValueError(
@@ -132,9 +132,9 @@ def check_operands(
 ) -> tuple[int, int, int]:
     """(N, K, g) of the weight; TypeError or ValueError as `linear_sparse_int4` raises."""
     rows, length, group = check_sparse_int4(codes, metadata, scale, zero)
-    found = namespace_of(x).dtype_name(x)
-    if found not in INPUTS:
-        raise TypeError(f"linear_sparse_int4 takes x of dtype {' or '.join(INPUTS)}, got {found}; cast it")
+    dtype = namespace_of(x).dtype_name(x)
+    if dtype not in INPUTS:
+        raise TypeError(f"linear_sparse_int4 takes x of dtype {' or '.join(INPUTS)}, got {dtype}; cast it")
     if not len(x.shape) or x.shape[-1] != length:
         raise ValueError(
             f"linear_sparse_int4 of inputs {tuple(x.shape)} and a weight {(rows, length)}: the last axes must be the same"

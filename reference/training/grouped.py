@@ -59,8 +59,8 @@ def grouped_linear_vjp(
         which: grouped_operands(which, recipe, offsets, x=x, w=w, g=g, seed=seed) for which in PRODUCTS[1:]
     }
     dx, dw = (
-        [None if pair is None else product(*pair, getattr(recipe, which), name, accumulation) for pair in found]
-        for which, found in pairs.items()
+        [None if pair is None else product(*pair, getattr(recipe, which), name, accumulation) for pair in result]
+        for which, result in pairs.items()
     )  # fmt: skip
     nothing = _zeros(ns, ns.shape(w)[1:], x, name)
     stacked = ns.stack([nothing if part is None else part for part in dw], 0)
@@ -113,12 +113,12 @@ def group_ends(offsets: Array, experts: int | None, rows: int) -> tuple[int, ...
         raise ValueError(
             f"offsets are one integer for each of {experts} experts, got {ends.dtype} of shape {ends.shape}"
         )
-    found = tuple(int(end) for end in ends)
-    if any(start > end for start, end in _ranges(found)) or (found and found[-1] > rows):
+    result = tuple(int(end) for end in ends)
+    if any(start > end for start, end in _ranges(result)) or (result and result[-1] > rows):
         raise ValueError(
-            f"offsets do not fall and end within the {rows} rows, got {list(found)}; they are cumulative ends"
+            f"offsets do not fall and end within the {rows} rows, got {list(result)}; they are cumulative ends"
         )
-    return found
+    return result
 
 
 def _operand(

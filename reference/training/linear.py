@@ -228,14 +228,14 @@ def multiple_of(
     """What the length of "M", "N" or "K" has to be a multiple of; arguments as in `unsupported_reason`."""
     choice(dim, tuple(MEANINGS), "dim")
     recipe = recipe_of(recipe)
-    found = 1
+    result = 1
     for which in products:
         record: Product = getattr(recipe, which)
         for operand, (rows, along) in zip((record.a, record.b), AXES[which], strict=True):
             of_rows, of_sum = _blocks(operand)
             quantized = multiple if operand.scheme is not None else 1
-            found = lcm(found, of_rows if rows == dim else 1, lcm(of_sum, quantized) if along == dim else 1)
-    return found
+            result = lcm(result, of_rows if rows == dim else 1, lcm(of_sum, quantized) if along == dim else 1)
+    return result
 
 
 def _blocks(operand: Operand) -> tuple[int, int]:

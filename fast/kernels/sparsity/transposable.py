@@ -399,8 +399,8 @@ def _careful_masks(
         p1 = _careful_pairs(w, place + width, tile % 2, inside, BYTES, IS_BF16, MASKED)
         p2 = _careful_pairs(w, place + 2 * width, tile % 2, inside, BYTES, IS_BF16, MASKED)
         p3 = _careful_pairs(w, place + 3 * width, tile % 2, inside, BYTES, IS_BF16, MASKED)
-        found = best_mask(p0, p1, p2, p3) << (tile % 2 * 16)
-        high, low = high | tl.where(tile < 2, found, 0), low | tl.where(tile < 2, 0, found)
+        result = best_mask(p0, p1, p2, p3) << (tile % 2 * 16)
+        high, low = high | tl.where(tile < 2, result, 0), low | tl.where(tile < 2, 0, result)
     return high, low
 
 

@@ -155,10 +155,10 @@ def _in_parts(tiling: Tiling, rows: int, columns: int, count: int, each: int) ->
 def candidates(rows: int, columns: int, element: str, group: int, count: int, most: int = 16) -> list[Tiling]:
     """The rule's tiles first; then others by the estimate, and of the best ones variants that it does not see."""
     rule = tiling_of(rows, columns, element, group, count)
-    found = _fitting(rows, columns, element, group, count)
-    found.sort(key=lambda tiling: estimate(tiling, rows, columns, element, group, count))
-    variants = [replace(rule, early=True), replace(found[0], early=True)]
-    return [*dict.fromkeys([rule, *variants, *_varied(found)])][:most]
+    result = _fitting(rows, columns, element, group, count)
+    result.sort(key=lambda tiling: estimate(tiling, rows, columns, element, group, count))
+    variants = [replace(rule, early=True), replace(result[0], early=True)]
+    return [*dict.fromkeys([rule, *variants, *_varied(result)])][:most]
 
 
 def _varied(found: list[Tiling]) -> list[Tiling]:
@@ -179,8 +179,8 @@ def _fitting(rows: int, columns: int, element: str, group: int, count: int) -> l
         Tiling(block_m, *shape[:2], parts, stages, shape[2])
         for block_m, shape, parts, stages in product(sizes, shapes, splits, (2, 3, 4, 6))
     )
-    found = [tiling for tiling in result if tiling.fits(rows, columns, element, group)]
-    return [tiling for tiling in found if tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS]
+    results = [tiling for tiling in result if tiling.fits(rows, columns, element, group)]
+    return [tiling for tiling in results if tiling.registers(element) <= 32 * tiling.warps * MOST_REGISTERS]
 
 
 __all__ = ["Tiling", "block_m_of", "candidates", "estimate", "microseconds", "tiling_of"]

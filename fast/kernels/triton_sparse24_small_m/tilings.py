@@ -55,13 +55,13 @@ class Tiling:
 
 def tiling_of(rows: int, length: int, group: int, count: int) -> Tiling:
     """The tiles of a product of `count` rows of X by a weight (rows, length) with scales of `group` columns."""
-    found = in_place(rows, length, group, count)
+    result = in_place(rows, length, group, count)
     if group < TURN.value:
-        return found
+        return result
     if C.arranged[0] <= count <= C.arranged[1] and count * rows * length >= C.arranged_work:
         return arranged_bound(rows, length, group, count)
-    wide = count <= C.wide_up_to and (count > 1 or found.tiles > 1)
-    return (wide and widened(found, length, group, count)) or found
+    wide = count <= C.wide_up_to and (count > 1 or result.tiles > 1)
+    return (wide and widened(result, length, group, count)) or result
 
 
 def in_place(rows: int, length: int, group: int, count: int) -> Tiling:
@@ -71,9 +71,9 @@ def in_place(rows: int, length: int, group: int, count: int) -> Tiling:
 
 def arranged_bound(rows: int, length: int, group: int, count: int) -> Tiling:
     """Where X is arranged: reading the weight is all, unless programs of all columns were on few multiprocessors."""
-    found = weight_bound(rows, length, group, count)
-    programs = ceil_div(rows, ROWS.value * found.tiles) * ceil_div(_columns(group, count), found.sums)
-    return replace(found if programs >= C.spread else input_bound(rows, length, group, count), arranged=True)
+    result = weight_bound(rows, length, group, count)
+    programs = ceil_div(rows, ROWS.value * result.tiles) * ceil_div(_columns(group, count), result.sums)
+    return replace(result if programs >= C.spread else input_bound(rows, length, group, count), arranged=True)
 
 
 def widened(tiling: Tiling, length: int, group: int, count: int) -> Tiling | None:

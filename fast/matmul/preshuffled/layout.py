@@ -278,17 +278,17 @@ def rows_of(words: torch.Tensor, element: str, index: torch.Tensor) -> torch.Ten
     stored = words.reshape(-1).view(torch.uint8)
     if element == "int4":
         # Rows, ak, k21, k5, k4, k0, k3: a byte has n3.
-        found = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210]
-        nibbles = torch.where((n3 == 0).reshape(-1, *[1] * 6), found & 15, found >> 4)
+        result = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210]
+        nibbles = torch.where((n3 == 0).reshape(-1, *[1] * 6), result & 15, result >> 4)
         low, high = nibbles.unbind(5)
         return (low | (high << 4)).permute(0, 1, 3, 4, 5, 2).reshape(index.shape[0], 32 * along_k)
     if element == "nf4":
         # Rows, ak, k21, k5, k4, k3.
-        found = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210, ..., n3]
-        return found.permute(0, 1, 3, 4, 5, 2).reshape(index.shape[0], 32 * along_k)
+        result = stored.reshape(along_n, along_k, 4, 8, 4, 2, 2, 2, 2)[atom, :, n54, n210, ..., n3]
+        return result.permute(0, 1, 3, 4, 5, 2).reshape(index.shape[0], 32 * along_k)
     # Rows, ak, k5, k21, k4, k3, k0.
-    found = stored.reshape(along_n, along_k, 2, 4, 8, 4, 2, 2, 2, 2)[atom, :, :, n54, n210, ..., n3]
-    return found.permute(0, 1, 2, 4, 5, 3, 6).reshape(index.shape[0], 64 * along_k)
+    result = stored.reshape(along_n, along_k, 2, 4, 8, 4, 2, 2, 2, 2)[atom, :, :, n54, n210, ..., n3]
+    return result.permute(0, 1, 2, 4, 5, 3, 6).reshape(index.shape[0], 64 * along_k)
 
 
 def all_rows(words: torch.Tensor, element: str) -> torch.Tensor:
