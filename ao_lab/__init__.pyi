@@ -1,6 +1,7 @@
 """The public names of ao_lab and the modules that define them, for type checkers and for `ao_lab.__getattr__`."""
 
 from ao_lab import jax as jax
+from ao_lab import optim as optim
 from ao_lab import testing as testing
 from ao_lab.calibration.methods import AWQ as AWQ
 from ao_lab.calibration.methods import GPTQ as GPTQ

@@ -247,10 +247,22 @@ class LowBitOptimizer(Optimizer):
                     own.fill_(float(value))
                 else:
                     group[name] = value
-        self.state.clear()
-        self.state.update(made)
+        for p in [p for p in self.state if p not in made]:
+            del self.state[p]
+        for p, state in made.items():
+            self._put(p, state)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def _put(self, p: torch.Tensor, state: dict[str, Any]) -> None:
+        """Take states in, where they are if they are there: captured graphs have their addresses."""
+        held = self.state[p]
+        if held.keys() != state.keys():
+            held.clear()
+            held.update(state)
+            return
+        for name, value in state.items():
+            local(held[name]).copy_(local(value))
 
     def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         state_dict = dict(state_dict)
