@@ -65,8 +65,8 @@ def reproduce(
         list[str] | None,
         typer.Option(
             help="Of ptq, qat, calibration, decode, fp8_training and sparsity: measure this model alone, a folder "
-            "of transformers or a name that `ao-lab pretrained` lists, any number of times: a causal language model, of ptq and calibration a "
-            "sentence encoder too, of ptq Whisper; --only then names schemes, of fp8_training recipes."
+            "of transformers or a name that `ao-lab pretrained` lists, any number: a causal language model, of ptq and "
+            "calibration a sentence encoder too, of ptq Whisper; --only then names schemes, of fp8_training recipes."
         ),
     ] = None,
     task: Annotated[
