@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ao_lab import IntxWeightOnlyConfig, PerGroup, QATConfig, quantize_
+from experiments.harness.intervals import STUDENT, Interval, interval
 from experiments.harness.paths import Paths
 from experiments.harness.rows import Journal, read
 from experiments.models import train
@@ -16,12 +17,9 @@ from experiments.qat.run import (
     METHODS,
     PLANS,
     QUICK_METHODS,
-    STUDENT,
-    Interval,
     Method,
     Plan,
     deviations_of,
-    interval,
     recovery,
     target_of,
     targets_of,
@@ -302,7 +300,8 @@ def test_the_page_says_what_was_recovered(tmp_path, monkeypatch):
     assert "data/qat.csv" in (places.reports / "index.html").read_text()
     made = pages.make_page(places, "qat")
     assert "qat-recovery-quick-cpu-made" in made.pictures
-    (section,) = made.sections
+    published, section = made.sections
+    assert published.title == "Published accuracies"
     corpus, verdict = section.paragraphs[:2]
     assert "trained on the corpus made-1-" in corpus
     assert verdict.startswith("**Targets of the mean recovered part; ")
