@@ -35,8 +35,10 @@ LOG2E = 1.4426950408889634
 ROWS = 16
 #: Most rows of queries that a program takes: beyond, prefill's attention is the better one.
 MOST_ROWS = 64
-#: Programs that keep all multiprocessors of an H200 busy, and the fewest tokens worth one.
-PROGRAMS, FEWEST = 528, 128
+#: Programs that keep all multiprocessors of an H200 busy: four of each for 16-bit values, two for codes.
+PROGRAMS, FEW_PROGRAMS = {"value": 528}, 264
+#: The fewest tokens worth a program.
+FEWEST = 128
 #: Elements of codes by their format: how a kernel decodes them.
 KINDS = {"float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
 #: Widths of heads.
@@ -455,9 +457,9 @@ class Plan:
 
 
 #: Tokens of a step, warps, stages by kind and scales along head_dim. Of two scales products are so narrow that several warps
-#: would have the same ones.
+#: would have the same ones. Measured are 16-bit values and FP8; INT8 and INT4 have FP8's.
 TILES = {
-    ("value", 0): (64, 4, 3), ("fp8", 1): (64, 4, 3), ("int8", 1): (64, 4, 3), ("int4", 1): (64, 4, 3),
+    ("value", 0): (64, 4, 3), ("fp8", 1): (128, 4, 2), ("int8", 1): (128, 4, 2), ("int4", 1): (128, 4, 2),
     ("int4", 2): (64, 1, 3),
 }  # fmt: skip
 
@@ -465,7 +467,7 @@ TILES = {
 def plan_of(kind: tuple[str, int], heads: int, room: int) -> Plan:
     """Splits fixed by the room of the cache and by how many key heads there are in all."""
     block, warps, stages = TILES[kind]
-    splits = max(1, min(-(-PROGRAMS // heads), -(-room // max(FEWEST, block))))
+    splits = max(1, min(-(-PROGRAMS.get(kind[0], FEW_PROGRAMS) // heads), -(-room // max(FEWEST, block))))
     return Plan(splits, block, warps, stages)
 
 

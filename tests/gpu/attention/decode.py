@@ -226,7 +226,12 @@ def model_of(layers: int):
 
 
 def generate(
-    kinds: list[str], deadline: float, batch: int = 16, context: int = 8192, layers: int = 8
+    kinds: list[str],
+    deadline: float,
+    sizes: list[tuple[int, int]],
+    batch: int = 16,
+    context: int = 8192,
+    layers: int = 8,
 ) -> None:
     """Milliseconds a token of transformers' `generate()`, compiled, from two lengths of answers."""
     import ao_lab

@@ -1,0 +1,107 @@
+"""The page of experiment `kv_cache`: FP8 sums by context, predictions from stored keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.harness.rows import Row
+from experiments.kv_cache.run import ALL, CHAINS, ERROR, LAST, SUMS
+from experiments.models.causal_lm import REAL
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import curves
+from experiments.report.results import Results, Where, best_run, by_run, number
+
+EXPERIMENT = "kv_cache"
+TITLE = "Keys and values in low precision"
+QUESTION = (
+    "What do models predict from a cache in low precision, and what do FP8 sums lose over a long context?"
+)
+ABOUT = (
+    "A cache stores keys and values by a recipe, any scheme along a head's channels; transformers' generate() reads it by "
+    "attention of ours. Here a model predicts texts from what is stored, and the tensor core's 14-bit sums of FP8 products are "
+    "followed over the context.",
+)
+#: Figures that the top of the page shows: the first that there is.
+FEATURED = ("kv-cache-sums-full", "kv-cache-sums-quick")
+SUM_TEXT = (
+    "One query, equal scores, values in e4m3 of mean 0.5, by reference.matmul's model of Hopper's tensor core. In one chain "
+    "products below 2^-13 of the sum are cut off, so that late tokens count for little: the arithmetic of a published "
+    "fall of a needle's retrieval at 131072 tokens from 91% to 13%, and 89% with sums in two levels (vLLM, 2026-04-22).",
+)
+MODEL_TEXT = (
+    "Every token is predicted from what is stored, its own keys and values too; changes are from the model's own predictions, "
+    "with standard errors over documents. The last quarter of a window has the longest context.",
+)
+METRICS = {"perplexity, change": ("perplexity (%)", 3), "KL": ("KL (nat)", 5), "KL, standard error": ("its error", 5),
+           "same first choice": ("same first choice (%)", 2), "bytes a token": ("bytes a token", 0)}  # fmt: skip
+
+
+def kinds(rows: Sequence[Row]) -> list[str]:
+    """Kinds of tables of real models."""
+    return sorted({row.table.split("/")[0] for row in rows if row.table.startswith(REAL)})
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """The longest context's errors, and changes of perplexity."""
+    words, found = [], best_run(by_run(rows, SUMS))
+    if found is not None:
+        longest = max(found[1].settings, key=int)
+        errors = [found[1].value(longest, method, ERROR) for method in CHAINS]
+        words.append(
+            f"FP8 sums over {longest} tokens lose {number(100 * (errors[0] or 0), 0)}% in one chain and "
+            f"{number(100 * (errors[1] or 0), 2)}% in chains of 128."
+        )
+    for kind in kinds(rows):
+        best = best_run(by_run(rows, kind))
+        if best is not None:
+            parts = [
+                f"{method} {number(best[1].value(ALL, method, 'perplexity, change'), 2)}%"
+                for method in best[1].methods
+            ]
+            words.append(f"Perplexity of {kind.removeprefix(REAL)} ({best[0]}): {', '.join(parts)}.")
+    return words
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """One line of the first page."""
+    return next(iter(findings(rows)), "").rstrip(".")
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """None: the first page has ten."""
+    return []
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Sums, then models, run by run."""
+    return [
+        *(sums_section(where, results) for where, results in by_run(rows, SUMS).items()),
+        *(
+            model_section(kind, where, results)
+            for kind in kinds(rows)
+            for where, results in by_run(rows, kind).items()
+        ),
+    ]
+
+
+def sums_section(where: Where, results: Results) -> Section:
+    """A picture and a table by context."""
+    contexts = sorted(results.settings, key=int)
+    series = {method: [results.value(one, method, ERROR) for one in contexts] for method in CHAINS}
+    figure = curves(series, f"context: {contexts[0]} to {contexts[-1]} tokens", ERROR, base=0.0)
+    drawing = Drawing(f"kv-cache-sums-{where.scale}", "What FP8 sums lose over a context.", figure)
+    lines = [[one, *(number(results.value(one, method, ERROR), 5) for method in CHAINS)] for one in contexts]
+    table = Table("Relative error of attention", ["tokens", *CHAINS], lines, results.rows)
+    return Section(f"FP8 sums ({where})", SUM_TEXT, [drawing], [table])
+
+
+def model_section(kind: str, where: Where, results: Results) -> Section:
+    """A line for every recipe and part of the windows."""
+    lines = [
+        [method, setting, *(number(results.value(setting, method, metric), digits) for metric, (_, digits) in METRICS.items())]
+        for method in results.methods
+        for setting in (ALL, LAST)
+    ]  # fmt: skip
+    columns = ["recipe", "predicted", *(title for title, _ in METRICS.values())]
+    table = Table("Predictions from what is stored", columns, lines, results.rows)
+    return Section(f"{kind.removeprefix(REAL)} ({where})", MODEL_TEXT, [], [table])
