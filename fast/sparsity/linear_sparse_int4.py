@@ -267,15 +267,20 @@ def _pair_fake(x: torch.Tensor, *stored: torch.Tensor) -> Pair:
     return first, second
 
 
-def _pair_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """One launch for few rows, or None."""
+def _in_one_launch(kind: str, weights: Sequence[Any], operands: Operands, key: Any) -> Any:
+    """Of few rows, kind "pair" or "swiglu"; None where groups differ. weights: what checks of the operands give."""
     from fast.kernels.sm90_sparse24_w4a16_gemv import host
 
     x, *stored = operands
-    (*_, group), (*_, other) = _checked(operands)
+    (*_, group), (*_, other) = weights
     if group != other:
         return None
-    return host.sm90_sparse24_w4a16_gemv_pair(x, stored[:3], stored[3:], group, key=key)
+    multiply = getattr(host, f"sm90_sparse24_w4a16_gemv_{kind}")
+    return multiply(x, stored[:3], stored[3:], group, key=key)
+
+
+def _pair_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
+    return _in_one_launch("pair", _checked(operands), operands, key)
 
 
 def _pair_reference(record: Any, values: Values, operands: Operands) -> Pair:
@@ -325,14 +330,7 @@ def _swiglu_fake(x: torch.Tensor, codes: torch.Tensor, *others: Any) -> torch.Te
 
 
 def _swiglu_kernel(record: Any, values: Values, operands: Operands, key: Any) -> Any:
-    """One launch for few rows, or None."""
-    from fast.kernels.sm90_sparse24_w4a16_gemv import host
-
-    x, *stored = operands
-    (*_, group), (*_, other) = _checked_swiglu(operands)
-    if group != other:
-        return None
-    return host.sm90_sparse24_w4a16_gemv_swiglu(x, stored[:3], stored[3:], group, key=key)
+    return _in_one_launch("swiglu", _checked_swiglu(operands), operands, key)
 
 
 def _swiglu_reference(record: Any, values: Values, operands: Operands) -> Any:
