@@ -215,7 +215,7 @@ def counted(found: Iterable[Comparison]) -> str:
     rest = len(all_of) - beside - commands
     return (
         f"Of {len(all_of)} published accuracies {beside} have a measured one beside, {commands} the command that "
-        f"measures it, {rest} neither."
+        f"measures it, {rest} neither but the reason"
     )
 
 
