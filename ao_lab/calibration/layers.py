@@ -66,6 +66,8 @@ class Work:
     parts: list[Part]
     #: Inputs of a block that is rotated; 0: none is.
     rotation: int = 0
+    #: Whether the moments are needed by nobody else.
+    last: bool = False
     w: torch.Tensor = field(init=False)
     scales: Scales | None = None
     candidates: list[Candidate] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Work:
         if self.rotation:
             turned = [fast.rotate(dense, self.rotation, dtype=torch.float32) for dense in self.stack.dense]
             self.stack.dense = turned
-            self.inputs = None if self.inputs is None else self.inputs.rotated(self.rotation)
+            self.inputs = None if self.inputs is None else self.inputs.rotated(self.rotation, self.last)
         self.w = self.stack.matrix()
 
     def recipe(self, index: int) -> Recipe:
@@ -191,7 +193,7 @@ def quantized_either_way(work: Work, methods: Sequence[Method], rotate: Rotate |
         replace(part, baseline=made.result.rounding, before=(*part.before, rotate.name))
         for part, made in zip(work.parts, plain, strict=True)
     ]
-    turned = quantized(Work(Stack(work.stack.targets), work.inputs, parts, length), methods)
+    turned = quantized(Work(Stack(work.stack.targets), work.inputs, parts, length, work.last), methods)
     return [_better(one, other) for one, other in zip(plain, turned, strict=True)]
 
 

@@ -335,7 +335,8 @@ class Job:
             found = inputs.get(stack.targets[0].name)
             for target in stack.targets:
                 inputs.pop(target.name, None)
-            for target, made in self.quantized(stack, found, parts):
+            last = self.learning is None and not any(one is found for one in inputs.values())
+            for target, made in self.quantized(stack, found, parts, last=last):
                 if self.learning is None or found is None or useless_reason(found) is not None:
                     self.put(target, made)
                 else:
@@ -458,9 +459,16 @@ class Job:
         return found
 
     def quantized(
-        self, stack: Stack, inputs: SplitMoments | None, parts: dict[str, Part], whole: bool = True
+        self,
+        stack: Stack,
+        inputs: SplitMoments | None,
+        parts: dict[str, Part],
+        whole: bool = True,
+        last: bool = False,
     ) -> list[tuple[Target, Made]]:
-        """The weights of a stack, quantized. whole: whether they are whole parameters, not experts of one."""
+        """The weights of a stack, quantized. whole: whether they are whole parameters, not experts of one. last: whether nobody
+        needs the inputs afterwards.
+        """
         mine = [parts[target.name] for target in stack.targets]
         for target, part in zip(stack.targets, mine, strict=True):
             part.outer = self.outer(target) if whole else part.outer
@@ -469,7 +477,7 @@ class Job:
             for part in mine:
                 part.notes += (reason,)
         try:
-            work = Work(stack, inputs if reason is None else None, mine)
+            work = Work(stack, inputs if reason is None else None, mine, last=last)
             methods = self.request.methods if reason is None else ()
             rotate = None if self.rotation is not None or not whole else of_kind(methods, Rotate)
             results = quantized_either_way(work, methods, rotate)

@@ -239,11 +239,15 @@ class Moments(Hessian):
                 setattr(result, name, value * factors.to(value.device, torch.float64))
         return result
 
-    def rotated(self, length: int) -> Moments:
-        """The moments of hadamard(x, length): sums of x x^T and x alone."""
+    def rotated(self, length: int, last: bool = False) -> Moments:
+        """The moments of hadamard(x, length): sums of x x^T and x alone. last: these are not needed any more, and give their
+        memory.
+        """
         result = Moments(count=self.count, borrowed=self.borrowed, finished=self.finished)
         if self.value is not None and self.total is not None:
-            result.value, result.total = rotated_twice(self.value, length), fast.rotate(self.total, length)
+            result.value = rotated_twice(self.value, length, self.value if last else None)
+            result.total = fast.rotate(self.total, length)
+        self.value = None if last else self.value
         return result
 
     @property
@@ -280,9 +284,9 @@ class Moments(Hessian):
         return value if self.finished and value is not None else self._mean(value)
 
 
-def rotated_twice(h: torch.Tensor, length: int) -> torch.Tensor:
-    """R^T H R of a symmetric matrix, one of its size beside it: some rows at a time, then some columns."""
-    result = torch.empty_like(h)
+def rotated_twice(h: torch.Tensor, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """R^T H R of a symmetric matrix: some rows at a time, then some columns. out: where it goes, h itself or another."""
+    result = torch.empty_like(h) if out is None else out
     strips = [slice(start, start + STRIP) for start in range(0, len(h), STRIP)]
     for strip in strips:
         result[strip] = fast.rotate(h[strip], length)
@@ -380,11 +384,10 @@ class SplitMoments(Sums):
             setattr(result, name, [(x.to(torch.float64) * factors.to(x.device)).to(x.dtype) for x in given])
         return result
 
-    def rotated(self, length: int) -> SplitMoments:
-        """The same of hadamard(x, length)."""
-        result = SplitMoments(
-            None, None, self.sampling, self.train.rotated(length), self.held_out.rotated(length)
-        )
+    def rotated(self, length: int, last: bool = False) -> SplitMoments:
+        """The same of hadamard(x, length). last: these are not needed any more."""
+        parts = self.train.rotated(length, last), self.held_out.rotated(length, last)
+        result = SplitMoments(None, None, self.sampling, *parts)
         result.samples = [hadamard(x, length) for x in self.samples]
         result.held_samples = [hadamard(x, length) for x in self.held_samples]
         return result

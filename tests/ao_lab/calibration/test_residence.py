@@ -175,3 +175,19 @@ def test_a_mean_of_products_takes_the_place_of_their_sum():
         torch.testing.assert_close(made.hessian, wanted.hessian, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="are finished"):
         means.update(x)
+
+
+def test_moments_that_are_rotated_last_give_their_memory():
+    """With the bits of a copy; those that others need stay."""
+    x = torch.randn(40, 32, dtype=torch.float64)
+    kept, given = Moments(), Moments()
+    for one in (kept, given):
+        one.update(x)
+        one.finish()
+    memory, before = given.value.data_ptr(), kept.value.clone()
+    made, wanted = given.rotated(8, last=True), kept.rotated(8)
+    assert torch.equal(made.value, wanted.value)
+    assert torch.equal(made.total, wanted.total)
+    assert made.value.data_ptr() == memory
+    assert given.value is None
+    assert torch.equal(kept.value, before)
