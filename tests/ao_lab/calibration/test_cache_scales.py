@@ -42,8 +42,9 @@ def of_a_cache(model, batches, **options):
     ]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("per", "element"), [("head", "float8_e4m3fn"), ("tensor", "int8")])
+@pytest.mark.parametrize(
+    ("attention", "per", "element"), [("sdpa", "head", "float8_e4m3fn"), ("eager", "tensor", "int8")]
+)
 def test_scales_are_those_of_what_a_cache_of_the_quantized_model_holds(attention, per, element):
     """Keys after their rotation by position; heads of the cache, not those of queries."""
     model = model_of(attention)
@@ -82,8 +83,14 @@ def test_padding_is_not_seen():
         torch.testing.assert_close(one.v, two.v, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "ao_lab"])
-@pytest.mark.parametrize("per", ["head", "tensor"])
+@pytest.mark.parametrize(
+    ("layout", "per"),
+    [
+        ("compressed-tensors", "head"),
+        ("ao_lab", "tensor"),
+        pytest.param("compressed-tensors", "tensor", marks=pytest.mark.nightly),
+    ],
+)
 def test_files_hold_them(tmp_path, layout, per):
     """As compressed-tensors names and shapes them; loading gives them back without a warning, plain transformers loads."""
     model = model_of()

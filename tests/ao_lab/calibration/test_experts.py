@@ -168,7 +168,10 @@ class Apart(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("kind", "scheme"), [("Mixtral", "int4_g32"), ("Qwen3Moe", "mxfp4")])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [pytest.param("Mixtral", "int4_g32", marks=pytest.mark.nightly), ("Qwen3Moe", "mxfp4")],
+)
 def test_batched_experts_have_the_codes_of_experts_apart(kind, scheme):
     """As transformers builds them, and with a layer for each matrix."""
     fused, apart = mixtral(kind, "eager"), mixtral(kind, "eager")
@@ -237,6 +240,7 @@ def test_experts_share_the_outer_scale_of_their_weight_and_are_saved(tmp_path):
         assert torch.equal(read(TOKENS[0]).logits, model(TOKENS[0]).logits)
 
 
+@pytest.mark.nightly
 def test_a_killed_call_goes_on_behind_experts(tmp_path):
     one, two = mixtral(), mixtral()
     given = {"calibration": TOKENS, "methods": (Clip(), AutoRound(steps=1)), "resume": tmp_path}

@@ -59,7 +59,12 @@ def logits(model):
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("name", MODELS)
+NIGHTLY = ("Qwen2", "Qwen3", "Mixtral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in MODELS]
+)
 def test_the_function_is_the_same_in_float64(name):
     """Gains are folded, square weights find their roles, a tied head gets its own weight, biases of writers go along."""
     model = model_of(name)

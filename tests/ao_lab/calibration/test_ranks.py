@@ -14,7 +14,8 @@ from tests.support.distributed.ranks import check_on_ranks
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, ("experts", "static")),
+        (2, ("experts",)),
+        pytest.param(2, ("static",), marks=pytest.mark.nightly),
         pytest.param(4, ("weights", "inputs", "experts"), marks=pytest.mark.nightly),
     ],
 )

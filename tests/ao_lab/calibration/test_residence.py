@@ -35,7 +35,9 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("methods", [METHODS, (Clip(), AutoRound(steps=2))])
+@pytest.mark.parametrize(
+    "methods", [METHODS, pytest.param((Clip(), AutoRound(steps=2)), marks=pytest.mark.nightly)]
+)
 def test_a_streamed_folder_has_the_bits_of_a_resident_model(folder, tmp_path, methods):
     resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     report = quantize_(resident, INT4, calibration=TOKENS, methods=methods)

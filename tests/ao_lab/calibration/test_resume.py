@@ -53,7 +53,7 @@ run(stack(blocks=3), sys.argv[1], progress=kill, device=None if sys.argv[2] == "
 """
 
 
-@pytest.mark.parametrize("how", ["resident", "streamed"])
+@pytest.mark.parametrize("how", ["resident", pytest.param("streamed", marks=pytest.mark.nightly)])
 def test_a_process_that_is_killed_in_a_block_goes_on_with_the_same_bits(tmp_path, how):
     """By SIGKILL, between two weights of the second block."""
     done = forks.python("-c", KILLED, tmp_path, how)
