@@ -15,9 +15,10 @@ the first step too: their v is never 0.
 
 **The default states are rounded stochastically.** v moves by 0.1 % a step, less than half a code: rounding to nearest never
 moves it, rounding up drives it away. m moves by a tenth of its distance from g, so that to nearest it stops where that is half
-a code: under a constant gradient at 0.75 of it. Scales are powers of two: the grid of normal numbers does not move when a
-block's maximum does, so that rounding costs what a moment moved and no more, and values that were stored are stored again as
-the same values.
+a code: under a constant gradient at 0.75 of it. It is rounded to three fraction bits stochastically, then to nearest, which is
+the same where e4m3 is normal; elements below 1/14336 of a block's largest are rounded to nearest. Scales are powers of two: the
+grid of normal numbers does not move when a block's maximum does, so that rounding costs what a moment moved and no more, and
+values that were stored are stored again as the same values.
 
 Formats of other libraries, value for value: ``dynamic8``, ``dynamic8_unsigned`` (bitsandbytes, torchao), ``dynamic4``,
 ``linear4_unsigned`` (torchao after arXiv 2309.01507; it has no 0). They round a tie between two values to the larger one,
@@ -44,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import choice, lookup
-from reference.formats.encode import MASK, decode, philox
+from reference.formats.encode import MASK, decode, encode, philox
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.quantize import dequantize, quantize
 from reference.quantize.scales import choose_scales
@@ -63,6 +64,7 @@ TOGETHER = 8
 _quantize: Callable[..., Quantized] = inspect.unwrap(quantize)
 _dequantize: Callable[..., Any] = inspect.unwrap(dequantize)
 _decode: Callable[..., Any] = inspect.unwrap(decode)
+_encode: Callable[..., Any] = inspect.unwrap(encode)
 
 
 def dynamic_map(signed: bool, exponents: int, bits: int) -> tuple[float, ...]:
@@ -96,6 +98,10 @@ def _codebook(name: str, bits: int, table: tuple[float, ...], signed: bool) -> s
 DYNAMIC8 = _codebook("dynamic8", 8, dynamic_map(True, 7, 8), True)
 DYNAMIC8_UNSIGNED = _codebook("dynamic8_unsigned", 8, dynamic_map(False, 7, 8), False)
 DYNAMIC4 = _codebook("dynamic4", 4, dynamic_map(True, 3, 4), True)
+#: float32 with three fraction bits.
+E8M3 = register(
+    Format(name="e8m3", kind="float", bits=12, exponent_bits=8, mantissa_bits=3, bias=127, specials="ieee")
+).name
 LINEAR4_UNSIGNED = _codebook("linear4_unsigned", 4, tuple(i / 16 for i in range(1, 17)), False)
 
 
@@ -110,6 +116,8 @@ class State:
     transform: str = "none"
     #: The smallest code that is stored, of a moment that is not negative.
     least: int = 0
+    #: Fraction bits to which scaled elements are rounded stochastically before they are stored to nearest; 0: they are not.
+    fraction: int = 0
 
     def __post_init__(self) -> None:
         choice(self.transform, TRANSFORMS, "transform")
@@ -122,7 +130,7 @@ class State:
     @property
     def stochastic(self) -> bool:
         """Whether it is rounded stochastically."""
-        return self.scheme is not None and self.scheme.rounding == "stochastic"
+        return self.scheme is not None and (self.scheme.rounding == "stochastic" or self.fraction > 0)
 
     @property
     def bytes_an_element(self) -> float:
@@ -184,7 +192,7 @@ def _torchao(element: str, block: int, target: float) -> Scheme:
 
 def _records() -> list[States]:
     stochastic = "stochastic"
-    first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, stochastic))
+    first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, "nearest_even"), fraction=3)
     root = State(
         name="sqrt_e4m3",
         transform="sqrt",
@@ -292,6 +300,8 @@ def store_state(x: Any, state: State, random_bits: Any = None) -> Quantized:
     with np.errstate(all="ignore"):
         if state.transform == "softsign":
             return _store_softsign(x, state)
+        if state.fraction:
+            return _store_by_fraction(x, state, random_bits)
         value = np.sqrt(x) if state.transform == "sqrt" else x
         q = _quantize(value, state.scheme, random_bits=random_bits)
     if state.least:
@@ -323,6 +333,19 @@ def _store_softsign(x: Floats, state: State) -> Quantized:
     scaled = np.clip(x / spread, np.float32(-1), np.float32(1))
     companded = np.float32(2) * scaled / (np.float32(1) + np.abs(scaled)) * np.float32(127)
     codes = np.rint(companded).astype(np.int8).view(np.uint8)
+    return Quantized(codes, scales.scale, None, None, x.shape, 1, scheme, packed=True)
+
+
+def _store_by_fraction(x: Floats, state: State, random_bits: Any) -> Quantized:
+    """Elements over their scale, rounded stochastically to a fraction of some bits at any exponent, then to nearest."""
+    scheme = state.scheme
+    assert scheme is not None
+    scales = choose_scales(x, scheme)
+    spread = _spread(scales.scale, scheme, x.shape[-1])
+    wide = FORMATS[f"e8m{state.fraction}"]
+    scaled = x * (np.float32(1) / spread)
+    rounded = _decode(_encode(scaled, wide, rounding="stochastic", random_bits=random_bits), wide)
+    codes = np.where(np.isnan(spread), np.uint8(scheme.poison_code), _encode(rounded, scheme.format))
     return Quantized(codes, scales.scale, None, None, x.shape, 1, scheme, packed=True)
 
 

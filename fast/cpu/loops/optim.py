@@ -52,6 +52,7 @@ class Moment:
     target: float = 1.0
     before: float = 0.0
     after: float = 0.0
+    fraction: int = 0
 
 
 def moment_of(state: State | None) -> Moment | None:
@@ -73,7 +74,7 @@ def moment_of(state: State | None) -> Moment | None:
         scheme.poison_code, scheme.rounding == "stochastic", state.least, state.transform == "sqrt",
         scale.rule == "ratio_pow2", scheme.apply == "divide", scale.target,
         floor_value(value, "float32") if floor == "statistic" else 0.0,
-        floor_value(value, "float32") if floor == "stored" else 0.0,
+        floor_value(value, "float32") if floor == "stored" else 0.0, state.fraction,
     )  # fmt: skip
 
 
@@ -172,6 +173,7 @@ def _encoder(m: Moment) -> Callable[..., Any]:
     """code of a scaled element by a half and a row of thresholds."""
     kind, mantissa, emin, high, low, bits = m.kind, m.mantissa, m.emin, m.high, m.low, m.bits
     stochastic, nan_code, mask = m.stochastic, m.nan_code, (1 << m.bits) - 1
+    fraction, drop = m.fraction, 23 - m.fraction
 
     @njit(inline="always", **OPTIONS)
     def encode(value, half, thresholds):  # type: ignore[no-untyped-def]
@@ -186,6 +188,8 @@ def _encoder(m: Moment) -> Callable[..., Any]:
         magnitude = pattern & 0x7FFFFFFF
         if magnitude > 0x7F800000:
             return nan_code
+        if fraction:
+            magnitude = ((magnitude + (half << (drop - 16))) >> drop) << drop
         exponent = max(magnitude >> 23, 1) - 127
         significand = (magnitude & 0x7FFFFF) | (0 if magnitude < 0x800000 else 0x800000)
         if kind == INTEGER:
@@ -241,7 +245,7 @@ def _kernel(rule: Rule) -> Callable[..., None]:
     first, second = rule.first, rule.second
     first_kind, second_kind, root = first.kind, second.kind, second.root
     first_bits, second_bits = first.bits, second.bits
-    draws = first.stochastic or second.stochastic or rounds
+    draws = first.stochastic or first.fraction > 0 or second.stochastic or rounds
     adam, lion = rule.kind == "adam", rule.kind == "lion"
     store_first, store_second = _storer(first, size), _storer(second, size)
     top = np.float32(np.finfo(np.float32).max)

@@ -269,8 +269,8 @@ def launch_step(
     step_kernel[(_programs(count, tables.device),)](
         tables.tiles, tables.tensors, tables.numbers, table(kind.first, tables.device),
         table(kind.second, tables.device), count, kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
-        kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware, draws, kind.rounds, kind.master,
-        kind.ragged, kind.aligned, hardware, kind.size, blocks,
+        kind.first.fraction, kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware, draws,
+        kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, kind.size, blocks,
         **options,
     )  # fmt: skip
 

@@ -137,7 +137,9 @@ def loaded(codes, scale, table, STATE: tl.constexpr):
 
 
 @triton.jit
-def made_codes(v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAST: tl.constexpr):
+def made_codes(
+    v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAST: tl.constexpr, FRACTION: tl.constexpr
+):
     """(codes, what is stored as their scales) of moments (P, SIZE); bits: 16 random ones each, or None. POSITIVE: no moment is
     negative or NaN; LEAST: the smallest code."""
     if POSITIVE:
@@ -146,16 +148,7 @@ def made_codes(v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAS
         largest = largest_of_blocks(v, STATE.has_ptx)
     stored, scale, factor = scales_of(largest, STATE)
     if LEAST == 8 and STATE.rounding == "stochastic" and STATE.power_ratio:
-        return root_codes(v * factor, bits), stored
-    if (
-        STATE.rounding == "stochastic"
-        and STATE.kind == "float"
-        and STATE.bits == 8
-        and STATE.power_ratio
-        and STATE.has_ptx
-    ):
-        codes = moment_codes(v * factor, bits)
-        return tl.where(is_nan(scale), STATE.poison_code, codes), stored
+        return root_codes(v * factor, bits, STATE.has_ptx), stored
     words = None
     if bits is not None:
         words = bits.to(tl.uint32) << 16
@@ -163,6 +156,8 @@ def made_codes(v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAS
         scaled = tl.div_rn(v, scale)
     else:
         scaled = v * factor
+    if FRACTION != 0:
+        scaled = rounded_fraction(scaled, bits, FRACTION)
     if STATE.kind == "codebook":
         THRESHOLDS: tl.constexpr = 1 << STATE.bits
         codes = searched(scaled, table + THRESHOLDS, STATE.bits)
@@ -190,27 +185,19 @@ def largest_of_blocks(v, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
-def root_codes(y, bits):
+def root_codes(y, bits, HAS_PTX: tl.constexpr):
     """e4m3 codes of values up to 448, rounded stochastically, the smallest normal number (code 8) at least."""
-    normal = bits_of(tl.maximum(y, 0.015625)) + (bits << 4)
-    return (normal >> 20) - ((127 - 7) << 3)
+    rounded = rounded_fraction(tl.maximum(y, 0.015625), bits, 3)
+    if HAS_PTX:
+        return rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        return (bits_of(rounded) >> 20) - ((127 - 7) << 3)
 
 
 @triton.jit
-def moment_codes(y, bits):
-    """e4m3 codes of values up to 448 in magnitude, rounded stochastically: `tile.quantize.stochastic_codes` by 16 random bits.
-
-    Below the smallest normal number steps are those of the binade above it, so such values are rounded there: added to 2**-6
-    without rounding up, and eight codes less. Each of the two is at most the other's code where it does not apply.
-    """
-    size = tl.abs(y)
-    above = tl.inline_asm_elementwise(
-        "{ .reg .f32 a; min.f32 a, $1, 0f3C800000; add.rz.f32 $0, a, 0f3C800000; }",
-        "=f,f", [size], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-    noise = (bits << 4) - (((127 - 7) << 3) << 20)
-    normal, small = (bits_of(size) + noise) >> 20, (bits_of(above) + (noise - (8 << 20))) >> 20
-    return tl.maximum(normal, small) | ((bits_of(y) >> 24) & 0x80)
+def rounded_fraction(y, bits, FRACTION: tl.constexpr):
+    """float32 rounded stochastically by 16 random bits to so many fraction bits; the sign is not touched, NaN becomes any."""
+    return float_of((bits_of(y) + (bits << (7 - FRACTION))) & -(1 << (23 - FRACTION)))
 
 
 @triton.jit
@@ -293,14 +280,14 @@ def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, offset, ALIGNED: tl.c
 def step_kernel(
     tiles, tensors, numbers, first_table, second_table, count,
     KIND: tl.constexpr, P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROOT: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr, DRAWS: tl.constexpr, ROUNDS: tl.constexpr,
-    MASTER: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, HAS_PTX: tl.constexpr, SIZE: tl.constexpr,
-    P: tl.constexpr,
+    FRACTION: tl.constexpr, ROOT: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr, DRAWS: tl.constexpr,
+    ROUNDS: tl.constexpr, MASTER: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, HAS_PTX: tl.constexpr,
+    SIZE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """See the module. FIRST, SECOND: `SchemeConstants`, or None for float32. ROOT: the second is stored as its root;
-    LEAST: its smallest code. FAST: no exponent is rare. DRAWS: the first stream of random bits is used. ROUNDS: bfloat16
-    parameters are rounded stochastically. RAGGED: rows are no multiples of blocks; ALIGNED: all addresses are multiples of 16
-    bytes."""
+    """See the module. FIRST, SECOND: `SchemeConstants`, or None for float32. FRACTION: bits to which the first is rounded
+    before. ROOT: the second is stored as its root; LEAST: its smallest code. FAST: no exponent is rare. DRAWS: random bits are
+    used. ROUNDS: bfloat16 parameters are rounded stochastically. RAGGED: rows are no multiples of blocks; ALIGNED: all
+    addresses are multiples of 16 bytes."""
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
         tensor = tl.load(tiles + 2 * tile)
         begin = tl.load(tiles + 2 * tile + 1).to(tl.int64)
@@ -397,9 +384,9 @@ def step_kernel(
             tl.store(first_at + at, m, mask=inside)
         else:
             bits = None
-            if FIRST.rounding == "stochastic":
+            if FIRST.rounding == "stochastic" or FRACTION != 0:
                 bits = halves(words, False)
-            codes, scale = made_codes(m, bits, first_table, FIRST, False, 0)
+            codes, scale = made_codes(m, bits, first_table, FIRST, False, 0, FRACTION)
             if RAGGED:
                 codes = tl.where(inside, codes, 0)
             store_codes(first_at, codes, at, at_half, inside, inside_half, BITS)
@@ -410,7 +397,7 @@ def step_kernel(
             bits = None
             if SECOND.rounding == "stochastic":
                 bits = halves(words, False)
-            codes, scale = made_codes(root if ROOT else v, bits, second_table, SECOND, True, LEAST)
+            codes, scale = made_codes(root if ROOT else v, bits, second_table, SECOND, True, LEAST, 0)
             if RAGGED:
                 codes = tl.where(inside, codes, 0)
             store_codes(second_at, codes, at, at_half, inside, inside_half, BITS2)

@@ -44,7 +44,7 @@ def step_of(states, master=0, rounds=False, block=None):
 
 
 #: Instructions an element, the fixed part of a tile among them; at the memory's speed there are about 90 slots.
-LIMITS = {("8bit", 0, True): 80, ("8bit", 8, False): 85}
+LIMITS = {("8bit", 0, True): 68, ("8bit", 8, False): 74}
 
 
 def test_the_kernel_moves_whole_words_and_spills_nothing():
