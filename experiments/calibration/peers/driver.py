@@ -135,7 +135,7 @@ def llmcompressor(job: dict[str, Any], ids: Any, folder: Path) -> Any:
         torch = importlib.import_module("torch")
         kind = torch.uint8 if scheme["element"] == "mxfp4" else torch.float8_e4m3fn
         args |= {"scale_dtype": kind, "zp_dtype": kind}
-    args |= {"observer": options["observer"]} if "observer" in options else {}
+    args |= {name: options[name] for name in ("observer", "observer_kwargs") if name in options}
     groups = {"group_0": {"targets": ["Linear"], "weights": args}}
     ignore = [f"re:.*{name}$" for name in job["ignored"]]
     recipe = []
