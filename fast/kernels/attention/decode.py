@@ -169,7 +169,7 @@ def _visible(scores, at, row, end, length, mask, mask_token, GROUPS: tl.constexp
 
 
 @triton.jit
-def decode_kernel(
+def value_kernel(
     q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -542,7 +542,7 @@ def attention(
             mask.stride(0) if mask.shape[0] > 1 else 0,
             mask.stride(2) if mask.shape[2] > 1 else 0,
         )
-    kernel = {"int4": nibble_kernel, "value": decode_kernel}.get(kind, byte_kernel)
+    kernel = {"int4": nibble_kernel, "value": value_kernel}.get(kind, byte_kernel)
     codes: tuple[Any, Any] = (k.codes, v.codes)
     scales = codes if k.scale is None or v.scale is None else (k.scale, v.scale)
     codes = codes if kind == "value" else (k.codes.view(torch.int16), v.codes.view(torch.int16))
