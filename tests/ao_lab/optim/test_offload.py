@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ao_lab.optim import AdamW8bit, CPUOffloadOptimizer
-from tests.ao_lab.optim.test_base import model_of, same, trained
+from tests.ao_lab.optim.test_base import by_reference, model_of, same, trained
+
+__all__ = ["by_reference"]
 
 
 def test_it_steps_as_the_one_inside():
