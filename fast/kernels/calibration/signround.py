@@ -93,7 +93,7 @@ def gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["count", "rate"])
-def step_kernel(v, gradient, result, count, rate, TILE: tl.constexpr):
+def sign_step_kernel(v, gradient, result, count, rate, TILE: tl.constexpr):
     """v - rate * sign(gradient), within [-1/2, 1/2]."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
@@ -159,7 +159,9 @@ def step(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
     options = {} if interpreted() else {"num_warps": 4, **UNFUSED}
     if v.numel():
         grid = (triton.cdiv(v.numel(), LEAST),)
-        step_kernel[grid](v.contiguous(), gradient.contiguous(), result, v.numel(), rate, LEAST, **options)
+        sign_step_kernel[grid](
+            v.contiguous(), gradient.contiguous(), result, v.numel(), rate, LEAST, **options
+        )
     return result
 
 

@@ -79,7 +79,7 @@ COMPILED = (
     case(zero_points, "float32", 32, "float32", 1.0, kernels=("hqq_kernel",)),
     case(zero_points, "float16", 256, "float16", kernels=("hqq_kernel",)),
     *(
-        case(learned_rounding, *one, kernels=("moved_kernel", "gradient_kernel", "step_kernel"))
+        case(learned_rounding, *one, kernels=("moved_kernel", "gradient_kernel", "sign_step_kernel"))
         for one in (("int4_g128",), ("mxfp4", "float32"), ("int8_rowwise", "float16"))
     ),
     case(mixing, length=4, kernels=("columns_kernel",)),
@@ -279,6 +279,8 @@ ELSEWHERE = {"attention_kernel"}
 ELSEWHERE |= {"append_kernel", "byte_kernel", "combine_kernel", "nibble_kernel", "value_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}
 ELSEWHERE |= {"triton_small_m_kernel", "sum_splits_kernel", "restore_kernel", "triton_small_m_experts_kernel"}
+# Optimizers: tests/fast/kernels/test_optim.py.
+ELSEWHERE |= {"numbers_kernel", "step_kernel"}
 # Searched scales: tests/fast/calibration/test_search.py.
 ELSEWHERE |= {"candidates_kernel"}
 # Those in front of them: tests/fast/linear/preshuffled/test_dynamic_inputs.py.
