@@ -56,6 +56,14 @@ def place_of_expert(name: str, lists: Iterable[str]) -> str | None:
     return None
 
 
+def expert_of(name: str, lists: Iterable[str]) -> str | None:
+    """The expert that a name is of ("model.layers.3.mlp.experts.7"); None where it is in no list."""
+    for path in lists:
+        if name.startswith(f"{path}."):
+            return f"{path}.{name.removeprefix(path + '.').partition('.')[0]}"
+    return None
+
+
 def siblings(names: Iterable[str], lists: Iterable[str]) -> list[list[str]]:
     """Names that have the same place in several experts."""
     groups: dict[str, list[str]] = {}

@@ -74,8 +74,10 @@ class Copies:
     def enter(self) -> None:
         """Copy them. A dense parameter stays the same object with other values, since plans know it by that."""
         made: dict[int, torch.Tensor] = {}
+        # A parameter that several modules have is met again once its values are the copy.
+        homes: dict[int, torch.Tensor] = {}
         for module, kind, key, old in _tensors(self.modules):
-            self.homes.append((module, kind, key, old, old.data))
+            self.homes.append((module, kind, key, old, homes.setdefault(id(old), old.data)))
             if kind == "_parameters" and not isinstance(old.data, QuantizedTensor):
                 if id(old) not in made:
                     made[id(old)] = old

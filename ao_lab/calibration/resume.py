@@ -23,19 +23,25 @@ from ao_lab.calibration.equivalence import Pair
 from ao_lab.calibration.groups import Target
 from ao_lab.calibration.ranks import Ranks
 from ao_lab.calibration.result import LayerResult
+from ao_lab.config.base import Observer
 from ao_lab.install.versions import __version__
 from ao_lab.kv_cache.static_scales import CacheScales
-from ao_lab.transforms.walk import Capture
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.walk import Capture, tensors
 
 #: Values of a tensor that its digest reads at most.
 SAMPLE = 1 << 16
 
 
 def key_of(
-    targets: Sequence[Target], methods: Sequence[object], capture: Capture, ranks: Ranks | None = None
+    targets: Sequence[Target],
+    methods: Sequence[object],
+    capture: Capture,
+    ranks: Ranks | None = None,
+    observers: Mapping[str, Observer] | None = None,
 ) -> dict[str, str]:
-    """What decides bits, each part as a digest or as text."""
-    data = [_sampled(x) for x in _inputs(capture)]
+    """What decides bits, each part as a digest or as text. observers: what finds static scales, by names of weights."""
+    data = [_digest([_sampled(x) for x in _given(capture, batch)]) for batch in range(len(capture.calls))]
     shared: dict[str, str] = {}
     if ranks is not None:
         data = [x for one in ranks.gathered(data) for x in one]
@@ -44,27 +50,45 @@ def key_of(
         "versions": f"ao_lab {__version__}, torch {torch.__version__}",
         "methods": repr(tuple(methods)),
         "weights to be quantized, and their schemes": _digest(
-            [
-                f"{target.name} {target.recipe.weight.key} {_activation(target)} {target.axis}"
-                for target in targets
-            ]
+            [f"{_described(target)} {_statistic((observers or {}).get(target.name))}" for target in targets]
         ),
-        "weights": _digest([_sampled(target.parameter) for target in targets]),
+        "weights": _digest([_sampled(x) for block in capture.blocks.values() for x in _dense(block)]),
         "blocks": " ".join(capture.blocks),
         "data": _digest(data),
         **shared,
     }
 
 
-def _activation(target: Target) -> str:
-    scheme = target.recipe.activation
-    return "" if scheme is None else scheme.key
+def _described(target: Target) -> str:
+    """A weight's name, and how it and its inputs are quantized."""
+    recipe, scales = target.recipe, target.config.input_scales()
+    activation = "" if recipe.activation is None else recipe.activation.key
+    given = [None if x is None else x.tolist() for x in (scales.scale, scales.zero)] if scales else ""
+    how = f"{recipe.kernel} {recipe.accumulation} {recipe.rotation} {given}"
+    return f"{target.name} {recipe.weight.key} {activation} {target.axis} {how}"
 
 
-def _inputs(capture: Capture) -> list[torch.Tensor]:
-    """What the first block is given, and which tokens are padding."""
-    held = [one.value for batch in capture.held for one in batch.values()]
-    return [*held, *(mask for mask in capture.masks if mask is not None)]
+def _statistic(observer: Observer | None) -> str:
+    """What finds static scales: its class, and its numbers."""
+    statistic = getattr(observer, "statistic", None)
+    fields = {k: v for k, v in getattr(statistic, "__dict__", {}).items() if isinstance(v, (int, float, str))}
+    return "" if observer is None else f"{type(observer).__name__} {type(statistic).__name__} {fields}"
+
+
+def _dense(block: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a block that are not quantized yet: those that stay as they are decide inputs of others."""
+    return [x for x in (*block.parameters(), *block.buffers()) if not isinstance(x.data, QuantizedTensor)]
+
+
+def _given(capture: Capture, batch: int) -> list[torch.Tensor]:
+    """What blocks are given of a batch (the first one's input, masks, positions), and which tokens are padding."""
+    found = [one.value for one in capture.held[batch].values()]
+    if (mask := capture.masks[batch]) is not None:
+        found.append(mask)
+    arguments = [value for call in capture.calls[batch] for value in (*call[0], *call[1].values())]
+    values = [list(one.values()) if isinstance(one, Mapping) else one for one in arguments]
+    # Most are the same tensors for all blocks.
+    return [*found, *{id(x): x for x in tensors(values)}.values()]
 
 
 def _sampled(x: torch.Tensor) -> bytes:

@@ -28,6 +28,7 @@ from ao_lab.calibration.experts import (
     ExpertTarget,
     ExpertWatch,
     Sources,
+    expert_of,
     is_batched,
     joined,
     left_reason,
@@ -233,7 +234,9 @@ class Job:
         tokens = Tokens.of(capture, self.ranks)
         check_tokens(tokens)
         if self.request.resume is not None:
-            key = key_of(mine, (*self.request.methods, self.request.prefix), capture, self.ranks)
+            key = key_of(
+                mine, (*self.request.methods, self.request.prefix), capture, self.ranks, self.observers
+            )
             self.finished = Finished.of(self.request.resume, key)
             if self.residence is not None:
                 self.residence.stored = self.finished.mapped
@@ -254,6 +257,8 @@ class Job:
             self.ranks.check_batches(len(capture.calls))
             capture.reached = set().union(*self.ranks.gathered(capture.reached))
         lent = reached_by_siblings(names_of(flat), lists_of_experts(self.model, blocks), capture.reached)
+        # Nothing lends a static scale of inputs.
+        lent -= set(self.observers)
         check_reached(capture, [name for name in names_of(flat) if name not in lent], "quantize_")
         return capture
 
@@ -371,14 +376,18 @@ class Job:
             self.ranks.collect(found, partial(SplitMoments, None, None, sampling))
             for group in watch.found.values():
                 self.ranks.collect_all(group)
+        unreached: dict[Any, SplitMoments] = {}
         for names in siblings(names_of(targets), lists):
             known = {id(one): one for name in names if (one := found.get(name)) is not None}
-            if not any(one.routed for one in known.values()):
+            missing = [name for name in names if name not in found]
+            if not known or not (missing or any(one.routed for one in known.values())):
                 continue
-            for name in names:
-                if name not in found:
-                    found[name] = SplitMoments(None, None, sampling, routed=True)
-                    known[id(found[name])] = found[name]
+            # Layers of an expert whose siblings read one tensor have one moment too, so that each is lent to once.
+            read = frozenset(known)
+            for name in missing:
+                key = read, expert_of(name, lists)
+                found[name] = unreached.setdefault(key, SplitMoments(None, None, sampling, routed=True))
+                known[id(found[name])] = found[name]
             lend([one for one in known.values() if not one.train.borrowed])
         check_usable(found)
         return found, watch.finished()

@@ -65,7 +65,7 @@ class QuantizationModifier:
 
     config_groups: Any = None
     targets: str | list[str] = "Linear"
-    ignore: list[str] = field(default_factory=list)
+    ignore: str | list[str] = field(default_factory=list)
     scheme: Any = None
     kv_cache_scheme: Any = None
     weight_observer: str | None = None
@@ -88,15 +88,18 @@ class QuantizationModifier:
         given = self.kv_cache_scheme
         if given is None:
             return ()
-        named = given if isinstance(given, dict) else vars(given)
+        named = (
+            given if isinstance(given, dict) else getattr(given, "__dict__", {"type": type(given).__name__})
+        )
         kind, bits = (
             str(getattr(named.get("type", "float"), "value", named.get("type", "float"))),
             named.get("num_bits", 8),
         )
         strategy = str(getattr(named.get("strategy"), "value", named.get("strategy") or "tensor"))
-        if bits != 8 or named.get("dynamic") or strategy not in ("tensor", "attn_head"):
+        other = bits != 8 or kind not in ("float", "int") or strategy not in ("tensor", "attn_head")
+        if other or named.get("dynamic") or not named.get("symmetric", True):
             raise ValueError(
-                f"kv_cache_scheme is static, of 8 bits, a tensor or an attn_head; got {given!r:.100}"
+                f"kv_cache_scheme is static and symmetric, float or int of 8 bits, a tensor or an attn_head; got {given!r:.100}"
             )
         element = "float8_e4m3fn" if kind == "float" else "int8"
         return (StaticKV("tensor" if strategy == "tensor" else "head", element),)
@@ -123,11 +126,13 @@ class QuantizationModifier:
 
     def filter_fn(self) -> Filter:
         """Which modules are meant."""
-        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        targets, ignore = (
+            [one] if isinstance(one, str) else list(one) for one in (self.targets, self.ignore or ())
+        )
 
         def meant(module: nn.Module, name: str) -> bool:
             linear = isinstance(module, nn.Linear)
-            return linear and _matches(module, name, targets) and not _matches(module, name, self.ignore)
+            return linear and _matches(module, name, targets) and not _matches(module, name, ignore)
 
         return meant
 
@@ -257,8 +262,8 @@ class SmoothQuantConfig:
     @property
     def methods(self) -> tuple[Method, ...]:
         """Smooth."""
-        _refuse(self, alpha=(self.alpha is None, False, "0.5 is usual"))
-        assert self.alpha is not None
+        if self.alpha is None:
+            raise ValueError("SmoothQuantConfig: alpha=None has no meaning in ao_lab; 0.5 is usual")
         return (Smooth(self.alpha),)
 
 

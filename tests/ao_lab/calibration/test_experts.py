@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 import fast
-from ao_lab import SchemeConfig, linear_and_experts, load_pretrained, quantize_, save_pretrained
+from ao_lab import (
+    Int8StaticActivationInt8WeightConfig,
+    PerTensor,
+    SchemeConfig,
+    linear_and_experts,
+    load_pretrained,
+    quantize_,
+    save_pretrained,
+)
 from ao_lab.calibration import experts as module
 from ao_lab.calibration.experts import ExpertWatch, Source, fingerprints, lend
 from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, Clip, Rotate
@@ -92,6 +100,56 @@ def test_padding_changes_no_bit_of_experts():
     quantize_(model, INT4, calibration=padded, methods=(GPTQ(),))
     quantize_(expected, INT4, calibration=batches, methods=(GPTQ(),))
     assert_same(model, expected)
+
+
+class Gated(nn.Module):
+    """Two layers of an expert read one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+ENDS = (-1e9, -0.5, 1e8)
+
+
+def gated(ends=ENDS):
+    model = routed()
+    for block in model.blocks:
+        block.experts, block.ends = nn.ModuleList(Gated() for _ in range(3)), ends
+    return model
+
+
+@pytest.mark.parametrize("ends", [ENDS, (-1e9, 1e7, 1e8)])
+def test_all_layers_of_an_expert_without_tokens_are_lent_to(ends):
+    """Whether its siblings saw some of the tokens, or one of them all."""
+    report = quantize_(gated(ends), INT4, calibration=inputs(6), methods=(GPTQ(),))
+    told = {layer.name: layer.calibrated for layer in report.layers}
+    for name in ("gate", "up", "down"):
+        one = told[f"blocks.0.experts.2.{name}.weight"]
+        assert one.notes[0] == "0 tokens were sent to it, 32 of all experts' average are added", name
+        assert one.method == "gptq"
+
+
+def test_static_scales_of_experts_without_tokens_are_refused_before_any_change():
+    model = gated()
+    model.blocks[0].ends = (-1e9, -0.5, 0.5)
+    before = copy.deepcopy(model)
+    config = Int8StaticActivationInt8WeightConfig(granularity=PerTensor())
+    with pytest.raises(
+        ValueError, match=r"changed nothing. No input was seen by blocks.1.experts.2.gate.weight"
+    ):
+        quantize_(
+            model,
+            config,
+            lambda m, n: "blocks" in n and isinstance(m, nn.Linear),
+            calibration=inputs(),
+            methods=(GPTQ(),),
+        )
+    assert all(map(torch.equal, model.parameters(), before.parameters()))
 
 
 def test_experts_without_any_token_are_an_error():
@@ -292,6 +350,8 @@ def test_names_of_experts():
     assert lists == ("blocks.0.experts", "blocks.1.experts")
     assert module.place_of_expert("blocks.1.experts.12.0.weight", lists) == "blocks.1.experts.*.0.weight"
     assert module.place_of_expert("blocks.1.one.weight", lists) is None
+    assert module.expert_of("blocks.1.experts.12.0.weight", lists) == "blocks.1.experts.12"
+    assert module.expert_of("blocks.1.one.weight", lists) is None
     names = [f"blocks.{b}.experts.{e}.{i}.weight" for b in (0, 1) for e in (0, 1) for i in (0, 2)]
     assert module.siblings(names, lists)[0] == ["blocks.0.experts.0.0.weight", "blocks.0.experts.1.0.weight"]
     assert module.reached_by_siblings(names, lists, names[1:2]) == {"blocks.0.experts.1.2.weight"}

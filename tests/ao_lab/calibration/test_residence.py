@@ -13,6 +13,7 @@ from ao_lab import (
     quantize_pretrained,
 )
 from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, BiasCorrection, Clip
+from ao_lab.calibration.residence import Copies
 from ao_lab.calibration.tokens import Moments
 from ao_lab.checkpoint.streaming import dense_of_files
 from tests.ao_lab.calibration.test_run import INT4, assert_same, inputs, stack
@@ -90,6 +91,20 @@ def test_gains_and_biases_that_change_go_home():
     assert_same(model, expected)
     assert not torch.equal(model.blocks[0].norm.weight, stack().blocks[0].norm.weight)
     assert model.blocks[0].three.weight.data_ptr() == home
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_weight_that_two_layers_share_goes_home(changed):
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    block[1].weight = block[0].weight
+    home = block[0].weight.data_ptr()
+    copies = Copies(list(block.modules()), torch.device("cpu"))
+    copies.enter()
+    assert block[1].weight is block[0].weight
+    assert block[0].weight.data_ptr() != home
+    copies.leave(changed)
+    assert block[1].weight is block[0].weight
+    assert block[0].weight.data_ptr() == home
 
 
 @pytest.mark.parametrize("at", ["capture", 4])

@@ -5,9 +5,11 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 
 from ao_lab import Int8StaticActivationInt8WeightConfig, PerTensor, SchemeConfig, quantize_
 from ao_lab.calibration.methods import AWQ, GPTQ, BiasCorrection, Clip
+from ao_lab.calibration.statistics import MovingAverage
 from tests.ao_lab.calibration.test_run import INT4, assert_same, inputs, stack, weights
 from tests.support.runs import forks
 
@@ -94,7 +96,7 @@ def other_data():
     [
         ({"methods": (Clip(),)}, "methods differ"),
         ({"config": SchemeConfig(scheme="int3_g32")}, "weights to be quantized, and their schemes differ"),
-        ({"filter_fn": lambda m, n: n.endswith("one")}, "weights to be quantized, and their schemes, weights differ"),
+        ({"filter_fn": lambda m, n: n.endswith("one")}, "weights to be quantized, and their schemes differ"),
     ],
 )  # fmt: skip
 def test_blocks_of_another_call_are_refused(tmp_path, change, said):
@@ -112,6 +114,64 @@ def test_other_data_and_other_weights_are_refused(tmp_path):
         quantize_(stack(), INT4, calibration=inputs(seed=3), resume=tmp_path, **GIVEN)
     with pytest.raises(ValueError, match="another call: weights differ"):
         run(stack(seed=5), tmp_path)
+
+
+def test_what_stays_dense_in_a_block_is_part_of_the_key(tmp_path):
+    """A norm's gain decides the inputs of the layers behind it."""
+    run(stack(), tmp_path)
+    model = stack()
+    model.blocks[1].norm.weight.data *= 2
+    with pytest.raises(ValueError, match="another call: weights differ"):
+        run(model, tmp_path)
+
+
+class Scaled(nn.Module):
+    """Blocks that are given a tensor in a mapping, beside their input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Factor() for _ in range(2))
+
+    def forward(self, x, factor):
+        for block in self.blocks:
+            x = block(x, given={"factor": factor})
+        return x
+
+
+class Factor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(32, 32)
+
+    def forward(self, x, given):
+        return self.one(x * given["factor"])
+
+
+def test_other_arguments_of_blocks_are_part_of_the_key(tmp_path):
+    """Positions, for instance, which the first block's input does not show."""
+    x = torch.randn(8, 16, 32)
+    for factor in (1.0, 1.0):
+        batches = [{"x": x, "factor": torch.tensor(factor)}]
+        quantize_(Scaled(), INT4, calibration=batches, methods=(GPTQ(),), resume=tmp_path)
+    batches = [{"x": x, "factor": torch.tensor(3.0)}]
+    with pytest.raises(ValueError, match="another call: data differ"):
+        quantize_(Scaled(), INT4, calibration=batches, methods=(GPTQ(),), resume=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other", [{"statistic": "percentile"}, {"statistic": lambda: MovingAverage(0.5)}, {"act_quant_scale": torch.tensor(0.5)}]
+)  # fmt: skip
+def test_what_finds_static_scales_is_part_of_the_key(tmp_path, other):
+    given = {
+        "filter_fn": lambda m, n: n.startswith("blocks") and hasattr(m, "in_features"),
+        "methods": (Clip(),),
+    }
+    first = {"statistic": MovingAverage} if callable(other.get("statistic")) else {}
+    run(stack(), tmp_path, Int8StaticActivationInt8WeightConfig(granularity=PerTensor(), **first), **given)
+    config = Int8StaticActivationInt8WeightConfig(granularity=PerTensor(), **other)
+    with pytest.raises(ValueError, match="another call: weights to be quantized, and their schemes differ"):
+        run(stack(), tmp_path, config, **given)
 
 
 def test_files_that_are_none_are_refused(tmp_path):

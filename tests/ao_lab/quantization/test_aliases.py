@@ -148,6 +148,11 @@ def plain(value):
         (GPTQModifier(config_groups={}), ValueError, "config_groups={} has no meaning.*FqnToConfig"),
         (QuantizationModifier(), ValueError, "scheme is the name of a preset"),
         (QuantizationModifier(scheme="W8A8", kv_cache_scheme={"num_bits": 4}), ValueError, "kv_cache_scheme is static"),
+        (QuantizationModifier(scheme="W8A8", kv_cache_scheme={"num_bits": 8, "type": "int", "symmetric": False}), ValueError,
+         "static and symmetric"),
+        (QuantizationModifier(scheme="W8A8", kv_cache_scheme={"num_bits": 8, "type": "mx"}), ValueError, "float or int"),
+        (QuantizationModifier(scheme="W8A8", kv_cache_scheme="fp8"), ValueError, "kv_cache_scheme is static"),
+        (SmoothQuantConfig(ao_lab.Int8WeightOnlyConfig(), alpha=None), ValueError, "alpha=None has no meaning"),
         ([AWQModifier(mappings=[]), GPTQModifier(scheme="W4A16")], ValueError, r"mappings=\[\] has no meaning"),
         (AWQModifier(), ValueError, "one modifier of a recipe quantizes, .* got 0"),
         ([SmoothQuantModifier(algorithm="log_equalization"), GPTQModifier(scheme="W8A8")], ValueError, "algorithm"),
@@ -159,6 +164,13 @@ def plain(value):
 def test_what_has_no_meaning_is_refused(recipe, error, said):
     with pytest.raises(error, match=said):
         translated(recipe)
+
+
+@pytest.mark.parametrize("ignore", ["head", ["head"], "re:he", None])
+def test_ignore_may_be_one_name(ignore):
+    meant = translated(QuantizationModifier(scheme="W8A8", ignore=ignore)).filter_fn
+    assert meant(nn.Linear(2, 2), "one")
+    assert meant(nn.Linear(2, 2), "head") is (ignore is None)
 
 
 def test_recipes_without_data():
