@@ -26,8 +26,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fast
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import observe
-from ao_lab.transforms.layers import contraction_axis, is_transposed
+from ao_lab.transforms.layers import contraction_axis, is_transposed, shorten
 from ao_lab.transforms.walk import Capture, Handed, captured, changed, first_tensor, is_inside
 
 #: Of the largest output, in float64: sums of some thousand terms are off by less than 1e-12 of it.
@@ -152,6 +153,7 @@ def rotate_residual(
     holder: list[Capture] = []
     observe(watched, lambda: holder.append(captured(model, [small], blocks)))
     capture = holder[0]
+    _check_dense(model, blocks, order.names)
     x = next(iter(capture.held[0].values())).value
     width = int(x.shape[-1])
     block = width if size is None else size
@@ -172,12 +174,26 @@ def _refused(why: str) -> ValueError:
     return ValueError(f"Rotate: {why}; {CHANGED_NOTHING}")
 
 
+def _check_dense(model: nn.Module, blocks: Iterable[str], order: Iterable[str]) -> None:
+    """ValueError for weights that are quantized, which would be rounded a second time."""
+    names = {*blocks, *order}
+    quantized = [
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter.data, QuantizedTensor) and is_inside(name.rpartition(".")[0], names)
+    ]
+    if quantized:
+        raise _refused(f"{shorten(quantized)}: quantized already, and a rotation would round it again")
+
+
 def _small(batch: Any) -> Any:
     """A few tokens of a batch."""
     if isinstance(batch, torch.Tensor):
         return batch[:SEQUENCES, :LENGTH] if batch.dim() > 1 else batch[:SEQUENCES]
     if isinstance(batch, Mapping):
         return {key: _small(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_small, batch))
     return type(batch)(map(_small, batch)) if isinstance(batch, (tuple, list)) else batch
 
 

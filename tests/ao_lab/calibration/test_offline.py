@@ -1,6 +1,7 @@
 """The residual stream rotated for good: the same function in float64, plain folders, and what is refused before any change."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -195,6 +196,28 @@ def test_a_tied_head_that_is_quantized_is_refused():
         ValueError, match=r"lm_head.weight has the weight of an embedding, .* changed nothing"
     ):
         quantize_(model, SchemeConfig(scheme="int4_g16"), lambda m, n: n == "lm_head", **given)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens", "model.layers.1.mlp.up_proj"])
+def test_weights_that_are_quantized_already_are_refused(name):
+    """They would be rounded twice, and an embedding would stop a rotation half-way."""
+    model = model_of("Llama").float()
+    quantize_(model, SchemeConfig(scheme="int8_g16"), lambda m, n: n == name)
+    wanted = model(IDS).logits
+    given = {"calibration": [{"input_ids": IDS}], "methods": (Rotate("offline"),)}
+    with pytest.raises(ValueError, match=f"Rotate: {name}.weight: quantized already, .* changed nothing"):
+        quantize_(model, SchemeConfig(scheme="int4_g16"), lambda m, n: n.endswith("down_proj"), **given)
+    assert torch.equal(model(IDS).logits, wanted)
+
+
+class Batch(NamedTuple):
+    ids: torch.Tensor
+
+
+def test_a_batch_may_be_a_named_tuple():
+    one = offline._small(Batch(IDS))
+    assert type(one) is Batch
+    assert torch.equal(one.ids, IDS[:1, :16])
 
 
 @pytest.mark.parametrize("at", [0, 5, 9])
