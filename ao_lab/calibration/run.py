@@ -265,9 +265,13 @@ class Job:
     def visit(self, block: Block, targets: list[Target], tokens: Tokens) -> None:
         """Quantize one block by the inputs that its layers have now, or take it from an earlier call."""
         mine = [t for t in targets if block_of(t.name, [block.name]) is not None]
-        if mine and self.residence is not None:
+        if not mine:
+            # A cache holds the keys and values of blocks that stay dense too.
+            self.find_cache_scales(block, mine, tokens)
+            return
+        if self.residence is not None:
             self.residence.visit(block.name)
-        if not mine or self.restored(block, mine):
+        if self.restored(block, mine):
             return
         self.quantize_block(block, mine, tokens)
         scales = self.find_cache_scales(block, mine, tokens)

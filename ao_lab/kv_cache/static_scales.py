@@ -58,8 +58,14 @@ def cache_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cache_scheme_fields(model: nn.Module) -> dict[str, Any] | None:
-    """`kv_cache_scheme` of compressed-tensors; None where a model has no scales."""
+    """`kv_cache_scheme` of compressed-tensors; None where a model has no scales, ValueError where they are of several kinds."""
     one = next(iter(cache_scales(model).values()), None)
+    kinds = {(other.element, other.per) for other in cache_scales(model).values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the scales of keys and values are of {len(kinds)} kinds, {sorted(kinds)}, and a folder says one of all: give the "
+            f"same StaticKV in each call"
+        )
     if one is None:
         return None
     fmt = format_of(one.element)

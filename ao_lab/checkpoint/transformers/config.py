@@ -28,7 +28,7 @@ from reference import Scheme
 from reference.schemes.schemes import scheme_fields, scheme_from
 
 #: What a description in config.json may say.
-STORED = ("quant_method", "version", "weights")
+STORED = ("quant_method", "version", "weights", "kv_cache_scheme")
 ASKED = ("quant_method", "config", "modules_to_not_convert", "experts")
 
 
@@ -57,12 +57,15 @@ class HfConfig:
         experts: bool = True,
         *,
         weights: str | None = None,
+        kv_cache_scheme: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = SchemeConfig(scheme=config) if isinstance(config, str) else config
         self.modules_to_not_convert = names_of(modules_to_not_convert)
         self.experts = experts
         #: The file of weights of a folder in our layout; None in those of earlier versions.
         self.weights = weights
+        #: What is said of static scales of keys and values of such a folder (`ao_lab.kv_cache.static_scales`).
+        self.kv_cache_scheme = kv_cache_scheme
         #: What `quantize_pretrained` asks for beyond this; it belongs to one call.
         self.job: Any = None
         if self.config is not None:
@@ -71,7 +74,8 @@ class HfConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as config.json holds them: of a folder in our layout, or of what was asked for."""
         if self.config is None:
-            return {**OURS, **({} if self.weights is None else {"weights": self.weights})}
+            said = {"weights": self.weights, "kv_cache_scheme": self.kv_cache_scheme}
+            return {**OURS, **{name: value for name, value in said.items() if value is not None}}
         return {
             "quant_method": METHOD,
             "config": config_values(self.config),
@@ -96,7 +100,8 @@ class HfConfig:
             names, experts = config_dict.get("modules_to_not_convert"), config_dict.get("experts", True)
             result = cls(config_from(config_dict["config"]), names, experts)
         else:
-            result = cls(weights=file_of_weights(config_dict, "quantization_config"))
+            weights = file_of_weights(config_dict, "quantization_config")
+            result = cls(weights=weights, kv_cache_scheme=config_dict.get("kv_cache_scheme"))
         return (result, kwargs) if return_unused_kwargs else result
 
     def to_diff_dict(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ao_lab.checkpoint.api import METHOD, check_configuration, saved_dtype
 from ao_lab.checkpoint.io.shards import look_at
 from ao_lab.checkpoint.io.strict_json import shown
 from ao_lab.checkpoint.model_builder import NAMED_WEIGHTS
-from ao_lab.checkpoint.records import KEY, Weight, check_quantized_tensor, read_records
+from ao_lab.checkpoint.records import KEY, Weight, check_quantized_tensor, read_records, taken_scales
 from ao_lab.checkpoint.transformers import methods
 from ao_lab.checkpoint.transformers.config import HfConfig
 from ao_lab.checkpoint.transformers.methods import (
@@ -42,6 +42,7 @@ from ao_lab.checkpoint.transformers.methods import (
     placed_as,
 )
 from ao_lab.config.base import Config, FqnToConfig, Observer
+from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.quantization.api import StreamedWeights, keep_report, preshuffle, required_observers
 from ao_lab.quantization.plan import ALREADY, planned
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
@@ -75,10 +76,12 @@ class Stored:
     names: Collection[str]
     #: What weights compute in; None: as they were saved.
     dtype: torch.dtype | None
+    #: Static scales of keys and values by the names of attention modules, as the folder has these.
+    scales: Mapping[str, CacheScales] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: Any, files: list[str] | None) -> Stored:
+    def of(cls, model: Any, files: list[str] | None, kv_cache_scheme: Any = None) -> Stored:
         """What a model's files hold; ValueError for a folder that is damaged, or made for another model."""
         if not files:
             raise ValueError(
@@ -92,6 +95,7 @@ class Stored:
             )
         records = read_records(found)
         check_configuration(found.path, records)
+        records, scales = taken_scales(found, records, kv_cache_scheme)
         expected = model.state_dict(keep_vars=True)
         names = Names(expected, model.base_model_prefix)
         weights = {names.of(name): weight for name, weight in records.weights.items()}
@@ -101,7 +105,13 @@ class Stored:
         dtype: torch.dtype = model.dtype
         same = str(dtype).removeprefix("torch.") == saved_dtype(found.path)
         stored = {*weights, *(names.of(name) for name in records.dense)}
-        return cls(found.path, weights, shared, stored, None if same else dtype)
+        return cls(found.path, weights, shared, stored, None if same else dtype, scales)
+
+    def remember_scales(self, model: Any) -> None:
+        """Keep scales of keys and values with a model, by its own names, with or without the base model's."""
+        names = Names(dict(model.named_modules()), model.base_model_prefix)
+        found = {names.of(name): one for name, one in self.scales.items()}
+        remember_scales(model, {name: one for name, one in found.items() if name in names.expected})
 
     def ties(self, given: Mapping[str, str]) -> dict[str, str]:
         """Which names have the weight of another: those that the folder stores once, and of the model's those that it lacks."""
@@ -330,7 +340,7 @@ class Quantizer(HfQuantizer):
     ) -> None:
         vars(model.config).pop(NAMED_WEIGHTS, None)
         if self.pre_quantized:
-            self.stored = Stored.of(model, checkpoint_files)
+            self.stored = Stored.of(model, checkpoint_files, self.given.kv_cache_scheme)
             model.all_tied_weights_keys = self.stored.ties(model.all_tied_weights_keys)
             self.sharded = ShardedReading(model, self.stored.weights.__contains__)
             return
@@ -412,6 +422,8 @@ class Quantizer(HfQuantizer):
             # Saving undoes what reading did; here it undoes nothing.
             model._weight_conversions = None
             stored.finish()
+            if stored.scales:
+                stored.remember_scales(model)
             preshuffle(model)
         if job is not None and job is not self.given.job:
             job.finish(model)

@@ -1,6 +1,7 @@
 """Static scales of keys and values: where the attention is called, of quantized weights, in the report and in files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import fast
 from ao_lab import SchemeConfig, StaticKV, load_pretrained, quantize_, save_pretrained
 from ao_lab.calibration.methods import Clip
-from ao_lab.kv_cache.static_scales import cache_scales, read_cache_scales
+from ao_lab.kv_cache.static_scales import cache_scales, read_cache_scales, remember_scales
 from tests.ao_lab.calibration.test_run import inputs as channels
 from tests.ao_lab.calibration.test_run import stack
 
@@ -109,6 +110,13 @@ def test_files_hold_them(tmp_path, layout, per):
     save_pretrained(read, tmp_path / "again", layout=layout)
     again = load_pretrained(tmp_path / "again")
     assert torch.equal(cache_scales(again)[NAMES[0]].k, cache_scales(model)[NAMES[0]].k)
+    if layout == "ao_lab":
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(cache_scales(plain)[NAMES[1]].k, cache_scales(model)[NAMES[1]].k)
+        plain.save_pretrained(tmp_path / "plain")
+        assert list(cache_scales(load_pretrained(tmp_path / "plain"))) == NAMES
+        trunk = transformers.AutoModel.from_pretrained(tmp_path)
+        assert list(cache_scales(trunk)) == [name.removeprefix("model.") for name in NAMES]
     if layout == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
         plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -128,6 +136,30 @@ def test_a_killed_call_has_them_again(tmp_path):
     first, second = quantize_(one, INT4, **given), quantize_(two, INT4, **given)
     assert str(first) == str(second)
     assert torch.equal(cache_scales(one)[NAMES[1]].v, cache_scales(two)[NAMES[1]].v)
+
+
+def test_blocks_that_stay_dense_have_them_too():
+    """A folder's scheme is about all caches; readers would take memory as it is for scales that it lacks."""
+    model = model_of()
+    batches = [{"input_ids": ids} for ids in IDS]
+    given = {"calibration": batches, "filter_fn": lambda m, n: n.startswith("model.layers.1")}
+    quantize_(model, INT4, methods=(StaticKV(),), **given)
+    assert list(cache_scales(model)) == NAMES
+    for one, (k, _) in zip(
+        cache_scales(model).values(),
+        of_a_cache(model, batches, per="head", element="float8_e4m3fn"),
+        strict=True,
+    ):
+        torch.testing.assert_close(one.k, k.reshape(-1), rtol=1e-6, atol=0)
+
+
+def test_a_folder_has_scales_of_one_kind(tmp_path):
+    model = model_of()
+    quantize_(model, INT4, calibration=[{"input_ids": ids} for ids in IDS], methods=(StaticKV(),))
+    other = replace(cache_scales(model)[NAMES[1]], element="int8")
+    remember_scales(model, {NAMES[1]: other})
+    with pytest.raises(ValueError, match="are of 2 kinds"):
+        save_pretrained(model, tmp_path)
 
 
 def test_blocks_without_attention_say_so_and_other_schemes_are_left():
