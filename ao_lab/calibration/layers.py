@@ -70,6 +70,7 @@ class Work:
     last: bool = False
     w: torch.Tensor = field(init=False)
     scales: Scales | None = None
+    gptq_follows: bool = False
     candidates: list[Candidate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -109,14 +110,15 @@ Step = Callable[[Work, Any], None]
 
 def clip(work: Work, method: Clip) -> None:
     """Searched scales, and codes rounded to nearest by them."""
-    work.scales = searched(work, work.train if method.weights == "inputs" else None)
+    norm = (3.0 if work.gptq_follows else 2.0) if method.norm is None else method.norm
+    work.scales = searched(work, work.train if method.weights == "inputs" else None, norm)
     work.add("clip", fast.quantize(work.w, work.stack.scheme, scales=work.scales))
 
 
-def searched(work: Work, moments: Moments | None) -> Scales:
+def searched(work: Work, moments: Moments | None, norm: float) -> Scales:
     """Scales of least error, columns weighted by the mean square of their inputs where there are moments."""
     weights = None if moments is None else moments.mean_squares.to(work.w.device)
-    return fast.search_scales(work.w, work.stack.scheme, weights=weights, outer=work.outer)
+    return fast.search_scales(work.w, work.stack.scheme, weights=weights, norm=norm, outer=work.outer)
 
 
 def gptq(work: Work, method: GPTQ) -> None:
@@ -124,7 +126,7 @@ def gptq(work: Work, method: GPTQ) -> None:
     if work.inputs is None:
         return
     train, held, scheme = work.inputs.train, work.inputs.held_out, work.stack.scheme
-    scales = work.scales = work.scales or searched(work, train)
+    scales = work.scales = work.scales or searched(work, train, 3.0)
     hessian = train.hessian.to(work.w.device)
     damping = method.damping
     if damping == HELD_OUT and held.count:
@@ -171,6 +173,7 @@ def quantized(work: Work, methods: Sequence[Method]) -> list[Made]:
         for index, (dense, part) in enumerate(zip(work.stack.dense, work.parts, strict=True))
     ]
     work.candidates.append(Candidate(ROUNDING, [one.stored for one in rounded]))
+    work.gptq_follows = of_kind(methods, GPTQ) is not None
     for method in methods:
         if type(method) in STEPS:
             STEPS[type(method)](work, method)

@@ -117,7 +117,7 @@ class DeviceSearch:
         """Whether the kernel takes these blocks and errors."""
         size = blocks.block if isinstance(blocks.block, int) else 0
         whole = 0 < size <= LONGEST and blocks.shape[1] % size == 0
-        return whole and self.search.norm == 2 and self.weights.dim() == 1
+        return whole and self.search.norm in (2, 3) and self.weights.dim() == 1
 
     def best_by_kernel(self, ns: Namespace, w: torch.Tensor, blocks: Blocks, fixed: Scales | None) -> Scales:
         """The same in one launch after the candidates' scales were made."""
@@ -129,7 +129,9 @@ class DeviceSearch:
         zeros = None if scheme.zero is None else torch.stack([scales.zero.reshape(-1) for scales in tried])
         decoded = load(ns, stored, scheme.scale.storage).view(torch.float32)
         wide = w.float() if w.dtype == torch.float64 else w.contiguous()
-        index = best_candidates(wide, self.weights, scheme, decoded, zeros, tried[0].outer)
+        index = best_candidates(
+            wide, self.weights, scheme, decoded, zeros, tried[0].outer, cubes=self.search.norm == 3
+        )
         scale, zero = (
             None if part is None else signed(ns, part).gather(0, index[None]).view(part.dtype)
             for part in (stored, zeros)
@@ -151,8 +153,13 @@ class DeviceSearch:
         if self.weights.dim() == 3:
             turned = off.transpose(0, 1)
             return (turned @ weights * turned).sum(-1).mT[..., None]
-        power = off.square_() if self.search.norm == 2 else off.abs_().pow_(self.search.norm)
-        return power.mul_(weights).sum(-1, keepdim=True)
+        return self._power(off).mul_(weights).sum(-1, keepdim=True)
+
+    def _power(self, off: torch.Tensor) -> torch.Tensor:
+        if self.search.norm == 2:
+            return off.square_()
+        size = off.abs_()
+        return size * size * size if self.search.norm == 3 else size.pow_(self.search.norm)
 
     def _scales(
         self, ns: Namespace, w: torch.Tensor, blocks: Blocks, fixed: Scales | None

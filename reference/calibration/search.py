@@ -140,7 +140,7 @@ class Search:
         if self.weights.ndim == 3:
             turned = off.swapaxes(0, 1)
             return np.asarray((turned @ weights * turned).sum(-1).T[..., None])
-        power = np.square(off, out=off) if self.norm == 2 else np.abs(off) ** self.norm
+        power = _power(off, self.norm)
         return np.asarray(np.multiply(power, weights, out=power).sum(-1, keepdims=True))
 
     def _scales(self, ns: Namespace, split: Array, blocks: Blocks, fixed: Scales | None) -> Iterator[Scales]:
@@ -226,6 +226,14 @@ def code_range(scheme: Scheme, dtype: str) -> tuple[int, int]:
     least = floor_value(floor[1], dtype) if floor is not None and floor[0] in ("stored", "scale") else 0.0
     codes = storage.values[: storage.max_code + 1]
     return max(int(np.searchsorted(codes, np.float32(least))), 1), storage.max_code
+
+
+def _power(off: Matrix, norm: float) -> Matrix:
+    """|off|^norm; squares and cubes are products, which every device rounds alike."""
+    if norm == 2:
+        return np.asarray(np.square(off, out=off))
+    size = np.abs(off)
+    return size * size * size if norm == 3 else np.asarray(size**norm)
 
 
 def checked_search_weights(weights: Any, blocks: Blocks, norm: float) -> Matrix:

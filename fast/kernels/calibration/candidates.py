@@ -1,8 +1,8 @@
 """The best of several scales of each block, in one launch: `fast.calibration.search` of blocks along rows.
 
 A program holds P blocks in registers and goes through the candidates: a weight is read once, whatever their number. Elements
-are rounded by the record under a candidate's scale, as quantize and dequantize round them, and the weighted squares of what
-that changes are summed in float64, each product and sum rounded by itself. Of two as good the earlier one is taken.
+are rounded by the record under a candidate's scale, as quantize and dequantize round them, and the weighted squares or cubes of
+what that changes are summed in float64, each product and sum rounded by itself. Of two as good the earlier one is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TILE = 512
 @triton.jit(do_not_specialize=["count", "across", "candidates"])
 def candidates_kernel(
     w, weights, scale, zero, outer, index, count, across, candidates,
-    LENGTH: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr, SCHEME: tl.constexpr,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr, SCHEME: tl.constexpr, CUBES: tl.constexpr,
 ):  # fmt: skip
     """P of `count` blocks of LENGTH elements, `across` beside each other in a row. weights: float64 (across, LENGTH).
 
@@ -61,7 +61,10 @@ def candidates_kernel(
         codes = element_codes(x, e, divisor_outer, z, None, SCHEME)
         q = values(codes, combined(s, g, SCHEME, "float32"), z, SCHEME, "float32")
         off = q.to(tl.float64) - x.to(tl.float64)
-        error = tl.sum(off * off * importance, axis=1, keep_dims=True)
+        power = off * off
+        if CUBES:
+            power *= tl.abs(off)
+        error = tl.sum(power * importance, axis=1, keep_dims=True)
         closer = error < least
         best = tl.where(closer, c, best)
         least = tl.where(closer, error, least)
@@ -76,8 +79,10 @@ def best_candidates(
     scale: torch.Tensor,
     zero: torch.Tensor | None,
     outer: torch.Tensor | None,
+    *,
+    cubes: bool = False,
 ) -> torch.Tensor:
-    """The candidate of each block, int64 (count,).
+    """The candidate of each block, int64 (count,): of least squared error, or of least cubed.
 
     w: contiguous (N, K) of float32, bfloat16 or float16, in blocks along K that divide it. weights: float64 (K,). scale:
     float32 (candidates, count). zero: as stored, of that shape, or None.
@@ -90,7 +95,7 @@ def best_candidates(
     size = power_above(length)
     each = max(TILE // size, 1)
     across = w.shape[1] // length
-    tail = (count, across, candidates, length, size, each, constants)
+    tail = (count, across, candidates, length, size, each, constants, cubes)
     launch = CompiledLaunch(candidates_kernel, ceil_div(count, each), tail, max(size // TILE, 1))
     if count:
         pointers = (w, weights, scale, zero, outer if constants.has_outer else None, index)

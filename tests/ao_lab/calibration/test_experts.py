@@ -79,7 +79,7 @@ def test_an_expert_is_quantized_by_its_tokens_and_the_average_of_all():
         assert f"{count} tokens were sent to it, 32 of all experts' average are added" in layer.reason
         assert layer.calibrated.tokens == count
         w, h = before.experts[e][0].weight, (count * own + 32 * every) / (count + 32)
-        scales = fast.search_scales(w, "int4_g32", weights=h.diagonal())
+        scales = fast.search_scales(w, "int4_g32", weights=h.diagonal(), norm=3)
         made = fast.gptq(w, h, "int4_g32", scales=scales, order="activation", damping=0.1)
         assert layer.calibrated.method == "gptq"
         weight = model.blocks[0].experts[e][0].weight

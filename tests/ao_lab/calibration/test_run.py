@@ -146,7 +146,8 @@ def searched(layers, h, held, scheme):
 def by_gptq(layers, h, held, scheme):
     found = []
     for w in matrices(layers, scheme):
-        scales = fast.search_scales(w, scheme, weights=h.diagonal())
+        # Cubes: GPTQ makes up for small errors, not for those of clipped weights.
+        scales = fast.search_scales(w, scheme, weights=h.diagonal(), norm=3)
         damping = fast.held_out_damping(w, h, held, scheme, scales=scales, order="activation")
         made = fast.gptq(w, h, scheme, scales=scales, order="activation", damping=damping)
         found.append(fast.dequantize(made.quantized))

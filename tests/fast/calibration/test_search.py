@@ -16,6 +16,7 @@ from fast.calibration import search as module
 from fast.calibration.search import search_scales_on_device
 from reference import SCHEMES
 from reference.calibration import search as reference_search
+from tests.emulator.interpreter_process import lines_of
 from tests.reference.calibration.test_search import matrix, small
 from tests.support.refusals import refused
 
@@ -122,3 +123,7 @@ def test_blocks_stay_in_registers(name):
     assert (machine.local, machine.stack) == (0, 0)
     assert machine.named("BAR", "LDS", "STS") == 0
     assert machine.registers <= 144
+
+
+def test_the_kernel_by_squares_and_cubes():
+    assert len(lines_of("candidates")) == 3
