@@ -534,8 +534,9 @@ class Job:
         """What is to be said at an error; a weight that was placed somewhere is placed everywhere."""
         if self.placing is not None:
             self.placing.place()
+        rest = "the others are rotated, the same function" if self.told else "the others are as they were"
         return (
-            f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; the others are as they were. "
+            f"quantize_ stopped with {len(self.done)} of {self.total} weights quantized; {rest}. "
             f"ao_lab.explain(model) lists both"
         )
 

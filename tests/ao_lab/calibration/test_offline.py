@@ -220,6 +220,16 @@ def test_a_batch_may_be_a_named_tuple():
     assert torch.equal(one.ids, IDS[:1, :16])
 
 
+def test_a_call_that_stops_behind_the_rotation_says_so():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    given = {"calibration": [{"input_ids": IDS}], "methods": (Rotate("offline"),), "progress": stop}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        quantize_(model_of("Llama").float(), SchemeConfig(scheme="int4_g16"), **given)
+    assert "stopped with 1 of 15 weights quantized; the others are rotated" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("at", [0, 5, 9])
 def test_a_rotation_that_was_begun_is_finished(monkeypatch, at):
     """The model is one function or the other, and an error says which weights it has."""
