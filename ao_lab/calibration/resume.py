@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def key_of(
         "weights to be quantized, and their schemes": _digest(
             [f"{_described(target)} {_statistic((observers or {}).get(target.name))}" for target in targets]
         ),
-        "weights": _digest([_sampled(x) for block in capture.blocks.values() for x in _dense(block)]),
+        "weights": _digest([_sampled(x) for block in capture.blocks.values() for x in _values(block)]),
         "blocks": " ".join(capture.blocks),
         "data": _digest(data),
         **shared,
@@ -75,9 +75,13 @@ def _statistic(observer: Observer | None) -> str:
     return "" if observer is None else f"{type(observer).__name__} {type(statistic).__name__} {fields}"
 
 
-def _dense(block: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of a block that are not quantized yet: those that stay as they are decide inputs of others."""
-    return [x for x in (*block.parameters(), *block.buffers()) if not isinstance(x.data, QuantizedTensor)]
+def _values(block: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a block, of quantized ones their parts: those that stay decide the inputs of others."""
+    for x in (*block.parameters(), *block.buffers()):
+        if isinstance(x.data, QuantizedTensor):
+            yield from (getattr(x.data, name) for name in x.data.__tensor_flatten__()[0])
+        else:
+            yield x
 
 
 def _given(capture: Capture, batch: int) -> list[torch.Tensor]:

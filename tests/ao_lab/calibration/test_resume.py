@@ -125,6 +125,18 @@ def test_what_stays_dense_in_a_block_is_part_of_the_key(tmp_path):
         run(model, tmp_path)
 
 
+def test_weights_that_were_quantized_before_are_part_of_the_key(tmp_path):
+    given = {"filter_fn": lambda m, n: n.endswith("one"), "methods": (GPTQ(),)}
+    for times in (1, 1, 2):
+        model = stack()
+        model.blocks[0].two.weight.data *= times
+        quantize_(model, INT4, lambda m, n: n.endswith("two"))
+        if times == 1:
+            run(model, tmp_path, **given)
+    with pytest.raises(ValueError, match="another call: weights differ"):
+        run(model, tmp_path, **given)
+
+
 class Scaled(nn.Module):
     """Blocks that are given a tensor in a mapping, beside their input."""
 
