@@ -15,9 +15,12 @@ from ao_lab.install.extras import needed
 from ao_lab.kv_cache.layer import StoredStates
 from fast.attention.attention import attention
 from fast.layers.hadamard import hadamard
+from fast.stored_tokens import StoredTokens
 
 #: What the function and its mask are registered as.
 NAME = "ao_lab"
+#: Arguments of models that change the result and that neither torch's attention nor ours has: sinks, and keys that are chosen.
+UNKNOWN = ("s_aux", "sinks", "indices", "block_indices")
 sdpa_attention_forward: Any = needed("transformers.integrations.sdpa_attention").sdpa_attention_forward
 
 
@@ -34,10 +37,16 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights."""
+    """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights. ValueError for what it would leave out."""
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"attention {NAME!r} has no {name!r}, which {type(module).__name__} computes with; use transformers' own "
+                f"attention and cache, model.set_attn_implementation('eager')"
+            )
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if isinstance(key, StoredStates) and (key.fresh is None or softcap is not None):
+    if isinstance(key, StoredStates) and key.fresh is None:
         return _stored(query, key, value, attention_mask, scaling, is_causal, softcap, position_bias), None
     if isinstance(key, StoredStates):
         key, value = _fresh(key, value)
@@ -45,6 +54,8 @@ def attention_forward(
             attention_mask = attention_mask[..., : key.shape[2]]
         if position_bias is not None:
             position_bias = position_bias[..., : key.shape[2]]
+    if softcap is not None:
+        return _capped(query, key, value, attention_mask, scaling, is_causal, softcap), None
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
         softcap=softcap, position_bias=position_bias, **kwargs,
@@ -70,6 +81,20 @@ def _stored(
     y = attention(
         query, key.store, value.store, key.length, scale=scaling, causal=is_causal, mask=mask, softcap=softcap
     )
+    return y.transpose(1, 2).contiguous()
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
+    is_causal: bool, softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """Over tensors, where torch's attention has no softcap. A mask says what is seen; without one the last keys are the
+    queries'.
+    """
+    keys, values = (StoredTokens(x, None, None, "", x.shape[-1]) for x in (key, value))
+    length = torch.tensor(key.shape[2], device=key.device)
+    causal = is_causal and mask is None
+    y = attention(query, keys, values, length, scale=scaling, causal=causal, mask=mask, softcap=softcap)
     return y.transpose(1, 2).contiguous()
 
 

@@ -33,13 +33,20 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
     model: a transformers model or its configuration. recipe: a `KVRecipe` or a name of `RECIPES`. Layers with a sliding window
     or a state of another kind have transformers' static cache. The model's attention has to be "ao_lab":
     `model.set_attn_implementation("ao_lab")`, or `use_kv_cache_`. Memory is allocated at the first call, for its batch.
+    drafts: layers of transformers' are its dynamic ones, which forget the tokens of rejected drafts.
 
     ValueError for an unknown recipe, for heads that it cannot take, and for a length below 1; `update` has one for tokens
     beyond the cache and for states of another model.
     """
 
     def __init__(
-        self, model: Any, recipe: Any = "fp8", max_length: int = 4096, *, cross: bool = False
+        self,
+        model: Any,
+        recipe: Any = "fp8",
+        max_length: int = 4096,
+        *,
+        cross: bool = False,
+        drafts: bool = False,
     ) -> None:
         register()
         self.recipe = recipe_of(recipe)
@@ -47,16 +54,34 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
             raise ValueError(f"max_length is a number of tokens, 1 or more; got {max_length!r}")
         config = getattr(model, "config", model).get_text_config(decoder=True)
         self.max_length = max_length
-        super().__init__(layers=_layers(config, self.recipe, max_length, cross))
+        super().__init__(layers=_layers(config, self.recipe, max_length, cross, drafts))
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write the tokens of a layer; ValueError for a layer that this cache does not have."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this cache is for a model with {len(self.layers)} layers, and got layer {layer_idx}; make one with "
+                "KVCache(model, ...) of this model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool) -> list[Any]:
+class CachePair(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
+    """Caches of self and cross attention; transformers' own class crops dynamic ones alone."""
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing to refuse."""
+
+
+def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool, drafts: bool = False) -> list[Any]:
     theirs = cache_utils.StaticCache(config=config, max_cache_len=max_length).layers
     heads, width = (0, 0) if cross else _heads(config)
     if width:
         recipe.check_width(width, width)
     # Cross attention sees all of the encoder's states in every layer.
     full = [cross or type(layer) is cache_utils.StaticLayer for layer in theirs]
+    if drafts:  # of a static window nothing that was pushed out comes back
+        theirs = cache_utils.DynamicCache(config=config).layers
     return [
         KVLayer(max_length, recipe, heads, width) if own else layer
         for own, layer in zip(full, theirs, strict=True)
@@ -128,6 +153,7 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
             f"use_kv_cache_ takes a transformers model that generates, got {type(model).__name__}; for a loop of your own pass "
             "past_key_values=ao_lab.KVCache(model, recipe, max_length)"
         )
+    model = _inner(model)
     before = getattr(model, ATTRIBUTE, None)
     if recipe is None:
         if before is not None:
@@ -140,12 +166,39 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
             f"the attention of {type(model).__name__} takes no function of others, so that a cache in low precision has no "
             "reader; use transformers' own cache"
         )
+    _check_attention(model)
     settings = _settings(model, recipe_of(recipe), before)
     register()
     model.set_attn_implementation(NAME)
     setattr(model, ATTRIBUTE, settings)
     setattr(model, METHOD, partial(prepare_cache, model))
     return settings
+
+
+def _inner(model: Any) -> Any:
+    """The transformers model in those of torch.compile and PEFT, whose `generate` is its own."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _check_attention(model: Any) -> None:
+    """ValueError for layers that compute with what a cache in low precision, or our attention, does not give them."""
+    for name, module in model.named_modules():
+        if getattr(module, "sinks", None) is not None:
+            raise ValueError(
+                f"{name} of {type(model).__name__} has attention sinks, which attention {NAME!r} does not have; use "
+                "transformers' own cache"
+            )
+        if hasattr(module, "expand_kv"):
+            raise ValueError(
+                f"{name} of {type(model).__name__} stores latent states and multiplies them after the cache, which a "
+                "cache in low precision does not give back; use transformers' own cache"
+            )
 
 
 def _takes_functions(model: Any) -> bool:
@@ -191,12 +244,13 @@ def prepare_cache(
         generation_config.max_cache_len or 0,
         getattr(model, "_previous_max_cache_length", -1),
     )
-    cache = KVCache(model, settings.recipe, wanted)
+    drafts = generation_config.is_assistant or generation_mode == "assisted_generation"
+    cache = KVCache(model, settings.recipe, wanted, drafts=drafts)
     # A longer cache than a call needs saves compiling for another length.
     model._previous_max_cache_length = wanted
     if model.config.is_encoder_decoder:
         seen = model_kwargs["encoder_outputs"][0].shape[1]
-        cache = cache_utils.EncoderDecoderCache(cache, KVCache(model, settings.recipe, seen, cross=True))
+        cache = CachePair(cache, KVCache(model, settings.recipe, seen, cross=True))
     model_kwargs[name] = cache
     if generation_config.is_assistant:
         cache.activate_past_recording()

@@ -30,6 +30,11 @@ class StoredStates:
         self.store, self.length, self.rotate = store, length, rotate
         self.fresh: torch.Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, heads, positions of the cache, width): models of relative positions ask for how many keys there are."""
+        return self.store.shape
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -37,6 +42,9 @@ class StoredStates:
             f"keys and values of an ao_lab cache have no {name!r}: the model's attention takes tensors. Call "
             "ao_lab.use_kv_cache_(model, recipe), which sets an attention that takes them, or use transformers' own cache"
         )
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getattr__("values of a tensor")
 
 
 class KVLayer(StaticLayer):  # type: ignore[misc]

@@ -6,6 +6,7 @@ A step looks at every gradient before it changes anything, then updates paramete
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,8 @@ Found = tuple[dict[str, Any], int, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: What a state dict says of how its states are stored; the class of the optimizer is not part of it.
 DESCRIBED = ("kind", "states", "block_size", "master")
+#: What copies and pickles have beside torch's groups and states.
+OWN = ("states", "kind", "master", "nonfinite", "bf16_stochastic_round", "seed", "_left_out")
 
 
 class LowBitOptimizer(Optimizer):
@@ -77,6 +80,14 @@ class LowBitOptimizer(Optimizer):
         self._pending: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         check_numbers(kind, float(lr), betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """torch's, and what a subclass has beside it; neither tables of addresses nor events."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._updates, self._pending = Updates(), []
 
     @property
     def block_size(self) -> int:
@@ -246,7 +257,9 @@ class LowBitOptimizer(Optimizer):
                 if isinstance(own, torch.Tensor) and name == "lr":
                     own.fill_(float(value))
                 else:
-                    group[name] = value
+                    group[name] = copy.deepcopy(
+                        value
+                    )  # a rate that is a tensor stays the other optimizer's own
         for p in [p for p in self.state if p not in made]:
             del self.state[p]
         for p, state in made.items():

@@ -142,6 +142,9 @@ def _arrays(moment: Moment | None, rows: int) -> tuple[Any, Any]:
 
 def _by_reference(slot: Slot, rule: Rule) -> None:
     step = int(slot.step.item()) + 1
+    if not slot.p.numel():  # the shard of a rank that has no row
+        slot.step.fill_(step)
+        return
     shape = slot.matrix(rule.states.first.block)
     stored = Stored(
         to_numpy(slot.p.detach()).reshape(shape),

@@ -217,3 +217,108 @@ def test_another_model(model, prompt):
     # The attention of transformers meets no tensor.
     with pytest.raises(AttributeError, match="use_kv_cache_"):
         model(prompt["input_ids"], past_key_values=ao_lab.KVCache(model, "fp8", 32))
+
+
+TINY = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+def tiny(name, **fields):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**{**TINY, **fields})
+    ).eval()
+
+
+def test_softcap(prompt):
+    """Of windows, which torch's attention would refuse, and of the prompt's own states."""
+    model = tiny("Gemma2Config", query_pre_attn_scalar=16)
+    expected = model.generate(**prompt, **CALL)
+    ao_lab.use_kv_cache_(model, "bfloat16")
+    assert torch.equal(model.generate(**prompt, **CALL), expected)
+
+
+def test_drafts_and_windows(prompt):
+    """Rejected drafts leave a window."""
+    model = tiny("Gemma3TextConfig")
+    ids = prompt["input_ids"][:1].repeat(1, 2)
+    expected = model.generate(ids, **CALL)
+    ao_lab.use_kv_cache_(model, "bfloat16")
+    assert torch.equal(model.generate(ids, **CALL, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_drafts_of_encoder_decoder(prompt, name):
+    """T5 asks for the number of keys, for its relative positions."""
+    torch.manual_seed(0)
+    sizes = {
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
+    bart = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+            "encoder_layers": 1, "decoder_layers": 2, "forced_eos_token_id": None}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=128, eos_token_id=None, pad_token_id=0, **sizes, **(bart if name == "Bart" else {})
+    )
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    call = {**CALL, "input_ids": prompt["input_ids"][:1]}
+    expected = model.generate(**call)
+    assistant = copy.deepcopy(model)
+    ao_lab.use_kv_cache_(model, "bfloat16")
+    assert torch.equal(model.generate(**call), expected)
+    assert torch.equal(model.generate(**call, assistant_model=assistant), expected)
+
+
+def test_refused_attention():
+    """Sinks would be left out, and latent states multiplied after the cache."""
+    latent = {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    for model, said in (
+        (tiny("GptOssConfig", **experts), "has attention sinks"),
+        (
+            tiny("DeepseekV3Config", **latent, num_key_value_heads=2, first_k_dense_replace=2),
+            "stores latent states",
+        ),
+    ):
+        before = model.config._attn_implementation
+        with pytest.raises(ValueError, match=said):
+            ao_lab.use_kv_cache_(model, "bfloat16")
+        assert model.config._attn_implementation == before
+    model = tiny("GptOssConfig", **experts)
+    model.set_attn_implementation("ao_lab")
+    cache = ao_lab.KVCache(model, "bfloat16", 8)
+    with pytest.raises(ValueError, match="attention 'ao_lab' has no 's_aux'"):
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
+
+
+def test_wrapped(model, prompt):
+    """What torch.compile returns calls the model's own `generate`."""
+    ours = torch.compile(copy.deepcopy(model), backend="eager")
+    ao_lab.use_kv_cache_(ours, "bfloat16")
+    found = ours.generate(**prompt, **CALL, return_dict_in_generate=True, use_cache=True)
+    assert type(found.past_key_values) is ao_lab.KVCache
+    plain = ours.generate(**prompt, **CALL, cache_implementation="dynamic")
+    assert torch.equal(found.sequences, plain)
+    ao_lab.use_kv_cache_(ours, None)
+    assert ours.config._attn_implementation == "sdpa"
+
+
+def test_fewer_layers(model, prompt):
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    ours = copy.deepcopy(model)
+    ao_lab.use_kv_cache_(ours, "fp8")
+    with pytest.raises(ValueError, match="for a model with 1 layers, and got layer 1"):
+        ours(prompt["input_ids"], past_key_values=ao_lab.KVCache(config, "fp8", 32))

@@ -1,6 +1,7 @@
 """Optimizers in a training loop: they learn, resume bit for bit, and refuse what does not fit before anything has changed."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -247,3 +248,26 @@ def test_bfloat16_parameters_learn_by_small_updates(options):
     moved = 1 - float(p.detach().float().mean())
     expected, within = (2.0**-8, 0.02) if "master" in options else (250e-5, 0.1)
     assert moved == pytest.approx(expected, rel=within)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+def test_copies_go_on_with_the_same_bits(copied):
+    model = model_of()
+    optimizer = AdamW4bit(model.parameters(), lr=3e-3)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trained(model, optimizer, 1)
+    other, again = copied((model, optimizer))
+    trained(model, optimizer, 1, 1)
+    trained(other, again, 1, 1)
+    assert same(model, other)
+
+
+def test_a_loaded_rate_is_not_shared():
+    rate = torch.tensor(0.1)
+    saved = AdamW8bit([parameter()], lr=rate).state_dict()
+    optimizer = AdamW8bit([parameter()])
+    optimizer.load_state_dict(saved)
+    rate.fill_(0.5)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
