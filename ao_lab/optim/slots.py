@@ -88,7 +88,7 @@ def put_moment(
     codes_shape, scale_shape = moment_shapes(shape, state)
     whole_codes, whole_scale = moment_shapes(tuple(p.shape), state)
     rows, length = matrix_shape(shape, state.block)
-    if value is None:
+    if value is None or not value.numel():
         codes, scale = zeros_stored(state)
         codes = codes.expand(prod(codes_shape)).reshape(codes_shape)
         scale = scale.expand(prod(scale_shape)).reshape(scale_shape)
@@ -182,6 +182,8 @@ def moment_of(p: torch.Tensor, state: dict[str, Any], name: str, record: State) 
     if name in state:
         return local(state[name]).detach().float().clone() if not is_sharded(p) else state[name]
     part = local(p)
+    if not part.numel():  # the shard of a rank that has no row
+        return like(p, torch.zeros(part.shape, device=part.device), tuple(p.shape))
     shape = matrix_shape(tuple(part.shape), record.block)
     codes = to_numpy(local(state[f"{name}_codes"]).cpu()).reshape(shape[0], -1)
     scale = to_numpy(local(state[f"{name}_scale"]).cpu()).reshape(shape[0], -1)

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit
+from ao_lab.optim.slots import moment_of, put_moment, slot_of
 from fast.optim import update
+from fast.optim.update import Rule, Updates
+from reference.optim.states import STATES
 
 CLASSES = (
     AdamW8bit,
@@ -271,3 +274,16 @@ def test_a_loaded_rate_is_not_shared():
     optimizer.load_state_dict(saved)
     rate.fill_(0.5)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
+def test_a_shard_without_rows_steps():
+    """Of FSDP, on a rank beyond the rows."""
+    p, state = torch.zeros(0, 512), {"step": torch.zeros(())}
+    states = STATES["8bit"]
+    for value in (None, p):
+        for name, record in (("exp_avg", states.first), ("exp_avg_sq", states.second)):
+            put_moment(state, name, p, record, value)
+    slot = slot_of(p, p.clone(), state, 0, 0)
+    Updates()([slot], Rule("adamw", states, 0.1, (0.9, 0.999), 1e-8, 0.0))
+    assert state["step"] == 1
+    assert moment_of(p, state, "exp_avg", states.first).shape == p.shape
