@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.llama import LLAMA_3_2_3B, LLAMA_3_8B_TWO_LAYERS, TINY_ONE_LAYER, TINY_TWO_LAYERS
 from experiments.qat_overhead.run import EXPERIMENT, KIND
 from experiments.qat_overhead.step import INT8_INT4, LORA, OURS
 from experiments.report import targets
-from experiments.report.content import Comparison, Drawing, Headline, Section, Table, headlines_of
+from experiments.report.content import Comparison, Drawing, Headline, Section, Table
 from experiments.report.plots import dots
 from experiments.report.results import FOLDER, Published, Results, Where, best_run, by_run, number, read
 from experiments.report.targets import RunTargets, Target, known, limit_of, percent_over, rest
@@ -179,22 +178,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """The compiled step of the two blocks, beside torchao's."""
-    runs = by_run(rows, KIND)
-    run = best_run({where: one for where, one in runs.items() if where.data == LLAMA_3_8B_TWO_LAYERS.name})
-    if run is None:
-        return []
-    text = (
-        "A compiled training step of two Llama-3-8B blocks with fake quantization (int8 inputs, int4 weights in groups of 32) "
-        "takes {ours:.1f}% more time and {ours_memory:.1f}% more memory than without; torchao's {theirs:.1f}% and "
-        "{theirs_memory:.1f}%"
-    )
-    found = {
-        f"{name}{ending}": run[1].row("compiled", f"{library}, {INT8_INT4}", metric)
-        for name, library in (("ours", OURS), ("theirs", TORCHAO))
-        for ending, metric in (("", TIME), ("_memory", MEMORY))
-    }
-    return headlines_of(text, **found)
+    """None: the first page has ten."""
+    return []
 
 
 def main_finding(rows: Sequence[Row]) -> str:

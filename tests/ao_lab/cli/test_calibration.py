@@ -68,7 +68,8 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
     for name, parameter in ours.named_parameters():
         value = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
         assert torch.equal(theirs.get_parameter(name), value), name
-    card = (target / "README.md").read_text()
+    # Lines are as long as the paths in them allow.
+    card = " ".join((target / "README.md").read_text().replace("\\\n", " ").split())
     assert "--method gptq --method clip " + " ".join(["--windows 12 --length 32", *stream]) in card
 
 
