@@ -342,12 +342,18 @@ def _element(recipe: Recipe) -> str:
 
 
 def made_of(contents: Contents, base: str, command: str | None) -> str:
-    """One sentence on where it comes from."""
-    static = any("input_scale" in weight.names for weight in contents.records.weights.values())
-    scales = "static scales of inputs" if static else "without calibration data"
+    """One sentence on where it comes from, and how, where the command says that."""
     source = f"Made of {span(base)}" if base else "A quantized model"
-    by = f" by {span(command)}" if command else ""
-    return f"{source}{by}: weights rounded to nearest, {scales}."
+    by = f" by `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
+    methods = re.findall(r"--method[ =](\w+)", command or "")
+    words = [f"weights by {', '.join(methods)} with calibration data"] if methods else []
+    if command and not methods and "--plan" not in command:
+        words = ["weights rounded to nearest"]
+    if any("input_scale" in weight.names for weight in contents.records.weights.values()):
+        words.append("static scales of inputs")
+    elif command and "--calibration" not in command:
+        words.append("without calibration data")
+    return f"{source}{by}: {', '.join(words)}." if words else f"{source}{by}."
 
 
 def scheme_table(contents: Contents) -> str:

@@ -71,6 +71,8 @@ def test_a_calibrated_folder_has_the_bits_of_the_library_and_plain_transformers_
     # Lines are as long as the paths in them allow.
     card = " ".join((target / "README.md").read_text().replace("\\\n", " ").split())
     assert "--method gptq --method clip " + " ".join(["--windows 12 --length 32", *stream]) in card
+    assert "weights by gptq, clip with calibration data." in card
+    assert "to nearest" not in card
 
 
 @pytest.mark.parametrize(

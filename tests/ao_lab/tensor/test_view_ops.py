@@ -536,7 +536,9 @@ def test_every_operation_was_tested():
     if "PYTEST_XDIST_WORKER" in os.environ:
         alone = "import os; [os.environ.pop(name) for name in [*os.environ] if name.startswith('PYTEST_')]; "
         alone += "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-        done = forks.python("-c", alone, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__)
+        # Rewriting asserts warns of plugins that the process had imported before.
+        options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--assert=plain"]
+        done = forks.python("-c", alone, *options, __file__)
         assert done.returncode == 0, done.stdout[-3000:]
         return
     ours = {op for op in OPERATIONS if op.namespace == "ao_lab"}  # test_qat_lora compiles them
