@@ -283,7 +283,7 @@ class SkippedLayers:
         try:
             self.patterns = {n: compiled_pattern(n) for n in self.skip if n.startswith(PATTERN)}
         except ValueError as error:
-            raise WrongInput(f"--skip: {str(error).removeprefix('FqnToConfig: ')}") from error
+            raise WrongInput(f"--skip: {error}") from error
 
     def __call__(self, module: Any, path: str) -> bool:
         """Whether a module is to be quantized."""

@@ -183,7 +183,7 @@ def compiled_pattern(name: str) -> re.Pattern[str]:
     try:
         return re.compile(name.removeprefix(PATTERN))
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"FqnToConfig: {name!r} is no regular expression: {error}") from error
+        raise ValueError(f"{name!r} is no regular expression: {error}") from error
 
 
 class Observer(Protocol):

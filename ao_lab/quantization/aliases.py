@@ -11,7 +11,6 @@ chosen on held-out tokens. An argument that has no meaning here is a ValueError,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, cast
@@ -20,7 +19,7 @@ from torch import nn
 
 from ao_lab.calibration.methods import AWQ, GPTQ, HELD_OUT, Method, Smooth, StaticKV
 from ao_lab.config import classes
-from ao_lab.config.base import Config, SchemeConfig
+from ao_lab.config.base import PATTERN, Config, SchemeConfig, compiled_pattern
 from ao_lab.config.granularity import PerRow
 from ao_lab.config.recipe import integer_scheme
 from ao_lab.quantization.api import quantize_
@@ -121,20 +120,16 @@ class QuantizationModifier:
             )
         presets = _presets()
         found = presets[choice(self.scheme.upper(), tuple(presets), "scheme")]()
-        # Inputs in NVFP4 have an outer scale of their own here, which its readers do not find as they come.
-        return found if self.scheme.upper() == "NVFP4" else found.for_layout(COMPRESSED)
+        activation = found.recipe().activation
+        # An outer scale of inputs is their own here, which its readers do not find as they come.
+        return found if activation is not None and activation.outer else found.for_layout(COMPRESSED)
 
     def filter_fn(self) -> Filter:
-        """Which modules are meant."""
-        targets, ignore = (
-            [one] if isinstance(one, str) else list(one) for one in (self.targets, self.ignore or ())
+        """Which modules are meant; ValueError for a pattern that is no regular expression."""
+        targets, ignored = _matching(self.targets), _matching(self.ignore or ())
+        return lambda module, name: (
+            isinstance(module, nn.Linear) and targets(module, name) and not ignored(module, name)
         )
-
-        def meant(module: nn.Module, name: str) -> bool:
-            linear = isinstance(module, nn.Linear)
-            return linear and _matches(module, name, targets) and not _matches(module, name, ignore)
-
-        return meant
 
 
 @dataclass(kw_only=True)
@@ -157,8 +152,7 @@ class GPTQModifier(QuantizationModifier):
             block_size=(self.block_size, 128, "products of 128 columns change no rule"),
             batched_quantization=(self.batched_quantization, "auto", ""),
         )
-        # A sentinel of llm-compressor stands for its default.
-        given = getattr(self.actorder, "value", getattr(self.actorder, "name", self.actorder))
+        given = getattr(self.actorder, "value", self.actorder)
         orders = {None: "stored", "static": "activation", "weight": "activation"}
         if given not in orders:
             raise ValueError(
@@ -182,6 +176,7 @@ class AWQModifier:
         _refuse(
             self,
             mappings=(self.mappings, None, "pairs of layers are found by trying"),
+            offload_device=(self.offload_device, None, "quantize_ and oneshot have offload="),
             duo_scaling=(self.duo_scaling, True, "factors are of the inputs alone"),
         )
         return (AWQ(self.n_grid),)
@@ -212,11 +207,12 @@ class SmoothQuantModifier:
         return (Smooth(self.smoothing_strength),)
 
 
-def _matches(module: nn.Module, name: str, patterns: Iterable[str]) -> bool:
+def _matching(names: str | Iterable[str]) -> Filter:
     """Whether one of these names, classes or patterns is a module's."""
-    return any(
-        re.match(one[3:], name) is not None if one.startswith("re:") else one in (name, type(module).__name__)
-        for one in patterns
+    plain = {names} if isinstance(names, str) else set(names)
+    patterns = [compiled_pattern(one) for one in plain if one.startswith(PATTERN)]
+    return lambda module, name: (
+        not plain.isdisjoint((name, type(module).__name__)) or any(one.match(name) for one in patterns)
     )
 
 
@@ -333,7 +329,9 @@ def _ours(one: Any) -> Any:
     kind: Any = kinds.get(type(one).__name__)
     if kind is None:
         raise TypeError(f"a recipe holds {', '.join(kinds)}; got {type(one).__name__}: {one!r:.60}")
-    return kind(**{part.name: getattr(one, part.name) for part in fields(kind) if hasattr(one, part.name)})
+    given = {part.name: getattr(one, part.name) for part in fields(kind) if hasattr(one, part.name)}
+    # A `Sentinel` of llm-compressor stands for the default.
+    return kind(**{name: value for name, value in given.items() if type(value).__name__ != "Sentinel"})
 
 
 def oneshot(

@@ -32,7 +32,11 @@ def block_errors(model, dense, batches, held=9):
 
 @pytest.mark.parametrize(
     ("config", "before"),
-    [(INT3, ()), (INT3, (Clip(norm=2.0), GPTQ())), (SchemeConfig(scheme="mxfp4", activation_scheme="mxfp4"), (Rotate(), GPTQ()))],
+    [
+        (INT3, ()),
+        (INT3, (Clip(norm=2.0), GPTQ())),
+        (SchemeConfig(scheme="mxfp4", activation_scheme="mxfp4"), (Rotate(), GPTQ())),
+    ],
 )  # fmt: skip
 def test_blocks_come_out_better(config, before):
     dense, without, model = stack(), stack(), stack()

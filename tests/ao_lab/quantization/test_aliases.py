@@ -80,6 +80,18 @@ def test_objects_of_torchao_are_taken():
         translated(awq.AWQConfig(quantization.Int8WeightOnlyConfig(), step="prepare"))
 
 
+class Sentinel:
+    """What llm-compressor's defaults are, so that they can be told from None."""
+
+
+@pytest.mark.parametrize("ours", [GPTQModifier(scheme="W4A16"), AWQModifier()])
+def test_objects_of_llm_compressor_have_its_defaults(ours):
+    theirs = type(
+        type(ours).__name__, (), {**vars(ours), "actorder": Sentinel(), "offload_device": Sentinel()}
+    )
+    assert aliases._ours(theirs()) == ours
+
+
 def test_a_recipe_is_one_call_of_quantize_():
     one, two = stack(), stack()
     recipe = [
@@ -154,6 +166,8 @@ def plain(value):
         (QuantizationModifier(scheme="W8A8", kv_cache_scheme="fp8"), ValueError, "kv_cache_scheme is static"),
         (SmoothQuantConfig(ao_lab.Int8WeightOnlyConfig(), alpha=None), ValueError, "alpha=None has no meaning"),
         ([AWQModifier(mappings=[]), GPTQModifier(scheme="W4A16")], ValueError, r"mappings=\[\] has no meaning"),
+        ([AWQModifier(offload_device="cpu"), GPTQModifier(scheme="W4A16")], ValueError, "offload_device='cpu'.*offload="),
+        (QuantizationModifier(scheme="W8A8", ignore="re:("), ValueError, "'re:\\(' is no regular expression"),
         (AWQModifier(), ValueError, "one modifier of a recipe quantizes, .* got 0"),
         ([SmoothQuantModifier(algorithm="log_equalization"), GPTQModifier(scheme="W8A8")], ValueError, "algorithm"),
         (GPTQConfig(base_config=ao_lab.Int8WeightOnlyConfig(), gptq_quantize_block_size=64), ValueError, "block_size=64"),
