@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from ao_lab.tensor.quantized_tensor import from_quantized
 from ao_lab.transforms.walk import Block
 from fast.calibration.signround import signround_span, signround_unchecked
 from fast.layers.hadamard import hadamard
-from reference import Quantized
+from reference import Quantized, Scales
+from reference.calibration.signround import Span
 
 
 @dataclass
@@ -46,25 +48,25 @@ class Learned:
     #: As it is learned: (out, in), its inputs rotated where those of the layer are.
     dense: torch.Tensor = field(init=False)
     state: Any = field(init=False)
-    #: Its codes' scales where they stay.
-    scales: Any = None
-    #: Its blocks' ends otherwise, the same for all steps.
-    span: Any = None
     leaf: nn.Parameter | None = None
     vjp: Any = None
 
     def __post_init__(self) -> None:
         dense, length = dense_of(self.target), self.rotation
         self.dense = fast.rotate(dense, length, dtype=torch.float32) if length else dense
-        start: Quantized | None = None
-        if self.made.result.method.rpartition(" + ")[2] not in ("rounding", "rotate", "smooth", "awq"):
-            start = self.made.weight.plain.quantized
-            self.scales = start.scales
-        if self.part.outer is not None and start is None:
-            start = self.made.weight.plain.quantized
-            self.scales = start.scales
+        start = None if self.scales is None else self.made.weight.plain.quantized
         self.state = fast.signround_start(self.dense, self.scheme, start)
-        self.span = None if self.scales is not None else signround_span(self.dense, self.scheme)
+
+    @cached_property
+    def scales(self) -> Scales | None:
+        """Its codes' scales where they stay: methods have searched them, or share an outer one."""
+        stays = not self.made.rounded or self.part.outer is not None
+        return self.made.weight.plain.quantized.scales if stays else None
+
+    @cached_property
+    def span(self) -> Span | None:
+        """Its blocks' ends where scales are learned, the same for all steps."""
+        return signround_span(self.dense, self.scheme) if self.scales is None else None
 
     @property
     def scheme(self) -> Any:

@@ -141,7 +141,8 @@ def scales_of_block(
     watch = AttentionWatch(block, tokens)
     with attending_by_torch(model), watch.watching():
         block.run()
-    for one in watch.found.values() if ranks is not None else ():
-        if one.k is not None and one.v is not None and ranks is not None:
-            one.k, one.v = ranks.largest(one.k), ranks.largest(one.v)
+    if ranks is not None:
+        for one in watch.found.values():
+            if one.k is not None and one.v is not None:
+                one.k, one.v = ranks.largest(one.k), ranks.largest(one.v)
     return {name: largest.scales(element, per) for name, largest in watch.found.items()}

@@ -80,7 +80,7 @@ def unsupported_reason(recipe: Recipe, methods: tuple[Method, ...]) -> str | Non
     moments = SplitMoments(sampling=recipe.activation is not None)
     moments.update(torch.arange(LEAST_TOKENS * columns, dtype=torch.float32).reshape(-1, columns).sin())
     try:
-        quantized(Work(Stack([trial]), moments, [Part()]), methods)
+        quantized(Work(Stack([trial]), moments, [Part()], methods))
     except ValueError as error:
         return str(error)
     return None

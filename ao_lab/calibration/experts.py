@@ -87,28 +87,14 @@ def owners(model: nn.Module, block: str, lists: Iterable[str]) -> dict[str, nn.M
     return {path: model.get_submodule(path) for path in paths}
 
 
-@dataclass
-class Lent:
-    """How many tokens an expert has seen, and how many of all experts' average were added."""
-
-    own: int
-    borrowed: int
-
-    def __str__(self) -> str:
-        return f"{self.own} tokens were sent to it, {self.borrowed} of all experts' average are added"
-
-
-def lend(group: Sequence[SplitMoments]) -> list[Lent]:
+def lend(group: Sequence[SplitMoments]) -> None:
     """Add the average of all experts to the moments of each, before they are finished."""
     for kind in ("train", "held_out"):
         lent_to([getattr(one, kind) for one in group])
     for one in group:
         for name in ("samples", "held_samples"):
             if not getattr(one, name):
-                setattr(
-                    one, name, next((getattr(other, name) for other in group if getattr(other, name)), [])
-                )
-    return [Lent(one.train.seen, one.train.borrowed) for one in group]
+                setattr(one, name, next(filter(None, (getattr(other, name) for other in group)), []))
 
 
 def lent_to(moments: Sequence[Moments]) -> None:
@@ -340,7 +326,9 @@ def _together(results: Sequence[LayerResult], notes: Sequence[str]) -> LayerResu
 def notes_of(moments: Mapping[str, SplitMoments]) -> dict[str, tuple[str, ...]]:
     """By name what is to be said of experts that others have lent to."""
     return {
-        name: (str(Lent(one.train.seen, one.train.borrowed)),)
+        name: (
+            f"{one.train.seen} tokens were sent to it, {one.train.borrowed} of all experts' average are added",
+        )
         for name, one in moments.items()
         if one.train.borrowed
     }

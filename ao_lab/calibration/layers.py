@@ -64,13 +64,13 @@ class Work:
     stack: Stack
     inputs: SplitMoments | None
     parts: list[Part]
+    methods: Sequence[Method]
     #: Inputs of a block that is rotated; 0: none is.
     rotation: int = 0
     #: Whether the moments are needed by nobody else.
     last: bool = False
     w: torch.Tensor = field(init=False)
     scales: Scales | None = None
-    gptq_follows: bool = False
     candidates: list[Candidate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -110,7 +110,8 @@ Step = Callable[[Work, Any], None]
 
 def clip(work: Work, method: Clip) -> None:
     """Searched scales, and codes rounded to nearest by them."""
-    norm = (3.0 if work.gptq_follows else 2.0) if method.norm is None else method.norm
+    usual = 2.0 if of_kind(work.methods, GPTQ) is None else 3.0
+    norm = usual if method.norm is None else method.norm
     work.scales = searched(work, work.train if method.weights == "inputs" else None, norm)
     work.add("clip", fast.quantize(work.w, work.stack.scheme, scales=work.scales))
 
@@ -160,30 +161,30 @@ class Made(NamedTuple):
     weight: QuantizedTensor
     result: LayerResult
     bias: torch.Tensor | None = None
+    #: Whether its scales and codes are those of rounding to nearest.
+    rounded: bool = False
 
     def noting(self, told: str) -> Made:
         """With one more note."""
         return self._replace(result=replace(self.result, notes=(*self.result.notes, told)))
 
 
-def quantized(work: Work, methods: Sequence[Method]) -> list[Made]:
+def quantized(work: Work) -> list[Made]:
     """Each weight of a stack, quantized by the best of what methods make of it."""
     rounded = [
         quantized_weight(dense, work.recipe(index), axis=-1, input_scales=part.input_scales, outer=part.outer)
         for index, (dense, part) in enumerate(zip(work.stack.dense, work.parts, strict=True))
     ]
     work.candidates.append(Candidate(ROUNDING, [one.stored for one in rounded]))
-    work.gptq_follows = of_kind(methods, GPTQ) is not None
-    for method in methods:
+    for method in work.methods:
         if type(method) in STEPS:
             STEPS[type(method)](work, method)
-    correcting = of_kind(methods, BiasCorrection) is not None
-    return [_chosen(work, index, one, correcting) for index, one in enumerate(rounded)]
+    return [_chosen(work, index, one) for index, one in enumerate(rounded)]
 
 
-def quantized_either_way(work: Work, methods: Sequence[Method], rotate: Rotate | None) -> list[Made]:
+def quantized_either_way(work: Work, rotate: Rotate | None) -> list[Made]:
     """Each weight of a stack, rotated or as it is, whichever has the smaller error."""
-    plain = quantized(work, methods)
+    plain = quantized(work)
     if rotate is None:
         return plain
     length = rotate.length(work.stack.scheme, work.w.shape[1])
@@ -196,7 +197,7 @@ def quantized_either_way(work: Work, methods: Sequence[Method], rotate: Rotate |
         replace(part, baseline=made.result.rounding, before=(*part.before, rotate.name))
         for part, made in zip(work.parts, plain, strict=True)
     ]
-    turned = quantized(Work(Stack(work.stack.targets), work.inputs, parts, length, work.last), methods)
+    turned = quantized(Work(Stack(work.stack.targets), work.inputs, parts, work.methods, length, work.last))
     return [_better(one, other) for one, other in zip(plain, turned, strict=True)]
 
 
@@ -207,7 +208,7 @@ def _better(plain: Made, turned: Made) -> Made:
     return plain.noting(f"{turned.result.method} would have {turned.result.ratio:.3f} and was not taken")
 
 
-def _chosen(work: Work, index: int, rounded: QuantizedTensor, correcting: bool) -> Made:
+def _chosen(work: Work, index: int, rounded: QuantizedTensor) -> Made:
     """One weight by its best candidate, the later of two that are alike."""
     target, part = work.stack.targets[index], work.parts[index]
     errors = [
@@ -229,12 +230,12 @@ def _chosen(work: Work, index: int, rounded: QuantizedTensor, correcting: bool) 
     result = LayerResult(
         " + ".join(names), errors[best], base, *counts, candidate.damping, candidate.floor, tuple(notes)
     )
-    result, shift = _corrected(work, index, candidate.parts[index], result) if correcting else (result, None)
-    dtype = target.parameter.dtype
+    shift, dtype = None, target.parameter.dtype
+    if of_kind(work.methods, BiasCorrection) is not None:
+        result, shift = _corrected(work, index, candidate.parts[index], result)
     if best == 0:
-        return Made(
-            rounded if rounded.dtype == dtype else rounded.remade(rounded.parts, dtype=dtype), result, shift
-        )
+        weight = rounded if rounded.dtype == dtype else rounded.remade(rounded.parts, dtype=dtype)
+        return Made(weight, result, shift, rounded=True)
     q = with_packed_codes(candidate.parts[index])
     return Made(from_quantized(q, work.recipe(index), dtype, part.input_scales), result, shift)
 

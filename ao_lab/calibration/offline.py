@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 import fast
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import observe
-from ao_lab.transforms.layers import contraction_axis, is_transposed, shorten
-from ao_lab.transforms.walk import Capture, Handed, captured, changed, first_tensor, is_inside
+from ao_lab.transforms.layers import contraction_axis, full_name, is_transposed, shorten
+from ao_lab.transforms.walk import Capture, Handed, captured, changed, first_tensor, is_inside, of_tensors
 
 #: Of the largest output, in float64: sums of some thousand terms are off by less than 1e-12 of it.
 TOLERANCE = 1e-9
@@ -188,13 +188,7 @@ def _check_dense(model: nn.Module, blocks: Iterable[str], order: Iterable[str]) 
 
 def _small(batch: Any) -> Any:
     """A few tokens of a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:SEQUENCES, :LENGTH] if batch.dim() > 1 else batch[:SEQUENCES]
-    if isinstance(batch, Mapping):
-        return {key: _small(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_small, batch))
-    return type(batch)(map(_small, batch)) if isinstance(batch, (tuple, list)) else batch
+    return of_tensors(batch, lambda x: x[:SEQUENCES, :LENGTH] if x.dim() > 1 else x[:SEQUENCES])
 
 
 def _own(module: nn.Module) -> bool:
@@ -329,7 +323,7 @@ def _gains(
 ) -> dict[str, tuple[nn.Parameter, torch.Tensor, float]]:
     """By names of weights the norm that runs before them: its gain, what it multiplies by, the value of none."""
     readers = {
-        full_path(name, slot.name.rpartition(".")[0]): slot.name for slot in slots if slot.reads is not None
+        full_name(name, slot.name.rpartition(".")[0]): slot.name for slot in slots if slot.reads is not None
     }
     modules = dict(block.named_modules(prefix=name))
     found, last = {}, None
@@ -348,11 +342,6 @@ def _gains(
                     }
                 )
     return found
-
-
-def full_path(prefix: str, name: str) -> str:
-    """A module's name in the model."""
-    return f"{prefix}.{name}" if name else prefix
 
 
 def _choices(square: Sequence[_Slot], known: dict[str, str]) -> Iterator[dict[str, str]]:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ao_lab.calibration.statistics import MinMax, MovingAverage, Percentile
-from ao_lab.calibration.tokens import SAMPLE, Moments, SplitMoments
+from ao_lab.calibration.tokens import Moments, SplitMoments, add_sample
+from ao_lab.transforms.data import holds_batches
 
 CHANGED_NOTHING = "quantize_ changed nothing"
 
@@ -41,7 +42,7 @@ class DistributedBatches:
     group: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.batches, (torch.Tensor, Mapping, str)) or not isinstance(self.batches, Iterable):
+        if not holds_batches(self.batches):
             raise TypeError(
                 f"DistributedBatches holds an iterable of batches, such as a list or a DataLoader, got "
                 f"{type(self.batches).__name__}; put a single batch into a list"
@@ -153,9 +154,11 @@ class Ranks:
             one.unmatched, one.routed = (any(flag[i][j] for flag in flags) for j in (0, 1))
             for name in ("samples", "held_samples") if one.sampling else ():
                 own: list[torch.Tensor] = getattr(one, name)
-                rows = [x for part in self.gathered([x.cpu() for x in own]) for x in part]
-                device = own[0].device if own else None
-                setattr(one, name, _cut(rows, SAMPLE, device))
+                all_of_them = [x for part in self.gathered([x.cpu() for x in own]) for x in part]
+                first: list[torch.Tensor] = []
+                for x in all_of_them:
+                    add_sample(first, x.to(own[0].device) if own else x)
+                setattr(one, name, first)
 
     def _added(self, part: Moments, width: int) -> None:
         """One sum over all ranks, by pairs."""
@@ -233,16 +236,6 @@ def _first_names(found: Mapping[str, SplitMoments]) -> dict[str, str]:
     """For each name the first one that has the same moments."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(one), name) for name, one in found.items()}
-
-
-def _cut(rows: Sequence[torch.Tensor], count: int, device: Any) -> list[torch.Tensor]:
-    """The first rows, so many at most."""
-    result: list[torch.Tensor] = []
-    for x in rows:
-        missing = count - sum(map(len, result))
-        if missing > 0:
-            result.append(x[:missing].to(device) if device is not None else x[:missing])
-    return result
 
 
 __all__ = ["DistributedBatches"]

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
-from ao_lab.transforms.walk import is_inside
+from ao_lab.transforms.data import holds_batches
+from ao_lab.transforms.walk import is_inside, of_tensors
 
 #: Takes the number of a finished block, gives its parameters by name; None where they are not in a file.
 Stored = Callable[[int], Mapping[str, torch.Tensor] | None]
@@ -43,23 +44,11 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def moved(value: Any, device: Any) -> Any:
-    """A batch with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: moved(one, device) for key, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        values = [moved(one, device) for one in value]
-        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-    return value
-
-
 def moved_batches(batches: Iterable[Any], device: Any) -> Any:
     """Batches on a device, one after the other; what is no iterable of batches is left to those who refuse it."""
-    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+    if not holds_batches(batches):
         return batches
-    return (moved(batch, device) for batch in batches)
+    return (of_tensors(batch, lambda x: x.to(device)) for batch in batches)
 
 
 @dataclass

@@ -54,7 +54,7 @@ from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Observer
 from ao_lab.kv_cache.static_scales import CacheScales, remember_scales
 from ao_lab.tensor.chunked import outer_scale
-from ao_lab.transforms.data import calibrating, observe
+from ao_lab.transforms.data import calibrating, holds_batches, observe
 from ao_lab.transforms.layers import shorten, tied_layers
 from ao_lab.transforms.plan import Device, Progress
 from ao_lab.transforms.walk import (
@@ -74,6 +74,10 @@ from reference.arrays.namespace import choice
 PREFIXES = ("quantized", "float")
 #: What is said of a layer whose inputs do not fit the tokens of their batches.
 UNMATCHED = ("padding and held-out tokens are among its inputs, which are not of the batch's tokens",)
+#: What is said of a block without scales of keys and values.
+NO_ATTENTION = (
+    "no scales of keys and values: no call of torch's scaled_dot_product_attention was seen in its block"
+)
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ class Job:
                 f"changed nothing. Leave it out by filter_fn, or untie the model first"
             )
         given = self.request.batches
-        if isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, Mapping, str)):
+        if given is not None and holds_batches(given):
             self.batches = list(given)
         with self.running():
             check_tokens(Tokens.of(self.captured(mine, blocks), self.ranks))
@@ -289,19 +293,13 @@ class Job:
             return {}
         found = scales_of_block(self.model, block, tokens, method.element, method.per, self.ranks)
         remember_scales(self.model, found)
-        for target in mine:
-            inside = [one for name, one in found.items() if is_inside(target.name, [name])]
-            # Once for each attention module, and for all that a block without one could not say.
-            first = inside and next(t for t in mine if is_inside(t.name, found)) is target
-            told = [str(one) for one in inside] if first else []
-            if not found and target is mine[0]:
-                told = [
-                    "no scales of keys and values: no call of torch's scaled_dot_product_attention was seen in its block"
-                ]
-            if told:
-                result = replace(self.done[target.name], notes=(*self.done[target.name].notes, *told))
-                self.done[target.name] = result
-                remember(self.model, dict.fromkeys(target.places, result))
+        told = {name: str(one) for name, one in found.items()} or {block.name: NO_ATTENTION}
+        for name, one in told.items() if mine else ():
+            # With the first weight of the attention, or of the block where those of the attention stay as they are.
+            target = next((t for t in mine if is_inside(t.name, [name])), mine[0])
+            result = replace(self.done[target.name], notes=(*self.done[target.name].notes, one))
+            self.done[target.name] = result
+            remember(self.model, dict.fromkeys(target.places, result))
         return found
 
     def restored(self, block: Block, targets: list[Target]) -> bool:
@@ -490,10 +488,9 @@ class Job:
             for part in mine:
                 part.notes += (reason,)
         try:
-            work = Work(stack, inputs if reason is None else None, mine, last=last)
-            methods = self.request.methods if reason is None else ()
+            inputs, methods = (inputs, self.request.methods) if reason is None else (None, ())
             rotate = None if self.rotation is not None or not whole else of_kind(methods, Rotate)
-            results = quantized_either_way(work, methods, rotate)
+            results = quantized_either_way(Work(stack, inputs, mine, methods, last=last), rotate)
         except ValueError as error:
             error.add_note(f"this is of {shorten(names_of(stack.targets))}")
             raise

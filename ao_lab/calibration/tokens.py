@@ -332,7 +332,7 @@ class SplitMoments(Sums):
             if len(some):
                 moments.update(some)
             if self.sampling:
-                _add_sample(samples, some)
+                add_sample(samples, some)
 
     def is_usable(self) -> bool:
         """Both."""
@@ -393,7 +393,8 @@ class SplitMoments(Sums):
         return result
 
 
-def _add_sample(samples: list[torch.Tensor], rows: torch.Tensor) -> None:
+def add_sample(samples: list[torch.Tensor], rows: torch.Tensor) -> None:
+    """Add the first of these rows, as many as are missing from `SAMPLE`."""
     missing = SAMPLE - sum(map(len, samples))
     if missing > 0 and len(rows):
         samples.append(rows[:missing].clone())

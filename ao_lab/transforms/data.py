@@ -106,9 +106,14 @@ MOST_TOLD = 8
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def holds_batches(value: Any) -> bool:
+    """Whether this is an iterable of batches, not a single one, nor a text."""
+    return isinstance(value, Iterable) and not isinstance(value, (torch.Tensor, Mapping, str))
+
+
 def calls_of(calibration: Iterable[Any]) -> Iterator[Call]:
     """The arguments of a call for each batch."""
-    if isinstance(calibration, (torch.Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+    if not holds_batches(calibration):
         raise TypeError(
             f"calibration is an iterable of batches, such as a list or a DataLoader, got {type(calibration).__name__}; put a "
             f"single batch into a list"

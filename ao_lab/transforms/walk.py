@@ -206,6 +206,17 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
 
 
+def of_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A batch with `change` of each tensor in its place, of those in mappings too."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: of_tensors(one, change) for key, one in value.items()}
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    return replaced(batch, leaf)
+
+
 def changed(call: Call, change: Callable[[Any], Any]) -> Call:
     """The arguments of a call with `change` of each leaf in its place."""
     args, kwargs = call

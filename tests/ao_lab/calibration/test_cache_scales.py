@@ -153,6 +153,16 @@ def test_blocks_that_stay_dense_have_them_too():
         torch.testing.assert_close(one.k, k.reshape(-1), rtol=1e-6, atol=0)
 
 
+def test_blocks_whose_attention_stays_dense_say_so_once():
+    model = model_of()
+    given = {"calibration": [{"input_ids": ids} for ids in IDS], "filter_fn": lambda m, n: ".mlp." in f"{n}."}
+    report = quantize_(model, INT4, methods=(StaticKV(),), **given)
+    told = [
+        layer.name for layer in report.changed if "scales of a float8_e4m3fn cache a head" in layer.reason
+    ]
+    assert told == [f"model.layers.{i}.mlp.gate_proj.weight" for i in (0, 1)]
+
+
 def test_a_folder_has_scales_of_one_kind(tmp_path):
     model = model_of()
     quantize_(model, INT4, calibration=[{"input_ids": ids} for ids in IDS], methods=(StaticKV(),))

@@ -182,8 +182,8 @@ def test_a_mean_is_lent_in_place_of_nothing():
     x, y = torch.randn(50, 8), torch.randn(3, 8)
     group[0].train.update(x)
     group[1].train.update(y)
-    lent = lend(group)
-    assert [(one.own, one.borrowed) for one in lent] == [(50, 8), (3, 8), (0, 8)]
+    lend(group)
+    assert [(one.train.seen, one.train.borrowed) for one in group] == [(50, 8), (3, 8), (0, 8)]
     both = torch.cat([x, y]).double()
     for one, own in zip(group, (x, y, y[:0]), strict=True):
         wanted = (own.double().T @ own.double() + 8 * (both.T @ both) / 53) / (len(own) + 8)
@@ -319,14 +319,19 @@ def test_experts_whose_inputs_overflow_are_an_error():
         quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
 
 
-def test_experts_that_cannot_stand_alone_are_rounded():
-    model, expected = mixtral(), mixtral()
-    config = SchemeConfig(scheme="int8_tensorwise")
+@pytest.mark.parametrize(
+    ("kind", "scheme", "why"),
+    [
+        ("Mixtral", "int8_tensorwise", "its scales span experts"),
+        ("GptOss", "int4_g32", "its experts are stored (experts, in, out)"),
+    ],
+)
+def test_experts_that_cannot_stand_alone_are_rounded(kind, scheme, why):
+    model, expected = mixtral(kind), mixtral(kind)
+    config = SchemeConfig(scheme=scheme)
     report = quantize_(model, config, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
     told = {layer.name: layer.reason for layer in report.changed}
-    assert told["model.layers.1.mlp.experts.gate_up_proj"].endswith(
-        "rounded to nearest, its scales span experts"
-    )
+    assert told["model.layers.1.mlp.experts.gate_up_proj"].endswith(f"rounded to nearest, {why}")
     quantize_(expected, config, linear_and_experts)
     ours, theirs = (m.model.layers[1].mlp.experts.gate_up_proj for m in (model, expected))
     assert same(ours, theirs)
