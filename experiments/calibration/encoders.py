@@ -7,36 +7,34 @@ standard error (linearized ratio), on data that no method saw (`experiments.mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ao_lab.cli.evaluate import encoder
 from experiments.calibration.run import (
-    BATCH,
     EXPERIMENT,
     ROUNDING,
     Case,
     Run,
+    add_dense,
     arms_of,
     cases_of,
     methods_of,
+    not_there,
     quantized,
     share,
 )
-from experiments.data.texts import calibration_documents, drawn_sequences, prose_of
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.measuring import Deadline, Values, status
+from experiments.harness.rows import Journal, Row
 from experiments.models.architectures import ENCODER
-from experiments.models.causal_lm import FILE, MODEL, RealModel, not_tried, sizes
-from experiments.models.quantized_model import WEIGHTS
+from experiments.models.causal_lm import RealModel
 from experiments.models.sentence_encoder import BASE, EncoderBench, Judged, values_of
 from experiments.ptq.task_page import GRID, TaskRun, counted, task_runs
 from experiments.report.content import Section, Table
 from experiments.report.results import Results, failures, number
 from experiments.runs.benches import KINDS, encoder_bench
-from experiments.runs.real_models import facts
+from experiments.runs.real_models import BATCH, Place, Tables, batches_of, by_data, facts
 from experiments.runs.run import Settings
 
 #: Tokens of a sequence, and sequences that methods see, by scale.
@@ -52,11 +50,6 @@ class EncoderRun(Run):
     judged: dict[str, dict[str, Judged]] = field(default_factory=dict)
 
     @property
-    def kind(self) -> str:
-        """The kind of its tables."""
-        return KINDS[ENCODER] + self.bench.model.name
-
-    @property
     def encoder(self) -> EncoderBench:
         """The bench."""
         bench: object = self.bench
@@ -66,72 +59,45 @@ class EncoderRun(Run):
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
-    """Measure what the journal lacks of one encoder; rows of what failed."""
-    kind, failed = KINDS[ENCODER] + model.name, list[Row]()
-    table = table_name(kind, settings.scale, MODEL)
-    tasks = [
-        (case, arm) for case in cases_of(settings) if case.budget is None for arm in arms_of(settings, case)
-    ]
-    todo = [(case, arm) for case, arm in tasks if not journal.finished(table, case.setting, arm)]
-    if not todo:
-        return []
-    here = prepared(settings, model)
-    journal.add(dense_rows(here))
-    with bar(model.name, len(todo)) as step:
-        for case, arm in todo:
-            for data, values in measure(here, case, arm, deadline).items():
-                keep(journal, failed, put(here, data, case.setting, arm, values))
-            free()
-            step(f"{arm}, {case.setting}")
-    return failed
+    """Measure what the journal lacks of one encoder; returns rows of what failed."""
+    tables = Tables(EXPERIMENT, settings, KINDS[ENCODER] + model.name, journal, deadline)
+
+    def load() -> tuple[Values, Callable[[tuple[Case, str]], dict[str, Values]]]:
+        here = prepared(settings, model)
+        add_dense(tables, here.bench)
+        return facts(here.bench), lambda task: measure(here, *task)
+
+    tasks = {
+        Place(case.setting, arm, settings.seed): (case, arm)
+        for case in cases_of(settings)
+        if case.budget is None
+        for arm in arms_of(settings, case)
+    }
+    return tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
 
 
 def prepared(settings: Settings, model: RealModel) -> EncoderRun:
     """A loaded encoder, its data, and the sequences that methods see."""
-    encode, _, beginning = encoder(model.folder)
     bench = encoder_bench(settings, model)
-    documents = calibration_documents(prose_of(settings.text, settings.cache))
     end = bench.tokenizer.sep_token_id or bench.tokenizer.eos_token_id
 
     def draw(seed: int) -> list[torch.Tensor]:
-        count = SEQUENCES[settings.scale]
-        ids = drawn_sequences(documents, encode, LENGTH, count, seed, list(beginning.values()))
-        if end is not None:
+        count, batch = SEQUENCES[settings.scale], 8 * BATCH[settings.device]
+        batches = batches_of(settings, model, LENGTH, count, seed, batch)
+        for ids in batches if end is not None else ():
             ids[:, -1] = end
-        return list(ids.to(settings.device).split(8 * BATCH[settings.device]))
+        return batches
 
     return EncoderRun(settings, bench, draw, draw(settings.seed))  # type: ignore[arg-type]
 
 
-def dense_rows(here: EncoderRun) -> list[Row]:
-    """Rows of the encoder as it is."""
-    base = here.bench.base
-    rows = put(here, MODEL, FILE, FILE, facts(here.bench))
-    rows += put(here, MODEL, WEIGHTS, BASE, {**sizes(base), **status("ok")})
-    for data, values in here.encoder.results(base).items():
-        rows += put(here, data, WEIGHTS, BASE, {**values, **status("ok")})
-    return rows
-
-
-def put(here: EncoderRun, data: str, setting: str, method: str, values: Values) -> list[Row]:
-    """Rows of an encoder."""
-    return here.settings.rows(EXPERIMENT, here.kind, data, setting, method, values)
-
-
-def measure(here: EncoderRun, case: Case, arm: str, deadline: Deadline) -> dict[str, Values]:
+def measure(here: EncoderRun, case: Case, arm: str) -> dict[str, Values]:
     """Values of one method in one scheme by the data of their tables."""
-    if reason := deadline.reason():
-        return {MODEL: status(reason)}
-    try:
-        chosen = methods_of(arm)
-    except (KeyError, ValueError) as error:
-        return {MODEL: status(f"missing: {error}")}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         if case.setting not in here.judged and arm != ROUNDING:
             here.judged[case.setting] = here.encoder.judged(quantized(here, case, ())[1])
-        values, model = quantized(here, case, chosen)
+        values, model = quantized(here, case, methods_of(arm))
         ours = here.encoder.judged(model)
         if arm == ROUNDING:
             here.judged[case.setting] = ours
@@ -140,8 +106,7 @@ def measure(here: EncoderRun, case: Case, arm: str, deadline: Deadline) -> dict[
             found[data] = {**values_of(mine, here.encoder.dense[data]), **shares, **status("ok")}
         return values
 
-    whole = not_tried(attempt(work))
-    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+    return by_data(work)
 
 
 def recovered(ours: Judged, rounding: Judged) -> Values:

@@ -26,27 +26,18 @@ from torch import nn
 from ao_lab.calibration import methods as records
 from ao_lab.calibration.result import CALIBRATION
 from ao_lab.choose.result import Choice
-from ao_lab.cli.evaluate import encoder, longest
 from ao_lab.config.base import SchemeConfig
 from ao_lab.eval import Sums
 from ao_lab.quantization.api import quantize_
 from experiments.calibration import choice
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
-from experiments.data.texts import (
-    TextWindows,
-    calibration_documents,
-    drawn_sequences,
-    mean_and_error,
-    prose_of,
-)
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
+from experiments.data.texts import TextWindows, mean_and_error
+from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.rows import Journal, Row
 from experiments.models.architectures import ENCODER, LANGUAGE
 from experiments.models.causal_lm import (
-    BASE,
-    FILE,
     MODEL,
     REAL,
     Bench,
@@ -55,13 +46,23 @@ from experiments.models.causal_lm import (
     check_whole,
     evaluated,
     linears,
-    not_tried,
     sizes,
     values_of,
 )
 from experiments.models.quantized_model import WEIGHTS, activation_scheme
-from experiments.models.serving import EXAMPLES, task_values, tasks_of
-from experiments.runs.real_models import bench_of, facts, models_of, real_subject
+from experiments.runs.benches import AnyBench
+from experiments.runs.real_models import (
+    BATCH,
+    Place,
+    Tables,
+    batches_of,
+    bench_of,
+    by_data,
+    facts,
+    harness_values,
+    real_subject,
+    run_models,
+)
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "calibration"
@@ -119,11 +120,9 @@ DRAWN: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 QUICK_ARMS = (ROUNDING, "search by inputs", "gptq")
-#: Sequences that methods see, tokens of each, and sequences of a batch, by scale.
+#: Sequences that methods see, and tokens of each, by scale.
 SEQUENCES = {"quick": 16, "full": 128}
 TOKENS = {"quick": 512, "full": 1024}
-BATCH = {"cpu": 1, "cuda": 8}
-
 
 #: The module that measures models of a task, by name: those of other tasks measure by what is in this one.
 MEASURED = {LANGUAGE: __name__, ENCODER: f"{__package__}.encoders"}
@@ -143,6 +142,10 @@ class Case:
         return self.weights if self.inputs is None else f"{self.weights}, inputs {self.inputs}"
 
 
+#: A case, a method, and the seed that draws the sequences.
+Task = tuple[Case, str, int]
+
+
 @dataclass
 class Run:
     """One model with its texts, the sequences that methods see, and what rounding does in each scheme, window by window."""
@@ -160,11 +163,6 @@ class Run:
         if seed == self.settings.seed:
             return self
         return replace(self, settings=replace(self.settings, seed=seed), batches=self.draw(seed))
-
-    @property
-    def kind(self) -> str:
-        """The kind of its tables."""
-        return REAL + self.bench.model.name
 
 
 def subject(settings: Settings) -> str:
@@ -224,31 +222,26 @@ def peers_of(settings: Settings, case: Case) -> list[str]:
 def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of all models; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    for model in models_of(EXPERIMENT, settings):
-        measure_task = importlib.import_module(MEASURED[model.task]).measure_model
-        failed += measure_task(settings, model, journal, deadline)
-    return all_rows(settings, journal, failed)
+
+    def of_task(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
+        module = importlib.import_module(MEASURED[model.task])
+        found: list[Row] = module.measure_model(settings, model, journal, deadline)
+        return found
+
+    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, of_task))
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
-    """Measure what the journal lacks of one model."""
-    table, failed = table_name(REAL + model.name, settings.scale, MODEL), list[Row]()
-    todo = [
-        one for one in tasks_of_run(settings) if not journal.finished(table, one[0].setting, one[1], one[2])
-    ]
-    if not todo:
-        return []
-    here = prepared(settings, model)
-    journal.add(dense_rows(here))
-    with bar(model.name, len(todo)) as step:
-        for case, arm, seed in todo:
-            now = here.with_seed(seed)
-            for data, values in measure(now, case, arm, deadline).items():
-                keep(journal, failed, put(now, data, case.setting, arm, values))
-            free()
-            step(f"{arm}, {case.setting}")
-    return failed
+    """Measure what the journal lacks of one model; returns rows of what failed."""
+    tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
+
+    def load() -> tuple[Values, Callable[[Task], dict[str, Values]]]:
+        here = prepared(settings, model)
+        add_dense(tables, here.bench)
+        return facts(here.bench), lambda task: measure(here.with_seed(task[2]), task[0], task[1])
+
+    tasks = {Place(case.setting, arm, seed): (case, arm, seed) for case, arm, seed in tasks_of_run(settings)}
+    return tables.measure(model.name, tasks, load, lambda task: not_there(settings, task[1]))
 
 
 def planned(scale: str) -> list[tuple[str, str]]:
@@ -257,54 +250,35 @@ def planned(scale: str) -> list[tuple[str, str]]:
     return [(case.setting, arm) for case in cases_of(everything) for arm in arms_of(everything, case)]
 
 
-def tasks_of_run(settings: Settings) -> list[tuple[Case, str, int]]:
+def tasks_of_run(settings: Settings) -> list[Task]:
     """Schemes, methods and seeds of the sequences; further draws come last."""
     tasks = [(case, arm, settings.seed) for case in cases_of(settings) for arm in arms_of(settings, case)]
     again = [(case, arm) for case, arm, _ in tasks if (case.setting, arm) in DRAWN[settings.scale]]
     return tasks + [(case, arm, settings.seed + draw) for case, arm in again for draw in range(1, DRAWS)]
 
 
-def dense_rows(here: Run) -> list[Row]:
-    """Rows of the model as it is: its file, its size, and what it does on each text."""
-    base = here.bench.base
-    rows = put(here, MODEL, FILE, FILE, facts(here.bench))
-    rows += put(here, MODEL, WEIGHTS, BASE, {**sizes(base), **status("ok")})
-    for windows in here.bench.windows:
-        with torch.no_grad():
-            values = values_of(evaluated(here.bench, windows, base), windows)
-        rows += put(here, windows.text.name, WEIGHTS, BASE, {**values, **status("ok")})
-    return rows
+@torch.no_grad()
+def add_dense(tables: Tables, bench: AnyBench) -> None:
+    """Rows of the model as it is: its size, and what it does, by the data."""
+    place = Place(WEIGHTS, bench.baseline, tables.settings.seed)
+    for data, values in {MODEL: sizes(bench.base), **bench.results(bench.base)}.items():
+        tables.journal.add(tables.rows(data, place, {**values, **status("ok")}))
 
 
 def prepared(settings: Settings, model: RealModel) -> Run:
     """A loaded model, the windows of its texts, and the sequences that methods see."""
-    bench = bench_of(settings, model)
-    encode, _, beginning = encoder(model.folder)
-    length = min(TOKENS[settings.scale], longest(model.folder))
-    documents = calibration_documents(prose_of(settings.text, settings.cache))
-    count = SEQUENCES[settings.scale]
+    length, count, batch = TOKENS[settings.scale], SEQUENCES[settings.scale], BATCH[settings.device]
 
     def draw(seed: int) -> list[torch.Tensor]:
-        ids = drawn_sequences(documents, encode, length, count, seed, list(beginning.values()))
-        return list(ids.to(settings.device).split(BATCH[settings.device]))
+        return batches_of(settings, model, length, count, seed, batch)
 
-    return Run(settings, bench, draw, draw(settings.seed))
-
-
-def put(here: Run, data: str, setting: str, method: str, values: Values) -> list[Row]:
-    """Rows of a model."""
-    return here.settings.rows(EXPERIMENT, here.kind, data, setting, method, values)
+    return Run(settings, bench_of(settings, model), draw, draw(settings.seed))
 
 
-def measure(here: Run, case: Case, arm: str, deadline: Deadline) -> dict[str, Values]:
+def measure(here: Run, case: Case, arm: str) -> dict[str, Values]:
     """Values of one method in one scheme by the data of their tables: each text, and the model."""
-    if reason := deadline.reason():
-        return {MODEL: status(reason)}
-    if reason := not_there(here, arm):
-        return {MODEL: status(f"missing: {reason}")}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         if arm != ROUNDING:
             round_first(here, case)
         values, model = by_peer(here, case, arm) if arm in PEERS else quantized(here, case, methods_of(arm))
@@ -313,27 +287,22 @@ def measure(here: Run, case: Case, arm: str, deadline: Deadline) -> dict[str, Va
                 sums = evaluated(here.bench, windows, model)
             shares = recovered(here, case, windows, sums)
             found[windows.text.name] = {**values_of(sums, windows), **shares, **status("ok")}
-        asked = here.settings.asked
-        if asked is not None and asked.tasks:
-            harness = tasks_of(asked.tasks, here.bench.model.folder)
-            values |= task_values(model, harness, EXAMPLES[here.settings.scale])
-        return values
+        return {**values, **harness_values(here.settings, here.bench.model, model)}
 
-    whole = not_tried(attempt(work))
-    if "status: ok" in whole:
-        return {**found, MODEL: whole}
-    return {MODEL: whole}
+    return by_data(work)
 
 
-def not_there(here: Run, arm: str) -> str:
-    """Why a method cannot be measured here; "" where it can."""
+def not_there(settings: Settings, arm: str) -> str | None:
+    """The status of a method that cannot be measured here; None where it can."""
+    reason = ""
     if arm in PEERS:
-        return missing(arm, pythons_of(here.settings))
-    try:
-        methods_of(arm)
-    except ValueError as error:
-        return str(error)
-    return ""
+        reason = missing(arm, pythons_of(settings))
+    else:
+        try:
+            methods_of(arm)
+        except ValueError as error:
+            reason = str(error)
+    return f"missing: {reason}" if reason else None
 
 
 def pythons_of(settings: Settings) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,24 +33,14 @@ from experiments.decode.configs import (
     missing,
     stored_bytes,
 )
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
+from experiments.harness.measuring import Deadline, Values, attempt
 from experiments.harness.revision import TORCHAO
-from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import (
-    FILE,
-    MODEL,
-    REAL,
-    Bench,
-    RealModel,
-    Undivided,
-    linears,
-    not_tried,
-    sizes,
-)
+from experiments.harness.rows import Journal, Row
+from experiments.models.causal_lm import REAL, Bench, RealModel, Undivided, linears, sizes
 from experiments.models.llama import COMPILED_LIMIT, relative_change
 from experiments.models.own_loop import OwnLoop, Peak, by_transformers
 from experiments.models.quantized_model import activation_scheme
-from experiments.runs.real_models import bench_of, facts, models_of
+from experiments.runs.real_models import Place, Tables, bench_of, by_data, facts, run_models
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "decode"
@@ -116,38 +106,25 @@ def configs_of(settings: Settings) -> list[Config]:
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
     """Rows of all models that were asked for; rows in the journal are not measured again."""
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    for model in models_of(EXPERIMENT, settings):
-        failed += measure_model(settings, model, journal, deadline)
-    return all_rows(settings, journal, failed)
+    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    kind, failed = REAL + model.name, list[Row]()
-    table = table_name(kind, settings.scale, MODEL)
-    todo = [one for one in configs_of(settings) if not journal.finished(table, one.setting, one.method)]
-    if not todo:
-        return []
-    here = Here.of(settings, model)
-    put = partial(settings.rows, EXPERIMENT, kind)
-    journal.add(put(MODEL, FILE, FILE, facts(here.bench)))
-    with bar(f"generating, {model.name}", len(todo)) as step:
-        for config in todo:
-            for data, values in measure(here, config, deadline).items():
-                keep(journal, failed, put(data, config.setting, config.method, values))
-            free()
-            step(f"{config.method}, {config.setting}")
-    return failed
+
+    def load() -> tuple[Values, Callable[[Config], dict[str, Values]]]:
+        here = Here.of(settings, model)
+        return facts(here.bench), partial(measure, here)
+
+    tasks = {Place(one.setting, one.method, settings.seed): one for one in configs_of(settings)}
+    tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
+    return tables.measure(f"generating, {model.name}", tasks, load, missing)
 
 
-def measure(here: Here, config: Config, deadline: Deadline) -> dict[str, Values]:
+def measure(here: Here, config: Config) -> dict[str, Values]:
     """Values of a configuration by the data of their tables: each batch, and the model."""
-    if reason := missing(config) or deadline.reason():
-        return {MODEL: status(reason)}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         started = time.perf_counter()
         model = here.bench.base if config.build is None else quantized(here, config)
         values = {**sizes_of(model), "time to quantize": (time.perf_counter() - started, "s")}
@@ -163,8 +140,7 @@ def measure(here: Here, config: Config, deadline: Deadline) -> dict[str, Values]
             values["peak memory"] = (values["size"][0] + max(peaks), "byte")
         return values
 
-    whole = not_tried(attempt(work))
-    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+    return by_data(work)
 
 
 def data_of(batch: int) -> str:

@@ -8,23 +8,22 @@ models, whose fine-tuning this is; all linear layers but a head that is tied to 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from ao_lab.training.api import convert_for_training_
 from experiments.fp8_training.methods import BASE, RECIPES
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.measuring import Deadline, Values, status
+from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import BASE as DENSE
-from experiments.models.causal_lm import DTYPE, FILE, MODEL, REAL, RealModel, linears, sizes
+from experiments.models.causal_lm import DTYPE, REAL, RealModel, linears, sizes
 from experiments.models.fine_tuning import fine_tune, trainable
 from experiments.models.quantized_model import WEIGHTS
-from experiments.models.serving import EXAMPLES, task_values, tasks_of
 from experiments.qat.real import PLANS, Here, losses, training_facts
-from experiments.runs.real_models import asked_of, facts, models_of
+from experiments.runs.real_models import Place, Tables, by_data, facts, harness_values, run_models
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "fp8_training"
@@ -58,56 +57,31 @@ def planned(settings: Settings) -> list[Task]:
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
     """Rows of all models that were asked for; rows in the journal are not measured again."""
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    for model in models_of(EXPERIMENT, settings):
-        failed += measure_model(settings, model, journal, deadline)
-    return all_rows(settings, journal, failed)
+    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    table, failed = table_name(REAL + model.name, settings.scale, MODEL), list[Row]()
-    todo = [one for one in planned(settings) if not journal.finished(table, WEIGHTS, one.method, one.seed)]
-    if not todo:
-        return []
-    here, longest = Here.of(settings, PLANS[settings.scale], model), 0.0
-    file = {**facts(here.bench), **training_facts(here)}
-    journal.add(settings.rows(EXPERIMENT, REAL + model.name, MODEL, FILE, FILE, file))
-    with bar(f"fine-tuning, {model.name}", len(todo)) as step:
-        for task in todo:
-            started = time.perf_counter()
-            for data, values in measure(here, task, deadline, longest).items():
-                keep(journal, failed, rows_of(here, task, data, values))
-            free()
-            longest = max(longest, time.perf_counter() - started)
-            step(f"{task.method}, seed {task.seed}")
-    return failed
+
+    def load() -> tuple[Values, Callable[[Task], dict[str, Values]]]:
+        here = Here.of(settings, PLANS[settings.scale], model)
+        return {**facts(here.bench), **training_facts(here)}, partial(measure, here)
+
+    tasks = {Place(WEIGHTS, one.method, one.seed): one for one in planned(settings)}
+    tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
+    return tables.measure(f"fine-tuning, {model.name}", tasks, load, even=True)
 
 
-def rows_of(here: Here, task: Task, data: str, values: Values) -> list[Row]:
-    """Rows of a task, with its seed."""
-    of_seed = replace(here.settings, seed=task.seed)
-    return of_seed.rows(EXPERIMENT, REAL + here.bench.model.name, data, WEIGHTS, task.method, values)
-
-
-def measure(here: Here, task: Task, deadline: Deadline, needed: float) -> dict[str, Values]:
+def measure(here: Here, task: Task) -> dict[str, Values]:
     """Values of a task by the data of their tables: each text, and the model."""
-    if reason := deadline.reason(needed):
-        return {MODEL: status(reason)}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         model, values = model_of(here, task)
         for windows in here.bench.windows:
             found[windows.text.name] = {**losses(model, windows), **status("ok")}
-        asked = asked_of(here.settings)
-        if asked.tasks:
-            harness = tasks_of(asked.tasks, here.bench.model.folder)
-            values |= task_values(model, harness, EXAMPLES[here.settings.scale])
-        return {**values, **sizes(model)}
+        return {**values, **harness_values(here.settings, here.bench.model, model), **sizes(model)}
 
-    whole = attempt(work)
-    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+    return by_data(work)
 
 
 def model_of(here: Here, task: Task) -> tuple[nn.Module, Values]:

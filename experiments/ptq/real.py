@@ -12,8 +12,9 @@ stand beside whole ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,24 +22,14 @@ from torch import nn
 from ao_lab.config.base import SchemeConfig
 from ao_lab.quantization.api import quantize_
 from experiments.data.programs import problems
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
-from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import (
-    BASE,
-    FILE,
-    MODEL,
-    Bench,
-    RealModel,
-    check_whole,
-    linears,
-    not_tried,
-    sizes,
-)
+from experiments.harness.measuring import Deadline, Values, status
+from experiments.harness.rows import Journal, Row
+from experiments.models.causal_lm import BASE, Bench, RealModel, check_whole, linears, sizes
 from experiments.models.programs import Programs, programs_of
 from experiments.models.quantized_model import activation_scheme, setting_name
-from experiments.models.serving import EXAMPLES, generation, task_values, tasks_of
+from experiments.models.serving import generation
 from experiments.runs.benches import BASES, KINDS, AnyBench, any_bench_of
-from experiments.runs.real_models import facts, models_of
+from experiments.runs.real_models import Place, Tables, by_data, facts, harness_values, run_models
 from experiments.runs.run import Settings
 
 EXPERIMENT = "ptq"
@@ -83,46 +74,30 @@ def real_tasks(settings: Settings, base: str = BASE) -> list[RealTask]:
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
     """Measure all models that the settings name, into the journal; returns rows of what failed."""
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    for model in models_of(EXPERIMENT, settings):
-        failed += measure_model(settings, model, journal, deadline)
-    return failed
+    return run_models(EXPERIMENT, settings, journal, measure_model)
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
-    """Measure what the journal lacks of one model."""
-    kind, failed = KINDS[model.task] + model.name, list[Row]()
-    table = table_name(kind, settings.scale, MODEL)
-    tasks = real_tasks(settings, BASES[model.task])
-    todo = [task for task in tasks if not journal.finished(table, task.setting, task.method)]
-    if not todo:
-        return []
-    bench = any_bench_of(settings, model)
-    journal.add(put(settings, kind, MODEL, FILE, FILE, facts(bench)))
-    programs = programs_for(settings, bench)
-    with bar(f"{model.name}", len(todo)) as step:
-        for task in todo:
-            for data, values in measure(settings, bench, task, deadline, programs).items():
-                keep(journal, failed, put(settings, kind, data, task.setting, task.method, values))
-            free()
-            step(f"{task.method}, {task.setting}")
-    return failed
+    """Measure what the journal lacks of one model; returns rows of what failed."""
 
+    def load() -> tuple[Values, Callable[[RealTask], dict[str, Values]]]:
+        bench = any_bench_of(settings, model)
+        programs = programs_for(settings, bench)
+        return facts(bench), partial(measure, settings, bench, programs=programs)
 
-def put(settings: Settings, kind: str, data: str, setting: str, method: str, values: Values) -> list[Row]:
-    """Rows of a model."""
-    return settings.rows(EXPERIMENT, kind, data, setting, method, values)
+    tasks = {
+        Place(one.setting, one.method, settings.seed): one for one in real_tasks(settings, BASES[model.task])
+    }
+    tables = Tables(EXPERIMENT, settings, KINDS[model.task] + model.name, journal, deadline)
+    return tables.measure(model.name, tasks, load)
 
 
 def measure(
-    settings: Settings, bench: AnyBench, task: RealTask, deadline: Deadline, programs: Programs | None = None
+    settings: Settings, bench: AnyBench, task: RealTask, programs: Programs | None = None
 ) -> dict[str, Values]:
     """Values of one method by the data of their tables: each text, and the model."""
-    if reason := deadline.reason():
-        return {MODEL: status(reason)}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         started = time.perf_counter()
         model = bench.base if task.method == bench.baseline else quantized(bench, task)
         values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
@@ -132,8 +107,7 @@ def measure(
             wrote = {} if programs is None else programs.values(model)
             return {**values, **served(settings, bench, task, model), **wrote}
 
-    whole = not_tried(attempt(work))
-    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+    return by_data(work)
 
 
 def programs_for(settings: Settings, bench: AnyBench) -> Programs | None:
@@ -152,10 +126,7 @@ def served(settings: Settings, bench: AnyBench, task: RealTask, model: nn.Module
     if settings.scale == "full" or task.method in (BASE, *SPEED, *settings.only):
         prompt = bench.windows[0].ids[:1, : bench.windows[0].ids.shape[1] // 2]
         found |= generation(model, prompt, NEW_TOKENS[settings.scale])
-    if settings.asked.tasks:
-        harness = tasks_of(settings.asked.tasks, bench.model.folder)
-        found |= task_values(model, harness, EXAMPLES[settings.scale])
-    return found
+    return {**found, **harness_values(settings, bench.model, model)}
 
 
 def quantized(bench: AnyBench, task: RealTask) -> nn.Module:

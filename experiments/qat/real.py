@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,33 @@ from experiments.data.texts import (
     mean_and_error,
     prose_of,
 )
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
-from experiments.harness.rows import Journal, Row, table_name
+from experiments.harness.measuring import Deadline, Values, status
+from experiments.harness.rows import Journal, Row
 from experiments.models.causal_lm import (
     BASE,
     DTYPE,
-    FILE,
-    MODEL,
     REAL,
     Bench,
     RealModel,
     Uncached,
     encoding_of,
-    not_tried,
     sizes,
 )
 from experiments.models.fine_tuning import Tuning, fine_tune, trainable, training_dtype
 from experiments.models.quantized_model import WEIGHTS
-from experiments.models.serving import EXAMPLES, task_values, tasks_of
 from experiments.qat import arms
 from experiments.qat.arms import METHODS, PTQ_BASE, TRAINED, Method, methods_named
-from experiments.runs.real_models import asked_of, bench_of, facts, models_of
+from experiments.runs.real_models import (
+    BATCH,
+    Place,
+    Tables,
+    asked_of,
+    bench_of,
+    by_data,
+    facts,
+    harness_values,
+    run_models,
+)
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "qat"
@@ -84,8 +91,6 @@ PLANS = {
 }
 #: Parameters from which the peak rate is that of published fine-tunings of larger models, and that rate.
 LARGE, LARGE_RATE = 1_000_000_000, 2e-5
-#: Sequences of a batch of calibration.
-BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,11 @@ class Task:
     def name(self) -> str:
         """The method of its rows."""
         return self.arm if self.method is None else f"{self.method.name}: {self.arm}"
+
+    @property
+    def place(self) -> Place:
+        """Where its rows stand."""
+        return Place(self.setting, self.name, self.seed)
 
 
 @dataclass
@@ -138,7 +148,7 @@ class Here:
     def batches(self, seed: int) -> list[Tensor]:
         """The first of them, for calibration, on the device."""
         ids = self.sequences(seed)[: self.plan.calibrating]
-        return list(ids.to(self.settings.device).split(BATCH if self.settings.device == "cuda" else 1))
+        return list(ids.to(self.settings.device).split(BATCH[self.settings.device]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,49 +193,35 @@ def planned(plan: RealPlan) -> list[Task]:
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
     """Rows of all models that were asked for; rows in the journal are not measured again."""
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    for model in models_of(EXPERIMENT, settings):
-        failed += measure_model(settings, plan_of(settings), model, journal, deadline)
-    return all_rows(settings, journal, failed)
+
+    def measure_one(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
+        return measure_model(settings, plan_of(settings), model, journal, deadline)
+
+    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_one))
 
 
 def measure_model(
     settings: Settings, plan: RealPlan, model: RealModel, journal: Journal, deadline: Deadline
 ) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    table = table_name(REAL + model.name, settings.scale, MODEL)
-    drop_unpaired(settings, plan, model, journal)
-    todo = [one for one in planned(plan) if not journal.finished(table, one.setting, one.name, one.seed)]
-    if not todo:
-        forget_tuned(settings, plan, model, journal)
-        return []
-    here, failed, longest_task = Here.of(settings, plan, model), list[Row](), 0.0
-    journal.add(rows_of(here, Task(0, None, FILE), MODEL, {**facts(here.bench), **training_facts(here)}))
-    with bar(f"QAT, {model.name}", len(todo)) as step:
-        for task in todo:
-            started = time.perf_counter()
-            for data, values in measure(here, task, deadline, longest_task).items():
-                keep(journal, failed, rows_of(here, task, data, values))
-            free()
-            longest_task = max(longest_task, time.perf_counter() - started)
-            step(f"{task.name}, seed {task.seed}")
-    forget_tuned(settings, plan, model, journal)
+
+    def load() -> tuple[Values, Callable[[Task], dict[str, Values]]]:
+        here = Here.of(settings, plan, model)
+        return {**facts(here.bench), **training_facts(here)}, partial(measure, here)
+
+    tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
+    drop_unpaired(tables, plan, model)
+    tasks = {one.place: one for one in planned(plan)}
+    failed = tables.measure(f"QAT, {model.name}", tasks, load, lambda task: arms.missing(task.arm), even=True)
+    forget_tuned(tables, plan, model)
     return failed
 
 
-def forget_tuned(settings: Settings, plan: RealPlan, model: RealModel, journal: Journal) -> None:
+def forget_tuned(tables: Tables, plan: RealPlan, model: RealModel) -> None:
     """Delete the fine-tuned models of seeds of which nothing is left to measure."""
-    table = table_name(REAL + model.name, settings.scale, MODEL)
-    tasks = planned(plan)
-    open_ = {one.seed for one in tasks if not journal.finished(table, one.setting, one.name, one.seed)}
+    open_ = {place.seed for place in tables.left({one.place: one for one in planned(plan)})}
     for seed in set(range(plan.seeds)) - open_:
-        tuned_path(settings, plan, model, seed).unlink(missing_ok=True)
-
-
-def rows_of(here: Here, task: Task, data: str, values: Values) -> list[Row]:
-    """Rows of a task, with its seed."""
-    of_seed, setting = replace(here.settings, seed=task.seed), FILE if task.arm == FILE else task.setting
-    return of_seed.rows(EXPERIMENT, REAL + here.bench.model.name, data, setting, task.name, values)
+        tuned_path(tables.settings, plan, model, seed).unlink(missing_ok=True)
 
 
 def training_facts(here: Here) -> Values:
@@ -246,40 +242,29 @@ def tuned_path(settings: Settings, plan: RealPlan, model: RealModel, seed: int) 
     return settings.cache / "qat" / f"{model.name}-{key}-{seed}.pt"
 
 
-def drop_unpaired(settings: Settings, plan: RealPlan, model: RealModel, journal: Journal) -> None:
+def drop_unpaired(tables: Tables, plan: RealPlan, model: RealModel) -> None:
     """Drop rows of a seed that is not whole and whose fine-tuned model has left the cache."""
-    table = table_name(REAL + model.name, settings.scale, MODEL)
-    for seed in range(plan.seeds):
-        mine = [one for one in planned(plan) if one.seed == seed and one.arm not in (BASE, PTQ_BASE)]
-        left = [one for one in mine if not journal.finished(table, one.setting, one.name, seed)]
-        if left and not tuned_path(settings, plan, model, seed).is_file():
-            names = {one.name for one in planned(plan) if one.arm not in (BASE, PTQ_BASE)}
-            kind = f"{REAL}{model.name}/{settings.scale}/"
-            mine_rows = [row for row in journal.rows if row.table.startswith(kind) and row.seed == seed]
-            journal.drop([row for row in mine_rows if row.method in names])
+    paired = {one.place: one for one in planned(plan) if one.arm not in (BASE, PTQ_BASE)}
+    kind, names = f"{tables.kind}/{tables.settings.scale}/", {place.method for place in paired}
+    for seed in {place.seed for place in tables.left(paired)}:
+        if not tuned_path(tables.settings, plan, model, seed).is_file():
+            mine = [row for row in tables.journal.rows if row.table.startswith(kind) and row.seed == seed]
+            tables.journal.drop([row for row in mine if row.method in names])
 
 
-def measure(here: Here, task: Task, deadline: Deadline, needed: float) -> dict[str, Values]:
+def measure(here: Here, task: Task) -> dict[str, Values]:
     """Values of a task by the data of their tables: each text, and the model."""
-    if reason := arms.missing(task.arm) or deadline.reason(needed):
-        return {MODEL: status(reason)}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         model, values = model_of(here, task)
         model = model.eval().requires_grad_(False).to(DTYPE)
         for windows in here.bench.windows:
             found[windows.text.name] = {**losses(model, windows), **status("ok")}
         if task.arm != arms.BY_TORCHAO:
             values |= sizes(model)
-        asked = asked_of(here.settings)
-        if asked.tasks:
-            harness = tasks_of(asked.tasks, here.bench.model.folder)
-            values |= task_values(model, harness, EXAMPLES[here.settings.scale])
-        return values
+        return {**values, **harness_values(here.settings, here.bench.model, model)}
 
-    whole = not_tried(attempt(work))
-    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+    return by_data(work)
 
 
 def losses(model: nn.Module, windows: TextWindows) -> Values:

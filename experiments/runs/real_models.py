@@ -1,27 +1,51 @@
-"""Runs on real models, what experiments that measure them share: models, texts and windows, and the rows of a model's file.
+"""Runs on real models, what experiments that measure them share: models, texts and windows, and how a run is driven.
 
 Rows of a model are tables of their own, ``real NAME/scale/TEXT``; what is of no text is in ``real NAME/scale/model``.
+`run_models` goes through the models, `Tables.measure` through what the journal lacks of one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from ao_lab.cli.evaluate import longest
 from ao_lab.cli.terminal import say
-from experiments.data.texts import EvaluationText, evaluation_texts, prose_of
-from experiments.harness.measuring import Values, status
+from experiments.data.texts import (
+    EvaluationText,
+    calibration_documents,
+    drawn_sequences,
+    evaluation_texts,
+    prose_of,
+)
+from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
 from experiments.harness.registry import EXPERIMENTS
+from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.architectures import check_task
-from experiments.models.causal_lm import Bench, RealModel, linears, real_model
+from experiments.models.causal_lm import (
+    FILE,
+    MODEL,
+    Bench,
+    RealModel,
+    encoding_of,
+    linears,
+    not_tried,
+    real_model,
+)
+from experiments.models.serving import EXAMPLES, task_values, tasks_of
 from experiments.runs.run import RealModels, Settings
 
 #: Tokens of a window and windows of a text, by scale.
 LENGTH = {"quick": 512, "full": 2048}
 COUNT = {"quick": 4, "full": 32}
+#: Sequences of a batch that methods with data see, by device.
+BATCH = {"cpu": 1, "cuda": 8}
+Task = TypeVar("Task")
 
 
 def asked_of(settings: Settings) -> RealModels:
@@ -70,6 +94,19 @@ def bench_of(settings: Settings, model: RealModel) -> Bench:
     return Bench.of(model, texts_of(settings), length, count, settings.device)
 
 
+def batches_of(
+    settings: Settings, model: RealModel, length: int, count: int, seed: int, batch: int
+) -> list[Tensor]:
+    """Sequences that methods with data see: token ids (batch, length) on the device, of prose that no evaluation holds.
+
+    They are no longer than the model takes.
+    """
+    encode, beginning = encoding_of(model)
+    documents = calibration_documents(prose_of(settings.text, settings.cache))
+    ids = drawn_sequences(documents, encode, min(length, longest(model.folder)), count, seed, beginning)
+    return list(ids.to(settings.device).split(batch))
+
+
 class HasModel(Protocol):
     """A loaded model, of whichever task."""
 
@@ -91,3 +128,94 @@ def facts(bench: HasModel) -> Values:
     found["parameters"] = (sum(one.numel() for one in bench.base.parameters()), "")
     found["quantized layers"] = (len(linears(bench.base)), "")
     return {**found, **status("ok")}
+
+
+def harness_values(settings: Settings, record: RealModel, model: nn.Module) -> Values:
+    """Numbers of the tasks of lm-evaluation-harness that were asked for. record: of the folder whose tokenizer reads them."""
+    asked = asked_of(settings)
+    if not asked.tasks:
+        return {}
+    return task_values(model, tasks_of(asked.tasks, record.folder), EXAMPLES[settings.scale])
+
+
+# How a run is driven.
+
+
+class Place(NamedTuple):
+    """Where the rows of a measurement stand in the tables of a model."""
+
+    setting: str
+    method: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of one model, of this kind, in a journal; nothing is measured after the deadline."""
+
+    experiment: str
+    settings: Settings
+    kind: str
+    journal: Journal
+    deadline: Deadline
+
+    def rows(self, data: str, place: Place, values: Values) -> list[Row]:
+        """Rows of a measurement."""
+        of_seed = replace(self.settings, seed=place.seed)
+        return of_seed.rows(self.experiment, self.kind, data, place.setting, place.method, values)
+
+    def left(self, tasks: Mapping[Place, Task]) -> dict[Place, Task]:
+        """What the journal lacks."""
+        table = table_name(self.kind, self.settings.scale, MODEL)
+        return {place: task for place, task in tasks.items() if not self.journal.finished(table, *place)}
+
+    def measure(
+        self,
+        title: str,
+        tasks: Mapping[Place, Task],
+        load: Callable[[], tuple[Values, Callable[[Task], dict[str, Values]]]],
+        missing: Callable[[Task], str | None] = lambda task: None,
+        *,
+        even: bool = False,
+    ) -> list[Row]:
+        """Measure what the journal lacks; returns rows of what failed.
+
+        load: values of the model's file, and what measures a task, by the data of its tables; not called where nothing is left.
+        missing: the status of a task that cannot be measured here. even: tasks take about as long each, so that none starts
+        that would end after the deadline by the longest so far.
+        """
+        todo, failed, most = self.left(tasks), list[Row](), 0.0
+        if not todo:
+            return failed
+        file, measure = load()
+        self.journal.add(self.rows(MODEL, Place(FILE, FILE, self.settings.seed), file))
+        with bar(title, len(todo)) as step:
+            for place, task in todo.items():
+                started = time.perf_counter()
+                reason = missing(task) or self.deadline.reason(most if even else 0.0)
+                found = {MODEL: status(reason)} if reason else measure(task)
+                for data, values in found.items():
+                    keep(self.journal, failed, self.rows(data, place, values))
+                free()
+                most = max(most, time.perf_counter() - started)
+                step(f"{place.method}, {place.setting}, seed {place.seed}")
+        return failed
+
+
+def by_data(work: Callable[[dict[str, Values]], Values]) -> dict[str, Values]:
+    """What `work` returns of a model and puts of each text into its argument; of a failure only the status."""
+    found: dict[str, Values] = {}
+    whole = not_tried(attempt(lambda: work(found)))
+    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+
+
+#: Measures what a journal lacks of a model until a deadline; returns rows of what failed.
+Measure = Callable[[Settings, RealModel, Journal, Deadline], list[Row]]
+
+
+def run_models(experiment: str, settings: Settings, journal: Journal, measure: Measure) -> list[Row]:
+    """Measure all models that the settings name, into the journal; returns rows of what failed."""
+    deadline, failed = Deadline(settings.seconds), list[Row]()
+    for model in models_of(experiment, settings):
+        failed += measure(settings, model, journal, deadline)
+    return failed

@@ -8,7 +8,8 @@ the same int4 weights without zeros. Scores that read data see sequences of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +18,23 @@ from ao_lab.config.base import SchemeConfig
 from ao_lab.quantization.api import quantize_
 from ao_lab.sparsity.api import sparsify_
 from ao_lab.sparsity.config import SparsityConfig
-from experiments.data.texts import calibration_documents, drawn_sequences, prose_of
-from experiments.harness.measuring import Deadline, Values, attempt, bar, free, keep, status
+from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
-from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import (
-    BASE,
-    FILE,
-    MODEL,
-    REAL,
-    Bench,
-    RealModel,
-    check_whole,
-    encoding_of,
-    linears,
-    not_tried,
-    quality,
-)
+from experiments.harness.rows import Journal, Row
+from experiments.models.causal_lm import BASE, REAL, Bench, RealModel, check_whole, linears
 from experiments.models.quantized_model import WEIGHTS
-from experiments.models.serving import EXAMPLES, task_values, tasks_of
-from experiments.runs.real_models import asked_of, bench_of, facts, models_of
+from experiments.runs.real_models import (
+    BATCH,
+    Place,
+    Tables,
+    asked_of,
+    batches_of,
+    bench_of,
+    by_data,
+    facts,
+    harness_values,
+    run_models,
+)
 from experiments.runs.run import Settings, all_rows
 
 EXPERIMENT = "sparsity"
@@ -45,9 +43,8 @@ SCORES = ("magnitude", "wanda", "ria", "sparsegpt")
 INT4, WITH_INT4 = "int4_g64", " + int4"
 DENSE_INT4 = f"dense{WITH_INT4}"
 ARMS = (DENSE_INT4, *(f"2:4, {score}{end}" for score in SCORES for end in ("", WITH_INT4)))
-#: Sequences that scores see, tokens of each, and sequences of a batch, by scale.
+#: Sequences that scores see, and tokens of each, by scale.
 SEQUENCES, TOKENS = {"quick": 8, "full": 128}, {"quick": 512, "full": 1024}
-BATCH = {"cpu": 1, "cuda": 8}
 
 
 def planned(settings: Settings) -> list[str]:
@@ -62,66 +59,40 @@ def check_arms(names: Sequence[str]) -> None:
 
 def run_real(settings: Settings, journal: Journal) -> list[Row]:
     """Rows of all models that were asked for; rows in the journal are not measured again."""
-    deadline, failed = Deadline(settings.seconds), list[Row]()
-    for model in models_of(EXPERIMENT, settings):
-        failed += measure_model(settings, model, journal, deadline)
-    return all_rows(settings, journal, failed)
+    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
 
 
 def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
     """Measure what the journal lacks of one model; returns rows of what failed."""
-    kind, failed = REAL + model.name, list[Row]()
-    table = table_name(kind, settings.scale, MODEL)
-    todo = [arm for arm in planned(settings) if not journal.finished(table, WEIGHTS, arm)]
-    if not todo:
-        return []
-    bench, batches = bench_of(settings, model), batches_of(settings, model)
-    journal.add(settings.rows(EXPERIMENT, kind, MODEL, FILE, FILE, facts(bench)))
-    with bar(f"2:4, {model.name}", len(todo)) as step:
-        for arm in todo:
-            for data, values in measure(settings, bench, batches, arm, deadline).items():
-                keep(journal, failed, settings.rows(EXPERIMENT, kind, data, WEIGHTS, arm, values))
-            free()
-            step(arm)
-    return failed
+
+    def load() -> tuple[Values, Callable[[str], dict[str, Values]]]:
+        bench, length = bench_of(settings, model), TOKENS[settings.scale]
+        length = min(length, asked_of(settings).length or length)
+        count, batch = SEQUENCES[settings.scale], BATCH[settings.device]
+        batches = batches_of(settings, model, length, count, settings.seed, batch)
+        return facts(bench), partial(measure, settings, bench, batches)
+
+    tasks = {Place(WEIGHTS, arm, settings.seed): arm for arm in planned(settings)}
+    tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
+    return tables.measure(f"2:4, {model.name}", tasks, load)
 
 
-def batches_of(settings: Settings, model: RealModel) -> list[Tensor]:
-    """What scores see: token ids, batch by batch, on the device."""
-    encode, beginning = encoding_of(model)
-    documents = calibration_documents(prose_of(settings.text, settings.cache))
-    count, length = SEQUENCES[settings.scale], TOKENS[settings.scale]
-    length = min(length, asked_of(settings).length or length)
-    ids = drawn_sequences(documents, encode, length, count, settings.seed, beginning)
-    return list(ids.to(settings.device).split(BATCH[settings.device]))
-
-
-def measure(
-    settings: Settings, bench: Bench, batches: list[Tensor], arm: str, deadline: Deadline
-) -> dict[str, Values]:
+def measure(settings: Settings, bench: Bench, batches: list[Tensor], arm: str) -> dict[str, Values]:
     """Values of an arm by the data of their tables: each text, and the model."""
-    if reason := deadline.reason():
-        return {MODEL: status(reason)}
-    found: dict[str, Values] = {}
 
-    def work() -> Values:
+    def work(found: dict[str, Values]) -> Values:
         started = time.perf_counter()
-        model = bench.base if arm == BASE else made(bench, batches, arm)
+        model = bench.base if arm == BASE else pruned(bench, batches, arm)
         values: Values = {"time to prune": (time.perf_counter() - started, "s")}
         with torch.no_grad():
-            for windows in bench.windows:
-                found[windows.text.name] = {**quality(bench, windows, model), **status("ok")}
-        asked = asked_of(settings)
-        if asked.tasks:
-            harness = tasks_of(asked.tasks, bench.model.folder)
-            values |= task_values(model, harness, EXAMPLES[settings.scale])
-        return values
+            for name, result in bench.results(model).items():
+                found[name] = {**result, **status("ok")}
+        return {**values, **harness_values(settings, bench.model, model)}
 
-    whole = not_tried(attempt(work))
-    return {**found, MODEL: whole} if "status: ok" in whole else {MODEL: whole}
+    return by_data(work)
 
 
-def made(bench: Bench, batches: list[Tensor], arm: str) -> nn.Module:
+def pruned(bench: Bench, batches: list[Tensor], arm: str) -> nn.Module:
     """A pruned copy, quantized where the arm says so; Undivided where a layer stays dense."""
     model = bench.copy()
     names = set(linears(model))

@@ -65,7 +65,6 @@ def test_sequences_are_whole_texts_of_books(place, tmp_path, monkeypatch):
     )
     (batch,) = run.batches
     assert batch.shape == (3, encoders.LENGTH)
-    assert run.kind == "encoder tiny-mpnet"
 
 
 def test_the_share_is_of_rounding_distance():

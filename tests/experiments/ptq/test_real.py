@@ -176,9 +176,9 @@ def test_published_values_stand_beside_the_folder_that_is_that_model(tmp_path, m
     shape = replace(causal_lm.SHAPES[0], width=config["hidden_size"], layers=config["num_hidden_layers"],
                     tokens=config["vocab_size"], scaled=False)  # fmt: skip
     monkeypatch.setattr(causal_lm, "SHAPES", (shape,))
-    monkeypatch.setattr("experiments.ptq.real.tasks_of", lambda *_: None)
+    monkeypatch.setattr("experiments.runs.real_models.tasks_of", lambda *_: None)
     told = {"wikitext: word_perplexity": (9.5, ""), "tasks: examples of each (0: all)": (0.0, "")}
-    monkeypatch.setattr("experiments.ptq.real.task_values", lambda *_: told)
+    monkeypatch.setattr("experiments.runs.real_models.task_values", lambda *_: told)
     monkeypatch.delenv(texts.VARIABLE, raising=False)
     asked = RealModels(models=(str(saved),), tasks=("wikitext",), windows=2, length=32)
     here = settings_for("quick", "cpu", tmp_path)

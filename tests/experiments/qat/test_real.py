@@ -32,6 +32,7 @@ from experiments.qat.arms import (
 )
 from experiments.qat.real import PLANS, TUNED, RealPlan, measure_model
 from experiments.qat.real_page import real_findings, real_sections
+from experiments.runs.real_models import Tables
 from experiments.runs.run import RealModels, settings_for
 from tests.support.models.small_lms import KINDS, save_lm
 
@@ -48,6 +49,10 @@ def folder(tmp_path_factory):
 def settings_of(folder, cache, *only, **asked):
     made = RealModels(models=(str(folder),), windows=2, length=24, **asked)
     return replace(settings_for("quick", "cpu", cache), models=made.models, asked=made, only=only)
+
+
+def tables_of(settings, journal):
+    return Tables("qat", settings, "real tiny", journal, real.Deadline(None))
 
 
 def plan_of(*only, seeds=2):
@@ -116,7 +121,7 @@ def test_a_seed_without_its_fine_tuned_model_is_measured_anew(measured, folder, 
     journal.add(left)
     plan, model = plan_of("int4_g32"), of_folder(folder)
     settings = settings_of(folder, tmp_path)
-    real.drop_unpaired(settings, plan, model, journal)
+    real.drop_unpaired(tables_of(settings, journal), plan, model)
     kept = {(row.method, row.seed) for row in journal.rows}
     assert (f"int4_g32: {QAT}", 0) in kept
     assert {seed for _, seed in kept} == {0}
@@ -125,7 +130,7 @@ def test_a_seed_without_its_fine_tuned_model_is_measured_anew(measured, folder, 
     path.touch()
     journal = Journal()
     journal.add(left)
-    real.drop_unpaired(settings, plan, model, journal)
+    real.drop_unpaired(tables_of(settings, journal), plan, model)
     assert len(journal.rows) == len(left)
 
 

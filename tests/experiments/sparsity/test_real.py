@@ -53,7 +53,7 @@ def test_every_arm_is_measured_and_the_base_is_at_no_distance(rows):
 
 def test_all_layers_but_a_tied_head_are_pruned(folder):
     bench = Bench.of(of_folder(folder), (), 32, 2, "cpu")
-    model = real.made(bench, [], "2:4, magnitude")
+    model = real.pruned(bench, [], "2:4, magnitude")
     for name, layer in linears(model).items():
         groups = (layer.weight != 0).reshape(-1, 4).sum(1)
         assert int(groups.max()) == 2, name
