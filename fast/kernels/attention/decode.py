@@ -12,31 +12,33 @@ there are divided among the parts, so that a CUDA graph replays and all multipro
 
 Codes are read as words of 16 bits, two or four channels of a token: that is what the tensor core's operands are moved and
 transposed by (`ldmatrix`). A score is a sum over channels, so channels of one place in a word are a product of their own, by
-every second or fourth channel of the queries; of values they are every second or fourth channel of the result.
+every second or fourth channel of the queries; of values they are every second or fourth channel of the result. Channels with
+a scale of their own are too. So queries and sums are tuples, by scale and by place, and one kernel serves all caches; a
+16-bit value is a word with one place.
 
 Milakov and Gimelshein, arXiv 1805.02867 (softmax of parts); Flash-Decoding (parts of the context).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fast.kernels.bits import INFINITY, bits_of, float_of
 from fast.kernels.quantize.geometry import power_above
 from fast.launch.launcher import interpreted
 from fast.stored_tokens import StoredTokens
+from reference.schemes.schemes import record_of
 
 LOG2E = 1.4426950408889634
 #: Rows of the tensor core's product.
 ROWS = 16
 #: Most rows of queries that a program takes: beyond, prefill's attention is the better one.
 MOST_ROWS = 64
-#: Programs that keep all multiprocessors of an H200 busy: four of each for 16-bit values, two for codes.
-PROGRAMS, FEW_PROGRAMS = {"value": 528}, 264
 #: The fewest tokens worth a program.
 FEWEST = 128
 #: Elements of codes by their format: how a kernel decodes them.
@@ -83,34 +85,26 @@ fma.rn.f16x2 $3, d, over, high;
 
 
 @triton.jit
-def pairs(words, KIND: tl.constexpr, HAS_PTX: tl.constexpr):
-    """float16 of the low and of the high bytes of 16-bit words; exact."""
-    if KIND == "fp8" and HAS_PTX:
-        return tl.inline_asm_elementwise(FP8_PAIRS, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
-    elif KIND == "int8" and HAS_PTX:
-        return tl.inline_asm_elementwise(INT8_PAIRS, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
-    else:
-        low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
-        if KIND == "fp8":
-            low = low.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            high = high.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def decoded(words, KIND: tl.constexpr, HAS_PTX: tl.constexpr):
+    """float16 of the channels of 16-bit words, exact, the lowest first; of values themselves."""
+    if KIND == "value":
+        return (words,)
+    elif KIND == "int4":
+        if HAS_PTX:
+            return tl.inline_asm_elementwise(INT4_FOURS, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, True, 2)
         else:
-            low, high = (
-                low.to(tl.int8, bitcast=True).to(tl.float16),
-                high.to(tl.int8, bitcast=True).to(tl.float16),
-            )
-        return low, high
+            return _nibble(words), _nibble(words >> 4), _nibble(words >> 8), _nibble(words >> 12)
+    elif HAS_PTX:
+        ASM: tl.constexpr = FP8_PAIRS if KIND == "fp8" else INT8_PAIRS
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+    else:
+        return _byte(words, KIND), _byte(words >> 8, KIND)
 
 
 @triton.jit
-def fours(words, HAS_PTX: tl.constexpr):
-    """float16 of the four nibbles of 16-bit words, two's complement, the lowest first; exact."""
-    if HAS_PTX:
-        return tl.inline_asm_elementwise(
-            INT4_FOURS, "=r,=r,=r,=r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
-        )
-    else:
-        return _nibble(words), _nibble(words >> 4), _nibble(words >> 8), _nibble(words >> 12)
+def _byte(words, KIND: tl.constexpr):
+    ELEMENT: tl.constexpr = tl.float8e4nv if KIND == "fp8" else tl.int8
+    return (words & 0xFF).to(tl.uint8).to(ELEMENT, bitcast=True).to(tl.float16)
 
 
 @triton.jit
@@ -121,13 +115,13 @@ def _nibble(words):
 @triton.jit
 def _power_below(x):
     """The power of two at or below positive numbers, 0 for 0."""
-    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return float_of(bits_of(x) & INFINITY)
 
 
 @triton.jit
 def _one_over_power(power):
     """1 / power of a power of two; of 0 2**127."""
-    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return float_of(0x7F000000 - bits_of(power))
 
 
 @triton.jit
@@ -159,8 +153,7 @@ def _visible(scores, at, row, end, length, mask, mask_token, GROUPS: tl.constexp
         seen = seen & (at[None, :] < (length - TOKENS + 1 + row // GROUPS)[:, None])
     if HAS_MASK:
         if TOKENS == 1:
-            kept = tl.load(mask + at, mask=at < end, other=0)
-            seen = seen & (kept != 0)[None, :]
+            seen = seen & (tl.load(mask + at, mask=at < end, other=0) != 0)[None, :]
         else:
             token = tl.minimum(row // GROUPS, TOKENS - 1)
             where = mask + token[:, None].to(tl.int64) * mask_token + at[None, :]
@@ -169,51 +162,26 @@ def _visible(scores, at, row, end, length, mask, mask_token, GROUPS: tl.constexp
 
 
 @triton.jit
-def value_kernel(
-    q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
-):  # fmt: skip
-    """A part of one key head's tokens, 16-bit values. factor: of scores, times log2 e."""
-    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(length).to(tl.int32)
-    first, end = _part_of(count, split, SPLITS, BLOCK)
-    row, d, n = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
-    KV_HEADS: tl.constexpr = HEADS // GROUPS
-    pair = (batch * KV_HEADS + kv_head).to(tl.int64)
-    k += pair * room * WIDTH
-    v += pair * room * WIDTH
-    if HAS_MASK:
-        mask += batch.to(tl.int64) * mask_batch
-    valid = row < GROUPS * TOKENS
-    head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
-    place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
-    queries = tl.load(q + place[:, None] + d[None, :], mask=valid[:, None], other=0.0)
-    if not HAS_PTX:
-        # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
-        queries = queries.to(tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        at = start + n
-        inside = tl.minimum(at, room - 1)
-        keys = tl.load(k + inside[:, None] * WIDTH + d[None, :]).to(queries.dtype)
-        scores = tl.dot(queries, keys.T) * factor
-        scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
-        weights, top, total, shrink = _weights(scores, top, total)
-        values = tl.load(v + inside[:, None] * WIDTH + d[None, :])
-        weights = weights.to(values.dtype)
-        sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums * shrink[:, None])
-    if SPLITS == 1:
-        sums = sums / tl.where(total == 0, 1.0, total)[:, None]
-        out = (batch.to(tl.int64) * TOKENS + token) * HEADS + head
-        tl.store(y + out[:, None] * WIDTH + d[None, :], sums.to(y.dtype.element_ty), mask=valid[:, None])
-    else:
-        _store_part(
-            parts, stats, pair, split, row, valid, d, top, total, sums, GROUPS * TOKENS, WIDTH, SPLITS
-        )
+def _queries(source, valid, PLACES: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr):
+    """Queries by block and place in a word, in order."""
+    queries = ()
+    for i in tl.static_range(PLACES * GROUPS):
+        at = i // PLACES * PLACES * WORDS + i % PLACES
+        queries += (tl.load(source + at, mask=valid[:, None], other=0.0),)
+    return queries
+
+
+@triton.jit
+def _divided(queries):
+    """float16 of queries over a power of two each, and that power."""
+    most = tl.abs(queries[0].to(tl.float32))
+    for i in tl.static_range(1, len(queries)):
+        most = tl.maximum(most, tl.abs(queries[i].to(tl.float32)))
+    power = _power_below(tl.max(most, 1))
+    less, halves = _one_over_power(power)[:, None], ()
+    for i in tl.static_range(len(queries)):
+        halves += ((queries[i].to(tl.float32) * less).to(tl.float16),)
+    return halves, power
 
 
 @triton.jit
@@ -227,16 +195,101 @@ def _scaled(weights, scale):
 
 
 @triton.jit
-def _queries(source, valid):
-    """Channels of queries in float32."""
-    return tl.load(source, mask=valid[:, None], other=0.0).to(tl.float32)
+def _scores(queries, factors, keys, scales, PLACES: tl.constexpr, SCALES: tl.constexpr, PART: tl.constexpr,
+            KIND: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
+    """Of a tile's tokens; keys, scales: where they lie."""
+    for b in tl.static_range(SCALES):
+        halves = decoded(tl.load(keys + b * PART), KIND, HAS_PTX)
+        part = tl.dot(queries[b * PLACES], halves[0].to(queries[0].dtype).T)
+        for i in tl.static_range(1, PLACES):
+            part = tl.dot(queries[b * PLACES + i], halves[i].T, part)
+        part = part * factors
+        if KIND != "value":
+            part = part * tl.load(scales + b)[None, :]
+        if b == 0:
+            scores = part
+        else:
+            scores += part
+    return scores
+
+
+@triton.jit
+def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr,
+           PART: tl.constexpr, KIND: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
+    """Sums, shrunk, and the weighted values of a tile; values, scales: where they lie. DTYPE: of 16-bit values' products."""
+    more = ()
+    for b in tl.static_range(SCALES):
+        halves = decoded(tl.load(values + b * PART), KIND, HAS_PTX)
+        if KIND == "value":
+            w = weights.to(halves[0].dtype).to(DTYPE)
+            more += (tl.dot(w, halves[0].to(DTYPE), sums[0] * shrink[:, None]),)
+        else:
+            w, largest = _scaled(weights, tl.load(scales + b))
+            for i in tl.static_range(PLACES):
+                more += (sums[b * PLACES + i] * shrink[:, None] + tl.dot(w, halves[i]) * largest,)
+    return more
+
+
+@triton.jit
+def attend_kernel(
+    q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    PLACES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
+):  # fmt: skip
+    """A part of one key head's tokens. factor: of scores, times log2 e; PLACES: channels of a word; SCALES: of a token."""
+    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(length).to(tl.int32)
+    first, end = _part_of(count, split, SPLITS, BLOCK)
+    WORDS: tl.constexpr = WIDTH // PLACES
+    PART: tl.constexpr = WORDS // SCALES
+    row, d, n = tl.arange(0, ROWS), tl.arange(0, PART), tl.arange(0, BLOCK)
+    KV_HEADS: tl.constexpr = HEADS // GROUPS
+    pair = (batch * KV_HEADS + kv_head).to(tl.int64)
+    k += pair * room * WORDS
+    v += pair * room * WORDS
+    k_scale += pair * room * SCALES
+    v_scale += pair * room * SCALES
+    if HAS_MASK:
+        mask += batch.to(tl.int64) * mask_batch
+    valid = row < GROUPS * TOKENS
+    head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
+    place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
+    queries = _queries(q + place[:, None] + PLACES * d[None, :], valid, PLACES, SCALES, PART)
+    factors = factor
+    if KIND != "value":
+        queries, power = _divided(queries)
+        factors = (power * factor)[:, None]
+    elif not HAS_PTX:
+        # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
+        queries = (queries[0].to(tl.float32),)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = ()
+    for _ in tl.static_range(PLACES * SCALES):
+        sums += (tl.zeros((ROWS, PART), tl.float32),)
+    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
+        at = start + n
+        inside = tl.minimum(at, room - 1)
+        line = inside[:, None] * WORDS + d[None, :]
+        scores = _scores(
+            queries, factors, k + line, k_scale + inside * SCALES, PLACES, SCALES, PART, KIND, HAS_PTX
+        )
+        scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
+        weights, top, total, shrink = _weights(scores, top, total)
+        sums = _added(sums, weights, shrink, v + line, v_scale + inside * SCALES, queries[0].dtype, PLACES, SCALES, PART, KIND,
+                      HAS_PTX)  # fmt: skip
+    for i in tl.static_range(PLACES * SCALES):
+        channel = (i // PLACES * PART + d) * PLACES + i % PLACES
+        _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel, top, total, sums[i], HEADS, TOKENS,
+               GROUPS * TOKENS, WIDTH, SPLITS)  # fmt: skip
 
 
 @triton.jit
 def _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel, top, total, sums,
            HEADS: tl.constexpr, TOKENS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
            SPLITS: tl.constexpr):  # fmt: skip
-    """Some channels of the result, or of a part."""
+    """Some channels of the result, or of a part: sums (pairs, rows, splits, WIDTH), largest scores, sums of weights."""
     if SPLITS == 1:
         out = (batch.to(tl.int64) * TOKENS + token) * HEADS + head
         sums = sums / tl.where(total == 0, 1.0, total)[:, None]
@@ -244,172 +297,10 @@ def _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel
             y + out[:, None] * WIDTH + channel[None, :], sums.to(y.dtype.element_ty), mask=valid[:, None]
         )
     else:
-        _store_part(parts, stats, pair, split, row, valid, channel, top, total, sums, COUNT, WIDTH, SPLITS)
-
-
-@triton.jit
-def byte_kernel(
-    q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
-):  # fmt: skip
-    """The same of codes of 8 bits with one scale a token, two channels in a word."""
-    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(length).to(tl.int32)
-    first, end = _part_of(count, split, SPLITS, BLOCK)
-    WORDS: tl.constexpr = WIDTH // 2
-    COUNT: tl.constexpr = GROUPS * TOKENS
-    row, d, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, BLOCK)
-    KV_HEADS: tl.constexpr = HEADS // GROUPS
-    pair = (batch * KV_HEADS + kv_head).to(tl.int64)
-    k += pair * room * WORDS
-    v += pair * room * WORDS
-    k_scale += pair * room
-    v_scale += pair * room
-    if HAS_MASK:
-        mask += batch.to(tl.int64) * mask_batch
-    valid = row < GROUPS * TOKENS
-    head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
-    place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
-    source = q + place[:, None] + 2 * d[None, :]
-    q0, q1 = _queries(source, valid), _queries(source + 1, valid)
-    power = _power_below(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)))
-    less = _one_over_power(power)[:, None]
-    factors = power * factor
-    q0, q1 = (q0 * less).to(tl.float16), (q1 * less).to(tl.float16)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums0 = tl.zeros((ROWS, WORDS), tl.float32)
-    sums1 = tl.zeros((ROWS, WORDS), tl.float32)
-    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        at = start + n
-        inside = tl.minimum(at, room - 1)
-        line = inside[:, None] * WORDS + d[None, :]
-        k0, k1 = pairs(tl.load(k + line), KIND, HAS_PTX)
-        scores = tl.dot(q1, k1.T, tl.dot(q0, k0.T))
-        scores = scores * factors[:, None] * tl.load(k_scale + inside)[None, :]
-        scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
-        weights, top, total, shrink = _weights(scores, top, total)
-        w, largest = _scaled(weights, tl.load(v_scale + inside))
-        v0, v1 = pairs(tl.load(v + line), KIND, HAS_PTX)
-        sums0 = sums0 * shrink[:, None] + tl.dot(w, v0) * largest
-        sums1 = sums1 * shrink[:, None] + tl.dot(w, v1) * largest
-    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 2 * d, top, total, sums0, HEADS, TOKENS, COUNT,
-           WIDTH, SPLITS)  # fmt: skip
-    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 2 * d + 1, top, total, sums1, HEADS, TOKENS, COUNT,
-           WIDTH, SPLITS)  # fmt: skip
-
-
-@triton.jit
-def _store_part(parts, stats, pair, split, row, valid, d, top, total, sums, COUNT: tl.constexpr, WIDTH: tl.constexpr,
-                SPLITS: tl.constexpr):  # fmt: skip
-    """Sums (pairs, rows, splits, WIDTH), and of each the largest score and the sum of weights."""
-    place = (pair * COUNT + row) * SPLITS + split
-    tl.store(parts + place[:, None] * WIDTH + d[None, :], sums, mask=valid[:, None])
-    tl.store(stats + place * 2, top, mask=valid)
-    tl.store(stats + place * 2 + 1, total, mask=valid)
-
-
-@triton.jit
-def nibble_kernel(
-    q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    K_GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
-):  # fmt: skip
-    """The same of codes of 4 bits, four channels in a word, with K_GROUPS (1 or 2) scales along head_dim."""
-    split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(length).to(tl.int32)
-    first, end = _part_of(count, split, SPLITS, BLOCK)
-    WORDS: tl.constexpr = WIDTH // 4 // K_GROUPS
-    ALL: tl.constexpr = WIDTH // 4
-    COUNT: tl.constexpr = GROUPS * TOKENS
-    row, d, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, BLOCK)
-    KV_HEADS: tl.constexpr = HEADS // GROUPS
-    pair = (batch * KV_HEADS + kv_head).to(tl.int64)
-    k += pair * room * ALL
-    v += pair * room * ALL
-    k_scale += pair * room * K_GROUPS
-    v_scale += pair * room * K_GROUPS
-    if HAS_MASK:
-        mask += batch.to(tl.int64) * mask_batch
-    valid = row < GROUPS * TOKENS
-    head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
-    place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
-    source = q + place[:, None] + 4 * d[None, :]
-    a0, a1 = _queries(source, valid), _queries(source + 1, valid)
-    a2, a3 = _queries(source + 2, valid), _queries(source + 3, valid)
-    most = tl.max(tl.maximum(tl.maximum(tl.abs(a0), tl.abs(a1)), tl.maximum(tl.abs(a2), tl.abs(a3))), 1)
-    if K_GROUPS == 2:
-        source += 4 * WORDS
-        b0, b1 = _queries(source, valid), _queries(source + 1, valid)
-        b2, b3 = _queries(source + 2, valid), _queries(source + 3, valid)
-        other = tl.maximum(tl.maximum(tl.abs(b0), tl.abs(b1)), tl.maximum(tl.abs(b2), tl.abs(b3)))
-        most = tl.maximum(most, tl.max(other, 1))
-    power = _power_below(most)
-    less = _one_over_power(power)[:, None]
-    factors = power * factor
-    a0, a1 = (a0 * less).to(tl.float16), (a1 * less).to(tl.float16)
-    a2, a3 = (a2 * less).to(tl.float16), (a3 * less).to(tl.float16)
-    sa0 = tl.zeros((ROWS, WORDS), tl.float32)
-    sa1 = tl.zeros((ROWS, WORDS), tl.float32)
-    sa2 = tl.zeros((ROWS, WORDS), tl.float32)
-    sa3 = tl.zeros((ROWS, WORDS), tl.float32)
-    if K_GROUPS == 2:
-        b0, b1 = (b0 * less).to(tl.float16), (b1 * less).to(tl.float16)
-        b2, b3 = (b2 * less).to(tl.float16), (b3 * less).to(tl.float16)
-        sb0 = tl.zeros((ROWS, WORDS), tl.float32)
-        sb1 = tl.zeros((ROWS, WORDS), tl.float32)
-        sb2 = tl.zeros((ROWS, WORDS), tl.float32)
-        sb3 = tl.zeros((ROWS, WORDS), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        at = start + n
-        inside = tl.minimum(at, room - 1)
-        line = inside[:, None] * ALL + d[None, :]
-        c0, c1, c2, c3 = fours(tl.load(k + line), HAS_PTX)
-        scores = tl.dot(a3, c3.T, tl.dot(a2, c2.T, tl.dot(a1, c1.T, tl.dot(a0, c0.T))))
-        scores = scores * tl.load(k_scale + inside * K_GROUPS)[None, :]
-        if K_GROUPS == 2:
-            c0, c1, c2, c3 = fours(tl.load(k + line + WORDS), HAS_PTX)
-            more = tl.dot(b3, c3.T, tl.dot(b2, c2.T, tl.dot(b1, c1.T, tl.dot(b0, c0.T))))
-            scores += more * tl.load(k_scale + inside * 2 + 1)[None, :]
-        scores = scores * factors[:, None]
-        scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
-        weights, top, total, shrink = _weights(scores, top, total)
-        w, largest = _scaled(weights, tl.load(v_scale + inside * K_GROUPS))
-        c0, c1, c2, c3 = fours(tl.load(v + line), HAS_PTX)
-        sa0 = sa0 * shrink[:, None] + tl.dot(w, c0) * largest
-        sa1 = sa1 * shrink[:, None] + tl.dot(w, c1) * largest
-        sa2 = sa2 * shrink[:, None] + tl.dot(w, c2) * largest
-        sa3 = sa3 * shrink[:, None] + tl.dot(w, c3) * largest
-        if K_GROUPS == 2:
-            w, largest = _scaled(weights, tl.load(v_scale + inside * 2 + 1))
-            c0, c1, c2, c3 = fours(tl.load(v + line + WORDS), HAS_PTX)
-            sb0 = sb0 * shrink[:, None] + tl.dot(w, c0) * largest
-            sb1 = sb1 * shrink[:, None] + tl.dot(w, c1) * largest
-            sb2 = sb2 * shrink[:, None] + tl.dot(w, c2) * largest
-            sb3 = sb3 * shrink[:, None] + tl.dot(w, c3) * largest
-    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 0, top, total, sa0, HEADS, TOKENS, COUNT,
-           WIDTH, SPLITS)  # fmt: skip
-    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 1, top, total, sa1, HEADS, TOKENS, COUNT,
-           WIDTH, SPLITS)  # fmt: skip
-    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 2, top, total, sa2, HEADS, TOKENS, COUNT,
-           WIDTH, SPLITS)  # fmt: skip
-    _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 3, top, total, sa3, HEADS, TOKENS, COUNT,
-           WIDTH, SPLITS)  # fmt: skip
-    if K_GROUPS == 2:
-        d += WORDS
-        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 0, top, total, sb0, HEADS, TOKENS,
-               COUNT, WIDTH, SPLITS)  # fmt: skip
-        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 1, top, total, sb1, HEADS, TOKENS,
-               COUNT, WIDTH, SPLITS)  # fmt: skip
-        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 2, top, total, sb2, HEADS, TOKENS,
-               COUNT, WIDTH, SPLITS)  # fmt: skip
-        _store(y, parts, stats, pair, split, batch, token, head, row, valid, 4 * d + 3, top, total, sb3, HEADS, TOKENS,
-               COUNT, WIDTH, SPLITS)  # fmt: skip
+        place = (pair * COUNT + row) * SPLITS + split
+        tl.store(parts + place[:, None] * WIDTH + channel[None, :], sums, mask=valid[:, None])
+        tl.store(stats + place * 2, top, mask=valid)
+        tl.store(stats + place * 2 + 1, total, mask=valid)
 
 
 @triton.jit
@@ -448,7 +339,7 @@ def combine_kernel(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is launched for a cache: splits, tokens of a step, warps, stages."""
+    """What is launched for a cache: parts of the context for a key head, tokens of a step, warps, stages."""
 
     splits: int
     block: int
@@ -456,39 +347,29 @@ class Plan:
     stages: int
 
 
-#: Tokens of a step, warps, stages by kind and scales along head_dim. Of two scales products are so narrow that several warps
-#: would have the same ones. Measured are 16-bit values and FP8; INT8 and INT4 have FP8's.
-TILES = {
-    ("value", 0): (64, 4, 3), ("fp8", 1): (128, 4, 2), ("int8", 1): (128, 4, 2), ("int4", 1): (128, 4, 2),
-    ("int4", 2): (64, 1, 3),
+#: Plans by kind and scales of a token, with the programs that keep all multiprocessors of an H200 busy: four of each for 16-bit
+#: values, two for codes. Of two scales products are so narrow that several warps would have the same ones. Measured are 16-bit
+#: values and FP8; INT8 and INT4 have FP8's.
+PLANS = {
+    ("value", 1): Plan(528, 64, 4, 3), ("fp8", 1): Plan(264, 128, 4, 2), ("int8", 1): Plan(264, 128, 4, 2),
+    ("int4", 1): Plan(264, 128, 4, 2), ("int4", 2): Plan(264, 64, 1, 3),
 }  # fmt: skip
 
 
 def plan_of(kind: tuple[str, int], heads: int, room: int) -> Plan:
     """Splits fixed by the room of the cache and by how many key heads there are in all."""
-    block, warps, stages = TILES[kind]
-    splits = max(1, min(-(-PROGRAMS.get(kind[0], FEW_PROGRAMS) // heads), -(-room // max(FEWEST, block))))
-    return Plan(splits, block, warps, stages)
+    most = PLANS[kind]
+    return replace(most, splits=max(1, min(-(-most.splits // heads), -(-room // max(FEWEST, most.block)))))
 
 
 def kind_of(stored: StoredTokens) -> tuple[str, int] | None:
-    """How a kernel decodes it, and scales along head_dim; None where none does."""
+    """How a kernel decodes it, and scales of a token; None where none does."""
     if not stored.scheme:
-        return ("value", 0) if stored.codes.dtype in (torch.bfloat16, torch.float16) else None
-    from reference.schemes.schemes import record_of
-
+        return ("value", 1) if stored.codes.dtype in (torch.bfloat16, torch.float16) else None
     scheme = record_of(stored.scheme)
-    kind = KINDS.get(scheme.element)
-    if (
-        kind is None
-        or scheme.zero is not None
-        or scheme.scale.storage != "float32"
-        or scheme.scale.stored != "decode"
-    ):
-        return None
-    assert stored.scale is not None
-    groups = stored.scale.shape[-1]
-    return (kind, groups) if groups in ((1, 2) if kind == "int4" else (1,)) else None
+    plain = scheme.zero is None and scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
+    kind = KINDS.get(scheme.element, ""), 0 if stored.scale is None else stored.scale.shape[-1]
+    return kind if plain and kind in PLANS else None
 
 
 def refusal(
@@ -520,10 +401,10 @@ def attention(
     """(B, H, T, D), whose memory is (B, T, H, D); operands as `refusal` lets through. plan: for measurements."""
     batch, heads, tokens, width = q.shape
     kv_heads, room = k.shape[1:3]
-    found = kind_of(k)
-    assert found is not None
-    kind, groups = found
-    plan = plan_of(found, batch * kv_heads, room) if plan is None else plan
+    described = kind_of(k)
+    assert described is not None
+    kind, scales_of_token = described
+    plan = plan_of(described, batch * kv_heads, room) if plan is None else plan
     group = heads // kv_heads
     rows = max(ROWS, power_above(group * tokens))
     y = torch.empty((batch, tokens, heads, width), dtype=q.dtype, device=q.device)
@@ -542,16 +423,15 @@ def attention(
             mask.stride(0) if mask.shape[0] > 1 else 0,
             mask.stride(2) if mask.shape[2] > 1 else 0,
         )
-    kernel = {"int4": nibble_kernel, "value": value_kernel}.get(kind, byte_kernel)
     codes: tuple[Any, Any] = (k.codes, v.codes)
     scales = codes if k.scale is None or v.scale is None else (k.scale, v.scale)
     codes = codes if kind == "value" else (k.codes.view(torch.int16), v.codes.view(torch.int16))
-    has_ptx, options = not interpreted(), {} if interpreted() else {"num_warps": plan.warps}
-    kernel[plan.splits, kv_heads, batch](
+    options = {} if interpreted() else {"num_warps": plan.warps}
+    attend_kernel[plan.splits, kv_heads, batch](
         q, codes[0], scales[0], codes[1], scales[1], length, masks[0], y, parts, stats, scale * LOG2E, *q.stride()[:3],
-        *masks[1:], room, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind, K_GROUPS=groups, ROWS=rows,
-        BLOCK=plan.block, SPLITS=plan.splits, HAS_MASK=mask is not None, CAUSAL=causal, STAGES=plan.stages,
-        HAS_PTX=has_ptx, **options,
+        *masks[1:], room, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
+        PLACES=width // codes[0].shape[-1], SCALES=scales_of_token, ROWS=rows, BLOCK=plan.block, SPLITS=plan.splits,
+        HAS_MASK=mask is not None, CAUSAL=causal, STAGES=plan.stages, HAS_PTX=not interpreted(), **options,
     )  # fmt: skip
     if plan.splits > 1:
         combine_kernel[group * tokens, batch * kv_heads](
