@@ -24,15 +24,17 @@ from ao_lab.optim.slots import (
     states_for,
 )
 from fast.optim.update import Rule, Slot, Updates
-from reference.optim.states import STATES, States, states_of
+from reference.optim.states import States, states_of
 from reference.optim.update import MASTERS, check_numbers
 
 NONFINITE = ("raise", "propagate")
-#: A group, the number of a parameter among all, and the parameter.
-Found = tuple[dict[str, Any], int, torch.Tensor]
+#: The index of a group, the number of a parameter among all, and the parameter.
+Numbered = tuple[int, int, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: What a state dict says of how its states are stored; the class of the optimizer is not part of it.
 DESCRIBED = ("kind", "states", "block_size", "master")
+#: Options of torch's optimizers that change steps, and that these do not have.
+UNSUPPORTED = ("amsgrad", "maximize")
 #: What copies and pickles have beside torch's groups and states.
 OWN = ("states", "kind", "master", "nonfinite", "bf16_stochastic_round", "seed", "_left_out")
 
@@ -116,32 +118,32 @@ class LowBitOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._raise_for_skipped()
-        found = self._checked()
-        skips = self._skips(found)
-        for number, (group, slots) in enumerate(self._work(found)):
-            for states, part in slots.items():
-                self._updates(part, self._rule(group, states), group=number, skip=skips.get(part[0].p.device))
+        steps = self._checked()
+        skips = self._skips(steps)
+        for (index, states, device), slots in self._work(steps).items():
+            self._updates(slots, self._rule(index, states), group=index, skip=skips.get(device))
         return loss
 
-    def _checked(self) -> list[Found]:
+    def _checked(self) -> list[Numbered]:
         """What steps: every gradient was looked at, those on a CPU for NaN and infinity too."""
-        found = [(group, number, p) for group, number, p in self._numbered() if p.grad is not None]
-        for group, number, p in found:
+        for group in self.param_groups:
+            _check_group(self.kind, group)
+        steps = [(index, number, p) for index, number, p in self._numbered() if p.grad is not None]
+        for _, number, p in steps:
             _check_gradient(p, number)
-            _check_group(self.kind, {**group, "params": []})
             if self.nonfinite == "raise" and local(p).is_cpu and not _is_finite(_gradient(p)):
                 raise ValueError(
                     f"the gradient of parameter {number} of shape {tuple(p.shape)} is not finite: nothing was changed; "
                     f"skip the step, or give nonfinite='propagate' to have torch's behaviour"
                 )
-        return found
+        return steps
 
-    def _skips(self, found: list[Found]) -> dict[torch.device, torch.Tensor]:
+    def _skips(self, steps: list[Numbered]) -> dict[torch.device, torch.Tensor]:
         """Of each GPU 1 where a gradient there is not finite, else 0: the device leaves the step out, and nothing waits."""
         if self.nonfinite != "raise":
             return {}
         gradients: dict[torch.device, list[torch.Tensor]] = {}
-        for _, _, p in found:
+        for _, _, p in steps:
             grad = local(_gradient(p))
             if not grad.is_cpu and grad.numel():
                 gradients.setdefault(grad.device, []).append(grad)
@@ -175,24 +177,25 @@ class LowBitOptimizer(Optimizer):
         """How many steps GPUs have left out for gradients that were not finite; waits for them."""
         return int(sum(float(count) for count in self._left_out.values()))
 
-    def _work(self, found: list[Found]) -> list[tuple[dict[str, Any], dict[States, list[Slot]]]]:
-        """Groups with what their steps read and write, by states."""
-        work: dict[int, tuple[dict[str, Any], dict[States, list[Slot]]]] = {}
-        for group, number, p in found:
+    def _work(self, steps: list[Numbered]) -> dict[tuple[int, States, torch.device], list[Slot]]:
+        """What steps read and write, by group, states and device."""
+        work: dict[tuple[int, States, torch.device], list[Slot]] = {}
+        for index, number, p in steps:
             state = self.state[p]
             if not state:
                 state.update(begin_state(p, self.states, self.kind, self.master))
             states = states_for(p, self.states)
             slot = slot_of(p, _gradient(p), state, number, blocks_before(p, states.first.block))
-            work.setdefault(id(group), (group, {}))[1].setdefault(states, []).append(slot)
-        return list(work.values())
+            work.setdefault((index, states, slot.p.device), []).append(slot)
+        return work
 
-    def _numbered(self) -> list[tuple[dict[str, Any], int, torch.Tensor]]:
-        """(group, number, parameter) in order."""
-        pairs = [(group, p) for group in self.param_groups for p in group["params"]]
-        return [(group, number, p) for number, (group, p) in enumerate(pairs)]
+    def _numbered(self) -> list[Numbered]:
+        """(index of the group, number, parameter) in order."""
+        pairs = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
+        return [(index, number, p) for number, (index, p) in enumerate(pairs)]
 
-    def _rule(self, group: dict[str, Any], states: States) -> Rule:
+    def _rule(self, index: int, states: States) -> Rule:
+        group = self.param_groups[index]
         return Rule(
             self.kind, states, group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"],
             self.bf16_stochastic_round, self.seed,
@@ -290,6 +293,12 @@ class LowBitOptimizer(Optimizer):
         if counts != wanted:
             raise ValueError(f"the state dict has groups of {counts} parameters, this optimizer of {wanted}")
         for group in groups:
+            for name in UNSUPPORTED:
+                if group.get(name):
+                    raise ValueError(
+                        f"the state dict is of an optimizer with {name}=True, whose steps these optimizers do not take: "
+                        f"load one with {name}=False"
+                    )
             given = group.get("low_bit")
             if given is not None and given != self.description:
                 names = [name for name in DESCRIBED if given.get(name) != self.description[name]]
@@ -305,18 +314,14 @@ class LowBitOptimizer(Optimizer):
         mine = states_for(p, self.states)
         made = begin_state(p, self.states, self.kind, self.master)
         made["step"].fill_(float(state["step"]))
-        floats = {name: state[name] for name in NAMES if name in state and name not in made}
-        for name, value in floats.items():
-            field = NAMES.get(name)
-            if f"{name}_codes" in made and field:
-                _same_shape(p, number, name, value, p)
-                put_moment(made, name, p, getattr(mine, field), local(value))
-        for name in made:
-            if name == "step" or name.rpartition("_")[0] in floats:
-                continue
+        done = {"step"} if "error" in state else {"step", "error"}
+        for name, field in NAMES.items():
+            if name in state and f"{name}_codes" in made:
+                _same_shape(p, number, name, state[name], p)
+                put_moment(made, name, p, getattr(mine, field), local(state[name]))
+                done |= {f"{name}_codes", f"{name}_scale"}
+        for name in [name for name in made if name not in done]:
             if name not in state:
-                if name == "error":
-                    continue
                 raise ValueError(
                     f"the states of parameter {number} of shape {tuple(p.shape)} have no {name!r} but {sorted(state)}: they "
                     f"are those of another optimizer; load its float32 moments instead"
@@ -372,4 +377,4 @@ def _check_gradient(p: torch.Tensor, number: int) -> None:
         )
 
 
-__all__ = ["STATES", "LowBitOptimizer"]
+__all__ = ["LowBitOptimizer"]

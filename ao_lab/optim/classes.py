@@ -12,8 +12,6 @@ from reference.optim.states import States
 
 Rate = float | torch.Tensor
 Betas = tuple[float, float]
-#: torchao's conventions by the states of this package that they stand beside.
-TORCHAO = {"8bit": "torchao.8bit", "4bit": "torchao.4bit", "fp8": "torchao.fp8"}
 
 
 def _refuse_amsgrad(amsgrad: bool) -> None:

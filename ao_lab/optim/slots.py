@@ -17,7 +17,7 @@ import torch
 from fast.optim.update import Moment, Slot
 from reference.arrays.bridges import to_numpy, to_torch
 from reference.formats.storage import packed_shape
-from reference.optim.states import FLOAT32, State, States, load_state, matrix_shape, store_state
+from reference.optim.states import STATES, State, States, load_state, matrix_shape, store_state
 from reference.optim.update import MASTERS
 from reference.quantize.stored import Quantized
 
@@ -39,7 +39,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def states_for(p: torch.Tensor, states: States) -> States:
     """The states of a parameter: float32 where it has fewer than `LEAST` elements, or is a sharded vector."""
     if p.numel() < LEAST or (is_sharded(p) and p.dim() < 2):
-        return States(name="float32", first=FLOAT32, second=FLOAT32)
+        return STATES["float32"]
     return states
 
 
@@ -78,12 +78,11 @@ def begin_state(p: torch.Tensor, states: States, kind: str, master: str) -> dict
 def put_moment(
     made: dict[str, Any], name: str, p: torch.Tensor, state: State, value: torch.Tensor | None
 ) -> None:
-    """Store a moment (None: zeros; else float32 of this rank's part of p) under its names."""
+    """Store a moment (None: zeros; else float32 of this rank's part of p, of a state that is quantized) under its names."""
     part = local(p)
     shape = tuple(part.shape)
     if state.scheme is None:
-        moment = torch.zeros(shape, dtype=torch.float32, device=part.device) if value is None else value
-        made[name] = like(p, moment.to(part.device, torch.float32).reshape(shape).clone(), tuple(p.shape))
+        made[name] = like(p, torch.zeros(shape, dtype=torch.float32, device=part.device), tuple(p.shape))
         return
     codes_shape, scale_shape = moment_shapes(shape, state)
     whole_codes, whole_scale = moment_shapes(tuple(p.shape), state)
@@ -102,7 +101,7 @@ def put_moment(
 @lru_cache(maxsize=64)
 def zeros_stored(state: State) -> tuple[torch.Tensor, torch.Tensor]:
     """The byte of codes and the scale, one of each, that a moment of zeros is stored as."""
-    q = stored_nearest(torch.zeros(1, state.block), state)
+    q = stored_nearest(torch.zeros(1, state.block, dtype=torch.float32), state)
     return to_torch(q.codes)[:1, :1].reshape(1), to_torch(q.scale).reshape(1)
 
 
@@ -161,7 +160,7 @@ def blocks_before(p: torch.Tensor, block: int) -> int:
 
 
 def slot_of(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], number: int, first: int) -> Slot:
-    """What a step reads and writes of a parameter."""
+    """What a step reads and writes of a parameter; a gradient with other strides is copied."""
 
     def moment(name: str) -> Moment | None:
         if f"{name}_codes" in state:
@@ -172,7 +171,7 @@ def slot_of(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], number: 
     made = moment("exp_avg")
     assert made is not None
     return Slot(
-        local(p.detach()), local(grad), state["step"], made, moment("exp_avg_sq"),
+        local(p.detach()), local(grad).contiguous(), state["step"], made, moment("exp_avg_sq"),
         None if error is None else local(error), number, first,
     )  # fmt: skip
 

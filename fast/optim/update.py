@@ -16,7 +16,7 @@ import torch
 from fast.cpu.loops import optim as loops
 from fast.cpu.threads import in_parts
 from fast.dispatch import has_kernels
-from fast.kernels.optim.records import Moment, Rule, Slot
+from fast.kernels.optim.records import Moment, Rule, Slot, covers
 from reference.arrays.bridges import to_numpy, to_torch
 from reference.optim.states import State, States
 from reference.optim.update import Key, Numbers, Stored, update
@@ -44,9 +44,11 @@ class Updates:
 
         Raises ValueError for parameters on a device that has no kernel for these states.
         """
-        on_device = [slot for slot in slots if slot.p.device.type != "cpu" or _interpreted(slot)]
+        on_device = []
         for slot in slots:
-            if slot not in on_device and not _by_loop(slot, rule):
+            if not slot.p.is_cpu or INTERPRETED:
+                on_device.append(slot)
+            elif not _by_loop(slot, rule):
                 _by_reference(slot, rule)
         if on_device:
             self._on_device(on_device, rule, group, skip)
@@ -55,29 +57,25 @@ class Updates:
         from fast.kernels.optim import host
 
         for slot in slots:
-            if not (slot.p.is_cpu or has_kernels(slot.p)) or not host.covers(rule):
+            if not (slot.p.is_cpu or has_kernels(slot.p)) or not covers(rule.states, rule.kind):
                 raise ValueError(
                     f"no kernel steps {rule.states.name} states of a parameter on {slot.p.device}: kernels take CUDA devices "
-                    f"of compute capability 9.0 and later and states without a companding function; use states='8bit', or a CPU"
+                    f"of compute capability 9.0 and later, and codes of 4 or 8 bits under float32 scales without a companding "
+                    f"function; use states='8bit', or a CPU"
                 )
         if self._launches is None:
             self._launches = host.Launches()
         self._launches.update(slots, rule, group, skip)
 
 
-def _interpreted(slot: Slot) -> bool:
-    """Whether Triton's interpreter runs kernels on CPU tensors here; tests ask for it."""
-    return INTERPRETED and slot.p.is_cpu
-
-
 def _by_loop(slot: Slot, rule: Rule) -> bool:
     """One step of a CPU parameter by a compiled loop; False where it does not cover it, or is not worth compiling."""
     if slot.p.numel() < LEAST:
         return False
-    made = _loop_of(rule.kind, rule.states, slot.p.dtype, slot.g.dtype, rule.stochastic_round, _master(slot))
-    if made is None:
+    loop = _loop_of(rule.kind, rule.states, slot.p.dtype, slot.g.dtype, rule.stochastic_round, _master(slot))
+    if loop is None:
         return False
-    kernel, tables = made
+    kernel, tables = loop
     step = int(slot.step.item()) + 1
     rows, length = slot.matrix(rule.states.first.block)
     numbers = Numbers.of(rule.kind, step, float(rule.lr), rule.betas, rule.eps, rule.weight_decay)
@@ -105,10 +103,9 @@ def _loop_of(
     kind: str, states: States, p: torch.dtype, g: torch.dtype, rounds: bool, master: int
 ) -> tuple[Any, Any] | None:
     """The loop and its tables, or None where it does not cover these."""
-    first, second = loops.moment_of(states.first), loops.moment_of(None if kind == "lion" else states.second)
-    taken = (torch.float32, torch.bfloat16)
-    if first is None or second is None or p not in taken or g not in taken:
+    if not covers(states, kind) or not {p, g} <= {torch.float32, torch.bfloat16}:
         return None
+    first, second = loops.moment_of(states.first), loops.moment_of(None if kind == "lion" else states.second)
     half = p == torch.bfloat16
     rule = loops.Rule(
         kind,
@@ -127,8 +124,8 @@ def _loop_of(
 def _patterns(tensor: torch.Tensor) -> Any:
     """The bits of a contiguous tensor, over its memory."""
     if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-    return tensor.contiguous().view(torch.int32).numpy()
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.view(torch.int32).numpy()
 
 
 def _arrays(moment: Moment | None, rows: int) -> tuple[Any, Any]:

@@ -25,10 +25,10 @@ Formats of other libraries, value for value: ``dynamic8``, ``dynamic8_unsigned``
 codebooks here to the lower index.
 
 Random bits: 16 an element, half a word of Philox 4x32-10 (`reference.formats.encode`). Element i under a seed, at a step, of
-parameter number p has output (i mod 8) // 2 of philox(seed, counter = (i // 8, stream, p, step)); i counts elements as if every
-block of a row were full, and the stream is 0. Of a word for two neighbours both moments take the lower half where i is even,
-the upper where it is odd, and the parameter the other one. So replicas agree, a resumed run goes on with the same bits, and any
-element's can be computed alone.
+parameter number p has output (i mod 8) // 2 of philox(seed, counter = (i // 8, 0, p, step)); i counts elements as if every
+block of a row were full. Of a word for two neighbours both moments take the lower half where i is even, the upper where it is
+odd, and the parameter the other one. So replicas agree, a resumed run goes on with the same bits, and any element's can be
+computed alone.
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), section 2.
 """
@@ -56,8 +56,6 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
 TRANSFORMS = ("none", "sqrt", "softsign")
-#: What random bits are for: (stream, whether halves of a word change places).
-SECOND, PARAMETER, FIRST = (0, False), (0, True), (0, False)
 #: Elements that share a counter of Philox.
 TOGETHER = 8
 
@@ -132,23 +130,26 @@ class State:
         """Whether it is rounded stochastically."""
         return self.scheme is not None and (self.scheme.rounding == "stochastic" or self.fraction > 0)
 
-    @property
-    def bytes_an_element(self) -> float:
-        """Bytes of a code and of its share of a scale."""
-        if self.scheme is None:
-            return 4.0
-        return self.scheme.format.bits / 8 + (2 if self.scheme.scale.storage == "float16" else 4) / self.block
-
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """How an optimizer's two moments are stored; `second` is unused where there is none (Lion)."""
+    """How an optimizer's two moments are stored; `second` is unused where there is none (Lion).
+
+    Raises ValueError for moments in blocks of two sizes: the same bits round both.
+    """
 
     name: str
     first: State
     second: State
     #: Where the record breaks the rules of the default states, in words.
     deviations: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        first, second = self.first.block, self.second.block
+        if self.second.scheme is not None and first != second:
+            raise ValueError(
+                f"both moments of states {self.name!r} have one block size, got {first} and {second}"
+            )
 
     def with_block(self, block: int) -> States:
         """The same with another block size; ValueError unless it is a power of two from 8 to 4096."""
@@ -173,7 +174,7 @@ TIES = "a tie between two values goes to the lower index, torchao's to the large
 ROOT_FLOOR = ("stored", 2.0**-44)
 
 
-def _house(
+def _ours(
     element: str,
     block: int,
     rounding: str,
@@ -192,19 +193,19 @@ def _torchao(element: str, block: int, target: float) -> Scheme:
 
 def _records() -> list[States]:
     stochastic = "stochastic"
-    first = State(name="e4m3", scheme=_house("float8_e4m3fn", 256, "nearest_even"), fraction=3)
+    first = State(name="e4m3", scheme=_ours("float8_e4m3fn", 256, "nearest_even"), fraction=3)
     root = State(
         name="sqrt_e4m3",
         transform="sqrt",
         least=8,
-        scheme=_house("float8_e4m3fn", 256, stochastic, floor=ROOT_FLOOR),
+        scheme=_ours("float8_e4m3fn", 256, stochastic, floor=ROOT_FLOOR),
     )
-    first4 = State(name="e2m1", scheme=_house("float4_e2m1fn", 128, stochastic))
+    first4 = State(name="e2m1", scheme=_ours("float4_e2m1fn", 128, stochastic))
     root4 = State(
         name="sqrt_uint4",
         transform="sqrt",
         least=1,
-        scheme=_house("uint4", 128, stochastic, "ratio", ROOT_FLOOR),
+        scheme=_ours("uint4", 128, stochastic, "ratio", ROOT_FLOOR),
     )
     pairs = {
         "torchao.8bit": ((DYNAMIC8, 256, 1.0), (DYNAMIC8_UNSIGNED, 256, 1.0), (ZEROS, TIES)),
@@ -267,24 +268,24 @@ def halves(
     seed: int,
     step: int,
     parameter: int,
-    use: tuple[int, bool],
+    swapped: bool = False,
     first: int = 0,
 ) -> Words:
     """uint32 words of shape (rows, length), 16 random bits in their upper halves; see the module text.
 
-    use: `SECOND`, `PARAMETER` or `FIRST`. first: the number of blocks of the parameter in front of this part of it, where it is
-    a shard.
+    swapped: the halves of a word change places, as for parameters. first: the number of blocks of the parameter in front of
+    this part of it, where it is a shard.
     """
     rows, length = shape
     count = -(-length // block)
     total = rows * count * block
     start = first * block
     index = np.arange(start // TOGETHER, -(-(start + total) // TOGETHER), dtype=np.uint64)
-    fixed = [np.full_like(index, np.uint64(value & MASK)) for value in (use[0], parameter, step)]
+    fixed = [np.full_like(index, np.uint64(value & MASK)) for value in (0, parameter, step)]
     words = np.stack(philox(seed, (index & np.uint64(MASK), fixed[0], fixed[1], fixed[2])), axis=-1)
     words = words.astype(np.uint32)
     pair = [words << np.uint32(16), words & np.uint32(0xFFFF0000)]
-    both = np.stack(pair[::-1] if use[1] else pair, axis=-1).reshape(-1)
+    both = np.stack(pair[::-1] if swapped else pair, axis=-1).reshape(-1)
     blocks = both[start % TOGETHER :][:total].reshape(rows, count * block)
     return np.ascontiguousarray(blocks[:, :length])
 

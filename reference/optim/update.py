@@ -39,9 +39,6 @@ from reference.arrays.softfloat import LARGEST, float32_bits
 from reference.formats.encode import encode_bits, to_dtype_bits
 from reference.formats.formats import FORMATS
 from reference.optim.states import (
-    FIRST,
-    PARAMETER,
-    SECOND,
     Floats,
     State,
     States,
@@ -194,21 +191,19 @@ def update(
     with np.errstate(all="ignore"):
         p, m, v = moved(as_float32(master), as_float32(g), m, v, numbers, kind)
 
-    def words(use: tuple[int, bool]) -> Any:
-        block = states.first.block
+    def words(swapped: bool = False) -> Any:
         return halves(
-            p.shape, block, seed=key.seed, step=step, parameter=key.parameter, use=use, first=key.first
-        )
+            p.shape, states.first.block, seed=key.seed, step=step, parameter=key.parameter, swapped=swapped, first=key.first
+        )  # fmt: skip
 
-    first = _store(m, states.first, words(FIRST) if states.first.stochastic else None)
-    second = None
-    if v is not None:
-        second = _store(v, states.second, words(SECOND) if states.second.stochastic else None)
+    draws = states.first.stochastic or (v is not None and states.second.stochastic)
+    both = words() if draws else None
+    first, second = _store(m, states.first, both), None if v is None else _store(v, states.second, both)
     if stored.error is not None:
         p, error = split_master(p, 8 * stored.error.dtype.itemsize)
         return Stored(p, first, second, error)
     name = str(stored.p.dtype)
-    rounds = words(PARAMETER) if stochastic_round and name == "bfloat16" else None
+    rounds = words(swapped=True) if stochastic_round and name == "bfloat16" else None
     return Stored(as_dtype(p, name, rounds), first, second)
 
 

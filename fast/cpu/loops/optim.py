@@ -55,17 +55,14 @@ class Moment:
     fraction: int = 0
 
 
-def moment_of(state: State | None) -> Moment | None:
-    """The constants of a state; None where the loop does not cover it."""
+def moment_of(state: State | None) -> Moment:
+    """The constants of a state that `fast.kernels.optim.records.covers`; None: of a moment that is not there."""
     if state is None:
         return Moment(ABSENT)
     scheme = state.scheme
     if scheme is None:
         return Moment(FLOAT32)
     fmt, scale = scheme.format, scheme.scale
-    plain = scale.rule in ("ratio", "ratio_pow2") and scale.storage == "float32" and scheme.outer is None
-    if not plain or state.transform == "softsign" or fmt.bits not in (4, 8) or scheme.nan != "block":
-        return None
     kinds = {"float": FLOAT, "int": INTEGER, "codebook": CODEBOOK}
     floor, value = scale.floor or ("stored", 0.0)
     low, high = fmt.integer_range if fmt.kind == "int" else (0, fmt.max_code)

@@ -21,7 +21,6 @@ from fast.kernels.optim.records import Rule, Slot
 from fast.kernels.scheme.constants import SchemeConstants, constants_of, element_of
 from fast.launch.launcher import ALIGNMENT, UNFUSED, interpreted
 from reference.optim.states import State
-from reference.optim.update import MASTERS
 
 TYPES = {
     torch.float32: tl.float32,
@@ -166,15 +165,6 @@ def is_aligned(slot: Slot) -> bool:
     return not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors)
 
 
-def covers(rule: Rule) -> bool:
-    """Whether the kernel takes these states: float32 scales, elements without a companding function."""
-    states = [rule.states.first] + ([] if rule.kind == "lion" else [rule.states.second])
-    return all(
-        state.scheme is None or (state.transform != "softsign" and state.scheme.scale.storage == "float32")
-        for state in states
-    )
-
-
 @lru_cache(maxsize=64)
 def constants(state: State, hardware: bool) -> SchemeConstants | None:
     """A state as the kernel reads it."""
@@ -213,10 +203,10 @@ class Launches:
     ) -> None:
         group, device, kind = key
         blocks = max(ELEMENTS // kind.size, 1)
-        tables = self.tables.setdefault(key, Tables(device))
+        if key not in self.tables:
+            self.tables[key] = Tables(device)
+        tables = self.tables[key]
         tables.put(np.array([row_of(slot, rule) for slot in slots], np.int64), blocks)
-        if not len(tables.tiles):
-            return
         launch_step(
             kind, tables, self._constants(rule, device), self._rate(group, rule, device),
             self._no_skip(device) if skip is None else skip, blocks,
@@ -240,7 +230,11 @@ class Launches:
         value = float(lr)
         known = self.rates.get((group, device))
         if known is None or known[0] != value:
-            tensor = torch.full((1,), value, device=device) if known is None else known[1].fill_(value)
+            tensor = (
+                torch.full((1,), value, dtype=torch.float32, device=device)
+                if known is None
+                else known[1].fill_(value)
+            )
             known = self.rates[group, device] = (value, tensor)
         return known[1]
 
@@ -254,7 +248,7 @@ class Launches:
 def launch_step(
     kind: Kind, tables: Tables, numbers: torch.Tensor, rate: torch.Tensor, skip: torch.Tensor, blocks: int
 ) -> None:
-    """The two launches of a step."""
+    """The two launches of a step; shards without elements have the first one alone, which counts their steps."""
     hardware = not interpreted()
     lion = kind.kind == "lion"
     options: dict[str, Any] = {**UNFUSED, "num_warps": WARPS} if hardware else {}
@@ -264,6 +258,8 @@ def launch_step(
         **({**UNFUSED, "num_warps": 1} if hardware else {}),
     )  # fmt: skip
     count = len(tables.tiles)
+    if not count:
+        return
     draws = kind.rounds or kind.first.stochastic or kind.second.stochastic
     first, second = constants(kind.first, hardware), None if lion else constants(kind.second, hardware)
     step_kernel[(_programs(count, tables.device),)](
@@ -281,4 +277,4 @@ def _programs(count: int, device: torch.device) -> int:
     return min(count, PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-__all__ = ["MASTERS", "Kind", "Launches", "Tables", "covers", "launch_step", "tiles_of"]
+__all__ = ["Kind", "Launches", "Tables", "launch_step", "tiles_of"]

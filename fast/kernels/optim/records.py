@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from reference.optim.states import States, matrix_shape
+from reference.optim.states import State, States, matrix_shape
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,24 @@ class Rule:
     seed: int = 0
 
 
-__all__ = ["Moment", "Rule", "Slot"]
+def covers(states: States, kind: str) -> bool:
+    """Whether compiled steps take them. Only the second moment has a root and a least code, only the first a fraction."""
+    first, second = states.first, states.second
+    if first.transform != "none" or first.least or not _is_simple(first):
+        return False
+    return kind == "lion" or (second.transform != "softsign" and not second.fraction and _is_simple(second))
+
+
+def _is_simple(state: State) -> bool:
+    """Whether it is float32, or codes of 4 or 8 bits under one float32 scale a block, a ratio to its largest magnitude."""
+    scheme = state.scheme
+    if scheme is None:
+        return True
+    scale = scheme.scale
+    ratio = (
+        scale.statistic == "absmax" and scale.rule in ("ratio", "ratio_pow2") and scale.storage == "float32"
+    )
+    return ratio and scheme.outer is None and scheme.nan == "block" and scheme.format.bits in (4, 8)
+
+
+__all__ = ["Moment", "Rule", "Slot", "covers"]

@@ -46,8 +46,8 @@ def same(model, other):
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def parameter(shape=(64, 128), dtype=torch.float32, value=1.0):
-    p = torch.nn.Parameter(torch.full(shape, value, dtype=dtype))
+def parameter(shape=(64, 128), dtype=torch.float32, value=1.0, device="cpu"):
+    p = torch.nn.Parameter(torch.full(shape, value, dtype=dtype, device=device))
     p.grad = torch.ones_like(p)
     return p
 
@@ -92,7 +92,7 @@ def test_float32_moments_go_to_torchs_adamw_and_back():
     trained(model, optimizer, 3)
     floats = optimizer.float32_state_dict()
     torchs = torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1e-3)
-    torchs.load_state_dict({**floats, "param_groups": torchs.state_dict()["param_groups"]})
+    torchs.load_state_dict(floats)
     # Scales are powers of two, so what was stored is stored again as the same values.
     again = AdamW8bit(model.parameters(), lr=1e-3)
     again.load_state_dict(torchs.state_dict())
@@ -129,6 +129,52 @@ def test_states_of_another_optimizer_are_one_clear_error():
     after = mine.state_dict()
     for number, state in before["state"].items():
         assert all(torch.equal(value, after["state"][number][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("states", ["8bit", "lion.8bit"])
+def test_float32_moments_are_stored_or_kept(states):
+    """Those of torch's AdamW, whose strides are any; of "lion.8bit" the second one is float32 here too."""
+    p = parameter()
+    torchs = torch.optim.AdamW([p])
+    torchs.step()
+    saved = torchs.state_dict()
+    saved["state"][0] = {
+        name: value.t().contiguous().t() if value.dim() else value
+        for name, value in saved["state"][0].items()
+    }
+    optimizer = AdamW8bit([p], states=states)
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.float32_state_dict()["state"][0]
+    assert loaded["step"] == 1
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.allclose(loaded[name], saved["state"][0][name], rtol=1 / 16)
+    if states == "lion.8bit":
+        assert torch.equal(loaded["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_of_torch_that_change_steps_are_refused(option):
+    torchs = torch.optim.AdamW([parameter()], **{option: True})
+    optimizer = AdamW8bit([parameter()])
+    with pytest.raises(ValueError, match=f"of an optimizer with {option}=True"):
+        optimizer.load_state_dict(torchs.state_dict())
+    assert option not in optimizer.param_groups[0]
+
+
+def test_what_kernels_read_is_contiguous_and_on_one_device(monkeypatch):
+    """They take addresses: a gradient with other strides is copied. Each device has its own flag to leave a step out."""
+    first, second, third = parameter(), parameter(device="meta"), parameter(device="meta")
+    first.grad = torch.arange(64.0 * 128).reshape(128, 64).t()
+    optimizer = AdamW8bit([second, first, third], nonfinite="propagate")
+    calls = []
+    monkeypatch.setattr(optimizer, "_updates", lambda slots, rule, **options: calls.append(slots))
+    optimizer.step()
+    assert [[slot.parameter for slot in slots] for slots in calls] == [[0, 2], [1]]
+    assert calls[1][0].g.is_contiguous()
+    assert torch.equal(calls[1][0].g, first.grad)
+    first.data = first.data.t().contiguous().t()
+    with pytest.raises(ValueError, match="make it contiguous first"):
+        optimizer.step()
 
 
 def test_torchs_adamw_takes_no_codes_for_moments():
