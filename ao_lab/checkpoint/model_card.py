@@ -346,12 +346,13 @@ def made_of(contents: Contents, base: str, command: str | None) -> str:
     source = f"Made of {span(base)}" if base else "A quantized model"
     by = f" by `{one_line(command, LONGEST_NOTE).replace('`', '')}`" if command else ""
     methods = re.findall(r"--method[ =](\w+)", command or "")
-    words = [f"weights by {', '.join(methods)} with calibration data"] if methods else []
+    data = " with calibration data" if command and "--calibration" in command else ""
+    words = [f"weights by {', '.join(methods)}{data}"] if methods else []
     if command and not methods and "--plan" not in command:
         words = ["weights rounded to nearest"]
     if any("input_scale" in weight.names for weight in contents.records.weights.values()):
         words.append("static scales of inputs")
-    elif command and "--calibration" not in command:
+    elif command and not data:
         words.append("without calibration data")
     return f"{source}{by}: {', '.join(words)}." if words else f"{source}{by}."
 

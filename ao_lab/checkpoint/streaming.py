@@ -74,18 +74,19 @@ def quantize_pretrained(
     folder of quantized weights that has nothing left to be quantized; FileNotFoundError where there are no weights.
     """
     folder = Path(directory)
-    if calibration is not None or methods != () or blocks is not None or resume is not None:
-        request = {
-            "calibration": calibration,
-            "methods": methods,
-            "blocks": blocks,
-            "resume": resume,
-            "prefix": prefix,
-        }
-        return _calibrated(folder, config, filter_fn, device, build, dtype, observers, progress, request)
+    run = partial(
+        quantize_, config=config, filter_fn=filter_fn, device=device, observers=observers, progress=progress
+    )
+    empty = None if build is None else partial(_on_meta, build, dtype)
+    how = blocks is not None or resume is not None or prefix != "quantized"
+    if calibration is not None or methods != () or how:
+        run = partial(
+            run, calibration=calibration, methods=methods, blocks=blocks, resume=resume, prefix=prefix
+        )
+        run = partial(run, device="cpu" if device is None else device, offload=calibration is not None)
+        return _calibrated(folder, empty, dtype, run)
     if is_quantized(folder):
-        result = None if build is None else partial(_on_meta, build, dtype)
-        return quantized_further(folder, config, filter_fn, device, result, dtype, observers, progress)
+        return quantized_further(folder, empty, dtype, run)
     if build is None:
         return read_by_transformers(folder, config, filter_fn, device, dtype, observers, progress)
     model = _on_meta(build, dtype)
@@ -98,26 +99,19 @@ def quantize_pretrained(
 
 def _calibrated(
     folder: Path,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    build: Callable[[], nn.Module] | None,
+    empty: Callable[[], nn.Module] | None,
     dtype: torch.dtype | None,
-    observers: Mapping[str, Observer] | None,
-    progress: Progress | None,
-    request: dict[str, Any],
+    run: Callable[[nn.Module], object],
 ) -> nn.Module:
-    """The model of a folder, quantized by methods block by block."""
+    """The model of a folder, quantized by methods block by block. empty: makes the caller's model without memory."""
     if is_quantized(folder):
-        model = load_pretrained(folder, None if build is None else _on_meta(build, dtype), dtype=dtype)
-    elif build is None:
+        model = load_pretrained(folder, empty and empty(), dtype=dtype)
+    elif empty is None:
         model = dense_of_files(folder, dtype)
     else:
-        model = _on_meta(build, dtype)
+        model = empty()
         fill(model, folder, StreamedWeights(QuantizationPlan(), {}, None, None))
-    device = "cpu" if device is None else device
-    request["offload"] = request["calibration"] is not None
-    quantize_(model, config, filter_fn, device, observers=observers, progress=progress, **request)
+    run(model)
     return model
 
 
@@ -218,22 +212,18 @@ def is_quantized(folder: Path) -> bool:
 
 def quantized_further(
     folder: Path,
-    config: Config | FqnToConfig,
-    filter_fn: Filter | None,
-    device: Device,
-    build: Callable[[], nn.Module] | None,
+    empty: Callable[[], nn.Module] | None,
     dtype: torch.dtype | None,
-    observers: Mapping[str, Observer] | None,
-    progress: Progress | None,
+    run: Callable[[nn.Module], object],
 ) -> nn.Module:
-    """The model that `load_pretrained` makes of the folder, its dense weights quantized as `quantize_` does.
+    """The model that `load_pretrained` makes of the folder, its dense weights quantized by `run`.
 
-    ValueError that says what the folder holds where nothing is left to be quantized, or `config` cannot be applied to it.
+    ValueError that says what the folder holds where nothing is left to be quantized, or `run` cannot be applied to it.
     """
-    model = load_pretrained(folder, None if build is None else build(), dtype=dtype)
+    model = load_pretrained(folder, empty and empty(), dtype=dtype)
     loaded = explain(model).changed
     try:
-        quantize_(model, config, filter_fn, device, observers=observers, progress=progress)
+        run(model)
     except ValueError as error:
         kinds = sorted({layer.scheme for layer in loaded})
         raise ValueError(

@@ -100,8 +100,8 @@ def selected(w: QuantizedWeight, dtype: torch.dtype, rows: Any = None) -> Select
         shape = (rows, w.shape[1], w.shape[0])
         chosen = tuned("inference", *inference_keys(w), shape, dtype, w.device)
         one = Selected("fused", chosen) if chosen in families.FAMILIES else Selected(chosen or "")
-        able = one.kernel in PRODUCTS and PRODUCTS[one.kernel].unsupported_reason(w, dtype) is None
-        if able and (not one.family or multiplies_by_family(w)):
+        takes = one.kernel in PRODUCTS and PRODUCTS[one.kernel].unsupported_reason(w, dtype) is None
+        if takes and (not one.family or multiplies_by_family(w)):
             return one
     return Selected(_default(w, dtype))
 
@@ -346,14 +346,18 @@ def _by_codes(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterab
 
 
 def _by_sparse(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterable[Family], Problem]:
-    """The same of a weight in 2:4 storage."""
-    from ao_lab.gemm.sparse import CODES, PLAIN, group_of
+    """The same of a weight in 2:4 storage, beside inputs of its element."""
+    from ao_lab.gemm.sparse import CODES, PLAIN
 
-    element = w.scheme.element
-    if element == "int4":
-        p = of_sparse_int4(w.codes, rows, dtype, group_of(w), w.zero is not None)
-    else:
-        p = of_sparse(w.codes.view({**PLAIN, **CODES}[element]), rows, dtype)
+    p = of_sparse(w.codes.view({**PLAIN, **CODES}[w.scheme.element]), rows, dtype)
+    return choose(p), p
+
+
+def _by_sparse_int4(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> tuple[Iterable[Family], Problem]:
+    """The same of int4 there."""
+    from ao_lab.gemm.sparse import group_of
+
+    p = of_sparse_int4(w.codes, rows, dtype, group_of(w), w.zero is not None)
     return choose(p), p
 
 
@@ -362,7 +366,7 @@ ORDERS: dict[str, Callable[[QuantizedWeight, torch.dtype, int], tuple[Iterable[F
     "int8": _by_codes,
     "scaled_mm": _by_codes,
     "fused": _by_weight,
-    SPARSE_INT4: _by_sparse,
+    SPARSE_INT4: _by_sparse_int4,
     "sparse_wgmma": _by_sparse,
 }
 

@@ -18,7 +18,7 @@ from ao_lab.calibration.methods import HQQ, Clip
 from ao_lab.config.base import Config, FqnToConfig
 from ao_lab.qat.config import QATConfig
 from ao_lab.qat.layers import with_usual
-from ao_lab.quantization.api import Call, quantize_weights
+from ao_lab.quantization.api import Call, configs_of, quantize_weights
 from ao_lab.quantization.plan import QuantizationPlan
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from reference import Scales
@@ -61,8 +61,7 @@ def check_starts(call: Call) -> None:
             f"step='prepare' starts learned scales at those of Clip() or HQQ(); {' and '.join(others)} change weights or "
             f"codes, which training finds itself: leave them out"
         )
-    configs = call.config.fqn_to_config.values() if isinstance(call.config, FqnToConfig) else [call.config]
-    if not all(isinstance(one, QATConfig) and one.learn_scales for one in configs if one is not None):
+    if not all(isinstance(one, QATConfig) and one.learn_scales for one in configs_of(call.config)):
         raise ValueError(
             "calibration and methods find where learned scales start: give QATConfig(..., learn_scales=True), or leave them out"
         )

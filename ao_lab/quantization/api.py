@@ -84,7 +84,7 @@ def transform(kind: type[Config]) -> Callable[[Transform], Transform]:
 
 def transform_of(config: object) -> Transform:
     """The transform of a configuration, or of those that FqnToConfig names; ValueError where these have several."""
-    wanted = {TRANSFORMS.of(one) or quantize_weights: one for one in _configs(config)}
+    wanted = {TRANSFORMS.of(one) or quantize_weights: one for one in configs_of(config)}
     for function, one in wanted.items():
         _check_sparsity_of(function, one)
     if len(wanted) > 1:
@@ -93,7 +93,7 @@ def transform_of(config: object) -> Transform:
     return next(iter(wanted), quantize_weights)
 
 
-def _configs(config: object) -> list[object]:
+def configs_of(config: object) -> list[object]:
     """A configuration, or those that FqnToConfig names."""
     configs = config.fqn_to_config.values() if isinstance(config, FqnToConfig) else [config]
     return [one for one in configs if one is not None]
@@ -172,13 +172,13 @@ def quantize_(
         )
 
         request = request_of(
-            calibration, methods, blocks, offload, any(map(_observes, _configs(config))), resume, prefix
+            calibration, methods, blocks, offload, any(map(_observes, configs_of(config))), resume, prefix
         )
     if calibration is not None and (forward_loop is not None or observers is not None):
         raise ValueError("calibration finds static scales too; leave forward_loop and observers out")
     call = Call(model, config, filter_fn, device, forward_loop, observers, progress, request)
     run = transform_of(config)
-    starting = all(getattr(one, "learn_scales", False) for one in _configs(config))
+    starting = all(getattr(one, "learn_scales", False) for one in configs_of(config))
     if request is not None and run is not quantize_weights and not starting:
         raise ValueError(
             f"methods quantize weights, which {type(config).__name__} does not; leave methods and calibration out here, and "

@@ -22,7 +22,7 @@ from fast.quantize.quantize import dequantize, quantize
 from reference import Scales, Scheme
 from reference.arrays.namespace import Namespace, namespace_of
 from reference.calibration.inputs import LARGEST
-from reference.calibration.search import Candidate, Search, is_double, least_error, signed, stepped
+from reference.calibration.search import Candidate, Search, is_double, least_error, power_of, signed, stepped
 from reference.formats.storage import load
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import choose
@@ -153,13 +153,8 @@ class DeviceSearch:
         if self.weights.dim() == 3:
             turned = off.transpose(0, 1)
             return (turned @ weights * turned).sum(-1).mT[..., None]
-        return self._power(off).mul_(weights).sum(-1, keepdim=True)
-
-    def _power(self, off: torch.Tensor) -> torch.Tensor:
-        if self.search.norm == 2:
-            return off.square_()
-        size = off.abs_()
-        return size * size * size if self.search.norm == 3 else size.pow_(self.search.norm)
+        power: torch.Tensor = power_of(off, self.search.norm)
+        return power.mul_(weights).sum(-1, keepdim=True)
 
     def _scales(
         self, ns: Namespace, w: torch.Tensor, blocks: Blocks, fixed: Scales | None

@@ -102,17 +102,13 @@ def signround_step(
     state: SignRoundState, grads: SignRoundState, rate: float, *, range_rate: float | None = None
 ) -> SignRoundState:
     """state moved against the signs of its gradients, within its bounds: see `reference.signround_step`."""
-    factors = rule.step(state._replace(v=state.v[:0]), grads._replace(v=grads.v[:0]), rate, range_rate)
-    return factors._replace(v=_stepped(state.v, grads.v, rate))
+    v, g = state.v, grads.v
+    if not (has_kernels(v) and v.dtype == g.dtype == torch.float32 and v.shape == g.shape):
+        return rule.step(state, grads, rate, range_rate)
+    from fast.kernels.calibration import signround as kernel
 
-
-def _stepped(v: torch.Tensor, gradient: torch.Tensor, rate: float) -> torch.Tensor:
-    """The same of v alone."""
-    if has_kernels(v) and v.dtype == gradient.dtype == torch.float32 and v.shape == gradient.shape:
-        from fast.kernels.calibration import signround as kernel
-
-        return kernel.step(v, gradient, rate)
-    return rule.step(SignRoundState(v, None, None), SignRoundState(gradient, None, None), rate, None).v  # type: ignore[no-any-return]
+    factors = rule.step(state._replace(v=v[:0]), grads._replace(v=g[:0]), rate, range_rate)
+    return factors._replace(v=kernel.step(v, g, rate))
 
 
 class DeviceRounding(Rounding):

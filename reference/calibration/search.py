@@ -140,7 +140,7 @@ class Search:
         if self.weights.ndim == 3:
             turned = off.swapaxes(0, 1)
             return np.asarray((turned @ weights * turned).sum(-1).T[..., None])
-        power = _power(off, self.norm)
+        power = power_of(off, self.norm)
         return np.asarray(np.multiply(power, weights, out=power).sum(-1, keepdims=True))
 
     def _scales(self, ns: Namespace, split: Array, blocks: Blocks, fixed: Scales | None) -> Iterator[Scales]:
@@ -228,12 +228,13 @@ def code_range(scheme: Scheme, dtype: str) -> tuple[int, int]:
     return max(int(np.searchsorted(codes, np.float32(least))), 1), storage.max_code
 
 
-def _power(off: Matrix, norm: float) -> Matrix:
-    """|off|^norm; squares and cubes are products, which every device rounds alike."""
+def power_of(off: Array, norm: float) -> Array:
+    """|off|^norm of arrays of any library, maybe in its memory; squares and cubes are products, which devices round alike."""
     if norm == 2:
-        return np.asarray(np.square(off, out=off))
-    size = np.abs(off)
-    return size * size * size if norm == 3 else np.asarray(size**norm)
+        off *= off
+        return off
+    size = abs(off)
+    return size * size * size if norm == 3 else size**norm
 
 
 def checked_search_weights(weights: Any, blocks: Blocks, norm: float) -> Matrix:

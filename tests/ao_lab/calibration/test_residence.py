@@ -49,6 +49,11 @@ def test_a_streamed_folder_has_the_bits_of_a_resident_model(folder, tmp_path, me
     assert torch.equal(streamed(**TOKENS[0]).logits, resident(**TOKENS[0]).logits)
 
 
+def test_a_prefix_without_calibration_is_refused(folder):
+    with pytest.raises(ValueError, match="give calibration with them"):
+        quantize_pretrained(folder, INT4, prefix="float")
+
+
 def test_one_block_is_copied_at_a_time_and_weights_stay_in_their_files(folder, tmp_path):
     model = dense_of_files(folder)
     homes = {name: p.data_ptr() for name, p in model.named_parameters()}

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from ao_lab.checkpoint.model_card import (
     base_name,
     is_ours,
     loader_of,
+    made_of,
     model_card,
     with_results,
     yaml_line,
@@ -179,6 +181,19 @@ def test_terms_of_the_base_stay(tmp_path):
 )
 def test_names_of_bases(given, shown):
     assert base_name(given) == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "weights rounded to nearest, without calibration data."),
+        ("--method hqq", "weights by hqq, without calibration data."),
+        ("--calibration a.txt --method clip", "weights by clip with calibration data."),
+    ],
+)
+def test_methods_are_said(options, said):
+    contents = SimpleNamespace(records=SimpleNamespace(weights={}))
+    assert made_of(contents, "", f"ao-lab quantize a b {options}").endswith(f": {said}")
 
 
 def test_static_scales_are_said(tmp_path):
