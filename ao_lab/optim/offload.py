@@ -1,9 +1,9 @@
 """`CPUOffloadOptimizer`: moments and steps of the large parameters of a GPU live on the CPU, behind backward.
 
 As soon as autograd has a parameter's gradient, it is copied to pinned memory on a stream of its own, while backward goes on.
-`step` waits for those copies, looks at all gradients, steps the copies of the parameters on the CPU, and sends them back on the
-same stream. What bounds a step is the host: the pass over states that its cores make (13 ms a million elements and core), then
-the way back over the bus; the way there is behind backward.
+`step` copies again what has changed since (by `clip_grad_norm_`, say), waits for the copies, looks at all gradients, steps the
+copies of the parameters on the CPU, and sends them back on the same stream. What bounds a step is the host: the pass over
+states that its cores make, then the way back over the bus; the way there is behind backward.
 
 The name, the arguments and the division of work are torchao's. Parameters on a CPU are stepped where they are, so a loop runs
 unchanged without a GPU.
@@ -28,7 +28,8 @@ class CPUOffloadOptimizer(Optimizer):
 
     params: parameters or groups, as torch's optimizers take them. optimizer_class: of what steps them, by default `AdamW8bit`;
     kwargs are its arguments. offload_gradients: gradients on the GPU are freed once they are copied, which excludes their
-    accumulation over several backward passes. minimal_size: elements below which a parameter is stepped where it is.
+    accumulation over several backward passes and all that looks at `.grad` before the step, as `clip_grad_norm_` (it sees the
+    other gradients alone) and `GradScaler` do. minimal_size: elements below which a parameter is stepped where it is.
 
     `param_groups` are those of the one optimizer that has all of them, so schedulers and rates work as usual; state dicts are
     its own, and load into it without offload too. Raises ValueError as that does, before anything has changed.
@@ -50,8 +51,8 @@ class CPUOffloadOptimizer(Optimizer):
         self.minimal_size, self.offload_gradients = minimal_size, offload_gradients
         #: Parameters on a GPU, and their copies on the CPU.
         self.copies: dict[torch.Tensor, torch.nn.Parameter] = {}
-        #: Those whose gradients have come since the last step, with the event after their copy.
-        self.queue: dict[torch.Tensor, Any] = {}
+        #: Those whose gradients have come since the last step: the event after their copy, and what was copied.
+        self.queue: dict[torch.Tensor, tuple[Any, torch.Tensor | None, int]] = {}
         self.stream: Any = None
         self.inner = optimizer_class([self._moved(group) for group in groups], **kwargs)
         self.defaults = self.inner.defaults
@@ -84,10 +85,21 @@ class CPUOffloadOptimizer(Optimizer):
         with torch.cuda.stream(self.stream):
             self.copies[p].grad.copy_(p.grad, non_blocking=True)  # type: ignore[union-attr]
         self.queue.pop(p, None)
-        self.queue[p] = self.stream.record_event()
+        event, grad = self.stream.record_event(), p.grad
         if self.offload_gradients:
-            p.grad.record_stream(self.stream)
+            grad.record_stream(self.stream)
             p.grad = None
+        self.queue[p] = event, p.grad, grad._version
+
+    def _look_again(self) -> None:
+        """Copy gradients that were changed or set since backward; forget those that were dropped."""
+        for p in self.copies:
+            if p.grad is None:
+                self.queue.pop(p, None)
+                continue
+            _, grad, version = self.queue.get(p, (None, None, 0))
+            if grad is not p.grad or version != p.grad._version:
+                self._gradient_came(p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -99,7 +111,9 @@ class CPUOffloadOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for event in self.queue.values():
+        if not self.offload_gradients:
+            self._look_again()
+        for event, _, _ in self.queue.values():
             event.synchronize()
         held = {p: copy.grad for p, copy in self.copies.items()}
         for p, copy in self.copies.items():
@@ -123,12 +137,13 @@ class CPUOffloadOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients of the parameters as the model has them are dropped (or set to 0); copies are written anew."""
+        self.queue.clear()
         for p in self.copies:
             _zero(p, set_to_none)
-        kept = set(self.copies.values())
+        copies = set(self.copies.values())
         for group in self.inner.param_groups:
             for one in group["params"]:
-                if one not in kept:
+                if one not in copies:
                     _zero(one, set_to_none)
 
     @property
