@@ -93,7 +93,10 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
             )
 
     def _check_room(self, key_states: torch.Tensor) -> None:
-        """ValueError for tokens beyond the cache, before one is written; on a GPU of a prompt alone: nothing waits there."""
+        """ValueError for tokens beyond the cache, before one is written.
+
+        On a GPU of a prompt alone, since nothing waits for the number there: later tokens meet the assertion of `append_`.
+        """
         batch, heads, new, width = key_states.shape
         if (batch, heads, width) != (self.batch_size, self.num_heads, self.k_head_dim):
             raise ValueError(
@@ -102,7 +105,7 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
             )
         if torch.compiler.is_compiling():
             return
-        there = 0 if self.is_empty else int(self.cumulative_length) if self.device.type == "cpu" else 0
+        there = 0 if self.is_empty or self.device.type != "cpu" else int(self.cumulative_length)
         if there + new > self.max_cache_len:
             raise ValueError(
                 f"the cache has room for {self.max_cache_len} tokens, {there} are there and {new} came; make one with "

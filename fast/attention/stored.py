@@ -63,7 +63,8 @@ def append_(
     """Write tokens k and v (B, heads, n, width) behind the `length` that are there, and count them.
 
     length: int64, 0-d, on their device. rotate: whether k is mixed by Hadamard's transform of its width first. Codes and scales
-    are those of `fast.quantize`. What does not fit is for the caller to refuse.
+    are those of `fast.quantize`. Tokens beyond the room are an IndexError on CPUs and CUDA's device-side assertion on GPUs; a
+    caller that knows the length refuses them before.
     """
     torch.ops.ao_lab.append_tokens_(
         k, v, keys.codes, keys.scale, keys.zero, keys.scheme, values.codes, values.scale, values.zero, values.scheme, length,

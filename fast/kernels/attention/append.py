@@ -101,6 +101,9 @@ def append_kernel(
 ):  # fmt: skip
     """Programs: head of a sequence, tile of tokens, keys or values."""
     position = tl.load(length) & 0xFFFFFFFF
+    tl.device_assert(
+        position + tokens <= room, "a KV cache has no room for these tokens: give it a larger max_length"
+    )
     pair = tl.program_id(0).to(tl.int64)
     batch, head = pair // HEADS, pair % HEADS
     first = tl.program_id(1) * TOKENS
@@ -164,7 +167,10 @@ def append(
             else [made.rule, made.block_op, made.length, stored.codes.shape[-1]]
         )
     warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
-    options = {} if interpreted() else {"num_warps": warps, **UNFUSED}
+    # debug: for the assertion, without Triton's own of overflows.
+    options = (
+        {} if interpreted() else {"num_warps": warps, "debug": True, "sanitize_overflow": False, **UNFUSED}
+    )
     factor = float(np.float32(1 / sqrt(k_width)))
     append_kernel[batch * heads, -(-tokens // tile), 2](
         k, v, keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero, length, *k.stride()[:3],

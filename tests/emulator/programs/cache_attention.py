@@ -6,7 +6,12 @@
 Queries are float16: the interpreter truncates bfloat16 where it should round.
 """
 
+from dataclasses import replace
+
+import pytest
 import torch
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import interpreter_builder
 
 from ao_lab.kv_cache.recipe import INT4, RECIPES
 from ao_lab.testing.strategies import assert_same_bits
@@ -31,13 +36,14 @@ CASES = (
 def main(what, names):
     """All of a list of names."""
     quick_interpreter.install()
+    interpreter_builder.options = replace(interpreter_builder.options, debug=True)  # as the launch has it
     for name in names.split(","):
         {"write": write, "attend": attend}[what](name)
         print(what, name, flush=True)
 
 
 def write(name):
-    """Tokens of several calls, one of them zeros, keys as views of (B, n, heads, width)."""
+    """Tokens of several calls, one of them zeros, keys as views of (B, n, heads, width); those beyond the cache are refused."""
     recipe = RECIPES[name]
     torch.manual_seed(0)
     stores = [
@@ -56,6 +62,18 @@ def write(name):
     for expected, found in zip(*stores, strict=True):
         for x, y in zip(expected.tensors(), found.tensors(), strict=True):
             assert_same_bits(x, y)
+    before = [x.clone() for one in stores[1] for x in one.tensors()]
+    with pytest.raises(InterpreterError, match="has no room for these tokens"):
+        append.append(
+            k[:, :, :1].repeat(1, 1, 4, 1),
+            v[:, :, :1].repeat(1, 1, 4, 1),
+            *stores[1],
+            lengths[1],
+            recipe.rotate,
+        )
+    assert lengths[1] == 9
+    for x, y in zip(before, (x for one in stores[1] for x in one.tensors()), strict=True):
+        assert_same_bits(x, y)
 
 
 def attend(kind):

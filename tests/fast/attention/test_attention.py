@@ -96,3 +96,4 @@ class TestKernels:
         (machine,) = launched(lambda: (append.append(k, k, keys, values, length, True),))
         assert (machine.kernel, machine.local, machine.stack) == ("append_kernel", 0, 0)
         assert machine.registers <= 64
+        assert "__assertfail" in machine.ptx  # tokens beyond the cache

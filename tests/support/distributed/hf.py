@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from transformers.distributed import DistributedConfig
 
-from ao_lab import HfConfig, SchemeConfig, explain, quantize_
+from ao_lab import HfConfig, KVCache, SchemeConfig, explain, quantize_, use_kv_cache_
 from ao_lab.checkpoint.transformers.methods import holds_quantized
 from tests.support.models.hf_models import assert_same_weights, dense_model, outputs
 
@@ -118,6 +118,35 @@ def check_written_once(folder):
     assert sorted(path.name for path in folder.glob("by*")) == ["by0"]
 
 
+def check_cache(folder):
+    """Each rank stores its own key heads: the tokens of one process, and what its cache has of those heads.
+
+    Inputs of the second layer are sums of the ranks' products, in another order than in one process.
+    """
+    model, inputs = dense_model("LlamaForCausalLM")
+    on_rank_0(lambda: model.save_pretrained(folder))
+    many = read("LlamaForCausalLM", folder, TENSOR)
+    whole, own = ([*stored(each, inputs)] for each in (model, many))
+    assert torch.equal(whole.pop(), own.pop())
+    for keys, part in zip(whole, own, strict=True):
+        heads = keys.shape[1] // 2
+        assert part.shape[1] == heads
+        assert torch.allclose(part, keys[:, heads * dist.get_rank() :][:, :heads], rtol=0, atol=2e-6)
+
+
+def stored(model, inputs):
+    """Keys and values of each layer's cache that `generate` leaves behind, and the tokens."""
+    use_kv_cache_(model, "bfloat16")
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    result = model.generate(**inputs, **options)
+    assert type(result.past_key_values) is KVCache
+    for layer in result.past_key_values.layers:
+        yield from (layer.keys.store.codes, layer.values.store.codes)
+    use_kv_cache_(model, "int8")
+    assert model.generate(**inputs, **options).sequences.shape == result.sequences.shape
+    yield result.sequences
+
+
 def run(directory, when):
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -125,3 +154,4 @@ def run(directory, when):
         check(Path(directory) / f"{when}{number}", *case)
     check_refused(Path(directory) / "refused")
     check_written_once(Path(directory))
+    check_cache(Path(directory) / "cache")

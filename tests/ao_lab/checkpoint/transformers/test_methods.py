@@ -281,7 +281,9 @@ def test_headers_that_are_none_have_no_names(tmp_path):
 
 @pytest.mark.parametrize("when", ["day", pytest.param("night", marks=pytest.mark.nightly)])
 def test_two_ranks(when, tmp_path):
-    """tp_plan by day; experts over ranks and FSDP2, all kinds and schemes, by night. NF4's columns are refused by name."""
+    """tp_plan by day; experts over ranks and FSDP2, all kinds and schemes, by night. NF4's columns are refused by name. Caches
+    whose heads are split.
+    """
     check_on_ranks("hf.run", tmp_path, when)
 
 
