@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from fast.optim.update import Moment, Rule, Slot, Updates
 from reference.arrays.bridges import to_numpy, to_torch
-from reference.optim.states import STATES, matrix_shape
+from reference.formats.formats import FORMATS
+from reference.optim.states import STATES, States, matrix_shape, states_of
 from reference.optim.update import Key, begin, update
 
 SHAPES = ((4, 512), (3, 256), (2, 300), (5000,))
@@ -19,7 +20,7 @@ SHAPES = ((4, 512), (3, 256), (2, 300), (5000,))
 class Case:
     """What a step is compared for."""
 
-    states: str
+    states: str | States
     kind: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
     rounds: bool = False
@@ -30,7 +31,7 @@ class Case:
     @property
     def name(self) -> str:
         """For a line of a report."""
-        parts = [self.states, self.kind, str(self.dtype).removeprefix("torch."), self.master]
+        parts = [states_of(self.states).name, self.kind, str(self.dtype).removeprefix("torch."), self.master]
         return " ".join(
             [
                 *parts,
@@ -38,6 +39,14 @@ class Case:
                 *([f"block {self.block}"] if self.block else []),
             ]
         )
+
+
+def with_root(element):
+    """The default states with another format of the second moment's root."""
+    states = STATES["8bit"]
+    scale = replace(states.second.scheme.scale, target=FORMATS[element].max)
+    second = replace(states.second, scheme=replace(states.second.scheme, element=element, scale=scale))
+    return replace(states, name=f"8bit, root as {element}", second=second)
 
 
 CASES = (
@@ -52,12 +61,13 @@ CASES = (
     Case("torchao.8bit"),
     Case("torchao.4bit", dtype=torch.float32),
     Case("torchao.fp8"),
+    Case(with_root("float8_e4m3fnuz")),
 )  # fmt: skip
 
 
 def slots_of(case, device, rng, shapes=SHAPES):
     """(rule, slots, what the reference stores) of parameters of several shapes, some of them zeros."""
-    states = STATES[case.states]
+    states = states_of(case.states)
     states = states.with_block(case.block) if case.block else states
     rule = Rule(case.kind, states, 0.01, case.betas, 1e-8, 0.1, case.rounds, seed=(7 << 32) + 5)
     slots, kept = [], []

@@ -147,7 +147,8 @@ def made_codes(
     else:
         largest = largest_of_blocks(v, STATE.has_ptx)
     stored, scale, factor = scales_of(largest, STATE)
-    if LEAST == 8 and STATE.rounding == "stochastic" and STATE.power_ratio:
+    e4m3 = STATE.kind == "float" and STATE.element.bias == 7 and STATE.element.max_code == 126
+    if e4m3 and LEAST == 8 and STATE.rounding == "stochastic" and STATE.power_ratio:
         return root_codes(v * factor, bits, STATE.has_ptx), stored
     words = None
     if bits is not None:
@@ -277,6 +278,40 @@ def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, offset, ALIGNED: tl.c
 
 
 @triton.jit
+def load_moment(row, COLUMN: tl.constexpr, table, places, bases, ALIGNED: tl.constexpr, STATE: tl.constexpr):
+    """(address, address of its scales, float32 values or roots) of a moment, whose addresses a row has from a column on."""
+    at, at_half, inside, inside_half, blocks, exists = places
+    if STATE is None:
+        pointer = address(row, COLUMN, tl.float32, bases[0], ALIGNED)
+        return pointer, None, tl.load(pointer + at, mask=inside, other=0.0)
+    else:
+        pointer = address(row, COLUMN, tl.uint8, bases[0] if STATE.bits == 8 else bases[1], ALIGNED)
+        scales = address(row, COLUMN + 1, tl.float32, bases[2], False)
+        codes = load_codes(pointer, at, at_half, inside, inside_half, STATE.bits)
+        return pointer, scales, loaded(codes, tl.load(scales + blocks, mask=exists, other=0.0), table, STATE)
+
+
+@triton.jit
+def store_moment(
+    pointer, scales, v, words, table, places, RAGGED: tl.constexpr, STATE: tl.constexpr, POSITIVE: tl.constexpr,
+    LEAST: tl.constexpr, FRACTION: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_moment`, rounded as `made_codes` says."""
+    at, at_half, inside, inside_half, blocks, exists = places
+    if STATE is None:
+        tl.store(pointer + at, v, mask=inside)
+    else:
+        bits = None
+        if STATE.rounding == "stochastic" or FRACTION != 0:
+            bits = halves(words, False)
+        codes, scale = made_codes(v, bits, table, STATE, POSITIVE, LEAST, FRACTION)
+        if RAGGED:
+            codes = tl.where(inside, codes, 0)
+        store_codes(pointer, codes, at, at_half, inside, inside_half, STATE.bits)
+        tl.store(scales + blocks, scale, mask=exists)
+
+
+@triton.jit
 def step_kernel(
     tiles, tensors, numbers, first_table, second_table, count,
     KIND: tl.constexpr, P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
@@ -329,27 +364,13 @@ def step_kernel(
             p = joined_master(stored_p, tl.load(error_at + at, mask=inside, other=0), MASTER)
         else:
             p = widened(stored_p)
-        if FIRST is None:
-            first_at = address(row, 2, tl.float32, base, ALIGNED)
-            m = tl.load(first_at + at, mask=inside, other=0.0)
-        else:
-            BITS: tl.constexpr = FIRST.bits
-            first_at = address(row, 2, tl.uint8, base if BITS == 8 else base_half, ALIGNED)
-            first_scale = address(row, 3, tl.float32, base_block, False)
-            codes = load_codes(first_at, at, at_half, inside, inside_half, BITS)
-            m = loaded(codes, tl.load(first_scale + blocks, mask=exists, other=0.0), first_table, FIRST)
+        places, bases = (at, at_half, inside, inside_half, blocks, exists), (base, base_half, base_block)
+        first_at, first_scale, m = load_moment(row, 2, first_table, places, bases, ALIGNED, FIRST)
         if KIND == "lion":
             v = m
-        elif SECOND is None:
-            second_at = address(row, 4, tl.float32, base, ALIGNED)
-            v = tl.load(second_at + at, mask=inside, other=0.0)
         else:
-            BITS2: tl.constexpr = SECOND.bits
-            second_at = address(row, 4, tl.uint8, base if BITS2 == 8 else base_half, ALIGNED)
-            second_scale = address(row, 5, tl.float32, base_block, False)
-            codes = load_codes(second_at, at, at_half, inside, inside_half, BITS2)
-            v = loaded(codes, tl.load(second_scale + blocks, mask=exists, other=0.0), second_table, SECOND)
-            if ROOT:
+            second_at, second_scale, v = load_moment(row, 4, second_table, places, bases, ALIGNED, SECOND)
+            if SECOND is not None and ROOT:
                 v = v * v
 
         if KIND == "adam":
@@ -380,28 +401,14 @@ def step_kernel(
         low, high = tl.load(row + 13).to(tl.uint32), tl.load(row + 14).to(tl.uint32)
         if DRAWS:
             words = random_words(index, parameter, step, low, high)
-        if FIRST is None:
-            tl.store(first_at + at, m, mask=inside)
         else:
-            bits = None
-            if FIRST.rounding == "stochastic" or FRACTION != 0:
-                bits = halves(words, False)
-            codes, scale = made_codes(m, bits, first_table, FIRST, False, 0, FRACTION)
-            if RAGGED:
-                codes = tl.where(inside, codes, 0)
-            store_codes(first_at, codes, at, at_half, inside, inside_half, BITS)
-            tl.store(first_scale + blocks, scale, mask=exists)
-        if KIND != "lion" and SECOND is None:
-            tl.store(second_at + at, v, mask=inside)
-        elif KIND != "lion":
-            bits = None
-            if SECOND.rounding == "stochastic":
-                bits = halves(words, False)
-            codes, scale = made_codes(root if ROOT else v, bits, second_table, SECOND, True, LEAST, 0)
-            if RAGGED:
-                codes = tl.where(inside, codes, 0)
-            store_codes(second_at, codes, at, at_half, inside, inside_half, BITS2)
-            tl.store(second_scale + blocks, scale, mask=exists)
+            words = None
+        store_moment(first_at, first_scale, m, words, first_table, places, RAGGED, FIRST, False, 0, FRACTION)
+        if KIND != "lion":
+            new = root if ROOT else v
+            store_moment(
+                second_at, second_scale, new, words, second_table, places, RAGGED, SECOND, True, LEAST, 0
+            )
         if MASTER != 0:
             stored_p, error = split_master(p, MASTER)
             tl.store(error_at + at, error.to(error_at.dtype.element_ty), mask=inside)

@@ -13,7 +13,7 @@ from fast.optim import update as module
 from fast.optim.update import Moment, Slot, Updates
 from tests.support.optim import CASES, SHAPES, compared, slots_of
 
-FEW, SMALL = (0, 5), ((1, 256), (1, 150))
+FEW, SMALL = (0, 5, 11), ((1, 256), (1, 150))
 
 
 def main(few: str = "") -> None:
