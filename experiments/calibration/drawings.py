@@ -73,17 +73,13 @@ def seconds_of(run: RealRun, setting: str, method: str) -> float | None:
 
 def bytes_drawing(run: RealRun) -> Drawing | None:
     """KL against bytes: a panel for each text, of weights alone and with inputs."""
-    panels = {}
-    for text, results in run.texts.items():
-        for inputs, words in ((False, "weights"), (True, "weights and inputs")):
-            points = list(sizes_and_losses(run, results, inputs))
-            if points:
-                tops = {
-                    name.split(INPUTS)[0]: point.x
-                    for name, point in points
-                    if not name.startswith(choice.NAME)
-                }
-                panels[f"{text}: {words}"] = Panel([one for _, one in points], fronts_of(points), tops)
+
+    def panel(results: Results, inputs: bool) -> Panel | None:
+        points = list(sizes_and_losses(run, results, inputs))
+        tops = {name.split(INPUTS)[0]: point.x for name, point in points if not name.startswith(choice.NAME)}
+        return Panel([one for _, one in points], fronts_of(points), tops) if points else None
+
+    panels = run.panels(panel)
     if not panels:
         return None
     labels = "size of the model (MB, decimal)", "KL from the dense model (nats)"

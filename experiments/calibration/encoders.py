@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -30,8 +31,9 @@ from experiments.harness.rows import Journal, Row
 from experiments.models.architectures import ENCODER
 from experiments.models.causal_lm import RealModel
 from experiments.models.sentence_encoder import BASE, EncoderBench, Judged, values_of
-from experiments.ptq.task_page import GRID, TaskRun, counted, task_runs
+from experiments.ptq.task_page import TaskRun, counted, task_runs
 from experiments.report.content import Section, Table
+from experiments.report.real_runs import about_of, title_of
 from experiments.report.results import Results, failures, number
 from experiments.runs.benches import KINDS, encoder_bench
 from experiments.runs.real_models import BATCH, Place, Tables, batches_of, by_data, facts
@@ -141,13 +143,9 @@ def encoder_sections(rows: Sequence[Row]) -> list[Section]:
 def section(one: TaskRun) -> Section:
     """What methods win on one encoder."""
     run = one.run
-    about = [
-        f"**Grid of the file's weights before:** {run.told(GRID)}. The baseline is the model as that file gives it."
-    ]
-    about += [counted(name, results, one.base) for name, results in run.texts.items()]
+    about = about_of(run, partial(counted, base=one.base))
     tables = [table(run.model, name, results) for name, results in run.texts.items()]
-    title = f"{run.model}, {one.task} ({run.where.scale} scale, {run.where.device})"
-    return Section(title, [*about, TEXT, *failures(run.whole)], [], tables)
+    return Section(title_of(run, f", {one.task}"), [*about, TEXT, *failures(run.whole)], [], tables)
 
 
 def table(model: str, name: str, results: Results) -> Table:
@@ -159,7 +157,7 @@ def table(model: str, name: str, results: Results) -> Table:
         if distance is None or error is None or method == BASE:
             continue
         share_text = "" if part is None else f"{number(part, 1)} ± {number(part_error, 1)}"
-        cells = [f"{number(1e3 * distance, 2)} ± {number(1e3 * error, 2)}", share_text, number(kept, 1)]
+        cells = [f"{number(distance, 2, 1e3)} ± {number(error, 2, 1e3)}", share_text, number(kept, 1)]
         lines.append([setting, method, *cells])
     columns = ["scheme", "method", "distance (1/1000)", "recovered (%)", "neighbours (%)"]
     return Table(f"{model}, {name}: methods with data", columns, lines, results.rows)

@@ -63,20 +63,18 @@ def main_finding(rows: Sequence[Row]) -> str:
 
 
 def best_of(run: RealRun) -> list[str]:
-    """A sentence for each text: the best method of each scheme."""
-    sentences = []
+    """A sentence for each text: of each scheme the method that does best on the other text."""
+    sentences, by = [], "that does best on the other text" if len(run.texts) > 1 else "that does best there"
     for text, results in run.texts.items():
         words = []
         for setting in cases(run):
-            known = [(value, name) for name in methods(results, setting)
-                     if (value := results.value(setting, name, RECOVERED)) is not None and math.isfinite(value)]  # fmt: skip
-            if known:
-                value, name = max(known)
-                error = results.value(setting, name, RECOVERED_ERROR)
-                words.append(f"{setting} {value:.1f} ± {number(error, 1)}% ({name})")
+            name = run.chosen(text, setting, methods(results, setting), RECOVERED, most=True)
+            value, error = (results.value(setting, name, one) for one in (RECOVERED, RECOVERED_ERROR))
+            if value is not None and math.isfinite(value):
+                words.append(f"{setting} {number(value, 1)} ± {number(error, 1)}% ({name})")
         if words:
             sentences.append(
-                f"{run.model}, {text}, recovered of rounding's KL by the best method: {'; '.join(words)}."
+                f"{run.model}, {text}, recovered of rounding's KL by the method {by}: {'; '.join(words)}."
             )
     return sentences
 
@@ -149,7 +147,7 @@ def cells(run: RealRun, results: Results, setting: str, method: str) -> list[str
         percent(results, setting, method, RECOVERED, RECOVERED_ERROR),
         percent(results, setting, method, LOSS, LOSS_ERROR),
         number(run.whole.value(setting, method, "output error over rounding's"), 3),
-        number(None if seconds is None else seconds / 60, 2),
+        number(seconds, 2, 1 / 60),
     ]
 
 

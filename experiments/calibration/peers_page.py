@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from experiments.calibration.peers.records import INSTALL, PEERS
 from experiments.calibration.run import ARMS, ROUNDING
 from experiments.report.content import Table
-from experiments.report.real_runs import RealRun, with_error
+from experiments.report.real_runs import CHANGE, CHANGE_ERROR, RealRun, quality_cells
 from experiments.report.results import Results, number
 
-PERPLEXITY = "perplexity"
-CHANGE, CHANGE_ERROR = "loss, change", "loss, standard error of the change"
-KL, KL_ERROR = "KL", "KL, standard error"
+PERPLEXITY, BITS = "perplexity", "bits per weight"
 #: Our methods of the same kind as a peer's: like beside like.
 LIKE = {
     "llm-compressor GPTQ": "gptq",
@@ -24,16 +20,18 @@ LIKE = {
     "auto-round, alg_ext": "gptq + autoround",
     "auto-round, best": "gptq + autoround",
     "auto-round, no steps": "search by inputs",
-    "hqq library": "search by inputs",
+    "hqq library": "search",
 }
 COLUMNS = (
     "scheme", "peer", "perplexity", "loss, change", "KL", "bits per weight", "minutes", "ours of that kind", "its perplexity",
-    "our best", "its perplexity ", "ours is no worse",
+    "our best", "its perplexity ", "its bits per weight", "ours is no worse",
 )  # fmt: skip
 ABOUT = (
     "Other projects' arms run their own code from a loaded model to a quantized one, on the same sequences, and our windows "
-    'judge what they dequantize. "No worse": perplexity of our best method of the scheme is at most the peer\'s and one '
-    "standard error of the change that the peer makes of the loss. "
+    "judge what they dequantize. Our best is the method of the least loss on the other text, so that no text chooses what it "
+    "judges (of a run on one text: on that). \"No worse\": our best's loss is at most the peer's and one standard error of the "
+    "change that the peer makes. Bits of integers differ by their scales: peers store bfloat16, our schemes float32 unless they "
+    "end in _bf16. "
 )
 
 
@@ -49,7 +47,7 @@ def tables(run: RealRun) -> list[Table]:
         return []
     made = []
     for text, results in run.texts.items():
-        lines = [line(run, results, *one) for one in measured(run)]
+        lines = [line(run, text, *one) for one in measured(run)]
         made.append(
             Table(
                 f"{run.model}, {text}: other projects", list(COLUMNS), lines, [*results.rows, *run.whole.rows]
@@ -58,36 +56,24 @@ def tables(run: RealRun) -> list[Table]:
     return made
 
 
-def line(run: RealRun, results: Results, setting: str, peer: str) -> list[str]:
+def line(run: RealRun, text: str, setting: str, peer: str) -> list[str]:
     """A peer in a scheme, beside ours."""
+    results, like = run.texts[text], LIKE[peer]
     seconds = run.whole.value(setting, peer, "time to quantize")
-    own, like = best(results, setting), LIKE[peer]
+    own = run.chosen(text, setting, [name for name in ARMS if name != ROUNDING], CHANGE)
     return [
         setting,
         peer,
-        number(results.value(setting, peer, PERPLEXITY), 2),
-        with_error(results, setting, peer, CHANGE, CHANGE_ERROR),
-        with_error(results, setting, peer, KL, KL_ERROR),
-        number(run.whole.value(setting, peer, "bits per weight"), 2),
-        number(None if seconds is None else seconds / 60, 2),
+        *quality_cells(results, setting, peer),
+        number(run.whole.value(setting, peer, BITS), 2),
+        number(seconds, 2, 1 / 60),
         like,
         number(results.value(setting, like, PERPLEXITY), 2),
         own,
         number(results.value(setting, own, PERPLEXITY), 2),
+        number(run.whole.value(setting, own, BITS), 2),
         verdict(results, setting, own, peer),
     ]
-
-
-def best(results: Results, setting: str) -> str:
-    """Our method of least loss in a scheme; "" where none was measured."""
-    known = [
-        (change, name)
-        for name in ARMS
-        if name != ROUNDING
-        and (change := results.value(setting, name, CHANGE)) is not None
-        and math.isfinite(change)
-    ]
-    return min(known)[1] if known else ""
 
 
 def verdict(results: Results, setting: str, own: str, peer: str) -> str:

@@ -9,10 +9,10 @@ from experiments.harness.revision import TORCHAO
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE, FILE
 from experiments.report.content import Section, Table
-from experiments.report.real_runs import RealRun, best_runs, real_runs
+from experiments.report.real_runs import RealRun, findings_of, grid_of, real_runs, title_of
 from experiments.report.results import HARDWARE, MODEL, Results, failures, number, published
 
-GRID, PUBLISHED = "grid: ", "published: "
+PUBLISHED = "published: "
 BY_LIBRARY, OWN = "tokens/s, generate()", "tokens/s, own loop"
 FIRST, FIRST_OWN = "time to first token, generate()", "time to first token, own loop"
 #: In which order libraries stand.
@@ -36,11 +36,10 @@ def real_sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(run: RealRun) -> Section:
     """How one model generates."""
-    about = [f"**Grid of the file's weights before:** {run.told(GRID)}."] if run.told(GRID) else []
     batches = sorted(run.texts, key=lambda name: int(name.rpartition(" ")[2]))
     tables = [sizes(run), *(speeds(run, name, run.texts[name]) for name in batches)]
-    title = f"{run.model}, its own weights ({run.where.scale} scale, {run.where.device})"
-    return Section(title, [*about, *TEXT, *failures(run.whole)], [], tables)
+    title = title_of(run, ", its own weights")
+    return Section(title, [grid_of(run), *TEXT, *failures(run.whole)], [], tables)
 
 
 def lines_of(results: Results) -> list[tuple[str, str]]:
@@ -68,7 +67,7 @@ def sizes(run: RealRun) -> Table:
                     label(*one),
                     number(size / 1e6, 1),
                     number(run.whole.value(*one, "bits per weight"), 2),
-                    number(None if peak is None else peak / 1e6, 1),
+                    number(peak, 1, 1e-6),
                     number(run.whole.value(*one, "time to quantize"), 2),
                     number(run.whole.value(*one, "logits, change"), 3),
                 ]
@@ -95,8 +94,8 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
             number(results.value(*one, BY_LIBRARY), 1),
             number(rate, 1),
             number(rate / base if base else None, 2),
-            number(None if first is None else first * 1e3, 1),
-            number(None if own is None else own * 1e3, 1),
+            number(first, 1, 1e3),
+            number(own, 1, 1e3),
             "yes" if results.value(*one, "own loop in a CUDA graph") else "no",
             number(results.value(*one, "same tokens"), 0),
         ]
@@ -106,7 +105,7 @@ def speeds(run: RealRun, batch: str, results: Results) -> Table:
 
 def real_findings(rows: Sequence[Row]) -> list[str]:
     """Rates of each model at its first batch, in the own loop."""
-    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+    return findings_of(rows, finding)
 
 
 def finding(run: RealRun) -> str:

@@ -9,10 +9,9 @@ from experiments.fp8_training.methods import BASE
 from experiments.fp8_training.real import method_of
 from experiments.harness.intervals import interval
 from experiments.harness.rows import Row
-from experiments.models.causal_lm import FILE
 from experiments.models.quantized_model import WEIGHTS
 from experiments.report.content import Section, Table
-from experiments.report.real_runs import RealRun, real_runs, title_of
+from experiments.report.real_runs import RealRun, by_seed, real_runs, title_of, training_of
 from experiments.report.results import Results, failures, number
 
 TEXT = (
@@ -34,14 +33,8 @@ def real_sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(run: RealRun) -> Section:
     """What recipes cost one model."""
-    names = "steps", "tokens of a step", "learning rate"
-    steps, tokens, rate = (run.whole.value(FILE, FILE, name) for name in names)
-    about = (
-        f"Trained for {number(steps, 0)} steps of {number(tokens, 0)} tokens at a peak rate of {rate or 0:g}, weights in "
-        f"{run.told('trains in: ')}."
-    )
     tables = [table(run, name, results) for name, results in run.texts.items()]
-    return Section(title_of(run), [about, *TEXT, *failures(run.whole)], [], tables)
+    return Section(title_of(run), [training_of(run), *TEXT, *failures(run.whole)], [], tables)
 
 
 def table(run: RealRun, text: str, results: Results) -> Table:
@@ -62,8 +55,8 @@ def table(run: RealRun, text: str, results: Results) -> Table:
 
 def line(run: RealRun, results: Results, method: str) -> list[str]:
     """The cells of one model."""
-    perplexities = by_seed(results, method, "perplexity")
-    found, base = by_seed(results, method, "loss"), by_seed(results, method_of(BASE), "loss")
+    perplexities = by_seed(results, WEIGHTS, method, "perplexity")
+    found, base = (by_seed(results, WEIGHTS, name, "loss") for name in (method, method_of(BASE)))
     both = (
         sorted(found.keys() & base.keys())
         if method.startswith("fine-tuned") and method != method_of(BASE)
@@ -73,11 +66,8 @@ def line(run: RealRun, results: Results, method: str) -> list[str]:
     if len(both) > 1:
         one = interval([found[seed] - base[seed] for seed in both])
         change = f"{one.mean:+.4f} ± {one.half:.4f}"
-    values = [(run.whole.value(WEIGHTS, method, metric), *how) for metric, how in TRAINING.items()]
-    cells = [number(None if value is None else value * factor, digits) for value, _, factor, digits in values]
+    cells = [
+        number(run.whole.value(WEIGHTS, method, metric), digits, factor)
+        for metric, (_, factor, digits) in TRAINING.items()
+    ]
     return [method, number(fmean(perplexities.values()), 2), change, str(len(perplexities)), *cells]
-
-
-def by_seed(results: Results, method: str, metric: str) -> dict[int, float]:
-    """Values of a metric by seed."""
-    return {row.seed: row.value for row in results.rows if (row.method, row.metric) == (method, metric)}

@@ -191,7 +191,7 @@ def floor_table(lines: Sequence[CaseResult]) -> Table:
                 line.case,
                 line.shape,
                 *(number(line.values.get(metric), digits) for metric, digits in metrics),
-                number(None if moved is None else moved / 1e6, 0),
+                number(moved, 0, 1e-6),
                 *(number(line.values.get(metric), 2) for metric in ("rate", "copy rate")),
                 *(number(line.values.get(metric), 3) for metric in ("fraction", "fraction, eager")),
                 number(line.values.get("speedup over unfused"), 2),
@@ -250,7 +250,7 @@ def product_table(lines: Sequence[CaseResult]) -> Table:
                     number(values.get(metric), 1)
                     for metric in ("time", "time, eager", "host time", "host time, added")
                 ),
-                number(None if moved is None else moved / 1e6, 0),
+                number(moved, 0, 1e-6),
                 *(number(values.get(metric), 2) for metric in ("rate", "fraction")),
                 number(None if dense is None else 1 / dense, 2),
                 number(values.get("speedup over unfused"), 2),

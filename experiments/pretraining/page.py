@@ -121,7 +121,7 @@ def speed_table(results: Results) -> Table:
         cells = []
         for metric, (_, digits, factor) in SPEED.items():
             value = known.get((line, metric))
-            cells.append(number(None if value is None else value * factor, digits))
+            cells.append(number(value, digits, factor))
         rows.append([label(line), *cells])
     return Table("Training", columns, rows, results.rows)
 

@@ -263,7 +263,7 @@ def quality_table(results: Results, methods: Sequence[str], caption: str) -> Tab
     for method in methods:
         size = results.value(WEIGHTS, method, "size")
         both = with_activations.get(method, "")
-        line = [method, number(None if size is None else size / 1e6, 3)]
+        line = [method, number(size, 3, 1e-6)]
         line += [
             number(results.value(WEIGHTS, method, "bits per weight"), 2),
             *quality_cells(results, WEIGHTS, method),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from experiments.harness.rows import Row
 from experiments.models.causal_lm import BASE
@@ -16,6 +17,7 @@ from experiments.report.real_runs import (
     RealRun,
     about_of,
     best_runs,
+    findings_of,
     quality_cells,
     real_runs,
     title_of,
@@ -64,7 +66,7 @@ def table(run: RealRun, text: str, results: Results) -> Table:
         bits = [run.whole.value(setting, method, "bits per weight") for setting in (WEIGHTS, both)]
         line = [
             method,
-            number(None if size is None else size / 1e6, 1),
+            number(size, 1, 1e-6),
             number(bits[0] if bits[0] is not None else bits[1], 2),
         ]
         line += quality_cells(results, WEIGHTS, method)
@@ -78,15 +80,15 @@ def table(run: RealRun, text: str, results: Results) -> Table:
 def serving(run: RealRun) -> Table:
     """Speed of generating, and its peak memory: that of the model, and what generating took beyond."""
     lines = []
-    for method in run.lines:
-        for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
-            speed = run.whole.value(setting, method, "tokens/s")
-            memory = run.whole.value(setting, method, "memory of generating, over the weights")
-            if speed is not None:
-                size = run.whole.value(setting, method, "size")
-                peak = None if memory is None or size is None else size + memory
-                cells = [number(None if one is None else one / 1e6, 1) for one in (size, memory, peak)]
-                lines.append([method, setting, number(speed, 1), *cells])
+    for setting, method in run.measured():
+        speed, memory, size = (
+            run.whole.value(setting, method, metric)
+            for metric in ("tokens/s", "memory of generating, over the weights", "size")
+        )
+        if speed is not None:
+            peak = None if memory is None or size is None else size + memory
+            cells = [number(one, 1, 1e-6) for one in (size, memory, peak)]
+            lines.append([method, setting, number(speed, 1), *cells])
     columns = ["scheme", "setting", "tokens/s", "size (MB)", "memory over it (MB)", "peak memory (MB)"]
     return Table(
         f"{run.model}: transformers' generate(), batch 1, not compiled", columns, lines, run.whole.rows
@@ -95,11 +97,7 @@ def serving(run: RealRun) -> Table:
 
 def drawing(run: RealRun) -> Drawing:
     """Loss against bytes: a panel for each text, weights and with inputs."""
-    panels = {}
-    for name, results in run.texts.items():
-        for activations, words in ((False, "weights"), (True, "weights and inputs")):
-            panels[f"{name}: {words}"] = points(run, results, activations)
-    panels = {name: found for name, found in panels.items() if found}
+    panels = run.panels(partial(points, run, CHANGE, BASE))
     figure = scatter_panels(
         panels, "size of the model (MB, decimal)", "increase of the loss (nats)", symlog=LINEAR
     )
@@ -109,21 +107,21 @@ def drawing(run: RealRun) -> Drawing:
     return Drawing(f"ptq-real-{run.ending}", caption, figure)
 
 
-def points(run: RealRun, results: Results, activations: bool) -> list[Point]:
-    """A point per scheme."""
+def points(run: RealRun, metric: str, base: str, results: Results, inputs: bool) -> list[Point]:
+    """Size and a metric of each scheme but the dense model's, of weights alone or with inputs."""
     found = []
     for method in run.lines:
-        setting = run.setting(method, activations)
-        size, change = run.whole.value(setting, method, "size"), results.value(setting, method, CHANGE)
-        if method != BASE and size is not None and change is not None and math.isfinite(change):
+        setting = run.setting(method, inputs)
+        size, value = run.whole.value(setting, method, "size"), results.value(setting, method, metric)
+        if method != base and size is not None and value is not None and math.isfinite(value):
             label = method if len(run.lines) < 16 else ""
-            found.append(Point(size / 1e6, change, family(method), label, method))
+            found.append(Point(size / 1e6, value, family(method), label, method))
     return found
 
 
 def real_findings(rows: Sequence[Row]) -> list[str]:
     """What int8, and the best scheme up to 4.6 bits, cost each model."""
-    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+    return findings_of(rows, finding)
 
 
 #: What the line of the first page says, where it was measured: schemes, with their inputs or without.
@@ -149,15 +147,11 @@ def finding(run: RealRun) -> str:
     """The costs of one model on its first text."""
     text, results = next(iter(run.texts.items()))
     known = []
-    for method in run.lines:
-        for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
-            change, error = (
-                results.value(setting, method, CHANGE),
-                results.value(setting, method, CHANGE_ERROR),
-            )
-            if method != BASE and change is not None and error is not None and math.isfinite(change):
-                inputs = " with inputs" if setting != WEIGHTS else ""
-                known.append((method, inputs, change, error))
+    for setting, method in run.measured():
+        change, error = (results.value(setting, method, metric) for metric in (CHANGE, CHANGE_ERROR))
+        if method != BASE and change is not None and error is not None and math.isfinite(change):
+            inputs = " with inputs" if setting != WEIGHTS else ""
+            known.append((method, inputs, change, error))
     if not known:
         return ""
     words = [

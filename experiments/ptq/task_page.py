@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.harness.rows import Row, table_parts
 from experiments.models.architectures import ENCODER, SPEECH
-from experiments.models.causal_lm import BASE, FILE, MODEL
+from experiments.models.causal_lm import BASE, MODEL
 from experiments.models.programs import NAME
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.models.sentence_encoder import PASSAGES, REVIEWS
 from experiments.models.speech import DATA
+from experiments.ptq.real_page import points
 from experiments.report.content import Drawing, Section, Table
-from experiments.report.plots import Point, scatter_panels
-from experiments.report.real_runs import RealRun, real_runs
-from experiments.report.results import Results, Where, failures, family, number
+from experiments.report.plots import scatter_panels
+from experiments.report.real_runs import RealRun, about_of, real_runs, title_of
+from experiments.report.results import Results, Where, failures, number
 from experiments.runs.benches import BASES, KINDS
 
-GRID = "grid: "
 #: Below these distances plots are linear.
 LINEAR = {ENCODER: 1e-4, SPEECH: 1e-3}
 TEXTS = {
@@ -98,15 +98,6 @@ class TaskRun:
         """The method of the dense model's rows."""
         return BASES[self.task]
 
-    def settings(self) -> list[tuple[str, str]]:
-        """(setting, method) of everything measured, the largest model first, weights before inputs."""
-        return [
-            (setting, method)
-            for method in self.run.lines
-            for setting in (self.run.setting(method, False), self.run.setting(method, True))
-            if setting
-        ]
-
 
 def task_runs(rows: Iterable[Row]) -> list[TaskRun]:
     """The runs of encoders and speech models, each model's largest scale first."""
@@ -143,27 +134,22 @@ def programs_section(rows: Sequence[Row]) -> list[Section]:
 def programs_table(run: RealRun) -> Table:
     """A line for each scheme whose programs were run."""
     lines = []
-    for method in run.lines:
-        for setting in filter(None, (run.setting(method, False), run.setting(method, True))):
-            count = run.whole.value(setting, method, f"{NAME}: problems")
-            values = [cell(run.whole, setting, method, column, method == BASE) for column in PROGRAMS]
-            if count is not None:
-                lines.append([method, activations_of(setting) or "", number(count, 0), *values])
+    for setting, method in run.measured():
+        count = run.whole.value(setting, method, f"{NAME}: problems")
+        values = [cell(run.whole, setting, method, column, method == BASE) for column in PROGRAMS]
+        if count is not None:
+            lines.append([method, activations_of(setting) or "", number(count, 0), *values])
     columns = ["scheme", "inputs in", "problems", *(column[0] for column in PROGRAMS)]
-    title = f"{run.model}, HumanEval ({run.where.scale} scale, {run.where.device})"
-    return Table(title, columns, lines, run.whole.rows)
+    return Table(title_of(run, ", HumanEval"), columns, lines, run.whole.rows)
 
 
 def section(one: TaskRun) -> Section:
     """What schemes cost one model."""
     run = one.run
-    about = [
-        f"**Grid of the file's weights before:** {run.told(GRID)}. The baseline is the model as that file gives it."
-    ]
-    about += [counted(name, results, one.base) for name, results in run.texts.items()]
+    about = about_of(run, partial(counted, base=one.base))
     tables = [table(one, name, results) for name, results in run.texts.items()]
     drawings = [drawing(one)] if run.texts else []
-    return Section(f"{run.model}, {one.task} ({run.where.scale} scale, {run.where.device})",
+    return Section(title_of(run, f", {one.task}"),
                    [*about, *TEXTS[one.task], *failures(run.whole)], drawings, tables)  # fmt: skip
 
 
@@ -191,12 +177,12 @@ def table(one: TaskRun, name: str, results: Results) -> Table:
         *(column[0] for column in COLUMNS[name]),
     ]
     lines = []
-    for setting, method in one.settings():
+    for setting, method in one.run.measured():
         size, bits = (one.run.whole.value(setting, method, metric) for metric in ("size", "bits per weight"))
         line = [
             method,
             activations_of(setting) or "",
-            number(None if size is None else size / 1e6, 1),
+            number(size, 1, 1e-6),
             number(bits, 2),
         ]
         values = [cell(results, setting, method, column, method == one.base) for column in COLUMNS[name]]
@@ -211,37 +197,21 @@ def cell(results: Results, setting: str, method: str, column: Column, dense: boo
     value = results.value(setting, method, metric)
     if value is None or (dense and error):
         return ""
-    text = number(factor * value, digits)
+    text = number(value, digits, factor)
     spread = results.value(setting, method, error) if error else None
     if spread is None:
         return text
-    text = f"{text} ± {number(factor * spread, digits)}"
+    text = f"{text} ± {number(spread, digits, factor)}"
     return f"({text})" if "change" in metric and abs(value) <= 2 * spread else text
 
 
 def drawing(one: TaskRun) -> Drawing:
     """Distance from the dense model against bytes: a panel for each data set, weights and with inputs."""
     metric, _, label = MEASURE[one.task]
-    panels = {}
-    for name, results in one.run.texts.items():
-        for inputs, words in ((False, "weights"), (True, "weights and inputs")):
-            panels[f"{name}: {words}"] = points(one, results, metric, inputs)
-    panels = {name: found for name, found in panels.items() if found}
+    panels = one.run.panels(partial(points, one.run, metric, one.base))
     figure = scatter_panels(panels, "size of the model (MB, decimal)", label, symlog=LINEAR[one.task])
     caption = f"{one.run.model}: {label} from the dense model against bytes, rounding to the nearest."
     return Drawing(f"ptq-{one.task}-{one.run.ending}", caption, figure)
-
-
-def points(one: TaskRun, results: Results, metric: str, inputs: bool) -> list[Point]:
-    """A point per scheme."""
-    found = []
-    for setting, method in one.settings():
-        size, value = one.run.whole.value(setting, method, "size"), results.value(setting, method, metric)
-        mine = (activations_of(setting) is not None) == inputs and method not in (one.base, FILE)
-        if mine and size is not None and value is not None and math.isfinite(value):
-            label = method if len(one.run.lines) < 16 else ""
-            found.append(Point(size / 1e6, value, family(method), label, method))
-    return found
 
 
 def task_findings(rows: Sequence[Row]) -> list[str]:
@@ -257,7 +227,7 @@ def finding(one: TaskRun, name: str, results: Results) -> str:
     """The change of a data set's metric, the nearest scheme to the dense model first."""
     metric, change, error = TOLD[name]
     known = []
-    for setting, method in one.settings():
+    for setting, method in one.run.measured():
         distance = results.value(setting, method, MEASURE[one.task][0])
         moved, spread = (results.value(setting, method, key) for key in (change, error))
         if method != one.base and distance is not None and moved is not None and spread is not None:

@@ -7,16 +7,23 @@ from statistics import fmean
 
 from experiments.harness.intervals import Interval, interval
 from experiments.harness.rows import Row
-from experiments.models.causal_lm import BASE, FILE
+from experiments.models.causal_lm import BASE
 from experiments.models.quantized_model import WEIGHTS, activations_of
 from experiments.qat.arms import CLIPPED, PTQ, PTQ_BASE, QAT, TRAINED, WITH_AUTOROUND, WITH_GPTQ
 from experiments.qat.real import TUNED
 from experiments.qat.run import DEVIATIONS, recovery
 from experiments.report.content import Section, Table
-from experiments.report.real_runs import RealRun, best_runs, real_runs
+from experiments.report.real_runs import (
+    RealRun,
+    by_seed,
+    findings_of,
+    grid_of,
+    real_runs,
+    title_of,
+    training_of,
+)
 from experiments.report.results import Results, failures, number
 
-GRID, DTYPE = "grid: ", "trains in: "
 #: Ways without training, of which the best is what QAT has to beat.
 BASELINES = (PTQ, CLIPPED, WITH_GPTQ, WITH_AUTOROUND)
 #: Values of one way by seed.
@@ -42,27 +49,10 @@ def real_sections(rows: Sequence[Row]) -> list[Section]:
 
 def section(run: RealRun) -> Section:
     """What one model loses and gets back."""
-    facts = {
-        name: run.whole.value(FILE, FILE, name) for name in ("steps", "tokens of a step", "learning rate")
-    }
-    about = [
-        f"**Grid of the file's weights before:** {run.told(GRID)}.",
-        f"Trained for {number(facts['steps'], 0)} steps of {number(facts['tokens of a step'], 0)} tokens at a peak rate of "
-        f"{facts['learning rate'] or 0:g}, weights in {run.told(DTYPE)}.",
-    ]
+    about = [grid_of(run), training_of(run)]
     tables = [table(run, name, results) for name, results in run.texts.items()]
     tables += [one for one in (tasks(run), training(run)) if one.lines]
-    title = f"{run.model} ({run.where.scale} scale, {run.where.device})"
-    return Section(title, [*about, *TEXT, *failures(run.whole)], [], tables)
-
-
-def by_seed(results: Results, setting: str, method: str, metric: str) -> dict[int, float]:
-    """Values of a metric by seed."""
-    return {
-        row.seed: row.value
-        for row in results.rows
-        if (row.setting, row.method, row.metric) == (setting, method, metric)
-    }
+    return Section(title_of(run), [*about, *TEXT, *failures(run.whole)], [], tables)
 
 
 def schemes(run: RealRun) -> list[tuple[str, str]]:
@@ -226,7 +216,7 @@ def megabytes(values: Seeds) -> str:
 
 def real_findings(rows: Sequence[Row]) -> list[str]:
     """What QAT recovers of each scheme, on each model's first text."""
-    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+    return findings_of(rows, finding)
 
 
 def finding(run: RealRun) -> str:

@@ -151,7 +151,8 @@ def two_and_three_bits(rows: Rows) -> Question:
     """AutoRound against rounding and GPTQ, and training with learned scales against searched ones."""
     asked = (
         f"{PAPER}: at 2 and 3 bits, is training with learned scales (ParetoQ) better than AutoRound, and AutoRound than plain "
-        "rounding? Real models: KL from the dense model on a text that methods do not see, of the best arm of each kind there."
+        "rounding? Real models: KL from the dense model on a text that methods do not see, of the arm of each kind that does "
+        "best on the run's other text."
     )
     real = real_qat_claims(rows["qat"], "int2_g32", "int3_g32")
     claims = [
@@ -168,21 +169,20 @@ def autoround_claims(rows: Sequence[Row]) -> Iterator[Claim]:
         for run, text in texts_of(rows):
             command = f"ao-lab reproduce calibration --model {model_of(run)} --scale full --only {scheme}"
             of = ", ".join(filter(None, (scheme, run.model if run else "", text)))
-            results = run.texts[text] if run else Results([])
-            ours = best(results, scheme, ROUNDED)
+            ours, theirs = (best(run, text, scheme, methods) for methods in (ROUNDED, OTHERS))
             claimed = "AutoRound recovers KL that rounding costs"
             yield Claim(claimed, of, ours, 0.0, "%", command + only(ROUNDED), 1, ">")
-            gain = difference(ours, best(results, scheme, OTHERS))
+            gain = difference(ours, theirs)
             claimed = "AutoRound recovers more of rounding's KL than GPTQ"
             yield Claim(claimed, of, gain, 0.0, "points", command + only((*ROUNDED, *OTHERS)), 1, ">")
 
 
-def best(results: Results, scheme: str, methods: Sequence[str]) -> Interval | None:
-    """What the best of some methods recovers of rounding's KL."""
-    found = [with_error(results, scheme, method, RECOVERED, RECOVERED_ERROR) for method in methods]
-    return max(
-        (one for one in found if one is not None and one.finite), key=lambda one: one.middle, default=None
-    )
+def best(run: RealRun | None, text: str, scheme: str, methods: Sequence[str]) -> Interval | None:
+    """What is recovered of rounding's KL on a text by that of some methods which recovers most on the other text."""
+    if run is None:
+        return None
+    chosen = run.chosen(text, scheme, methods, RECOVERED, most=True)
+    return with_error(run.texts[text], scheme, chosen, RECOVERED, RECOVERED_ERROR)
 
 
 WITHOUT = ("PTQ", "PTQ, clipped", "PTQ, GPTQ")

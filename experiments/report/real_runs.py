@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
 
 from experiments.harness.rows import Row, table_parts
 from experiments.models.causal_lm import BASE, FILE, MODEL, REAL
@@ -15,6 +18,7 @@ KL, KL_ERROR = "KL", "KL, standard error"
 #: Of methods with data the shares of rounding's KL and of its loss that they take away.
 RECOVERED, RECOVERED_ERROR = "KL, recovered", "KL, standard error of the recovered"
 LOSS, LOSS_ERROR = "loss, recovered", "loss, standard error of the recovered"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,34 @@ class RealRun:
         )
         return next((one for one in found if (activations_of(one) is not None) == activations), "")
 
+    def measured(self) -> Iterator[tuple[str, str]]:
+        """(setting, method) of everything, the largest model first, weights alone before inputs too."""
+        for method in self.lines:
+            yield from ((one, method) for inputs in (False, True) if (one := self.setting(method, inputs)))
+
+    def panels(self, panel: Callable[[Results, bool], T | None]) -> dict[str, T]:
+        """Panels of a figure by title: of each text for weights alone, and with inputs; empty ones are left out."""
+        found = {
+            f"{name}: {words}": panel(results, inputs)
+            for name, results in self.texts.items()
+            for inputs, words in ((False, "weights"), (True, "weights and inputs"))
+        }
+        return {title: one for title, one in found.items() if one}
+
+    def chosen(
+        self, text: str, setting: str, methods: Iterable[str], metric: str, *, most: bool = False
+    ) -> str:
+        """The method of the least (or most) mean of a metric over the other texts, so that none is chosen by the text that
+        judges it; where there is no other, by that text. "" where none was measured."""
+        others = [one for name, one in self.texts.items() if name != text] or [self.texts[text]]
+        known = {}
+        for method in methods:
+            values = [one.value(setting, method, metric) for one in others]
+            there = [value for value in values if value is not None and math.isfinite(value)]
+            if len(there) == len(others):
+                known[method] = fmean(there)
+        return (max if most else min)(known, key=known.__getitem__, default="")
+
 
 def real_runs(rows: Iterable[Row]) -> list[RealRun]:
     """The runs, each model's largest scale first."""
@@ -83,15 +115,45 @@ def best_runs(rows: Iterable[Row]) -> list[RealRun]:
     return list(found.values())
 
 
-def title_of(run: RealRun) -> str:
-    """The title of a run's section."""
-    return f"{run.model} ({run.where.scale} scale, {run.where.device})"
+def findings_of(rows: Iterable[Row], finding: Callable[[RealRun], str]) -> list[str]:
+    """A sentence for each model, of its largest run; none where there is nothing to say."""
+    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
 
 
-def about_of(run: RealRun) -> list[str]:
-    """What a section says first: on which grid the file's weights were before, and the conditions of each text."""
-    grid = f"**Grid of the file's weights before:** {run.told('grid: ')}. The baseline is the model as that file gives it."
-    return [grid, *(conditions(name, results) for name, results in run.texts.items())]
+def title_of(run: RealRun, ending: str = "") -> str:
+    """The title of a run's section or table."""
+    return f"{run.model}{ending} ({run.where.scale} scale, {run.where.device})"
+
+
+def grid_of(run: RealRun) -> str:
+    """On which grid the file's weights were before."""
+    return f"**Grid of the file's weights before:** {run.told('grid: ')}."
+
+
+def about_of(run: RealRun, told: Callable[[str, Results], str] | None = None) -> list[str]:
+    """What a section says first: the grid, and the conditions of each text."""
+    grid = f"{grid_of(run)} The baseline is the model as that file gives it."
+    return [grid, *((told or conditions)(name, results) for name, results in run.texts.items())]
+
+
+def training_of(run: RealRun) -> str:
+    """How models of a run were trained."""
+    steps, tokens, rate = (
+        run.whole.value(FILE, FILE, name) for name in ("steps", "tokens of a step", "learning rate")
+    )
+    return (
+        f"Trained for {number(steps, 0)} steps of {number(tokens, 0)} tokens at a peak rate of {rate or 0:g}, weights in "
+        f"{run.told('trains in: ')}."
+    )
+
+
+def by_seed(results: Results, setting: str, method: str, metric: str) -> dict[int, float]:
+    """Values of a metric by seed."""
+    return {
+        row.seed: row.value
+        for row in results.rows
+        if (row.setting, row.method, row.metric) == (setting, method, metric)
+    }
 
 
 def quality_cells(results: Results, setting: str, method: str) -> list[str]:

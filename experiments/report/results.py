@@ -154,10 +154,11 @@ def family(method: str) -> str:
     return "NVFP4" if scheme.format.bits == 4 else "FP8"
 
 
-def number(value: float | None, digits: int) -> str:
-    """A value as text for a page: nothing where it is missing, words where it is not finite."""
+def number(value: float | None, digits: int, factor: float = 1.0) -> str:
+    """A value times a factor as text for a page: nothing where it is missing, words where it is not finite."""
     if value is None:
         return ""
+    value = value * factor
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):
@@ -199,7 +200,7 @@ def table(
         values = [results.value(setting, method, metric) for metric in columns]
         if any(value is not None for value in values):
             shown = [
-                number(None if value is None else value * factor, digits)
+                number(value, digits, factor)
                 for value, (_, digits, factor) in zip(values, columns.values(), strict=True)
             ]
             cells.append([method, setting, *shown])

@@ -13,7 +13,7 @@ from experiments.report.real_runs import (
     CHANGE_ERROR,
     RealRun,
     about_of,
-    best_runs,
+    findings_of,
     quality_cells,
     real_runs,
     title_of,
@@ -43,14 +43,13 @@ def table(run: RealRun, text: str, results: Results) -> Table:
     lines = []
     for method in dict.fromkeys(row.method for row in results.rows):
         seconds = run.whole.value(WEIGHTS, method, "time to prune")
-        cell = number(None if seconds is None else seconds / 60, 2)
-        lines.append([method, *quality_cells(results, WEIGHTS, method), cell])
+        lines.append([method, *quality_cells(results, WEIGHTS, method), number(seconds, 2, 1 / 60)])
     return Table(f"{run.model}, {text}", columns, lines, [*results.rows, *run.whole.rows])
 
 
 def real_findings(rows: Sequence[Row]) -> list[str]:
     """What each score costs each model on its first text."""
-    return [sentence for run in best_runs(rows) if (sentence := finding(run))]
+    return findings_of(rows, finding)
 
 
 def finding(run: RealRun) -> str:

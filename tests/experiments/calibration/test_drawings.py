@@ -1,16 +1,17 @@
 """The two pictures of experiment `calibration`: fronts, times with the choosing, and labels that cover nothing."""
 
 import itertools
+import math
 import random
 
 import pytest
 
-from experiments.calibration import drawings
+from experiments.calibration import drawings, peers_page
 from experiments.calibration.run import ARMS
 from experiments.harness.rows import Row
 from experiments.report.fronts import front
 from experiments.report.plots import Point
-from experiments.report.real_runs import KL, RECOVERED, real_runs
+from experiments.report.real_runs import CHANGE, KL, RECOVERED, real_runs
 
 SETTINGS = {
     "int3_g64_asymmetric": 104.8, "int4_g64": 116.4, "nvfp4": 116.5, "nvfp4, inputs nvfp4": 116.5,
@@ -39,6 +40,29 @@ def run():
             rows += [made("wikitext", setting, arm, *one) for one in text.items()]
     (found,) = real_runs(rows)
     return found
+
+
+def test_the_text_that_judges_chooses_no_method():
+    """On each text another method loses least; of a run on one text there is no other to choose on."""
+    losses = {"gptq": (0.1, 0.4), "awq": (0.3, 0.2), "hqq": (math.nan, 0.0)}
+    rows = [
+        made(text, "int4_g64", method, *one)
+        for method, of_texts in losses.items()
+        for text, loss in zip(("wikitext", "books"), of_texts, strict=True)
+        for one in ((CHANGE, loss), (RECOVERED, -loss))
+    ]
+    (run,) = real_runs(rows)
+    assert [run.chosen(text, "int4_g64", losses, CHANGE) for text in ("wikitext", "books")] == ["hqq", "gptq"]
+    assert run.chosen("books", "int4_g64", losses, RECOVERED, most=True) == "gptq"
+    assert run.chosen("books", "nvfp4", losses, CHANGE) == ""
+    (lone,) = real_runs([row for row in rows if "wikitext" in row.table])
+    assert lone.chosen("wikitext", "int4_g64", losses, CHANGE) == "gptq"
+    rows += [made("model", "int4_g64", "GPTQModel", "time to quantize", 60.0)]
+    (run,) = real_runs([*rows, *(made(text, "int4_g64", "GPTQModel", CHANGE, 0.15) for text in run.texts)])
+    own = peers_page.COLUMNS.index("our best")
+    assert [table.lines[0][own] for table in peers_page.tables(run)] == [
+        run.chosen(text, "int4_g64", losses, CHANGE) for text in run.texts
+    ]
 
 
 def test_a_front_joins_what_nothing_further_left_is_better_than():

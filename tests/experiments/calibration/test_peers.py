@@ -16,7 +16,6 @@ from experiments.data import texts
 from experiments.harness.rows import table_parts
 from experiments.models.causal_lm import Undivided
 from experiments.runs.run import RealModels, Settings
-from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -41,13 +40,6 @@ class AutoRound:
         return self.model, {}
 """,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    small_llama.save_llama(made, tied=True)
-    return made
 
 
 @pytest.fixture

@@ -17,17 +17,9 @@ from experiments.data.texts import calibration_documents, drawn_sequences
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
 from experiments.runs.run import RealModels, Settings
-from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 TABLE = "real tiny-llama/quick"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    small_llama.save_llama(made, tied=True)
-    return made
 
 
 @pytest.fixture(scope="module")

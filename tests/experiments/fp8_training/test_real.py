@@ -13,7 +13,6 @@ from experiments.models import causal_lm
 from experiments.models.quantized_model import WEIGHTS
 from experiments.qat.real import PLANS
 from experiments.runs.run import RealModels, settings_for
-from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 TEXT = " ".join(
@@ -22,13 +21,12 @@ TEXT = " ".join(
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def rows(folder, tmp_path_factory):
     """Rows of `ao-lab reproduce fp8_training --model DIR --text FILE --only rowwise`, of fewer and shorter steps."""
     place = tmp_path_factory.mktemp("run")
-    small_llama.save_llama(place / "tiny-llama", tied=True)
     (place / "oasst1.txt").write_text(TEXT)
     plan, own = PLANS["quick"], texts.OwnText.of(place / "oasst1.txt")
-    asked = RealModels(models=(str(place / "tiny-llama"),), windows=2, length=32, own_text=own)
+    asked = RealModels(models=(str(folder),), windows=2, length=32, own_text=own)
     here = settings_for("quick", "cpu", place / "cache")
     journal = Journal()
     with pytest.MonkeyPatch.context() as patch:
@@ -62,9 +60,8 @@ def test_every_recipe_has_rows_of_every_seed(rows):
     assert all(0 < abs(rowwise[seed] - plain[seed]) < 0.1 for seed in plain)
 
 
-def test_only_linear_layers_but_a_tied_head_train_by_the_recipe(tmp_path):
-    small_llama.save_llama(tmp_path / "tiny-llama", tied=True)
-    model = causal_lm.load(causal_lm.of_folder(tmp_path / "tiny-llama"), "cpu")
+def test_only_linear_layers_but_a_tied_head_train_by_the_recipe(folder):
+    model = causal_lm.load(causal_lm.of_folder(folder), "cpu")
     names = set(causal_lm.linears(model))
     real.convert(model, "rowwise")
     found = {name for name, one in model.named_modules() if type(one).__name__ == "LowPrecisionLinear"}
@@ -88,10 +85,9 @@ def test_the_page_has_a_line_for_each_recipe(rows):
 @pytest.mark.parametrize(("only", "model", "message"), [
     ("fp7", True, "is no recipe of training"), ("paired", True, "is no recipe of training"), ("rowwise", False, "unknown part"),
 ])  # fmt: skip
-def test_names_that_do_not_fit_are_refused(tmp_path, capsys, monkeypatch, only, model, message):
+def test_names_that_do_not_fit_are_refused(folder, tmp_path, capsys, monkeypatch, only, model, message):
     monkeypatch.setenv("AO_LAB_CACHE", str(tmp_path / "cache"))
-    small_llama.save_llama(tmp_path / "tiny-llama", tied=True)
-    more = ["--model", str(tmp_path / "tiny-llama")] if model else []
+    more = ["--model", str(folder)] if model else []
     command = ["reproduce", "fp8_training", *more, "--only", only, "--reports", str(tmp_path / "reports")]
     assert main(command) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -36,13 +36,6 @@ SCHEMES = ("int8_rowwise", "mxfp4_rceil")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    small_llama.save_llama(made, tied=True)
-    return made
-
-
-@pytest.fixture(scope="module")
 def reproduced(folder, tmp_path_factory):
     """Rows of `ao-lab reproduce ptq --model DIR`, and where they and the pages lie."""
     place = tmp_path_factory.mktemp("run")

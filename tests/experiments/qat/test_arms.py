@@ -7,7 +7,6 @@ import torch
 
 from experiments.models.causal_lm import linears, load, of_folder
 from experiments.qat import arms
-from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 
@@ -20,10 +19,9 @@ def test_autoround_is_an_arm_of_few_bits(name, there):
     assert (arms.WITH_AUTOROUND in method.arms) is there
 
 
-def test_autoround_loses_less_than_rounding(tmp_path, monkeypatch):
+def test_autoround_loses_less_than_rounding(folder, monkeypatch):
     monkeypatch.setattr(arms, "AutoRound", partial(arms.AutoRound, steps=10))
-    small_llama.save_llama(tmp_path / "tiny-llama", tied=True)
-    model, (method,) = of_folder(tmp_path / "tiny-llama"), arms.methods_named(["int2_g32"])
+    model, (method,) = of_folder(folder), arms.methods_named(["int2_g32"])
     ids = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(0))
     dense = load(model, "cpu")
     errors = {}

@@ -11,17 +11,9 @@ from experiments.models.causal_lm import Bench, linears, of_folder
 from experiments.report.real_runs import CHANGE, KL
 from experiments.runs.run import RealModels, settings_for
 from experiments.sparsity import page, real, run
-from tests.support.models import small_llama
 
 pytest.importorskip("transformers")
 ONLY = ("dense + int4", "2:4, magnitude", "2:4, sparsegpt", "2:4, sparsegpt + int4")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    small_llama.save_llama(made, tied=True)
-    return made
 
 
 @pytest.fixture(scope="module")
