@@ -30,8 +30,8 @@ ABOUT = (
     "Other projects' arms run their own code from a loaded model to a quantized one, on the same sequences, and our windows "
     "judge what they dequantize. Our best is the method of the least loss on the other text, so that no text chooses what it "
     "judges (of a run on one text: on that). \"No worse\": our best's loss is at most the peer's and one standard error of the "
-    "change that the peer makes. Bits of integers differ by their scales: peers store bfloat16, our schemes float32 unless they "
-    "end in _bf16. "
+    "change that the peer makes. Bits of integers differ by their scales: peers store bfloat16, our schemes float32 unless "
+    "they end in _bf16. "
 )
 
 
