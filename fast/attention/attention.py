@@ -1,6 +1,6 @@
 """`attention` over stored keys and values for torch tensors; see `reference.attention.attention` for the rules.
 
-CPU tensors: float64, rounded once, as the reference has it. CUDA tensors: the kernel of `fast.kernels.attention` for few
+CPU tensors: the reference. CUDA tensors: the kernel of `fast.kernels.attention` for few
 queries over a cache; what it does not take is dequantized to q's dtype and given to torch's scaled_dot_product_attention
 (`refusal` says why). No gradient: a cache is for generation.
 """
@@ -11,8 +11,9 @@ import math
 
 import torch
 
-from fast.attention.stored import token_values
+from fast.attention.stored import quantized_tokens, token_values
 from fast.stored_tokens import StoredTokens
+from reference.attention import attention as specified
 from reference.attention.attention import check_heads
 
 
@@ -68,7 +69,7 @@ def cached_attention(
         if decode.refusal(q, keys, values, mask, softcap) is None:
             return decode.attention(q, keys, values, length, mask, scale, causal)
         return _by_tokens(_dequantized(q, keys, values, length, mask, scale, causal, softcap))
-    return _by_tokens(_exact(q, keys, values, int(length), mask, scale, causal, softcap))
+    return _by_tokens(_specified(q, keys, values, int(length), mask, scale, causal, softcap))
 
 
 def _by_tokens(y: torch.Tensor) -> torch.Tensor:
@@ -84,34 +85,29 @@ def _fake(
     return q.new_empty((batch, tokens, heads, v_width)).transpose(1, 2)
 
 
-def _exact(
+def _specified(
     q: torch.Tensor, k: StoredTokens, v: StoredTokens, length: int, mask: torch.Tensor | None, scale: float,
     causal: bool, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
-    """In float64, over the tokens that are there."""
-    batch, heads, queries, width = q.shape
-    groups = heads // k.shape[1]
-    keys, values = (token_values(x, length).double() for x in (k, v))
-    packed = q.double().reshape(batch, k.shape[1], groups * queries, width)
-    scores = (packed @ keys.mT * scale).reshape(batch, heads, queries, length)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen, bias = _visible(length, queries, mask, causal, length, q.device)
-    scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
-    # A query that sees nothing gives zeros.
-    weights = torch.nan_to_num(torch.softmax(scores, -1))
-    y = weights.reshape(batch, k.shape[1], groups * queries, length) @ values
-    return y.reshape(batch, heads, queries, v.width).to(q.dtype)
+    """By the reference, over the tokens that are there."""
+    keys, values = (
+        quantized_tokens(x, length) if x.scheme else token_values(x, length, x.codes.dtype) for x in (k, v)
+    )
+    if mask is not None:
+        mask = mask[..., :length]
+        if mask.dtype != torch.bool:
+            mask = mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -math.inf)
+    y: torch.Tensor = specified.attention(
+        q, keys, values, scale=scale, causal=causal, mask=mask, softcap=softcap or None
+    )
+    return y
 
 
 def _visible(
-    length: torch.Tensor | int, queries: int, mask: torch.Tensor | None, causal: bool, keys: int, device: torch.device
+    length: torch.Tensor, queries: int, mask: torch.Tensor | None, causal: bool, keys: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """bool (…, T, keys), True where a query sees a key, and what is added to scores."""
-    first = (length - queries + 1 if causal else length) + torch.zeros(
-        (queries, 1), dtype=torch.int64, device=device
-    )
-    ends = first + torch.arange(queries, device=device)[:, None] if causal else first
+    ends = length + torch.arange(1 - queries, 1, device=device)[:, None] * causal
     seen = torch.arange(keys, device=device) < ends
     if mask is None:
         return seen, None

@@ -50,7 +50,7 @@ PEAK = 256.0
 
 
 class _Problem(NamedTuple):
-    """Operands on the host: q (B, H, T, D), k and v (B, H, S, D) by query heads, scores with their bias, -inf where masked."""
+    """Operands on the host: q (B, H, T, D), k and v (B, KV, S, D), scores (B, H, T, S) with their bias, -inf where masked."""
 
     q: F64
     k: F64
@@ -91,7 +91,7 @@ def attention(
     out = kind if out_dtype is None else dtype_name(out_dtype, (*OUTPUTS, "float64"), "out_dtype")
     weights, total = _weights(p.scores)
     exact = accumulation == "exact"
-    y = np.matmul(weights / total, p.v) if exact else _fp8_sums(weights, p.v, promote) / total
+    y = _by_heads(weights / total, p.v) if exact else _fp8_sums(weights, p.v, promote) / total
     return from_host(y if out == "float64" else round_result(y, out), out, q)
 
 
@@ -118,15 +118,15 @@ def attention_error_bound(
     roundoff, lost = WEIGHTS[weights]
     seen = np.isfinite(p.scores)
     unnormalized, total = _weights(p.scores)
-    magnitudes = np.matmul(np.abs(p.q), np.abs(p.k).swapaxes(-1, -2)) * abs(p.scale)
+    magnitudes = _by_heads(np.abs(p.q), np.abs(p.k).swapaxes(-1, -2)) * abs(p.scale)
     distance = np.where(seen, -np.log(np.maximum(unnormalized, 1e-300)), 0.0)
     moved = gamma(width + 4) * magnitudes + 2.0**-22 * (distance + 1)
     most = np.where(seen, moved, 0.0).max(axis=-1, keepdims=True, initial=0.0)
     grown = np.exp(2 * most) * (1 + roundoff) * (1 + 2 * gamma(keys + 8)) - 1
     values = np.abs(p.v)
-    error = grown * np.matmul(unnormalized / total, values)
-    error = error + lost * np.matmul(seen.astype(np.float64), values) / total
-    y = np.abs(np.matmul(unnormalized / total, p.v))
+    error = grown * _by_heads(unnormalized / total, values)
+    error = error + lost * _by_heads(seen.astype(np.float64), values) / total
+    y = np.abs(_by_heads(unnormalized / total, p.v))
     return np.asarray(error + rounding_error(y + error, dtype_name(out_dtype, OUTPUTS, "out_dtype")))
 
 
@@ -147,11 +147,11 @@ def storage_error_bound(
     other, _ = _problem(q, stored_k, stored_v, scale, causal, mask, length, None)
     seen = np.isfinite(p.scores)
     weights, total = _weights(p.scores)
-    moved = np.matmul(np.abs(p.q), np.abs(other.k - p.k).swapaxes(-1, -2)) * abs(p.scale)
+    moved = _by_heads(np.abs(p.q), np.abs(other.k - p.k).swapaxes(-1, -2)) * abs(p.scale)
     most = np.where(seen, moved, 0.0).max(axis=-1, keepdims=True, initial=0.0)
     shares = weights / total
-    error = np.expm1(2 * most) * np.matmul(shares, np.abs(p.v))
-    return np.asarray(error + np.exp(2 * most) * np.matmul(shares, np.abs(other.v - p.v)))
+    error = np.expm1(2 * most) * _by_heads(shares, np.abs(p.v))
+    return np.asarray(error + np.exp(2 * most) * _by_heads(shares, np.abs(other.v - p.v)))
 
 
 def _problem(
@@ -161,25 +161,32 @@ def _problem(
     if kind not in OUTPUTS:
         raise TypeError(f"attention takes q in {', '.join(OUTPUTS)}, got {kind}; cast it first")
     host_k, host_v = _stored(k, "k"), _stored(v, "v")
-    groups = check_heads(host_q.shape, host_k.shape, host_v.shape)
+    check_heads(host_q.shape, host_k.shape, host_v.shape)
     seen, bias = _visible(mask, causal, length, (*host_q.shape[:3], host_k.shape[2]))
     # What nobody attends to is never read: NaN times a weight of zero is NaN.
     used = seen.any(axis=(1, 2))[:, None, :, None]
-    host_k, host_v = (np.repeat(np.where(used, x, 0.0), groups, axis=1) for x in (host_k, host_v))
+    host_k, host_v = (np.where(used, x, 0.0) for x in (host_k, host_v))
     scale = 1 / math.sqrt(host_q.shape[-1]) if scale is None else float(scale)
-    scores = np.matmul(host_q, host_k.swapaxes(-1, -2)) * scale
+    scores = _by_heads(host_q, host_k.swapaxes(-1, -2)) * scale
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
     scores = np.where(seen, scores if bias is None else scores + bias, -np.inf)
     return _Problem(host_q, host_k, host_v, scores, scale), kind
 
 
+def _by_heads(x: F64, y: F64) -> F64:
+    """x (B, H, T, any) times y (B, KV, any, any), each of its heads for a group of x's."""
+    batch, heads, queries, length = x.shape
+    together = x.reshape(batch, y.shape[1], heads // y.shape[1] * queries, length)
+    return np.asarray(np.matmul(together, y).reshape(batch, heads, queries, y.shape[-1]))
+
+
 def _stored(x: Any, name: str) -> F64:
     return to_host(dequantize(x, "float32") if isinstance(x, Quantized) else x, name)[0]
 
 
-def check_heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> int:
-    """Query heads of a key head; ValueError for shapes that do not fit together."""
+def check_heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    """ValueError for shapes that do not fit together."""
     if not (len(q) == len(k) == len(v) == 4) or k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
         raise ValueError(
             f"attention takes q (B, H, T, D), k (B, KV, S, D) and v (B, KV, S, any), got {q}, {k} and {v}"
@@ -188,7 +195,6 @@ def check_heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> i
         raise ValueError(
             f"key heads divide query heads, got {q[1]} query heads and {k[1]} key heads in {q} and {k}"
         )
-    return q[1] // k[1]
 
 
 def _visible(mask: Any, causal: bool, length: Any, shape: tuple[int, ...]) -> tuple[Any, F64 | None]:
@@ -229,6 +235,7 @@ def _fp8_sums(weights: F64, values: F64, promote: int | None) -> F64:
     """weights @ values by FP8 tensor cores: both in e4m3, the weights times `PEAK`."""
     codes = encode((weights * PEAK).astype(np.float32), "float8_e4m3fn")
     rounded = np.asarray(decode(codes, "float8_e4m3fn"), np.float64)
+    values = np.repeat(values, rounded.shape[1] // values.shape[1], axis=1)
     return tensor_core_matmul(rounded, values, core=TensorCore(promote=promote)) / PEAK
 
 

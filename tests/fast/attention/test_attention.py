@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ao_lab.kv_cache.recipe import RECIPES
+from fast.attention.attention import _dequantized as by_torch
 from fast.attention.attention import attention
 from fast.attention.stored import append_, quantized_tokens, room_for
 from reference.attention import attention as specified
@@ -38,6 +39,29 @@ def test_cpu_is_the_reference(name):
     expected = specified.attention(q, *held, causal=True, mask=mask[..., :9].numpy())
     assert torch.equal(y, expected)
     assert y.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("mask", ["bool", "bias", "none"])
+def test_of_dequantized_states(mask):
+    """What a GPU without a kernel for the scheme computes, within the bound of float32; none beyond the length."""
+    keys, values, length = cache("nvfp4", torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 3, 64, generator=draw)
+    seen = torch.ones(2, 1, 3, 16, dtype=torch.bool)
+    seen[1, ..., :2] = False
+    bias = torch.randn(2, 4, 3, 16, generator=draw).masked_fill(~seen, torch.finfo(torch.float32).min)
+    given = {"bool": seen, "bias": bias, "none": None}[mask]
+    held = [quantized_tokens(x, 9) for x in (keys, values)]
+    for softcap in (0.0, 2.0):
+        y = by_torch(q, keys, values, length, given, 0.125, True, softcap).double().numpy()
+        exact = attention(q, keys, values, length, mask=given, softcap=softcap).double().numpy()
+        rules = {
+            "causal": True,
+            "mask": None if given is None else given[..., :9],
+            "softcap": softcap or None,
+        }
+        bound = specified.attention_error_bound(q, *held, weights="float32", out_dtype="float32", **rules)
+        assert (abs(y - exact) <= bound).all()
 
 
 def test_written_one_by_one():
