@@ -325,12 +325,18 @@ def _encode_scale(
 
 
 def _encode_codebook(ns: Namespace, bits: Array, fmt: Format, rounding: str) -> Array:
-    # A midpoint of two float32 values has 25 bits: x is above it iff x is above its truncation toward minus infinity.
-    middle = _midpoints(fmt, rounding)
-    floor = middle.astype(np.float32)
-    floor = np.where(floor > middle, np.nextafter(floor, np.float32(-np.inf)), floor).view(np.int32)
+    floor = midpoint_floors(fmt, rounding).view(np.int32)
     thresholds = [int(b) if b >= 0 else int(b ^ MAGNITUDE) for b in floor]
     return ns.where(is_nan(bits), _zero_code(fmt), _count_above(ns, order_key(ns, bits), thresholds))
+
+
+def midpoint_floors(fmt: Format, rounding: str = "nearest_even") -> npt.NDArray[np.float32]:
+    """The largest float32 up to each midpoint of a codebook's values. A midpoint of two float32 values has 25 bits: x is above
+    it iff x is above its truncation toward minus infinity.
+    """
+    middle = _midpoints(fmt, rounding)
+    floor = middle.astype(np.float32)
+    return np.asarray(np.where(floor > middle, np.nextafter(floor, np.float32(-np.inf)), floor), np.float32)
 
 
 def encode_codebook_float64(ns: Namespace, x: Array, fmt: Format, rounding: str) -> Array:
@@ -564,6 +570,7 @@ __all__ = [
     "encode",
     "encode_bits",
     "encode_parts",
+    "midpoint_floors",
     "nearest_even_codes",
     "round_to_integer",
 ]

@@ -11,7 +11,6 @@ bfloat16, whose products have an instruction of their own.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from fast.cpu.elements import Decoding
@@ -39,7 +38,7 @@ from fast.cpu.loops.decode import (
     singles,
     stored,
 )
-from fast.cpu.loops.gemv import CACHE_ERRORS, group_of, is_own_cache, splat
+from fast.cpu.loops.gemv import compile_once, group_of, splat
 
 #: Rows of the weight and of inputs in a block: as many sums as registers hold.
 ROWS = COLUMNS = 4 if WIDE else 2
@@ -160,12 +159,7 @@ def compiled(loop: Loop) -> Callable[..., None]:
     K on, and out float32 (rows, N): the dot products with decoded rows. Else x is not read, and out is (last - first, `width`):
     the decoded rows, any numbers from K on. x and decoded rows are float32, or uint16, the bits of bfloat16, where `half`.
     """
-    kernel = _kernel(loop)
-    kernel.__qualname__ = f"gemm_{hashlib.sha256(SOURCES + repr(loop).encode()).hexdigest()[:16]}"
-    try:
-        return njit(_signature(loop), cache=is_own_cache(kernel), **OPTIONS)(kernel)
-    except CACHE_ERRORS:
-        return njit(_signature(loop), **OPTIONS)(kernel)
+    return compile_once(_kernel(loop), "gemm", SOURCES + repr(loop).encode(), _signature(loop), OPTIONS)
 
 
 def _signature(loop: Loop) -> types.Type:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -63,6 +64,17 @@ CACHE_ERRORS = (OSError, EOFError, RuntimeError, ValueError, AttributeError, Imp
 SOURCE = Path(__file__).read_bytes()
 
 
+def compile_once(
+    kernel: Callable[..., None], name: str, parts: bytes, signature: types.Type, options: dict[str, Any]
+) -> Callable[..., None]:
+    """A kernel compiled for its only signature. name, parts: its files have their name of all that goes into it."""
+    kernel.__qualname__ = f"{name}_{hashlib.sha256(parts).hexdigest()[:16]}"
+    try:
+        return njit(signature, cache=is_own_cache(kernel), **options)(kernel)
+    except CACHE_ERRORS:
+        return njit(signature, **options)(kernel)
+
+
 def group_of(bits: int) -> tuple[int, int]:
     """Codes and bytes of the smallest group of packed codes that ends on a byte."""
     return 8 // gcd(bits, 8), bits // gcd(bits, 8)
@@ -79,12 +91,8 @@ def compiled(decoding: Decoding, packed: bool, scale_codes: bool, run: int) -> C
     """
     kernel = _kernel(decoding, packed, scale_codes, run)
     parts = SOURCE + repr((decoding, packed, scale_codes, run)).encode()
-    kernel.__qualname__ = f"gemv_{hashlib.sha256(parts).hexdigest()[:16]}"
     signature = _signature(types.uint8 if scale_codes else types.float32)
-    try:
-        return njit(signature, cache=is_own_cache(kernel), **OPTIONS)(kernel)
-    except CACHE_ERRORS:
-        return njit(signature, **OPTIONS)(kernel)
+    return compile_once(kernel, "gemv", parts, signature, OPTIONS)
 
 
 def _signature(scale: types.Type) -> types.Type:

@@ -6,7 +6,6 @@ are compiled, kept and named as those of `fast.cpu.loops.gemv` are.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from fast.cpu.loops.gemv import CACHE_ERRORS, is_own_cache
-from reference.formats.encode import MULTIPLIER, ROUNDS, WEYL
-from reference.optim.states import State
+from fast.cpu.loops.gemv import compile_once
+from reference.formats.encode import MULTIPLIER, ROUNDS, WEYL, midpoint_floors
+from reference.optim.states import TOGETHER, State
 from reference.quantize.scales import floor_value
 
 OPTIONS = {"nogil": True, "error_model": "numpy"}
@@ -28,8 +27,6 @@ SOURCE = Path(__file__).read_bytes()
 FLOAT32, FLOAT, INTEGER, CODEBOOK = 0, 1, 2, 3
 #: What a moment that is not there is.
 ABSENT = -1
-#: Elements whose random bits come together.
-TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -106,27 +103,18 @@ def compiled(rule: Rule) -> Callable[..., None]:
         types.float32[:, ::1], error[:, ::1], types.float32[::1], types.float32[:, :, ::1], types.uint64[::1],
         types.intp, types.intp, types.intp,
     )  # fmt: skip
-    kernel = _kernel(rule)
-    kernel.__qualname__ = f"optim_{hashlib.sha256(SOURCE + repr(rule).encode()).hexdigest()[:16]}"
-    try:
-        return njit(signature, cache=is_own_cache(kernel), **OPTIONS)(kernel)
-    except CACHE_ERRORS:
-        return njit(signature, **OPTIONS)(kernel)
+    return compile_once(_kernel(rule), "optim", SOURCE + repr(rule).encode(), signature, OPTIONS)
 
 
 def thresholds_of(state: State) -> np.ndarray:
-    """float32 (2, 256): values of codes, and of a codebook the largest float32 below each midpoint."""
+    """float32 (2, 256): values of codes, and of a codebook `midpoint_floors`."""
     result = np.zeros((2, 256), np.float32)
     if state.scheme is not None:
         fmt = state.scheme.format
         result[0, : 1 << fmt.bits] = fmt.values
         if fmt.kind == "codebook":
-            values = fmt.values.astype(np.float64)
-            middle = (values[1:] + values[:-1]) / 2
-            floor = middle.astype(np.float32)
-            below = np.nextafter(floor, np.float32(-np.inf))
-            result[1, : len(middle)] = np.where(floor > middle, below, floor)
-            result[1, len(middle) :] = np.inf
+            result[1] = np.inf
+            result[1, : len(fmt.values) - 1] = midpoint_floors(fmt)
     return result
 
 

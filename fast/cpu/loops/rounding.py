@@ -7,7 +7,6 @@ nothing. Kernels are compiled, kept and named as those of `fast.cpu.loops.gemv` 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit, types
 
-from fast.cpu.loops.gemv import CACHE_ERRORS, is_own_cache
+from fast.cpu.loops.gemv import compile_once
 
 #: How a block's scale is found: amax over a target; from a table by amax; amax over a target and an outer scale, then stored.
 RATIO, TABLE, OUTER = 0, 1, 2
@@ -86,11 +85,7 @@ def compiled_largest(half: bool) -> Callable[..., None]:
 
 
 def _njit(kernel: Callable[..., None], name: str, signature: types.Type) -> Callable[..., None]:
-    kernel.__qualname__ = f"rounding_{hashlib.sha256(SOURCE + name.encode()).hexdigest()[:16]}"
-    try:
-        return njit(signature, cache=is_own_cache(kernel), **OPTIONS)(kernel)
-    except CACHE_ERRORS:
-        return njit(signature, **OPTIONS)(kernel)
+    return compile_once(kernel, "rounding", SOURCE + name.encode(), signature, OPTIONS)
 
 
 def _largest_kernel(half: bool) -> Callable[..., None]:

@@ -38,6 +38,7 @@ from fast.kernels.scheme.fast_path_rules import (
     storage_kind,
 )
 from reference.arrays.softfloat import LOWEST, bits_of, steps_above, steps_below
+from reference.formats.encode import midpoint_floors
 from reference.formats.formats import FORMATS, Format
 from reference.quantize.scales import even_carry, floor_value
 from reference.schemes.schemes import Scale, Scheme
@@ -115,14 +116,7 @@ def constant_part(constant: Constant, hardware: bool) -> Any:
 
 
 def _thresholds(fmt: Format) -> tuple[float, ...]:
-    """float32 truncations of a codebook's midpoints: x is above a midpoint iff it is above its truncation downwards."""
-    if fmt.kind != "codebook":
-        return ()
-    values = fmt.values.astype(np.float64)
-    middle = (values[1:] + values[:-1]) / 2
-    floor = middle.astype(np.float32)
-    floor = np.where(floor > middle, np.nextafter(floor, np.float32(-np.inf)), floor)
-    return tuple(float(v) for v in floor)
+    return tuple(float(v) for v in midpoint_floors(fmt)) if fmt.kind == "codebook" else ()
 
 
 def _zero_code(fmt: Format) -> int:
