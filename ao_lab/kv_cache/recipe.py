@@ -6,19 +6,22 @@ nor rejected drafts round it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from reference import SCHEMES, Scale, Scheme
 from reference.quantize.blocks import Blocks
+from reference.quantize.scales import stored_parts
 from reference.schemes.schemes import scheme_of
 
 #: Where a model has what `use_kv_cache_` set.
 ATTRIBUTE = "_ao_lab_kv_cache"
-#: What a recipe says of states that stay as they are; bytes of scales.
+#: What a recipe says of states that stay as they are.
 UNCHANGED = "as they are"
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: NVFP4 without a scale of the whole tensor, which a cache that grows does not know: e4m3 scales of 16 elements alone.
 NVFP4 = replace(SCHEMES["nvfp4"], name="kv_nvfp4", outer=None)
 #: Four bits with one scale for a token of a head, whatever its width.
@@ -85,9 +88,9 @@ class KVRecipe:
 
 def _bytes(scheme: Scheme, width: int) -> float:
     """Bytes of a head's token."""
-    blocks = Blocks.of((1, width), scheme.scale, -1).scale_shape[1]
-    zero = 0 if scheme.zero is None else SIZES.get(scheme.zero.storage, 1)
-    return width * scheme.format.bits / 8 + blocks * (SIZES.get(scheme.scale.storage, 1) + zero)
+    parts = stored_parts(scheme, Blocks.of((1, width), scheme.scale, -1)).values()
+    scales = sum(np.dtype(part[0]).itemsize * math.prod(part[1]) for part in parts if part is not None)
+    return width * scheme.format.bits / 8 + scales
 
 
 def check_scheme(scheme: Scheme) -> None:

@@ -18,6 +18,9 @@ from reference.formats.formats import format_of
 
 #: Where a model keeps its scales.
 ATTRIBUTE = "ao_lab_cache_scales"
+#: Elements of caches by compressed-tensors' type and number of bits; what has a scale by its strategy.
+ELEMENTS: Mapping[Any, str] = {("float", 8): "float8_e4m3fn", ("int", 8): "int8"}
+STRATEGIES: Mapping[Any, str] = {"tensor": "tensor", "attn_head": "head"}
 
 
 @dataclass(frozen=True)
@@ -70,27 +73,32 @@ def cache_scheme_fields(model: nn.Module) -> dict[str, Any] | None:
         return None
     fmt = format_of(one.element)
     return {
-        "num_bits": fmt.bits, "type": fmt.kind, "strategy": "tensor" if one.per == "tensor" else "attn_head",
+        "num_bits": fmt.bits, "type": fmt.kind, "strategy": next(s for s, per in STRATEGIES.items() if per == one.per),
         "symmetric": True, "dynamic": False, "observer": "static_minmax", "observer_kwargs": {},
     }  # fmt: skip
 
 
-def read_cache_scales(tensors: Mapping[str, torch.Tensor], given: Any) -> dict[str, CacheScales]:
+def cache_scheme_of(fields: Any) -> tuple[str, str] | None:
+    """Element and `per` of a `kv_cache_scheme`; None for one that is dynamic, asymmetric or of another kind."""
+    if not isinstance(fields, Mapping) or fields.get("dynamic") or fields.get("symmetric") is False:
+        return None
+    element = ELEMENTS.get((fields.get("type"), fields.get("num_bits")))
+    per = STRATEGIES.get(fields.get("strategy"))
+    return None if element is None or per is None else (element, per)
+
+
+def read_cache_scales(tensors: Mapping[str, torch.Tensor], fields: Any) -> dict[str, CacheScales]:
     """Scales of a folder by the names of attention modules; {} for a `kv_cache_scheme` of another kind.
 
-    tensors: those of names that end with k_scale and v_scale. given: the folder's kv_cache_scheme.
+    tensors: those of names that end with k_scale and v_scale. fields: the folder's kv_cache_scheme.
     """
-    elements: dict[Any, str] = {("float", 8): "float8_e4m3fn", ("int", 8): "int8"}
-    if not isinstance(given, Mapping) or given.get("dynamic") or given.get("symmetric") is False:
-        return {}
-    element, strategy = elements.get((given.get("type"), given.get("num_bits"))), given.get("strategy")
-    per = {"tensor": "tensor", "attn_head": "head"}.get(str(strategy))
-    if element is None or per is None:
+    scheme = cache_scheme_of(fields)
+    if scheme is None:
         return {}
     paths = [name.removesuffix(".k_scale") for name in tensors if name.endswith(".k_scale")]
     pairs = {path: (tensors[f"{path}.k_scale"], tensors.get(f"{path}.v_scale")) for path in paths}
     return {
-        path: CacheScales(k.float().reshape(-1), v.float().reshape(-1), element, per)
+        path: CacheScales(k.float().reshape(-1), v.float().reshape(-1), *scheme)
         for path, (k, v) in pairs.items()
         if v is not None
     }

@@ -22,6 +22,7 @@ from ao_lab.config import classes
 from ao_lab.config.base import PATTERN, Config, SchemeConfig, compiled_pattern
 from ao_lab.config.granularity import PerRow
 from ao_lab.config.recipe import integer_scheme
+from ao_lab.kv_cache.static_scales import cache_scheme_of
 from ao_lab.quantization.api import quantize_
 from ao_lab.quantization.report import Report
 from ao_lab.transforms.plan import Filter
@@ -90,18 +91,14 @@ class QuantizationModifier:
         named = (
             given if isinstance(given, dict) else getattr(given, "__dict__", {"type": type(given).__name__})
         )
-        kind, bits = (
-            str(getattr(named.get("type", "float"), "value", named.get("type", "float"))),
-            named.get("num_bits", 8),
-        )
-        strategy = str(getattr(named.get("strategy"), "value", named.get("strategy") or "tensor"))
-        other = bits != 8 or kind not in ("float", "int") or strategy not in ("tensor", "attn_head")
-        if other or named.get("dynamic") or not named.get("symmetric", True):
+        plain = {name: getattr(value, "value", value) for name, value in named.items() if value is not None}
+        scheme = cache_scheme_of({"type": "float", "num_bits": 8, "strategy": "tensor", **plain})
+        if scheme is None:
             raise ValueError(
                 f"kv_cache_scheme is static and symmetric, float or int of 8 bits, a tensor or an attn_head; got {given!r:.100}"
             )
-        element = "float8_e4m3fn" if kind == "float" else "int8"
-        return (StaticKV("tensor" if strategy == "tensor" else "head", element),)
+        element, per = scheme
+        return (StaticKV(per, element),)
 
     def config(self) -> Config:
         """The configuration of the preset, as compressed-tensors' readers compute it."""

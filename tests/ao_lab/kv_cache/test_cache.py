@@ -7,6 +7,7 @@ import torch
 
 import ao_lab
 from ao_lab.kv_cache.recipe import RECIPES
+from fast.attention.stored import room_for
 
 transformers = pytest.importorskip("transformers")
 
@@ -176,8 +177,12 @@ def test_prepared_and_explained(model):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_as_text(name):
-    assert str(RECIPES[name]).startswith("keys ")
+def test_recipe_as_text_and_its_bytes(name):
+    """Those of the memory that a cache allocates."""
+    recipe = RECIPES[name]
+    assert str(recipe).startswith("keys ")
+    rooms = [room_for(torch.zeros(1, 2, 1, 128), 5, scheme) for scheme in recipe.schemes]
+    assert sum(t.nbytes for room in rooms for t in room.tensors()) == 5 * recipe.bytes_per_token(2, 128, 4)
 
 
 def test_refused(model):

@@ -16,6 +16,7 @@ import argparse
 import csv
 import itertools
 import os
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -32,13 +33,14 @@ from fast.kernels.attention import decode
 from reference import SCHEMES
 from reference.attention.attention import attention, attention_error_bound
 from reference.schemes.schemes import Scheme
+from tests.gpu.harness.timing import captured, elapsed, several
 
 SCHEME: dict[str, Scheme | None] = {
     "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4, "int4_g64": SCHEMES["int4_g64"]
 }  # fmt: skip
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
-#: Bytes of caches that one graph goes through, three times the second-level cache; graphs replayed.
-CYCLE, REPLAYS = 160 << 20, 20
+#: Graphs replayed.
+REPLAYS = 20
 ROWS: list[dict[str, object]] = []
 
 
@@ -98,32 +100,15 @@ def _cpu(q):
 
 
 def graph_time(calls: list) -> float:
-    """Microseconds of one of the calls, all of them in a CUDA graph."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return sorted(times)[len(times) // 2]
+    """Microseconds of one of the calls, all of them in a CUDA graph; the median of replays."""
+    graph, count = captured(calls)
+    return statistics.median(elapsed(graph.replay) for _ in range(REPLAYS)) / count
 
 
 def caches(kind: str, batch: int, length: int):
-    """As many caches as the second-level cache cannot hold."""
-    one = stored(kind, batch, length, length)
-    size = sum(t.numel() * t.element_size() for x in one[2:4] for t in x.tensors())
-    copies = max(2, min(64, -(-CYCLE // size)))
-    return size, [one, *(stored(kind, batch, length, length) for _ in range(copies - 1))]
+    """Bytes of a cache, and as many as the second-level cache cannot hold."""
+    size = sum(t.nbytes for x in stored(kind, batch, length, length)[2:4] for t in x.tensors())
+    return size, several(lambda: stored(kind, batch, length, length), size)
 
 
 def times(kinds: list[str], deadline: float, sizes: list[tuple[int, int]]) -> None:
