@@ -32,7 +32,7 @@ from ao_lab.quantization.api import quantize_
 from experiments.calibration import choice
 from experiments.calibration.peers.exchange import available, missing, quantized_by_peer
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
-from experiments.data.texts import TextWindows, mean_and_error
+from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row
@@ -49,6 +49,7 @@ from experiments.models.causal_lm import (
     sizes,
     values_of,
 )
+from experiments.models.own_loop import Peak, synchronize
 from experiments.models.quantized_model import WEIGHTS, activation_scheme
 from experiments.runs.benches import AnyBench
 from experiments.runs.real_models import (
@@ -343,22 +344,20 @@ def round_first(here: Run, case: Case) -> None:
 
 def quantized(here: Run, case: Case, chosen: tuple[Any, ...]) -> tuple[Values, nn.Module]:
     """A quantized copy, its size, and the seconds and memory that quantizing took; Undivided where a layer stays dense."""
-    model, device = here.bench.copy(), here.settings.device
+    model, device = here.bench.copy(), torch.device(here.settings.device)
     layers = linears(model)
     config, filter_fn, told = config_of(here, case, layers)
     data: dict[str, Any] = {"calibration": here.batches} if any(one.calibrates for one in chosen) else {}
-    if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    peak = Peak(device)
+    peak.begin()
     started = time.perf_counter()
     more = {"methods": chosen, **data} if chosen else {}
     quantize_(model, config, filter_fn=filter_fn, **more)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     values: Values = {**sizes(model), "time to quantize": (time.perf_counter() - started, "s")}
-    if device == "cuda":
-        values["memory over the model"] = (torch.cuda.max_memory_allocated() - before, "byte")
+    # What is resident on a CPU is the whole process's.
+    if device.type == "cuda" and (over := peak.over()) is not None:
+        values["memory over the model"] = (over, "byte")
     check_whole(case.weights, layers)
     tokens = sum(batch.numel() for batch in here.batches) if data else 0
     return {**values, "tokens seen": (tokens, ""), **layer_values(model), **told}, model
@@ -409,10 +408,6 @@ def recovered(here: Run, case: Case, windows: TextWindows, sums: Sums, *, first:
 
 
 def share(ours: Sequence[float], base: Sequence[float], documents: Sequence[int]) -> tuple[float, float]:
-    """1 - mean of ours / mean of the base, and its standard error by the linearized ratio; NaN where the base is 0."""
-    mean, _ = mean_and_error(base, documents)
-    if mean == 0:
-        return float("nan"), float("nan")
-    ratio = mean_and_error(ours, documents)[0] / mean
-    rest = [(one - ratio * other) / mean for one, other in zip(ours, base, strict=True)]
-    return 1 - ratio, mean_and_error(rest, documents)[1]
+    """1 - mean of ours / mean of the base, and its standard error; NaN where the base is 0."""
+    ratio, error = ratio_and_error(ours, base, documents)
+    return 1 - ratio, error

@@ -180,6 +180,18 @@ def mean_and_error(values: Sequence[float], documents: Sequence[int]) -> tuple[f
     return mean, standard_error([sum(group) / len(group) for group in groups.values()])
 
 
+def ratio_and_error(
+    above: Sequence[float], below: Sequence[float], documents: Sequence[int]
+) -> tuple[float, float]:
+    """The ratio of two means over the same windows, and its linearized standard error as of `mean_and_error`; NaN over 0."""
+    mean, _ = mean_and_error(below, documents)
+    if mean == 0:
+        return float("nan"), float("nan")
+    ratio = mean_and_error(above, documents)[0] / mean
+    rest = [(one - ratio * other) / mean for one, other in zip(above, below, strict=True)]
+    return ratio, mean_and_error(rest, documents)[1]
+
+
 def drawn_sequences(
     documents: Sequence[str],
     encode: Callable[[str], Tokens],

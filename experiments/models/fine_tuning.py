@@ -21,7 +21,7 @@ from torch.nn import functional
 from ao_lab.cli.terminal import say
 from experiments.harness.measuring import Values, Wrong
 from experiments.models.own_loop import Peak, synchronize
-from experiments.models.train import Steps
+from experiments.models.train import Steps, parameter_groups, set_rates, with_full_rates
 
 #: Bytes of a parameter in training: float32 weight, gradient and two moments; and the part of a GPU that they may take.
 STATES, PART = 16, 0.6
@@ -82,7 +82,7 @@ def fine_tune(
     optimizer = optimizer_of(model, tuning)
     run = Steps(lambda ids: _step(model, optimizer, ids), captured=device.type == "cuda")
     for number in range(tuning.steps):
-        set_rates(optimizer, tuning.factor(number))
+        set_rates([optimizer], tuning.factor(number))
         batch = sequences[number * tuning.batch : (number + 1) * tuning.batch].to(device)
         started = time.perf_counter()
         losses.append(_guarded(run, batch, model))
@@ -116,34 +116,16 @@ def _guarded(run: Steps, batch: Tensor, model: nn.Module) -> Tensor:
         return run(batch)
 
 
-def optimizer_of(model: nn.Module, tuning: Tuning) -> torch.optim.AdamW:
+def optimizer_of(model: nn.Module, tuning: Tuning) -> torch.optim.Optimizer:
     """AdamW of all parameters that train; learned scales in a group of their own."""
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    scales = [one for name, one in named.items() if name.rpartition(".")[2].startswith("qat_")]
-    apart = {id(one) for one in scales}
-    groups: list[dict[str, Any]] = [{"params": [one for one in named.values() if id(one) not in apart]}]
-    if scales:
-        mean = float(torch.cat([one.detach().flatten().float() for one in scales]).mean())
-        groups.append({"params": scales, "lr": tuning.scale_rate * mean})
-    cuda = next(iter(named.values())).is_cuda
+    device = next(iter(named.values())).device
+    cuda = device.type == "cuda"
+    groups = parameter_groups(named, tuning.scale_rate)
     optimizer = torch.optim.AdamW(
         groups, lr=tuning.rate, betas=BETAS, weight_decay=0.0, fused=cuda, capturable=cuda
     )
-    for group in optimizer.param_groups:
-        group["full_rate"] = group["lr"]
-        if cuda:
-            group["lr"] = torch.tensor(group["lr"], device=next(iter(named.values())).device)
-    return optimizer
-
-
-def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Rates of a step: the full ones times a factor."""
-    for group in optimizer.param_groups:
-        rate = group["full_rate"] * factor
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+    return with_full_rates([optimizer], device)[0]
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:

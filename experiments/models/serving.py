@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
 from experiments.harness.measuring import Values
-from experiments.models.own_loop import Peak
+from experiments.models.own_loop import Peak, by_transformers
 
 #: Tokens of the prompt.
 SHORT = 16
@@ -33,25 +31,11 @@ def generation(model: nn.Module, prompt: Tensor, new: int) -> Values:
     device = next(model.parameters()).device
     ids, peak = prompt[:, :SHORT].to(device), Peak(device)
     peak.begin()
-    timed(model, ids, min(new, WARM))
-    found: Values = {"tokens/s": (new / timed(model, ids, new), "1/s")}
+    by_transformers(model, ids, min(new, WARM))
+    seconds, _ = by_transformers(model, ids, new)
+    found: Values = {"tokens/s": (new / seconds, "1/s")}
     over = peak.over()
     return found if over is None else {**found, "memory of generating, over the weights": (over, "byte")}
-
-
-def timed(model: Any, ids: Tensor, new: int) -> float:
-    """Seconds of a call that makes so many tokens."""
-    mask = torch.ones_like(ids)
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
-    started = time.perf_counter()
-    # The padding token is named since transformers else speaks of it at every call.
-    model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
-    )
-    if ids.is_cuda:
-        torch.cuda.synchronize(ids.device)
-    return time.perf_counter() - started
 
 
 @lru_cache(maxsize=8)

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ao_lab.eval import divergence, standard_error
+from ao_lab.eval import divergence
 from ao_lab.install.extras import needed
+from experiments.data.texts import ratio_and_error
 from experiments.data.utterances import RATE, Utterance
 from experiments.harness.measuring import Values
 from experiments.models.conversion import quietly
@@ -160,11 +161,12 @@ def values_of(ours: Sequence[Heard], dense: Sequence[Heard], words: Sequence[int
     losses, base_losses = ([float(one.losses.sum()) for one in side] for side in (ours, dense))
     kls = [float(divergence(base.logp, one.logp).sum()) for one, base in zip(ours, dense, strict=True)]
     errors, base_errors = ([float(one.errors) for one in side] for side in (ours, dense))
-    rate, rate_error = ratio(errors, words)
-    moved, moved_error = ratio(differences(errors, base_errors), words)
-    loss, _ = ratio(losses, tokens)
-    change, change_error = ratio(differences(losses, base_losses), tokens)
-    kl, kl_error = ratio(kls, tokens)
+    every = range(len(words))
+    rate, rate_error = ratio_and_error(errors, words, every)
+    moved, moved_error = ratio_and_error(differences(errors, base_errors), words, every)
+    loss, _ = ratio_and_error(losses, tokens, every)
+    change, change_error = ratio_and_error(differences(losses, base_losses), tokens, every)
+    kl, kl_error = ratio_and_error(kls, tokens, every)
     return {
         "word error rate": (100 * rate, "%"),
         "word error rate, standard error": (100 * rate_error, "%"),
@@ -184,15 +186,6 @@ def values_of(ours: Sequence[Heard], dense: Sequence[Heard], words: Sequence[int
 def differences(ours: Sequence[float], dense: Sequence[float]) -> list[float]:
     """Ours less the dense model's."""
     return [a - b for a, b in zip(ours, dense, strict=True)]
-
-
-def ratio(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float]:
-    """The sum of sums over the sum of counts, and its standard error over their pairs (linearized)."""
-    value = sum(sums) / sum(counts)
-    mean = sum(counts) / len(counts)
-    return value, standard_error(
-        [(one - value * count) / mean for one, count in zip(sums, counts, strict=True)]
-    )
 
 
 def load(folder: Path, device: str) -> tuple[nn.Module, Reader]:

@@ -35,7 +35,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def fit(
     for _ in range(first):
         step("")
     for number in range(first, settings.steps):
-        _set_rates(optimizers, rate_factor(number, settings))
+        set_rates(optimizers, rate_factor(number, settings))
         losses.append(steps(_sample(text, settings, generator)))
         checkpoint.reached(run)
         report = number % 10 == 0
@@ -203,16 +203,9 @@ def rate_factor(number: int, settings: TrainSettings) -> float:
 
 
 def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    named = dict(model.named_parameters())
-    scales = [parameter for name, parameter in named.items() if name.rpartition(".")[2].startswith("qat_")]
     hidden = [module.weight for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
     by_muon = hidden if settings.matrix_rate is not None else []
-    others = {id(parameter) for parameter in (*scales, *by_muon)}
-    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if id(p) not in others]}]
-    if scales:
-        # Adam's steps do not depend on the size of gradients, so the rate is relative to the size of the scales.
-        mean = float(torch.cat([scale.detach().flatten() for scale in scales]).mean())
-        groups.append({"params": scales, "lr": settings.scale_rate * mean})
+    groups = parameter_groups(dict(model.named_parameters()), settings.scale_rate, by_muon)
     # Fused: a few launches a step instead of several per parameter; small models are limited by launches.
     fused = model.lm_head.weight.is_cuda
     optimizers: list[torch.optim.Optimizer] = [
@@ -229,15 +222,39 @@ def _optimizers(model: LanguageModel, settings: TrainSettings) -> list[torch.opt
         # float32 on every CPU, so that CPUs with and without bfloat16 instructions train alike.
         dtype = torch.bfloat16 if fused else torch.float32
         optimizers += [Muon(by_muon, dtype=dtype, lr=settings.matrix_rate, momentum=0.95, weight_decay=0.01)]
+    return with_full_rates(optimizers, model.lm_head.weight.device)
+
+
+def parameter_groups(
+    named: Mapping[str, Tensor], scale_rate: float, others: Sequence[Tensor] = ()
+) -> list[dict[str, Any]]:
+    """Groups of AdamW for parameters by name: all but `others`, and learned scales in a group of their own.
+
+    Adam's steps do not depend on the size of gradients, so the rate of scales is `scale_rate` times their mean.
+    """
+    scales = [one for name, one in named.items() if name.rpartition(".")[2].startswith("qat_")]
+    apart = {id(one) for one in (*scales, *others)}
+    groups: list[dict[str, Any]] = [{"params": [one for one in named.values() if id(one) not in apart]}]
+    if scales:
+        mean = float(torch.cat([one.detach().flatten().float() for one in scales]).mean())
+        groups.append({"params": scales, "lr": scale_rate * mean})
+    return groups
+
+
+def with_full_rates(
+    optimizers: list[torch.optim.Optimizer], device: torch.device
+) -> list[torch.optim.Optimizer]:
+    """Optimizers that remember their rates for `set_rates`; those of steps that are captured are tensors."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
             if group.get("capturable"):
-                group["lr"] = torch.tensor(group["lr"], device=model.lm_head.weight.device)
+                group["lr"] = torch.tensor(group["lr"], device=device)
     return optimizers
 
 
-def _set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Rates of a step: the full ones times a factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             rate = group["full_rate"] * factor

@@ -49,11 +49,10 @@ TRAINED = (QAT, LEARNED, BY_TORCHAO)
 
 
 @dataclass(frozen=True)
-class Method:
-    """A configuration; bits: of its integers where torchao trains for it too, 0 elsewhere."""
+class Configured:
+    """A configuration that is trained for, and where its rows stand."""
 
     config: Config
-    bits: int = 0
 
     @property
     def name(self) -> str:
@@ -65,6 +64,13 @@ class Method:
         """How inputs of layers are quantized."""
         activation = self.config.recipe().activation
         return setting_name(None if activation is None else activation.name)
+
+
+@dataclass(frozen=True)
+class Method(Configured):
+    """A configuration; bits: of its integers where torchao trains for it too, 0 elsewhere."""
+
+    bits: int = 0
 
     @property
     def arms(self) -> tuple[str, ...]:

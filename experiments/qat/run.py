@@ -37,14 +37,14 @@ from ao_lab import (
     QATConfig,
     quantize_,
 )
-from ao_lab.config.base import Config
 from experiments.data.evaluation import MultipleChoice, multiple_choice, score
 from experiments.harness.intervals import Interval, interval
 from experiments.harness.measuring import bar, measure_all
 from experiments.harness.rows import Journal, Row, table_name
 from experiments.models.llama import LanguageModel, ModelSettings
-from experiments.models.quantized_model import PLAIN, quantized_model, setting_name
+from experiments.models.quantized_model import PLAIN, quantized_model
 from experiments.models.train import TrainSettings, cache_key, fit, trainable, trained_model
+from experiments.qat.arms import Configured
 from experiments.qat.real import check_methods, run_real
 from experiments.report.results import Results
 from experiments.report.targets import Target, limits
@@ -309,22 +309,10 @@ def target_of(method: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Configured):
     """A configuration to train for and to quantize with, and its options in `QATConfig`."""
 
-    config: Config
     learn_scales: bool = False
-
-    @property
-    def name(self) -> str:
-        """The method of its rows: the scheme of the weights."""
-        return self.config.recipe().weight.name
-
-    @property
-    def setting(self) -> str:
-        """The setting of its rows: how inputs of layers are quantized."""
-        activation = self.config.recipe().activation
-        return setting_name(None if activation is None else activation.name)
 
     def step(self, step: str) -> QATConfig:
         """The configuration of step "prepare" or "convert"."""

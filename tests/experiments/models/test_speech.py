@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.data.texts import ratio_and_error
 from experiments.data.utterances import Utterance
 from experiments.models import speech
 from experiments.models.ctranslate2 import END
@@ -16,7 +17,6 @@ from experiments.models.speech import (
     SpeechBench,
     load,
     log_probabilities,
-    ratio,
     transcript,
     word_errors,
 )
@@ -42,7 +42,7 @@ def test_word_errors_are_those_of_the_best_alignment(reference, found, errors):
 
 
 def test_a_rate_is_of_all_words_with_a_linearized_error():
-    value, error = ratio([1.0, 0.0, 3.0], [4, 2, 6])
+    value, error = ratio_and_error([1.0, 0.0, 3.0], [4, 2, 6], range(3))
     assert value == pytest.approx(1 / 3)
     rests = [(1 - 4 / 3) / 4, (0 - 2 / 3) / 4, (3 - 2) / 4]
     assert error == pytest.approx(np.std(rests, ddof=1) / np.sqrt(3))
