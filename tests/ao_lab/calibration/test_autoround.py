@@ -14,7 +14,15 @@ from ao_lab.transforms.data import calibrating
 from ao_lab.transforms.walk import captured, find_blocks, walk
 from fast.layers.hadamard import hadamard
 from reference import SCHEMES
-from tests.ao_lab.calibration.test_run import INT4, assert_same, inputs, stack, weights
+from tests.ao_lab.calibration.test_run import (
+    INT4,
+    TOKENS,
+    assert_same,
+    inputs,
+    language_model,
+    stack,
+    weights,
+)
 from tests.support.quantized_weights import same
 
 INT3 = SchemeConfig(scheme="int3_g32_asymmetric")
@@ -129,6 +137,17 @@ def test_padding_and_held_out_tokens_are_no_part_of_it():
     for name, weight in weights(model).items():
         other = expected.get_parameter(name).dequantize()
         assert (weight.dequantize() - other).norm() < 0.05 * other.norm(), name  # sums of other lengths
+
+
+def test_weights_that_share_an_outer_scale_go_on_sharing_it():
+    model = language_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 4
+    given = {"calibration": TOKENS, "filter_fn": lambda m, n: n.startswith("model.layers.0.self_attn")}
+    report = quantize_(model, SchemeConfig(scheme="nvfp4_pow2"), methods=(AutoRound(steps=24),), **given)
+    assert {layer.calibrated.method for layer in report.changed} == {"autoround"}
+    weights = [layer.weight for layer in list(model.model.layers[0].self_attn.children())[:3]]
+    assert len({float(weight.outer) for weight in weights}) == 1
 
 
 def test_the_walk_holds_what_the_model_as_it_was_makes():
