@@ -401,8 +401,12 @@ class LowPrecisionQATLinear(LowPrecisionLinear, QATLinear):
         return by_recipe and f"{by_recipe}; {QATLinear.parameter_reason(self, name)}"
 
 
+@dataclass(frozen=True)
 class Again:
-    """What stands for a rounded weight among the tensors of a graph."""
+    """What stands for a rounded weight, or its transpose, among the tensors of a graph."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
 
 
 def rounded_again(rounded: torch.Tensor, weight: torch.Tensor, qat: Training) -> AbstractContextManager[None]:
@@ -416,10 +420,12 @@ def rounded_again(rounded: torch.Tensor, weight: torch.Tensor, qat: Training) ->
         return nullcontext()
     outside = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack_other, unpack_other = outside if outside is not None else (_same, _same)
-    place, version = (rounded.data_ptr(), rounded.shape, rounded.dtype), weight._version
+    place, version = (rounded.data_ptr(), rounded.numel(), rounded.dtype), weight._version
 
     def pack(tensor: torch.Tensor) -> Any:
-        return Again() if (tensor.data_ptr(), tensor.shape, tensor.dtype) == place else pack_other(tensor)
+        if (tensor.data_ptr(), tensor.numel(), tensor.dtype) != place:
+            return pack_other(tensor)
+        return Again(tensor.shape, tensor.stride())
 
     def unpack(packed: Any) -> torch.Tensor:
         if not isinstance(packed, Again):
@@ -431,7 +437,8 @@ def rounded_again(rounded: torch.Tensor, weight: torch.Tensor, qat: Training) ->
                 f"backward of a QAT layer that trains by a recipe: it is at version {weight._version}, expected {version}"
             )
         with torch.no_grad():
-            return fast.fake_quantize(own_memory(weight), qat.recipe.weight, axis=qat.axis)
+            again = fast.fake_quantize(own_memory(weight), qat.recipe.weight, axis=qat.axis)
+        return again.as_strided(packed.shape, packed.stride)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

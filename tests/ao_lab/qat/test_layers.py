@@ -225,6 +225,19 @@ def test_a_rounded_weight_is_rounded_again_and_not_kept(name):
         torch.autograd.grad(y, (x, layer.weight), g)
 
 
+def test_dense_products_keep_no_transpose_of_a_rounded_weight_either():
+    """Of a square weight, whose transpose has its shape and its memory."""
+    made = nn.Sequential(nn.Linear(K, K, dtype=torch.bfloat16))
+    ao_lab.quantize_(made, ao_lab.QATConfig(CONFIGS["weights alone"], step="prepare"))
+    ao_lab.convert_for_training_(made, "bf16")
+    layer, x, g = made[0], rows().requires_grad_(), torch.randn(32, K).bfloat16()
+    rounded = fast.fake_quantize(layer.weight.detach(), layer.qat.recipe.weight)
+    y, tensors = kept(layer, x)
+    assert not any(torch.equal(one, held) for one in tensors for held in (rounded, rounded.t()))
+    expected = torch.autograd.grad(nn.functional.linear(x, rounded, layer.bias), x, g)
+    assert torch.equal(*torch.autograd.grad(y, x, g), *expected)
+
+
 def test_rounding_again_under_checkpointing():
     made = prepared(CONFIGS["inputs too"])
     ao_lab.convert_for_training_(made, "rowwise")
