@@ -28,6 +28,7 @@ from fast.kernels.optim import host, kernel
 from reference.arrays.bridges import to_numpy
 from reference.optim.states import STATES
 from reference.optim.update import Key, begin, update
+from tests.gpu.harness.timing import captured, elapsed, rate
 from tests.support.optim import CASES, compared, slots_of
 
 PARTS = ("bits", "roots", "tune", "times")
@@ -40,8 +41,8 @@ GRID = ((2048, 4, 0), (1024, 4, 0), (2048, 8, 0), (2048, 4, 8))
 #: Optimizers whose steps are in graphs.
 KEPT: list[torch.optim.Optimizer] = []
 #: Bytes an element that must move, read and written.
-FLOORS = {"8bit": 10.06, "4bit": 8.13, "24bit": 12.06, "24bit block 32": 12.5, "torch fused": 14.0}
-RATE = 4.28e12
+FLOORS = {"8bit": 10.06, "4bit": 8.13, "24bit": 12.06, "24bit block 32": 12.5, "32bit": 14.06, "Lion8bit": 8.03,
+          "torch fused": 14.0}  # fmt: skip
 
 
 def bits() -> None:
@@ -93,26 +94,12 @@ Step = Callable[[], object]
 
 def graphed(step: Step) -> Step:
     """The step as a captured CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return captured([step])[0].replay
 
 
 def milliseconds(step: Step) -> float:
     """Of one step, by events around some."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(STEPS):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / STEPS
+    return elapsed(lambda: [step() for _ in range(STEPS)]) / STEPS / 1e3
 
 
 def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
@@ -123,7 +110,7 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
             found[name].append(milliseconds(step))
     for name, values in found.items():
         key = next((key for key in sorted(FLOORS, key=len, reverse=True) if key in name), None)
-        floor = FLOORS[key] * ELEMENTS / RATE * 1e3 if key else float("nan")
+        floor = FLOORS[key] * ELEMENTS / rate() / 1e3 if key else float("nan")
         median = statistics.median(values)
         rows.append({"method": name, "ms": round(median, 4), "least": round(min(values), 4), "most": round(max(values), 4),
                      "floor": round(floor, 3)})  # fmt: skip
@@ -136,17 +123,17 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
 def tune(rows: list[dict[str, object]]) -> None:
     """Tiles, warps and programs of the 8-bit step; the best is what is timed afterwards."""
     ps = parameters()
+    settings = {f"8bit, tiles of {one[0]}, {one[1]} warps, {one[2]} programs": one for one in GRID}
     steps: dict[str, Step] = {}
-    for elements, warps, programs in GRID:
-        host.ELEMENTS, host.WARPS, host.PROGRAMS = elements, warps, programs
+    for name, setting in settings.items():
+        host.ELEMENTS, host.WARPS, host.PROGRAMS = setting
         one = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
         KEPT.append(one)
-        steps[f"8bit, tiles of {elements}, {warps} warps, {programs} programs"] = graphed(one.step)
+        steps[name] = graphed(one.step)
     timed(steps, rows)
-    best = min((row for row in rows if "tiles of" in str(row["method"])), key=lambda row: row["ms"])
-    print("best:", best["method"], flush=True)
-    words = str(best["method"]).replace(",", "").split()
-    host.ELEMENTS, host.WARPS, host.PROGRAMS = int(words[3]), int(words[4]), int(words[6])
+    best = min((row for row in rows if row["method"] in settings), key=lambda row: row["ms"])["method"]
+    print("best:", best, flush=True)
+    host.ELEMENTS, host.WARPS, host.PROGRAMS = settings[best]
     KEPT.clear()
 
 
