@@ -1,16 +1,21 @@
-"""Optimizers in a training loop: they learn, resume bit for bit, and refuse what does not fit before anything has changed."""
+"""Optimizers in a training loop, on ranks too: they learn, resume bit for bit, and refuse what does not fit before anything has
+changed.
+"""
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from ao_lab.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8, Lion8bit
-from ao_lab.optim.slots import moment_of, put_moment, slot_of
+from ao_lab.optim.slots import lead_axes, like, moment_of, put_moment, slot_of
 from fast.optim import update
 from fast.optim.update import Rule, Updates
 from reference.optim.states import STATES
+from tests.support.distributed.ranks import check_on_ranks
 
 CLASSES = (
     AdamW8bit,
@@ -333,3 +338,28 @@ def test_a_shard_without_rows_steps():
     Updates()([slot], Rule("adamw", states, 0.1, (0.9, 0.999), 1e-8, 0.0))
     assert state["step"] == 1
     assert moment_of(p, state, "exp_avg", states.first).shape == p.shape
+
+
+def test_ranks_have_the_bits_of_one_process(tmp_path):
+    """Through checkpoints too."""
+    check_on_ranks("optim.states", str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "expected"),
+    [((4000, 64), 256, 1), ((32, 16, 3, 3), 256, 1), ((8, 512, 512), 256, 2), ((512,), 256, 0)],
+)
+def test_axes_that_count_rows(shape, block, expected):
+    assert lead_axes(shape, block) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "codes", "axis", "said"),
+    [((4, 6, 6), (4, 36), 2, "inside its rows of states; shard it along the first axis"),
+     ((8, 513), (8, 513), 1, "over 2 ranks, which do not divide it")],
+)  # fmt: skip
+def test_shardings_that_rows_do_not_have(shape, codes, axis, said):
+    mesh = SimpleNamespace(size=lambda axis: 2)
+    p = SimpleNamespace(shape=shape, device_mesh=mesh, placements=[Shard(axis)], to_local=None)
+    with pytest.raises(ValueError, match=said):
+        like(p, torch.zeros(codes), codes)

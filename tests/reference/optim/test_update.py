@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.optim.states import STATES
+from reference.optim.states import STATES, load_state
 from reference.optim.update import Key, Numbers, begin, join_master, power, split_master, update
 
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
@@ -89,19 +89,17 @@ def test_those_of_other_libraries_are_hundreds_of_times_larger(name):
     assert largest > 100 * exact
 
 
-def test_blocks_of_hot_and_cold_gradients_keep_their_mean():
-    """Stochastic rounding has no bias: after 400 steps the root of the second moment is that of float32 within a few percent;
-    rounding to nearest stays where it began."""
+def test_stochastic_rounding_keeps_the_mean_of_second_moments():
+    """After 300 steps roots are those of float32 but for half their variance, as squares of what was rounded without bias are
+    too large by all of it; rounding to nearest stays where it began."""
     size = np.full((8, 256), 1e-2, np.float32)
     zeros = np.zeros(size.shape, np.float32)
     ours, exact = begin(zeros, STATES["8bit"]), begin(zeros, STATES["float32"])
     for step, g in enumerate(gradients(300, size.shape), 1):
         ours = update(ours, g * size, STATES["8bit"], step=step, lr=0.0)
         exact = update(exact, g * size, STATES["float32"], step=step, lr=0.0)
-    from reference.optim.states import load_state
-
     root = np.sqrt(load_state(ours.second, STATES["8bit"].second) / exact.second)
-    assert abs(root.mean() - 1) < 5 * root.std() / sqrt(root.size) + 0.01
+    assert abs(root.mean() - 1) < 5 * root.std() / sqrt(root.size) + root.var() / 2
     assert root.std() < 0.15
 
 
@@ -128,8 +126,6 @@ def test_master_weights_come_back(width):
 
 def test_a_constant_gradient_is_reached():
     """The mean of the first moment, within 5 standard errors of a step of 1/8; rounded to nearest it would stop at 0.75."""
-    from reference.optim.states import load_state
-
     g = np.ones((16, 256), np.float32)
     stored = begin(g, STATES["8bit"])
     for step in range(1, 80):

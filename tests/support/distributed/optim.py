@@ -1,4 +1,4 @@
-"""Two processes that train with low-bit states, by FSDP2 and by DDP; run by tests/ao_lab/optim/test_ranks.py.
+"""Two processes that train with low-bit states, by FSDP2 and by DDP; run by tests/ao_lab/optim/test_base.py.
 
 All ranks have the same data, so gradients are those of one process, and so must parameters and states be, bit for bit: random
 bits are keyed by the place in the whole parameter, blocks end with its rows.
