@@ -35,8 +35,9 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
     `model.set_attn_implementation("ao_lab")`, or `use_kv_cache_`. Memory is allocated at the first call, for its batch.
     drafts: layers of transformers' are its dynamic ones, which forget the tokens of rejected drafts.
 
-    ValueError for an unknown recipe, for heads that it cannot take, and for a length below 1; `update` has one for tokens
-    beyond the cache and for states of another model.
+    ValueError for an unknown recipe, for heads that it cannot take, and for a length below 1; `update` has one for states of
+    another model and for tokens beyond the cache. On a GPU, where nothing waits to count them, that is for a prompt alone, and
+    later tokens end with CUDA's device-side assertion.
     """
 
     def __init__(
@@ -90,21 +91,16 @@ def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool, drafts:
 
 def _heads(config: Any) -> tuple[int, int]:
     """Key heads of a layer and their channels; 0 where the configuration does not say so plainly."""
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    size = getattr(config, "hidden_size", None)
-    width = getattr(config, "head_dim", None) or (
-        size // heads_of(config) if size and heads_of(config) else 0
-    )
-    latent = getattr(config, "kv_lora_rank", None)
+    queries = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None)
+    if not width and isinstance(queries, int) and queries:
+        width = (getattr(config, "hidden_size", None) or 0) // queries
     layers = getattr(config, "per_layer_config", None) or []
     uneven = len({tuple(getattr(one, name, None) for name in VARYING) for one in layers}) > 1
-    return (0, 0) if latent or uneven or not isinstance(heads, int) else (heads, int(width))
-
-
-def heads_of(config: Any) -> int:
-    """Query heads of a configuration, 0 where it has no such field."""
-    heads = getattr(config, "num_attention_heads", 0)
-    return heads if isinstance(heads, int) else 0
+    if getattr(config, "kv_lora_rank", None) or uneven or not isinstance(heads, int):
+        return 0, 0
+    return heads, int(width or 0)
 
 
 @dataclass(frozen=True)

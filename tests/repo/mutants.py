@@ -72,6 +72,8 @@ STORAGE = TESTS + "test_sparse_kernels.py -k bits_are"
 TRANSPOSABLE = TESTS + "test_transposable_kernels.py -k bits_are"
 NORMALIZE = TESTS + "test_layers.py -k norm_bits_in"
 SWIGLU = TESTS + "test_layers.py -k swiglu_bits_in"
+CACHE_WRITES = "tests/fast/attention/test_attention.py -k 'interpreted and write-bfloat16'"
+CACHE_READS = "tests/fast/attention/test_attention.py -k 'interpreted and attend-value'"
 SPARSE_LINEAR = TESTS + "triton_sparse24_small_m/test_mma_sparse.py"
 STATIC_SCALES = "tests/fast/quantize/test_static_scales.py -k kernel_agrees"
 SATURATION = "tests/fast/quantize/test_fake_quantize.py -k kernels_agree"
@@ -371,6 +373,12 @@ KERNELS = [
              "words += expert * (ROWS", "words += 0 * expert * (ROWS", SMALL),
     Mutation("factors of the upper rows", "fast/kernels/triton_small_m/decode.py",
              "(n // 8 % 2 * 16 + block % 2 * 8)", "(block % 2 * 8)", DYNAMIC),
+    Mutation("one token beyond a cache is dropped", "fast/kernels/attention/append.py",
+             "position + tokens <= room,", "position + tokens <= room + 1,", CACHE_WRITES),
+    Mutation("both blocks of a key have the first one's scale", "fast/kernels/attention/decode.py",
+             "part = part * tl.load(scales + b)[None, :]", "part = part * tl.load(scales)[None, :]", CACHE_READS),
+    Mutation("positions behind the last token are attended to", "fast/kernels/attention/decode.py",
+             "return first, tl.minimum(first + each, length)", "return first, first + each", CACHE_READS),
 ]  # fmt: skip
 
 LIBRARY = [
