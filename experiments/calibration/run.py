@@ -34,6 +34,7 @@ from experiments.calibration.peers.exchange import available, missing, quantized
 from experiments.calibration.peers.records import DEFAULT, PEERS, peer_scheme
 from experiments.data.texts import TextWindows, ratio_and_error
 from experiments.harness.measuring import Deadline, Values, status
+from experiments.harness.memory import Peak, synchronize
 from experiments.harness.registry import check_known
 from experiments.harness.rows import Journal, Row
 from experiments.models.architectures import ENCODER, LANGUAGE
@@ -49,7 +50,6 @@ from experiments.models.causal_lm import (
     sizes,
     values_of,
 )
-from experiments.models.own_loop import Peak, synchronize
 from experiments.models.quantized_model import WEIGHTS, activation_scheme
 from experiments.runs.benches import AnyBench
 from experiments.runs.real_models import (

@@ -77,7 +77,7 @@ def sizes(run: RealRun) -> Table:
 
 def speeds(run: RealRun, batch: str, results: Results) -> Table:
     """Rates and times of one batch; at batch 1 beside those that were published of this model."""
-    beside = batch == "batch 1" and run.told(PUBLISHED) == MODEL
+    beside = batch == "batch 1" and run.fact(PUBLISHED) == MODEL
     columns = [
         "configuration", "generate() (tokens/s)", "own loop (tokens/s)", "of bfloat16", "first token, generate() (ms)",
         "first token, own loop (ms)", "in a graph", "same tokens (%)",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.install.extras import needed
 from experiments.harness.cuda_graph import recorded
+from experiments.harness.memory import synchronize
 
 #: Steps before a capture, in which kernels and libraries allocate what they need.
 WARMUP = 3
@@ -122,55 +122,3 @@ def by_transformers(model: Any, prompt: Tensor, new: int) -> tuple[float, Tensor
     )
     synchronize(prompt.device)
     return time.perf_counter() - started, made[:, prompt.shape[1] :]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class Peak:
-    """The most memory in use since `begin` beyond what was in use there: allocated on a GPU, else resident of this process."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.before = device, 0
-
-    def begin(self) -> None:
-        """Forget earlier peaks."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-        else:
-            _forget_resident()
-            self.before = resident("VmRSS") or 0
-
-    def over(self) -> int | None:
-        """Bytes; None where the system does not say."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return torch.cuda.max_memory_allocated(self.device) - self.before
-        peak = resident("VmHWM")
-        return None if peak is None or not self.before else max(peak - self.before, 0)
-
-
-#: Where Linux tells of this process's memory, and forgets its peak.
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def _forget_resident() -> None:
-    try:
-        CLEAR.write_text("5", encoding="ascii")
-    except OSError:
-        return
-
-
-def resident(name: str) -> int | None:
-    """Bytes that Linux gives under a name; None elsewhere."""
-    try:
-        lines = STATUS.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split() for line in lines if line.startswith(f"{name}:")]
-    return int(found[0][1]) * 1024 if found else None

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ao_lab.cli.terminal import say
 from ao_lab.eval import Harness, HarnessOptions, harness_results, prepared
 from experiments.harness.measuring import Values
-from experiments.models.own_loop import Peak, by_transformers
+from experiments.harness.memory import Peak
+from experiments.models.own_loop import by_transformers
 
 #: Tokens of the prompt.
 SHORT = 16

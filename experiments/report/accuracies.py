@@ -136,7 +136,7 @@ def measured(one: Published, runs: Sequence[RealRun], way: Way) -> tuple[float |
     task, value, _ = TASKS[one.metric]
     for run in runs:
         found = run.whole.value(way.setting, way.method, f"{task}: {value}")
-        same = run.told("published: ") == one.model and (not way.text or f"{way.text}-held-out" in run.texts)
+        same = run.fact("published: ") == one.model and (not way.text or f"{way.text}-held-out" in run.texts)
         if found is not None and same and asked_all(run, way):
             return found * (100.0 if one.unit == "%" else 1.0), run.where.device
     return None, ""

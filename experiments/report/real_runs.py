@@ -36,7 +36,7 @@ class RealRun:
         word = "".join(letter if letter.isalnum() else "-" for letter in self.model.lower())
         return f"{word}-{self.where.scale}{self.where.device_ending}"
 
-    def told(self, prefix: str) -> str:
+    def fact(self, prefix: str) -> str:
         """What a row of the file says after a prefix; "" without one."""
         metrics = (row.metric for row in self.whole.rows if row.setting == FILE)
         return next((one.removeprefix(prefix) for one in metrics if one.startswith(prefix)), "")
@@ -127,13 +127,13 @@ def title_of(run: RealRun, ending: str = "") -> str:
 
 def grid_of(run: RealRun) -> str:
     """On which grid the file's weights were before."""
-    return f"**Grid of the file's weights before:** {run.told('grid: ')}."
+    return f"**Grid of the file's weights before:** {run.fact('grid: ')}."
 
 
-def about_of(run: RealRun, told: Callable[[str, Results], str] | None = None) -> list[str]:
+def about_of(run: RealRun, describe: Callable[[str, Results], str] | None = None) -> list[str]:
     """What a section says first: the grid, and the conditions of each text."""
     grid = f"{grid_of(run)} The baseline is the model as that file gives it."
-    return [grid, *((told or conditions)(name, results) for name, results in run.texts.items())]
+    return [grid, *((describe or conditions)(name, results) for name, results in run.texts.items())]
 
 
 def training_of(run: RealRun) -> str:
@@ -143,7 +143,7 @@ def training_of(run: RealRun) -> str:
     )
     return (
         f"Trained for {number(steps, 0)} steps of {number(tokens, 0)} tokens at a peak rate of {rate or 0:g}, weights in "
-        f"{run.told('trains in: ')}."
+        f"{run.fact('trains in: ')}."
     )
 
 

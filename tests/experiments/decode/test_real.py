@@ -9,9 +9,10 @@ from ao_lab.cli.app import main
 from experiments.data import texts
 from experiments.decode import real
 from experiments.decode.real_page import real_findings, real_sections
+from experiments.harness import memory
 from experiments.harness.paths import Paths
 from experiments.harness.rows import read
-from experiments.models import causal_lm, own_loop
+from experiments.models import causal_lm
 from experiments.models.causal_lm import linears, of_folder
 from experiments.models.own_loop import OwnLoop, by_transformers
 from tests.support.models.small_lms import KINDS, save_lm
@@ -124,13 +125,13 @@ def test_windows_shorter_than_the_text_are_not_captured(tmp_path, monkeypatch):
 
 
 def test_memory_is_what_was_taken_beyond_the_beginning(monkeypatch):
-    peak = own_loop.Peak(torch.device("cpu"))
+    peak = memory.Peak(torch.device("cpu"))
     peak.begin()
     held = torch.ones(20_000_000)
     del held
     over = peak.over()
     assert over is None or 60_000_000 < over < 200_000_000
-    monkeypatch.setattr(own_loop, "STATUS", own_loop.STATUS.with_name("nowhere"))
+    monkeypatch.setattr(memory, "STATUS", memory.STATUS.with_name("nowhere"))
     peak.begin()
     assert peak.over() is None
 

@@ -1,0 +1,59 @@
+"""Peak memory of what runs between two places, on a GPU or in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Peak:
+    """The most memory in use since `begin` beyond what was in use there: allocated on a GPU, else resident of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before = device, 0
+
+    def begin(self) -> None:
+        """Forget earlier peaks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        else:
+            _forget_resident()
+            self.before = resident("VmRSS") or 0
+
+    def over(self) -> int | None:
+        """Bytes; None where the system does not say."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_allocated(self.device) - self.before
+        peak = resident("VmHWM")
+        return None if peak is None or not self.before else max(peak - self.before, 0)
+
+
+#: Where Linux tells of this process's memory, and forgets its peak.
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _forget_resident() -> None:
+    try:
+        CLEAR.write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def resident(name: str) -> int | None:
+    """Bytes that Linux gives under a name; None elsewhere."""
+    try:
+        lines = STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith(f"{name}:")]
+    return int(found[0][1]) * 1024 if found else None
