@@ -40,6 +40,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ def candidates(w: QuantizedWeight, dtype: torch.dtype, rows: int) -> dict[str, S
     others = (one for one in families.FAMILIES.values() if one not in order and p.layout in one.layouts)
     split = {one.name: Selected("fused", one.name) for one in (*order, *others)}
     dense_first = ("dequantize",) if next(choose(p)) is families.TORCH_DEQUANTIZE else ()
-    before = {name: result.pop(name) for name in ("int8", "scaled_mm", *dense_first)}
+    before = {name: result.pop(name) for name in (*takewhile("fused".__ne__, PRODUCTS), *dense_first)}
     return before | split | {name: one for name, one in result.items() if name != "fused"}
 
 

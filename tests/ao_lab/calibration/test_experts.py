@@ -22,7 +22,14 @@ from ao_lab.calibration.experts import ExpertWatch, Source, fingerprints, lend
 from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, Clip, Rotate
 from ao_lab.calibration.tokens import HELD_OUT, PADDING, TRAIN, SplitMoments, Tokens
 from ao_lab.transforms.walk import Capture
-from tests.ao_lab.calibration.test_run import INT4, Block, assert_same, inputs, stack
+from tests.ao_lab.calibration.test_run import (
+    INT4,
+    Block,
+    assert_same,
+    check_padding_changes_no_bit,
+    inputs,
+    stack,
+)
 from tests.support.quantized_weights import same
 
 F = nn.functional
@@ -91,15 +98,7 @@ def test_an_expert_is_quantized_by_its_tokens_and_the_average_of_all():
 
 
 def test_padding_changes_no_bit_of_experts():
-    batches, padded = inputs(6), []
-    for x in batches:
-        wide = torch.cat([torch.randn(4, 5, 32), x], 1)
-        mask = torch.cat([torch.zeros(4, 5), torch.ones(4, 16)], 1).long()
-        padded.append({"x": wide, "attention_mask": mask})
-    model, expected = routed(), routed()
-    quantize_(model, INT4, calibration=padded, methods=(GPTQ(),))
-    quantize_(expected, INT4, calibration=batches, methods=(GPTQ(),))
-    assert_same(model, expected)
+    check_padding_changes_no_bit(routed, inputs(6))
 
 
 class Gated(nn.Module):

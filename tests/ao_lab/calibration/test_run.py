@@ -226,17 +226,22 @@ def test_methods_without_data():
     assert {layer.calibrated.method for layer in report.changed} == {"clip"}
 
 
-def test_padding_changes_no_bit():
-    batches = inputs()
-    padded = []
-    for x in batches:
-        wide = torch.cat([torch.randn(4, 5, 32), x], 1)
-        mask = torch.cat([torch.zeros(4, 5), torch.ones(4, 16)], 1).long()
-        padded.append({"x": wide, "attention_mask": mask})
-    model, expected = stack(), stack()
-    quantize_(model, INT4, calibration=padded, methods=(GPTQ(),))
+def padded(batches):
+    """Five tokens of padding before those of each sequence."""
+    mask = torch.cat([torch.zeros(4, 5), torch.ones(4, 16)], 1).long()
+    return [{"x": torch.cat([torch.randn(4, 5, 32), x], 1), "attention_mask": mask} for x in batches]
+
+
+def check_padding_changes_no_bit(make, batches):
+    """GPTQ of two models alike, with and without padding."""
+    model, expected = make(), make()
+    quantize_(model, INT4, calibration=padded(batches), methods=(GPTQ(),))
     quantize_(expected, INT4, calibration=batches, methods=(GPTQ(),))
     assert_same(model, expected)
+
+
+def test_padding_changes_no_bit():
+    check_padding_changes_no_bit(stack, inputs())
 
 
 @pytest.mark.parametrize("offload", [False, True])
