@@ -31,8 +31,6 @@ NONFINITE = ("raise", "propagate")
 #: The index of a group, the number of a parameter among all, and the parameter.
 Numbered = tuple[int, int, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: What a state dict says of how its states are stored; the class of the optimizer is not part of it.
-DESCRIBED = ("kind", "states", "block_size", "master")
 #: Options of torch's optimizers that change steps, and that these do not have.
 UNSUPPORTED = ("amsgrad", "maximize")
 #: What copies and pickles have beside torch's groups and states.
@@ -203,14 +201,14 @@ class LowBitOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with codes and scales as they are; `low_bit` in each group says how they are stored."""
-        made = super().state_dict()
-        for group in made["param_groups"]:
+        result = super().state_dict()
+        for group in result["param_groups"]:
             group["low_bit"] = self.description
-        return made
+        return result
 
     @property
     def description(self) -> dict[str, Any]:
-        """What two optimizers have in common that can read each other's states."""
+        """What two optimizers have in common that can read each other's states; the class is not part of it."""
         return {
             "kind": self.kind,
             "states": self.states.name,
@@ -220,7 +218,7 @@ class LowBitOptimizer(Optimizer):
 
     def float32_state_dict(self) -> dict[str, Any]:
         """A state dict whose moments are float32: torch's Adam or AdamW loads it, and so does any class of this module."""
-        made = super().state_dict()
+        result = super().state_dict()
         states: dict[int, dict[str, Any]] = {}
         for _, number, p in self._numbered():
             state = self.state.get(p)
@@ -232,7 +230,7 @@ class LowBitOptimizer(Optimizer):
                 "step": state["step"].clone(),
                 **{name: moment_of(p, state, name, getattr(mine, field)) for name, field in names.items()},
             }
-        return {**made, "state": states}
+        return {**result, "state": states}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -247,13 +245,13 @@ class LowBitOptimizer(Optimizer):
         numbers = [number for group in groups for number in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]
         pairs = dict(zip(numbers, mine, strict=True))
-        made = {
+        result = {
             pairs[number]: self._loaded(pairs[number], number, state)
             for number, state in states.items()
             if state
         }
-        for group, given in zip(self.param_groups, groups, strict=True):
-            for name, value in given.items():
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for name, value in saved.items():
                 if name in ("params", "low_bit"):
                     continue
                 own = group.get(name)
@@ -263,9 +261,9 @@ class LowBitOptimizer(Optimizer):
                     group[name] = copy.deepcopy(
                         value
                     )  # a rate that is a tensor stays the other optimizer's own
-        for p in [p for p in self.state if p not in made]:
+        for p in [p for p in self.state if p not in result]:
             del self.state[p]
-        for p, state in made.items():
+        for p, state in result.items():
             self._put(p, state)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -299,10 +297,10 @@ class LowBitOptimizer(Optimizer):
                         f"the state dict is of an optimizer with {name}=True, whose steps these optimizers do not take: "
                         f"load one with {name}=False"
                     )
-            given = group.get("low_bit")
-            if given is not None and given != self.description:
-                names = [name for name in DESCRIBED if given.get(name) != self.description[name]]
-                said = ", ".join(f"{name} {given.get(name)!r}" for name in names)
+            saved = group.get("low_bit")
+            if saved is not None and saved != self.description:
+                names = [name for name in self.description if saved.get(name) != self.description[name]]
+                said = ", ".join(f"{name} {saved.get(name)!r}" for name in names)
                 own = ", ".join(f"{name} {self.description[name]!r}" for name in names)
                 raise ValueError(
                     f"the state dict is of {said}, this optimizer of {own}: make it with the same, or save "
@@ -312,33 +310,33 @@ class LowBitOptimizer(Optimizer):
     def _loaded(self, p: torch.Tensor, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """The states of a parameter from those of a dict, on its device."""
         mine = states_for(p, self.states)
-        made = begin_state(p, self.states, self.kind, self.master)
-        made["step"].fill_(float(state["step"]))
+        result = begin_state(p, self.states, self.kind, self.master)
+        result["step"].fill_(float(state["step"]))
         done = {"step"} if "error" in state else {"step", "error"}
         for name, field in NAMES.items():
-            if name in state and f"{name}_codes" in made:
+            if name in state and f"{name}_codes" in result:
                 _same_shape(p, number, name, state[name], p)
-                put_moment(made, name, p, getattr(mine, field), local(state[name]))
+                put_moment(result, name, p, getattr(mine, field), local(state[name]))
                 done |= {f"{name}_codes", f"{name}_scale"}
-        for name in [name for name in made if name not in done]:
+        for name in [name for name in result if name not in done]:
             if name not in state:
                 raise ValueError(
                     f"the states of parameter {number} of shape {tuple(p.shape)} have no {name!r} but {sorted(state)}: they "
                     f"are those of another optimizer; load its float32 moments instead"
                 )
-            _same_shape(p, number, name, state[name], made[name])
-            local(made[name]).copy_(local(state[name]))
-        return made
+            _same_shape(p, number, name, state[name], result[name])
+            local(result[name]).copy_(local(state[name]))
+        return result
 
 
 def _is_finite(grad: torch.Tensor) -> bool:
     return bool(torch.isfinite(local(grad)).all())
 
 
-def _same_shape(p: torch.Tensor, number: int, name: str, given: torch.Tensor, wanted: torch.Tensor) -> None:
-    if tuple(given.shape) != tuple(wanted.shape):
+def _same_shape(p: torch.Tensor, number: int, name: str, value: torch.Tensor, wanted: torch.Tensor) -> None:
+    if tuple(value.shape) != tuple(wanted.shape):
         raise ValueError(
-            f"{name} of parameter {number} of shape {tuple(p.shape)} has shape {tuple(given.shape)} in the state dict, and "
+            f"{name} of parameter {number} of shape {tuple(p.shape)} has shape {tuple(value.shape)} in the state dict, and "
             f"{tuple(wanted.shape)} here: the dict is of another model or another block size"
         )
 

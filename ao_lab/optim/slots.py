@@ -45,9 +45,9 @@ def states_for(p: torch.Tensor, states: States) -> States:
 
 def lead_axes(shape: tuple[int, ...], block: int) -> int:
     """How many first axes count rows."""
-    rows, axis, made = matrix_shape(shape, block)[0], 0, 1
-    while made < rows or (len(shape) > 1 and axis < 1):
-        made *= shape[axis]
+    rows, axis, count = matrix_shape(shape, block)[0], 0, 1
+    while count < rows or (len(shape) > 1 and axis < 1):
+        count *= shape[axis]
         axis += 1
     return axis
 
@@ -64,25 +64,25 @@ def moment_shapes(shape: tuple[int, ...], state: State) -> tuple[tuple[int, ...]
 def begin_state(p: torch.Tensor, states: States, kind: str, master: str) -> dict[str, Any]:
     """The states of a parameter before its first step."""
     mine = states_for(p, states)
-    made: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=local(p).device)}
+    result: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=local(p).device)}
     for name, field in NAMES.items():
         if kind == "lion" and field == "second":
             continue
-        put_moment(made, name, p, getattr(mine, field), None)
+        put_moment(result, name, p, getattr(mine, field), None)
     if MASTERS[master] and p.dtype == torch.bfloat16:
-        made["error"] = like(p, torch.zeros(local(p).shape, dtype=getattr(torch, f"int{MASTERS[master]}"),
+        result["error"] = like(p, torch.zeros(local(p).shape, dtype=getattr(torch, f"int{MASTERS[master]}"),
                                             device=local(p).device), tuple(p.shape))  # fmt: skip
-    return made
+    return result
 
 
 def put_moment(
-    made: dict[str, Any], name: str, p: torch.Tensor, state: State, value: torch.Tensor | None
+    result: dict[str, Any], name: str, p: torch.Tensor, state: State, value: torch.Tensor | None
 ) -> None:
     """Store a moment (None: zeros; else float32 of this rank's part of p, of a state that is quantized) under its names."""
     part = local(p)
     shape = tuple(part.shape)
     if state.scheme is None:
-        made[name] = like(p, torch.zeros(shape, dtype=torch.float32, device=part.device), tuple(p.shape))
+        result[name] = like(p, torch.zeros(shape, dtype=torch.float32, device=part.device), tuple(p.shape))
         return
     codes_shape, scale_shape = moment_shapes(shape, state)
     whole_codes, whole_scale = moment_shapes(tuple(p.shape), state)
@@ -94,8 +94,8 @@ def put_moment(
     else:
         q = stored_nearest(value.detach().float().cpu().reshape(rows, length), state)
         codes, scale = to_torch(q.codes).reshape(codes_shape), to_torch(q.scale).reshape(scale_shape)
-    made[f"{name}_codes"] = like(p, codes.to(part.device).contiguous(), whole_codes)
-    made[f"{name}_scale"] = like(p, scale.to(part.device).contiguous(), whole_scale)
+    result[f"{name}_codes"] = like(p, codes.to(part.device).contiguous(), whole_codes)
+    result[f"{name}_scale"] = like(p, scale.to(part.device).contiguous(), whole_scale)
 
 
 @lru_cache(maxsize=64)
@@ -139,10 +139,10 @@ def like(p: torch.Tensor, part: torch.Tensor, shape: tuple[int, ...]) -> torch.T
                 )
             sizes[placement.dim] = part.shape[placement.dim] * ranks
     stride = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    made = DTensor.from_local(
+    result = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=tuple(stride)
     )
-    return made.to(part.device)  # offloaded parameters lie on another device than the mesh
+    return result.to(part.device)  # offloaded parameters lie on another device than the mesh
 
 
 def blocks_before(p: torch.Tensor, block: int) -> int:
@@ -168,10 +168,10 @@ def slot_of(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], number: 
         return Moment(local(state[name])) if name in state else None
 
     error = state.get("error")
-    made = moment("exp_avg")
-    assert made is not None
+    result = moment("exp_avg")
+    assert result is not None
     return Slot(
-        local(p.detach()), local(grad).contiguous(), state["step"], made, moment("exp_avg_sq"),
+        local(p.detach()), local(grad).contiguous(), state["step"], result, moment("exp_avg_sq"),
         None if error is None else local(error), number, first,
     )  # fmt: skip
 
@@ -188,8 +188,8 @@ def moment_of(p: torch.Tensor, state: dict[str, Any], name: str, record: State) 
     scale = to_numpy(local(state[f"{name}_scale"]).cpu()).reshape(shape[0], -1)
     assert record.scheme is not None
     value = load_state(Quantized(codes, scale, None, None, shape, 1, record.scheme, packed=True), record)
-    made = to_torch(value).reshape(part.shape).to(part.device)
-    return like(p, made, tuple(p.shape))
+    result = to_torch(value).reshape(part.shape).to(part.device)
+    return like(p, result, tuple(p.shape))
 
 
 __all__ = [

@@ -149,17 +149,17 @@ def _by_reference(slot: Slot, rule: Rule) -> None:
         None if slot.second_moment is None else _loaded(slot.second_moment, rule.states.second, shape),
         None if slot.error is None else to_numpy(slot.error).reshape(shape),
     )
-    made = update(
+    result = update(
         stored, to_numpy(slot.g).reshape(shape), rule.states, step=step, lr=float(rule.lr), betas=rule.betas, eps=rule.eps,
         weight_decay=rule.weight_decay, kind=rule.kind, stochastic_round=rule.stochastic_round,
         key=Key(rule.seed, slot.parameter, slot.first),
     )  # fmt: skip
-    slot.p.detach().copy_(to_torch(made.p).reshape(slot.p.shape))
-    _write(slot.first_moment, made.first)
+    slot.p.detach().copy_(to_torch(result.p).reshape(slot.p.shape))
+    _write(slot.first_moment, result.first)
     if slot.second_moment is not None:
-        _write(slot.second_moment, made.second)
+        _write(slot.second_moment, result.second)
     if slot.error is not None:
-        slot.error.copy_(to_torch(made.error).reshape(slot.error.shape))
+        slot.error.copy_(to_torch(result.error).reshape(slot.error.shape))
     slot.step.fill_(step)
 
 
@@ -171,11 +171,11 @@ def _loaded(moment: Moment, state: State, shape: tuple[int, int]) -> Any:
     return Quantized(codes, scale, None, None, shape, 1, state.scheme, packed=True)
 
 
-def _write(moment: Moment, made: Any) -> None:
-    codes = made.codes if isinstance(made, Quantized) else made
+def _write(moment: Moment, result: Any) -> None:
+    codes = result.codes if isinstance(result, Quantized) else result
     moment.codes.copy_(to_torch(codes).reshape(moment.codes.shape))
     if moment.scale is not None:
-        moment.scale.copy_(to_torch(made.scale).reshape(moment.scale.shape))
+        moment.scale.copy_(to_torch(result.scale).reshape(moment.scale.shape))
 
 
 __all__ = ["Moment", "Rule", "Slot", "Updates"]

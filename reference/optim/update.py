@@ -249,9 +249,9 @@ def split_master(p: Floats, width: int) -> tuple[Any, Any]:
     Ties go away from zero. NaN: the quiet NaN and 0. What rounds beyond the largest bfloat16 is infinity there, and comes back.
     """
     bits = np.where(np.isnan(p), np.int32(0x7FC00000), p.view(np.int32)).view(np.uint32)
-    kept = bits + np.uint32(1 << (15 - width) if width < 16 else 0)
-    code = ((kept + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
-    error = (kept >> np.uint32(16 - width)).astype(f"uint{width}").view(f"int{width}")
+    rounded = bits + np.uint32(1 << (15 - width) if width < 16 else 0)
+    code = ((rounded + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+    error = (rounded >> np.uint32(16 - width)).astype(f"uint{width}").view(f"int{width}")
     return namespace_of(p).bitcast(code, "bfloat16"), error
 
 

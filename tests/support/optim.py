@@ -108,15 +108,15 @@ def compared(case, rule, slots, kept, steps, seed=1):
     for step in range(1, steps + 1):
         for slot in slots:
             slot.g.copy_(torch.from_numpy(gradient(tuple(slot.p.shape), rng, step, huge)).to(slot.g.dtype))
-        made = []
+        after = []
         for slot, stored in zip(slots, kept, strict=True):
             g = to_numpy(slot.g.cpu()).reshape(stored.p.shape)
-            made.append(
+            after.append(
                 update(stored, g, rule.states, step=step, lr=rule.lr, betas=rule.betas, eps=rule.eps, kind=rule.kind,
                        weight_decay=rule.weight_decay, stochastic_round=rule.stochastic_round,
                        key=Key(rule.seed, slot.parameter, slot.first))
             )  # fmt: skip
-        kept = made
+        kept = after
         updates(slots, rule)
         for number, (slot, stored) in enumerate(zip(slots, kept, strict=True)):
             assert float(slot.step) == step

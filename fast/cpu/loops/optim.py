@@ -306,9 +306,9 @@ def _kernel(rule: Rule) -> Callable[..., None]:
                         pattern = (
                             np.int64(_bits(ps[j])) & 0xFFFFFFFF if ps[j] == ps[j] else np.int64(0x7FC00000)
                         )
-                        kept = pattern + (1 << (15 - master) if master < 16 else 0)
-                        p[n, i] = np.uint16(((kept + 0x8000) >> 16) & 0xFFFF)
-                        error[n, i] = kept >> (16 - master)
+                        rounded = pattern + (1 << (15 - master) if master < 16 else 0)
+                        p[n, i] = np.uint16(((rounded + 0x8000) >> 16) & 0xFFFF)
+                        error[n, i] = rounded >> (16 - master)
                     elif half:
                         pattern = np.int64(_bits(ps[j])) & 0xFFFFFFFF
                         if ps[j] != ps[j]:

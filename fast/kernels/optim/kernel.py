@@ -137,7 +137,7 @@ def loaded(codes, scale, table, STATE: tl.constexpr):
 
 
 @triton.jit
-def made_codes(
+def moment_codes(
     v, bits, table, STATE: tl.constexpr, POSITIVE: tl.constexpr, LEAST: tl.constexpr, FRACTION: tl.constexpr
 ):
     """(codes, what is stored as their scales) of moments (P, SIZE); bits: 16 random ones each, or None. POSITIVE: no moment is
@@ -296,7 +296,7 @@ def store_moment(
     pointer, scales, v, words, table, places, RAGGED: tl.constexpr, STATE: tl.constexpr, POSITIVE: tl.constexpr,
     LEAST: tl.constexpr, FRACTION: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `load_moment`, rounded as `made_codes` says."""
+    """The inverse of `load_moment`, rounded as `moment_codes` says."""
     at, at_half, inside, inside_half, blocks, exists = places
     if STATE is None:
         tl.store(pointer + at, v, mask=inside)
@@ -304,7 +304,7 @@ def store_moment(
         bits = None
         if STATE.rounding == "stochastic" or FRACTION != 0:
             bits = halves(words, False)
-        codes, scale = made_codes(v, bits, table, STATE, POSITIVE, LEAST, FRACTION)
+        codes, scale = moment_codes(v, bits, table, STATE, POSITIVE, LEAST, FRACTION)
         if RAGGED:
             codes = tl.where(inside, codes, 0)
         store_codes(pointer, codes, at, at_half, inside, inside_half, STATE.bits)

@@ -48,9 +48,11 @@ FLOORS = {"8bit": 10.06, "4bit": 8.13, "24bit": 12.06, "24bit block 32": 12.5, "
 def bits() -> None:
     """Every case on many shapes, three steps."""
     for case in CASES:
-        rule, slots, kept = slots_of(case, torch.device("cuda"), np.random.default_rng(0), SHAPES)
+        rule, slots, stored = slots_of(case, torch.device("cuda"), np.random.default_rng(0), SHAPES)
         try:
-            print(f"bits {case.name}: {compared(case, rule, slots, kept, steps=3)} values agree", flush=True)
+            print(
+                f"bits {case.name}: {compared(case, rule, slots, stored, steps=3)} values agree", flush=True
+            )
         except AssertionError as error:
             print(f"bits {case.name}: DIFFERENT: {error}", flush=True)
 
@@ -81,12 +83,12 @@ def roots() -> None:
 
 def parameters() -> list[torch.nn.Parameter]:
     """470 million parameters with gradients."""
-    made = []
+    result = []
     for _ in range(COUNT):
         p = torch.nn.Parameter(torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) * 0.02)
         p.grad = torch.randn_like(p) * 1e-3
-        made.append(p)
-    return made
+        result.append(p)
+    return result
 
 
 Step = Callable[[], object]
@@ -162,7 +164,7 @@ def check(ps: list[torch.nn.Parameter]) -> None:
 
 def mine(ps: list[torch.nn.Parameter]) -> dict[str, Step]:
     """Steps of our optimizers."""
-    made: dict[str, Step] = {}
+    result: dict[str, Step] = {}
     for name, kind, options in (
         ("8bit", optim.AdamW8bit, {}),
         ("8bit, bfloat16 rounded stochastically", optim.AdamW8bit, {"bf16_stochastic_round": True}),
@@ -176,23 +178,23 @@ def mine(ps: list[torch.nn.Parameter]) -> dict[str, Step]:
     ):
         one = kind(ps, lr=1e-4, nonfinite="propagate", **options)
         if name == "8bit":
-            made[f"ours {name}, eager"] = one.step
+            result[f"ours {name}, eager"] = one.step
         # A graph has addresses alone: who holds the graph holds the optimizer.
         KEPT.append(one)
-        made[f"ours {name}, graph"] = graphed(one.step)
+        result[f"ours {name}, graph"] = graphed(one.step)
     checked = optim.AdamW8bit(ps, lr=1e-4)
-    made["ours 8bit, eager, gradients checked"] = checked.step
-    return made
+    result["ours 8bit, eager, gradients checked"] = checked.step
+    return result
 
 
 def peers(ps: list[torch.nn.Parameter], folder: str | None) -> dict[str, Step]:
     """torch's fused step, torchao's and FlashOptim's, where they are there."""
-    made: dict[str, Step] = {}
+    result: dict[str, Step] = {}
     fused = torch.optim.AdamW(ps, lr=1e-4, fused=True)
-    made["torch fused, bfloat16 states, eager"] = fused.step
+    result["torch fused, bfloat16 states, eager"] = fused.step
     graph = torch.optim.AdamW(ps, lr=1e-4, fused=True, capturable=True)
     KEPT.append(graph)
-    made["torch fused, bfloat16 states, graph"] = graphed(graph.step)
+    result["torch fused, bfloat16 states, graph"] = graphed(graph.step)
     for wheel in sorted(Path(folder).glob("*.whl")) if folder else []:
         if wheel.name.startswith(("torchao", "flashoptim")):
             place = tempfile.mkdtemp()
@@ -206,7 +208,7 @@ def peers(ps: list[torch.nn.Parameter], folder: str | None) -> dict[str, Step]:
         one.step()
         torch.cuda.synchronize()
         print(f"torchao AdamW8bit: first step {time.perf_counter() - begin:.1f} s", flush=True)
-        made["torchao AdamW8bit"] = one.step
+        result["torchao AdamW8bit"] = one.step
     except Exception as error:  # noqa: BLE001  a peer that does not run here is said, not raised
         print(f"torchao: {type(error).__name__}: {error}"[:300], flush=True)
     try:
@@ -216,10 +218,10 @@ def peers(ps: list[torch.nn.Parameter], folder: str | None) -> dict[str, Step]:
             one = FlashAdamW(ps, lr=1e-4, master_weight_bits=width)
             one.step()
             torch.cuda.synchronize()
-            made[f"FlashOptim, {width}-bit master"] = one.step
+            result[f"FlashOptim, {width}-bit master"] = one.step
     except Exception as error:  # noqa: BLE001
         print(f"FlashOptim: {type(error).__name__}: {error}"[:300], flush=True)
-    return made
+    return result
 
 
 def times(rows: list[dict[str, object]], folder: str | None) -> None:
