@@ -311,11 +311,10 @@ def _base(config: Any) -> Config:
         raise TypeError(
             f"base_config is a configuration such as Int4WeightOnlyConfig, got {type(config).__name__}"
         )
-    known, plain = {one.name for one in fields(kind)}, cast(Any, type(config))
-    given = {one.name: getattr(config, one.name) for one in fields(config) if one.name in known}
-    default: Any = plain()
-    changed = {name: value for name, value in given.items() if value != getattr(default, name, None)}
-    return kind(**changed)  # type: ignore[no-any-return]
+    known, default = {one.name for one in fields(kind)}, cast(Any, type(config))()
+    given = {one.name: (getattr(config, one.name), getattr(default, one.name)) for one in fields(config)}
+    _refuse(config, **{name: (*pair, "") for name, pair in given.items() if name not in known})
+    return kind(**{name: value for name, (value, usual) in given.items() if value != usual})  # type: ignore[no-any-return]
 
 
 def _ours(one: Any) -> Any:

@@ -76,6 +76,10 @@ def test_objects_of_torchao_are_taken():
     found = translated(theirs)
     assert found.methods == (AWQ(7),)
     assert found.config == ao_lab.Int8WeightOnlyConfig()
+    with pytest.raises(ValueError, match="set_inductor_config=False has no meaning in ao_lab"):
+        translated(
+            awq.AWQConfig(quantization.Int8WeightOnlyConfig(set_inductor_config=False), step="convert")
+        )
     with pytest.raises(ValueError, match="give batches to one call, without step"):
         translated(awq.AWQConfig(quantization.Int8WeightOnlyConfig(), step="prepare"))
 
