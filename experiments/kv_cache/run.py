@@ -10,7 +10,9 @@ model's own predictions; standard errors are over documents.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,11 @@ from ao_lab.eval import measured
 from ao_lab.kv_cache.cache import KVCache, use_kv_cache_
 from ao_lab.kv_cache.recipe import RECIPES
 from experiments.data.texts import TextWindows
-from experiments.harness.measuring import Deadline, Values, attempt, bar
+from experiments.harness.measuring import Deadline, Values, attempt, bar, keep, status
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.models.causal_lm import REAL, Bench, values_of
-from experiments.runs.real_models import asked_of, models_of, real_subject, texts_of
-from experiments.runs.run import Settings
+from experiments.models.causal_lm import REAL, Bench, RealModel, values_of
+from experiments.runs.real_models import Place, Tables, asked_of, real_subject, run_models, texts_of
+from experiments.runs.run import Settings, all_rows
 from reference.attention.attention import attention
 
 EXPERIMENT = "kv_cache"
@@ -52,12 +54,7 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """All rows; those in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     _sums(replace(settings, device="cpu"), journal)
-    for model in models_of(EXPERIMENT, settings):
-        asked = asked_of(settings)
-        size = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
-        texts = texts_of(settings)[: 1 if settings.scale == "quick" else None]
-        _model(settings, journal, Bench.of(model, texts, *size, settings.device))
-    return list(journal.rows)
+    return all_rows(settings, journal, run_models(EXPERIMENT, settings, journal, measure_model))
 
 
 def _sums(settings: Settings, journal: Journal) -> None:
@@ -95,17 +92,24 @@ class FromCache(nn.Module):
         return torch.cat([first, rest], 1)
 
 
-def _model(settings: Settings, journal: Journal, bench: Bench) -> None:
-    kind, deadline = REAL + bench.model.name, Deadline(settings.seconds)
-    lines = [(windows, recipe) for windows in bench.windows for recipe in STORED[settings.scale]]
-    with bar(kind, len(lines)) as step:
-        for windows, recipe in lines:
+def measure_model(settings: Settings, model: RealModel, journal: Journal, deadline: Deadline) -> list[Row]:
+    """Measure what the journal lacks of one model; returns rows of what failed."""
+    asked, recipes, failed = asked_of(settings), STORED[settings.scale], list[Row]()
+    size = asked.length or LENGTH[settings.scale], asked.windows or COUNT[settings.scale]
+    texts = texts_of(settings)[: 1 if settings.scale == "quick" else None]
+    bench = Bench.of(model, texts, *size, settings.device)
+    tables = Tables(EXPERIMENT, settings, REAL + model.name, journal, deadline)
+    with bar(tables.kind, len(bench.windows) * len(recipes)) as step:
+        for windows, recipe in itertools.product(bench.windows, recipes):
+            table = table_name(tables.kind, settings.scale, windows.text.name)
             for setting, part in parts(windows).items():
-                table = table_name(kind, settings.scale, windows.text.name)
-                if deadline.left() > 0 and not journal.finished(table, setting, recipe, settings.seed):
-                    values = attempt(lambda part=part, recipe=recipe: predicted(bench, part, recipe))
-                    journal.add(settings.rows(EXPERIMENT, kind, windows.text.name, setting, recipe, values))
+                place = Place(setting, recipe, settings.seed)
+                if not journal.finished(table, *place):
+                    reason = deadline.reason(0.0)
+                    values = status(reason) if reason else attempt(partial(predicted, bench, part, recipe))
+                    keep(journal, failed, tables.rows(windows.text.name, place, values))
             step(f"{recipe}, {windows.text.name}")
+    return failed
 
 
 def parts(windows: TextWindows) -> dict[str, TextWindows]:

@@ -1,11 +1,15 @@
 """Experiment `kv_cache`: its numbers, and what its page says of rows."""
 
+from dataclasses import replace
+
 import torch
 import transformers
 
-from experiments.harness.rows import Row
+from experiments.data import texts
+from experiments.harness.rows import Journal, Row
 from experiments.kv_cache import page, run
-from experiments.kv_cache.run import ALL, CHAINS, ERROR
+from experiments.kv_cache.run import ALL, CHAINS, ERROR, LAST
+from experiments.runs.run import RealModels, settings_for
 
 
 def test_sums_fail_in_one_chain():
@@ -25,6 +29,33 @@ def test_predictions_of_an_unrounded_cache_are_the_models():
         expected = model(ids).logits
         found = run.FromCache(model, "bfloat16")(ids)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_real_model(folder, tmp_path, monkeypatch):
+    """Recipes by part of the windows; what failed is told of and measured again by the next run."""
+    monkeypatch.delenv(texts.VARIABLE, raising=False)
+    monkeypatch.setattr(run, "CONTEXTS", {"quick": ()})
+    asked = RealModels(models=(str(folder),), windows=2, length=16)
+    settings = replace(settings_for("quick", "cpu", tmp_path), models=asked.models, asked=asked)
+    predicted, journal = run.predicted, Journal()
+
+    def without_fp8(bench, windows, recipe):
+        if recipe == "fp8":
+            raise ValueError("no fp8 today")
+        return predicted(bench, windows, recipe)
+
+    monkeypatch.setattr(run, "predicted", without_fp8)
+    rows = run.run(settings, journal)
+    said = {(one.setting, one.method): one.metric for one in rows if one.metric.startswith("status")}
+    failed = "status: error: ValueError: no fp8 today"
+    assert said == {(part, recipe): failed if recipe == "fp8" else "status: ok"
+                    for part in (ALL, LAST) for recipe in ("fp8", "int4")}  # fmt: skip
+    assert {one.method for one in journal.rows} == {"int4"}
+    monkeypatch.setattr(run, "predicted", predicted)
+    rows = run.run(settings, journal)
+    assert {one.metric for one in rows if one.metric.startswith("status")} == {"status: ok"}
+    change = {one.method: one.value for one in rows if (one.setting, one.metric) == (ALL, "KL")}
+    assert 0 < change["fp8"] < change["int4"]
 
 
 def row(table, setting, method, metric, value):
