@@ -28,11 +28,11 @@ COLORS = {
     "rotation": "#56b4e9",
     "automatic choice": "#9a7d0a",
 }
-#: By words of a method's name, the first that fits.
-FAMILIES = (
-    ("rotate", "rotation"), ("autoround", "AutoRound"), ("gptq", "GPTQ"), ("hqq", "HQQ"), ("awq", "scaled channels"),
-    ("smooth", "scaled channels"), ("search", "search"),
-)  # fmt: skip
+#: Of the records that a method is made of the first that is here decides.
+FAMILIES = {
+    "Rotate": "rotation", "AutoRound": "AutoRound", "GPTQ": "GPTQ", "HQQ": "HQQ", "AWQ": "scaled channels",
+    "Smooth": "scaled channels", "Clip": "search",
+}  # fmt: skip
 AUTOMATIC = "automatic choice"
 #: How settings name the inputs' scheme.
 INPUTS = ", inputs "
@@ -42,7 +42,8 @@ def family_of(method: str, setting: str = "") -> str:
     """The family of a method, for colours; of a choice whatever quantizes it."""
     if setting.startswith(choice.NAME):
         return AUTOMATIC
-    return next((family for word, family in FAMILIES if word in method), ROUNDING)
+    records = {name for name, _ in ARMS.get(method, ())}
+    return next((family for name, family in FAMILIES.items() if name in records), ROUNDING)
 
 
 def cases(run: RealRun) -> list[str]:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from experiments.kernels.operations import LARGE, SMALL
+from experiments.kernels.results import CaseResult
 from experiments.report.plots import MARKERS, SERIES, STYLE, set_titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from experiments.kernels.results import CaseResult
 
 MISSED = "#cc0000"
 BASELINE = "#888888"

@@ -7,10 +7,11 @@ since that is part of its method: bfloat16 scales, zero points of as many bits a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ao_lab.config.recipe import named
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class PeerArm:
 
 
 FLOATS = ("", "mxfp4", "nvfp4")
-FLOAT_SCHEMES = {"mxfp4": PeerScheme(4, 32, True, "mxfp4"), "nvfp4": PeerScheme(4, 16, True, "nvfp4")}
-#: Names of schemes of integers in groups.
-INTEGERS = re.compile(r"int(\d)_g(\d+)(_asymmetric)?(_bf16)?")
+#: Of 4-bit floats, by the format of their scales and the group.
+FLOAT_SCHEMES = {
+    ("float8_e8m0fnu", 32): PeerScheme(4, 32, True, "mxfp4"),
+    ("float8_e4m3fn", 16): PeerScheme(4, 16, True, "nvfp4"),
+}
 LLM_COMPRESSOR, GPTQMODEL, AUTO_ROUND, HQQ = "llmcompressor", "gptqmodel", "auto_round", "hqq"
 #: Compiling takes longer than a small model's steps; what it computes is the same.
 EAGER = {"enable_torch_compile": False}
@@ -76,7 +79,11 @@ PEERS: dict[str, PeerArm] = {
     "GPTQModel": PeerArm(GPTQMODEL, {}, "QuantizeConfig's defaults: damping 0.05, order by groups"),
     "GPTQModel, mse": PeerArm(GPTQMODEL, {"mse": 2.4}, "the same over ranges searched by the norm 2.4"),
     "auto-round": PeerArm(
-        AUTO_ROUND, {"iters": 200, **EAGER}, "SignRound, 200 steps of 8 sequences", FLOATS, batch=8
+        AUTO_ROUND,
+        {"iters": 200, **EAGER},
+        "SignRound, 200 steps of 8 sequences, not compiled",
+        FLOATS,
+        batch=8,
     ),
     "auto-round, alg_ext": PeerArm(
         AUTO_ROUND,
@@ -113,14 +120,19 @@ INSTALL = {
 def peer_scheme(weights: str) -> PeerScheme | None:
     """What peers quantize in where a case names this scheme; None where they have no such scheme.
 
-    Integers in groups along the inputs, MXFP4 and NVFP4, however the scheme rounds and stores its scales.
+    Integers in groups along the inputs (zero points, if any, are integers too), MXFP4 and NVFP4, however the scheme rounds and
+    stores its scales.
     """
-    if found := FLOAT_SCHEMES.get(weights.removesuffix("_rceil")):
-        return found
-    named = INTEGERS.fullmatch(weights)
-    if named is None:
+    scheme = named(weights)
+    group = 0 if scheme is None else scheme.scale.block
+    if scheme is None or not isinstance(group, int) or group <= 0:
         return None
-    return PeerScheme(int(named[1]), int(named[2]), named[3] is None)
+    if scheme.format.name == "float4_e2m1fn":
+        return FLOAT_SCHEMES.get((scheme.scale.storage, group))
+    zero, bits = scheme.zero, scheme.format.bits
+    if scheme.format.name != f"int{bits}" or (zero is not None and zero.rule != "code"):
+        return None
+    return PeerScheme(bits, group, zero is None)
 
 
 def bits_per_weight(arm: PeerArm, scheme: PeerScheme) -> float:

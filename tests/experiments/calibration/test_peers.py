@@ -174,7 +174,7 @@ def test_peers_are_measured_in_their_schemes_alone(folder, tmp_path, monkeypatch
         ("int8_rowwise", None, 0),
         ("hqq.int4_g64", None, 0),
         ("ternary_g32", None, 0),
-        ("int4_g64_tinygemm", None, 0),
+        ("torchao.int4_g64_tinygemm", None, 0),
         ("mxfp8_e4m3_rceil", None, 0),
     ],
 )
