@@ -10,14 +10,16 @@ from experiments.optimizers.updates import KIND, LARGEST, METHODS, OURS, PROJECT
 from experiments.report.content import Drawing, Headline, Section, Table
 from experiments.report.plots import curves
 from experiments.report.results import Results, Where, best_run, by_run, number
-from experiments.report.targets import RunTargets, Target, limit_of
+from experiments.report.targets import RunTargets, Target, limit_of, limits
 
 EXPERIMENT = "optimizers"
+#: Methods whose states are those of this package.
+OWN = tuple(method for method in OURS if method.startswith("ours"))
 TITLE = "Optimizer states in 8 and 4 bits"
 QUESTION = "How far do stored optimizer states change updates, and do models train as well with them?"
 ABOUT = (
     "AdamW whose moments are stored in 8 or 4 bits, of ours and of torchao, whose own functions run here. A second moment "
-    "stored as 0 beside a first one that is not makes the next update hundreds to 100,000 times too large; the default states "
+    "stored as 0 beside a first one that is not makes the next update up to 250,000 times too large; the default states "
     "of this package never store one.",
 )
 #: Figures that the top of the page shows: the first that there is.
@@ -36,10 +38,10 @@ TRAININGS = (
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """The largest updates, and gaps."""
-    found = best_run(by_run(rows, KIND))
+    best = best_run(by_run(rows, KIND))
     words = []
-    if found is not None:
-        worst = {method: largest(found[1], method) for method in METHODS}
+    if best is not None:
+        worst = {method: largest(best[1], method) for method in METHODS}
         parts = [f"{method} {number(value, 1)}" for method, value in worst.items() if value is not None]
         words.append(
             f"Largest update over that with float32 states, any ratio of gradients from 1 to 10^5: {'; '.join(parts)}."
@@ -56,20 +58,20 @@ def main_finding(rows: Sequence[Row]) -> str:
 
 
 def headlines(rows: Sequence[Row]) -> list[Headline]:
-    """The largest updates."""
-    found = best_run(by_run(rows, KIND))
-    if found is None:
+    """The largest updates, by the bits of states."""
+    best = best_run(by_run(rows, KIND))
+    if best is None:
         return []
-    used = [row for row in found[1].rows if row.metric == LARGEST]
-    ours = max((row.value for row in used if row.method.startswith("ours")), default=None)
-    theirs = max((row.value for row in used if row.method.startswith("torchao, 8")), default=None)
-    if ours is None or theirs is None:
+    ours = {method.removeprefix("ours, "): largest(best[1], method) for method in OWN}
+    theirs = largest(best[1], "torchao, 8 bits")
+    parts = [f"{value:.1f} times with states in {name}" for name, value in ours.items() if value is not None]
+    if theirs is None or not parts:
         return []
     text = (
-        f"With stored states AdamW's largest update is {ours:.1f} times that with float32 states at most, whatever the ratio "
-        f"of gradients; with torchao's 8-bit states it reaches {theirs:,.0f} times"
+        f"Over that with float32 states, AdamW's largest update reaches {' and '.join(parts)}, whatever the ratio of "
+        f"gradients; with torchao's 8-bit states {theirs:,.0f} times"
     )
-    return [Headline(text, used)]
+    return [Headline(text, [row for row in best[1].rows if row.metric == LARGEST])]
 
 
 def largest(results: Results, method: str) -> float | None:
@@ -89,7 +91,7 @@ def gap_texts(results: Results) -> list[str]:
 
 def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
     """Largest updates of ours, and gaps at full scale."""
-    found = []
+    targets_of_runs = []
     for where, results in by_run(rows, KIND).items():
         limit = limit_of(EXPERIMENT, "ours", LARGEST)
         targets = [
@@ -100,35 +102,29 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
                 value_format=".2f",
                 limit_format=".0f",
             )
-            for method in OURS
-            if method.startswith("ours")
+            for method in OWN
         ]
-        found.append(RunTargets(where, targets, LARGEST))
+        targets_of_runs.append(RunTargets(where, targets, LARGEST))
     for where, results in by_run(rows, GAPS).items():
         if where.scale != "quick":
-            found.append(RunTargets(where, gap_targets(results), "percent of the loss"))
-    return found
+            targets_of_runs.append(RunTargets(where, gap_targets(results), "percent of the loss"))
+    return targets_of_runs
 
 
 def gap_targets(results: Results) -> list[Target]:
     """The far end of the interval of each method that has a limit."""
-    made = []
+    targets = []
     for setting in results.settings:
-        for method in results.methods:
-            limit = (
-                limit_of(EXPERIMENT, method, GAP)
-                if method in ("8-bit states", "float32 states, 24-bit master")
-                else None
-            )
-            mean, half = results.value(setting, method, GAP), results.value(setting, method, INTERVAL)
-            if limit is not None and mean is not None and half is not None:
-                made.append(
+        for limit in [one for one in limits(EXPERIMENT) if one.metric == GAP]:
+            mean, half = (results.value(setting, limit.key, metric) for metric in (GAP, INTERVAL))
+            if mean is not None and half is not None:
+                targets.append(
                     limit.target(
-                        f"{method}: end of the interval of the gap", abs(mean) + half, unit="%", value_format=".2f",
-                        limit_format=".1f", day=results.day(setting, method),
+                        f"{limit.key}: end of the interval of the gap", abs(mean) + half, unit="%", value_format=".2f",
+                        limit_format=".1f", day=results.day(setting, limit.key),
                     )
                 )  # fmt: skip
-    return made
+    return targets
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:

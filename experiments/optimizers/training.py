@@ -124,9 +124,9 @@ def train(settings: Settings, plan: Plan, method: Method | None, seed: int) -> V
         run, training, text_of(settings.corpus).to(settings.device), Checkpoint(), lambda done, text: None
     )
     texts = {split: text[: plan.evaluated] for split, text in evaluation_texts(settings.corpus).items()}
-    found = bits_per_byte(model.eval(), texts, training.model.context)
+    losses = bits_per_byte(model.eval(), texts, training.model.context)
     total = sum(len(text) for text in texts.values())
-    mean = sum(found[split] * len(text) for split, text in texts.items()) / total
+    mean = sum(losses[split] * len(text) for split, text in texts.items()) / total
     if math.isnan(mean):
         return {f"status: {name} ended in NaN": (1.0, "")}
     return {HELD_OUT: (mean, "bits"), "steps": (float(len(run.losses)), "")}
@@ -146,10 +146,10 @@ def gaps(rows: list[Row]) -> dict[str, Values]:
         if row.metric == HELD_OUT:
             losses.setdefault(row.method, {})[row.seed] = row.value
     base = losses.get(BASE, {})
-    found: dict[str, Values] = {}
+    result: dict[str, Values] = {}
     for method, mine in losses.items():
         shared = sorted(base.keys() & mine.keys())
         if method != BASE and len(shared) > 1:
             one = gap([base[seed] for seed in shared], [mine[seed] for seed in shared])
-            found[method] = {GAP: (one.mean, "%"), INTERVAL: (one.half, "%")}
-    return found
+            result[method] = {GAP: (one.mean, "%"), INTERVAL: (one.half, "%")}
+    return result

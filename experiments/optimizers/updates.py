@@ -58,10 +58,10 @@ class Setting:
         rng = np.random.default_rng(seed)
         size = np.full((BLOCKS, BLOCK), 1 / self.ratio, np.float32)
         size[:, 0] = 1
-        made = [(rng.standard_normal(size.shape) * size).astype(np.float32) for _ in range(STEPS)]
-        for g in made[STOP if self.stops else STEPS :]:
+        result = [(rng.standard_normal(size.shape) * size).astype(np.float32) for _ in range(STEPS)]
+        for g in result[STOP if self.stops else STEPS :]:
             g[:, 1:] = 0
-        return made
+        return result
 
 
 SETTINGS = tuple(Setting(ratio, stops) for stops in (False, True) for ratio in RATIOS)
@@ -132,13 +132,13 @@ def measure(setting: Setting, method: str, seed: int) -> Values:
     largest = [0.0, 0.0]
     sums = np.zeros(3)
     for number, g in enumerate(setting.gradients(seed), 1):
-        found, wanted = mine(number, g).astype(np.float64), exact(number, g).astype(np.float64)
+        taken, wanted = mine(number, g).astype(np.float64), exact(number, g).astype(np.float64)
         if number >= FIRST:
             largest = [
                 max(before, float(np.abs(x).max()))
-                for before, x in zip(largest, (found, wanted), strict=True)
+                for before, x in zip(largest, (taken, wanted), strict=True)
             ]
-            sums += (np.square(found - wanted).sum(), np.square(wanted).sum(), (found * wanted).sum())
+            sums += (np.square(taken - wanted).sum(), np.square(wanted).sum(), (taken * wanted).sum())
     return {
         LARGEST: (largest[0] / largest[1], "x"),
         RMS: (float(np.sqrt(sums[0] / sums[1])), "x"),

@@ -9,7 +9,7 @@ how it is stored: a `Scheme`, blocks along rows with a short last one, behind a 
   is stored; back x = y / (2 - |y|), y = code / 127. ``sqrt`` beside uint8 is its second moment.
 
 **A stored 0 is the defect of the field.** Where v is stored as 0 and m is not, the next update is m / (sqrt((1 - b2) g^2) +
-eps), or m / eps where g is 0: hundreds to 100,000 times too large. The default states have a `least` code, below which the
+eps), or m / eps where g is 0: up to 250,000 times too large. The default states have a `least` code, below which the
 second moment does not fall (of e4m3 the smallest normal number, 1/28672 of the largest), and scales of 2**-44 or more, before
 the first step too: their v is never 0.
 
@@ -166,7 +166,7 @@ def _with_block(state: State, block: int) -> State:
 
 
 FLOAT32 = State(name="float32", scheme=None)
-ZEROS = "a second moment far below its block's largest is stored as 0, and the next update is 100 to 200,000 times too large"
+ZEROS = "a second moment far below its block's largest is stored as 0, and the next update is up to 250,000 times too large"
 TIES = "a tie between two values goes to the lower index, torchao's to the larger value"
 
 
