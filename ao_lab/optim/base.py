@@ -45,9 +45,9 @@ class LowBitOptimizer(Optimizer):
     place (a captured CUDA graph reads it). bf16_stochastic_round: bfloat16 parameters are rounded stochastically. master:
     "none", "24bit" or "32bit", the float32 that a bfloat16 parameter and its error are together. nonfinite: "raise", a gradient
     with NaN or infinity is a ValueError before anything has changed (a GPU leaves the step out, and the error comes with a
-    later step, so that nothing waits; `left_out` counts; each rank and each device looks at its own part alone, and
-    `clip_grad_norm_` before the step gives all of them one answer), or "propagate", it makes its block NaN, as in torch. seed: of
-    random bits, beside step, number of the parameter and place in it: replicas draw the same.
+    later step, so that nothing waits; `left_out` counts), or "propagate", it makes its block NaN, as in torch. Each rank and
+    each device looks at its own part alone: `clip_grad_norm_(..., error_if_nonfinite=True)` tells all of them. seed: of random
+    bits, beside step, number of the parameter and place in it: replicas draw the same.
     """
 
     def __init__(
