@@ -25,7 +25,7 @@ from reference import Scales
 
 
 def calibrated_starts(call: Call, plan: QuantizationPlan) -> dict[str, Scales]:
-    """Scales of each weight that is to be prepared, by its full names; the model stays as it is.
+    """Scales of each weight that is to be prepared and that methods quantize, by its full names; the model stays as it is.
 
     ValueError for methods that find no scales, for configurations whose scales are not learned, and as calibration has it.
     """
@@ -41,13 +41,13 @@ def calibrated_starts(call: Call, plan: QuantizationPlan) -> dict[str, Scales]:
 
     config = of_base(call.config)
     chosen = None if isinstance(config, FqnToConfig) else filter_fn
-    quantize_weights(replace(call, model=model, config=config, filter_fn=chosen, device=None))
-    found = {}
-    for full in wanted:
-        weight = model.get_parameter(full)
-        if isinstance(weight, QuantizedTensor):
-            found[full] = with_usual(weight.plain.quantized.scales)
-    return found
+    report = quantize_weights(replace(call, model=model, config=config, filter_fn=chosen, device=None))
+    starts = {}
+    for layer in report.changed:
+        weight = model.get_parameter(layer.name)
+        if layer.calibrated is not None and layer.name in wanted and isinstance(weight, QuantizedTensor):
+            starts[layer.name] = with_usual(weight.plain.quantized.scales)
+    return starts
 
 
 def check_starts(call: Call) -> None:

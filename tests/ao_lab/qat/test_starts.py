@@ -61,6 +61,15 @@ def kinds(net):
     return [type(one).__name__ for one in (net.layers[0].proj, net.layers[1].proj, net.head)]
 
 
+def test_what_methods_leave_starts_as_the_configuration_says(batches):
+    net, plain = Net(), Net()
+    config = QATConfig(INT3, learn_scales=True, scale_start="error")
+    quantize_(net, config, calibration=batches, methods=(Clip(),))
+    quantize_(plain, config)
+    assert torch.equal(net.head.qat_scale, plain.head.qat_scale)
+    assert not torch.equal(net.layers[0].proj.qat_scale, plain.layers[0].proj.qat_scale)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_starts_at_the_calibrated_model(name, batches):
     calibrated, net = Net(), prepared(CONFIGS[name], batches)
