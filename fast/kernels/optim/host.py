@@ -69,9 +69,9 @@ class Tables:
         """Make the tables those of these rows; blocks: of a tile."""
         if self.rows.shape == rows.shape and np.array_equal(self.rows, rows):
             return
-        counts = rows[:, COLUMNS.index("blocks")]
-        same = self.rows.shape == rows.shape and np.array_equal(self.rows[:, 8:11], rows[:, 8:11])
-        if not same:
+        column = COLUMNS.index("blocks")
+        counts = rows[:, column]
+        if self.rows.shape != rows.shape or not np.array_equal(self.rows[:, column], counts):
             self.tiles = self._on_device(tiles_of(counts, blocks))
             self.numbers = torch.zeros((len(rows), int(NUMBERS)), dtype=torch.float32, device=self.device)
             self.tensors = torch.zeros(rows.shape, dtype=torch.int64, device=self.device)

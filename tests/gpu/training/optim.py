@@ -1,6 +1,6 @@
 """The optimizer kernel on a GPU: its bits beside the reference, its square roots, and times beside torch, torchao, FlashOptim.
 
-    python -m tests.gpu.training.optim [--part bits roots tune times] [--peers FOLDER] [--out FILE.csv]
+    python -m tests.gpu.training.optim [--part bits classes roots tune times] [--peers FOLDER] [--out FILE.csv]
 
 A line a check; times in milliseconds a step of 470 million bfloat16 parameters (28 matrices of 4096 x 4096), medians of rounds
 in which all methods follow each other. --peers: a folder with wheels of torchao and FlashOptim, which are unpacked.
@@ -31,7 +31,7 @@ from reference.optim.update import Key, begin, update
 from tests.gpu.harness.timing import captured, elapsed, rate
 from tests.support.optim import CASES, compared, slots_of
 
-PARTS = ("bits", "roots", "tune", "times")
+PARTS = ("bits", "classes", "roots", "tune", "times")
 SHAPES = ((64, 4096), (128, 512), (37, 1000), (100_001,), (3, 5, 640), (16, 8, 3, 3), (8192,), (2, 3))
 COUNT, SIDE = 28, 4096
 ELEMENTS = COUNT * SIDE * SIDE
@@ -55,6 +55,36 @@ def bits() -> None:
             )
         except AssertionError as error:
             print(f"bits {case.name}: DIFFERENT: {error}", flush=True)
+
+
+def classes() -> None:
+    """Three steps of the classes beside those on a CPU: gradients with other strides; copies on the host, gradients clipped
+    after backward or freed there; an empty shard."""
+    for name, kind, options in (
+        ("strides", optim.AdamW8bit, {}),
+        ("offload, clipped", optim.CPUOffloadOptimizer, {}),
+        ("offload, freed", optim.CPUOffloadOptimizer, {"offload_gradients": True}),
+    ):
+        p, empty = (torch.nn.Parameter(torch.randn(rows, 1000, device="cuda")) for rows in (512, 0))
+        other = torch.nn.Parameter(p.detach().cpu())
+        one, plain = kind([p, empty], lr=1e-2, **options), optim.AdamW8bit([other], lr=1e-2)
+        for _ in range(3):
+            g = torch.randn(1000, 512, device="cuda").t()
+            one.zero_grad()
+            if name == "strides":
+                p.grad, empty.grad = g, torch.zeros_like(empty)
+            else:
+                ((p * g).sum() + empty.sum()).backward()
+            if name == "offload, clipped":
+                torch.nn.utils.clip_grad_norm_([p], 1.0)
+            other.grad = (g if p.grad is None else p.grad).cpu().contiguous()
+            one.step()
+            plain.step()
+        differ = int((p.detach().cpu() != other).sum())
+        print(
+            f"classes {name}: {differ} of {p.numel()} differ, {int(one.state[empty]['step'])} steps of no rows",
+            flush=True,
+        )
 
 
 @triton.jit
@@ -250,8 +280,8 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for part in options.part:
         begin = time.perf_counter()
-        if part in ("bits", "roots"):
-            {"bits": bits, "roots": roots}[part]()
+        if part in ("bits", "classes", "roots"):
+            {"bits": bits, "classes": classes, "roots": roots}[part]()
         elif part == "tune":
             tune(rows)
         else:
