@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from ao_lab.tensor.metadata import Meta
-from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, signed
 
 #: Row r of source i has the number i * STEP + r.
 STEP = 2**40
@@ -62,7 +62,7 @@ def gathered(load: Callable[[int], QuantizedTensor], numbers: torch.Tensor) -> Q
                 parts[name] = part.new_empty((len(wanted), *part.shape[1:]))
             if part.is_meta:
                 continue
-            _indexable(parts[name])[mine] = _indexable(part)[(wanted[mine] % STEP) // step]
+            signed(parts[name])[mine] = signed(part)[(wanted[mine] % STEP) // step]
     if meta is None:
         raise ValueError("there are no rows")
     lead = tuple(numbers.shape[:-1])
@@ -70,11 +70,6 @@ def gathered(load: Callable[[int], QuantizedTensor], numbers: torch.Tensor) -> Q
         name: part.reshape(*lead[:-1], -1, *part.shape[1:]) for name, part in parts.items()
     }
     return QuantizedTensor({**shaped, **common}, meta, (*lead, columns))
-
-
-def _indexable(part: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch can index on every device."""
-    return part.view(torch.int16) if part.dtype == torch.uint16 else part
 
 
 def with_row_scales(t: QuantizedTensor) -> QuantizedTensor:

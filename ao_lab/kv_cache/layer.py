@@ -13,6 +13,7 @@ import torch
 
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.recipe import KVRecipe
+from ao_lab.tensor.quantized_tensor import signed, unsigned
 from fast.attention.stored import append_, room_for
 from fast.stored_tokens import StoredTokens
 
@@ -200,10 +201,8 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
 
 
 def _rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of the first axis; torch indexes no uint16."""
-    if tensor.dtype == torch.uint16:
-        return tensor.view(torch.int16).index_select(0, indices).view(torch.uint16)
-    return tensor.index_select(0, indices)
+    """Rows of the first axis."""
+    return unsigned(signed(tensor).index_select(0, indices))
 
 
 __all__ = ["KVLayer", "StoredStates"]

@@ -128,8 +128,8 @@ def append_kernel(
 def _plan(scheme: str, dtype: torch.dtype, width: int) -> Any:
     """What `outputs` says of rows of this width, or None where no tile has their blocks."""
     like = torch.empty((1, width), dtype=dtype, device="meta")
-    made = outputs(like, FLOAT_NAMES[dtype], record_of(scheme), True)
-    return made if made is not None and made.length & (made.length - 1) == 0 else None
+    plan = outputs(like, FLOAT_NAMES[dtype], record_of(scheme), True)
+    return plan if plan is not None and plan.length & (plan.length - 1) == 0 else None
 
 
 def covers(k: torch.Tensor, v: torch.Tensor, keys: StoredTokens, values: StoredTokens) -> bool:
@@ -160,11 +160,11 @@ def append(
     tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
     parts: list[Any] = []
     for x, stored in ((k, keys), (v, values)):
-        made = _plan(stored.scheme, x.dtype, x.shape[-1]) if stored.scheme else None
+        plan = _plan(stored.scheme, x.dtype, x.shape[-1]) if stored.scheme else None
         parts += (
             [None, None, 0, 0]
-            if made is None
-            else [made.rule, made.block_op, made.length, stored.codes.shape[-1]]
+            if plan is None
+            else [plan.rule, plan.block_op, plan.length, stored.codes.shape[-1]]
         )
     warps = max(1, min(8, tile * max(k_width, v_width) // (32 * PER_THREAD)))
     # debug: for the assertion, without Triton's own of overflows.
