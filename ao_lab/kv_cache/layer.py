@@ -13,8 +13,7 @@ import torch
 
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.recipe import KVRecipe
-from ao_lab.tensor.quantized_tensor import signed, unsigned
-from fast.attention.stored import append_, room_for
+from fast.attention.stored import append_, room_for, signed
 from fast.stored_tokens import StoredTokens
 
 StaticLayer: Any = needed("transformers.cache_utils").StaticLayer
@@ -202,7 +201,7 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
 
 def _rows(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Rows of the first axis."""
-    return unsigned(signed(tensor).index_select(0, indices))
+    return signed(tensor).index_select(0, indices).view(tensor.dtype)
 
 
 __all__ = ["KVLayer", "StoredStates"]

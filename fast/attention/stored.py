@@ -118,12 +118,12 @@ def _write(stored: StoredTokens, x: torch.Tensor, at: torch.Tensor) -> None:
     q = quantize(x.contiguous(), record_of(stored.scheme), packed=True)
     for held, new in ((stored.codes, q.codes), (stored.scale, q.scale), (stored.zero, q.zero)):
         if held is not None:
-            _signed(held).index_copy_(2, at, _signed(new))
+            signed(held).index_copy_(2, at, signed(new))
 
 
-def _signed(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that index_copy_ knows: bfloat16 scales are stored as uint16."""
+def signed(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that torch indexes: bfloat16 scales are stored as uint16."""
     return x.view(torch.int16) if x.dtype == torch.uint16 else x
 
 
-__all__ = ["append_", "quantized_tokens", "room_for", "token_values"]
+__all__ = ["append_", "quantized_tokens", "room_for", "signed", "token_values"]

@@ -120,12 +120,13 @@ def test_rejected_drafts(model, prompt):
     assert torch.equal(ours.generate(ids, **CALL, assistant_model=assistant), expected)
 
 
-def test_crop_and_reorder(model, prompt):
-    """What is cropped is written again; sequences change places."""
+@pytest.mark.parametrize("recipe", ["fp8", "nf4"])
+def test_crop_and_reorder(model, prompt, recipe):
+    """What is cropped is written again; sequences change places, scales of 16 bits too."""
     ours = copy.deepcopy(model)
-    ao_lab.use_kv_cache_(ours, "fp8")
+    ao_lab.use_kv_cache_(ours, recipe)
     ids = prompt["input_ids"]
-    cache = ao_lab.KVCache(ours, "fp8", 16)
+    cache = ao_lab.KVCache(ours, recipe, 16)
     ours(ids, past_key_values=cache)
     once = ours(ids[:, :1], past_key_values=cache).logits
     cache.crop(-1)
