@@ -15,7 +15,7 @@ written: as many levels below zero as above) or ``none``.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, sections 5.1 to 5.4; Dettmers et al.,
 QLoRA (arXiv 2305.14314), appendix E, for NF4; Liu et al., ParetoQ (arXiv 2502.02631), stretched elastic quantization, for
-`ternary` and `stretched2`.
+`ternary` and `stretched2`; see `reference.formats.codebooks` for those of optimizers' states.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.arrays.namespace import choice, lookup
+from reference.formats.codebooks import CODEBOOKS
 
 # What makes a `Format` one: its fields fit its kind, and every value is exact in float32; ValueError or TypeError where not.
 
@@ -372,6 +373,9 @@ def _formats() -> list[Format]:
         Format(name="stretched2", kind="codebook", bits=2, table=(-1.5, -0.5, 0.5, 1.5), reach=2.0),
         _float("bfloat16", 8, 7, 127, "ieee"),
         _float("float16", 5, 10, 15, "ieee"),
+        # float32 with three fraction bits, to which optimizers' moments are rounded before they are stored.
+        _float("e8m3", 8, 3, 127, "ieee"),
+        *(Format(name=name, kind="codebook", bits=bits, table=table, signed=signed) for name, bits, signed, table in CODEBOOKS),
     ]  # fmt: skip
 
 

@@ -20,9 +20,8 @@ the same where e4m3 is normal; elements below 1/14336 of a block's largest are r
 grid of normal numbers does not move when a block's maximum does, so that rounding costs what a moment moved and no more, and
 values that were stored are stored again as the same values.
 
-Formats of other libraries, value for value: ``dynamic8``, ``dynamic8_unsigned`` (bitsandbytes, torchao), ``dynamic4``,
-``linear4_unsigned`` (torchao after arXiv 2309.01507; it has no 0). They round a tie between two values to the larger one,
-codebooks here to the lower index.
+Codebooks of other libraries are ``dynamic8``, ``dynamic8_unsigned``, ``dynamic4`` and ``linear4_unsigned`` of
+`reference.formats`. Those libraries round a tie between two values to the larger one, codebooks here to the lower index.
 
 Random bits: 16 an element, half a word of Philox 4x32-10 (`reference.formats.encode`). Element i under a seed, at a step, of
 parameter number p has output (i mod 8) // 2 of philox(seed, counter = (i // 8, 0, p, step)); i counts elements as if every
@@ -46,11 +45,11 @@ import numpy.typing as npt
 
 from reference.arrays.namespace import choice, lookup
 from reference.formats.encode import MASK, decode, encode, philox
-from reference.formats.formats import FORMATS, Format
+from reference.formats.formats import FORMATS
 from reference.quantize.quantize import dequantize, quantize
 from reference.quantize.scales import choose_scales
 from reference.quantize.stored import Quantized
-from reference.schemes.schemes import FLOOR, Scale, Scheme, register
+from reference.schemes.schemes import FLOOR, Scale, Scheme
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -65,42 +64,8 @@ _decode: Callable[..., Any] = inspect.unwrap(decode)
 _encode: Callable[..., Any] = inspect.unwrap(encode)
 
 
-def dynamic_map(signed: bool, exponents: int, bits: int) -> tuple[float, ...]:
-    """The values of the dynamic tree format: decimal exponents down to 10**(1 - exponents), fractions finer toward 1.
-
-    Ascending float32. As bitsandbytes and torchao compute them: midpoints of linspace(0.1, 1) in float32, each of its points
-    rounded once, times 10**k rounded to float32.
-    """
-    values = [0.0, 1.0]
-    for exponent in range(exponents):
-        count = 2 ** (bits - 1 - exponents + exponent + (not signed)) + 1
-        points = _linspace(count)
-        middle = (points[:-1] + points[1:]) / np.float32(2) * np.float32(10.0 ** (exponent - exponents + 1))
-        values += [*middle.tolist(), *((-middle).tolist() if signed else ())]
-    return tuple(sorted(values))
-
-
-def _linspace(count: int) -> Floats:
-    """torch.linspace(0.1, 1, count): from both ends, with the step in float32 and one rounding a point."""
-    start, end = np.float32(0.1), np.float32(1)
-    step = np.float64(np.float32((end - start) / np.float32(count - 1)))
-    at = np.arange(count)
-    low, high = np.float64(start) + step * at, np.float64(end) - step * (count - 1 - at)
-    return np.where(at < count // 2, low, high).astype(np.float32)
-
-
-def _codebook(name: str, bits: int, table: tuple[float, ...], signed: bool) -> str:
-    return register(Format(name=name, kind="codebook", bits=bits, table=table, signed=signed)).name
-
-
-DYNAMIC8 = _codebook("dynamic8", 8, dynamic_map(True, 7, 8), True)
-DYNAMIC8_UNSIGNED = _codebook("dynamic8_unsigned", 8, dynamic_map(False, 7, 8), False)
-DYNAMIC4 = _codebook("dynamic4", 4, dynamic_map(True, 3, 4), True)
-#: float32 with three fraction bits.
-E8M3 = register(
-    Format(name="e8m3", kind="float", bits=12, exponent_bits=8, mantissa_bits=3, bias=127, specials="ieee")
-).name
-LINEAR4_UNSIGNED = _codebook("linear4_unsigned", 4, tuple(i / 16 for i in range(1, 17)), False)
+#: float32 with three fraction bits, to which scaled moments are rounded stochastically.
+E8M3 = "e8m3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +173,8 @@ def _records() -> list[States]:
         scheme=_ours("uint4", 128, stochastic, "ratio", ROOT_FLOOR),
     )
     pairs = {
-        "torchao.8bit": ((DYNAMIC8, 256, 1.0), (DYNAMIC8_UNSIGNED, 256, 1.0), (ZEROS, TIES)),
-        "torchao.4bit": ((DYNAMIC4, 128, 1.0), (LINEAR4_UNSIGNED, 128, 1.0), (TIES,)),
+        "torchao.8bit": (("dynamic8", 256, 1.0), ("dynamic8_unsigned", 256, 1.0), (ZEROS, TIES)),
+        "torchao.4bit": (("dynamic4", 128, 1.0), ("linear4_unsigned", 128, 1.0), (TIES,)),
         "torchao.fp8": (("float8_e4m3fn", 256, 448.0), ("float8_e4m3fn", 256, 448.0), (ZEROS,)),
     }
     others = [
@@ -367,7 +332,6 @@ __all__ = [
     "STATES",
     "State",
     "States",
-    "dynamic_map",
     "halves",
     "load_state",
     "matrix_shape",

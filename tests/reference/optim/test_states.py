@@ -13,7 +13,6 @@ from reference.formats.encode import philox
 from reference.optim.states import (
     STATES,
     State,
-    dynamic_map,
     halves,
     load_state,
     matrix_shape,
@@ -36,15 +35,6 @@ def stored(x, state):
 
 def torchao():
     return pytest.importorskip("torchao.optim.quant_utils")
-
-
-@pytest.mark.parametrize(("signed", "exponents", "bits"), [(True, 7, 8), (False, 7, 8), (True, 3, 4)])
-def test_dynamic_maps_are_torchaos(signed, exponents, bits):
-    assert list(dynamic_map(signed, exponents, bits)) == torchao().create_dynamic_map(signed, exponents, bits)
-
-
-def test_4_bits_of_the_second_moment_are_torchaos_and_have_no_zero():
-    assert FORMATS["linear4_unsigned"].table == tuple(torch.linspace(0, 1, 17)[1:].tolist())
 
 
 @pytest.mark.parametrize("name", ["torchao.8bit", "torchao.4bit"])
