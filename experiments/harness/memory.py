@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import torch
@@ -14,7 +15,10 @@ def synchronize(device: torch.device) -> None:
 
 
 class Peak:
-    """The most memory in use since `begin` beyond what was in use there: allocated on a GPU, else resident of this process."""
+    """The most memory in use since `begin` beyond what was in use there: allocated on a GPU, else resident of this process.
+
+    Resident memory is what Linux says: of kernels since 6.2 inexact by up to max(32, 2 n) pages for each of n processors.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.before = device, 0
@@ -26,6 +30,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device)
         else:
+            gc.collect()
             _forget_resident()
             self.before = resident("VmRSS") or 0
 

@@ -236,7 +236,8 @@ class Format:
     def nan_code(self) -> int | None:
         """The one NaN that `encode` writes, or None where the format has no NaN.
 
-        The 8-bit formats follow Hopper's cvt instructions (0x7f); bfloat16 and float16 are the quiet NaN without payload.
+        Formats of up to 12 bits have ones in exponent and mantissa, as Hopper's cvt instructions write them (0x7f in 8 bits);
+        bfloat16 and float16 are the quiet NaN without payload.
         """
         codes = {
             "ieee": (1 << (self.bits - 1)) - 1,

@@ -299,6 +299,8 @@ def _exact_nan(fmt: Format) -> int:
         return min(range(len(fmt.table)), key=lambda code: abs(fmt.table[code]))
     if fmt.specials == "ieee" and fmt.bits == 16:
         return {"bfloat16": 0x7FC0, "float16": 0x7E00}[fmt.name]
+    if fmt.name == "e8m3":
+        return 0x7FF
     return {"none": 0, "ieee": 0x7F, "nan_ones": 0x7F, "nan_negative_zero": 0x80, "nan_all_ones": 0xFF,
             "nan_minimum": 0x80, "unused_minimum": 0}[fmt.specials]  # fmt: skip
 

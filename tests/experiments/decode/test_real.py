@@ -127,10 +127,11 @@ def test_windows_shorter_than_the_text_are_not_captured(tmp_path, monkeypatch):
 def test_memory_is_what_was_taken_beyond_the_beginning(monkeypatch):
     peak = memory.Peak(torch.device("cpu"))
     peak.begin()
-    held = torch.ones(20_000_000)
+    held = torch.ones(100_000_000)
     del held
     over = peak.over()
-    assert over is None or 60_000_000 < over < 200_000_000
+    # Linux counts resident pages by processor and adds up late: by 134 MB at 128 processors.
+    assert over is None or 200_000_000 < over < 800_000_000
     monkeypatch.setattr(memory, "STATUS", memory.STATUS.with_name("nowhere"))
     peak.begin()
     assert peak.over() is None

@@ -276,7 +276,7 @@ LIMITED = {"quantize torchao.nf4 shape=(64, 256)": 104}
 # sm90/test_masked.py, sparse_linear and tests/fast/linear/preshuffled/test_linear_small.py.
 ELSEWHERE = {"attention_kernel"}
 # Attention of a cache: tests/fast/attention/test_attention.py.
-ELSEWHERE |= {"append_kernel", "byte_kernel", "combine_kernel", "nibble_kernel", "value_kernel"}
+ELSEWHERE |= {"append_kernel", "attend_kernel", "combine_kernel"}
 ELSEWHERE |= {"arrange_kernel", "dense_kernel", "triton_sparse24_small_m_kernel"}
 ELSEWHERE |= {"triton_small_m_kernel", "sum_splits_kernel", "restore_kernel", "triton_small_m_experts_kernel"}
 # Optimizers: tests/fast/kernels/test_optim.py.
