@@ -1,0 +1,167 @@
+"""HSTU: what a token sees, jagged and padded batches, and that it learns to rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from experiments.models.hstu import (
+    DLRM_V3,
+    HSTU,
+    ML_3B,
+    TINY,
+    HSTUConfig,
+    Sequences,
+    blocked_attention,
+    candidate_index,
+    padded_attention,
+    random_batch,
+    ranking_loss,
+)
+
+
+def model(config=TINY, attention=padded_attention, seed=0):
+    """Random weights, tables of the bias too."""
+    torch.manual_seed(seed)
+    made = HSTU(config, attention).double()
+    for parameter in made.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def part(batch, user, drop=()):
+    """One user of a batch as a batch; without the candidates whose numbers are in `drop`."""
+    begin, length, candidates = sum(batch.lengths[:user]), batch.lengths[user], batch.candidates[user]
+    keep = [i for i in range(length) if i - (length - candidates) not in drop]
+    at = torch.tensor(keep) + begin
+    return Sequences(
+        batch.items[at], batch.actions[at], batch.times[at], (len(keep),), (candidates - len(drop),)
+    )
+
+
+def by_formula(layer, x, times, history):
+    """The equations of the module, token by token, for one user."""
+    config, (w, b) = layer.config, (layer.uvqk.weight, layer.uvqk.bias)
+    u, v, q, k = (layer.input_norm(x) @ w.T + b).split(config.widths, -1)
+    u, *qkv = (
+        (functional.silu(one) for one in (u, v, q, k))
+        if config.activate_all
+        else (functional.silu(u), v, q, k)
+    )
+    v, q, k = (one.unflatten(-1, (config.heads, -1)) for one in qkv)
+    out = torch.zeros_like(v)
+    for i in range(len(x)):
+        for j in [*range(min(i + 1, history)), *([i] if i >= history else [])]:
+            score = (q[i] * k[j]).sum(-1) * config.factor
+            if layer.bias is not None:
+                seconds = max(1, int(times[i] - times[j]))
+                bucket = min(seconds.bit_length() - 1, config.buckets - 1)
+                score = score + layer.bias.positions[max(0, min(i, history) - j)] + layer.bias.times[bucket]
+            out[i] += functional.silu(score)[:, None] / config.length * v[j]
+    o = out.flatten(1)
+    gated = u * layer.attention_norm(o)
+    return x + layer.output(torch.cat((u, o, gated), -1) if config.concatenate else gated)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"activate_all": True, "concatenate": False, "relative_bias": False, "scale": 1.0}]
+)
+@pytest.mark.parametrize("attention", [padded_attention, blocked_attention])
+def test_a_layer_is_the_papers_equations(changed, attention, monkeypatch):
+    monkeypatch.setattr("experiments.models.hstu.BLOCK", 7)
+    config = replace(TINY, length=20, **changed)
+    layer = model(config, attention).layers[0]
+    batch = random_batch(config, 1, 5, seed=1)
+    x = torch.randn(batch.longest, config.width, dtype=torch.float64)
+    expected = by_formula(layer, x, batch.times, batch.longest - 5)
+    torch.testing.assert_close(layer(x, batch.layout()), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", [padded_attention, blocked_attention])
+@pytest.mark.parametrize("relative_bias", [True, False])
+def test_users_and_candidates_do_not_see_each_other(attention, relative_bias):
+    """Logits of a user in a batch, alone, and without some of the candidates are the same."""
+    config = replace(TINY, relative_bias=relative_bias)
+    net, batch = model(config, attention), random_batch(config, 3, 4, seed=2)
+    together = net(batch).unflatten(0, (3, 4))
+    for user in range(3):
+        torch.testing.assert_close(net(part(batch, user)), together[user])
+        torch.testing.assert_close(net(part(batch, user, drop=(0, 2))), together[user][[1, 3]])
+
+
+def test_padding_is_not_read():
+    batch, net = random_batch(TINY, 2, 3, seed=3), model()
+    layout = batch.layout()
+    items, actions, times = (layout.pad(one) for one in (batch.items, batch.actions, batch.times))
+    behind = torch.arange(batch.longest) >= torch.tensor(batch.lengths)[:, None]
+    filled = [torch.where(behind, 5, one) for one in (items, actions, times)]
+    again = Sequences.of_padded(*filled, batch.lengths, batch.candidates)
+    torch.testing.assert_close(net(again), net(batch), rtol=0, atol=0)
+
+
+def test_actions_of_candidates_are_not_read():
+    """They are what is predicted."""
+    batch, net = random_batch(TINY, 2, 3, seed=4), model()
+    actions = batch.actions.clone()
+    actions[candidate_index(batch)] += 1
+    actions %= TINY.actions
+    torch.testing.assert_close(net(replace(batch, actions=actions)), net(batch), rtol=0, atol=0)
+
+
+def test_it_learns_to_rank():
+    """A candidate is wanted where the user has taken its item before; log loss falls below that of the base rate."""
+    config = replace(TINY, items=16, length=24, actions=2)
+    net = HSTU(config)
+    torch.manual_seed(0)
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=5e-3), []
+    for step in range(120):
+        batch = random_batch(config, 16, 6, seed=step)
+        at = candidate_index(batch).view(16, 6)
+        ends = torch.tensor(batch.lengths).cumsum(0)
+        labels = torch.stack([
+            torch.isin(batch.items[at[user]], batch.items[ends[user] - batch.lengths[user] : ends[user] - 6])
+            for user in range(16)
+        ])  # fmt: skip
+        loss = ranking_loss(net(batch), labels.flatten()[:, None])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rate = float(labels.float().mean())
+        base = -(rate * torch.tensor(rate).log() + (1 - rate) * torch.tensor(1 - rate).log())
+        losses.append(loss.item() / base.item())
+    assert sum(losses[-10:]) / 10 < 0.8
+
+
+def test_exact_shapes_of_the_records():
+    """uvqk 512 to 2048, output 1536 to 512 (DLRMv3); a table of a million items is not filled here."""
+    with torch.device("meta"):
+        net = HSTU(DLRM_V3)
+        other = HSTU(ML_3B)
+    assert [tuple(one.weight.shape) for one in (net.layers[0].uvqk, net.layers[0].output)] == [
+        (2048, 512),
+        (512, 1536),
+    ]
+    assert (len(net.layers), len(other.layers)) == (5, 16)
+    assert tuple(other.layers[0].output.weight.shape) == (256, 256)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "candidates", "words"),
+    [
+        ((3, 2), (1, 1), "add up to 5 tokens"),
+        ((2, 2), (3, 0), "among its tokens"),
+        ((4,), (1, 1), "candidates"),
+    ],
+)
+def test_batches_that_do_not_fit_together(lengths, candidates, words):
+    with pytest.raises(ValueError, match=words):
+        Sequences(*(torch.zeros(4, dtype=torch.int64) for _ in range(3)), lengths, candidates)
+
+
+def test_wrong_sizes_and_users_that_are_too_long():
+    with pytest.raises(ValueError, match="heads of an HSTU is 1 or more"):
+        HSTUConfig(name="x", items=3, heads=0)
+    with pytest.raises(ValueError, match="drop the oldest"):
+        HSTU(replace(TINY, length=3))(random_batch(TINY, 1, 1, seed=0))
