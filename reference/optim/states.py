@@ -284,6 +284,22 @@ def load_state(q: Quantized, state: State) -> Floats:
         return value * value if state.transform == "sqrt" else value
 
 
+def load_parts(q: Quantized, state: State) -> tuple[Floats, Floats]:
+    """(values, scales), both float32 (rows, length): what `store_state` stored is their product, its square for sqrt."""
+    with np.errstate(all="ignore"):
+        spread = _spread(q.scale, q.scheme, q.shape[-1])
+        if state.transform == "softsign":
+            y = q.codes.view(np.int8).astype(np.float32) / np.float32(127)
+            return y / (np.float32(2) - np.abs(y)), spread
+        return _decode(_unpacked(q), q.scheme.format), spread
+
+
+def _unpacked(q: Quantized) -> Any:
+    from reference.formats.storage import unpack
+
+    return inspect.unwrap(unpack)(q.codes, q.scheme.format, q.shape) if q.packed else q.codes
+
+
 def _packed(q: Quantized) -> Quantized:
     from reference.formats.storage import pack
 
@@ -333,6 +349,7 @@ __all__ = [
     "State",
     "States",
     "halves",
+    "load_parts",
     "load_state",
     "matrix_shape",
     "states_of",

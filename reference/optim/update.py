@@ -9,6 +9,9 @@ Everything is float32, every operation rounded once, in this order; numbers of a
             p = p - (m (lr / (1 - b1^t))) (1 / (r (1 / sqrt(1 - b2^t)) + eps))
     Lion    p = p (1 - lr wd),    p = p - lr sign(b1 m + (1 - b1) g),    m = b2 m + (1 - b2) g
 
+Of a moment that is stored as values x and a scale s, b m is x (b s), and of a root b2 v is (x x) (b2 (s s)): what a block
+shares is multiplied once for the block.
+
 The update uses the fresh moments; then they are stored (`reference.optim.states`) and p is rounded to its dtype: to nearest
 even, or stochastically by 16 random bits, where an update of less than half a unit in the last place would be lost for ever.
 Powers b^t are products of float64 squares, from the lowest bit of t on, so that they are equal everywhere.
@@ -43,7 +46,7 @@ from reference.optim.states import (
     State,
     States,
     halves,
-    load_state,
+    load_parts,
     store_state,
 )
 from reference.quantize.stored import Quantized
@@ -157,8 +160,14 @@ def _store(x: Floats, state: State, words: Any) -> Any:
     return store_state(x, state, words if state.stochastic else None)
 
 
-def _load(stored: Any, state: State) -> Floats:
-    return load_state(stored, state) if isinstance(stored, Quantized) else stored
+def _decayed(stored: Any, state: State, beta: np.float32) -> Floats:
+    """beta times a stored moment."""
+    if not isinstance(stored, Quantized):
+        return np.asarray(beta * stored, np.float32)
+    values, scales = load_parts(stored, state)
+    if state.transform == "sqrt":
+        return (values * values) * (beta * (scales * scales))
+    return values * (beta * scales)
 
 
 def update(
@@ -186,10 +195,8 @@ def update(
     key = key or Key()
     numbers = Numbers.of(kind, step, lr, betas, eps, weight_decay)
     master = stored.p if stored.error is None else join_master(stored.p, stored.error)
-    m = _load(stored.first, states.first)
-    v = None if stored.second is None else _load(stored.second, states.second)
     with np.errstate(all="ignore"):
-        p, m, v = moved(as_float32(master), as_float32(g), m, v, numbers, kind)
+        p, m, v = _moved(as_float32(master), as_float32(g), stored, states, numbers, kind)
 
     def words(swapped: bool = False) -> Any:
         return halves(
@@ -207,19 +214,23 @@ def update(
     return Stored(as_dtype(p, name, rounds), first, second)
 
 
-def moved(
-    p: Floats, g: Floats, m: Floats, v: Floats | None, n: Numbers, kind: str
+def _moved(
+    p: Floats, g: Floats, stored: Stored, states: States, n: Numbers, kind: str
 ) -> tuple[Floats, Floats, Floats | None]:
     """The parameter and the moments after the step, float32, before they are stored."""
     if kind == "adam":
         g = g + n.decay * p
     else:
         p = p * n.keep
-    if v is None:
-        direction: Floats = np.sign(n.first * m + n.first_rest * g)
-        return p - n.size * direction, n.second * m + n.second_rest * g, None
-    m = n.first * m + n.first_rest * g
-    v = n.second * v + n.second_rest * (g * g)
+    if kind == "lion":
+        direction: Floats = np.sign(_decayed(stored.first, states.first, n.first) + n.first_rest * g)
+        return (
+            p - n.size * direction,
+            _decayed(stored.first, states.first, n.second) + n.second_rest * g,
+            None,
+        )
+    m = _decayed(stored.first, states.first, n.first) + n.first_rest * g
+    v = _decayed(stored.second, states.second, n.second) + n.second_rest * (g * g)
     v = np.where(v <= TOP, v, TOP)
     inverse = np.float32(1) / (np.sqrt(v) * n.root + n.eps)
     return p - (m * n.size) * inverse, m, v

@@ -128,6 +128,12 @@ def _float(bits):  # type: ignore[no-untyped-def]
     return np.int32(bits).view(np.float32)
 
 
+@njit(inline="always", **OPTIONS)
+def _code(codes, n, i, bits):  # type: ignore[no-untyped-def]
+    """A code of a row: a byte, or half of one."""
+    return codes[n, i] if bits == 8 else (codes[n, i >> 1] >> (4 * (i & 1))) & 15
+
+
 @njit(**OPTIONS)
 def _philox(c0, c1, c2, c3, k0, k1, out):  # type: ignore[no-untyped-def]
     """Eight halves of four words, int32, in order."""
@@ -246,6 +252,13 @@ def _kernel(rule: Rule) -> Callable[..., None]:
             for block in range(blocks):
                 begin = block * size
                 count = min(size, length - begin)
+                moment_b1, moment_b2, square_b2 = b1, b2, b2
+                if first_kind != FLOAT32:
+                    moment_b1 = np.float32(b1 * m_scale[n, block])
+                    moment_b2 = np.float32(b2 * m_scale[n, block])
+                if second_kind >= FLOAT:
+                    scale = v_scale[n, block]
+                    square_b2 = np.float32(b2 * (np.float32(scale * scale) if root else scale))
                 if draws:
                     counter = (np.uint64(n * blocks + block) + key[4]) * np.uint64(size // TOGETHER)
                     for at in range(0, count, TOGETHER):
@@ -258,41 +271,30 @@ def _kernel(rule: Rule) -> Callable[..., None]:
                         value = _float((np.int32(p[n, i]) << 16) + (np.int32(error[n, i]) << (16 - master)))
                     else:
                         value = _float(np.int32(p[n, i]) << 16) if half else _float(p[n, i])
-                    if first_kind == FLOAT32:
-                        moment = m[n, i]
-                    elif first_bits == 8:
-                        moment = np.float32(tables[0, 0, m[n, i]] * m_scale[n, block])
-                    else:
-                        code = (m[n, i >> 1] >> (4 * (i & 1))) & 15
-                        moment = np.float32(tables[0, 0, code] * m_scale[n, block])
+                    moment = m[n, i] if first_kind == FLOAT32 else tables[0, 0, _code(m, n, i, first_bits)]
                     if adam:
                         gradient = np.float32(gradient + np.float32(decay * value))
                     else:
                         value = np.float32(value * keep)
                     if lion:
-                        direction = np.float32(np.float32(b1 * moment) + np.float32(c1 * gradient))
+                        direction = np.float32(np.float32(moment_b1 * moment) + np.float32(c1 * gradient))
                         sign = direction
                         if direction > 0:
                             sign = np.float32(1)
                         elif direction < 0:
                             sign = np.float32(-1)
-                        ms[j] = np.float32(np.float32(b2 * moment) + np.float32(c2 * gradient))
+                        ms[j] = np.float32(np.float32(moment_b2 * moment) + np.float32(c2 * gradient))
                         ps[j] = np.float32(value - np.float32(step_size * sign))
                         continue
                     if second_kind == FLOAT32:
                         square = v[n, i]
                     else:
-                        if second_bits == 8:
-                            square = np.float32(tables[1, 0, v[n, i]] * v_scale[n, block])
-                        else:
-                            square = np.float32(
-                                tables[1, 0, (v[n, i >> 1] >> (4 * (i & 1))) & 15] * v_scale[n, block]
-                            )
+                        square = tables[1, 0, _code(v, n, i, second_bits)]
                         if root:
                             square = np.float32(square * square)
-                    moment = np.float32(np.float32(b1 * moment) + np.float32(c1 * gradient))
+                    moment = np.float32(np.float32(moment_b1 * moment) + np.float32(c1 * gradient))
                     square = np.float32(
-                        np.float32(b2 * square) + np.float32(c2 * np.float32(gradient * gradient))
+                        np.float32(square_b2 * square) + np.float32(c2 * np.float32(gradient * gradient))
                     )
                     square = square if square <= top else top
                     r = np.float32(sqrt(square))

@@ -27,8 +27,8 @@ TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-#: Elements of a tile, warps of a program, and programs a multiprocessor (0: one a tile).
-ELEMENTS, WARPS, PROGRAMS = 2048, 4, 0
+#: Elements of a tile, warps of a program, tiles that follow each other in a program, and of these how many are read ahead.
+ELEMENTS, WARPS, REPEAT, STAGES = 2048, 4, 4, 1
 #: Parameters of a program that computes their numbers.
 ROWS = 32
 
@@ -72,7 +72,7 @@ class Tables:
         column = COLUMNS.index("blocks")
         counts = rows[:, column]
         if self.rows.shape != rows.shape or not np.array_equal(self.rows[:, column], counts):
-            self.tiles = self._on_device(tiles_of(counts, blocks))
+            self.tiles = self._on_device(tiles_of(counts, blocks * REPEAT))
             self.numbers = torch.zeros((len(rows), int(NUMBERS)), dtype=torch.float32, device=self.device)
             self.tensors = torch.zeros(rows.shape, dtype=torch.int64, device=self.device)
         self.tensors.copy_(self._pinned(rows), non_blocking=True)
@@ -110,10 +110,7 @@ def row_of(slot: Slot, rule: Rule) -> list[int]:
         None if second is None else second.scale, slot.error, slot.step,
     )  # fmt: skip
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    seed = rule.seed
-    return [
-        *addresses, rows * in_row, length, in_row, slot.parameter, slot.first, seed & 0xFFFFFFFF, seed >> 32, 0,
-    ]  # fmt: skip
+    return [*addresses, rows * in_row, length, in_row, slot.parameter, slot.first]
 
 
 def kind_of(slot: Slot, rule: Rule) -> Kind:
@@ -209,7 +206,7 @@ class Launches:
         tables.put(np.array([row_of(slot, rule) for slot in slots], np.int64), blocks)
         launch_step(
             kind, tables, self._constants(rule, device), self._rate(group, rule, device),
-            self._no_skip(device) if skip is None else skip, blocks,
+            self._no_skip(device) if skip is None else skip, blocks, rule.seed,
         )  # fmt: skip
 
     def _constants(self, rule: Rule, device: torch.device) -> torch.Tensor:
@@ -246,7 +243,13 @@ class Launches:
 
 
 def launch_step(
-    kind: Kind, tables: Tables, numbers: torch.Tensor, rate: torch.Tensor, skip: torch.Tensor, blocks: int
+    kind: Kind,
+    tables: Tables,
+    numbers: torch.Tensor,
+    rate: torch.Tensor,
+    skip: torch.Tensor,
+    blocks: int,
+    seed: int = 0,
 ) -> None:
     """The two launches of a step; shards without elements have the first one alone, which counts their steps."""
     hardware = not interpreted()
@@ -262,19 +265,19 @@ def launch_step(
         return
     draws = kind.rounds or kind.first.stochastic or kind.second.stochastic
     first, second = constants(kind.first, hardware), None if lion else constants(kind.second, hardware)
-    step_kernel[(_programs(count, tables.device),)](
+    step_kernel[(count,)](
         tables.tiles, tables.tensors, tables.numbers, table(kind.first, tables.device),
-        table(kind.second, tables.device), count, kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
+        table(kind.second, tables.device), *key_of(seed), kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
         kind.first.fraction, kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware, draws,
-        kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, kind.size, blocks,
+        kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, kind.size, blocks, REPEAT, STAGES,
         **options,
     )  # fmt: skip
 
 
-def _programs(count: int, device: torch.device) -> int:
-    if not PROGRAMS or device.type != "cuda":
-        return count
-    return min(count, PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+def key_of(seed: int) -> tuple[int, int]:
+    """Both halves of a seed as signed int32, so that every seed has arguments of one type."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
 __all__ = ["Kind", "Launches", "Tables", "launch_step", "tiles_of"]

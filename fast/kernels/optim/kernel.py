@@ -1,6 +1,7 @@
 """`step_kernel`: one step of `reference.optim.update` for the blocks of many parameters, everything read and written once.
 
-A program takes a tile of P blocks of SIZE elements of one parameter. `tiles` says which: pairs (row of `tensors`, first block).
+A program takes up to REPEAT times P blocks of SIZE elements of one parameter, P at a time. `tiles` says which: pairs (row of
+`tensors`, first block). What a parameter's blocks share is read once.
 A row of `tensors` is what a parameter needs: addresses and counts (`COLUMNS`); a row of `numbers` has the float32 numbers of
 its step, which `numbers_kernel` wrote just before from the step counter and the learning rate where they lie, on the device. So
 a captured CUDA graph goes on stepping, and nothing is compiled anew for other parameters.
@@ -28,7 +29,7 @@ from fast.kernels.tile.quantize import stochastic_codes
 #: What a row of `tensors` holds, int64: addresses, then counts.
 COLUMNS = (
     "p", "g", "first", "first_scale", "second", "second_scale", "error", "step", "blocks", "length", "in_row", "parameter",
-    "block", "seed_low", "seed_high", "unused",
+    "block",
 )  # fmt: skip
 WIDTH = tl.constexpr(len(COLUMNS))
 #: Numbers of a step, float32: as `reference.optim.update.Numbers`, then the step and whether it is left out.
@@ -127,13 +128,24 @@ def load_codes(source, at, at_half, inside, inside_half, BITS: tl.constexpr):
 
 
 @triton.jit
-def loaded(codes, scale, table, STATE: tl.constexpr):
-    """float32 values of codes under scales (P, 1); the root of a second moment is squared by who asks."""
+def values_of(codes, table, STATE: tl.constexpr):
+    """float32 values of codes, without their scales."""
     if STATE.kind == "codebook":
-        value = tl.load(table + codes)
+        return tl.load(table + codes)
     else:
-        value = decode(codes, STATE.element)
-    return value * scale
+        return decode(codes, STATE.element)
+
+
+@triton.jit
+def decayed(moment, beta, ROOT: tl.constexpr):
+    """beta times a moment: (values, None), or (values, scales (P, 1)) whose product, or its square (ROOT), is the moment."""
+    value, scale = moment
+    if scale is None:
+        return beta * value
+    elif ROOT:
+        return value * value * (beta * (scale * scale))
+    else:
+        return value * (beta * scale)
 
 
 @triton.jit
@@ -236,8 +248,8 @@ def store_codes(target, codes, at, at_half, inside, inside_half, BITS: tl.conste
 @triton.jit
 def stochastic_bfloat16(v, bits):
     """float32 rounded to bfloat16 by 16 random bits."""
-    moved = tl.where(v == v, bits_of(v) + bits, NAN)
-    return (moved >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    pattern = tl.where(v == v, bits_of(v) + bits, NAN)
+    return (pattern >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -269,26 +281,46 @@ def rounded_to(v, TYPE: tl.constexpr, HAS_PTX: tl.constexpr):
 
 
 @triton.jit
-def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, offset, ALIGNED: tl.constexpr):
-    """The pointer in a column of a row, moved by an offset; ALIGNED: it is a multiple of 16 bytes."""
-    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + offset
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer in a column of a row; ALIGNED: it is a multiple of 16 bytes."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
-def load_moment(row, COLUMN: tl.constexpr, table, places, bases, ALIGNED: tl.constexpr, STATE: tl.constexpr):
-    """(address, address of its scales, float32 values or roots) of a moment, whose addresses a row has from a column on."""
-    at, at_half, inside, inside_half, blocks, exists = places
+def moved(pointer, offset, ALIGNED: tl.constexpr):
+    """A pointer some elements further on."""
+    pointer += offset
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def moment_addresses(row, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl.constexpr):
+    """(pointer, pointer of its scales) of a moment, in columns of a row from one on."""
     if STATE is None:
-        pointer = address(row, COLUMN, tl.float32, bases[0], ALIGNED)
-        return pointer, None, tl.load(pointer + at, mask=inside, other=0.0)
+        return address(row, COLUMN, tl.float32, ALIGNED), None
     else:
-        pointer = address(row, COLUMN, tl.uint8, bases[0] if STATE.bits == 8 else bases[1], ALIGNED)
-        scales = address(row, COLUMN + 1, tl.float32, bases[2], False)
+        return address(row, COLUMN, tl.uint8, ALIGNED), address(row, COLUMN + 1, tl.float32, False)
+
+
+@triton.jit
+def load_moment(pointers, table, places, bases, ALIGNED: tl.constexpr, STATE: tl.constexpr):
+    """(pointer, pointer of scales, (values, scales or None)) of a moment's elements at some places."""
+    at, at_half, inside, inside_half, blocks, exists = places
+    base, base_half, base_block = bases
+    if STATE is None:
+        pointer = moved(pointers[0], base, ALIGNED)
+        return pointer, None, (tl.load(pointer + at, mask=inside, other=0.0), None)
+    else:
+        pointer = moved(pointers[0], base if STATE.bits == 8 else base_half, ALIGNED)
+        scales = pointers[1] + base_block
         codes = load_codes(pointer, at, at_half, inside, inside_half, STATE.bits)
-        return pointer, scales, loaded(codes, tl.load(scales + blocks, mask=exists, other=0.0), table, STATE)
+        scale = tl.load(scales + blocks, mask=exists, other=0.0)
+        return pointer, scales, (values_of(codes, table, STATE), scale)
 
 
 @triton.jit
@@ -311,96 +343,115 @@ def store_moment(
         tl.store(scales + blocks, scale, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def step_kernel(
-    tiles, tensors, numbers, first_table, second_table, count,
+    tiles, tensors, numbers, first_table, second_table, seed_low, seed_high,
     KIND: tl.constexpr, P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     FRACTION: tl.constexpr, ROOT: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr, DRAWS: tl.constexpr,
     ROUNDS: tl.constexpr, MASTER: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, HAS_PTX: tl.constexpr,
-    SIZE: tl.constexpr, P: tl.constexpr,
+    SIZE: tl.constexpr, P: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. FIRST, SECOND: `SchemeConstants`, or None for float32. FRACTION: bits to which the first is rounded
     before. ROOT: the second is stored as its root; LEAST: its smallest code. FAST: no exponent is rare. DRAWS: random bits are
     used. ROUNDS: bfloat16 parameters are rounded stochastically. RAGGED: rows are no multiples of blocks; ALIGNED: all
-    addresses are multiples of 16 bytes."""
-    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0)):
-        tensor = tl.load(tiles + 2 * tile)
-        begin = tl.load(tiles + 2 * tile + 1).to(tl.int64)
-        row = tensors + tensor * WIDTH
-        n = numbers + tensor * NUMBERS
-        # No block exists in a step that is left out.
-        limit = tl.where(tl.load(n + 10) != 0.0, 0, tl.load(row + 8))
-        exists = begin + tl.arange(0, P)[:, None] < limit
-        within = tl.arange(0, SIZE)[None, :]
-        half = tl.arange(0, SIZE // 2)[None, :]
+    addresses are multiples of 16 bytes. STAGES: 2 and more read that many turns of the loop ahead, less one. The seed comes as
+    signed halves."""
+    tile = tl.program_id(0)
+    tensor, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    row = tensors + tensor * WIDTH
+    n = numbers + tensor * NUMBERS
+    # No block exists in a step that is left out.
+    limit = tl.where(tl.load(n + 10) != 0.0, 0, tl.load(row + 8)).to(tl.int32)
+    length, in_row = tl.load(row + 9), tl.load(row + 10)
+    parameter, offset = tl.load(row + 11).to(tl.uint32), tl.load(row + 12)
+    step = tl.load(n + 9).to(tl.uint32)
+    first_beta, first_rest, second_beta, second_rest = (
+        tl.load(n),
+        tl.load(n + 1),
+        tl.load(n + 2),
+        tl.load(n + 3),
+    )
+    size, to_root, eps, keep, decay = (
+        tl.load(n + 4),
+        tl.load(n + 5),
+        tl.load(n + 6),
+        tl.load(n + 7),
+        tl.load(n + 8),
+    )
+    p_from, g_from = address(row, 0, P_TYPE, ALIGNED), address(row, 1, G_TYPE, ALIGNED)
+    first_from, second_from = (
+        moment_addresses(row, 2, ALIGNED, FIRST),
+        moment_addresses(row, 4, ALIGNED, SECOND),
+    )
+    if MASTER == 8:
+        error_from = address(row, 6, tl.int8, ALIGNED)
+    elif MASTER == 16:
+        error_from = address(row, 6, tl.int16, ALIGNED)
+    blocks = tl.arange(0, P)[:, None]
+    within = tl.arange(0, SIZE)[None, :]
+    half = tl.arange(0, SIZE // 2)[None, :]
+    for begin in tl.range(first, tl.minimum(first + REPEAT * P, limit), P, num_stages=STAGES):
+        exists = blocks < limit - begin
+        wide = offset * 0 + begin  # int64, of a number in the interpreter too
         if RAGGED:
-            length, in_row = tl.load(row + 9), tl.load(row + 10)
-            block = begin + tl.arange(0, P)[:, None]
+            block = wide + blocks
             line, column = block // in_row, block % in_row * SIZE
             at = line * length + column + within
             at_half = line * ((length + 1) // 2) + column // 2 + half
             inside = exists & (column + within < length)
             inside_half = exists & (column + 2 * half < length)
-            base, base_half, base_block = begin * 0, begin * 0, begin
+            base, base_half = wide * 0, wide * 0
         else:
-            at = tl.arange(0, P)[:, None] * SIZE + within
-            at_half = tl.arange(0, P)[:, None] * (SIZE // 2) + half
+            at = blocks * SIZE + within
+            at_half = blocks * (SIZE // 2) + half
             # Eight neighbours a thread, as random words lie; said here, or bytes would have sixteen.
             at = tl.max_contiguous(tl.multiple_of(at, [1, TOGETHER]), [1, TOGETHER])
             at_half = tl.max_contiguous(tl.multiple_of(at_half, [1, TOGETHER // 2]), [1, TOGETHER // 2])
             inside = tl.broadcast_to(exists, (P, SIZE))
             inside_half = tl.broadcast_to(exists, (P, SIZE // 2))
-            base, base_half, base_block = begin * SIZE, begin * (SIZE // 2), begin
-        blocks = tl.arange(0, P)[:, None]
-
-        p_at = address(row, 0, P_TYPE, base, ALIGNED)
-        g = widened(tl.load(address(row, 1, G_TYPE, base, ALIGNED) + at, mask=inside, other=0.0))
+            base, base_half = wide * SIZE, wide * (SIZE // 2)
+        p_at = moved(p_from, base, ALIGNED)
+        g = widened(tl.load(moved(g_from, base, ALIGNED) + at, mask=inside, other=0.0))
         stored_p = tl.load(p_at + at, mask=inside, other=0.0)
-        if MASTER == 8:
-            error_at = address(row, 6, tl.int8, base, ALIGNED)
-        elif MASTER == 16:
-            error_at = address(row, 6, tl.int16, base, ALIGNED)
         if MASTER != 0:
+            error_at = moved(error_from, base, ALIGNED)
             p = joined_master(stored_p, tl.load(error_at + at, mask=inside, other=0), MASTER)
         else:
             p = widened(stored_p)
-        places, bases = (at, at_half, inside, inside_half, blocks, exists), (base, base_half, base_block)
-        first_at, first_scale, m = load_moment(row, 2, first_table, places, bases, ALIGNED, FIRST)
-        if KIND == "lion":
-            v = m
-        else:
-            second_at, second_scale, v = load_moment(row, 4, second_table, places, bases, ALIGNED, SECOND)
-            if SECOND is not None and ROOT:
-                v = v * v
+        places, bases = (at, at_half, inside, inside_half, blocks, exists), (base, base_half, wide)
+        first_at, first_scale, m = load_moment(first_from, first_table, places, bases, ALIGNED, FIRST)
+        if KIND != "lion":
+            second_at, second_scale, v = load_moment(
+                second_from, second_table, places, bases, ALIGNED, SECOND
+            )
 
         if KIND == "adam":
-            g = g + tl.load(n + 8) * p
+            g = g + decay * p
         else:
-            p = p * tl.load(n + 7)
+            p = p * keep
         if KIND == "lion":
-            direction = tl.load(n) * m + tl.load(n + 1) * g
+            direction = decayed(m, first_beta, False) + first_rest * g
             sign = (direction > 0).to(tl.float32) - (direction < 0).to(tl.float32)
             sign = tl.where(is_nan(direction), direction, sign)
-            m = tl.load(n + 2) * m + tl.load(n + 3) * g
-            p = p - tl.load(n + 4) * sign
+            m = decayed(m, second_beta, False) + second_rest * g
+            p = p - size * sign
             root = m
+            v = m
         else:
-            m = tl.load(n) * m + tl.load(n + 1) * g
-            v = tl.load(n + 2) * v + tl.load(n + 3) * (g * g)
+            m = decayed(m, first_beta, False) + first_rest * g
+            v = decayed(v, second_beta, ROOT) + second_rest * (g * g)
             v = tl.minimum(v, float_of(tl.full((), LARGEST, tl.int32)))
             root = square_root_rn(v, FAST)
-            p = p - (m * tl.load(n + 4)) * inverse_rn(root * tl.load(n + 5) + tl.load(n + 6), FAST)
+            p = p - (m * size) * inverse_rn(root * to_root + eps, FAST)
         if RAGGED:
             m = tl.where(inside, m, 0.0)
             v = tl.where(inside, v, 0.0)
             root = tl.where(inside, root, 0.0)
 
-        counter = ((begin + tl.load(row + 12)) * (SIZE // TOGETHER)).to(tl.int32)
+        counter = ((wide + offset) * (SIZE // TOGETHER)).to(tl.int32)
         index = counter + (blocks * (SIZE // TOGETHER) + tl.arange(0, SIZE // TOGETHER)[None, :])
-        parameter, step = tl.load(row + 11).to(tl.uint32), tl.load(n + 9).to(tl.uint32)
-        low, high = tl.load(row + 13).to(tl.uint32), tl.load(row + 14).to(tl.uint32)
         if DRAWS:
-            words = random_words(index, parameter, step, low, high)
+            words = random_words(index, parameter, step, seed_low.to(tl.uint32), seed_high.to(tl.uint32))
         else:
             words = None
         store_moment(first_at, first_scale, m, words, first_table, places, RAGGED, FIRST, False, 0, FRACTION)

@@ -36,8 +36,16 @@ SHAPES = ((64, 4096), (128, 512), (37, 1000), (100_001,), (3, 5, 640), (16, 8, 3
 COUNT, SIDE = 28, 4096
 ELEMENTS = COUNT * SIDE * SIDE
 ROUNDS, STEPS = 4, 3
-#: Elements of a tile, warps, programs a multiprocessor (0: one a tile).
-GRID = ((2048, 4, 0), (1024, 4, 0), (2048, 8, 0), (2048, 4, 8))
+#: Elements of a tile, warps, tiles of a program, stages.
+GRID = (
+    (2048, 4, 4, 1),
+    (2048, 4, 4, 2),
+    (2048, 4, 16, 2),
+    (2048, 4, 1, 1),
+    (1024, 4, 8, 2),
+    (1024, 2, 8, 2),
+    (2048, 8, 4, 1),
+)
 #: Optimizers whose steps are in graphs.
 KEPT: list[torch.optim.Optimizer] = []
 #: Bytes an element that must move, read and written.
@@ -153,19 +161,21 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
 
 
 def tune(rows: list[dict[str, object]]) -> None:
-    """Tiles, warps and programs of the 8-bit step; the best is what is timed afterwards."""
+    """Tiles, warps, tiles of a program and stages of the 8-bit step; the best is what is timed afterwards."""
     ps = parameters()
-    settings = {f"8bit, tiles of {one[0]}, {one[1]} warps, {one[2]} programs": one for one in GRID}
+    settings = {
+        f"8bit, tiles of {one[0]}, {one[1]} warps, {one[2]} a program, {one[3]} stages": one for one in GRID
+    }
     steps: dict[str, Step] = {}
     for name, setting in settings.items():
-        host.ELEMENTS, host.WARPS, host.PROGRAMS = setting
+        host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES = setting
         one = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
         KEPT.append(one)
         steps[name] = graphed(one.step)
     timed(steps, rows)
     best = min((row for row in rows if row["method"] in settings), key=lambda row: row["ms"])["method"]
     print("best:", best, flush=True)
-    host.ELEMENTS, host.WARPS, host.PROGRAMS = settings[best]
+    host.ELEMENTS, host.WARPS, host.REPEAT, host.STAGES = settings[best]
     KEPT.clear()
 
 
