@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import expm1, floor, log, log2
+from typing import Any
 
 import numpy as np
 
@@ -296,6 +297,24 @@ def _patch(ns: Namespace, result: Array, negative: Array, infinite: Array, nan: 
 
 LOWEST = -149
 HIGHEST = 128
+
+
+def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """a b + c of float32 NumPy arrays that broadcast, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there, which leaves its rounding to 24 bits correct (Boldo and
+    Melquiond, IEEE Trans. Computers 57(4), 2008).
+    """
+    with np.errstate(all="ignore"):
+        product, other = np.asarray(a, np.float64) * b, np.asarray(c, np.float64)
+        total = np.asarray(product + other)
+        part = total - product
+        rest = (product - (total - part)) + (other - part)
+        bits = total.view(np.int64)
+        # The neighbour of an inexact even sum on the side of what was lost; infinite sums are exact.
+        odd = bits + np.where((rest > 0) == (total > 0), 1, -1)
+        inexact = np.isfinite(total) & (rest != 0) & (bits & 1 == 0)
+        return np.where(inexact, odd, bits).view(np.float64).astype(np.float32)
 
 
 def floor_log2_float32(ns: Namespace, bits: Array) -> Array:

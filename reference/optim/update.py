@@ -1,16 +1,16 @@
 """One step of Adam, AdamW and Lion on a parameter, its gradient and its states, bit for bit.
 
 Everything is float32, every operation rounded once, in this order; numbers of a step are computed in float64 and rounded once
-(`Numbers`). p, g, m, v are the parameter, the gradient and the moments as they were stored, as float32:
+(`Numbers`). p, g, m, v are the parameter, the gradient and the moments as they were stored, as float32. In brackets stands a
+product that is not rounded before it is added (a fused multiply-add):
 
-    Adam    g = g + wd p
-    AdamW   p = p (1 - lr wd)
-    both    m = b1 m + (1 - b1) g,    v = min(b2 v + (1 - b2) (g g), largest float32),    r = sqrt(v)
-            p = p - (m (lr / (1 - b1^t))) (1 / (r (1 / sqrt(1 - b2^t)) + eps))
-    Lion    p = p (1 - lr wd),    p = p - lr sign(b1 m + (1 - b1) g),    m = b2 m + (1 - b2) g
+    Adam    g = [wd p] + g
+    both    m = [b1 m] + (1 - b1) g,    v = min([b2 v] + (1 - b2) (g g), largest float32),    r = sqrt(v)
+            p = [p k] - (m (lr / (1 - b1^t))) (1 / ([r (1 / sqrt(1 - b2^t))] + eps))
+    Lion    p = [p k] - lr sign([b1 m] + (1 - b1) g),    m = [b2 m] + (1 - b2) g
 
-Of a moment that is stored as values x and a scale s, b m is x (b s), and of a root b2 v is (x x) (b2 (s s)): what a block
-shares is multiplied once for the block.
+k is 1 - lr wd, for Adam 1. Of a moment that is stored as values x and a scale s, [b m] is [x (b s)], and of a root [b2 v] is
+[(x x) (b2 (s s))]: what a block shares is multiplied once for the block.
 
 The update uses the fresh moments; then they are stored (`reference.optim.states`) and p is rounded to its dtype: to nearest
 even, or stochastically by 16 random bits, where an update of less than half a unit in the last place would be lost for ever.
@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from reference.arrays.namespace import choice, codes_of, namespace_of
-from reference.arrays.softfloat import LARGEST, float32_bits
+from reference.arrays.softfloat import LARGEST, float32_bits, fused_multiply_add
 from reference.formats.encode import encode_bits, to_dtype_bits
 from reference.formats.formats import FORMATS
 from reference.optim.states import (
@@ -70,7 +70,7 @@ def power(base: float, exponent: int) -> float:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of a step, float32: see the module text. `keep` is 1 - lr wd of AdamW and Lion."""
+    """The numbers of a step, float32: see the module text. `keep` is k there."""
 
     first: np.float32
     first_rest: np.float32
@@ -160,14 +160,14 @@ def _store(x: Floats, state: State, words: Any) -> Any:
     return store_state(x, state, words if state.stochastic else None)
 
 
-def _decayed(stored: Any, state: State, beta: np.float32) -> Floats:
-    """beta times a stored moment."""
+def _decayed(stored: Any, state: State, beta: np.float32, new: Floats) -> Floats:
+    """beta times a stored moment, plus what is new."""
     if not isinstance(stored, Quantized):
-        return np.asarray(beta * stored, np.float32)
+        return fused_multiply_add(stored, beta, new)
     values, scales = load_parts(stored, state)
     if state.transform == "sqrt":
-        return (values * values) * (beta * (scales * scales))
-    return values * (beta * scales)
+        return fused_multiply_add(values * values, beta * (scales * scales), new)
+    return fused_multiply_add(values, beta * scales, new)
 
 
 def update(
@@ -219,21 +219,16 @@ def _moved(
 ) -> tuple[Floats, Floats, Floats | None]:
     """The parameter and the moments after the step, float32, before they are stored."""
     if kind == "adam":
-        g = g + n.decay * p
-    else:
-        p = p * n.keep
+        g = fused_multiply_add(n.decay, p, g)
+    beta, rest = (n.second, n.second_rest) if kind == "lion" else (n.first, n.first_rest)
+    m = _decayed(stored.first, states.first, beta, rest * g)
     if kind == "lion":
-        direction: Floats = np.sign(_decayed(stored.first, states.first, n.first) + n.first_rest * g)
-        return (
-            p - n.size * direction,
-            _decayed(stored.first, states.first, n.second) + n.second_rest * g,
-            None,
-        )
-    m = _decayed(stored.first, states.first, n.first) + n.first_rest * g
-    v = _decayed(stored.second, states.second, n.second) + n.second_rest * (g * g)
+        direction: Floats = np.sign(_decayed(stored.first, states.first, n.first, n.first_rest * g))
+        return fused_multiply_add(p, n.keep, -(n.size * direction)), m, None
+    v = _decayed(stored.second, states.second, n.second, n.second_rest * (g * g))
     v = np.where(v <= TOP, v, TOP)
-    inverse = np.float32(1) / (np.sqrt(v) * n.root + n.eps)
-    return p - (m * n.size) * inverse, m, v
+    inverse = np.float32(1) / fused_multiply_add(np.sqrt(v), n.root, n.eps)
+    return fused_multiply_add(p, n.keep, -((m * n.size) * inverse)), m, v
 
 
 def as_float32(x: Any) -> Floats:

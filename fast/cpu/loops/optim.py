@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.extending import intrinsic
 
 from fast.cpu.loops.gemv import compile_once
 from reference.formats.encode import MULTIPLIER, ROUNDS, WEYL, midpoint_floors
@@ -126,6 +127,17 @@ def _bits(value):  # type: ignore[no-untyped-def]
 @njit(inline="always", **OPTIONS)
 def _float(bits):  # type: ignore[no-untyped-def]
     return np.int32(bits).view(np.float32)
+
+
+@intrinsic
+def _fused(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+    """float32 a b + c, rounded once."""
+    signature = types.float32(types.float32, types.float32, types.float32)
+
+    def generated(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fma(*arguments)
+
+    return signature, generated
 
 
 @njit(inline="always", **OPTIONS)
@@ -273,18 +285,16 @@ def _kernel(rule: Rule) -> Callable[..., None]:
                         value = _float(np.int32(p[n, i]) << 16) if half else _float(p[n, i])
                     moment = m[n, i] if first_kind == FLOAT32 else tables[0, 0, _code(m, n, i, first_bits)]
                     if adam:
-                        gradient = np.float32(gradient + np.float32(decay * value))
-                    else:
-                        value = np.float32(value * keep)
+                        gradient = _fused(decay, value, gradient)
                     if lion:
-                        direction = np.float32(np.float32(moment_b1 * moment) + np.float32(c1 * gradient))
+                        direction = _fused(moment, moment_b1, np.float32(c1 * gradient))
                         sign = direction
                         if direction > 0:
                             sign = np.float32(1)
                         elif direction < 0:
                             sign = np.float32(-1)
-                        ms[j] = np.float32(np.float32(moment_b2 * moment) + np.float32(c2 * gradient))
-                        ps[j] = np.float32(value - np.float32(step_size * sign))
+                        ms[j] = _fused(moment, moment_b2, np.float32(c2 * gradient))
+                        ps[j] = _fused(value, keep, -np.float32(step_size * sign))
                         continue
                     if second_kind == FLOAT32:
                         square = v[n, i]
@@ -292,16 +302,14 @@ def _kernel(rule: Rule) -> Callable[..., None]:
                         square = tables[1, 0, _code(v, n, i, second_bits)]
                         if root:
                             square = np.float32(square * square)
-                    moment = np.float32(np.float32(moment_b1 * moment) + np.float32(c1 * gradient))
-                    square = np.float32(
-                        np.float32(square_b2 * square) + np.float32(c2 * np.float32(gradient * gradient))
-                    )
+                    moment = _fused(moment, moment_b1, np.float32(c1 * gradient))
+                    square = _fused(square, square_b2, np.float32(c2 * np.float32(gradient * gradient)))
                     square = square if square <= top else top
                     r = np.float32(sqrt(square))
-                    inverse = np.float32(np.float32(1) / np.float32(np.float32(r * to_root) + eps))
+                    inverse = np.float32(np.float32(1) / _fused(r, to_root, eps))
                     ms[j] = moment
                     vs[j] = r if root else square
-                    ps[j] = np.float32(value - np.float32(np.float32(moment * step_size) * inverse))
+                    ps[j] = _fused(value, keep, -np.float32(np.float32(moment * step_size) * inverse))
                 for j in range(count):
                     i = begin + j
                     if master:

@@ -9,8 +9,8 @@ a captured CUDA graph goes on stepping, and nothing is compiled anew for other p
 The largest magnitude of a block's new moments is found in registers, a warp a block. A thread has eight neighbouring elements,
 which are what one counter of Philox rounds, so random words stay where they are drawn.
 
-Reciprocals and square roots are correctly rounded, products and sums are not contracted: the bits are the reference's. Of the
-default states they need no test for rare exponents, as no second moment is below 2**-92 (`square_root_rn`).
+Reciprocals and square roots are correctly rounded, products and sums fused where the reference fuses them: the bits are its.
+Of the default states they need no test for rare exponents, as no second moment is below 2**-92 (`square_root_rn`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fast.kernels.hadamard import philox_words
 from fast.kernels.rowwise_colwise.tiles import scales_of
 from fast.kernels.rules.elements import clamp_integer, decode, encode, pairs, to_integer
 from fast.kernels.rules.statistics import larger
-from fast.kernels.sm90.bit_tricks import reciprocal_rn
+from fast.kernels.sm90.bit_tricks import negative_by_product, reciprocal_rn
 from fast.kernels.tile.quantize import stochastic_codes
 
 #: What a row of `tensors` holds, int64: addresses, then counts.
@@ -137,15 +137,31 @@ def values_of(codes, table, STATE: tl.constexpr):
 
 
 @triton.jit
-def decayed(moment, beta, ROOT: tl.constexpr):
-    """beta times a moment: (values, None), or (values, scales (P, 1)) whose product, or its square (ROOT), is the moment."""
+def fused(a, b, c, HAS_PTX: tl.constexpr):
+    """float32 a b + c, rounded once; in the interpreter as `reference.arrays.softfloat.fused_multiply_add` computes it."""
+    if HAS_PTX:
+        return tl.fma(a, b, c)
+    else:
+        product, other = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+        total = product + other
+        part = total - product
+        rest = (product - (total - part)) + (other - part)
+        bits = total.to(tl.int64, bitcast=True)
+        odd = bits + tl.where((rest > 0) == (total > 0), 1, -1)
+        odd = tl.where((tl.abs(total) < float("inf")) & (rest != 0) & (bits & 1 == 0), odd, bits)
+        return odd.to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decayed(moment, beta, new, ROOT: tl.constexpr, HAS_PTX: tl.constexpr):
+    """beta times a moment, (values, None) or (values, scales (P, 1)) whose product or its square (ROOT) it is, plus `new`."""
     value, scale = moment
     if scale is None:
-        return beta * value
+        return fused(value, beta, new, HAS_PTX)
     elif ROOT:
-        return value * value * (beta * (scale * scale))
+        return fused(value * value, beta * (scale * scale), new, HAS_PTX)
     else:
-        return value * (beta * scale)
+        return fused(value, beta * scale, new, HAS_PTX)
 
 
 @triton.jit
@@ -426,23 +442,22 @@ def step_kernel(
             )
 
         if KIND == "adam":
-            g = g + decay * p
-        else:
-            p = p * keep
+            g = fused(decay, p, g, HAS_PTX)
         if KIND == "lion":
-            direction = decayed(m, first_beta, False) + first_rest * g
+            direction = decayed(m, first_beta, first_rest * g, False, HAS_PTX)
             sign = (direction > 0).to(tl.float32) - (direction < 0).to(tl.float32)
             sign = tl.where(is_nan(direction), direction, sign)
-            m = decayed(m, second_beta, False) + second_rest * g
-            p = p - size * sign
+            m = decayed(m, second_beta, second_rest * g, False, HAS_PTX)
+            p = fused(p, keep, negative_by_product(size * sign), HAS_PTX)
             root = m
             v = m
         else:
-            m = decayed(m, first_beta, False) + first_rest * g
-            v = decayed(v, second_beta, ROOT) + second_rest * (g * g)
+            m = decayed(m, first_beta, first_rest * g, False, HAS_PTX)
+            v = decayed(v, second_beta, second_rest * (g * g), ROOT, HAS_PTX)
             v = tl.minimum(v, float_of(tl.full((), LARGEST, tl.int32)))
             root = square_root_rn(v, FAST)
-            p = p - (m * size) * inverse_rn(root * to_root + eps, FAST)
+            change = (m * size) * inverse_rn(fused(root, to_root, eps, HAS_PTX), FAST)
+            p = fused(p, keep, negative_by_product(change), HAS_PTX)
         if RAGGED:
             m = tl.where(inside, m, 0.0)
             v = tl.where(inside, v, 0.0)

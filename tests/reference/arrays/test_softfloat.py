@@ -7,6 +7,8 @@ are needed.
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 from collections.abc import Callable
 from typing import Any
 
@@ -416,3 +418,22 @@ def test_constants_and_nan() -> None:
     assert softfloat.bits_of(-0.0) == -0x80000000
     bits = np.array([0x7F800000, 0x7F800001, -0x00800000, -1, 0], np.int32)
     assert softfloat.is_nan(bits).tolist() == [False, True, False, True, False]
+
+
+def test_fused_multiply_add_is_that_of_the_c_library() -> None:
+    """Random bit patterns, sums that cancel, and sums a hair beside a tie, where a second rounding would show."""
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    rng = np.random.default_rng(0)
+    a, b, c = rng.integers(0, 1 << 32, (3, 3000), dtype=np.uint32).view(np.float32)
+    a[:1000], b[:1000] = rng.standard_normal((2, 1000))
+    c[:500] = -a[:500] * b[:500]
+    # 2**-24 (1 - 2**-46) beside 1 + 2**-23: a tie in float64, less in truth.
+    a[1000:1002], b[1000:1002], c[1000:1002] = 2.0**-24 * (1 + 2.0**-23), 1 - 2.0**-23, (1, 1 + 2.0**-23)
+    ours = softfloat.fused_multiply_add(a, b, c)
+    truth = np.array([fmaf(*map(float, numbers)) for numbers in zip(a, b, c, strict=True)], np.float32)
+    nan = np.isnan(truth)
+    assert np.array_equal(np.isnan(ours), nan)
+    assert np.array_equal(ours[~nan].view(np.int32), truth[~nan].view(np.int32))
+    twice = (a[1001].astype(np.float64) * b[1001] + c[1001]).astype(np.float32)
+    assert twice != ours[1001]
