@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Modules that extras bring, by the extra's name in pyproject.toml.
 EXTRAS = {
     "ao": ("torchao",),
+    "clicks": ("pyarrow",),
     "eval": ("lm_eval",),
     "experiments": ("pandas", "matplotlib", "jinja2", "itables", "sympy"),
     "hf": ("transformers", "compressed_tensors"),
