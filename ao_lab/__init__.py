@@ -13,6 +13,7 @@ Each folder is one capability, and imports those below it alone (a contract in p
 
     cli            commands; install, testing, eval, compile, jax and interop stand at the side
     choose         `choose_`: which configuration each layer gets under a budget of bytes or time
+    clients        files of other programs: GGUF
     checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming
     qat            quantization-aware training, adapters
     sparsity       `sparsify_`: N:M pruning of linear layers, by scores that calibration feeds

@@ -66,6 +66,12 @@ class Launches(StrEnum):
     GRAPH = "graph"
 
 
+class FileFormat(StrEnum):
+    """Files of other programs."""
+
+    GGUF = "gguf"
+
+
 class Layout(StrEnum):
     """How quantized weights are stored."""
 
@@ -233,6 +239,25 @@ def quantize(
             as_json=as_json,
             calibration=data,
         )
+
+
+@app.command()
+def export(
+    model_dir: Annotated[Path, typer.Argument(help="A folder of ao-lab quantize.")],
+    out_file: Annotated[Path, typer.Argument(help="Where to write; a file that is not there yet.")],
+    format: Annotated[
+        FileFormat | None,
+        typer.Option(help="What to write. Default: by the end of the file's name."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a quantized model for another program: GGUF for llama.cpp."""
+    from ao_lab.cli.terminal import work
+
+    with work("export", f"{out_file} was not written", as_json):
+        from ao_lab.cli.export import run_export
+
+        run_export(model_dir, out_file, format.value if format else None, as_json)
 
 
 @app.command()

@@ -293,7 +293,7 @@ class NVFP4DynamicActivationNVFP4WeightConfig(Config):
 
 def scale_storage(dtype: Any) -> str:
     """How scales are stored; None: in float32."""
-    return choice(dtype_name(dtype or "float32"), ("float32", "bfloat16"), "the scales' dtype")
+    return choice(dtype_name(dtype or "float32"), ("float32", "bfloat16", "float16"), "the scales' dtype")
 
 
 def integer_bits(dtype: Any) -> int:

@@ -92,8 +92,13 @@ def numerics(scheme: Scheme) -> tuple[Any, ...]:
 
 # What users type as a scheme's name, beside the names of records. Nothing here reads the name of a record.
 
-#: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16.
-INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16)?")
+#: int4_g48_asymmetric_bf16: bits, block, zero points, scales in bfloat16 (or `_f16`).
+INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d*)|(rowwise)|(tensorwise))(_asymmetric)?(_bf16|_f16)?")
+#: How scales are stored, by the end of a name.
+STORED = {None: "float32", "_bf16": "bfloat16", "_f16": "float16"}
+#: float16's smallest value: reciprocals and products of finite elements stay finite.
+FLOAT16_FLOOR = ("stored", 2.0**-24)
+FLOAT16_OVERFLOWS = "a block whose scale lies beyond 65504 becomes NaN"
 #: int8_rowwise_cast: scales rounded to the dtype of the tensor that is quantized.
 CAST = "_cast"
 #: An outer scale that is a power of two: nvfp4_pow2.
@@ -106,14 +111,18 @@ def integer_scheme(bits: int, block: Block, asymmetric: bool, storage: str = "fl
     """The default integers of `bits` bits in any block: the record of them, or a new one by the same rules.
 
     One bit has no symmetric integers: its two levels are the ends of the block's range (`int1`). `storage` "bfloat16" stores
-    scales in bfloat16, as other programs do that load a checkpoint in bfloat16.
+    scales in bfloat16, as other programs do that load a checkpoint in bfloat16; "float16" as blocks of GGUF files do.
     """
-    choice(storage, ("float32", "bfloat16"), "storage of scales")
-    ends = ("_asymmetric" if asymmetric and bits > 1 else "") + ("_bf16" if storage == "bfloat16" else "")
+    choice(storage, tuple(STORED.values()), "storage of scales")
+    suffix = next(end for end, name in STORED.items() if name == storage) or ""
+    ends = ("_asymmetric" if asymmetric and bits > 1 else "") + suffix
     name = f"int{bits}_{block_name(block)}{ends}"
     model = SCHEMES["int4_g32_asymmetric" if asymmetric or bits == 1 else "int4_g32"]
     target = 2.0**bits - 1 if model.zero is not None else 2.0 ** (bits - 1) - 1
-    scale = replace(model.scale, block=block, target=target, storage=storage)
+    half = storage == "float16"
+    floor = FLOAT16_FLOOR if half else model.scale.floor
+    model = replace(model, deviations=(FLOAT16_OVERFLOWS,)) if half else model
+    scale = replace(model.scale, block=block, target=target, storage=storage, floor=floor)
     if bits > 1:
         return registered(replace(model, name=name, element=f"int{bits}", scale=scale))
     # Two levels, the block's minimum and maximum: code * (max - min) + min.
@@ -180,9 +189,8 @@ def named(scheme: str | Scheme | None) -> Scheme | None:
     match = INTEGER.fullmatch(str(scheme)) if new else None
     if match is None:
         return None if scheme is None else scheme_of(scheme)
-    bits, group, rows, _, asymmetric, bf16 = match.groups()
-    block = _named_block(group, rows)
-    return integer_scheme(int(bits), block, asymmetric is not None, "bfloat16" if bf16 else "float32")
+    bits, group, rows, _, asymmetric, ending = match.groups()
+    return integer_scheme(int(bits), _named_block(group, rows), asymmetric is not None, STORED[ending])
 
 
 def _named_block(group: str | None, rows: str | None) -> Block:

@@ -24,6 +24,8 @@ EXTRAS = {
     "jax": ("jax", "jaxlib"),
     "models": ("transformers", "gguf", "accelerate"),
     "titan": ("torchtitan",),
+    # Last: the others name transformers and gguf.
+    "clients": ("transformers", "gguf"),
 }
 
 

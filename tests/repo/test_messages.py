@@ -64,6 +64,7 @@ OTHERS = {
     "prepare_for_generate_": ((), "takes a transformers model"),
     "use_kv_cache_": ((), "takes a transformers model"),
     "quantized_compressed": (("int8_rowwise",), "takes a torch tensor"),
+    "save_gguf": (("nowhere",), "model is a torch.nn.Module"),
     "save_pretrained": (("nowhere",), "model is a torch.nn.Module"),
     "sparse_squared_relu": ((), "takes a torch tensor"),
     "sparsify_": ((ao_lab.SparsityConfig(),), "model is a torch.nn.Module"),
@@ -76,7 +77,7 @@ OTHERS = {
 REST = {
     "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "FromIntXQuantizationAwareTrainingConfig",
     "IntXQuantizationAwareTrainingConfig", "IntxFakeQuantizeConfig", "compile_options", "linear_and_experts", "llama32_configs",
-    "llama32_qat", "load_pretrained", "quantize_pretrained", "register_operators", "write_card",
+    "llama32_qat", "load_gguf", "load_pretrained", "quantize_pretrained", "register_operators", "write_card",
 }  # fmt: skip
 # Of the specification what takes a record: see tests/reference/schemes/test_schemes.py.
 RECORDS = {"register"}

@@ -1,0 +1,137 @@
+"""`save_gguf`: a quantized language model as one file that llama.cpp and transformers read.
+
+Codes and scales go over as they are (`ao_lab.clients.gguf.blocks`); what is not quantized is written in its own dtype, vectors
+in float32, as llama.cpp wants them. Every tensor is converted before the file is begun, so a refusal leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.clients.gguf.architectures import (
+    Architecture,
+    architecture_of,
+    metadata_of,
+    row_order,
+    tensor_names,
+)
+from ao_lab.clients.gguf.blocks import Blocks, to_blocks
+from ao_lab.clients.gguf.tokenizer import tokenizer_fields
+from ao_lab.install.extras import needed
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
+from ao_lab.transforms.layers import check_model, is_untied
+
+DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class GgufFile(NamedTuple):
+    """What `save_gguf` wrote: the file, its bytes, and how many tensors have each type of GGUF."""
+
+    path: Path
+    bytes: int
+    types: dict[str, int]
+
+
+def save_gguf(
+    model: nn.Module, path: str | Path, tokenizer: Any = None, *, name: str | None = None
+) -> GgufFile:
+    """Write a causal language model of transformers (llama, mistral, qwen2, qwen3) as a GGUF file.
+
+    model: weights (N, K) quantized with float16 scales or as mxfp4, blocks along K of a multiple of 32, stand in Q8_0, Q5_0,
+    Q4_0, Q5_1, Q4_1 or MXFP4 with the values of `dequantize` in float32, bit for bit; dense tensors in float32, float16 or
+    bfloat16. tokenizer: a fast tokenizer of byte-level BPE; None: llama.cpp takes token numbers alone. name: `general.name`.
+
+    TypeError for what is no module. ValueError, before anything is written, for a scheme that no block holds, quantized inputs
+    (llama.cpp rounds inputs by its own rules), a rotation, another architecture, and a tokenizer of another kind; it says which
+    and what would work.
+    """
+    check_model(model)
+    gguf = needed("gguf")
+    config: Any = getattr(model, "config", None)
+    arch = architecture_of(config)
+    state = _state(model)
+    names = tensor_names(gguf, arch, config.num_hidden_layers, list(state))
+    tensors = {names[key]: _written(key, value, config, arch) for key, value in state.items()}
+    fields = {} if tokenizer is None else tokenizer_fields(tokenizer, config.vocab_size)
+    path = Path(path)
+    refuse_folders([path])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with staged(path.parent) as place:
+        writer = gguf.GGUFWriter(place / path.name, arch.name)
+        # transformers takes a llama whose name has "mistral" in it for an architecture that GGUF has not.
+        writer.add_name(name or arch.name)
+        writer.add_quantization_version(2)
+        for key, value in metadata_of(config, arch).items():
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+        _add_tokenizer(writer, fields)
+        for key, blocks in tensors.items():
+            writer.add_tensor(key, blocks.data, raw_dtype=gguf.GGMLQuantizationType[blocks.type])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    kinds = [blocks.type for blocks in tensors.values()]
+    return GgufFile(path, path.stat().st_size, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
+
+
+def _add_tokenizer(writer: Any, fields: dict[str, Any]) -> None:
+    if not fields:
+        writer.add_string("tokenizer.ggml.model", "no_vocab")
+    for key, value in fields.items():
+        full = "tokenizer.chat_template" if key == "chat_template" else f"tokenizer.ggml.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(full, value)
+        elif isinstance(value, int):
+            writer.add_uint32(full, value)
+        else:
+            (writer.add_string if isinstance(value, str) else writer.add_array)(full, value)
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors; a head that is the embedding's table is left out, as readers expect it."""
+    state = {key: value.detach() for key, value in model.state_dict(keep_vars=True).items()}
+    config: Any = model.config
+    if config.tie_word_embeddings and not is_untied(model):
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def _written(name: str, value: torch.Tensor, config: Any, arch: Architecture) -> Blocks:
+    """A tensor as it stands in the file; ValueError with its name."""
+    order = row_order(name, config, arch, value.shape[0], reading=False)
+    if not isinstance(value, QuantizedTensor):
+        return _dense(name, value, order)
+    recipe, value = value.recipe, value.plain
+    try:
+        if recipe.activation is not None:
+            raise ValueError(
+                f"inputs in {recipe.activation.name}: llama.cpp rounds inputs by its own rules; quantize weights only"
+            )
+        if recipe.rotation:
+            raise ValueError(f"a rotation of {recipe.rotation} inputs, which llama.cpp does not make")
+        if isinstance(value, SparseQuantizedTensor) or value.meta.transposed:
+            raise ValueError("2:4 and transposed storage are not written; quantize the dense weight")
+        blocks = to_blocks(value.cpu().quantized)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return blocks if order is None else Blocks(blocks.type, blocks.data[order])
+
+
+def _dense(name: str, value: torch.Tensor, order: NDArray[Any] | None) -> Blocks:
+    if value.dtype not in DENSE:
+        raise ValueError(f"{name}: dense tensors are float32, float16 or bfloat16, got {value.dtype}")
+    kind = DENSE[value.dtype] if value.ndim > 1 else "F32"
+    value = value.cpu().float() if kind == "F32" else value.cpu()
+    raw = value.view(torch.uint16) if kind == "BF16" else value
+    data = np.ascontiguousarray(raw.numpy() if order is None else raw.numpy()[order])
+    return Blocks(kind, data.view(np.uint8) if kind == "BF16" else data)
+
+
+__all__ = ["GgufFile", "save_gguf"]

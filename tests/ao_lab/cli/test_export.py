@@ -1,0 +1,57 @@
+"""`ao-lab export`: a quantized folder as one file."""
+
+import json
+
+import pytest
+import torch
+
+import ao_lab
+from ao_lab.cli.app import main
+from tests.support.models.small_llama import save_llama
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A quantized folder with its tokenizer."""
+    path = tmp_path_factory.mktemp("export")
+    model = save_llama(path / "model")
+    ao_lab.quantize_(model, ao_lab.SchemeConfig(scheme="int4_g32_f16"))
+    ao_lab.save_pretrained(model, path / "quantized", layout="ao_lab")
+    (path / "quantized" / "tokenizer.json").write_bytes((path / "model" / "tokenizer.json").read_bytes())
+    return path / "quantized"
+
+
+def test_a_file_with_the_folder_s_weights(folder, tmp_path, capsys):
+    target = tmp_path / "model.gguf"
+    assert main(["export", str(folder), str(target), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {
+        "file": str(target),
+        "bytes": target.stat().st_size,
+        "types": {"BF16": 1, "F32": 3, "Q4_0": 8},
+    }
+    read, model = ao_lab.load_gguf(target), ao_lab.load_pretrained(folder)
+    for name, weight in model.named_parameters():
+        other = read.get_parameter(name)
+        assert torch.equal(other.dequantize() if hasattr(other, "scheme") else other, weight.dequantize()), (
+            name
+        )
+    assert gguf.GGUFReader(target).fields["tokenizer.ggml.model"].contents() == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.bin", "does not end in .gguf; give --format gguf"),
+        ("there.gguf", "there.gguf is there already"),
+    ],
+)
+def test_wrong_input(folder, tmp_path, capsys, name, message):
+    (tmp_path / "there.gguf").write_text("mine")
+    assert main(["export", str(folder), str(tmp_path / name)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "there.gguf").read_text() == "mine"
+    assert [one.name for one in tmp_path.iterdir()] == ["there.gguf"]
