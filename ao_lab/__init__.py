@@ -12,6 +12,7 @@ used.
 Each folder is one capability, and imports those below it alone (a contract in pyproject.toml sees to that):
 
     cli            commands; install, testing, eval, compile, jax and interop stand at the side
+    probe          `probe_`, `Probe`: what low precision costs each layer, on data and in training
     choose         `choose_`: which configuration each layer gets under a budget of bytes or time
     clients        files of other programs: GGUF
     checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming

@@ -323,6 +323,53 @@ def choose(
         run_choose(model_dir, out, wanted, as_json)
 
 
+@app.command()
+def probe(
+    model_dir: Annotated[Path, typer.Argument(help="A folder that transformers' save_pretrained wrote.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="A text file (or wikitext2 with --corpus-path); other models: .safetensors or .npz of their arguments.",
+        ),
+    ],
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Any number of times: a recipe (rowwise), a scheme of weights (nf4), 'WEIGHT x INPUT', or a configuration, "
+            "'NAME key=value ...'. Default: rowwise."
+        ),
+    ] = None,
+    skip: Skip = None,
+    budget: Annotated[
+        float, typer.Option(help="What outputs may move by, in their standard deviations.")
+    ] = 0.05,
+    tokens: Annotated[int, typer.Option(help="Tokens that are sampled of each layer's inputs.")] = 1024,
+    windows: Annotated[int, typer.Option(help="Windows of text; a fourth is held out to measure by.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    corpus_path: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the corpus that holds a named text (ao-lab corpus prose)."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a figure (.png, .svg, .pdf).")] = None,
+    seed: Annotated[int, typer.Option(help="Of the tokens and directions that are drawn.")] = 0,
+    device: OnDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which layers are safe in low precision, which would be quick, and why: errors on data, and what they cost the outputs."""
+    from ao_lab.cli.terminal import work
+
+    with work("probe", "no report was written", as_json):
+        from ao_lab.cli.probe import Wanted, run_probe
+
+        where = device.value if device else None
+        wanted = Wanted(
+            data, candidate or [], skip, windows, length, tokens, budget, seed, corpus_path, where, out, plot
+        )
+        run_probe(model_dir, wanted, as_json)
+
+
 @app.command("eval")
 def evaluate(
     model_dir: Annotated[

@@ -58,6 +58,7 @@ OTHERS = {
     "lora_state_dict": ((), "model is a torch.nn.Module"),
     "model_size": ((INT8,), "model is a torch.nn.Module"),
     "native_dtype": ((), "a format is given by name or as a record"),
+    "probe_": (([], "rowwise"), "model is a torch.nn.Module"),
     "precompute_float8_dynamic_scale_for_fsdp": ((), "model is a torch.nn.Module"),
     "quantize_": ((INT8,), "model is a torch.nn.Module"),
     "quantized": (("int8_rowwise",), "takes a torch tensor"),

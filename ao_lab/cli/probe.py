@@ -1,0 +1,177 @@
+"""`ao-lab probe`: which layers of a folder's model are safe in low precision, which are quick, and why."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ao_lab.cli.calibration import BATCH, Calibration
+from ao_lab.cli.terminal import (
+    WrongInput,
+    check_device,
+    check_writable,
+    console,
+    print_json,
+    print_table,
+    track_progress,
+)
+
+if TYPE_CHECKING:
+    from ao_lab.probe.report import ProbeReport
+
+#: Files of named tensors, the arguments of a model that reads no text.
+TENSORS = (".safetensors", ".npz")
+#: What is probed unless something is asked for.
+CANDIDATES = ("rowwise",)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for."""
+
+    data: str
+    #: Recipes, schemes, "WEIGHT x INPUT", or "CONFIG key=value ...".
+    candidates: list[str] = field(default_factory=list)
+    skip: list[str] | None = None
+    windows: int = 32
+    length: int = 512
+    tokens: int = 1024
+    budget: float = 0.05
+    seed: int = 0
+    corpus: Path | None = None
+    device: str | None = None
+    out: Path | None = None
+    plot: Path | None = None
+
+    def recipes(self) -> dict[str, Any]:
+        """Candidates by what was typed; WrongInput for unknown ones."""
+        from ao_lab.cli.listings import config_classes
+        from ao_lab.cli.quantize import config_of
+        from ao_lab.probe.candidates import candidates_of
+
+        found: dict[str, Any] = {}
+        for text in self.candidates or CANDIDATES:
+            try:
+                name, *options = shlex.split(text)
+                given = config_of(name, None, options) if name in config_classes() else text
+                found[text] = next(iter(candidates_of(given).values()))
+            except ValueError as error:
+                raise WrongInput(f"--candidate {text}: {error}") from error
+        return found
+
+
+def run_probe(source: Path, wanted: Wanted, as_json: bool) -> None:
+    """Probe, write what was asked for, and show it."""
+    from ao_lab.cli.evaluate import by_transformers, check_folder
+    from ao_lab.cli.layout import SkippedLayers, check_layers
+    from ao_lab.probe.api import probe_
+
+    recipes = wanted.recipes()
+    check_device(wanted.device)
+    for path, option in ((wanted.out, "--out"), (wanted.plot, "--plot")):
+        if path is not None:
+            check_writable(path.parent, f"the folder of {option}")
+    check_folder(source)
+    skipped = SkippedLayers(wanted.skip)
+    model = by_transformers(source, None)
+    check_layers(source, model)
+    model = model.to(wanted.device or "cpu")
+    batches = batches_of(source, model, wanted)
+    try:
+        with track_progress("probe", plain=as_json, transient=True) as work:
+            report = probe_(
+                model, batches, recipes, filter_fn=linear_but(skipped), tokens=wanted.tokens, budget=wanted.budget,
+                seed=wanted.seed, progress=lambda what, done, total: work.at(done, what, total),
+            )  # fmt: skip
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    skipped.check()
+    if wanted.out is not None:
+        report.to_json(wanted.out)
+    if wanted.plot is not None:
+        draw(report, wanted.plot)
+    show(report, as_json)
+
+
+def linear_but(skipped: Any) -> Any:
+    """Linear layers that --skip does not name; routers stay."""
+    from ao_lab.transforms.layers import is_linear
+
+    def linear(module: Any, path: str) -> bool:
+        return skipped(module, path) and is_linear(module)
+
+    linear.leaves_routers = True  # type: ignore[attr-defined]
+    return linear
+
+
+def batches_of(source: Path, model: Any, wanted: Wanted) -> list[Any]:
+    """Windows of a text, or slices of the tensors of a file; WrongInput where there are none."""
+    path = Path(wanted.data)
+    if path.suffix in TENSORS:
+        return tensor_batches(path, wanted)
+    from ao_lab.cli.evaluate import check_language_model
+    from ao_lab.eval import check_text
+
+    try:
+        check_language_model(model, source)
+        check_text(wanted.data, wanted.corpus)
+    except (ValueError, WrongInput) as error:
+        raise WrongInput(
+            f"--data {wanted.data}: {error}; a model of images or features takes a .safetensors or .npz of its arguments"
+        ) from error
+    data = Calibration(wanted.data, [], wanted.windows, wanted.length, wanted.corpus, wanted.device)
+    return list(data.batches(source, model))
+
+
+def tensor_batches(path: Path, wanted: Wanted) -> list[dict[str, Any]]:
+    """The tensors of a file, cut along their first axis."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise WrongInput(f"--data {path} is no file")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        else:
+            tensors = load_file(path)
+    except Exception as error:  # errors of both libraries, some of no public class
+        raise WrongInput(f"--data {path} holds no tensors: {error}") from error
+    lengths = {len(x) if x.dim() else 0 for x in tensors.values()}
+    if len(lengths) != 1 or not min(lengths):
+        raise WrongInput(
+            f"--data {path}: tensors have one first axis, the examples; got lengths {sorted(lengths)}"
+        )
+    device = wanted.device or "cpu"
+    return [
+        {name: x[start : start + BATCH].to(device) for name, x in tensors.items()}
+        for start in range(0, lengths.pop(), BATCH)
+    ]
+
+
+def draw(report: ProbeReport, path: Path) -> None:
+    """The figure of a report as a file."""
+    from ao_lab.install.extras import needed
+
+    figure, axes = needed("matplotlib.pyplot").subplots(figsize=(max(6, len(report.sites) / 5), 5))
+    report.plot(axes)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def show(report: ProbeReport, as_json: bool) -> None:
+    """Tables, or the report's JSON."""
+    import json
+
+    from ao_lab.probe.report import COLUMNS
+
+    if as_json:
+        print_json(json.loads(report.to_json()))
+        return
+    for name in report.candidates:
+        print_table(report.heading(name), list(COLUMNS), report.cells(name), numbers=list(COLUMNS[2:8]))
+    for note in report.notes:
+        console().print(note, markup=False)

@@ -1,0 +1,110 @@
+"""`probe_`: what low precision costs each layer of a model on batches, measured once; the model stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ao_lab.choose.api import frozen, split
+from ao_lab.probe.attribution import Attribution, Outputs, measured_change, outputs_of
+from ao_lab.probe.candidates import candidates_of
+from ao_lab.probe.measure import measured_site
+from ao_lab.probe.report import BUDGET, ModelErrors, ProbeReport, SiteLine, judged
+from ao_lab.probe.reservoir import Reservoir
+from ao_lab.probe.sites import Site, refuse_unseen, sites_of
+from ao_lab.transforms.data import calibrating, calls_of
+from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.plan import Filter, Progress
+
+#: Tokens that are sampled of each site.
+TOKENS = 1024
+
+
+def probe_(
+    model: nn.Module,
+    batches: Iterable[Any],
+    candidates: Any,
+    *,
+    filter_fn: Filter | None = None,
+    tokens: int = TOKENS,
+    budget: float = BUDGET,
+    directions: int = 1,
+    measure: bool = True,
+    outputs: Outputs = outputs_of,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ProbeReport:
+    """The error of each linear layer in each candidate, what that costs the model's outputs, and which layers are safe.
+
+    batches: as `quantize_` takes calibration. candidates: names of training recipes ("rowwise"), schemes of weights ("nf4"), a
+    weight's and an input's ("int8_rowwise x int8_rowwise"), configurations; one, a list, or a mapping of names.
+    filter_fn: which linear layers. tokens: how many are sampled of each layer's inputs, at random over all batches. budget:
+    what the model's outputs may move by, in their standard deviations. directions: backward passes of one batch; more make
+    predictions from few examples sharper. measure: whether to run the model in each candidate too, on every fourth batch, which
+    then predicts nothing. outputs: finds the floats (examples, ...) that count in what the model returns; logits without it.
+    progress(what, done, total) is called after each batch.
+
+    Raises ValueError without batches or layers, for layers that no data reach, and for NaN or infinity in inputs, outputs or
+    gradients; TypeError for other kinds of arguments. The model stays as it is, bit for bit, after an error too.
+    """
+    if tokens < 2 or directions < 1 or not budget > 0:
+        raise ValueError(
+            f"tokens is at least 2, directions at least 1 and budget positive, got {tokens}, {directions}, {budget}"
+        )
+    recipes, sites = candidates_of(candidates), sites_of(model, filter_fn)
+    calls = list(calls_of(batches))
+    if not calls:
+        raise ValueError("batches has no batch; a generator that has run before is empty, give a list")
+    calls, held, note = split(calls) if measure else (calls, [], "")
+    attribution = Attribution(sites, recipes, outputs, torch.Generator().manual_seed(seed), seed)
+    samples = {site.name: Reservoir(tokens, seed=seed, stream=i) for i, site in enumerate(sites)}
+    most: dict[str, int] = {}
+    total = len(calls) + len(held) * len(recipes)
+
+    def see(site: Site, x: torch.Tensor) -> None:
+        samples[site.name].add(x.reshape(-1, x.shape[-1]), site.name)
+        most[site.name] = max(most.get(site.name, 0), x.numel() // x.shape[-1])
+
+    with calibrating(model), frozen(model):
+        for done, call in enumerate(calls, 1):
+            attribution.run(model, call, see, directions)
+            if progress is not None:
+                progress("errors", done, total)
+        refuse_unseen([site.name for site in sites if not samples[site.name].count])
+        lines = [
+            _line(site, samples[site.name], recipes, attribution, most[site.name], seed) for site in sites
+        ]
+        models = {}
+        for i, (name, recipe) in enumerate(recipes.items()):
+            found = measured_change(model, held, sites, recipe, outputs, seed) if held else None
+            models[name] = ModelErrors(*attribution.predicted(name), attribution.spread, found)
+            if progress is not None and held:
+                progress("measured", len(calls) + (i + 1) * len(held), total)
+    return ProbeReport(judged(lines, models, budget), models, len(calls), _notes(note, attribution.unmatched))
+
+
+def _line(
+    site: Site, sample: Reservoir, recipes: Any, attribution: Attribution, tokens: int, seed: int
+) -> SiteLine:
+    more = {
+        name: {"variance": found}
+        for name in recipes
+        if (found := attribution.variance(name, site.name)) is not None
+    }
+    return measured_site(site, recipes, sample.x, None, tokens=tokens, more=more, seed=seed)
+
+
+def _notes(note: str, unmatched: Iterable[str]) -> tuple[str, ...]:
+    names: Sequence[str] = sorted(unmatched)
+    odd = (
+        f"tokens of {shorten(names)} could not be told by example: their errors count as independent"
+        if names
+        else ""
+    )
+    return tuple(one for one in (note.replace("gave no score", "predicted nothing"), odd) if one)
+
+
+__all__ = ["probe_"]

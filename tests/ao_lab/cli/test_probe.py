@@ -1,0 +1,68 @@
+"""`ao-lab probe`: the table, its JSON, the figure, and wrong input."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from ao_lab import ProbeReport
+from ao_lab.cli.app import main
+from tests.ao_lab.cli.test_choose import folder  # noqa: F401  a small Llama and a text
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    """A small vision transformer, and images."""
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16,
+        patch_size=8, num_labels=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("vision")
+    transformers.utils.logging.disable_progress_bar()
+    transformers.ViTForImageClassification(config).save_pretrained(path)
+    images = np.random.default_rng(0).standard_normal((24, 3, 16, 16), dtype=np.float32)
+    np.savez(path / "images.npz", pixel_values=images)
+    return path
+
+
+def test_a_table_of_sites(folder, tmp_path, capsys):  # noqa: F811
+    out, figure = tmp_path / "probe.json", tmp_path / "probe.png"
+    words = ["--data", str(folder / "words.txt"), "--windows", "16", "--length", "24", "--tokens", "64"]
+    more = ["--candidate", "nf4", "--candidate", "Int8DynamicActivationInt8WeightConfig", "--skip", "lm_head"]
+    assert main(["probe", str(folder), *words, *more, "-o", str(out), "--plot", str(figure)]) == 0
+    said = capsys.readouterr().out
+    report = ProbeReport.from_json(out)
+    assert report.candidates == ("nf4", "Int8DynamicActivationInt8WeightConfig")
+    assert len(report.sites) == 14
+    assert "14 sites are safe" in said.replace("\n", " ")
+    assert "self_attn.q_proj" in said
+    assert figure.stat().st_size > 1000
+
+
+def test_a_vision_transformer(vision, capsys):
+    command = ["probe", str(vision), "--data", str(vision / "images.npz"), "--tokens", "64", "--json"]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    report = ProbeReport.from_json(json.dumps(told))
+    assert report.candidates == ("rowwise",)
+    names = {line.name.rpartition(".")[2] for line in report.sites}
+    assert {"classifier"} < names
+    # Four classes are no multiple of sixteen, and recipes take any number of outputs.
+    assert all(0 < line.candidates["rowwise"].norm_ratio.value < 0.1 for line in report.sites)
+    assert report.models["rowwise"].measured > 0
+
+
+def test_wrong_input(folder, vision, tmp_path, capsys):  # noqa: F811
+    text = ["--data", str(folder / "words.txt")]
+    for arguments, said in (
+        ([str(folder), *text, "--candidate", "rowwyse"], "rowwyse"),
+        ([str(folder), "--data", str(tmp_path / "none.npz")], "is no file"),
+        ([str(vision), *text], "takes a .safetensors or .npz of its"),
+        ([str(tmp_path), *text], "config.json"),
+    ):
+        assert main(["probe", *arguments]) == 2
+        assert said in capsys.readouterr().err

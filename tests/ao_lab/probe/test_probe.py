@@ -1,0 +1,167 @@
+"""`probe_`: errors by site, what they cost the outputs, what is safe, and that the model stays as it is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ao_lab
+from ao_lab import ProbeReport, probe_
+from ao_lab.probe.candidates import candidates_of, output_error
+from reference.probe import errors
+from reference.training.recipe import RECIPES
+
+
+class Cross(nn.Module):
+    """A deep and cross network: x0 * (U V x + b) + x, then an MLP to a logit."""
+
+    def __init__(self, width=64, rank=32):
+        super().__init__()
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU(), nn.Linear(64, 1)
+        )
+
+    def forward(self, x):
+        return self.mlp(x * self.up(self.down(x)) + x).squeeze(-1)
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return Cross()
+
+
+def data(count=4, size=512, seed=0):
+    """Inputs with means, correlations and zeros, as concatenated embeddings have."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(24, 64, generator=torch.Generator().manual_seed(99))
+    return [(torch.randn(size, 24, generator=generator) @ mix / 5 + 0.3).relu() for _ in range(count)]
+
+
+CANDIDATES = [
+    "rowwise",
+    "tensorwise",
+    "int8_rowwise x int8_rowwise",
+    "mxfp8_e4m3 x mxfp8_e4m3",
+    "nf4",
+    "int4_g32",
+]
+
+
+def test_the_logits_change_is_predicted_within_ten_percent():
+    """One backward pass predicts what running the model in a candidate measures, for weights and inputs alike."""
+    report = probe_(network(), data(8), CANDIDATES, tokens=512)
+    for name, model in report.models.items():
+        assert model.predicted == pytest.approx(model.measured, rel=0.1), name
+        shares = [line.candidates[name].variance.value for line in report.sites]
+        assert sum(shares) == pytest.approx(model.independent**2, rel=1e-9)
+
+
+def test_errors_on_later_batches_are_predicted_within_five_percent():
+    """The bar: of all sites and candidates 95 % within 5 %, all within 10 %."""
+    model = network()
+    report = probe_(model, data(4), CANDIDATES, measure=False)
+    seen = {}
+
+    def keep(name):
+        return lambda module, args: seen.setdefault(name, args[0].detach())
+
+    for line in report.sites:
+        model.get_submodule(line.name).register_forward_pre_hook(keep(line.name))
+    with torch.no_grad():
+        model(torch.cat(data(8, seed=1)))
+    off = []
+    for line in report.sites:
+        w = model.get_submodule(line.name).weight.detach()
+        for name, recipe in candidates_of(CANDIDATES).items():
+            e = output_error(recipe, seen[line.name], w).numpy()
+            y = (seen[line.name].double() @ w.double().T).numpy()
+            off.append(abs(line.candidates[name].norm_ratio.value / errors.norm_ratio(e, y).value - 1))
+    assert sorted(off)[int(0.95 * len(off)) - 1] < 0.05
+    assert max(off) < 0.1
+
+
+def test_a_part_of_the_error_is_that_of_its_operand():
+    report = probe_(network(), data(2), ["nf4", "rowwise"], measure=False)
+    for line in report.sites:
+        alone, both = line.candidates["nf4"], line.candidates["rowwise"]
+        assert alone.inputs == 0
+        assert alone.weights == pytest.approx(alone.norm_ratio.value, rel=1e-6)
+        assert (both.inputs**2 + both.weights**2) ** 0.5 == pytest.approx(both.norm_ratio.value, rel=0.1)
+
+
+def test_the_smallest_variances_are_safe_within_the_budget():
+    report = probe_(network(), data(4), "rowwise", budget=0.02)
+    model = report.models["rowwise"]
+    lines = sorted(report.sites, key=lambda line: line.candidates["rowwise"].variance.value)
+    spent, safe = 0.0, []
+    for line in lines:
+        spent += line.candidates["rowwise"].variance.value
+        if spent <= (0.02 * model.outputs) ** 2:
+            safe.append(line.name)
+    assert sorted(report.safe("rowwise")) == sorted(safe)
+    assert 0 < len(safe) < len(lines)
+    assert "beyond the budget" in str(report)
+    with pytest.raises(KeyError, match="is no candidate of this report; there are rowwise"):
+        report.safe("nf4")
+
+
+def test_the_report_is_read_back():
+    report = probe_(network(), data(2), ["rowwise", "int4_g48"])
+    assert ProbeReport.from_json(report.to_json()).to_json() == report.to_json()
+    left = report.site("mlp.0").candidates["int4_g48"]
+    assert (left.safe, left.norm_ratio) == (False, None)
+    assert "not a multiple of 48" in left.why
+    with pytest.raises(ValueError, match="this is no report"):
+        ProbeReport.from_json("{}")
+    with pytest.raises(KeyError, match="sites are down, up"):
+        report.site("nowhere")
+
+
+def test_the_model_stays_as_it_is():
+    model = network().train()
+    before = copy.deepcopy(model.state_dict())
+    parameters = dict(model.named_parameters())
+    probe_(model, data(2), ["rowwise"])
+    assert model.training
+    assert all(p.requires_grad and p.grad is None and p is parameters[n] for n, p in model.named_parameters())
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+class Half(Cross):
+    """One layer that no data reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "said"),
+    [
+        (Half(), data(1), "no input reached idle"),
+        (network(), [data(1)[0] * torch.nan], "NaN or infinite"),
+        (network(), [], "batches has no batch"),
+        (nn.Identity(), data(1), "no linear layer"),
+    ],
+    ids=["unreached", "nan", "no batch", "no layer"],
+)
+def test_bad_input(model, batches, said):
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=said):
+        probe_(model, batches, "rowwise")
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    assert all(not m._forward_hooks for m in model.modules())
+
+
+def test_candidates():
+    config = ao_lab.Int8DynamicActivationInt8WeightConfig()
+    found = candidates_of({"a": "rowwise", "b": config, "c": ao_lab.SCHEMES["mxfp4"], "d": "int3_g48"})
+    assert found["a"] is RECIPES["rowwise"]
+    assert found["b"].output.a.scheme == config.recipe().activation
+    assert found["c"].output.a.scheme is None
+    for wrong, kind in (("fp9", ValueError), ([], ValueError), (3, TypeError)):
+        with pytest.raises(kind, match=r"candidate|unknown"):
+            candidates_of(wrong)
