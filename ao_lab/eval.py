@@ -287,7 +287,8 @@ def _compare(
 def divergence(base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     """KL divergences from the base, (tokens,) float64, of log probabilities (tokens, vocabulary)."""
     # Where the base gives a token no probability at all, it adds nothing.
-    return torch.where(base.isneginf(), 0.0, base.exp() * (base - logp)).double().sum(-1)
+    terms = (base - logp).masked_fill_(base.isneginf(), 0.0)
+    return terms.mul_(base.exp()).sum(-1, dtype=torch.float64)
 
 
 def log_probabilities(model: nn.Module, ids: torch.Tensor, first: int = 1) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ao_lab.calibration.methods import Method
 from ao_lab.calibration.tokens import SplitMoments, Tokens
 from ao_lab.config.base import Config, SchemeConfig
 from ao_lab.config.recipe import Recipe
-from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.layers import contraction_axis, shorten
 from ao_lab.transforms.plan import Device
 from reference import Scheme
 from reference.schemes.schemes import flat_size
@@ -35,7 +35,7 @@ def check_targets(targets: Sequence[Target], methods: tuple[Method, ...], device
                 f"{target.name}: {names} would fill the zeros of weights in {target.config.sparsity} storage; "
                 f"{CHANGED_NOTHING}. Leave methods out: sparsify_ with score 'sparsegpt' makes up for what it prunes"
             )  # fmt: skip
-        if target.axis % 2 != 1:
+        if not along_inputs(target):
             raise ValueError(
                 f"{target.name}: {names} need blocks along the inputs of a layer, and axis={target.axis} runs them along its "
                 f"outputs; {CHANGED_NOTHING}. Leave axis out, or methods"
@@ -52,6 +52,14 @@ def check_targets(targets: Sequence[Target], methods: tuple[Method, ...], device
         raise ValueError(
             f"on the meta device there are no values for {names} to read; load the weights first"
         )
+
+
+def along_inputs(target: Target) -> bool:
+    """Whether blocks run along the axis that the layer's product sums over, as far as its module says it."""
+    weight, dims = target.parameter, target.parameter.dim()
+    module, _ = next(iter(target.places.values()))
+    axis = contraction_axis(module, weight)
+    return axis is None or target.axis % dims == axis % dims
 
 
 def _is_finite(x: torch.Tensor, device: Device) -> bool:

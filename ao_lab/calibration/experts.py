@@ -8,9 +8,10 @@ An expert of few tokens has a Hessian of few directions. All experts of a module
 theirs, as if it had seen c more tokens, c its number of inputs: (n_e H_e + c H_all) / (n_e + c). One that no token reached has
 H_all. Reports have the counts.
 
-Batched experts, (experts, out, in), are multiplied inside their module by `linear`, one after the other, or by `grouped_mm`, so
-that no layer is called: `ExpertWatch` sees these products by the weight's memory. Each expert is quantized as a matrix by
-itself.
+Batched experts, (experts, out, in) or (experts, in, out), are multiplied inside their module: one after the other by `linear`
+or `matmul`, by `grouped_mm`, or by `bmm` of all of them or of those that tokens ask for. No layer is called, so `ExpertWatch`
+sees these products by the weight's memory. Each expert is quantized as a matrix (out, in) by itself; the parts of all are
+stored as rounding stores those of the whole weight.
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+import fast
 from ao_lab.calibration.checks import check_usable
-from ao_lab.calibration.groups import Target
+from ao_lab.calibration.groups import Target, with_packed_codes
 from ao_lab.calibration.layers import Made
 from ao_lab.calibration.result import LayerResult
 from ao_lab.calibration.tokens import Moments, SplitMoments, Tokens
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, from_quantized
 from ao_lab.transforms.walk import is_inside
-from reference import Quantized, Scheme
+from reference import Quantized
+from reference.quantize.blocks import Blocks
 
 #: What multiplies rows, sorted by expert, with a batch of matrices: torch's operators, and transformers' where torch has none.
 GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+#: What multiplies with matrices as they are stored, one or a batch of them.
+MATMUL = ("matmul", "__matmul__", "mm", "bmm")
 
 
 def lists_of_experts(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
@@ -175,10 +181,14 @@ class ExpertTarget:
 
     whole: Target
     expert: int
-    transposed: bool = False
     axis: int = -1
     #: No layer multiplies with it alone.
     layers: dict[str, nn.Module] = field(default_factory=dict)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is stored (in, out)."""
+        return is_in_out(self.whole)
 
     @property
     def name(self) -> str:
@@ -215,18 +225,22 @@ def is_batched(target: Target) -> bool:
     return target.parameter.dim() == 3
 
 
+def is_in_out(target: Target) -> bool:
+    """Whether a batched weight is (experts, in, out)."""
+    return target.axis % 3 == 1
+
+
 def left_reason(target: Target) -> str | None:
     """Why batched experts cannot be quantized one by one; None where they can."""
-    if target.axis % target.parameter.dim() != target.parameter.dim() - 1:
-        return "its experts are stored (experts, in, out)"
-    if not stands_alone(target.recipe.weight):
+    scheme, shape = target.recipe.weight, tuple(target.parameter.shape)
+    if isinstance(scheme.scale.block, str):
         return "its scales span experts"
+    if is_in_out(target):
+        experts, k, n = shape
+        turned = Blocks.of((experts, n, k), scheme.scale, -1).scale_shape
+        if Blocks.of(shape, scheme.scale, -2).scale_shape != (turned[0], turned[2], turned[1]):
+            return "its experts are stored (experts, in, out), by which its blocks are other ones"
     return None
-
-
-def stands_alone(scheme: Scheme) -> bool:
-    """Whether an expert's scales, but for an outer one, are its own."""
-    return not isinstance(scheme.scale.block, str)
 
 
 class ExpertWatch(TorchFunctionMode):
@@ -236,6 +250,8 @@ class ExpertWatch(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, list[SplitMoments]] = {}
         self.weights: dict[int, tuple[torch.Tensor, list[SplitMoments]]] = {}
+        #: Copies of the matrices that tokens ask for, by their memory: the copy, the moments, and the experts' numbers.
+        self.copies: dict[int, tuple[ref[torch.Tensor], list[SplitMoments], torch.Tensor]] = {}
         for target in targets:
             weight = target.parameter.detach()
             moments = [SplitMoments(None, tokens, sampling) for _ in range(len(weight))]
@@ -249,27 +265,59 @@ class ExpertWatch(TorchFunctionMode):
             self.see(args[0], args[1])
         elif name in GROUPED and "offs" in given and len(args) > 1:
             self.see(args[0], args[1], given["offs"])
-        return function(*args, **given)
+        elif name in MATMUL and len(args) > 1:
+            self.see_either(args[0], args[1])
+        result = function(*args, **given)
+        if name == "__getitem__":
+            self.note_copy(args, result)
+        return result
+
+    def note_copy(self, args: Any, result: Any) -> None:
+        """Remember a copy of the matrices of experts by number, (tokens,), of a batched weight."""
+        weight, numbers = args
+        known = isinstance(weight, torch.Tensor) and self.weights.get(_memory(weight))
+        if (
+            known
+            and isinstance(numbers, torch.Tensor)
+            and numbers.dim() == 1
+            and not numbers.is_floating_point()
+        ):
+            self.copies = {key: one for key, one in self.copies.items() if one[0]() is not None}
+            self.copies[_memory(result)] = ref(result), known[1], numbers
+
+    def see_either(self, a: Any, b: Any) -> None:
+        """Take in the rows of x w, or the columns of w x."""
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if _memory(a) in self.weights or _memory(a) in self.copies:
+                a, b = b.mT, a
+            self.see(a, b)
 
     def see(self, x: torch.Tensor, w: Any, ends: torch.Tensor | None = None) -> None:
         """Take in the rows that are multiplied with a matrix, or with each matrix of a batch up to its end."""
         if not isinstance(w, torch.Tensor) or isinstance(w, QuantizedTensor) or w.is_meta:
             return
-        found = self.weights.get(w.untyped_storage().data_ptr())
+        x, copied = x.detach(), self.copies.get(_memory(w))
+        if copied is not None and copied[0]() is not None and x.dim() == 3 and len(x) == len(copied[2]):
+            _, moments, numbers = copied
+            self.update(moments, [(e, x[numbers == e].flatten(0, 1)) for e in range(len(moments))])
+            return
+        found = self.weights.get(_memory(w))
         if found is None:
             return
         weight, moments = found
-        x = x.detach()
-        if ends is None:
+        if w.numel() == weight.numel():
+            spans = pairwise([0, *ends.tolist()]) if ends is not None else ()
+            parts = [x[a:b] for a, b in spans] if ends is not None else list(x) if x.dim() == 3 else []
+            self.update(moments, list(enumerate(parts)))
+        elif ends is None:
             expert, rest = divmod(int(w.storage_offset() - weight.storage_offset()), weight[0].numel())
             if not rest and w.numel() == weight[0].numel():
                 self.update(moments, [(expert, x.reshape(-1, x.shape[-1]))])
-        elif w.numel() == weight.numel():
-            spans = pairwise([0, *ends.tolist()])
-            self.update(moments, [(expert, x[a:b]) for expert, (a, b) in enumerate(spans)])
 
     def update(self, moments: list[SplitMoments], parts: list[tuple[int, torch.Tensor]]) -> None:
         """Take in the rows of experts, one after the other."""
+        if not parts:
+            return
         tokens = moments[0].tokens
         rows = torch.cat([x for _, x in parts])
         # All rows at once, so that those of the product that follows can be told by their number.
@@ -290,6 +338,11 @@ class ExpertWatch(TorchFunctionMode):
         return self.found
 
 
+def _memory(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory; 0 for one without."""
+    return 0 if isinstance(tensor, QuantizedTensor) or tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
 def _cut(roles: torch.Tensor | None, parts: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
     if roles is None:
         return [None] * len(parts)
@@ -299,13 +352,26 @@ def _cut(roles: torch.Tensor | None, parts: list[tuple[int, torch.Tensor]]) -> l
 def joined(target: Target, made: Sequence[Made], notes: Sequence[str] = ()) -> Made:
     """One weight of all experts, and what was won for them together."""
     parts = [one.weight.plain.quantized for one in made]
-    fields: dict[str, Any] = {"shape": (len(parts), *parts[0].shape), "axis": 2}
-    for name in ("codes", "scale", "zero"):
-        values = [getattr(part, name) for part in parts]
-        fields[name] = None if values[0] is None else torch.stack(values)
-    q: Quantized = replace(parts[0], **fields)
-    weight = from_quantized(q, target.recipe, target.parameter.dtype)
+    q = replace(parts[0], **_stacked(parts), shape=(len(parts), *parts[0].shape), axis=2)
+    weight = from_quantized(_in_out(q) if is_in_out(target) else q, target.recipe, target.parameter.dtype)
     return Made(weight, _together([one.result for one in made], notes))
+
+
+def _stacked(parts: Sequence[Quantized]) -> dict[str, Any]:
+    """Codes, scales and zero points of all experts."""
+    fields = {name: [getattr(part, name) for part in parts] for name in ("codes", "scale", "zero")}
+    return {name: None if values[0] is None else torch.stack(values) for name, values in fields.items()}
+
+
+def _in_out(q: Quantized) -> Quantized:
+    """Experts (experts, out, in) as (experts, in, out), packed along the last axis as rounding has them."""
+    scheme = q.scheme
+    codes = fast.unpack(q.codes, scheme.format, q.shape) if q.packed else q.codes
+    fields: dict[str, Any] = {
+        name: None if part is None else part.transpose(1, 2).contiguous()
+        for name, part in (("codes", codes), ("scale", q.scale), ("zero", q.zero))
+    }
+    return with_packed_codes(replace(q, **fields, shape=(q.shape[0], *q.shape[:0:-1]), axis=1, packed=False))
 
 
 def _together(results: Sequence[LayerResult], notes: Sequence[str]) -> LayerResult:
@@ -320,6 +386,7 @@ def _together(results: Sequence[LayerResult], notes: Sequence[str]) -> LayerResu
         sum(tokens),
         sum(result.held_out for result in results),
         notes=(*told, f"{min(tokens)} to {max(tokens)} tokens were sent to an expert", *notes),
+        experts=tuple(results),
     )
 
 

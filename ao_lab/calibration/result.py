@@ -9,6 +9,8 @@ from torch import nn
 
 #: Where a model keeps what calibration won, by full names of weights.
 CALIBRATION = "ao_lab_calibration"
+#: Experts of a weight that a report shows one by one.
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class LayerResult:
     floor: float = 0.0
     #: Why a method was not applied, or what it made was not taken.
     notes: tuple[str, ...] = ()
+    #: Of batched experts what was won for each of them.
+    experts: tuple[LayerResult, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -35,16 +39,25 @@ class LayerResult:
         return self.error / self.rounding if self.rounding else 1.0
 
     def __str__(self) -> str:
-        told = self.method
+        text = self.method
         if self.tokens:
             judged = f"{self.held_out} held-out tokens" if self.held_out else f"the {self.tokens} tokens read"
-            told += f", {self.ratio:.3f} of rounding's output error on {judged}"
+            text += f", {self.ratio:.3f} of rounding's output error on {judged}"
         elif self.method != "rounding":
-            told += f", {self.ratio:.3f} of rounding's squared error"
+            text += f", {self.ratio:.3f} of rounding's squared error"
         if self.damping is not None:
-            told += f", damping {self.damping:g}"
-            told += f", floor {self.floor:g}" if self.floor else ""
-        return "; ".join([told, *self.notes])
+            text += f", damping {self.damping:g}"
+            text += f", floor {self.floor:g}" if self.floor else ""
+        experts = [f"expert {i}: {one.brief}" for i, one in enumerate(self.experts[:SHOWN])]
+        if len(self.experts) > SHOWN:
+            experts.append(f"{len(self.experts) - SHOWN} more experts")
+        return "; ".join([text, *self.notes, *experts])
+
+    @property
+    def brief(self) -> str:
+        """Method, error and tokens, without notes."""
+        of = f" of {self.tokens} tokens" if self.tokens else ""
+        return f"{self.method}{of} {self.ratio:.3f}"
 
 
 def remember(model: nn.Module, results: Mapping[str, LayerResult]) -> None:

@@ -194,7 +194,8 @@ class Finished:
 
 
 def _result(fields: Mapping[str, Any]) -> LayerResult:
-    return LayerResult(**{**fields, "notes": tuple(fields["notes"])})
+    experts = tuple(_result(one) for one in fields["experts"])
+    return LayerResult(**{**fields, "notes": tuple(fields["notes"]), "experts": experts})
 
 
 def _read(file: Path, mmap: bool = False) -> dict[str, Any]:

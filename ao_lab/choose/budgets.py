@@ -41,8 +41,8 @@ class Budget(Protocol):
     def limit(self, items: Sequence[Item]) -> float:
         """The budget in the unit of the costs."""
 
-    def told(self, cost: float, items: Sequence[Item]) -> str:
-        """A cost in the unit that the budget was given in."""
+    def text(self, cost: float, items: Sequence[Item]) -> str:
+        """A cost in the unit of the budget."""
 
 
 class _Stored:
@@ -66,7 +66,7 @@ class Bits(_Stored):
         """In bytes."""
         return self.bits * sum(item.numel for item in items) / 8
 
-    def told(self, cost: float, items: Sequence[Item]) -> str:
+    def text(self, cost: float, items: Sequence[Item]) -> str:
         """Bits of a weight."""
         return f"{cost * 8 / sum(item.numel for item in items):.4g} bits"
 
@@ -84,7 +84,7 @@ class Bytes(_Stored):
         """As it is."""
         return float(self.bytes)
 
-    def told(self, cost: float, items: Sequence[Item]) -> str:
+    def text(self, cost: float, items: Sequence[Item]) -> str:
         """Bytes."""
         return f"{cost:,.0f} bytes"
 
@@ -107,7 +107,7 @@ class Microseconds:
         """As it is."""
         return float(self.time)
 
-    def told(self, cost: float, items: Sequence[Item]) -> str:
+    def text(self, cost: float, items: Sequence[Item]) -> str:
         """Microseconds."""
         return f"{cost:.1f} microseconds"
 

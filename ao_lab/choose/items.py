@@ -22,8 +22,12 @@ from ao_lab.transforms.plan import Filter
 
 #: Methods that change other parameters than the weight of a layer.
 BEYOND = (Smooth, AWQ, BiasCorrection)
+#: Names of the choices by scores.
+SCORED = (MIXED, CORRECTED) = ("mixed", "mixed, corrected")
 #: Which items are tied: labels by name, or a function of the name; None where an item stands alone.
 Groups = Mapping[str, object] | Callable[[str], object]
+#: Settings by name: the option of a weight by its full name, None to leave it dense.
+Candidates = Mapping[str, Mapping[str, str | None] | Callable[[str], str | None]]
 
 
 @dataclass
@@ -138,6 +142,28 @@ def _checked_methods(name: str, given: Iterable[Any]) -> tuple[Method, ...]:
             f"one by one; leave them out here, or choose for a model that is smoothed already"
         )
     return records
+
+
+def checked_candidates(
+    items: Sequence[Item], candidates: Candidates | None, options: Mapping[str, Config | None]
+) -> dict[str, dict[str, str | None]]:
+    """The option of each item in each setting; ValueError for an option that an item does not have."""
+    settings: dict[str, dict[str, str | None]] = {}
+    for name, candidate in (candidates or {}).items():
+        ask = candidate.get if isinstance(candidate, Mapping) else candidate
+        settings[name] = {item.name: ask(item.name) for item in items}
+        for item in items:
+            option = settings[name][item.name]
+            if option is not None and option not in item.changes:
+                known = shorten([*item.changes])
+                raise ValueError(
+                    f"candidates[{name!r}] gives {item.name} the option {option!r}, and it can have {known} or None"
+                )
+        if name in (*options, *SCORED):
+            raise ValueError(
+                f"candidates[{name!r}] has the name of an option or a choice by scores; give it another"
+            )
+    return settings
 
 
 def labels(items: Sequence[Item], groups: Groups | None, reads: Mapping[str, int]) -> list[object]:

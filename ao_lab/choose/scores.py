@@ -33,6 +33,8 @@ from fast.layers.hadamard import hadamard, rotated_back
 
 #: Rows of probabilities that are summed up at a time to draw labels, and predictions that are compared at a time.
 ROWS, COMPARED = 256, 1024
+#: Bytes of a batch's log probabilities that are held while all settings are compared with them.
+HELD = 2 << 30
 
 
 def logits_of(output: Any) -> torch.Tensor:
@@ -134,18 +136,19 @@ class Scoring:
         weight, change = self.weights.of(item, option), item.changes[option]
         if weight is None or change is None or not g.numel():
             return 0.0
-        held: Any = weight.detach()
-        w, q = item.parameter.detach().float(), held.dequantize(torch.float32)
+        quantized: Any = weight.detach()
+        w, q = item.parameter.detach().float(), quantized.dequantize(torch.float32)
         rows = g.reshape(-1, g.shape[-1]).float()
         if isinstance(module, nn.Embedding):
             return float(((q - w)[x.reshape(-1)].double() * rows.double()).sum(-1).square().sum()) / 2
         w, q = (w.T, q.T) if change.transposed else (w, q)
         inputs = x.reshape(-1, x.shape[-1])
-        d, read = q - w, inputs.float()
-        if held.recipe.activation is not None:
-            seen = as_seen(inputs, held.recipe)
-            d, read = torch.cat([q, -w], 1), torch.cat([seen, read], 1)
-        return layer_score(d, read, rows) * len(rows)
+        if quantized.recipe.activation is not None:
+            seen = as_seen(inputs, quantized.recipe)
+            return layer_score(torch.cat([q, -w], 1), torch.cat([seen, inputs.float()], 1), rows) * len(rows)
+        # A model in bfloat16 computes no D x more exactly than D in bfloat16 has it; products are several times quicker so.
+        d = (q - w).to(inputs.dtype) if inputs.dtype == torch.bfloat16 else q - w
+        return layer_score(d, inputs, rows) * len(rows)
 
     def means(self) -> dict[str, dict[str, float]]:
         """The score of each item under each of its options; ValueError for layers without a gradient."""
@@ -205,19 +208,40 @@ def divergences(
     """The mean over predictions of the divergence to the model as it is, nats, for each setting."""
     sums, tokens = [0.0] * len(settings), 0
     for args, kwargs in calls:
-        base = logits_of(model(*args, **kwargs))
-        which = counted((args, kwargs), base)
+        logits = logits_of(model(*args, **kwargs))
+        base, which = Base(_flat(logits)), counted((args, kwargs), logits)
         tokens += int(which.sum())
         for i, setting in enumerate(settings):
             with weights.placed(setting):
-                sums[i] += _sum(base, logits_of(model(*args, **kwargs)), which)
+                sums[i] += base.divergence(_flat(logits_of(model(*args, **kwargs))), which)
         done()
     return [value / max(tokens, 1) for value in sums]
 
 
-def _sum(base: torch.Tensor, logits: torch.Tensor, which: torch.Tensor) -> float:
-    total, flat = 0.0, (base.reshape(-1, base.shape[-1]), logits.reshape(-1, logits.shape[-1]))
-    for one, other, counts in zip(*(torch.split(x, COMPARED) for x in (*flat, which)), strict=True):
-        terms = divergence(one.float().log_softmax(-1), other.float().log_softmax(-1))
-        total += float(torch.where(counts, terms, 0.0).sum())
-    return total
+def _flat(logits: torch.Tensor) -> torch.Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+class Base:
+    """What the model as it is predicts of a batch, (predictions, classes), with its log probabilities where they are small."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+        self.held = [self._part(i) for i in self._starts] if logits.numel() * 4 <= HELD else None
+
+    @property
+    def _starts(self) -> range:
+        return range(0, len(self.logits), COMPARED)
+
+    def _part(self, start: int) -> torch.Tensor:
+        return self.logits[start : start + COMPARED].float().log_softmax(-1)
+
+    def divergence(self, logits: torch.Tensor, which: torch.Tensor) -> float:
+        """The sum over predictions that count of the divergence to other logits."""
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        for i, start in enumerate(self._starts):
+            part = slice(start, start + COMPARED)
+            base = self._part(start) if self.held is None else self.held[i]
+            terms = divergence(base, logits[part].float().log_softmax(-1))
+            total += torch.where(which[part], terms, 0.0).sum()
+        return float(total)

@@ -52,7 +52,6 @@ class Weights:
         self,
         model: nn.Module,
         configs: Mapping[str, Config | None],
-        filter_fn: Filter | None,
         batches: Sequence[Any],
         methods: tuple[Method, ...],
     ) -> None:
@@ -61,13 +60,12 @@ class Weights:
         for option, config in configs.items():
             if config is None:
                 continue
-            whole = copy.deepcopy(model)
-            quantize_(whole, config, filter_fn, calibration=data, methods=methods)
+            whole, mine = copy.deepcopy(model), [item for item in self.items if option in item.changes]
+            quantize_(whole, config, _layers_of(mine), calibration=data, methods=methods)
             modules = dict(whole.named_modules())
-            for item in self.items:
-                if option in item.changes:
-                    path, _, name = item.name.rpartition(".")
-                    self.held[item.name, option] = modules[path].get_parameter(name)
+            for item in mine:
+                path, _, name = item.name.rpartition(".")
+                self.held[item.name, option] = modules[path].get_parameter(name)
 
     def _outer(self, option: str) -> dict[str, torch.Tensor | None]:
         if option not in self.outer:
@@ -97,3 +95,9 @@ class Weights:
         finally:
             for module, name, parameter in before:
                 module._parameters[name] = parameter
+
+
+def _layers_of(items: Sequence[Item]) -> Filter:
+    """A filter for the layers of items in a copy of the model, whose modules a caller's own filter may not know."""
+    paths = {full.rpartition(".")[0] for item in items for full in item.places}
+    return lambda module, path: path in paths

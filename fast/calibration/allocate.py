@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fast.calibration.inputs import float_tensor
+from fast.cpu.capability import cpu_capability
 
 #: Tokens that are multiplied at a time.
 TOKENS = 1 << 14
@@ -13,7 +14,8 @@ TOKENS = 1 << 14
 def layer_score(d: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> float:
     """The mean over tokens of (g . D x)^2 / 2 by `reference.layer_score`: d (N, K), x (T, K), g (T, N).
 
-    On a GPU D x of 16-bit d and x is a product of tensor cores into float32, everything else float64.
+    D x of 16-bit d and x is a product of their dtype's instructions: on a GPU into float32, on a CPU rounded to bfloat16 where
+    both are and it has such instructions. Everything else is float64.
     """
     d, x, g = (float_tensor(tensor, "layer_score", name) for tensor, name in ((d, "d"), (x, "x"), (g, "g")))
     fits = d.dim() == x.dim() == g.dim() == 2 and (x.shape[1], g.shape[1]) == (d.shape[1], d.shape[0])
@@ -37,6 +39,8 @@ def _outputs(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """D x of some tokens in float64."""
     if x.is_cuda and x.dtype == d.dtype and d.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, d.mT, out_dtype=torch.float32).double()
+    if x.device.type == "cpu" and x.dtype == d.dtype == torch.bfloat16 and cpu_capability().bfloat16:
+        return (x @ d.mT).double()
     return x.double() @ d.double().mT
 
 

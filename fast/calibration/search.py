@@ -1,9 +1,9 @@
 """`search_scales` for torch tensors; `reference.calibration.search` states the rule.
 
-CPU tensors run the reference. On a GPU one kernel tries all candidates of a block along a row
-(`fast.kernels.calibration.candidates`); of other blocks and errors, and on other devices, candidates are quantized and
-dequantized in turn, some rows at a time. Errors are summed in float64: another candidate than the reference's may be taken
-where two are equal up to the order of those sums.
+Large CPU tensors with blocks along a row go through a compiled loop (`fast.cpu.search`), others run the reference. On a GPU one
+kernel tries all candidates of such blocks (`fast.kernels.calibration.candidates`); of other blocks and errors, and on other
+devices, candidates are quantized and dequantized in turn, some rows at a time. Errors are summed in float64: another candidate
+than the reference's may be taken where two are equal up to the order of those sums.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 import reference
 from fast.calibration.inputs import float_tensor, numpy_of, torch_of
+from fast.cpu.search import searched
 from fast.dispatch import has_kernels
 from fast.quantize.quantize import dequantize, quantize
 from reference import Scales, Scheme
@@ -30,6 +31,8 @@ from reference.schemes.schemes import Scale, scheme_of
 
 #: Elements of a block at most that the kernel takes.
 LONGEST = 1024
+#: Elements of a CPU tensor from which on compiling a loop, once for a rule, pays.
+WORTH = 1 << 17
 #: Elements that are looked at a time: their float64 temporaries are half a gigabyte each.
 CHUNK = 1 << 26
 
@@ -50,7 +53,9 @@ def search_scales(
             w, scheme, weights=weights, candidates=candidates, norm=norm, outer=outer
         )
     options = {"weights": numpy_of(weights), "candidates": candidates, "norm": norm, "outer": numpy_of(outer)}
-    return torch_of(reference.search_scales(numpy_of(w), scheme, **options))
+    array = numpy_of(w)
+    scales = searched(array, scheme, **options) if w.numel() >= WORTH else None
+    return torch_of(reference.search_scales(array, scheme, **options) if scales is None else scales)
 
 
 def search_scales_on_device(

@@ -1,6 +1,7 @@
 """Experts: which tokens were sent to each, what those of few tokens are lent, and experts that are one batched weight."""
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,7 +20,7 @@ from ao_lab import (
 )
 from ao_lab.calibration import experts as module
 from ao_lab.calibration.experts import ExpertWatch, Source, fingerprints, lend
-from ao_lab.calibration.methods import AWQ, GPTQ, AutoRound, Clip, Rotate
+from ao_lab.calibration.methods import AWQ, GPTQ, HQQ, AutoRound, Clip, Rotate
 from ao_lab.calibration.tokens import HELD_OUT, PADDING, TRAIN, SplitMoments, Tokens
 from ao_lab.transforms.walk import Capture
 from tests.ao_lab.calibration.test_run import (
@@ -203,6 +204,15 @@ def mixtral(kind="Mixtral", implementation="grouped_mm", **more):
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
+def seeded(model):
+    """With random weights where transformers begins with zeros."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "experts" in name or "router" in name or "gate.weight" in name:
+            parameter.data.normal_(0, 0.2, generator=generator)
+    return model
+
+
 class Apart(nn.Module):
     """Transformers' experts with a layer for each matrix."""
 
@@ -248,13 +258,15 @@ def test_batched_experts_have_the_codes_of_experts_apart(kind, scheme):
     assert sum(layer.calibrated.tokens for layer in results.values()) == 4 * 2 * 11 * 24
 
 
-def test_products_of_sorted_rows_are_seen_as_those_one_by_one():
-    """Moments of `grouped_mm` are those of `linear`, with the same tokens held out."""
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("other", ["grouped_mm", "batched_mm"])
+def test_all_products_of_experts_are_seen_as_those_one_by_one(kind, other):
+    """Moments of `grouped_mm` and `bmm` are those of single products, with the same tokens held out."""
     x = torch.randn(20, 64)
     roles = torch.tensor([TRAIN, HELD_OUT, PADDING, TRAIN]).repeat(5).to(torch.int8)
     found = []
-    for implementation in ("eager", "grouped_mm"):
-        layer = mixtral(implementation=implementation).model.layers[0].mlp
+    for implementation in ("eager", other):
+        layer = seeded(mixtral(kind, implementation)).model.layers[0].mlp
         tokens = Tokens(Capture({}), [roles])
         tokens.source = Source.of(x, roles)
         target = type("Target", (), {"name": "w", "parameter": layer.experts.gate_up_proj})
@@ -318,14 +330,78 @@ def test_experts_whose_inputs_overflow_are_an_error():
         quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
 
 
+class Turned(Block):
+    """All tokens go to both of two experts, whose weights are (experts, in, out), or (experts, out, in)."""
+
+    def __init__(self, is_transposed):
+        super().__init__()
+        torch.manual_seed(3)
+        up, down = torch.randn(2, 32, 64), torch.randn(2, 64, 32)
+        self.is_transposed = is_transposed
+        self.up = nn.Parameter(up if is_transposed else up.mT.contiguous())
+        self.down = nn.Parameter(down if is_transposed else down.mT.contiguous())
+
+    def forward(self, x):
+        up, down = (self.up, self.down) if self.is_transposed else (self.up.mT, self.down.mT)
+        return super().forward(x + sum(torch.relu(x @ up[e]) @ down[e] for e in range(2)))
+
+
 @pytest.mark.parametrize(
-    ("kind", "scheme", "why"),
+    ("scheme", "methods"),
     [
-        ("Mixtral", "int8_tensorwise", "its scales span experts"),
-        ("GptOss", "int4_g32", "its experts are stored (experts, in, out)"),
+        ("int4_g32_asymmetric", (Clip(), GPTQ())),
+        ("nvfp4", (Clip(), GPTQ())),
+        ("mxfp4", (GPTQ(order="groups"),)),
+        ("int3_g32", (HQQ(),)),
+        ("int8_rowwise", (Clip("none"),)),
+        ("fp8_rowwise", (GPTQ(),)),
     ],
 )
-def test_experts_that_cannot_stand_alone_are_rounded(kind, scheme, why):
+def test_experts_stored_in_out_have_the_codes_of_experts_stored_out_in(scheme, methods):
+    """Codes, scales and zero points are stored as rounding stores those of the whole weight."""
+    weights, config = [], SchemeConfig(scheme=scheme)
+    for turned in (True, False):
+        model = stack()
+        model.blocks = nn.ModuleList([Turned(turned)])
+        dense = model.blocks[0].up.detach().clone()
+        data = {"calibration": inputs(6)} if any(one.calibrates for one in methods) else {}
+        report = quantize_(model, config, lambda m, n: isinstance(m, Turned), methods=methods, **data)
+        weights.append((model.blocks[0].up, model.blocks[0].down))
+        results = {layer.name: layer.calibrated for layer in report.changed}
+        assert {one.method.split(" + ")[-1] for one in results.values()} == {methods[-1].name}
+        whole = fast.quantize(dense, scheme, axis=-2 if turned else -1)
+        parts = ("scale", "zero", "outer")
+        shapes = [[None if part is None else part.shape for part in (getattr(q, n) for n in parts)]
+                  for q in (whole, weights[-1][0].stored)]  # fmt: skip
+        assert shapes[0] == shapes[1]
+    for one, two in zip(*weights, strict=True):
+        assert one.block_axis == -2
+        assert torch.equal(one.dequantize(), two.dequantize().mT)
+
+
+def test_a_report_says_what_each_expert_got():
+    model = seeded(mixtral("GptOss"))
+    report = quantize_(model, INT4, linear_and_experts, calibration=TOKENS, methods=(Clip(), GPTQ()))
+    layer = next(one for one in report.changed if one.name.endswith("layers.1.mlp.experts.down_proj"))
+    whole, experts = layer.calibrated, layer.calibrated.experts
+    assert (sum(one.tokens for one in experts), len(experts)) == (whole.tokens, 4)
+    assert sum(one.error for one in experts) == whole.error
+    for i, one in enumerate(experts):
+        assert f"expert {i}: {one.method} of {one.tokens} tokens {one.ratio:.3f}" in layer.reason
+    many = replace(whole, experts=experts * 3)
+    assert "4 more experts" in str(many)
+    assert "expert 8" not in str(many)
+
+
+def test_blocks_along_the_outputs_of_experts_are_refused():
+    model = mixtral()
+    config = SchemeConfig(scheme="int4_g32", axis=-2)
+    with pytest.raises(ValueError, match="axis=-2 runs them along its outputs"):
+        quantize_(model, config, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))
+
+
+def test_experts_that_cannot_stand_alone_are_rounded():
+    kind, scheme, why = "Mixtral", "int8_tensorwise", "its scales span experts"
     model, expected = mixtral(kind), mixtral(kind)
     config = SchemeConfig(scheme=scheme)
     report = quantize_(model, config, linear_and_experts, calibration=TOKENS, methods=(GPTQ(),))

@@ -12,9 +12,9 @@ from torch import nn
 import ao_lab
 import reference
 from ao_lab import Bits, Choice, SchemeConfig, choose_
-from ao_lab.choose import api
+from ao_lab.choose import api, trials
 from ao_lab.choose.items import items_of
-from ao_lab.choose.scores import Scoring
+from ao_lab.choose.scores import Scoring, divergences
 from ao_lab.choose.weights import Weights
 
 transformers = pytest.importorskip("transformers")
@@ -160,7 +160,7 @@ def test_scores_rank_layers_as_their_divergence_does_and_sums_predict_it():
     with api.calibrating(model):
         calls = [((x,), {}) for x in data]
         found = torch.tensor(
-            api.divergences(model, calls, Weights(items), alone, lambda: None), dtype=torch.float64
+            divergences(model, calls, Weights(items), alone, lambda: None), dtype=torch.float64
         )
     predicted = torch.tensor([layer.scores["int3"] for layer in choice.layers], dtype=torch.float64)
     ranks = [x.argsort().argsort().double() for x in (found, predicted)]
@@ -263,6 +263,47 @@ def misleading(choice, values):
         for i, (layer, one) in enumerate(zip(choice.layers, values, strict=True))
     )  # fmt: skip
     return Choice(choice.options, layers, "mixed", "", "", 0.0, (), ())
+
+
+def test_several_budgets_share_scores_and_what_is_measured(chosen, monkeypatch):
+    model, choice = chosen
+    runs, settings = [], []
+    run, measured = Scoring.run, trials.divergences
+    monkeypatch.setattr(Scoring, "run", lambda *a: runs.append(a) or run(*a))
+    monkeypatch.setattr(trials, "divergences", lambda *a: settings.extend(a[3]) or measured(*a))
+    both = choose_(model, batches(), OPTIONS, [Bits(3.9), Bits(3.5)])
+    assert len(runs) == 3, "one pass over three of four batches"
+    assert len(settings) == len({tuple(one.values()) for one in settings}), "no setting is measured twice"
+    assert both[0] == choice
+    assert both[1] == choose_(model, batches(), OPTIONS, Bits(3.5))
+    for message, budget in (("has no element", []), (r"several of them, got .*float", [Bits(4), 4.0])):
+        with pytest.raises((ValueError, TypeError), match=message):
+            choose_(model, batches(), OPTIONS, budget)
+
+
+def test_settings_by_hand_are_measured_and_taken_where_they_are_best(chosen):
+    model, choice = chosen
+    best = {layer.names[0]: layer.option for layer in choice.layers}
+    by_hand = {"ours": best, "first dense": lambda name: None if ".0." in name else "int2"}
+    wrong = misleading(choice, [(0.0, 0.2, 0.3)] * len(choice.layers))
+    found = choose_(model, batches(), OPTIONS, Bits(3.9), score=wrong, candidates=by_hand)
+    assert found.source == "ours"
+    assert {layer.names[0]: layer.option for layer in found.layers} == best
+    assert found.measured == choice.measured
+    assert found.notes[-1].startswith("ours was no worse than what the scores chose")
+    trial = next(one for one in found.trials if one.name == "first dense")
+    assert not trial.fits, "dense layers cost 32 bits"
+    items = items_of(model, OPTIONS, None)
+    setting = {item.name: None if ".0." in item.name else "int2" for item in items}
+    with api.calibrating(model):
+        (kl,) = divergences(model, [((batches()[-1],), {})], Weights(items), [setting], lambda: None)
+    assert trial.measured == pytest.approx(kl)
+    for message, one in (
+        ("gives model.layers.0.self_attn.q_proj.weight the option 'int9'", {"x": lambda name: "int9"}),
+        ("has the name of an option", {"int3": best}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_(model, batches(), OPTIONS, Bits(3.9), score=choice, candidates=one)
 
 
 def test_an_option_for_all_layers_is_the_result_where_it_is_better(chosen):

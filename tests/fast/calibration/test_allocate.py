@@ -24,3 +24,17 @@ def test_it_is_the_reference(monkeypatch):
     refused(ValueError, "T >= 1", fast.layer_score, d, x[:0], g[:0])
     refused(ValueError, "look for NaN", fast.layer_score, d, x * torch.nan, g)
     refused(TypeError, "torch tensors", fast.layer_score, d, x, g.numpy())
+
+
+def test_products_of_bfloat16_are_rounded_once_on_a_cpu():
+    """Each output of D x has the relative error of bfloat16, 2^-9, and so has the root of a token's term."""
+    generator = torch.Generator().manual_seed(1)
+    d, x, g = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 8), (20, 8), (20, 5)))
+    exact = (x.double() @ d.double().mT) * g.double()
+    bound = (
+        float((exact.abs().sum(1) * 2**-8 * (2 * exact.sum(1).abs() + exact.abs().sum(1) * 2**-8)).mean()) / 2
+    )
+    wanted = float(exact.sum(1).square().mean()) / 2
+    made = fast.layer_score(d, x, g.float())
+    assert abs(made - wanted) <= bound
+    assert made == pytest.approx(wanted, rel=0.02)

@@ -13,7 +13,9 @@ import fast
 import reference
 from ao_lab.testing.strategies import assert_same_bits
 from fast.calibration import search as module
+from fast.calibration.inputs import numpy_of, torch_of
 from fast.calibration.search import search_scales_on_device
+from fast.cpu.search import searched
 from reference import SCHEMES
 from reference.calibration import search as reference_search
 from tests.emulator.interpreter_process import lines_of
@@ -58,6 +60,38 @@ def test_on_the_host_it_is_the_reference():
         fast.search_scales(w, "nvfp4", weights=weights, norm=2.4),
         reference.search_scales(w.numpy(), "nvfp4", weights=weights.numpy(), norm=2.4),
     )
+
+
+@pytest.mark.parametrize("norm", [2.0, 3.0])
+@pytest.mark.parametrize(
+    "name",
+    ["int3_g64_asymmetric", "int4_g32", "mxint8", "mxfp4", "nvfp4", "int8_rowwise"],
+)
+def test_the_compiled_loop_takes_the_reference_s_candidates(name, norm, monkeypatch):
+    """Weights in bfloat16, a row of zeros among them; no two candidates are nearly alike."""
+    monkeypatch.setattr(reference_search, "END_RATIOS", (1.0, 0.9, 0.75))
+    w, weights = problem(4, 24, 192, torch.bfloat16)
+    w[3] = 0
+    scales = searched(numpy_of(w), name, weights=weights.numpy(), norm=norm)
+    assert scales is not None
+    same(torch_of(scales), reference.search_scales(numpy_of(w), name, weights=weights.numpy(), norm=norm))
+
+
+def test_large_matrices_go_through_the_loop_and_what_it_does_not_take_through_the_reference(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "WORTH", 24 * 192)
+    monkeypatch.setattr(module, "searched", lambda *a, **k: calls.append(searched(*a, **k)) or calls[-1])
+    w, weights = problem(4, 24, 192)
+    fast.search_scales(w[:23], "int4_g32", weights=weights)
+    assert calls == []
+    same(fast.search_scales(w, "int4_g32", weights=weights), calls[-1])
+    for name, more in (("fp8_tensorwise", {}), ("nf4", {}), ("int4_g32", {"norm": 2.4})):
+        made = fast.search_scales(w, name, **more)
+        assert calls[-1] is None
+        same(made, reference.search_scales(w.numpy(), name, **more))
+    w[0] = 1e38
+    fast.search_scales(w, "int4_g32", candidates=[1000.0])
+    assert calls[-1] is None, "scales beyond plain arithmetic"
 
 
 def test_a_short_last_block_counts_its_own_elements_alone():

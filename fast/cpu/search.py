@@ -1,0 +1,118 @@
+"""`search_scales` of CPU tensors by a compiled loop: candidates' scales are the reference's, so are values, element by element.
+
+Taken by records of plain float32 arithmetic (`reference.calibration.nearest`) whose blocks lie along rows and divide them, for
+errors that are squares or cubes weighted by column. Errors are summed in another order than NumPy's: another candidate than the
+reference's may be taken where two are equal up to that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fast.cpu.threads import in_parts
+from reference import Scales, Scheme
+from reference.arrays.namespace import namespace_of
+from reference.arrays.softfloat import float32_bits
+from reference.calibration.nearest import Nearest, checked_weights, value_table
+from reference.calibration.search import Search, is_double
+from reference.quantize.blocks import Blocks
+from reference.quantize.scales import check_scales, choose
+from reference.schemes.schemes import scheme_of
+
+
+def searched(
+    w: Any, scheme: str | Scheme, *, weights: Any = None, candidates: Any = None, norm: float = 2.0, outer: Any = None
+) -> Scales | None:  # fmt: skip
+    """`reference.search_scales` of NumPy arrays; None for what the loop does not take. Raises as the reference."""
+    record = scheme_of(scheme)
+    w, name, _ = checked_weights(w, record, "search_scales")
+    ns, blocks = namespace_of(w), Blocks.of(w.shape, record.scale, -1)
+    search = Search.of(record, name, weights, candidates, norm, blocks)
+    size = blocks.block if isinstance(blocks.block, int) else 0
+    size = w.shape[1] if size == -1 else size
+    if size < 1 or w.shape[1] % size or is_double(record) or norm not in (2, 3) or search.weights.ndim != 1:
+        return None
+    split = blocks.split(ns, float32_bits(ns, w, name))
+    fixed = None if outer is None else check_scales(ns, Scales(outer=outer), record, blocks)
+    if record.outer is not None and fixed is None:
+        fixed = Scales(outer=choose(ns, split, blocks, record, name, None).stored.outer)
+    return _Loop(search, np.ascontiguousarray(split), blocks).run(fixed)
+
+
+class _Loop:
+    """One matrix."""
+
+    def __init__(self, search: Search, split: Any, blocks: Blocks) -> None:
+        self.search, self.split, self.blocks = search, split, blocks
+        self.ns = namespace_of(split)
+        rows, count, size = split.shape
+        self.x = split.view(np.float32)
+        self.weights = np.ascontiguousarray(search.weights.reshape(count, size))
+        self.least = np.full((rows, count), np.inf)
+        self.index = np.zeros((rows, count), np.int32)
+
+    def run(self, fixed: Scales | None) -> Scales | None:
+        """The scales of the least error; None where a candidate's are beyond plain arithmetic."""
+        tried: list[Scales] = []
+        for scales in self.search._scales(self.ns, self.split, self.blocks, fixed):
+            rule = Nearest.of(self.ns, scales, self.blocks, self.search.scheme, self.search.dtype)
+            if rule.factor is None or rule.scale is None:
+                return None
+            self.compare(rule, len(tried))
+            tried.append(scales)
+        return self.taken(tried) if tried else None
+
+    def compare(self, rule: Nearest, number: int) -> None:
+        """Note where a candidate has the least error so far."""
+        fmt, is_float = rule.scheme.format, rule.scheme.format.kind == "float"
+        shape = self.least.shape
+        factor, scale = (self._plane(part, shape) for part in (rule.factor, rule.scale))
+        zero = np.zeros((0, 0), np.float32) if rule.zero is None else self._plane(rule.zero, shape)
+        table = value_table(fmt) if is_float else np.zeros(0, np.float32)
+        kernel = self.kernel(rule)
+
+        def part(first: int, last: int) -> None:
+            kernel(
+                self.x, self.weights, factor, scale, zero, table, np.int32(number), self.least, self.index, first, last
+            )  # fmt: skip
+
+        in_parts(part, shape[0], self.x.size)
+
+    def kernel(self, rule: Nearest) -> Any:
+        """The loop of a record."""
+        from fast.cpu.loops.search import Rule, compiled
+
+        scheme, fmt = rule.scheme, rule.scheme.format
+        low, high = fmt.integer_range if fmt.kind == "int" else (None, 0.0)
+        constants = Rule(
+            low, float(high), 2.0**-fmt.fraction_bits if fmt.kind == "int" else 1.0, rule.zero is not None,
+            scheme.apply == "divide", scheme.scale.stored == "encode", self.search.norm == 3,
+        )  # fmt: skip
+        return compiled(constants)
+
+    @staticmethod
+    def _plane(part: Any, shape: tuple[int, int]) -> Any:
+        return np.array(np.broadcast_to(part[..., 0], shape), np.float32, order="C")
+
+    def taken(self, tried: list[Scales]) -> Scales:
+        """The stored scales by the index of each block."""
+
+        def of(name: str) -> Any:
+            parts = [getattr(one, name) for one in tried]
+            if parts[0] is None:
+                return None
+            stack = np.stack(
+                [
+                    np.broadcast_to(self.blocks.accept(part, self.ns)[..., 0], self.index.shape)
+                    for part in parts
+                ]
+            )
+            chosen = np.take_along_axis(stack, self.index[None], 0)[0]
+            return self.blocks.expose(chosen[..., None], self.ns)
+
+        return Scales(of("scale"), tried[0].outer, None if self.search.scheme.zero is None else of("zero"))
+
+
+__all__ = ["searched"]
