@@ -27,6 +27,7 @@ from math import expm1, floor, log, log2
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from reference.arrays.namespace import Array, Namespace, int32_of
 
@@ -299,7 +300,7 @@ LOWEST = -149
 HIGHEST = 128
 
 
-def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
+def fused_multiply_add(a: Any, b: Any, c: Any) -> npt.NDArray[np.float32]:
     """a b + c of float32 NumPy arrays that broadcast, rounded once.
 
     The product is exact in float64. The sum is rounded to odd there, which leaves its rounding to 24 bits correct (Boldo and
