@@ -92,6 +92,17 @@ def add_upwards(a: Words, b: Words) -> Words:
     return patterns(np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near))
 
 
+def add_towards_zero(a: Words, b: Words) -> Words:
+    exact = fused_to_odd(floats(a), np.float32(1), floats(b))
+    near = exact.astype(np.float32)
+    return patterns(np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near))
+
+
+def reciprocal_root(a: Words) -> Words:
+    """1 / sqrt(a) as near as float32 comes. Hardware is off by up to 2 units in the last place: no result may depend on that."""
+    return patterns((1 / np.sqrt(floats(a).astype(np.float64))).astype(np.float32))
+
+
 def fma(a: Words, b: Words, c: Words) -> Words:
     return patterns(fused(floats(a), floats(b), floats(c)))
 
@@ -278,7 +289,8 @@ OPCODES: dict[str, Callable[..., Words]] = {
     "add.u32": np.add, "sub.u32": np.subtract, "mul.lo.u32": np.multiply, "lop3.b32": lop3, "prmt.b32": prmt,
     "dp4a.s32.s32": dot4,
     "abs.f32": lambda a: a & MAGNITUDE, "add.rn.f32": add, "add.rp.f32": add_upwards, "mul.rn.f32": multiply, "fma.rn.f32": fma,
-    "mul.rz.f32": multiply_towards_zero,
+    "mul.rz.f32": multiply_towards_zero, "add.rz.f32": add_towards_zero, "add.sat.f32": lambda a, b: saturated(add(a, b)),
+    "rsqrt.approx.ftz.f32": reciprocal_root,
     "mul.rn.sat.f32": lambda a, b: saturated(multiply(a, b)),
     "fma.rn.sat.f32": lambda a, b, c: saturated(fma(a, b, c)),
     "rcp.approx.ftz.f32": reciprocal,

@@ -162,6 +162,17 @@ def is_aligned(slot: Slot) -> bool:
     return not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors)
 
 
+def in_words(state: State) -> bool:
+    """Whether `fast.kernels.optim.nibbles` has its codes: those of the default states in 4 bits."""
+    scheme = state.scheme
+    if scheme is None or scheme.rounding != "stochastic" or scheme.apply != "reciprocal":
+        return False
+    element, rule, target = scheme.element, scheme.scale.rule, scheme.scale.target
+    if state.transform == "sqrt":
+        return (element, rule, target, state.least) == ("uint4", "ratio", 15.0, 1)
+    return (element, rule, target) == ("float4_e2m1fn", "ratio_pow2", 6.0) and not state.fraction
+
+
 @lru_cache(maxsize=64)
 def constants(state: State, hardware: bool) -> SchemeConstants | None:
     """A state as the kernel reads it."""
@@ -269,7 +280,8 @@ def launch_step(
         tables.tiles, tables.tensors, tables.numbers, table(kind.first, tables.device),
         table(kind.second, tables.device), *key_of(seed), kind.kind, TYPES[kind.p], TYPES[kind.g], first, second,
         kind.first.fraction, kind.second.transform == "sqrt", kind.second.least, kind.fast and hardware, draws,
-        kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, kind.size, blocks, REPEAT, STAGES,
+        kind.rounds, kind.master, kind.ragged, kind.aligned, hardware, hardware and kind.aligned and in_words(kind.first),
+        hardware and kind.aligned and in_words(kind.second), kind.size, blocks, REPEAT, STAGES,
         **options,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from fast.kernels.bits import LARGEST, MAGNITUDE, NAN, bits_of, float_of, is_nan, rounded, widened
 from fast.kernels.hadamard import philox_words
+from fast.kernels.optim.nibbles import e2m1_values, e2m1_words, halves_in_middle, uint4_values, uint4_words
 from fast.kernels.rowwise_colwise.tiles import scales_of
 from fast.kernels.rules.elements import clamp_integer, decode, encode, pairs, to_integer
 from fast.kernels.rules.statistics import larger
@@ -324,7 +325,9 @@ def moment_addresses(row, COLUMN: tl.constexpr, ALIGNED: tl.constexpr, STATE: tl
 
 
 @triton.jit
-def load_moment(pointers, table, places, bases, ALIGNED: tl.constexpr, STATE: tl.constexpr):
+def load_moment(
+    pointers, table, places, bases, ALIGNED: tl.constexpr, STATE: tl.constexpr, WORDS: tl.constexpr
+):
     """(pointer, pointer of scales, (values, scales or None)) of a moment's elements at some places."""
     at, at_half, inside, inside_half, blocks, exists = places
     base, base_half, base_block = bases
@@ -334,20 +337,47 @@ def load_moment(pointers, table, places, bases, ALIGNED: tl.constexpr, STATE: tl
     else:
         pointer = moved(pointers[0], base if STATE.bits == 8 else base_half, ALIGNED)
         scales = pointers[1] + base_block
-        codes = load_codes(pointer, at, at_half, inside, inside_half, STATE.bits)
         scale = tl.load(scales + blocks, mask=exists, other=0.0)
-        return pointer, scales, (values_of(codes, table, STATE), scale)
+        if WORDS:
+            words = tl.load(word_pointers(pointer, at), mask=exists, other=0)
+            if STATE.kind == "float":
+                return pointer, scales, (e2m1_values(words), scale)
+            else:
+                return pointer, scales, (uint4_values(words), scale)
+        else:
+            codes = load_codes(pointer, at, at_half, inside, inside_half, STATE.bits)
+            return pointer, scales, (values_of(codes, table, STATE), scale)
+
+
+@triton.jit
+def word_pointers(pointer, at):
+    """Of the int32 words (P, S / 8) of 4-bit codes at places (P, S)."""
+    P: tl.constexpr = at.shape[0]
+    COUNT: tl.constexpr = at.shape[1] // 8
+    within = tl.arange(0, P)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
+    # One word a thread, as its elements lie.
+    within = tl.max_contiguous(tl.multiple_of(within, [1, 1]), [1, 1])
+    return pointer.to(tl.pointer_type(tl.int32)) + within
 
 
 @triton.jit
 def store_moment(
     pointer, scales, v, words, table, places, RAGGED: tl.constexpr, STATE: tl.constexpr, POSITIVE: tl.constexpr,
-    LEAST: tl.constexpr, FRACTION: tl.constexpr,
+    LEAST: tl.constexpr, FRACTION: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The inverse of `load_moment`, rounded as `moment_codes` says."""
     at, at_half, inside, inside_half, blocks, exists = places
     if STATE is None:
         tl.store(pointer + at, v, mask=inside)
+    elif WORDS:
+        if POSITIVE:
+            stored, scale, factor = scales_of(tl.max(bits_of(v), axis=1, keep_dims=True), STATE)
+            codes = uint4_words(v * factor, halves_in_middle(words))
+        else:
+            stored, scale, factor = scales_of(largest_of_blocks(v, STATE.has_ptx), STATE)
+            codes = e2m1_words(v * factor, halves_in_middle(words), is_nan(scale))
+        tl.store(word_pointers(pointer, at), codes, mask=exists)
+        tl.store(scales + blocks, stored, mask=exists)
     else:
         bits = None
         if STATE.rounding == "stochastic" or FRACTION != 0:
@@ -365,13 +395,14 @@ def step_kernel(
     KIND: tl.constexpr, P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     FRACTION: tl.constexpr, ROOT: tl.constexpr, LEAST: tl.constexpr, FAST: tl.constexpr, DRAWS: tl.constexpr,
     ROUNDS: tl.constexpr, MASTER: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, HAS_PTX: tl.constexpr,
-    SIZE: tl.constexpr, P: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr,
+    FIRST_WORDS: tl.constexpr, SECOND_WORDS: tl.constexpr, SIZE: tl.constexpr, P: tl.constexpr, REPEAT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """See the module. FIRST, SECOND: `SchemeConstants`, or None for float32. FRACTION: bits to which the first is rounded
     before. ROOT: the second is stored as its root; LEAST: its smallest code. FAST: no exponent is rare. DRAWS: random bits are
     used. ROUNDS: bfloat16 parameters are rounded stochastically. RAGGED: rows are no multiples of blocks; ALIGNED: all
-    addresses are multiples of 16 bytes. STAGES: 2 and more read that many turns of the loop ahead, less one. The seed comes as
-    signed halves."""
+    addresses are multiples of 16 bytes. FIRST_WORDS, SECOND_WORDS: codes are read and written as words (`nibbles`). STAGES: 2
+    and more read that many turns of the loop ahead, less one. The seed comes as signed halves."""
     tile = tl.program_id(0)
     tensor, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     row = tensors + tensor * WIDTH
@@ -435,10 +466,12 @@ def step_kernel(
         else:
             p = widened(stored_p)
         places, bases = (at, at_half, inside, inside_half, blocks, exists), (base, base_half, wide)
-        first_at, first_scale, m = load_moment(first_from, first_table, places, bases, ALIGNED, FIRST)
+        first_at, first_scale, m = load_moment(
+            first_from, first_table, places, bases, ALIGNED, FIRST, FIRST_WORDS
+        )
         if KIND != "lion":
             second_at, second_scale, v = load_moment(
-                second_from, second_table, places, bases, ALIGNED, SECOND
+                second_from, second_table, places, bases, ALIGNED, SECOND, SECOND_WORDS
             )
 
         if KIND == "adam":
@@ -469,12 +502,26 @@ def step_kernel(
             words = random_words(index, parameter, step, seed_low.to(tl.uint32), seed_high.to(tl.uint32))
         else:
             words = None
-        store_moment(first_at, first_scale, m, words, first_table, places, RAGGED, FIRST, False, 0, FRACTION)
+        store_moment(
+            first_at,
+            first_scale,
+            m,
+            words,
+            first_table,
+            places,
+            RAGGED,
+            FIRST,
+            False,
+            0,
+            FRACTION,
+            FIRST_WORDS,
+        )
         if KIND != "lion":
             new = root if ROOT else v
             store_moment(
-                second_at, second_scale, new, words, second_table, places, RAGGED, SECOND, True, LEAST, 0
-            )
+                second_at, second_scale, new, words, second_table, places, RAGGED, SECOND, True, LEAST, 0,
+                SECOND_WORDS,
+            )  # fmt: skip
         if MASTER != 0:
             stored_p, error = split_master(p, MASTER)
             tl.store(error_at + at, error.to(error_at.dtype.element_ty), mask=inside)

@@ -21,6 +21,11 @@ def test_bits_in_the_interpreter():
     assert len(lines_of("optim", "few")) == 4
 
 
+def test_bits_of_what_a_gpu_runs():
+    """Its instructions emulated: nibbles in words, conversions, roots."""
+    assert len(lines_of("optim", "hardware")) == 5
+
+
 @pytest.mark.nightly
 def test_bits_of_every_case_in_the_interpreter():
     assert len(lines_of("optim")) == 13
@@ -43,8 +48,8 @@ def step_of(states, master=0, rounds=False, block=None):
     return run
 
 
-#: Instructions an element, the fixed part of a tile among them; at the memory's speed there are about 90 slots.
-LIMITS = {("8bit", 0, True): 68, ("8bit", 8, False): 72}
+#: Instructions an element, the fixed part of a program among them; at the memory's speed there are about 80 slots.
+LIMITS = {("8bit", 0, True): 64, ("8bit", 8, False): 68, ("4bit", 0, False): 72}
 
 
 def test_the_kernel_moves_whole_words_and_spills_nothing():
