@@ -99,7 +99,7 @@ def add_towards_zero(a: Words, b: Words) -> Words:
 
 
 def reciprocal_root(a: Words) -> Words:
-    """1 / sqrt(a) as near as float32 comes. Hardware is off by up to 2 units in the last place: no result may depend on that."""
+    """1 / sqrt(a) as near as float32 comes. Hardware is off by up to 2 units in the last place: no result depends on it."""
     return patterns((1 / np.sqrt(floats(a).astype(np.float64))).astype(np.float32))
 
 

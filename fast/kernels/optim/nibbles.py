@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fast.kernels.bits import bits_of
 
-#: A float16 with an e2m1 number's exponent as its lowest exponent bits, and its fraction as the highest bit, is 2**-14 times it.
+#: A float16 with an e2m1 number's exponent as its lowest exponent bits, and its fraction as highest bit, is 2**-14 times it.
 SCALE = tl.constexpr(2.0**14)
 
 
