@@ -91,6 +91,7 @@ from ao_lab.kv_cache.cache import KVCacheSettings as KVCacheSettings
 from ao_lab.kv_cache.cache import use_kv_cache_ as use_kv_cache_
 from ao_lab.kv_cache.recipe import KVRecipe as KVRecipe
 from ao_lab.probe.api import probe_ as probe_
+from ao_lab.probe.online import Probe as Probe
 from ao_lab.probe.report import ProbeReport as ProbeReport
 from ao_lab.qat.config import FakeQuantizeConfig as FakeQuantizeConfig
 from ao_lab.qat.config import Float8FakeQuantizeConfig as Float8FakeQuantizeConfig

@@ -14,7 +14,7 @@ from ao_lab.probe.candidates import candidates_of
 from ao_lab.probe.measure import measured_site
 from ao_lab.probe.report import BUDGET, ModelErrors, ProbeReport, SiteLine, judged
 from ao_lab.probe.reservoir import Reservoir
-from ao_lab.probe.sites import Site, refuse_unseen, sites_of
+from ao_lab.probe.sites import Site, matrix, refuse_unseen, sites_of
 from ao_lab.transforms.data import calibrating, calls_of
 from ao_lab.transforms.layers import shorten
 from ao_lab.transforms.plan import Filter, Progress
@@ -65,7 +65,10 @@ def probe_(
     total = len(calls) + len(held) * len(recipes)
 
     def see(site: Site, x: torch.Tensor) -> None:
-        samples[site.name].add(x.reshape(-1, x.shape[-1]), site.name)
+        sample = samples[site.name]
+        chosen = sample.choose(matrix(x))
+        chosen.check(site.name)
+        sample.add(chosen)
         most[site.name] = max(most.get(site.name, 0), x.numel() // x.shape[-1])
 
     with calibrating(model), frozen(model):

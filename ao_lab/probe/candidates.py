@@ -120,12 +120,13 @@ def output_error(recipe: Recipe, x: torch.Tensor, w: torch.Tensor, seed: int = 0
 
 
 def gradient_errors(
-    recipe: Recipe, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, seed: int = 0
+    recipe: Recipe, x: torch.Tensor, w: torch.Tensor | None, g: torch.Tensor, seed: int = 0
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each gradient that is quantized: its error and the exact one, float64. x (M, K), w (N, K), g (M, N)."""
+    """Of each gradient that is quantized: its error and the exact one, float64. x (M, K), w (N, K), g (M, N); w None leaves
+    out the input's."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for which in products_of(recipe):
-        if which == "input_grad":
+        if which == "input_grad" and w is not None:
             a = quantize_one(g, recipe.input_grad.a, seed, STREAMS["g"])
             b = weight_columns(w, recipe.output.b, recipe.input_grad.b, seed=seed)
             exact = g.to(DOUBLE) @ w.to(DOUBLE)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
 
 from reference.probe.sampling import sampling_keys, smallest
+
+
+@dataclass
+class Chosen:
+    """Tokens of one call that can stay: x (tokens, K), g (tokens, N) or None, keys, and of how many they were chosen."""
+
+    x: torch.Tensor
+    g: torch.Tensor | None
+    keys: np.ndarray[Any, Any]
+    count: int
+
+    def check(self, name: str) -> None:
+        """ValueError for NaN and infinity."""
+        for what, value in (("inputs", self.x), ("gradients at the outputs", self.g)):
+            if value is not None and not bool(value.isfinite().all()):
+                raise ValueError(f"{name}: {what} are NaN or infinite in a batch; leave that batch out")
 
 
 class Reservoir:
@@ -18,47 +36,35 @@ class Reservoir:
 
     def __init__(self, size: int, *, seed: int = 0, stream: int = 0, half_life: float = inf) -> None:
         self.size, self.seed, self.stream, self.half_life = size, seed, stream, half_life
-        self.keys = np.zeros(0)
+        self.keys: np.ndarray[Any, Any] = np.zeros(0)
         self.x = torch.zeros(0, 0)
         self.g: torch.Tensor | None = None
-        #: Tokens that were seen, and calls of `keys_of`, each of which draws anew.
+        #: Tokens that were seen, and calls, each of which draws anew.
         self.count = 0
         self.draws = 0
 
-    def keys_of(self, tokens: int) -> np.ndarray:
-        """The keys of a call's tokens."""
-        self.draws += 1
-        return sampling_keys(
-            tokens, seed=self.seed, stream=self.stream, step=self.draws - 1, half_life=self.half_life
+    def choose(self, x: torch.Tensor, g: torch.Tensor | None = None, age: float = 0.0) -> Chosen:
+        """Those of one call's tokens (tokens, K) that can stay."""
+        keys = sampling_keys(
+            len(x), seed=self.seed, stream=self.stream, draw=self.draws, age=age, half_life=self.half_life
         )
+        self.draws += 1
+        at = smallest(keys, self.size)
+        index = torch.from_numpy(at).to(x.device)
+        return Chosen(x[index], None if g is None else g[index], keys[at], len(x))
 
-    def places(self, keys: np.ndarray) -> np.ndarray:
-        """Which tokens of a call can stay."""
-        return smallest(keys, self.size)
-
-    def add(self, x: torch.Tensor, name: str = "", g: torch.Tensor | None = None) -> None:
-        """Take in the tokens of one call, all or none; ValueError for NaN and infinity among those that would stay."""
-        if not len(x):
+    def add(self, chosen: Chosen) -> None:
+        """Take in tokens that were checked. Those without gradients beside others that have some are left."""
+        if not chosen.count or (chosen.g is None and self.g is not None):
             return
-        keys = self.keys_of(len(x))
-        at = self.places(keys)
-        index = torch.from_numpy(at).to(x.device)
-        self.join(x[index], keys[at], None if g is None else g[index], len(x), name)
-
-    def join(
-        self, x: torch.Tensor, keys: np.ndarray, g: torch.Tensor | None, count: int, name: str = ""
-    ) -> None:
-        """Take in tokens that were chosen of `count`."""
-        for what, value in (("inputs", x), ("gradients at the outputs", g)):
-            if value is not None and not bool(value.isfinite().all()):
-                raise ValueError(f"{name}: {what} are NaN or infinite in a batch; leave that batch out")
-        if g is None and self.g is not None:
-            return  # a forward without a backward beside those with one
-        fresh = not len(self.keys) or (self.g is None) != (g is None)
-        both = keys if fresh else np.concatenate([self.keys, keys])
+        fresh = not len(self.keys) or (self.g is None) != (chosen.g is None)
+        both = chosen.keys if fresh else np.concatenate([self.keys, chosen.keys])
         at = smallest(both, self.size)
-        index = torch.from_numpy(at).to(x.device)
-        self.x = (x if fresh else torch.cat([self.x.to(x.device), x]))[index].clone()
-        if g is not None:
-            self.g = (g if fresh or self.g is None else torch.cat([self.g.to(g.device), g]))[index].clone()
-        self.keys, self.count = both[at], self.count + count
+        index = torch.from_numpy(at).to(chosen.x.device)
+        self.x = _joined(None if fresh else self.x, chosen.x)[index]
+        self.g = None if chosen.g is None else _joined(None if fresh else self.g, chosen.g)[index]
+        self.keys, self.count = both[at], self.count + chosen.count
+
+
+def _joined(before: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if before is None else torch.cat([before.to(x.device, x.dtype), x])

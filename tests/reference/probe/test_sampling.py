@@ -15,7 +15,7 @@ def test_every_token_stays_equally_often():
 
 
 def test_the_sample_of_a_union_is_that_of_the_samples():
-    parts = [sampling_keys(50, stream=rank, step=step) for rank in range(2) for step in range(3)]
+    parts = [sampling_keys(50, stream=rank, draw=step) for rank in range(2) for step in range(3)]
     whole = np.sort(np.concatenate(parts))[:20]
     halves = [np.concatenate(parts[:3]), np.concatenate(parts[3:])]
     kept = np.concatenate([half[smallest(half, 20)] for half in halves])
@@ -25,9 +25,9 @@ def test_the_sample_of_a_union_is_that_of_the_samples():
 
 def test_a_half_life():
     """Of as many tokens ten half-lives apart hardly an old one stays; of one half-life a third."""
-    old = sampling_keys(4000, step=0, half_life=10)
+    old = sampling_keys(4000, half_life=10)
     for step, share in ((10, 1 / 3), (100, 0.001)):
-        keys = np.concatenate([old, sampling_keys(4000, step=step, half_life=10)])
+        keys = np.concatenate([old, sampling_keys(4000, draw=1, age=step, half_life=10)])
         stay = smallest(keys, 600)
         assert (stay < 4000).mean() == pytest.approx(share, abs=0.08)
 
