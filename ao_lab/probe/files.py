@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +19,6 @@ from ao_lab.probe.reservoir import Chosen, Reservoir
 from ao_lab.probe.sites import Site
 from reference.arrays.namespace import choice
 from reference.probe import inputs as models
-
-if TYPE_CHECKING:
-    from ao_lab.probe.online import Probe
 
 FORMAT = "1"
 INPUTS = ("tokens", "gaussian", "elliptical", "copula", "low_rank")
@@ -42,13 +40,24 @@ def fitted(x: Any, inputs: str) -> models.InputModel:
     return (models.elliptical if inputs == "elliptical" else models.copula)(x)
 
 
-def write_state(path: Path, probe: Probe, inputs: str) -> None:
+@dataclass
+class State:
+    """What a probe goes on from. noise: as `Probe.noise` has it; batch: tokens of a batch at each site."""
+
+    steps: int
+    skipped: int
+    samples: dict[str, Reservoir]
+    noise: dict[tuple[str, str], list[tuple[float, float]]]
+    batch: dict[str, int]
+
+
+def write_state(path: Path, sites: Sequence[Site], state: State, inputs: str) -> None:
     """See `Probe.save`."""
     choice(inputs, INPUTS, "inputs")
     tensors: dict[str, torch.Tensor] = {}
     told: dict[str, Any] = {}
-    for i, site in enumerate(probe.sites):
-        sample = probe.samples[site.name]
+    for i, site in enumerate(sites):
+        sample = state.samples[site.name]
         told[site.name] = {
             "shape": site.shape,
             "count": sample.count,
@@ -68,16 +77,16 @@ def write_state(path: Path, probe: Probe, inputs: str) -> None:
         for part in PARTS:
             if (value := getattr(model, part)) is not None:
                 tensors[f"{i}.{part}"] = torch.from_numpy(np.ascontiguousarray(value, np.float32))
-    noise = [[*key, values] for key, values in probe.noise.items()]
+    noise = [[*key, values] for key, values in state.noise.items()]
     facts = {
         "inputs": inputs,
-        "steps": probe.steps,
-        "skipped": probe.skipped,
+        "steps": state.steps,
+        "skipped": state.skipped,
         "sites": told,
         "noise": noise,
-        "batch": probe.batch,
+        "batch": state.batch,
     }
-    metadata = {"ao_lab_probe": FORMAT, "model": digest(probe.sites), "facts": json.dumps(facts)}
+    metadata = {"ao_lab_probe": FORMAT, "model": digest(sites), "facts": json.dumps(facts)}
     partial = path.with_name(path.name + ".partial")
     try:
         save_file(tensors, partial, metadata)
@@ -86,8 +95,8 @@ def write_state(path: Path, probe: Probe, inputs: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_state(path: Path, probe: Probe) -> None:
-    """See `Probe.load`."""
+def read_state(path: Path, sites: Sequence[Site], before: Mapping[str, Reservoir]) -> State:
+    """See `Probe.load`. before: reservoirs whose sizes and seeds the read ones have."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -97,16 +106,16 @@ def read_state(path: Path, probe: Probe) -> None:
     if metadata.get("ao_lab_probe") != FORMAT:
         raise ValueError(f"{path} is no file that Probe.save of this version wrote; probe the model again")
     facts = json.loads(metadata["facts"])
-    if metadata["model"] != digest(probe.sites):
+    if metadata["model"] != digest(sites):
         raise ValueError(
-            f"{path} is of another model: {_difference(facts['sites'], probe.sites)}; nothing was loaded"
+            f"{path} is of another model: {_difference(facts['sites'], sites)}; nothing was loaded"
         )
-    samples = {}
-    for i, site in enumerate(probe.sites):
-        samples[site.name] = _sample(probe.samples[site.name], i, tensors, facts["sites"][site.name])
-    probe.samples, probe.steps, probe.skipped = samples, facts["steps"], facts["skipped"]
-    probe.noise = {(one, site): [(a, b) for a, b in values] for one, site, values in facts["noise"]}
-    probe.batch = dict(facts["batch"])
+    samples = {
+        site.name: _sample(before[site.name], i, tensors, facts["sites"][site.name])
+        for i, site in enumerate(sites)
+    }
+    noise = {(one, site): [(a, b) for a, b in values] for one, site, values in facts["noise"]}
+    return State(facts["steps"], facts["skipped"], samples, noise, dict(facts["batch"]))
 
 
 def _sample(before: Reservoir, i: int, tensors: dict[str, torch.Tensor], told: dict[str, Any]) -> Reservoir:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ao_lab.probe.candidates import candidates_of, gradient_errors, products_of, reason_against
-from ao_lab.probe.files import read_state, write_state
+from ao_lab.probe.files import State, read_state, write_state
 from ao_lab.probe.measure import measured_site
 from ao_lab.probe.report import ProbeReport, SiteLine, judged
 from ao_lab.probe.reservoir import Chosen, Reservoir
@@ -234,14 +234,17 @@ class Probe:
         """Write what was kept to a safetensors file: "tokens" as they are, or in their place a model of them, "gaussian",
         "elliptical", "copula" or "low_rank" (`reference.probe.inputs`), where inputs may not be stored; gradients are left
         out then."""
-        write_state(Path(path), self, inputs)
+        state = State(self.steps, self.skipped, self.samples, self.noise, self.batch)
+        write_state(Path(path), self.sites, state, inputs)
 
     def load(self, path: str | Path) -> None:
         """Go on from a file of `save`: steps, samples, noise. Tokens are drawn from a model where the file holds one.
 
         ValueError for a file of another model, or none of a probe; nothing has changed then.
         """
-        read_state(Path(path), self)
+        state = read_state(Path(path), self.sites, self.samples)
+        self.steps, self.skipped, self.samples = state.steps, state.skipped, state.samples
+        self.noise, self.batch = state.noise, state.batch
 
 
 __all__ = ["Probe"]
