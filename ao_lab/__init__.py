@@ -14,7 +14,7 @@ Each folder is one capability, and imports those below it alone (a contract in p
     cli            commands; install, testing, eval, compile, jax and interop stand at the side
     probe          `probe_`, `Probe`: what low precision costs each layer, on data and in training
     choose         `choose_`: which configuration each layer gets under a budget of bytes or time
-    clients        files of other programs: GGUF
+    clients        files of other programs: GGUF, ONNX
     checkpoint     saved models: io < export < records < experts < formats < api < transformers < streaming
     qat            quantization-aware training, adapters
     sparsity       `sparsify_`: N:M pruning of linear layers, by scores that calibration feeds

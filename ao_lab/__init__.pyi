@@ -42,6 +42,8 @@ from ao_lab.choose.result import Choice as Choice
 from ao_lab.clients.gguf.read import load_gguf as load_gguf
 from ao_lab.clients.gguf.write import GgufFile as GgufFile
 from ao_lab.clients.gguf.write import save_gguf as save_gguf
+from ao_lab.clients.onnx.export import OnnxFile as OnnxFile
+from ao_lab.clients.onnx.export import export_onnx as export_onnx
 from ao_lab.compile.ahead_of_time import register_operators as register_operators
 from ao_lab.compile.fused_linears import compile_options as compile_options
 from ao_lab.compile.generation import GenerationSettings as GenerationSettings

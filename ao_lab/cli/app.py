@@ -70,6 +70,7 @@ class FileFormat(StrEnum):
     """Files of other programs."""
 
     GGUF = "gguf"
+    ONNX = "onnx"
 
 
 class Layout(StrEnum):
@@ -251,7 +252,7 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a quantized model for another program: GGUF for llama.cpp."""
+    """Write a quantized model for another program: GGUF for llama.cpp, ONNX for onnxruntime and OpenVINO."""
     from ao_lab.cli.terminal import work
 
     with work("export", f"{out_file} was not written", as_json):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from ao_lab.checkpoint.api import load_pretrained
 from ao_lab.cli.terminal import WrongInput, check_writable, print_json, print_table, without_model
-from ao_lab.clients.gguf.write import save_gguf
+from ao_lab.clients.gguf.write import GgufFile, save_gguf
+from ao_lab.clients.onnx.export import OnnxFile, export_onnx
 from ao_lab.install.extras import needed
 
-FORMATS = ("gguf",)
+FORMATS = ("gguf", "onnx")
 
 
 def run_export(source: Path, target: Path, form: str | None, as_json: bool) -> None:
@@ -23,15 +27,44 @@ def run_export(source: Path, target: Path, form: str | None, as_json: bool) -> N
     if not (source / "config.json").is_file():
         raise WrongInput(without_model(source, "ao-lab quantize"))
     check_writable(target.parent, "OUT_FILE")
+    write = save_as_gguf if form == "gguf" else save_as_onnx
     try:
-        written = save_gguf(load_pretrained(source), target, tokenizer_of(source))
+        written = write(source, target)
     except ValueError as error:
         raise WrongInput(str(error)) from error
+    kind, counts = ("types", "tensors") if form == "gguf" else ("operators", "nodes")
+    found: dict[str, int] = getattr(written, kind)
     if as_json:
-        print_json({"file": str(written.path), "bytes": written.bytes, "types": written.types})
+        print_json({"file": str(written.path), "bytes": written.bytes, kind: found})
         return
-    cells = [[kind, str(count)] for kind, count in written.types.items()]
-    print_table(f"{written.path.name}, {written.bytes:,} bytes", ["type", "tensors"], cells)
+    cells = [[name, str(count)] for name, count in found.items()]
+    print_table(f"{written.path.name}, {written.bytes:,} bytes", [kind.removesuffix("s"), counts], cells)
+
+
+def save_as_gguf(source: Path, target: Path) -> GgufFile:
+    """The folder's model and tokenizer."""
+    return save_gguf(load_pretrained(source), target, tokenizer_of(source))
+
+
+class Logits(nn.Module):
+    """A causal language model without its cache: token numbers (batch, tokens) to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens) int64 to (batch, tokens, vocabulary) float32."""
+        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+
+def save_as_onnx(source: Path, target: Path) -> OnnxFile:
+    """The folder's language model in float32, for any number of texts and tokens."""
+    model = Logits(load_pretrained(source, dtype=torch.float32).eval())
+    ids, any_size = torch.zeros((2, 3), dtype=torch.int64), torch.export.Dim.DYNAMIC
+    shapes = {"input_ids": {0: any_size, 1: any_size}}
+    return export_onnx(model, (ids,), target, dynamic_shapes=shapes, output_names=["logits"])
 
 
 def tokenizer_of(source: Path) -> Any:

@@ -25,7 +25,7 @@ EXTRAS = {
     "models": ("transformers", "gguf", "accelerate"),
     "titan": ("torchtitan",),
     # Last: the others name transformers and gguf.
-    "clients": ("transformers", "gguf"),
+    "clients": ("transformers", "gguf", "onnx", "onnxscript", "onnxruntime"),
 }
 
 

@@ -42,10 +42,31 @@ def test_a_file_with_the_folder_s_weights(folder, tmp_path, capsys):
     assert gguf.GGUFReader(target).fields["tokenizer.ggml.model"].contents() == "gpt2"
 
 
+@pytest.mark.nightly
+def test_a_language_model_in_onnx(folder, tmp_path, capsys):
+    """Any number of texts and tokens, logits within float32's rounding of what the loaded model gives."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    import onnxruntime
+
+    target = tmp_path / "model.onnx"
+    assert main(["export", str(folder), str(target), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["operators"] == {"MatMulNBits": 8}
+    session = onnxruntime.InferenceSession(target)
+    model = ao_lab.load_pretrained(folder, dtype=torch.float32).eval()
+    for shape in ((1, 1), (3, 17)):
+        ids = torch.randint(0, 300, shape, generator=torch.Generator().manual_seed(0))
+        (logits,) = session.run(None, {"input_ids": ids.numpy()})
+        with torch.no_grad():
+            wanted = model(ids).logits
+        # One block of layers, sums of at most 256 terms.
+        assert (torch.from_numpy(logits) - wanted).abs().max() < 2**-14 * wanted.abs().max()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.bin", "does not end in .gguf; give --format gguf"),
+        ("model.bin", "does not end in .gguf, .onnx; give --format gguf"),
         ("there.gguf", "there.gguf is there already"),
     ],
 )

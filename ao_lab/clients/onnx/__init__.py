@@ -1,0 +1,1 @@
+"""ONNX: quantized linear layers as operators, and the export of whole models."""

@@ -1,0 +1,122 @@
+"""`export_onnx`: a model with quantized linear layers as an ONNX file.
+
+torch's own exporter writes the model; while it runs, each quantized linear layer is a module that stands for operators of ONNX
+(`ao_lab.clients.onnx.layers`). The model is as it was afterwards, after an error too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ao_lab.checkpoint.io.files import refuse_folders, staged
+from ao_lab.clients.onnx.layers import onnx_layer
+from ao_lab.install.extras import needed
+from ao_lab.tensor.quantized_tensor import QuantizedTensor
+from ao_lab.transforms.layers import check_model
+
+#: DequantizeLinear has blocks since 21.
+OPSET = 21
+
+
+class OnnxFile(NamedTuple):
+    """What `export_onnx` wrote: the file, its bytes with those of its data file, and how many nodes of quantization it has."""
+
+    path: Path
+    bytes: int
+    operators: dict[str, int]
+
+
+def export_onnx(
+    model: nn.Module,
+    args: Sequence[Any],
+    path: str | Path,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> OnnxFile:
+    """Write a model as an ONNX file (opset 21) for onnxruntime, and OpenVINO where it has the operators.
+
+    model: float32, in evaluation mode, its linear layers' weights (N, K) quantized or dense. args, kwargs: inputs of one call,
+    of any shape and dtype; dynamic_shapes, input_names, output_names: as `torch.onnx.export` takes them. Weights over 2 GB lie
+    in a file beside it.
+
+    Integers become MatMulNBits with the same codes, scales and zero points, float8 DequantizeLinear, int8 by int8
+    MatMulInteger or QDQ. Outputs are those of the model up to the order of float32 sums. TypeError for what is no module;
+    ValueError for another scheme, with the layer and what would work, for quantized weights elsewhere, and for other dtypes.
+    """
+    check_model(model)
+    onnx, _ = needed("onnx"), needed("onnxscript")
+    path = Path(path)
+    refuse_folders([path])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = {"input_names": input_names, "output_names": output_names}
+    options: dict[str, Any] = {key: value for key, value in names.items() if value is not None}
+    with _as_operators(model), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program: Any = torch.onnx.export(
+            model, tuple(args), kwargs=dict(kwargs or {}), dynamo=True, opset_version=OPSET, verbose=False,
+            dynamic_shapes=dynamic_shapes, **options,
+        )  # fmt: skip
+    with staged(path.parent) as place:
+        program.save(str(place / path.name))
+        written = onnx.load(str(place / path.name), load_external_data=False)
+        sizes = sum(file.stat().st_size for file in place.iterdir())
+    kinds = [node.op_type for node in written.graph.node if node.op_type in KINDS]
+    return OnnxFile(path, sizes, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
+
+
+#: Operators of quantized layers.
+KINDS = ("MatMulNBits", "DequantizeLinear", "QuantizeLinear", "MatMulInteger")
+
+
+@contextmanager
+def _as_operators(model: nn.Module) -> Iterator[None]:
+    """The model with modules for ONNX in the places of its quantized linear layers."""
+    places = [
+        (owner, leaf, module)
+        for owner in model.modules()
+        for leaf, module in owner.named_children()
+        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+    ]
+    paths = {module: name for name, module in model.named_modules()}
+    _check(model, {paths[module] for _, _, module in places})
+    made: dict[nn.Module, nn.Module] = {}
+    for _, _, module in places:
+        try:
+            if not isinstance(module, nn.Linear):
+                raise ValueError(
+                    f"quantized weights of {type(module).__name__} are not exported; leave them dense"
+                )
+            weight: Any = module.weight
+            made[module] = onnx_layer(weight.detach(), module.bias)
+        except ValueError as error:
+            raise ValueError(f"{paths[module]}: {error}") from error
+    try:
+        for owner, leaf, module in places:
+            setattr(owner, leaf, made[module])
+        yield
+    finally:
+        for owner, leaf, module in places:
+            setattr(owner, leaf, module)
+
+
+def _check(model: nn.Module, layers: set[str]) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor) and name.removesuffix(".weight") not in layers:
+            raise ValueError(
+                f"{name}: quantized weights are exported in nn.Linear alone; leave this one dense"
+            )
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ValueError(f"{name} is {parameter.dtype}; export a float32 model: model.float()")
+
+
+__all__ = ["OnnxFile", "export_onnx"]

@@ -1,0 +1,258 @@
+"""A quantized linear layer as operators of ONNX.
+
+* Integers by float inputs: `MatMulNBits` of com.microsoft, 4 or 8 bits, the codes and zero points as they are. Its block of 16
+  to 256 elements is the scheme's, or a part of it with the scale repeated: (code - zero point) * scale, float32 sums.
+* float8 and MXFP8 by float inputs: `DequantizeLinear` of FLOAT8E4M3FN or FLOAT8E5M2 in blocks, then `MatMul`.
+* int8 by int8 inputs, one scale a token: scale, integers and `MatMulInteger` by standard operators, in the order of the scheme:
+  integers are the layer's own; the float32 products with both scales follow as they do here.
+* int8 by int8 inputs with a static scale: `QuantizeLinear` and `DequantizeLinear` (QDQ), which runtimes fuse. QuantizeLinear
+  divides where `quantize` multiplies by a reciprocal: an input close to the middle of two integers may get the other.
+
+Source: onnx 1.23, docs/Operators.md; onnxruntime, docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import reference
+from ao_lab.config.recipe import numerics
+from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
+from reference import SCHEMES, Quantized
+from reference.quantize.quantize import unpacked
+
+#: Blocks of MatMulNBits that are tried, the largest first.
+BLOCKS = (256, 128, 64, 32, 16)
+DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+WAY_OUT = (
+    "export_onnx writes integers of 1 to 8 bits and float8 (MXFP8 too) as weights alone, and int8 by int8 inputs "
+    "(int8_rowwise, or static)"
+)
+
+
+class NBitsLinear(nn.Module):
+    """`MatMulNBits`: integers in blocks along K."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        (self.rows, self.length), fmt = q.shape, q.scheme.format
+        self.size = block_size(q)
+        self.bits = 4 if fmt.bits <= 4 else 8
+        middle = 1 << (self.bits - 1)
+        codes = signed_codes(q) + middle
+        grid = codes.reshape(self.rows, -1, self.size)
+        self.register_buffer("codes", nibbles(grid) if self.bits == 4 else grid.to(torch.uint8))
+        self.register_buffer("scale", scales_of(q, self.size))
+        zero = None
+        if q.zero is not None:
+            steps = by_block(q, q.zero.to(torch.int16), self.size) + middle
+            zero = nibbles(steps) if self.bits == 4 else steps.to(torch.uint8)
+        self.register_buffer("zero", zero)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) float32 to (..., N)."""
+        attributes: Any = {"K": self.length, "N": self.rows, "bits": self.bits, "block_size": self.size}
+        shape = (*x.shape[:-1], self.rows)
+        inputs = [x, self.codes, self.scale, *([] if self.zero is None else [self.zero])]
+        name = "com.microsoft::MatMulNBits"
+        y: torch.Tensor = torch.onnx.ops.symbolic(
+            name, inputs, attributes, dtype=x.dtype, shape=shape, version=1
+        )
+        return y if self.bias is None else y + self.bias
+
+
+class Float8Linear(nn.Module):
+    """`DequantizeLinear` of float8 codes, then a product."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.size = block_size(q, (q.shape[1], *BLOCKS))
+        self.register_buffer("codes", q.codes.view(DTYPES[q.scheme.element]))
+        self.register_buffer("scale", scales_of(q, self.size))
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) float32 to (..., N)."""
+        attributes: Any = {"axis": 1, "block_size": self.size}
+        w = torch.onnx.ops.symbolic(
+            "DequantizeLinear", (self.codes, self.scale), attributes, dtype=x.dtype, shape=self.codes.shape
+        )
+        return nn.functional.linear(x, w, self.bias)
+
+
+class DynamicInt8Linear(nn.Module):
+    """int8 by int8, a scale for each token: the integers of `quantize(x, "int8_rowwise")`, and exact integer sums."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, q: Quantized, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("codes", signed_codes(q).to(torch.int8).t().contiguous())
+        self.register_buffer("scale", one_scale_a_row(q).reshape(1, -1))
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) float32 to (..., N)."""
+        scale = (x.abs().amax(-1, keepdim=True) / 127.0).clamp(min=2.0**-126)
+        integers = torch.round(x * (1.0 / scale)).clamp(-128, 127).to(torch.int8)
+        shape = (*x.shape[:-1], self.codes.shape[1])
+        sums = torch.onnx.ops.symbolic(
+            "MatMulInteger", (integers, self.codes), dtype=torch.int32, shape=shape
+        )
+        y: torch.Tensor = sums.to(torch.float32) * scale * self.scale
+        return y if self.bias is None else y + self.bias
+
+
+class StaticInt8Linear(nn.Module):
+    """int8 by int8 with a scale that is known: QuantizeLinear, DequantizeLinear, MatMul."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    input_scale: torch.Tensor
+    input_zero: torch.Tensor
+
+    def __init__(
+        self, q: Quantized, bias: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor | None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("input_scale", scale.reshape(()).float())
+        self.register_buffer(
+            "input_zero", (torch.zeros(1) if zero is None else zero).reshape(()).to(torch.int8)
+        )
+        self.register_buffer("codes", signed_codes(q).to(torch.int8))
+        self.register_buffer("scale", one_scale_a_row(q).reshape(-1))
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) float32 to (..., N)."""
+        make = torch.onnx.ops.symbolic
+        parts = (self.input_scale, self.input_zero)
+        integers = make("QuantizeLinear", (x, *parts), dtype=torch.int8, shape=x.shape)
+        values = make("DequantizeLinear", (integers, *parts), dtype=x.dtype, shape=x.shape)
+        w = make(
+            "DequantizeLinear", (self.codes, self.scale), {"axis": 0}, dtype=x.dtype, shape=self.codes.shape
+        )
+        return nn.functional.linear(values, w, self.bias)
+
+
+def onnx_layer(weight: QuantizedTensor, bias: torch.Tensor | None) -> nn.Module:
+    """The module whose export computes what a linear layer with this weight (N, K) does.
+
+    ValueError, with the scheme and what would work, where ONNX has no operators for it.
+    """
+    recipe, weight = weight.recipe, weight.plain
+    if (
+        isinstance(weight, SparseQuantizedTensor)
+        or weight.meta.transposed
+        or weight.ndim != 2
+        or weight.block_axis != -1
+    ):
+        raise ValueError(
+            f"{weight!r}: only plain matrices (N, K) with blocks along K are exported; {WAY_OUT}"
+        )
+    if recipe.rotation:
+        raise ValueError(f"{recipe} rotates inputs; {WAY_OUT}")
+    q = unpacked(weight.quantized)
+    if recipe.activation is not None:
+        return _by_int8(weight, q, bias)
+    if q.scheme.element in DTYPES and q.outer is None:
+        return Float8Linear(q, bias)
+    check_integers(q)
+    return NBitsLinear(q, bias)
+
+
+def _by_int8(weight: QuantizedTensor, q: Quantized, bias: torch.Tensor | None) -> nn.Module:
+    """Layers with quantized inputs."""
+    check_integers(q)
+    inputs: Any = weight.recipe.activation
+    one_scale = q.scheme.scale.block == -1 or q.scheme.scale.block == "tensor"
+    if q.scheme.zero is not None or not one_scale or q.scheme.format.bits != 8:
+        raise ValueError(
+            f"{q.scheme.name} by {inputs.name}: weights are int8_rowwise or int8_tensorwise there; {WAY_OUT}"
+        )
+    if weight.input_scale is not None and inputs.format.kind == "int" and inputs.format.bits == 8:
+        return StaticInt8Linear(q, bias, weight.input_scale, weight.input_zero)
+    if numerics(inputs) != numerics(SCHEMES["int8_rowwise"]):
+        raise ValueError(f"inputs in {inputs.name} have no operators of ONNX here; {WAY_OUT}")
+    return DynamicInt8Linear(q, bias)
+
+
+def check_integers(q: Quantized) -> None:
+    """ValueError for weights that are not integers times a scale."""
+    scheme, fmt = q.scheme, q.scheme.format
+    by_code = scheme.zero is None or scheme.zero.rule == "code"
+    if (
+        fmt.kind != "int"
+        or fmt.fraction_bits
+        or not by_code
+        or q.outer is not None
+        or scheme.scale.stored != "decode"
+    ):
+        raise ValueError(f"{scheme.name} has no operator of ONNX that onnxruntime computes; {WAY_OUT}")
+
+
+def signed_codes(q: Quantized) -> torch.Tensor:
+    """Integers (N, K) as int16, with their signs; those that count from 0 as they are."""
+    low = int(q.scheme.format.integer_range[0])
+    codes = q.codes.to(torch.int16)
+    high = 1 << q.scheme.format.bits
+    return torch.where(codes >= high // 2, codes - high, codes) if low < 0 else codes
+
+
+def block_size(q: Quantized, sizes: tuple[int, ...] = BLOCKS) -> int:
+    """The largest of the sizes that divides the scheme's block and the row; ValueError where none does."""
+    block = q.scheme.scale.block
+    wide = block[1] if isinstance(block, tuple) else block
+    whole = q.shape[1] if wide in (-1, "tensor") else wide
+    for size in sizes:
+        if isinstance(whole, int) and whole % size == 0 and q.shape[1] % size == 0:
+            return size
+    raise ValueError(
+        f"{q.scheme.name} of shape {q.shape}: blocks of ONNX are {', '.join(map(str, reversed(sizes)))} elements of a row"
+    )
+
+
+def scales_of(q: Quantized, size: int) -> torch.Tensor:
+    """float32 scales, one for each `size` elements of a row: (N, K / size)."""
+    storage = q.scheme.scale.storage
+    return by_block(q, q.scale if storage == "float32" else reference.decode(q.scale, storage), size).float()
+
+
+def one_scale_a_row(q: Quantized) -> torch.Tensor:
+    """(N, 1)."""
+    return scales_of(q, q.shape[1])
+
+
+def by_block(q: Quantized, values: torch.Tensor, size: int) -> torch.Tensor:
+    """Scales or zero points, repeated for each `size` elements of a row."""
+    (rows, length), block = q.shape, q.scheme.scale.block
+    tall, wide = block if isinstance(block, tuple) else (1, block)
+    if wide in (-1, "tensor"):
+        return values.reshape(-1, 1).expand(rows, length // size).contiguous()
+    grid = values.repeat_interleave(tall, 0).repeat_interleave(int(wide) // size, 1)
+    return grid[:rows, : length // size].contiguous()
+
+
+def nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes below 16 as bytes along the last axis, even places low; an odd end is filled with 0."""
+    codes = nn.functional.pad(codes, (0, codes.shape[-1] % 2)).to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+#: What makes a layer, for annotations.
+Maker = Callable[[QuantizedTensor, torch.Tensor | None], nn.Module]
+
+__all__ = ["Maker", "onnx_layer"]
