@@ -6,13 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
+from reference.attention.window import ALL_STORED, Window
+
 
 @dataclass(eq=False)
 class StoredTokens:
     """Room for `length` tokens of each head.
 
     codes: (B, heads, length, width) values, or packed codes (B, heads, length, bytes), uint8. scale, zero: (B, heads, length,
-    blocks), or None. scheme: the key of the record (`Scheme.key`); "" for values. width: channels of a head.
+    blocks), or None; where blocks lie along tokens (axis 2) (B, heads, length / block, width); a scale (heads,) or (1,) is the
+    same for all tokens. scheme: the key of the record (`Scheme.key`); "" for values. width: channels of a head.
+
+    window: which tokens are read as they were computed. computed: these, (B, heads, window.slots, width), or None. recent: of a
+    call with several tokens, the last `window.ring` before them and its own, (B, heads, ring + T, width), or None.
     """
 
     codes: torch.Tensor
@@ -20,6 +26,10 @@ class StoredTokens:
     zero: torch.Tensor | None
     scheme: str
     width: int
+    axis: int = 3
+    window: Window = ALL_STORED
+    computed: torch.Tensor | None = None
+    recent: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -27,9 +37,15 @@ class StoredTokens:
         batch, heads, length, _ = self.codes.shape
         return batch, heads, length, self.width
 
+    @property
+    def static(self) -> bool:
+        """Whether its scale is the same for all tokens."""
+        return self.scale is not None and self.scale.dim() == 1
+
     def tensors(self) -> list[torch.Tensor]:
-        """What holds memory."""
-        return [t for t in (self.codes, self.scale, self.zero) if t is not None]
+        """What holds memory for tokens."""
+        parts = self.codes, None if self.static else self.scale, self.zero, self.computed
+        return [t for t in parts if t is not None]
 
 
 __all__ = ["StoredTokens"]

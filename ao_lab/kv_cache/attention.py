@@ -81,6 +81,7 @@ def _stored(
     y = attention(
         query, key.store, value.store, key.length, scale=scaling, causal=is_causal, mask=mask, softcap=softcap
     )
+    key.store.recent = value.store.recent = None
     return y.transpose(1, 2).contiguous()
 
 

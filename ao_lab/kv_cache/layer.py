@@ -13,7 +13,8 @@ import torch
 
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.recipe import KVRecipe
-from fast.attention.stored import append_, room_for, signed
+from fast.attention.stored import append_, recent_tokens, restore_, room_for, signed
+from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
 
 StaticLayer: Any = needed("transformers.cache_utils").StaticLayer
@@ -71,8 +72,10 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        keys = room_for(key_states, self.max_cache_len, key_scheme)
-        values = room_for(value_states, self.max_cache_len, value_scheme)
+        key_axis, value_axis = self.recipe.axes
+        window = self.recipe.window
+        keys = room_for(key_states, self.max_cache_len, key_scheme, axis=key_axis, window=window)
+        values = room_for(value_states, self.max_cache_len, value_scheme, axis=value_axis, window=window)
         length: torch.Tensor = self.cumulative_length.to(self.device)
         self.cumulative_length = length
         if not torch.compiler.is_compiling():
@@ -124,10 +127,20 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
             (key_states, value_states) if self.is_empty and new > 1 else (None, None)
         )
         stores = self.keys.store, self.values.store
+        self._remember(key_states, value_states, new > 1 and not self.is_empty)
         append_(*stores, key_states, value_states, self.cumulative_length, self.recipe.rotate)
         if self.is_empty:
             self.is_empty = False
         return self.keys, self.values
+
+    def _remember(self, key_states: torch.Tensor, value_states: torch.Tensor, several: bool) -> None:
+        """What each of several new tokens sees as computed, before it is overwritten."""
+        for states, new in ((self.keys, key_states), (self.values, value_states)):
+            states.store.recent = None
+            if several and states.store.computed is not None:
+                if states.rotate:
+                    new = hadamard(new.contiguous(), new.shape[-1])
+                states.store.recent = recent_tokens(states.store, new, self.cumulative_length)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.keys.store.tensors(), *self.values.store.tensors()]
@@ -138,6 +151,7 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
             for tensor in self._tensors():
                 tensor.zero_()
             self.keys.fresh = self.values.fresh = None
+            self.keys.store.recent = self.values.store.recent = None
         self.cumulative_length.zero_()
         self.is_empty = True
 
@@ -145,10 +159,14 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         """Forget the last -tokens_to_remove tokens; a positive number is what remains, as earlier transformers counts."""
         if not self.is_initialized:
             return
+        before = self.cumulative_length.clone()
         if tokens_to_remove > 0:
             self.cumulative_length.clamp_(max=tokens_to_remove)
         elif tokens_to_remove:
             self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+        for states in (self.keys, self.values):
+            states.store.recent = None
+            restore_(states.store, before, self.cumulative_length)
 
     def get_seq_length(self, *args: Any) -> Any:
         """How many tokens are there: a number on the device, 0 before the first."""
@@ -183,9 +201,9 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         if not self.is_initialized:
             return
         for states in (self.keys, self.values):
-            for name in ("codes", "scale", "zero"):
+            for name in ("codes", "scale", "zero", "computed"):
                 held = getattr(states.store, name)
-                if held is not None:
+                if held is not None and not (name == "scale" and states.store.static):
                     setattr(states.store, name, _rows(held, indices.to(held.device)))
         self.batch_size = self.keys.store.codes.shape[0]
 

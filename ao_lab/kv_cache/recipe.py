@@ -1,7 +1,8 @@
 """`KVRecipe`: how a cache stores keys and values, as a record; `recipe_of` finds one by its name.
 
-Keys and values may be in any `Scheme` whose blocks lie along head_dim: a token is final when it is written, and neither beams
-nor rejected drafts round it again.
+Keys and values may be in any `Scheme` with blocks along head_dim, where a token is final when it is written, or along tokens,
+where a group is final when it is full; neither beams nor rejected drafts round anything again. Beside them the first and the
+last tokens may be read as they were computed (`reference.attention.window`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from reference import SCHEMES, Scale, Scheme
+from reference.attention.window import Window
 from reference.quantize.blocks import Blocks
 from reference.quantize.scales import stored_parts
 from reference.schemes.schemes import scheme_of
@@ -24,8 +26,11 @@ ATTRIBUTE = "_ao_lab_kv_cache"
 UNCHANGED = "as they are"
 #: NVFP4 without a scale of the whole tensor, which a cache that grows does not know: e4m3 scales of 16 elements alone.
 NVFP4 = replace(SCHEMES["nvfp4"], name="kv_nvfp4", outer=None)
-#: Four bits with one scale for a token of a head, whatever its width.
-INT4 = replace(SCHEMES["int4_g128"], name="kv_int4", scale=replace(SCHEMES["int4_g128"].scale, block=-1))
+#: Four bits with one scale for a token of a head, whatever its width. The largest value is half a step beyond the last level: it
+#: is rounded no further than others are, and steps are 7 percent shorter.
+INT4 = replace(
+    SCHEMES["int4_g128"], name="kv_int4", scale=replace(SCHEMES["int4_g128"].scale, block=-1, target=7.5)
+)
 #: NF4 with a bfloat16 scale for 64 elements of a head.
 NF4 = replace(
     SCHEMES["nf4"], name="kv_nf4", outer=None,
@@ -37,15 +42,23 @@ NF4 = replace(
 class KVRecipe:
     """How keys and values are stored.
 
-    key, value: a scheme by name or record, blocks along head_dim; None: as the model computes them. rotate: queries and keys
-    are mixed by a Hadamard transform of head_dim (their products are unchanged), which spreads channels of large magnitude.
+    key, value: a scheme by name or record; None: as the model computes them. key_axis, value_axis: what its blocks lie along,
+    -1 head_dim, -2 tokens (a scale a channel: KIVI). rotate: queries and keys are mixed by a Hadamard transform of head_dim
+    (their products are unchanged), which spreads channels of large magnitude. residual, sinks: how many of the last and of the
+    first tokens are read as they were computed, in the model's dtype, from memory beside; with blocks along tokens those of the
+    open group are too. Sinks are positions: of a sequence that is padded on the left they are padding.
 
-    ValueError for unknown schemes, and for a scale of the whole tensor or blocks of two axes (a cache grows token by token).
+    ValueError for unknown schemes, for a scale of the whole tensor or blocks of two axes (a cache grows token by token), and
+    for blocks along tokens of several lengths.
     """
 
     key: str | Scheme | None = None
     value: str | Scheme | None = None
     rotate: bool = False
+    key_axis: int = -1
+    value_axis: int = -1
+    residual: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -54,6 +67,27 @@ class KVRecipe:
                 scheme = scheme_of(given)
                 check_scheme(scheme)
                 object.__setattr__(self, name, scheme)
+            _check_axis(name, getattr(self, name), getattr(self, f"{name}_axis"))
+        if len(self._groups()) > 1:
+            raise ValueError(
+                f"blocks along tokens of keys and values are of one length, got {sorted(self._groups())}; a group is quantized "
+                "when it is full"
+            )
+        _ = self.window
+
+    def _groups(self) -> set[int]:
+        pairs = zip(self.schemes, self.axes, strict=True)
+        return {scheme.scale.block for scheme, axis in pairs if scheme is not None and axis == 2}  # type: ignore[misc]
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Axes of (B, heads, tokens, width) that the blocks of keys and of values lie along."""
+        return self.key_axis % 4, self.value_axis % 4
+
+    @property
+    def window(self) -> Window:
+        """Which tokens are read as they were computed."""
+        return Window(self.residual, self.sinks, max(self._groups(), default=1))
 
     @property
     def schemes(self) -> tuple[Scheme | None, Scheme | None]:
@@ -62,7 +96,16 @@ class KVRecipe:
 
     def __str__(self) -> str:
         key, value = (UNCHANGED if scheme is None else scheme.name for scheme in self.schemes)
-        return f"keys {key}, values {value}" + ", rotated" * self.rotate
+        key, value = (
+            text + " a channel" * (axis == 2) for text, axis in zip((key, value), self.axes, strict=True)
+        )
+        parts = [f"keys {key}", f"values {value}", *["rotated"] * self.rotate]
+        parts += [
+            f"{count} {which} tokens as computed"
+            for count, which in ((self.sinks, "first"), (self.residual, "last"))
+            if count
+        ]
+        return ", ".join(parts)
 
     def check_width(self, key_width: int, value_width: int) -> None:
         """ValueError for heads of a width that a scheme's blocks do not divide, or that Hadamard's transform does not take."""
@@ -70,8 +113,10 @@ class KVRecipe:
             raise ValueError(
                 f"rotate takes heads of a power of two, and this model's keys have {key_width} channels; use rotate=False"
             )
-        for name, scheme, width in zip(("key", "value"), self.schemes, (key_width, value_width), strict=True):
-            block = -1 if scheme is None else scheme.scale.block
+        for name, scheme, width, axis in zip(
+            ("key", "value"), self.schemes, (key_width, value_width), self.axes, strict=True
+        ):
+            block = -1 if scheme is None or axis == 2 else scheme.scale.block
             if scheme is not None and isinstance(block, int) and block != -1 and width % block:
                 raise ValueError(
                     f"{scheme.name} has blocks of {block} along head_dim, which do not divide this model's {width} channels of "
@@ -81,16 +126,34 @@ class KVRecipe:
     def bytes_per_token(self, heads: int, width: int, dtype_bytes: int = 2) -> float:
         """Bytes of keys and values of a token in one layer, scales included."""
         return sum(
-            heads * (width * dtype_bytes if scheme is None else _bytes(scheme, width))
-            for scheme in self.schemes
+            heads * (width * dtype_bytes if scheme is None else _bytes(scheme, width, axis))
+            for scheme, axis in zip(self.schemes, self.axes, strict=True)
         )
 
+    def bytes_beside(self, heads: int, width: int, dtype_bytes: int = 2) -> int:
+        """Bytes of a sequence in one layer that do not grow: the tokens that are read as computed."""
+        stored = sum(scheme is not None for scheme in self.schemes)
+        return stored * heads * width * self.window.slots * dtype_bytes
 
-def _bytes(scheme: Scheme, width: int) -> float:
-    """Bytes of a head's token."""
-    parts = stored_parts(scheme, Blocks.of((1, width), scheme.scale, -1)).values()
+
+def _bytes(scheme: Scheme, width: int, axis: int) -> float:
+    """Bytes of a head's token, those of a group's scales shared by its tokens."""
+    tokens = int(scheme.scale.block) if axis == 2 else 1  # type: ignore[arg-type]
+    parts = stored_parts(scheme, Blocks.of((tokens, width), scheme.scale, axis - 2)).values()
     scales = sum(np.dtype(part[0]).itemsize * math.prod(part[1]) for part in parts if part is not None)
-    return width * scheme.format.bits / 8 + scales
+    return width * scheme.format.bits / 8 + scales / tokens
+
+
+def _check_axis(name: str, scheme: Scheme | None, axis: int) -> None:
+    """ValueError for an axis that blocks do not lie along, and for one scale of all tokens."""
+    if axis not in (-1, -2):
+        raise ValueError(f"{name}_axis is -1 (head_dim) or -2 (tokens), got {axis!r}")
+    block = None if scheme is None else scheme.scale.block
+    if axis == -2 and (not isinstance(block, int) or block < 1):
+        raise ValueError(
+            f"blocks along tokens have a length, and {name} is {UNCHANGED if scheme is None else scheme.name}; give a scheme "
+            "in groups, as int4_g64_asymmetric"
+        )
 
 
 def check_scheme(scheme: Scheme) -> None:
@@ -106,17 +169,23 @@ def check_scheme(scheme: Scheme) -> None:
         )
 
 
-#: Recipes by name.
+#: First and last tokens that recipes of four bits and fewer read as they were computed.
+NEAR: Mapping[str, int] = {"sinks": 4, "residual": 64}
+#: Recipes by name. "int4" is the one that was searched for on a real model (`reports/LOG.md`): of what four bits cost there, most
+#: was of the last tokens. Keys and values of a token of a head of D channels take D + 8 bytes (of 4 D in 16 bits), and each of a
+#: sequence's first and last tokens that are read as computed 4 D more. "int2" is KIVI's: keys by channel, values by token.
 RECIPES: Mapping[str, KVRecipe] = {
     "bfloat16": KVRecipe(),
     "fp8": KVRecipe(key="fp8_rowwise", value="fp8_rowwise"),
     "int8": KVRecipe(key="int8_rowwise", value="int8_rowwise"),
-    "int4": KVRecipe(key=INT4, value=INT4, rotate=True),
+    "int4": KVRecipe(key=INT4, value=INT4, rotate=True, **NEAR),
     "mxfp8": KVRecipe(key="mxfp8_e4m3", value="mxfp8_e4m3"),
-    "mxfp4": KVRecipe(key="mxfp4", value="mxfp4", rotate=True),
-    "nvfp4": KVRecipe(key=NVFP4, value=NVFP4, rotate=True),
-    "nf4": KVRecipe(key=NF4, value=NF4, rotate=True),
-    "int2": KVRecipe(key="int2_g32_asymmetric", value="int2_g32_asymmetric", rotate=True),
+    "mxfp4": KVRecipe(key="mxfp4", value="mxfp4", rotate=True, **NEAR),
+    "nvfp4": KVRecipe(key=NVFP4, value=NVFP4, rotate=True, **NEAR),
+    "nf4": KVRecipe(key=NF4, value=NF4, rotate=True, **NEAR),
+    "int2": KVRecipe(
+        key="int2_g32_asymmetric", key_axis=-2, value="int2_g32_asymmetric", sinks=4, residual=128
+    ),
 }
 
 

@@ -8,13 +8,15 @@ queries over a cache; what it does not take is dequantized to q's dtype and give
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from fast.attention.stored import quantized_tokens, token_values
+from fast.attention.stored import computed_values, quantized_tokens, token_values, window_numbers
 from fast.stored_tokens import StoredTokens
 from reference.attention import attention as specified
 from reference.attention.attention import check_heads
+from reference.attention.window import Window
 
 
 def attention(
@@ -32,11 +34,12 @@ def attention(
 
     length: int64 on q's device, 0-d, this call's own T tokens included. Other arguments, edges and errors as in the reference.
     """
-    check_heads(tuple(q.shape), k.shape, v.shape)
+    check_heads(tuple(q.shape), (*k.shape[:2], 0, k.width), (*v.shape[:2], 0, v.width))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     y: torch.Tensor = torch.ops.ao_lab.cached_attention(
-        q, k.codes, k.scale, k.zero, k.scheme, k.width, v.codes, v.scale, v.zero, v.scheme, v.width, length, mask,
-        float(scale), causal, 0.0 if softcap is None else float(softcap),
+        q, k.codes, k.scale, k.zero, k.computed, k.recent, k.scheme, k.width, k.axis, v.codes, v.scale, v.zero, v.computed,
+        v.recent, v.scheme, v.width, v.axis, window_numbers(_window(k, v)), length, mask, float(scale), causal,
+        0.0 if softcap is None else float(softcap),
     )  # fmt: skip
     return y
 
@@ -47,13 +50,20 @@ def cached_attention(
     k: torch.Tensor,
     k_scale: torch.Tensor | None,
     k_zero: torch.Tensor | None,
+    k_computed: torch.Tensor | None,
+    k_recent: torch.Tensor | None,
     k_scheme: str,
     k_width: int,
+    k_axis: int,
     v: torch.Tensor,
     v_scale: torch.Tensor | None,
     v_zero: torch.Tensor | None,
+    v_computed: torch.Tensor | None,
+    v_recent: torch.Tensor | None,
     v_scheme: str,
     v_width: int,
+    v_axis: int,
+    window: Sequence[int],
     length: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
@@ -61,8 +71,9 @@ def cached_attention(
     softcap: float,
 ) -> torch.Tensor:
     """`attention` as an operator, which compiled programs call."""
-    keys = StoredTokens(k, k_scale, k_zero, k_scheme, k_width)
-    values = StoredTokens(v, v_scale, v_zero, v_scheme, v_width)
+    seen = Window(*window)
+    keys = StoredTokens(k, k_scale, k_zero, k_scheme, k_width, k_axis, seen, k_computed, k_recent)
+    values = StoredTokens(v, v_scale, v_zero, v_scheme, v_width, v_axis, seen, v_computed, v_recent)
     if q.is_cuda:
         from fast.kernels.attention import decode
 
@@ -79,7 +90,8 @@ def _by_tokens(y: torch.Tensor) -> torch.Tensor:
 
 @cached_attention.register_fake
 def _fake(
-    q, k, k_scale, k_zero, k_scheme, k_width, v, v_scale, v_zero, v_scheme, v_width, length, mask, scale, causal, softcap
+    q, k, k_scale, k_zero, k_computed, k_recent, k_scheme, k_width, k_axis, v, v_scale, v_zero, v_computed, v_recent, v_scheme,
+    v_width, v_axis, window, length, mask, scale, causal, softcap
 ):  # type: ignore[no-untyped-def] # fmt: skip
     batch, heads, tokens, _ = q.shape
     return q.new_empty((batch, tokens, heads, v_width)).transpose(1, 2)
@@ -90,17 +102,24 @@ def _specified(
     causal: bool, softcap: float,
 ) -> torch.Tensor:  # fmt: skip
     """By the reference, over the tokens that are there."""
-    keys, values = (
-        quantized_tokens(x, length) if x.scheme else token_values(x, length, x.codes.dtype) for x in (k, v)
-    )
     if mask is not None:
         mask = mask[..., :length]
         if mask.dtype != torch.bool:
             mask = mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -math.inf)
-    y: torch.Tensor = specified.attention(
-        q, keys, values, scale=scale, causal=causal, mask=mask, softcap=softcap or None
+    rules = {"scale": scale, "causal": causal, "mask": mask, "softcap": softcap or None}
+    if k.computed is None and v.computed is None:
+        keys, values = (
+            quantized_tokens(x, length) if x.scheme else token_values(x, length, x.codes.dtype)
+            for x in (k, v)
+        )
+        y: torch.Tensor = specified.attention(q, keys, values, **rules)
+        return y
+    keys, values = (token_values(x, length, torch.float32) for x in (k, v))
+    count = torch.tensor(length)
+    computed = computed_values(k, keys, count), computed_values(v, values, count)
+    return torch.as_tensor(
+        specified.attention(q, keys, values, computed=computed, window=_window(k, v), **rules)
     )
-    return y
 
 
 def _visible(
@@ -123,7 +142,18 @@ def _dequantized(
 ) -> torch.Tensor:  # fmt: skip
     """By torch's attention over all positions, those beyond the length masked."""
     keys, values = (token_values(x, dtype=q.dtype) for x in (k, v))
-    seen, bias = _visible(length, q.shape[2], mask, causal, keys.shape[2], q.device)
+    # Groups along tokens have more room than there are positions.
+    positions = min(keys.shape[2], values.shape[2], keys.shape[2] if mask is None else mask.shape[-1])
+    keys, values = keys[:, :, :positions], values[:, :, :positions]
+    if k.computed is not None or v.computed is not None:
+        window = _window(k, v)
+        computed = computed_values(k, keys, length), computed_values(v, values, length)
+        if q.shape[2] > 1 and causal:
+            return _of_both(q, (keys, values), computed, window, length, mask, scale, softcap)
+        at = torch.arange(positions, device=q.device)
+        near = ((at < window.sinks) | (at >= window.first(length)))[:, None]
+        keys, values = (torch.where(near, x, y) for x, y in zip(computed, (keys, values), strict=True))
+    seen, bias = _visible(length, q.shape[2], mask, causal, positions, q.device)
     if softcap:
         scores = (q @ keys.repeat_interleave(q.shape[1] // keys.shape[1], 1).mT).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
@@ -135,6 +165,48 @@ def _dequantized(
         q, keys, values, attn_mask=added, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
     )
     return torch.nan_to_num(y)
+
+
+#: Elements of the scores that `_of_both` holds at once.
+SCORES = 1 << 26
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _of_both(
+    q: torch.Tensor, stored: Pair, computed: Pair, window: Window, length: torch.Tensor, mask: torch.Tensor | None,
+    scale: float, softcap: float,
+) -> torch.Tensor:  # fmt: skip
+    """Several causal queries, each of which sees other tokens as computed; some queries at a time."""
+    queries, keys = q.shape[2], stored[0].shape[2]
+    group = q.shape[1] // stored[0].shape[1]
+    stored, computed = (
+        (x.repeat_interleave(group, 1), y.repeat_interleave(group, 1)) for x, y in (stored, computed)
+    )
+    at = torch.arange(keys, device=q.device)
+    each = max(1, SCORES // max(1, q.shape[0] * q.shape[1] * keys))
+    parts = []
+    for first in range(0, queries, each):
+        part = q[:, :, first : first + each]
+        last = min(queries, first + each)
+        ends = (length - queries + torch.arange(first + 1, last + 1, device=q.device))[:, None]
+        near = (at < window.sinks) | (at >= window.first(ends))
+        scores = torch.where(near, part @ computed[0].mT, part @ stored[0].mT).float() * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        some = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first:last]
+        seen, bias = _visible(length - (queries - last), last - first, some, True, keys, q.device)
+        scores = torch.where(seen, scores if bias is None else scores + bias, -math.inf)
+        weights = torch.nan_to_num(torch.softmax(scores, -1)).to(q.dtype)
+        zero = weights.new_zeros(())
+        parts.append(
+            torch.where(near, weights, zero) @ computed[1] + torch.where(near, zero, weights) @ stored[1]
+        )
+    return torch.cat(parts, 2)
+
+
+def _window(k: StoredTokens, v: StoredTokens) -> Window:
+    """Of what is stored in low precision; both have the same."""
+    return k.window if k.scheme else v.window
 
 
 __all__ = ["attention"]

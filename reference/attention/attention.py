@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reference.arrays.namespace import Array, DTypeLike, choice, dtype_name
+from reference.attention.window import Window
 from reference.formats.encode import decode, encode
 from reference.matmul.error_bound import gamma, rounding_error
 from reference.matmul.exact import F64, round_result
@@ -72,6 +73,8 @@ def attention(
     out_dtype: DTypeLike | None = None,
     accumulation: str = "exact",
     promote: int | None = None,
+    computed: tuple[Array, Array] | None = None,
+    window: Window | None = None,
 ) -> Array:
     """Attention of q over stored keys and values: (B, H, T, D of v), in the library of q.
 
@@ -83,16 +86,32 @@ def attention(
     what a mask or the length hides is never read, so that NaN there does no harm.
 
     accumulation: "exact", or "hopper_fp8": see the module; k and v as values, promote: tokens of a chain, None for all.
+    computed: keys and values as they were computed, arrays (B, KV, S, D), of which each query sees those that `window` says,
+    and k and v of all others; "exact" sums.
 
     Raises ValueError for shapes, lengths and masks that do not fit, TypeError for other dtypes.
     """
     choice(accumulation, ACCUMULATIONS, "accumulation")
-    p, kind = _problem(q, k, v, scale, causal, mask, length, softcap)
+    rules = scale, causal, mask, length, softcap
+    p, kind = _problem(q, k, v, *rules)
     out = kind if out_dtype is None else dtype_name(out_dtype, (*OUTPUTS, "float64"), "out_dtype")
+    if computed is not None and window is not None:
+        y = _of_both(p, _problem(q, *computed, *rules)[0], window, length, causal)
+        return from_host(y if out == "float64" else round_result(y, out), out, q)
     weights, total = _weights(p.scores)
     exact = accumulation == "exact"
     y = _by_heads(weights / total, p.v) if exact else _fp8_sums(weights, p.v, promote) / total
     return from_host(y if out == "float64" else round_result(y, out), out, q)
+
+
+def _of_both(p: _Problem, computed: _Problem, window: Window, length: Any, causal: bool) -> F64:
+    """Attention to what is stored, p, and of some tokens to what was computed."""
+    queries, keys = p.scores.shape[-2:]
+    as_computed = window.seen(queries, keys, keys if length is None else length, causal)
+    weights, total = _weights(np.where(as_computed, computed.scores, p.scores))
+    shares = weights / total
+    stored = _by_heads(np.where(as_computed, 0.0, shares), p.v)
+    return stored + _by_heads(np.where(as_computed, shares, 0.0), computed.v)
 
 
 def attention_error_bound(

@@ -55,10 +55,20 @@ def _stages(width):
 
 
 @triton.jit
+def _slot(at, SINKS: tl.constexpr, RING: tl.constexpr):
+    """The slot of a position (`reference.attention.window`)."""
+    if RING == 0:
+        return at
+    else:
+        return tl.where(at < SINKS, at, SINKS + (at - SINKS) % RING)
+
+
+@triton.jit
 def _write(
-    x, codes, scale, zero, place, row_stride, pair, first, position, tokens, room, factor,
+    x, codes, scale, zero, computed, place, row_stride, pair, first, position, tokens, room, factor,
     SCHEME: tl.constexpr, OP: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, ROTATE: tl.constexpr,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of a head of keys or of values. BYTES: of codes of a token; GROUP: elements of a block."""
     t, d = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
@@ -69,14 +79,20 @@ def _write(
         other=0.0,
     )
     line = pair * room + position + first
+    as_computed = v
     if ROTATE or SCHEME is not None:
         v = floats(v, HAS_PTX)
     if ROTATE:
         v = rounded_once(_mixed(v, d, factor, WIDTH, TOKENS), DTYPE, HAS_PTX)
+        as_computed = narrowed(v, DTYPE, HAS_PTX)
+    if computed is not None:
+        at = position + first + t
+        # Of tokens that share a slot the last one is written.
+        there_too = there & ((at < SINKS) | (at >= position + tokens - RING))
+        slot = pair * (SINKS + RING) + _slot(at, SINKS, RING)
+        tl.store(computed + slot[:, None] * WIDTH + d[None, :], as_computed, mask=there_too[:, None])
     if SCHEME is None:
-        if ROTATE:
-            v = narrowed(v, DTYPE, HAS_PTX)
-        tl.store(codes + line * WIDTH + t[:, None] * WIDTH + d[None, :], v, mask=there[:, None])
+        tl.store(codes + line * WIDTH + t[:, None] * WIDTH + d[None, :], as_computed, mask=there[:, None])
     else:
         PER: tl.constexpr = WIDTH // GROUP
         tile = tl.reshape(v, (TOKENS * PER, GROUP))
@@ -93,11 +109,12 @@ def _write(
 
 @triton.jit
 def append_kernel(
-    k, v, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, length, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    tokens, room, factor,
+    k, v, k_codes, k_scale, k_zero, k_computed, v_codes, v_scale, v_zero, v_computed, length, k_batch, k_head, k_token, v_batch,
+    v_head, v_token, tokens, room, factor,
     K_SCHEME: tl.constexpr, K_OP: tl.constexpr, K_GROUP: tl.constexpr, K_BYTES: tl.constexpr, V_SCHEME: tl.constexpr,
     V_OP: tl.constexpr, V_GROUP: tl.constexpr, V_BYTES: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+    DTYPE: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """Programs: head of a sequence, tile of tokens, keys or values."""
     position = tl.load(length) & 0xFFFFFFFF
@@ -109,13 +126,13 @@ def append_kernel(
     first = tl.program_id(1) * TOKENS
     if tl.program_id(2) == 0:
         _write(
-            k, k_codes, k_scale, k_zero, batch * k_batch + head * k_head, k_token, pair, first, position, tokens, room,
-            factor, K_SCHEME, K_OP, K_GROUP, K_BYTES, ROTATE, K_WIDTH, TOKENS, DTYPE, HAS_PTX,
+            k, k_codes, k_scale, k_zero, k_computed, batch * k_batch + head * k_head, k_token, pair, first, position, tokens,
+            room, factor, K_SCHEME, K_OP, K_GROUP, K_BYTES, ROTATE, K_WIDTH, TOKENS, SINKS, RING, DTYPE, HAS_PTX,
         )  # fmt: skip
     else:
         _write(
-            v, v_codes, v_scale, v_zero, batch * v_batch + head * v_head, v_token, pair, first, position, tokens, room,
-            factor, V_SCHEME, V_OP, V_GROUP, V_BYTES, False, V_WIDTH, TOKENS, DTYPE, HAS_PTX,
+            v, v_codes, v_scale, v_zero, v_computed, batch * v_batch + head * v_head, v_token, pair, first, position, tokens,
+            room, factor, V_SCHEME, V_OP, V_GROUP, V_BYTES, False, V_WIDTH, TOKENS, SINKS, RING, DTYPE, HAS_PTX,
         )  # fmt: skip
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
@@ -136,6 +153,9 @@ def covers(k: torch.Tensor, v: torch.Tensor, keys: StoredTokens, values: StoredT
     """Whether the kernel writes these tokens."""
     for x, stored in ((k, keys), (v, values)):
         width = x.shape[-1]
+        # Groups along tokens, and scales that are there before, are written by operations of torch.
+        if stored.axis == 2 or stored.static:
+            return False
         if x.dtype not in FLOAT_NAMES or width & (width - 1) or not 64 <= width <= 256 or x.stride(-1) != 1:
             return False
         if stored.scheme:
@@ -156,6 +176,7 @@ def append(
 ) -> None:
     """Write tokens that `covers` lets through, and raise `length`."""
     batch, heads, tokens, k_width = k.shape
+    window = (keys if keys.scheme else values).window
     v_width, room = v.shape[-1], keys.codes.shape[2]
     tile = max(1, min(ELEMENTS // max(k_width, v_width), power_above(tokens)))
     parts: list[Any] = []
@@ -173,9 +194,9 @@ def append(
     )
     factor = float(np.float32(1 / sqrt(k_width)))
     append_kernel[batch * heads, -(-tokens // tile), 2](
-        k, v, keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero, length, *k.stride()[:3],
-        *v.stride()[:3], tokens, room, factor, *parts, heads, rotate, k_width, v_width, tile, FLOAT_NAMES[k.dtype],
-        not interpreted(), **options,
+        k, v, keys.codes, keys.scale, keys.zero, keys.computed, values.codes, values.scale, values.zero, values.computed,
+        length, *k.stride()[:3], *v.stride()[:3], tokens, room, factor, *parts, heads, rotate, k_width, v_width, tile,
+        window.sinks, window.ring, FLOAT_NAMES[k.dtype], not interpreted(), **options,
     )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ MOST_ROWS = 64
 FEWEST = 128
 #: Elements of codes by their format: how a kernel decodes them.
 KINDS = {"float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
+#: Tokens of a step that are read as computed.
+SLOTS_AT_ONCE = tl.constexpr(32)
 #: Widths of heads.
 WIDTHS = (64, 128, 256)
 
@@ -231,16 +233,60 @@ def _added(sums, weights, shrink, values, scales, DTYPE: tl.constexpr, PLACES: t
 
 
 @triton.jit
+def _stored(count, RING: tl.constexpr):
+    """How many tokens are read as they are stored, sinks included."""
+    return tl.maximum(count - RING, 0)
+
+
+@triton.jit
+def _of_computed(queries, keys, values, mask, split, count, factor, top, total, sums, PLACES: tl.constexpr,
+                 SCALES: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, SINKS: tl.constexpr,
+                 RING: tl.constexpr, HAS_PTX: tl.constexpr):  # fmt: skip
+    """Attention of single tokens to what the slots hold, where the part is the first; keys, values: of this head."""
+    d, n = tl.arange(0, PART), tl.arange(0, SLOTS_AT_ONCE)
+    DTYPE: tl.constexpr = queries[0].dtype if HAS_PTX else tl.float32
+    for start in tl.range(0, tl.where(split == 0, SINKS + RING, 0), SLOTS_AT_ONCE):
+        slot = start + n
+        at = slot
+        if RING > 0:
+            back = (count - 1 - slot) % RING
+            at = tl.where(slot < SINKS, slot, count - 1 - tl.where(back < 0, back + RING, back))
+        seen = (slot < SINKS + RING) & (at < count) & ((slot < SINKS) | (at >= SINKS))
+        if HAS_MASK:
+            seen = seen & (tl.load(mask + at, mask=seen, other=0) != 0)
+        line = slot[:, None] * WIDTH + d[None, :] * PLACES
+        scores = tl.zeros((queries[0].shape[0], SLOTS_AT_ONCE), tl.float32)
+        for i in tl.static_range(PLACES * SCALES):
+            place = line + (i // PLACES * PART * PLACES + i % PLACES)
+            held = tl.load(keys + place, mask=seen[:, None], other=0.0)
+            scores = tl.dot(queries[i].to(DTYPE), held.to(DTYPE).T, scores)
+        scores = tl.where(seen[None, :], scores * factor, float("-inf"))
+        weights, top, total, shrink = _weights(scores, top, total)
+        more = ()
+        for i in tl.static_range(PLACES * SCALES):
+            place = line + (i // PLACES * PART * PLACES + i % PLACES)
+            held = tl.load(values + place, mask=seen[:, None], other=0.0)
+            rounded = weights.to(held.dtype).to(DTYPE)
+            more += (tl.dot(rounded, held.to(DTYPE), sums[i] * shrink[:, None]),)
+        sums = more
+    return top, total, sums
+
+
+@triton.jit
 def attend_kernel(
-    q, k, k_scale, v, v_scale, length, mask, y, parts, stats, factor, q_batch, q_head, q_token, mask_batch, mask_token, room,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    PLACES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
+    q, k, k_scale, v, v_scale, k_computed, v_computed, length, mask, y, parts, stats, factor, q_batch, q_head, q_token,
+    mask_batch, mask_token, room, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, STAGES: tl.constexpr,
+    HAS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """A part of one key head's tokens. factor: of scores, times log2 e; PLACES: channels of a word; SCALES: of a token."""
+    """A part of one key head's tokens. factor: of scores, times log2 e; PLACES: channels of a word; SCALES: of a token.
+
+    The first SINKS and the last RING tokens are read as they were computed, by the first part.
+    """
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(length).to(tl.int32)
-    first, end = _part_of(count, split, SPLITS, BLOCK)
+    first, end = _part_of(_stored(count, RING), split, SPLITS, BLOCK)
     WORDS: tl.constexpr = WIDTH // PLACES
     PART: tl.constexpr = WORDS // SCALES
     row, d, n = tl.arange(0, ROWS), tl.arange(0, PART), tl.arange(0, BLOCK)
@@ -256,6 +302,17 @@ def attend_kernel(
     head, token = kv_head * GROUPS + row % GROUPS, row // GROUPS
     place = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token.to(tl.int64) * q_token
     queries = _queries(q + place[:, None] + PLACES * d[None, :], valid, PLACES, SCALES, PART)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = ()
+    for _ in tl.static_range(PLACES * SCALES):
+        sums += (tl.zeros((ROWS, PART), tl.float32),)
+    if SINKS + RING > 0:
+        slots = pair * ((SINKS + RING) * WIDTH)
+        top, total, sums = _of_computed(
+            queries, k_computed + slots, v_computed + slots, mask, split, count, factor, top, total, sums, PLACES, SCALES, PART,
+            WIDTH, HAS_MASK, SINKS, RING, HAS_PTX,
+        )  # fmt: skip
     factors = factor
     if KIND != "value":
         queries, power = _divided(queries)
@@ -263,11 +320,6 @@ def attend_kernel(
     elif not HAS_PTX:
         # Triton's interpreter multiplies the bit patterns of bfloat16 as integers.
         queries = (queries[0].to(tl.float32),)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = ()
-    for _ in tl.static_range(PLACES * SCALES):
-        sums += (tl.zeros((ROWS, PART), tl.float32),)
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
         at = start + n
         inside = tl.minimum(at, room - 1)
@@ -276,6 +328,8 @@ def attend_kernel(
             queries, factors, k + line, k_scale + inside * SCALES, PLACES, SCALES, PART, KIND, HAS_PTX
         )
         scores = _visible(scores, at, row, end, count, mask, mask_token, GROUPS, TOKENS, HAS_MASK, CAUSAL)
+        if SINKS > 0:
+            scores = tl.where((at >= SINKS)[None, :], scores, float("-inf"))
         weights, top, total, shrink = _weights(scores, top, total)
         sums = _added(sums, weights, shrink, v + line, v_scale + inside * SCALES, queries[0].dtype, PLACES, SCALES, PART, KIND,
                       HAS_PTX)  # fmt: skip
@@ -306,14 +360,14 @@ def _store(y, parts, stats, pair, split, batch, token, head, row, valid, channel
 @triton.jit
 def combine_kernel(
     parts, stats, length, y, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """One row of queries: its parts, CHUNK at a time, weighted by the sums of their exponentials."""
     row, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(length).to(tl.int32)
-    blocks = tl.cdiv(count, BLOCK)
-    # Parts that have a token.
-    live = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), 1))
+    blocks = tl.cdiv(_stored(count, RING), BLOCK)
+    # Parts that have a token; the first one has those that are read as computed.
+    live = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), 1)), 1)
     d, c = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
     place = (pair * (GROUPS * TOKENS) + row) * SPLITS
     top, total, sums = float("-inf"), 0.0, tl.zeros((WIDTH,), tl.float32)
@@ -367,6 +421,8 @@ def kind_of(stored: StoredTokens) -> tuple[str, int] | None:
     if not stored.scheme:
         return ("value", 1) if stored.codes.dtype in (torch.bfloat16, torch.float16) else None
     scheme = record_of(stored.scheme)
+    if stored.axis == 2 or stored.static:
+        return None
     plain = scheme.zero is None and scheme.scale.storage == "float32" and scheme.scale.stored == "decode"
     kind = KINDS.get(scheme.element, ""), 0 if stored.scale is None else stored.scale.shape[-1]
     return kind if plain and kind in PLANS else None
@@ -385,6 +441,8 @@ def refusal(
         return f"kernels take 16-bit queries, and a cache of values in their dtype; got {q.dtype}"
     if k.width != v.width or k.width not in WIDTHS:
         return f"kernels take heads of {', '.join(map(str, WIDTHS))} channels, got {k.width} and {v.width}"
+    if q.shape[2] > 1 and k.computed is not None:
+        return f"{q.shape[2]} queries of each head see different tokens as computed"
     if q.shape[2] * (q.shape[1] // k.shape[1]) > MOST_ROWS:
         return f"{q.shape[2]} queries of each head are prefill"
     if softcap:
@@ -426,17 +484,22 @@ def attention(
     codes: tuple[Any, Any] = (k.codes, v.codes)
     scales = codes if k.scale is None or v.scale is None else (k.scale, v.scale)
     codes = codes if kind == "value" else (k.codes.view(torch.int16), v.codes.view(torch.int16))
+    computed: tuple[Any, Any] = (y, y)
+    sinks = ring = 0
+    if k.computed is not None and v.computed is not None:
+        computed, sinks, ring = (k.computed, v.computed), k.window.sinks, k.window.ring
     options = {} if interpreted() else {"num_warps": plan.warps}
     attend_kernel[plan.splits, kv_heads, batch](
-        q, codes[0], scales[0], codes[1], scales[1], length, masks[0], y, parts, stats, scale * LOG2E, *q.stride()[:3],
-        *masks[1:], room, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
+        q, codes[0], scales[0], codes[1], scales[1], *computed, length, masks[0], y, parts, stats, scale * LOG2E,
+        *q.stride()[:3], *masks[1:], room, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, KIND=kind,
         PLACES=width // codes[0].shape[-1], SCALES=scales_of_token, ROWS=rows, BLOCK=plan.block, SPLITS=plan.splits,
-        HAS_MASK=mask is not None, CAUSAL=causal, STAGES=plan.stages, HAS_PTX=not interpreted(), **options,
+        HAS_MASK=mask is not None, CAUSAL=causal, SINKS=sinks, RING=ring, STAGES=plan.stages, HAS_PTX=not interpreted(),
+        **options,
     )  # fmt: skip
     if plan.splits > 1:
         combine_kernel[group * tokens, batch * kv_heads](
             parts, stats, length, y, HEADS=heads, GROUPS=group, TOKENS=tokens, WIDTH=width, BLOCK=plan.block,
-            SPLITS=plan.splits, CHUNK=min(32, power_above(plan.splits)), **options,
+            SPLITS=plan.splits, CHUNK=min(32, power_above(plan.splits)), RING=ring, **options,
         )  # fmt: skip
     return y.transpose(1, 2)
 

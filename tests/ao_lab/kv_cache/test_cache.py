@@ -1,6 +1,7 @@
 """`use_kv_cache_` and `KVCache` in transformers' `generate()` on a CPU."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,14 @@ import fast
 from ao_lab.kv_cache.recipe import RECIPES
 from fast.attention.stored import room_for
 from fast.layers.hadamard import hadamard, rotated_back
+from reference import SCHEMES
 
 transformers = pytest.importorskip("transformers")
+GROUPS_OF_4 = replace(
+    SCHEMES["int4_g32_asymmetric"],
+    name="groups_of_4",
+    scale=replace(SCHEMES["int4_g32_asymmetric"].scale, block=4),
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +57,10 @@ def test_values_as_they_are(model, prompt):
 
 
 class RoundedCache(transformers.DynamicCache):
-    """transformers' own cache, of which a call after the first reads what a recipe keeps of all keys and values."""
+    """transformers' own cache, of which a call after the first reads what a recipe keeps of all keys and values.
+
+    For calls with one token.
+    """
 
     def __init__(self, recipe):
         super().__init__()
@@ -59,26 +69,47 @@ class RoundedCache(transformers.DynamicCache):
     def update(self, keys, values, layer, *args, **kwargs):
         keys, values = super().update(keys, values, layer, *args, **kwargs)
         if layer in self.filled:
-            keys = self.rounded(keys, self.recipe.key, self.recipe.rotate)
-            values = self.rounded(values, self.recipe.value, False)
+            keys = self.rounded(keys, self.recipe.key, self.recipe.key_axis, self.recipe.rotate)
+            values = self.rounded(values, self.recipe.value, self.recipe.value_axis, False)
         self.filled.add(layer)
         return keys, values
 
-    def rounded(self, x, scheme, rotate):
-        x = hadamard(x, x.shape[-1]) if rotate else x
-        x = fast.dequantize(fast.quantize(x.contiguous(), scheme))
-        return rotated_back(x, x.shape[-1]) if rotate else x
+    def rounded(self, x, scheme, axis, rotate):
+        recipe, length = self.recipe, x.shape[2]
+        group = scheme.scale.block if axis == -2 else 1
+        whole = length - length % group
+        mixed = hadamard(x, x.shape[-1]) if rotate else x
+        y = fast.dequantize(fast.quantize(mixed[:, :, :whole].contiguous(), scheme, axis=axis))
+        y = rotated_back(y, x.shape[-1]) if rotate else y
+        groups = [one.scale.block for one, axis in zip(recipe.schemes, (recipe.key_axis, recipe.value_axis), strict=True)
+                  if axis == -2]  # fmt: skip
+        last = max(0, min(length - recipe.residual, length - length % max(groups, default=1)))
+        if last <= recipe.sinks:
+            return x
+        return torch.cat([x[:, :, : recipe.sinks], y[:, :, recipe.sinks : last], x[:, :, last:]], 2)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bfloat16"])
+#: Recipes by what of a record they use.
+USED = {
+    "residual": ao_lab.KVRecipe(key="int4_g32", value="int4_g64_asymmetric", rotate=True, residual=5),
+    "sinks": ao_lab.KVRecipe(key="int2_g32", value="int2_g32", sinks=2, residual=2),
+    "channels": ao_lab.KVRecipe(key=GROUPS_OF_4, key_axis=-2, value="int2_g32", sinks=1),
+    "both by channel": ao_lab.KVRecipe(
+        key=GROUPS_OF_4, key_axis=-2, value=GROUPS_OF_4, value_axis=-2, residual=6, sinks=3
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name != "bfloat16"), *USED])
 def test_recipes(model, prompt, recipe):
     """The prompt attends to its own states, later tokens to what is stored: to float32's roundoff of attention.
 
     Of one layer, whose keys and values do not depend on that roundoff: of another layer they might round to other codes.
     """
+    recipe = USED.get(recipe) or RECIPES[recipe]
     ours = copy.deepcopy(model)
     ours.config.num_hidden_layers, ours.model.layers = 1, ours.model.layers[:1]
-    expected = ours.generate(**prompt, **CALL, **LOGITS, past_key_values=RoundedCache(RECIPES[recipe]))
+    expected = ours.generate(**prompt, **CALL, **LOGITS, past_key_values=RoundedCache(recipe))
     ao_lab.use_kv_cache_(ours, recipe)
     found = ours.generate(**prompt, **CALL, **LOGITS)
     assert torch.equal(found.sequences, expected.sequences)
@@ -120,9 +151,10 @@ def test_rejected_drafts(model, prompt):
     assert torch.equal(ours.generate(ids, **CALL, assistant_model=assistant), expected)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nf4"])
+@pytest.mark.parametrize("recipe", ["fp8", "nf4", *USED])
 def test_crop_and_reorder(model, prompt, recipe):
     """What is cropped is written again; sequences change places, scales of 16 bits too."""
+    recipe = USED.get(recipe, recipe)
     ours = copy.deepcopy(model)
     ao_lab.use_kv_cache_(ours, recipe)
     ids = prompt["input_ids"]
@@ -195,8 +227,20 @@ def test_recipe_as_text_and_its_bytes(name):
     """Those of the memory that a cache allocates."""
     recipe = RECIPES[name]
     assert str(recipe).startswith("keys ")
-    rooms = [room_for(torch.zeros(1, 2, 1, 128), 5, scheme) for scheme in recipe.schemes]
-    assert sum(t.nbytes for room in rooms for t in room.tensors()) == 5 * recipe.bytes_per_token(2, 128, 4)
+    pairs = zip(recipe.schemes, recipe.axes, strict=True)
+    rooms = [
+        room_for(torch.zeros(1, 2, 1, 128), 96, scheme, axis=axis, window=recipe.window)
+        for scheme, axis in pairs
+    ]
+    tokens = [
+        t.nbytes * 96 / room.codes.shape[2]
+        for room in rooms
+        for t in room.tensors()
+        if t is not room.computed
+    ]
+    assert sum(tokens) == 96 * recipe.bytes_per_token(2, 128, 4)
+    beside = sum(room.computed.nbytes for room in rooms if room.computed is not None)
+    assert beside == recipe.bytes_beside(2, 128, 4)
 
 
 def test_refused(model):

@@ -13,23 +13,35 @@ import torch
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
-from ao_lab.kv_cache.recipe import INT4, RECIPES
+from ao_lab.kv_cache.recipe import INT4, RECIPES, KVRecipe
 from ao_lab.testing.strategies import assert_same_bits
 from fast.attention.stored import append_, quantized_tokens, room_for
 from fast.kernels.attention import append, decode
+from fast.quantize.quantize import dequantize
 from reference import SCHEMES
 from reference.attention.attention import attention, attention_error_bound
+from reference.attention.window import Window
 from tests.emulator import quick_interpreter
 
 SCHEME = {
     "value": None, "fp8": SCHEMES["fp8_rowwise"], "int8": SCHEMES["int8_rowwise"], "int4": INT4,
-    "int4_g64": SCHEMES["int4_g64"],
+    "int4_g64": SCHEMES["int4_g64"], "int4_window": INT4, "int8_window": SCHEMES["int8_rowwise"],
 }  # fmt: skip
+#: Which tokens are read as computed, by kind.
+WINDOWS = {"int4_window": Window(40, 3), "int8_window": Window(0, 5)}
+#: A window of fewer tokens than are written at once.
+SHORT = KVRecipe(key=INT4, value=INT4, rotate=True, residual=3, sinks=2)
 #: Sequences, heads, key heads, queries of a head, width, room, tokens, whether masked, parts.
 CASES = (
     (2, 8, 2, 1, 64, 96, 77, True, 1),
     (1, 4, 1, 1, 128, 160, 130, False, 3),
     (1, 4, 2, 3, 128, 160, 130, True, 2),
+)
+#: Of kinds with a window: one query; a few tokens that all have a slot, and most.
+WITH_WINDOW = (
+    (2, 8, 2, 1, 64, 96, 77, True, 1),
+    (1, 4, 1, 1, 128, 160, 130, False, 3),
+    (1, 4, 1, 1, 64, 160, 21, True, 2),
 )
 
 
@@ -44,10 +56,13 @@ def main(what, names):
 
 def write(name):
     """Tokens of several calls, one of them zeros, keys as views of (B, n, heads, width); those beyond the cache are refused."""
-    recipe = RECIPES[name]
+    recipe = SHORT if name == "window" else RECIPES[name]
     torch.manual_seed(0)
     stores = [
-        [room_for(torch.zeros(2, 3, 1, 64, dtype=torch.bfloat16), 12, s) for s in recipe.schemes]
+        [
+            room_for(torch.zeros(2, 3, 1, 64, dtype=torch.bfloat16), 12, s, window=recipe.window)
+            for s in recipe.schemes
+        ]
         for _ in range(2)
     ]
     lengths = torch.tensor(0), torch.tensor(0)
@@ -78,12 +93,15 @@ def write(name):
 
 def attend(kind):
     """Every case of a kind; values over four powers of ten, NaN and infinity beyond the tokens."""
-    for batch, heads, kv, queries, width, room, tokens, masked, parts in CASES:
+    window = WINDOWS.get(kind, Window())
+    for batch, heads, kv, queries, width, room, tokens, masked, parts in (
+        WITH_WINDOW if window.slots else CASES
+    ):
         torch.manual_seed(1)
         k = torch.randn(batch, kv, tokens, width).half()
         v = (torch.randn(batch, kv, tokens, width) * torch.logspace(-3, 1, tokens)[:, None]).half()
         q = torch.randn(batch, queries, heads, width).half().transpose(1, 2)
-        keys, values = (room_for(x, room, SCHEME[kind]) for x in (k, v))
+        keys, values = (room_for(x, room, SCHEME[kind], window=window) for x in (k, v))
         length = torch.tensor(0)
         append_(keys, values, k, v, length)
         mask = None
@@ -94,6 +112,9 @@ def attend(kind):
         plan = decode.Plan(parts, 32, 4, 1)
         y = decode.attention(q, keys, values, length, mask, width**-0.5, True, plan)
         held = (k, v) if kind == "value" else tuple(quantized_tokens(x, tokens) for x in (keys, values))
+        if window.slots:
+            near = torch.from_numpy(window.seen(1, tokens, tokens, True))[0, 0, 0, :, None]
+            held = tuple(torch.where(near, x, dequantize(y)) for x, y in zip((k, v), held, strict=True))
         seen = None if mask is None else mask[..., :tokens].numpy()
         expected = attention(q, *held, causal=True, mask=seen, out_dtype="float64")
         bound = attention_error_bound(

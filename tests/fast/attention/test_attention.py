@@ -5,22 +5,30 @@ import platform
 import pytest
 import torch
 
-from ao_lab.kv_cache.recipe import RECIPES
+from ao_lab.kv_cache.recipe import INT4, NVFP4, RECIPES, KVRecipe
 from fast.attention.attention import _dequantized as by_torch
 from fast.attention.attention import attention
 from fast.attention.stored import append_, quantized_tokens, room_for
 from reference.attention import attention as specified
 
 #: What a kernel decodes.
-KINDS = {"value": "bfloat16", "fp8": "fp8", "int8": "int8", "int4": "int4"}
+KINDS = {
+    "value": "bfloat16",
+    "fp8": "fp8",
+    "int8": "int8",
+    "int4": KVRecipe(key=INT4, value=INT4, rotate=True),
+}
 
 
 def cache(name, dtype=torch.bfloat16, tokens=9, room=16, width=64):
     """Keys and values of one recipe, some written at once and one after them."""
-    recipe = RECIPES[name]
+    recipe = RECIPES[name] if isinstance(name, str) else name
     draw = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 2, tokens, width, generator=draw).to(dtype) for _ in range(2))
-    stores = [room_for(x, room, scheme) for x, scheme in zip((k, v), recipe.schemes, strict=True)]
+    stores = [
+        room_for(x, room, scheme, axis=axis, window=recipe.window)
+        for x, scheme, axis in zip((k, v), recipe.schemes, recipe.axes, strict=True)
+    ]
     length = torch.tensor(0)
     append_(*stores, k[:, :, :-1], v[:, :, :-1], length)
     append_(*stores, k[:, :, -1:], v[:, :, -1:], length)
@@ -30,7 +38,8 @@ def cache(name, dtype=torch.bfloat16, tokens=9, room=16, width=64):
 @pytest.mark.parametrize("name", RECIPES)
 def test_cpu_is_the_reference(name):
     """Of what is stored, in float64: the same numbers, rounded once."""
-    keys, values, length = cache(name)
+    recipe = RECIPES[name]
+    keys, values, length = cache(KVRecipe(key=recipe.key, value=recipe.value))
     q = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     mask = torch.ones(2, 1, 3, 16, dtype=torch.bool)
     mask[1, ..., :2] = False
@@ -44,7 +53,7 @@ def test_cpu_is_the_reference(name):
 @pytest.mark.parametrize("mask", ["bool", "bias", "none"])
 def test_of_dequantized_states(mask):
     """What a GPU without a kernel for the scheme computes, within the bound of float32; none beyond the length."""
-    keys, values, length = cache("nvfp4", torch.float32)
+    keys, values, length = cache(KVRecipe(key=NVFP4, value=NVFP4), torch.float32)
     draw = torch.Generator().manual_seed(1)
     q = torch.randn(2, 4, 3, 64, generator=draw)
     seen = torch.ones(2, 1, 3, 16, dtype=torch.bool)
@@ -67,9 +76,8 @@ def test_of_dequantized_states(mask):
 def test_written_one_by_one():
     """The codes of a token do not depend on the tokens beside it."""
     keys, values, length = cache("int4")
-    together = [
-        room_for(torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16), 16, s) for s in RECIPES["int4"].schemes
-    ]
+    like = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16)
+    together = [room_for(like, 16, s, window=RECIPES["int4"].window) for s in RECIPES["int4"].schemes]
     draw = torch.Generator().manual_seed(0)
     k, v = (torch.randn(2, 2, 9, 64, generator=draw).bfloat16() for _ in range(2))
     count = torch.tensor(0)
@@ -84,9 +92,9 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("what", "names"),
         [
-            ("attend", "value,fp8,int4,int4_g64"),
-            pytest.param("attend", "int8", marks=pytest.mark.nightly),
-            ("write", "bfloat16,fp8,int4"),
+            ("attend", "value,fp8,int4_window"),
+            pytest.param("attend", "int8,int8_window,int4,int4_g64", marks=pytest.mark.nightly),
+            ("write", "bfloat16,fp8,window"),
             pytest.param("write", ",".join(RECIPES), marks=pytest.mark.nightly),
         ],
     )
@@ -95,13 +103,14 @@ class TestKernels:
 
         assert lines_of("cache_attention", what, names) == [f"{what} {name}" for name in names.split(",")]
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", [*KINDS, "the recipe int4"])
     def test_compiled(self, kind):
         """Tensor cores, copies of 16 bytes that wait for nothing, and no spills; not `wgmma`, whose A may be in registers."""
         from fast.kernels.attention import decode
         from tests.fast.kernels.compiling.kernel_compiler import launched
 
-        keys, values, length = cache(KINDS[kind], room=8192, width=128)
+        recipe = KINDS.get(kind, "int4")
+        keys, values, length = cache(recipe, room=8192, width=128)
         q = torch.zeros(2, 1, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
         mask = torch.ones(2, 1, 1, 8192, dtype=torch.bool)
         machine, combine = launched(lambda: decode.attention(q, keys, values, length, mask, 0.1, True))
