@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.harness.rows import Row
+from experiments.optimizers.speed import FLOOR, GRAPH, SPEED, TIME
 from experiments.optimizers.training import BASE, GAP, GAPS, HELD_OUT, INTERVAL, PAIRED
 from experiments.optimizers.updates import KIND, LARGEST, METHODS, OURS, PROJECTION, RATIOS, RMS, Setting
 from experiments.report.content import Drawing, Headline, Section, Table
@@ -35,6 +36,11 @@ TRAININGS = (
     "states, in percent, positive where it is worse; the interval is Student's of 95% over the paired seeds.",
 )
 
+SPEEDS = (
+    "All take turns in one process on the same parameters and gradients. A step that is launched one by one costs the host's "
+    "time too. torchao's and FlashOptim's steps cannot be captured, and torch's fused one keeps its states in bfloat16.",
+)
+
 
 def findings(rows: Sequence[Row]) -> list[str]:
     """The largest updates, and gaps."""
@@ -46,6 +52,9 @@ def findings(rows: Sequence[Row]) -> list[str]:
         words.append(
             f"Largest update over that with float32 states, any ratio of gradients from 1 to 10^5: {'; '.join(parts)}."
         )
+    speed = best_run(by_run(rows, SPEED))
+    if speed is not None and speed[0].scale != "quick":
+        words.append(f"{speed_text(speed[1])} ({speed[0]}).")
     gaps = best_run(by_run(rows, GAPS))
     if gaps is not None and gaps[0].scale != "quick":
         words.append(f"Loss over float32 states ({gaps[0]}): {'; '.join(gap_texts(gaps[1]))}.")
@@ -105,6 +114,9 @@ def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
             for method in OWN
         ]
         targets_of_runs.append(RunTargets(where, targets, LARGEST))
+    for where, results in by_run(rows, SPEED).items():
+        if where.scale != "quick":
+            targets_of_runs.append(RunTargets(where, speed_targets(results), "time of a step"))
     for where, results in by_run(rows, GAPS).items():
         if where.scale != "quick":
             targets_of_runs.append(RunTargets(where, gap_targets(results), "percent of the loss"))
@@ -132,6 +144,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
     gaps = by_run(rows, GAPS)
     return [
         *(updates_section(where, results) for where, results in by_run(rows, KIND).items()),
+        *(speed_section(where, results) for where, results in by_run(rows, SPEED).items()),
         *(
             training_section(where, results, gaps.get(where))
             for where, results in by_run(rows, PAIRED).items()
@@ -190,3 +203,45 @@ def training_section(where: Where, results: Results, gaps: Results | None) -> Se
     columns = ["optimizer", *(f"seed {seed}" for seed in seeds), "gap (%)"]
     table = Table("Bits per byte of held-out text", columns, lines, results.rows)
     return Section(f"Trainings ({where})", TRAININGS, [], [table])
+
+
+def speed_section(where: Where, results: Results) -> Section:
+    """A step's time, replayed and launched, beside what a copy of its bytes takes."""
+    tables = []
+    for setting in results.settings:
+        lines = [
+            [
+                method,
+                *(number(results.value(setting, method, f"{TIME}{way}"), 3) for way in (GRAPH, "")),
+                number(results.value(setting, method, FLOOR), 3),
+            ]
+            for method in results.methods
+        ]
+        columns = ["optimizer", "CUDA graph (ms)", "launched (ms)", "copy of its bytes (ms)"]
+        tables.append(Table(f"A step of {setting}", columns, lines, results.rows))
+    return Section(f"Time of a step ({where})", SPEEDS, [], tables)
+
+
+def speed_targets(results: Results) -> list[Target]:
+    """The replayed step of each method that has a limit."""
+    return [
+        limit.target(
+            f"{limit.key}: step", results.value(setting, limit.key, f"{TIME}{GRAPH}"), unit="ms", value_format=".2f",
+            limit_format=".2f", day=results.day(setting, limit.key),
+        )
+        for setting in results.settings
+        for limit in limits(EXPERIMENT)
+        if limit.metric == TIME
+    ]  # fmt: skip
+
+
+def speed_text(results: Results) -> str:
+    """Times of ours and of the others, of the largest setting."""
+    setting = results.settings[-1]
+    parts = []
+    for method in results.methods:
+        found = [results.value(setting, method, f"{TIME}{way}") for way in (GRAPH, "")]
+        value = next((one for one in found if one is not None), None)
+        if value is not None:
+            parts.append(f"{method} {number(value, 2)}")
+    return f"ms a step of {setting}: {'; '.join(parts)}"

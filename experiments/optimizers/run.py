@@ -1,8 +1,8 @@
 """Experiment `optimizers`: optimizer states in 8 and 4 bits, of ours and of torchao.
 
-Parts: "updates" (how far updates lie from those with float32 states, on a CPU, on torchao's own code and ours) and "paired"
-(trainings over paired seeds, with their gaps). Times of a step are those of `tests/gpu/training/optim.py`. Stand-in: on a CPU
-the trainings are of a tiny model and some steps.
+Parts: "updates" (how far updates lie from those with float32 states, on a CPU, on torchao's own code and ours), "paired"
+(trainings over paired seeds, with their gaps) and "speed" (what a step takes). Stand-in: on a CPU the trainings are of a tiny
+model and some steps, and a step is of small parameters.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from experiments.harness.measuring import Deadline, bar
+from experiments.harness.measuring import Deadline, bar, keep
 from experiments.harness.revision import seed_and_libraries
 from experiments.harness.rows import Journal, Row, table_name
-from experiments.optimizers import training, updates
+from experiments.optimizers import speed, training, updates
 from experiments.optimizers.training import BASE, GAPS, PAIRED, PLANS
 from experiments.runs.run import Settings
 
 EXPERIMENT = "optimizers"
-PARTS = (updates.KIND, PAIRED)
+PARTS = (updates.KIND, speed.SPEED, PAIRED)
 DATA = "normal-gradients"
 
 
@@ -31,12 +31,14 @@ def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
     """Rows of the parts that `settings.only` names, or of all; rows in the journal are not measured again."""
     journal = journal if journal is not None else Journal()
     deadline = Deadline(settings.seconds)
+    parts = {updates.KIND: _updates, speed.SPEED: _speed, PAIRED: _paired}
+    failed: list[Row] = []
     for part in settings.only or PARTS:
-        (_updates if part == updates.KIND else _paired)(settings, journal, deadline)
-    return list(journal.rows)
+        failed += parts[part](settings, journal, deadline)
+    return [*journal.rows, *failed]
 
 
-def _updates(settings: Settings, journal: Journal, deadline: Deadline) -> None:
+def _updates(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row]:
     table = table_name(updates.KIND, settings.scale, DATA)
     settings = replace(settings, device="cpu")
     lines = [(setting, method) for setting in updates.SETTINGS for method in updates.METHODS]
@@ -51,9 +53,28 @@ def _updates(settings: Settings, journal: Journal, deadline: Deadline) -> None:
                 )
                 journal.add(settings.rows(EXPERIMENT, updates.KIND, DATA, setting.name, method, values))
             step(f"{method}, {setting.name}")
+    return []
 
 
-def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> None:
+def _speed(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row]:
+    """All methods in turn, unless the journal has them; rows of those that failed."""
+    shape, table = speed.SHAPES[settings.scale], table_name(speed.SPEED, settings.scale, speed.DATA)
+    names = speed.methods_of(settings.device)
+    if deadline.left() <= 0 or any(
+        journal.finished(table, shape.name, name, settings.seed) for name in names
+    ):
+        return []
+    failed: list[Row] = []
+    with bar("steps", 1) as step:
+        for name, values in speed.measure(shape, settings.device).items():
+            keep(
+                journal, failed, settings.rows(EXPERIMENT, speed.SPEED, speed.DATA, shape.name, name, values)
+            )
+        step(shape.name)
+    return failed
+
+
+def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> list[Row]:
     plan = PLANS[settings.scale]
     name, data = plan.training.model.name, settings.corpus.name
     lines = [
@@ -71,6 +92,7 @@ def _paired(settings: Settings, journal: Journal, deadline: Deadline) -> None:
                 journal.add(one.rows(EXPERIMENT, PAIRED, data, name, label, values))
             step(f"{label}, seed {seed}")
     journal.add(gap_rows(settings, name, data, journal.rows))
+    return []
 
 
 def gap_rows(settings: Settings, setting: str, data: str, rows: Sequence[Row]) -> list[Row]:

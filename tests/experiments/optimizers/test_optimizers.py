@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.harness.rows import Row
-from experiments.optimizers import page, training, updates
+from experiments.optimizers import page, speed, training, updates
 from experiments.optimizers.training import BASE, GAP, HELD_OUT, INTERVAL
 from experiments.optimizers.updates import LARGEST, PROJECTION, RMS, Setting
 
@@ -66,3 +66,30 @@ def test_the_page_names_the_largest_and_misses_targets():
     assert len(page.sections(rows)) == 2
     worse = [replace(one, value=4.0) if one.method == "ours, 8 bits" else one for one in rows]
     assert page.targets_by_run(worse)[0].targets[0].reached is False
+
+
+def test_steps_are_timed_and_what_is_missing_or_fails_says_so(monkeypatch):
+    def broken(ps):
+        raise ValueError("no step")
+
+    others = {"absent": speed.Method(broken, 1.0, "no_such_package"), "broken": speed.Method(broken, 1.0)}
+    monkeypatch.setattr(speed, "METHODS", {**speed.METHODS, **others})
+    monkeypatch.setattr(speed, "ON_CPUS", (*speed.ON_CPUS, *others))
+    found = speed.measure(speed.Shape(2, 32), "cpu")
+    for name in ("8-bit states", "4-bit states"):
+        assert found[name][speed.TIME][0] > 0
+        assert found[name][speed.FLOOR][0] > 0
+    assert "status: missing: no_such_package is not installed" in found["absent"]
+    assert "status: error: ValueError: no step" in found["broken"]
+
+
+def test_the_page_has_times_and_their_targets():
+    rows = [row("speed", "28 x 4096", "8-bit states", f"{speed.TIME}{speed.GRAPH}", 1.2)]
+    rows += [
+        row("speed", "28 x 4096", "8-bit states", speed.FLOOR, 1.1),
+        row("speed", "28 x 4096", "torchao, 8 bits", speed.TIME, 7.5),
+    ]
+    (found,) = page.targets_by_run(rows)
+    assert [target.reached for target in found.targets] == [False, None, None]
+    assert page.sections(rows)[0].tables[0].lines[0] == ["8-bit states", "1.200", "", "1.100"]
+    assert "8-bit states 1.20; torchao, 8 bits 7.50" in page.findings(rows)[0]

@@ -1,9 +1,9 @@
-"""The optimizer kernel on a GPU: its bits beside the reference, its square roots, and times beside torch, torchao, FlashOptim.
+"""The optimizer kernel on a GPU: its bits beside the reference, its square roots, and which tiles are the quickest.
 
-    python -m tests.gpu.training.optim [--part bits classes roots tune times] [--peers FOLDER] [--out FILE.csv]
+    python -m tests.gpu.training.optim [--part bits classes roots size tune] [--out FILE.csv]
 
 A line a check; times in milliseconds a step of 470 million bfloat16 parameters (28 matrices of 4096 x 4096), medians of rounds
-in which all methods follow each other. --peers: a folder with wheels of torchao and FlashOptim, which are unpacked.
+in which all settings follow each other. Times beside others: `ao-lab reproduce optimizers --only speed --scale full`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-import sys
-import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +28,7 @@ from reference.optim.update import Key, begin, update
 from tests.gpu.harness.timing import captured, elapsed, rate
 from tests.support.optim import CASES, compared, slots_of
 
-PARTS = ("bits", "classes", "roots", "tune", "times")
+PARTS = ("bits", "classes", "roots", "size", "tune")
 SHAPES = ((64, 4096), (128, 512), (37, 1000), (100_001,), (3, 5, 640), (16, 8, 3, 3), (8192,), (2, 3))
 COUNT, SIDE = 28, 4096
 ELEMENTS = COUNT * SIDE * SIDE
@@ -48,9 +45,8 @@ GRID = (
 )
 #: Optimizers whose steps are in graphs.
 KEPT: list[torch.optim.Optimizer] = []
-#: Bytes an element that must move, read and written.
-FLOORS = {"8bit": 10.06, "4bit": 8.13, "24bit": 12.06, "24bit block 32": 12.5, "32bit": 14.06, "Lion8bit": 8.03,
-          "torch fused": 14.0}  # fmt: skip
+#: Bytes an element that must move, read and written, of 8-bit states.
+FLOOR = 10.06
 
 
 def bits() -> None:
@@ -149,8 +145,7 @@ def timed(steps: dict[str, Step], rows: list[dict[str, object]]) -> None:
         for name, step in steps.items():
             found[name].append(milliseconds(step))
     for name, values in found.items():
-        key = next((key for key in sorted(FLOORS, key=len, reverse=True) if key in name), None)
-        floor = FLOORS[key] * ELEMENTS / rate() / 1e3 if key else float("nan")
+        floor = FLOOR * ELEMENTS / rate() / 1e3
         median = statistics.median(values)
         rows.append({"method": name, "ms": round(median, 4), "least": round(min(values), 4), "most": round(max(values), 4),
                      "floor": round(floor, 3)})  # fmt: skip
@@ -202,79 +197,9 @@ def check(ps: list[torch.nn.Parameter]) -> None:
         print(f"check of parameter {number} of 470M: differences {wrong}", flush=True)
 
 
-def mine(ps: list[torch.nn.Parameter]) -> dict[str, Step]:
-    """Steps of our optimizers."""
-    result: dict[str, Step] = {}
-    for name, kind, options in (
-        ("8bit", optim.AdamW8bit, {}),
-        ("8bit, bfloat16 rounded stochastically", optim.AdamW8bit, {"bf16_stochastic_round": True}),
-        ("4bit", optim.AdamW4bit, {}),
-        ("24bit master", optim.AdamW8bit, {"master": "24bit"}),
-        ("24bit block 32 master", optim.AdamW8bit, {"master": "24bit", "block_size": 32}),
-        ("32bit master", optim.AdamW8bit, {"master": "32bit"}),
-        ("Lion8bit", optim.Lion8bit, {}),
-        ("states torchao.fp8", optim.AdamWFp8, {"states": "torchao.fp8"}),
-        ("states torchao.8bit", optim.AdamW8bit, {"states": "torchao.8bit"}),
-    ):
-        one = kind(ps, lr=1e-4, nonfinite="propagate", **options)
-        if name == "8bit":
-            result[f"ours {name}, eager"] = one.step
-        # A graph has addresses alone: who holds the graph holds the optimizer.
-        KEPT.append(one)
-        result[f"ours {name}, graph"] = graphed(one.step)
-    checked = optim.AdamW8bit(ps, lr=1e-4)
-    result["ours 8bit, eager, gradients checked"] = checked.step
-    return result
-
-
-def peers(ps: list[torch.nn.Parameter], folder: str | None) -> dict[str, Step]:
-    """torch's fused step, torchao's and FlashOptim's, where they are there."""
-    result: dict[str, Step] = {}
-    fused = torch.optim.AdamW(ps, lr=1e-4, fused=True)
-    result["torch fused, bfloat16 states, eager"] = fused.step
-    graph = torch.optim.AdamW(ps, lr=1e-4, fused=True, capturable=True)
-    KEPT.append(graph)
-    result["torch fused, bfloat16 states, graph"] = graphed(graph.step)
-    for wheel in sorted(Path(folder).glob("*.whl")) if folder else []:
-        if wheel.name.startswith(("torchao", "flashoptim")):
-            place = tempfile.mkdtemp()
-            zipfile.ZipFile(wheel).extractall(place)
-            sys.path.append(place)
-    try:
-        import torchao.optim as theirs
-
-        begin = time.perf_counter()
-        one = theirs.AdamW8bit(ps, lr=1e-4)
-        one.step()
-        torch.cuda.synchronize()
-        print(f"torchao AdamW8bit: first step {time.perf_counter() - begin:.1f} s", flush=True)
-        result["torchao AdamW8bit"] = one.step
-    except Exception as error:  # noqa: BLE001  a peer that does not run here is said, not raised
-        print(f"torchao: {type(error).__name__}: {error}"[:300], flush=True)
-    try:
-        from flashoptim import FlashAdamW
-
-        for width in (24, 32):
-            one = FlashAdamW(ps, lr=1e-4, master_weight_bits=width)
-            one.step()
-            torch.cuda.synchronize()
-            result[f"FlashOptim, {width}-bit master"] = one.step
-    except Exception as error:  # noqa: BLE001
-        print(f"FlashOptim: {type(error).__name__}: {error}"[:300], flush=True)
-    return result
-
-
-def times(rows: list[dict[str, object]], folder: str | None) -> None:
-    """Ours beside the others on the same parameters and gradients."""
-    ps = parameters()
-    try:
-        check(ps)
-    except Exception as error:  # noqa: BLE001  times follow all the same
-        print(f"check: {type(error).__name__}: {error}"[:500], flush=True)
-    timed(mine(ps), rows)
-    KEPT.clear()
-    ours = optim.AdamW8bit(ps, lr=1e-4, nonfinite="propagate")
-    timed({"ours 8bit beside peers, eager": ours.step, **peers(ps, folder)}, rows)
+def size() -> None:
+    """At full size."""
+    check(parameters())
 
 
 def main() -> None:
@@ -283,19 +208,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--peers")
     parser.add_argument("--out")
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     for part in options.part:
         begin = time.perf_counter()
-        if part in ("bits", "classes", "roots"):
-            {"bits": bits, "classes": classes, "roots": roots}[part]()
-        elif part == "tune":
+        if part == "tune":
             tune(rows)
         else:
-            times(rows, options.peers)
+            {"bits": bits, "classes": classes, "roots": roots, "size": size}[part]()
         print(f"part {part}: {time.perf_counter() - begin:.0f} s", flush=True)
     if options.out:
         with Path(options.out).open("w", newline="") as file:
