@@ -113,6 +113,8 @@ from ao_lab.quantization.api import quantize_ as quantize_
 from ao_lab.quantization.report import Layer as Layer
 from ao_lab.quantization.report import Report as Report
 from ao_lab.quantization.report import explain as explain
+from ao_lab.self_speculation import SelfSpeculation as SelfSpeculation
+from ao_lab.self_speculation import Speculated as Speculated
 from ao_lab.sparsity.api import sparsify_ as sparsify_
 from ao_lab.sparsity.config import SparsityConfig as SparsityConfig
 from ao_lab.sparsity.plan import SparseLayer as SparseLayer

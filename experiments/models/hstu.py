@@ -246,18 +246,30 @@ def _block(
     return torch.einsum("hqk,khd->qhd", weights, v[: rows.stop])
 
 
+class PointwiseAttention(nn.Module):
+    """Attention of a layer, with its bias; `function` is how it is computed."""
+
+    def __init__(self, config: HSTUConfig, function: Attention) -> None:
+        super().__init__()
+        self.config, self.function = config, function
+        self.bias = RelativeBias(config) if config.relative_bias else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """(T, heads, width) to the same."""
+        return self.function(q, k, v, layout, self.bias, self.config)
+
+
 class HSTULayer(nn.Module):
     """One layer; linear layers are `uvqk` (width to 2 v and 2 qk of all heads) and `output`."""
 
     def __init__(self, config: HSTUConfig, attention: Attention = padded_attention) -> None:
         super().__init__()
-        self.config, self.attention = config, attention
+        self.config, self.attention = config, PointwiseAttention(config, attention)
         inner = config.widths[0]
         self.input_norm = nn.LayerNorm(config.width, eps=config.epsilon)
         self.uvqk = nn.Linear(config.width, sum(config.widths))
         self.attention_norm = nn.LayerNorm(inner, eps=config.epsilon)
         self.output = nn.Linear(inner * (3 if config.concatenate else 1), config.width)
-        self.bias = RelativeBias(config) if config.relative_bias else None
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """(T, width) to the same."""
@@ -269,7 +281,7 @@ class HSTULayer(nn.Module):
         if not config.activate_all:
             u = functional.silu(u)
         v, q, k = (one.unflatten(-1, (config.heads, -1)) for one in (v, q, k))
-        attended = self.attention(q, k, v, layout, self.bias, config).flatten(1)
+        attended = self.attention(q, k, v, layout).flatten(1)
         gated = u * self.attention_norm(attended)
         return x + self.output(torch.cat((u, attended, gated), -1) if config.concatenate else gated)
 
@@ -290,15 +302,11 @@ class HSTU(nn.Module):
     def use_attention(self, attention: Attention) -> None:
         """Attention of all layers."""
         for layer in self.layers:
-            layer.attention = attention  # type: ignore[assignment]
+            layer.attention.function = attention  # type: ignore[union-attr]
 
-    def encode(self, batch: Sequences) -> Tensor:
-        """The stream (T, width) behind the last norm. ValueError for a user that is longer than `config.length`."""
-        if batch.longest > self.config.length:
-            raise ValueError(
-                f"a user has {batch.longest} tokens and this HSTU is for {self.config.length}; drop the oldest"
-            )
-        layout = batch.layout()
+    def encode(self, layout: Layout) -> Tensor:
+        """The stream (T, width) behind the last norm."""
+        batch = layout.batch
         x = self.items(batch.items)
         x = x + self.actions(batch.actions) * ~layout.is_candidate[:, None]
         if self.positions is not None:
@@ -310,11 +318,18 @@ class HSTU(nn.Module):
         encoded: Tensor = self.norm(x)
         return encoded
 
-    def forward(self, batch: Sequences) -> Tensor:
-        """Logits (candidates of all users, tasks), user by user."""
-        x = self.encode(batch)
-        logits: Tensor = self.head(x[candidate_index(batch).to(x.device)])
+    def rank(self, layout: Layout, index: Tensor) -> Tensor:
+        """Logits (candidates of all users, tasks) of the tokens at `index`, with nothing that waits for a GPU."""
+        logits: Tensor = self.head(self.encode(layout)[index])
         return logits
+
+    def forward(self, batch: Sequences) -> Tensor:
+        """Logits (candidates of all users, tasks), user by user. ValueError for a user that is longer than `config.length`."""
+        if batch.longest > self.config.length:
+            raise ValueError(
+                f"a user has {batch.longest} tokens and this HSTU is for {self.config.length}; drop the oldest"
+            )
+        return self.rank(batch.layout(), candidate_index(batch).to(batch.items.device))
 
 
 def candidate_index(batch: Sequences) -> Tensor:

@@ -1,0 +1,322 @@
+"""The page of experiment `ladder`: rungs of each model, levers alone and left out, operators, idle time, acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from experiments.harness.rows import Row
+from experiments.ladder import acceptance, summary
+from experiments.ladder.run import BATCH, CHANGE, IDLE, KIND, LARGEST, ONE, ROUND, TRACE
+from experiments.ladder.rungs import ALONE, EAGER, GRAPHS, LEFT_OUT, Levers, ladder, of_model
+from experiments.ladder.subjects import MODELS, STAND_INS, Subject
+from experiments.ladder.summary import COUNT, MEAN, PUBLISHED, TIME, last_rung, speedup, times
+from experiments.ladder.trace import OPERATORS
+from experiments.report.content import Drawing, Headline, Section, Table
+from experiments.report.plots import ratio_map
+from experiments.report.results import Results, Where, best_run, by_run, failures, number
+from experiments.report.targets import RunTargets, Target, limit_of
+
+EXPERIMENT = "ladder"
+TITLE = "From eager bfloat16 to the last lever"
+QUESTION = (
+    "What does each lever of inference bring models of several modalities, alone and on top of the others?"
+)
+NOTE = "its text could not be read: never called a match"
+ABOUT = (
+    "Llama-3.1-8B, Code Llama 34B, Chameleon 7B (text; images by guidance), Seamless M4T v2 and HSTU at exact shapes with "
+    "random weights. The first rung is eager bfloat16 with a cache that grows; each of the next adds a lever. Tokens come from "
+    "a loop that waits for nothing, in the first rung too, where transformers' own generate() takes longer.",
+    f"A study of such models (arXiv 2410.00215) reports {PUBLISHED} times its baseline with all of its levers; {NOTE}. Which "
+    "models, batches and GPUs that is, and whether it is a mean, is not known here.",
+)
+FEATURED = ("ladder-batch-1-full", "ladder-batch-1-quick")
+STAND_IN = (
+    "**A stand-in**: tiny models on a CPU, whose times and shares mean nothing; it shows that all of it runs."
+)
+TEXT = (
+    "Milliseconds of a unit are the median of the runs. Idle is 1 - B / T: B the length of the union of the intervals in which "
+    "a kernel or a copy ran, in a trace, T the time without the profiler. Shares are of the sum of the kernels' times.",
+    "Outputs of each configuration are compared with those of the same weights by fused attention and a cache in bfloat16, not "
+    "compiled; and each lever is checked to have changed what it is to change.",
+)
+SPECULATION = (
+    "With random weights no number of accepted drafts means anything: a round is timed, and a token's time follows for "
+    "acceptances a of one draft, (1 - a^(k + 1)) / (1 - a) tokens a round of k drafts."
+)
+ACCEPTANCE = (
+    "Models of bytes, trained here; a byte is easier to draft than a word. The share of drafts counts those behind the first "
+    "wrong one of a round as wrong. All tokens are compared with those of greedy decoding without drafts.",
+)
+BY_NAME = {one.name: one for one in (*MODELS, *STAND_INS)}
+
+
+def real(where: Where) -> bool:
+    """Whether times mean something."""
+    return where.scale == "full" and where.device != "cpu"
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Each model's ladder, the mean over models, idle shares after graphs, acceptance."""
+    words = [
+        text
+        for where, results in by_run(rows, KIND).items()
+        if real(where)
+        for setting in (ONE, LARGEST)
+        if (text := ladder_words(where, results, setting))
+    ]
+    return [*means(rows), *words, *idle_words(rows), *acceptance_words(rows)]
+
+
+def means(rows: Sequence[Row]) -> list[str]:
+    """The geometric means of the best run, with the published number beside."""
+    best = best_run({where: one for where, one in by_run(rows, summary.KIND).items() if real(where)})
+    if best is None:
+        return []
+    parts = [
+        f"{setting} {number(best[1].value(setting, summary.METHOD, MEAN), 2)} over "
+        f"{number(best[1].value(setting, summary.METHOD, COUNT), 0)} models"
+        for setting in best[1].settings
+    ]
+    return [
+        f"Last rung over the first ({best[0].device}), geometric mean: {', '.join(parts)}; published {PUBLISHED} ({NOTE})."
+    ]
+
+
+def ladder_words(where: Where, results: Results, setting: str) -> str:
+    """First and last rung of a model."""
+    found = times(results.with_setting(setting).rows)
+    one = BY_NAME.get(where.data)
+    last = None if one is None else last_rung(one, found)
+    if one is None or last is None or EAGER.name not in found:
+        return ""
+    return (
+        f"{where.data}, {setting} ({number(results.value(setting, EAGER.name, BATCH), 0)}), {where.device}: "
+        f"{number(found[EAGER.name], 2)} ms a {one.unit} at first, {number(found[last.name], 2)} with {last.name}: "
+        f"{number(speedup(one, found), 2)} times."
+    )
+
+
+def idle_words(rows: Sequence[Row]) -> list[str]:
+    """The first rung's and the largest idle share after graphs."""
+    words = []
+    for where, results in by_run(rows, TRACE).items():
+        before, after = results.value(ONE, EAGER.name, IDLE), after_graphs(results)
+        if real(where) and before is not None and after is not None:
+            words.append(
+                f"{where.data}, {where.device}: idle {number(before, 1, 100)}% of the time at batch 1 on the first rung, "
+                f"at most {number(after, 1, 100)}% with CUDA graphs."
+            )
+    return words
+
+
+def after_graphs(results: Results) -> float | None:
+    """The largest idle share of rungs with CUDA graphs."""
+    found = [row.value for row in results.rows if row.metric == IDLE and "graphs" in row.method.split(", ")]
+    return max(found, default=None)
+
+
+def acceptance_words(rows: Sequence[Row]) -> list[str]:
+    """The best exit of each arm."""
+    best = best_run(
+        {where: one for where, one in by_run(rows, acceptance.KIND).items() if where.scale == "full"}
+    )
+    if best is None:
+        return []
+    parts = [
+        f"{method} {number(row.value, 2)}"
+        for method in best[1].methods
+        for row in [best[1].row(best[1].settings[0], method, acceptance.PER_ROUND)]
+        if row is not None
+    ]
+    return [f"Tokens a round of self-speculation, models of bytes trained here: {'; '.join(parts)}."]
+
+
+def main_finding(rows: Sequence[Row]) -> str:
+    """One line of the first page."""
+    return next(iter(means(rows)), "").rstrip(".")
+
+
+def headlines(rows: Sequence[Row]) -> list[Headline]:
+    """None: the first page has ten."""
+    return []
+
+
+def targets_by_run(rows: Sequence[Row]) -> list[RunTargets]:
+    """Means over all models, and idle shares after graphs."""
+    found = []
+    for where, results in by_run(rows, summary.KIND).items():
+        if real(where):
+            targets = [mean_target(results, setting) for setting in (ONE, LARGEST)]
+            found.append(RunTargets(where, targets, MEAN, "times the first rung"))
+    for where, results in by_run(rows, TRACE).items():
+        if real(where):
+            limit = limit_of(EXPERIMENT, where.data, IDLE)
+            value = after_graphs(results)
+            target = limit.target(
+                "idle share with CUDA graphs", value, value_format=".3f", limit_format=".2f"
+            )
+            found.append(RunTargets(where, [target], IDLE, "of the time"))
+    return found
+
+
+def mean_target(results: Results, setting: str) -> Target:
+    """A mean counts where all models are in it."""
+    value, count = (results.value(setting, summary.METHOD, metric) for metric in (MEAN, COUNT))
+    whole = count is not None and count >= len(MODELS)
+    limit = limit_of(EXPERIMENT, setting, MEAN)
+    return limit.target(
+        setting, value if whole else None, value_format=".2f", day=results.day(setting, summary.METHOD)
+    )
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """All models, then each, then acceptance."""
+    traces = by_run(rows, TRACE)
+    return [
+        *summary_sections(rows),
+        *(model_section(where, results, traces.get(where)) for where, results in by_run(rows, KIND).items()),
+        *(acceptance_section(where, results) for where, results in by_run(rows, acceptance.KIND).items()),
+    ]
+
+
+def summary_sections(rows: Sequence[Row]) -> Iterator[Section]:
+    """Speeds over the first rung of all models of a run, and their mean beside the published number."""
+    for where, results in by_run(rows, summary.KIND).items():
+        tables_of = {
+            other.data: found
+            for other, found in by_run(rows, KIND).items()
+            if (other.scale, other.device) == (where.scale, where.device)
+        }
+        lines = []
+        for setting in results.settings:
+            mean, count = (results.value(setting, summary.METHOD, metric) for metric in (MEAN, COUNT))
+            lines.append([setting, number(mean, 2), number(count, 0), number(PUBLISHED, 2), NOTE])
+        columns = ["setting", "last rung over first", "models", "published", "of the published"]
+        table = Table("Geometric mean over models", columns, lines, results.rows)
+        drawings = [picture(where, tables_of, setting) for setting in results.settings]
+        text = [] if real(where) else [STAND_IN]
+        yield Section(f"All models ({where})", text, drawings, [table])
+
+
+def picture(where: Where, tables_of: dict[str, Results], setting: str) -> Drawing:
+    """Speed over the first rung, rungs by models."""
+    names = [one for one in tables_of if one in BY_NAME]
+    rungs = [one for one in ladder() if not one.speculation]
+    values = [[over_first(BY_NAME[name], tables_of[name], setting, rung) for name in names] for rung in rungs]
+    figure = ratio_map([one.name for one in rungs], names, values, "speed over the first rung")
+    figure.axes[0].tick_params(axis="x", rotation=30)
+    name = f"ladder-{setting.replace(' ', '-')}-{where.ending}"
+    return Drawing(name, f"Speed over the first rung, {setting}, {where.device}.", figure)
+
+
+def over_first(one: Subject, results: Results, setting: str, rung: Levers) -> float | None:
+    """A rung's speed over the first, with the model's own weights."""
+    first = results.value(setting, EAGER.name, TIME)
+    value = results.value(setting, of_model(rung, one.weights).name, TIME)
+    return None if first is None or not value else first / value
+
+
+def model_section(where: Where, results: Results, traces: Results | None) -> Section:
+    """Rungs, single levers, operators, self-speculation."""
+    one = BY_NAME.get(where.data)
+    if one is None:
+        return Section(f"{where.data} ({where})", ["Rows of a model that is no longer measured."])
+    text = [*TEXT, *([] if real(where) else [STAND_IN]), *failures(results)]
+    tables = [rungs_table(one, results), levers_table(one, results)]
+    if traces is not None:
+        tables.append(operators_table(traces))
+        text += failures(traces)
+    rounds = Results([row for row in results.rows if row.metric == ROUND])
+    if rounds.rows:
+        text.append(SPECULATION)
+        tables.append(speculation_table(results, rounds))
+    return Section(f"{where.data} ({where})", text, [], tables)
+
+
+def rungs_table(one: Subject, results: Results) -> Table:
+    """Time and speed of each rung at each batch."""
+    lines = []
+    for setting in results.settings:
+        for rung in ladder(one.weights):
+            time = results.value(setting, rung.name, TIME)
+            if time is not None:
+                batch = number(results.value(setting, rung.name, BATCH), 0)
+                speed = number(over_first(one, results, setting, rung), 2)
+                over = results.value(setting, GRAPHS.name, TIME)
+                graphs = number(None if over is None else over / time, 2)
+                change = number(results.value(setting, rung.name, CHANGE), 3)
+                lines.append([rung.name, batch, number(time, 3), speed, graphs, change])
+    columns = [
+        "rung",
+        "batch",
+        f"ms a {one.unit}",
+        "over the first",
+        "over bfloat16 with graphs",
+        "change of outputs",
+    ]
+    return Table("Rungs", columns, lines, results.rows)
+
+
+def levers_table(one: Subject, results: Results) -> Table:
+    """Each lever alone over the first rung, and what the last loses without it."""
+    lines = []
+    for setting in results.settings:
+        found = times(results.with_setting(setting).rows)
+        last = last_rung(one, found)
+        for name, levers in ALONE.items():
+            own = of_model(levers, one.weights).name
+            if own in found and EAGER.name in found:
+                lines.append([f"{name}, alone", setting, number(found[EAGER.name] / found[own], 2), ""])
+        for name, levers in LEFT_OUT.items():
+            own = of_model(levers, one.weights).name
+            if last is not None and own in found and own != last.name:
+                lines.append([f"{name}, left out", setting, "", number(found[own] / found[last.name], 2)])
+    columns = ["lever", "setting", "speed over the first rung", "the last rung's speed over this"]
+    return Table("Levers alone and left out", columns, lines, results.rows)
+
+
+def operators_table(traces: Results) -> Table:
+    """Idle time and shares of operators, in percent."""
+    metrics = [IDLE, *(f"share, {name}" for name in OPERATORS)]
+    lines = []
+    for setting in traces.settings:
+        for method in traces.with_setting(setting).methods:
+            cells = [number(traces.value(setting, method, metric), 1, 100) for metric in metrics]
+            lines += [[method, setting, *cells]] if any(cells) else []
+    return Table("Idle time and operators (%)", ["rung", "setting", "idle", *OPERATORS], lines, traces.rows)
+
+
+def speculation_table(results: Results, rounds: Results) -> Table:
+    """A round's time, and a token's by acceptance."""
+    metrics = [name for name in results.metrics if name.startswith("time at acceptance")]
+    lines = [
+        [
+            row.method,
+            number(row.value, 3),
+            *(number(results.value(row.setting, row.method, name), 3) for name in metrics),
+        ]
+        for row in rounds.rows
+    ]
+    names = [name.removeprefix("time at ") for name in metrics]
+    return Table(
+        "Self-speculation: milliseconds of a round, and of a token",
+        ["configuration", "round", *names],
+        lines,
+        rounds.rows,
+    )
+
+
+def acceptance_section(where: Where, results: Results) -> Section:
+    """Acceptance by arm and exit."""
+    shown = {acceptance.RATE: 3, acceptance.PER_ROUND: 2, acceptance.EQUAL: 4, acceptance.BITS: 4}
+    lines = [
+        [
+            method,
+            *(number(results.value(setting, method, metric), digits) for metric, digits in shown.items()),
+        ]
+        for setting in results.settings
+        for method in results.methods
+        if results.value(setting, method, acceptance.RATE) is not None
+    ]
+    table = Table("Drafts that were accepted", ["training, exit", *shown], lines, results.rows)
+    return Section(f"Acceptance of drafts ({where})", [*ACCEPTANCE, *failures(results)], [], [table])

@@ -1,0 +1,326 @@
+"""Experiment `ladder`: from eager bfloat16 to the last lever, for models of several modalities at exact shapes.
+
+Random weights: speed does not depend on their values, quality is other experiments'. Tables:
+
+* `ladder`: the time of a unit (a token, a request) with every set of levers of `rungs`, at batch 1 and the largest batch;
+* `trace`: of the rungs of the ladder, shares of operators and of idle time, after all times (a profiler slows every later
+  launch of its process);
+* `acceptance`: how many drafts a model accepts that was trained here with layer dropout and losses of early exits;
+* `summary`: the geometric mean over models of the last rung's speed over the first, beside the published one.
+
+At quick scale, and without a GPU: tiny models of the same classes, whose times mean nothing. What does not apply to a model has
+a row that says why. A configuration is measured whole; a run that ends goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from experiments.generate.run import unique_graphs
+from experiments.harness.bench import summary
+from experiments.harness.measuring import Deadline, Values, Wrong, attempt, bar, free, keep, status
+from experiments.harness.memory import Peak
+from experiments.harness.registry import check_known
+from experiments.harness.revision import seed_and_libraries, version_of
+from experiments.harness.rows import Journal, Row, table_name
+from experiments.ladder import acceptance
+from experiments.ladder.rungs import Levers, configurations, ladder
+from experiments.ladder.subjects import MODELS, STAND_INS, Subject
+from experiments.ladder.summary import TIME, summary_rows
+from experiments.ladder.trace import OPERATORS, busy, scopes, shares, traced
+from experiments.ladder.work import Work, weights_in, work_of
+from experiments.models.llama import COMPILED_LIMIT, relative_change
+from experiments.runs.run import Settings, all_rows, published_shapes
+
+EXPERIMENT = "ladder"
+KIND, TRACE = "ladder", "trace"
+ONE, LARGEST = "batch 1", "largest batch"
+#: The largest batch of a stand-in.
+FEW = 2
+PARTS = (*(one.name for one in MODELS), acceptance.KIND)
+IDLE, BUSY, BATCH, CHANGE, ROUND = "idle share", "busy", "batch", "logits, change", "round"
+#: Runs that are timed: on a GPU, of a stand-in.
+RUNS = {"cuda": 10, "cpu": 2}
+#: A trace's kernels may take so much longer than the step without it.
+AGREES = 1.03
+check_parts = partial(check_known, EXPERIMENT, PARTS)
+
+
+def subject(settings: Settings) -> str:
+    """What a journal can be resumed for: the seed, the corpus, and the libraries that compile and compute."""
+    return (
+        f"{settings.corpus.name}-{seed_and_libraries(settings.seed)}-transformers{version_of('transformers')}"
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of a subject at a batch; 0: the largest."""
+
+    subject: Subject
+    levers: Levers
+    batch: int
+
+    @property
+    def setting(self) -> str:
+        """The setting of its rows."""
+        return ONE if self.batch else LARGEST
+
+
+def run(settings: Settings, journal: Journal | None = None) -> list[Row]:
+    """Rows of all models, or of those that `settings.only` names; rows in the journal are not measured again."""
+    journal = journal if journal is not None else Journal()
+    real = published_shapes(settings)
+    subjects = subjects_of(settings)
+    bench = Bench(settings, journal, Deadline(settings.seconds))
+    bench.rows_of(KIND, bench.timed, [case for one in subjects for case in timed_cases(one, real)])
+    if not settings.only or acceptance.KIND in settings.only:
+        bench.acceptances()
+    bench.rows_of(TRACE, bench.traced, [case for one in subjects for case in traced_cases(one, real)])
+    every = MODELS if real else STAND_INS
+    journal.add(summary_rows(settings, KIND, every, (ONE, LARGEST), journal.rows))
+    return all_rows(settings, journal, bench.failed)
+
+
+def subjects_of(settings: Settings) -> list[Subject]:
+    """The models of a run: those that are named, or all; of a stand-in, those for which a name begins as a model's does."""
+    if published_shapes(settings):
+        return [one for one in MODELS if not settings.only or one.name in settings.only]
+    families = {one.partition("-")[0] for one in settings.only}
+    return [one for one in STAND_INS if not families or one.name.partition("-")[0] in families]
+
+
+def timed_cases(one: Subject, real: bool) -> Iterator[Case]:
+    """The rungs of the ladder at all batches, then one lever alone and one left out; of a stand-in at batch 1, where compilers
+    of other rungs than the ladder's are left out."""
+    rungs = ladder(one.weights)
+    others = [x for x in configurations(one.weights) if x not in rungs and (real or not x.compiled)]
+    yield from cases_of(one, sorted(rungs, key=configurations(one.weights).index), one.batches)
+    yield from cases_of(one, others, one.batches if real else one.batches[:1])
+
+
+def traced_cases(one: Subject, real: bool) -> Iterator[Case]:
+    """The rungs of the ladder; of a stand-in at batch 1, and not compiled."""
+    rungs = [x for x in ladder(one.weights) if real or not x.compiled]
+    return cases_of(one, rungs, one.batches if real else one.batches[:1])
+
+
+def cases_of(one: Subject, levers: Sequence[Levers], batches: Sequence[int]) -> Iterator[Case]:
+    """Weights change least often."""
+    yield from (Case(one, chosen, batch) for batch in batches for chosen in levers)
+
+
+@dataclass
+class Bench:
+    """What is measured with; one model at a time, with its weights as the last configuration had them."""
+
+    settings: Settings
+    journal: Journal
+    deadline: Deadline
+    failed: list[Row] = field(default_factory=list)
+    _model: tuple[tuple[str, str], Any] | None = None
+    _plain: tuple[Any, torch.Tensor] | None = None
+
+    def rows_of(self, kind: str, measure: Callable[[Case], Values], cases: Sequence[Case]) -> None:
+        """Rows of all cases that the journal lacks."""
+        device = self.settings.device
+        with bar(kind, len(cases)) as step:
+            for case in cases:
+                table = table_name(kind, self.settings.scale, case.subject.name)
+                if not self.journal.finished(table, case.setting, case.levers.name):
+                    compiles = case.levers.compiled and device == "cuda"
+                    refused = case.subject.refusal(case.levers, self.batch(case), device)
+                    reason = (
+                        f"not applicable: {refused}"
+                        if refused
+                        else self.deadline.reason(case.subject.seconds[compiles])
+                    )
+                    values = status(reason) if reason else attempt(partial(self.whole, measure, case))
+                    where = case.subject.name, case.setting, case.levers.name
+                    keep(self.journal, self.failed, self.settings.rows(EXPERIMENT, kind, *where, values))
+                step(f"{case.subject.name}, {case.setting}, {case.levers.name}")
+        self.forget()
+
+    def acceptances(self) -> None:
+        """Rows of trained models, arm by arm."""
+        plan, data = acceptance.PLANS[self.settings.scale], self.settings.corpus.name
+        name = plan.training.model.name
+        table = table_name(acceptance.KIND, self.settings.scale, data)
+        for arm in acceptance.ARMS:
+            wanted = list(acceptance.methods(plan, arm))
+            if all(self.journal.finished(table, name, one) for one in wanted):
+                continue
+            reason = self.deadline.reason(plan.seconds)
+            found = {one: status(reason) for one in wanted} if reason else self.arm(plan, arm, wanted)
+            for one, values in found.items():
+                keep(
+                    self.journal, self.failed,
+                    self.settings.rows(EXPERIMENT, acceptance.KIND, data, name, one, values),
+                )  # fmt: skip
+
+    def arm(self, plan: acceptance.Plan, arm: str, wanted: Sequence[str]) -> dict[str, Values]:
+        """Values of an arm's exits; where it fails, the reason for each."""
+        found: dict[str, Values] = {}
+
+        def train() -> Values:
+            found.update(acceptance.measure(self.settings, plan, arm))
+            return {}
+
+        said = attempt(train)
+        return {one: {**found.get(one, {}), **said} for one in wanted}
+
+    @torch.no_grad()
+    def whole(self, measure: Callable[[Case], Values], case: Case) -> Values:
+        """Values of a case. Programs are forgotten after it, and what they hold of the GPU."""
+        try:
+            return measure(case)
+        finally:
+            torch.compiler.reset()
+            gc.collect()
+            free()
+
+    def batch(self, case: Case) -> int:
+        """Units of the batch at once."""
+        if case.batch:
+            return case.batch
+        if self.settings.device != "cuda":
+            return FEW
+        with torch.device("meta"):
+            weights = sum(one.numel() for one in case.subject.build("meta", 0).parameters())
+        total = torch.cuda.get_device_properties(0).total_memory
+        largest: int = case.subject.largest(total - 2 * weights)  # type: ignore[attr-defined]
+        return largest
+
+    def work(self, case: Case, levers: Levers) -> Work:
+        """The work of a case with these levers, not prepared; the model is built anew where its weights are other ones."""
+        wanted = case.subject.name, levers.weights
+        if self._model is None or self._model[0] != wanted:
+            self.forget()
+            built = case.subject.build(self.settings.device, self.settings.seed)
+            self._model = wanted, weights_in(case.subject, built, levers.weights)
+        return work_of(
+            case.subject, self._model[1], levers, self.batch(case), self.settings.device, self.settings.seed
+        )
+
+    def forget(self) -> None:
+        """Give the model's memory back."""
+        self._model = self._plain = None
+        gc.collect()
+        free()
+
+    def expected(self, case: Case) -> torch.Tensor:
+        """Outputs of the same weights, eagerly by fused attention and a cache in bfloat16."""
+        where = case.subject.name, case.levers.weights, case.batch
+        if self._plain is None or self._plain[0] != where:
+            plain = self.work(case, case.levers.plain)
+            plain.prepare()
+            self._plain = where, plain.outputs().clone()
+        return self._plain[1]
+
+    def timed(self, case: Case) -> Values:
+        """Times of a configuration whose outputs are right and whose levers changed something."""
+        speculates, device = case.levers.speculation, torch.device(self.settings.device)
+        expected = None if speculates else self.expected(case)
+        peak, started = Peak(device), time.perf_counter()
+        work, programs = self.work(case, case.levers), unique_graphs()
+        peak.begin()
+        work.prepare()
+        if case.levers.compiled != (unique_graphs() > programs):
+            raise Wrong("compiled did not change the model: the row would be of another rung")
+        warm = time.perf_counter() - started
+        change = relative_change(
+            work.outputs(), expected, COMPILED_LIMIT, "from those of the same weights, eagerly"
+        )
+        work.evidence()
+        taken = [self.seconds(work) for _ in range(RUNS[self.settings.device])]
+        timing = summary(taken)
+        values: Values = {} if speculates else timing.values()
+        if speculates:
+            values[ROUND] = (1e3 * timing.median, "ms")
+        return {
+            **values, **work.values(timing.median), BATCH: (self.batch(case), ""), CHANGE: change, "warm-up": (warm, "s"),
+            "memory beside weights": ((peak.over() or 0) / 1e9, "GB"), **host_values(self.settings.device),
+        }  # fmt: skip
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of a unit in one run."""
+        work.begin()
+        self.wait()
+        started = time.perf_counter()
+        work.run()
+        self.wait()
+        return (time.perf_counter() - started) / work.units
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
+
+    def traced(self, case: Case) -> Values:
+        """Shares of operators, and of the time without a kernel."""
+        work = self.work(case, case.levers)
+        work.prepare()
+        work.begin()
+        launched_one_by_one = not (case.levers.compiled or case.levers.graphs)
+        with scopes(work.model if launched_one_by_one else nn.Module()):
+            kernels, seconds = traced(work.run, self.settings.device)
+        milliseconds = 1e3 * seconds / work.units
+        if self.settings.device == "cuda":
+            milliseconds = self.unprofiled(case)
+        return trace_values(kernels, work.units, milliseconds)
+
+    def unprofiled(self, case: Case) -> float:
+        """Milliseconds of a unit without the profiler; Wrong where it has no row."""
+        table = table_name(KIND, self.settings.scale, case.subject.name)
+        for row in self.journal.rows:
+            if (row.table, row.setting, row.method) == (
+                table,
+                case.setting,
+                case.levers.name,
+            ) and row.metric in (TIME, ROUND):
+                return row.value
+        raise Wrong("there is no time of this configuration to compare its trace with")
+
+
+def trace_values(kernels: Sequence[Any], units: int, milliseconds: float) -> Values:
+    """Busy milliseconds of a unit, the idle share of its time, and shares of operators. Wrong where the kernels of the trace
+    took longer than the unit without it."""
+    active = busy(kernels) / 1e3 / units
+    if active > AGREES * milliseconds:
+        raise Wrong(
+            f"kernels took {active:.3f} ms in the trace, and the unit {milliseconds:.3f} ms without it"
+        )
+    idle = max(0.0, 1 - active / milliseconds)
+    found = shares(kernels)
+    parts: Values = {f"share, {name}": (found[name], "ratio") for name in OPERATORS}
+    return {BUSY: (active, "ms"), IDLE: (idle, "ratio"), "kernels": (len(kernels) / units, ""), **parts}
+
+
+def host_values(device: str) -> Values:
+    """Microseconds of the host for a launch of an empty kernel and for an eager linear layer: baselines are bound by it."""
+    layer = nn.Linear(64, 64, bias=False, device=device, dtype=torch.bfloat16)
+    x = torch.zeros(1, 64, device=device, dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {"launch": x.zero_, "linear": lambda: layer(x)}
+    return {f"host, {name}": (1e6 * host_seconds(call), "us") for name, call in calls.items()}
+
+
+def host_seconds(call: Callable[[], Any], count: int = 200) -> float:
+    """Seconds of the host for a call, the median of five times so many."""
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - started) / count)
+    return summary(times).median
+
+
+__all__ = ["check_parts", "run", "subject"]

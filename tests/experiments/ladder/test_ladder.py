@@ -1,0 +1,234 @@
+"""Rungs do what their names say, are measured whole, and become rows and a page."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from experiments.harness.measuring import Wrong
+from experiments.harness.rows import Journal, Row
+from experiments.ladder import page, run, summary, work
+from experiments.ladder.decoding import Loop
+from experiments.ladder.rungs import (
+    ALONE,
+    EAGER,
+    FULL,
+    GRAPHS,
+    LADDER,
+    LEFT_OUT,
+    Levers,
+    configurations,
+    ladder,
+)
+from experiments.ladder.subjects import MODELS, STAND_INS, WEIGHTS
+from experiments.runs.run import settings_for
+
+LLAMA, CHAMELEON, HSTU = STAND_INS[:3]
+EVERY = [replace(one, compiled=False, graphs=False) for one in configurations() if not one.speculation]
+
+
+def test_names_tell_all_configurations_apart():
+    every = configurations()
+    assert len({one.name for one in every}) == len(every)
+    assert set(LADDER) | set(ALONE.values()) | set(LEFT_OUT.values()) == set(every)
+
+
+def test_each_rung_changes_one_lever_of_the_one_before():
+    for before, after in pairwise(LADDER):
+        changed = [name for name in vars(after) if getattr(before, name) != getattr(after, name)]
+        assert len(changed) == 1, (before.name, after.name)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Stand-ins by subject and weights."""
+    found = {}
+
+    def model(subject, weights):
+        if (subject.name, weights) not in found:
+            found[subject.name, weights] = work.weights_in(subject, subject.build("cpu", 0), weights)
+        return found[subject.name, weights]
+
+    return model
+
+
+@pytest.mark.parametrize("levers", dict.fromkeys(EVERY), ids=lambda one: one.name)
+@pytest.mark.parametrize("subject", [LLAMA, CHAMELEON], ids=lambda one: one.name)
+def test_rungs_compute_the_same_steps(subject, levers, models):
+    """By another attention, cache and weights: all steps' logits are those of the same weights, eagerly."""
+    if levers.cache and not levers.attention:
+        levers = replace(levers, attention=True)
+
+    @torch.no_grad()
+    def steps(chosen):
+        loop = Loop(subject, models(subject, levers.weights), chosen, 2, "cpu", 0)
+        loop.prepare()
+        loop.evidence()
+        return torch.stack([loop.step().nan_to_num(neginf=0.0).clone() for _ in range(2)])
+
+    found, expected = steps(levers), steps(levers.plain)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_an_image_has_two_sequences_and_tokens_of_images_alone(models):
+    loop = Loop(CHAMELEON, models(CHAMELEON, ""), Levers(attention=True), 2, "cpu", 0)
+    with torch.no_grad():
+        loop.prepare()
+        logits = loop.step()
+    assert (logits.shape[0], loop.sequences) == (2, 4)
+    image = set(loop.model.model.vocabulary_mapping.image_tokens)
+    assert set(logits[0].isfinite().nonzero().flatten().tolist()) == image
+    assert loop.token.view(2, 2).unique(dim=0).shape[0] == 1
+
+
+def test_levers_that_change_nothing_are_seen(models, monkeypatch):
+    monkeypatch.setitem(WEIGHTS, "int8", lambda: None)
+    monkeypatch.setattr(work.ao_lab, "quantize_", lambda model, config: None)
+    with pytest.raises(Wrong, match="int8 did not change"):
+        work.weights_in(LLAMA, LLAMA.build("cpu", 0), "int8")
+    model = models(LLAMA, "")
+    for levers, name in ((Levers(weights="int8"), "weights"), (Levers(graphs=True), "graphs")):
+        loop = Loop(LLAMA, model, levers, 1, "cpu", 0)
+        with pytest.raises(Wrong, match=f"{name} did not change"):
+            loop.evidence()
+    loop = Loop(LLAMA, model, Levers(attention=True), 1, "cpu", 0)
+    model.set_attn_implementation("eager")
+    with pytest.raises(Wrong, match="attention did not change"):
+        loop.evidence()
+
+
+def test_a_program_that_is_not_compiled_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.ladder.decoding.compiled", lambda function, device: function)
+    bench = run.Bench(settings_for("quick", "cpu", tmp_path), Journal(), run.Deadline(None))
+    with pytest.raises(Wrong, match="compiled did not change"):
+        bench.whole(bench.timed, run.Case(LLAMA, Levers(compiled=True), 1))
+
+
+def test_what_does_not_apply_says_why():
+    assert "need a GPU" in LLAMA.refusal(GRAPHS, 1, "cpu")
+    assert LLAMA.refusal(GRAPHS, 1, "cuda") is None
+    assert "different numbers of drafts" in LLAMA.refusal(LADDER[-1], 4, "cuda")
+    assert "one pass over all tokens" in HSTU.refusal(Levers(cache="fp8", attention=True), 1, "cuda")
+    assert "bound by arithmetic" in HSTU.refusal(Levers(weights="int4"), 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    "subject", [one for one in MODELS if hasattr(one, "shape")], ids=lambda one: one.name
+)
+def test_exact_shapes(subject):
+    """Parameters of the published models; the largest batch leaves room on a GPU of 140 GB."""
+    model = subject.build("meta", 0)
+    count = sum(one.numel() for one in model.parameters())
+    assert count / 1e9 == pytest.approx(
+        {"llama": 8.03, "code": 33.74, "chameleon": 7.04}[subject.name.split("-")[0]], abs=0.01
+    )
+    largest = subject.largest(140e9 - 2 * count)
+    cache = largest * subject.sequences * subject.positions * 4 * model.config.num_hidden_layers
+    cache *= model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
+    assert 2 * count + cache < 132e9
+    assert largest >= 64
+
+
+def test_a_run_measures_what_applies_and_resumes(tmp_path, monkeypatch):
+    """Rows of two configurations of each kind; what is in the journal is not measured again."""
+    settings = replace(settings_for("quick", "cpu", tmp_path), only=("llama",))
+    monkeypatch.setattr(run, "ladder", lambda weights: [EAGER, Levers(attention=True), GRAPHS])
+    monkeypatch.setattr(
+        run,
+        "configurations",
+        lambda weights: [EAGER, Levers(attention=True), GRAPHS, ALONE["self-speculation"]],
+    )
+    journal = Journal()
+    rows = run.run(settings, journal)
+    by_line = {
+        (row.table.split("/")[0], row.setting, row.method): row
+        for row in rows
+        if row.metric.startswith("status")
+    }
+    said = {line: row.metric for line, row in by_line.items()}
+    assert (
+        said["ladder", "batch 1", "eager"]
+        == said["ladder", "largest batch", "fused attention"]
+        == "status: ok"
+    )
+    assert (
+        said["trace", "batch 1", "eager"]
+        == said["ladder", "batch 1", ALONE["self-speculation"].name]
+        == "status: ok"
+    )
+    assert said["ladder", "batch 1", GRAPHS.name] == "status: not applicable: CUDA graphs need a GPU"
+    shares = [row.value for row in rows if row.metric.startswith("share, ") and row.method == "eager"]
+    assert sum(shares) == pytest.approx(1.0)
+    mean = next(row for row in rows if row.metric == summary.MEAN)
+    assert mean.published == summary.PUBLISHED
+    monkeypatch.setattr(run.Bench, "whole", lambda *arguments: pytest.fail("measured again"))
+    assert {row.key for row in run.run(settings, journal)} == {row.key for row in rows}
+
+
+def row(kind, data, setting, method, metric, value):
+    return Row(experiment="ladder", table=f"{kind}/full/{data}", setting=setting, method=method, metric=metric,
+               value=value, unit="ms", device="NVIDIA H200", seed=0)  # fmt: skip
+
+
+def full_rows(last=2.0, idle=0.02):
+    """All models eight times as fast as the first rung with the rung that is last."""
+    rows = []
+    for one in MODELS:
+        applying = [x for x in ladder(one.weights) if not one.refusal(x, 1, "cuda") and not x.speculation]
+        for setting in ("batch 1", "largest batch"):
+            for rung in applying:
+                time = 16.0 if rung == EAGER else last if rung == applying[-1] else 4.0
+                rows += [row("ladder", one.name, setting, rung.name, "time", time),
+                         row("ladder", one.name, setting, rung.name, "status: ok", 1.0)]  # fmt: skip
+                share = idle if rung.graphs else 0.8
+                rows.append(row("trace", one.name, setting, rung.name, "idle share", share))
+    return rows
+
+
+def test_the_mean_over_models_is_beside_the_published_number(tmp_path):
+    settings = replace(settings_for("quick", "cpu", tmp_path), scale="full")
+    rows = [replace(one, device="cpu") for one in full_rows()]
+    found = {one.setting: one for one in summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), rows)}
+    values = [
+        one
+        for one in summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), rows)
+        if one.metric == summary.MEAN
+    ]
+    assert [one.value for one in values] == [pytest.approx(8.0)]
+    assert (values[0].published, set(found)) == (3.88, {"batch 1"})
+    half = [one for one in rows if one.method != FULL.name]
+    values = list(summary.summary_rows(settings, "ladder", MODELS, ("batch 1",), half))
+    assert values[0].value == pytest.approx(summary.geometric_mean([4.0] * 4 + [8.0] * (len(MODELS) - 4)))
+    with pytest.raises(ValueError, match="at least one ratio"):
+        summary.geometric_mean([])
+
+
+def summaries(value, count):
+    return [
+        row("summary", "all-models", setting, summary.METHOD, metric, found)
+        for setting in ("batch 1", "largest batch")
+        for metric, found in ((summary.MEAN, value), (summary.COUNT, count))
+    ]
+
+
+def test_the_page_says_what_is_reached_and_calls_nothing_a_match():
+    rows = full_rows() + summaries(8.0, len(MODELS))
+    said = page.findings(rows)
+    assert said[0].endswith(f"published 3.88 ({page.NOTE}).")
+    assert any(
+        "code-llama-34b, batch 1" in one and "16.00 ms a token at first, 2.00 with" in one for one in said
+    )
+    assert any("idle 80.0% of the time" in one and "at most 2.0%" in one for one in said)
+    verdicts = [target.reached for one in page.targets_by_run(rows) for target in one.targets]
+    assert set(verdicts) == {True}
+    late = full_rows(idle=0.5) + summaries(2.0, len(MODELS))
+    assert {target.reached for one in page.targets_by_run(late) for target in one.targets} == {False}
+    few = page.targets_by_run(summaries(8.0, 2))
+    assert [target.reached for target in few[0].targets] == [None, None]
+    sections = page.sections(rows)
+    assert len(sections) == 1 + len(MODELS)
+    names = [drawing.name for section in sections for drawing in section.drawings]
+    assert len(names) == len(set(names)) == 2
+    levers = next(table for table in sections[1].tables if table.caption.startswith("Levers"))
+    assert levers.lines
