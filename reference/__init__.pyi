@@ -38,6 +38,7 @@ from reference.formats.formats import Format as Format
 from reference.formats.storage import pack as pack
 from reference.formats.storage import packed_shape as packed_shape
 from reference.formats.storage import unpack as unpack
+from reference.layers.embedding_bag import embedding_bag as embedding_bag
 from reference.layers.normalize import rms_norm as rms_norm
 from reference.layers.normalize import rms_norm_quantize as rms_norm_quantize
 from reference.layers.swiglu import swiglu as swiglu

@@ -30,7 +30,7 @@ from torch import nn
 
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import Seen, observe
-from ao_lab.transforms.layers import is_linear, is_transposed
+from ao_lab.transforms.layers import TABLES, is_linear, is_transposed
 from ao_lab.transforms.walk import Block, tensors
 
 #: What a producer scales by: its gain, 1 + its gain, its rows.
@@ -132,7 +132,7 @@ def _is_plain(module: nn.Module) -> bool:
 def _size(module: nn.Module) -> int:
     """How many output channels a module has whose outputs could be scaled; 0 for others."""
     weight = module._parameters.get("weight")
-    if weight is None or isinstance(module, nn.Embedding) or not _is_plain(module):
+    if weight is None or isinstance(module, TABLES) or not _is_plain(module):
         return 0
     if is_linear(module):
         return int(weight.shape[-1 if is_transposed(module) else 0])

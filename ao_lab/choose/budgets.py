@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ao_lab.checkpoint.size import size_of
 from ao_lab.choose.items import Item
@@ -24,6 +23,7 @@ from ao_lab.quantization.plan import Change
 from ao_lab.quantization.report import inference_choices
 from ao_lab.tensor.metadata import for_products
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, quantized
+from ao_lab.transforms.layers import TABLES
 from ao_lab.tuning.candidates import Limits, serving_choice
 from ao_lab.tuning.measure import release, timings
 from ao_lab.tuning.samples import ServingSample
@@ -120,7 +120,7 @@ class Microseconds:
             shape = tuple(weight.shape[::-1] if item.transposed else weight.shape)
             recipe = None if change is None else (change.recipe, change.config.sparsity)
             key = (recipe, shape, weight.dtype, weight.device)
-            count = sum(not isinstance(module, nn.Embedding) for module, _ in item.places.values())
+            count = sum(not isinstance(module, TABLES) for module, _ in item.places.values())
             if count and key not in known:
                 known[key] = self._measured(shape, weight, change)
             return count * known.get(key, 0.0)

@@ -26,7 +26,7 @@ from ao_lab.choose.weights import Setting, Weights
 from ao_lab.config.recipe import Recipe
 from ao_lab.eval import divergence
 from ao_lab.transforms.data import Call, Seen, as_multiplied, mask_of
-from ao_lab.transforms.layers import shorten
+from ao_lab.transforms.layers import TABLES, shorten
 from ao_lab.transforms.walk import first_tensor
 from fast.calibration.allocate import layer_score
 from fast.layers.hadamard import hadamard, rotated_back
@@ -139,7 +139,7 @@ class Scoring:
         quantized: Any = weight.detach()
         w, q = item.parameter.detach().float(), quantized.dequantize(torch.float32)
         rows = g.reshape(-1, g.shape[-1]).float()
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, TABLES):
             return float(((q - w)[x.reshape(-1)].double() * rows.double()).sum(-1).square().sum()) / 2
         w, q = (w.T, q.T) if change.transposed else (w, q)
         inputs = x.reshape(-1, x.shape[-1])

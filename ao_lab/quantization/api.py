@@ -40,7 +40,14 @@ from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.tensor.sparse import compressed, not_sparse, unstorable
 from ao_lab.tensor.sparse_codes import metadata_of, positive_zeros
 from ao_lab.transforms.data import Watched, observe, unwatch, watch, watches
-from ao_lab.transforms.layers import check_model, is_converted, quantizable_parameters, shorten, untying
+from ao_lab.transforms.layers import (
+    TABLES,
+    check_model,
+    is_converted,
+    quantizable_parameters,
+    shorten,
+    untying,
+)
 from ao_lab.transforms.plan import Device, Filter, Progress, Transforms, noting
 from ao_lab.transforms.report import ATTRIBUTE
 
@@ -397,7 +404,7 @@ def preshuffle(model: nn.Module) -> bool:
                 places.setdefault(id(parameter), []).append((module, name))
     for each in places.values():
         modules = [module for module, _ in each]
-        if any(isinstance(module, nn.Embedding) or is_converted(module) for module in modules):
+        if any(isinstance(module, TABLES) or is_converted(module) for module in modules):
             continue
         weight: Any = each[0][0]._parameters[each[0][1]]
         shuffled = for_products(weight)

@@ -24,6 +24,7 @@ from ao_lab.tensor.metadata import DTYPES
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor, quantized
 from ao_lab.tensor.sparse import not_sparse, quantized_compressed, unstorable
 from ao_lab.transforms.layers import (
+    TABLES,
     Slot,
     check_model,
     contraction_axis,
@@ -168,7 +169,7 @@ def _entered(plan: QuantizationPlan, config: Config, slot: Slot, check: Checks) 
     """Put a parameter into the plan; the reason where it cannot be quantized. ValueError for one weight in two schemes."""
     full, (_, module, name, parameter) = slot.full, slot
     recipe, transposed = config.recipe(), is_transposed(module)
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, TABLES):
         recipe = changed_recipe(recipe, activation=None, kernel="auto")
     _refuse_plain_elements(full, parameter)
     reason = unsupported_reason(module, name, parameter) or (

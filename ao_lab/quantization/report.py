@@ -2,7 +2,7 @@
 
 `print(model)` names the schemes of quantized weights: `Linear(in_features=64, out_features=32, bias=True, weight=nf4)`.
 
-Modules stay the classes that they are, and keep nothing for it: what torch prints of nn.Linear, nn.Embedding and of modules
+Modules stay the classes that they are, and keep nothing for it: what torch prints of nn.Linear, tables and of modules
 without a text of their own (batched experts) is looked up on the class, and says more where a parameter is quantized.
 """
 
@@ -28,6 +28,7 @@ from ao_lab.kv_cache.recipe import ATTRIBUTE as KV_CACHE
 from ao_lab.tensor.metadata import SPARSE
 from ao_lab.tensor.quantized_tensor import QuantizedTensor, SparseQuantizedTensor
 from ao_lab.transforms.layers import (
+    TABLES,
     ConvertedModule,
     Slot,
     check_model,
@@ -59,7 +60,7 @@ def _with_schemes(extra_repr: Callable[[nn.Module], str]) -> Callable[[nn.Module
     return shown
 
 
-_KINDS: tuple[Any, ...] = (nn.Module, nn.Linear, nn.Embedding)
+_KINDS: tuple[Any, ...] = (nn.Module, nn.Linear, nn.Embedding, nn.EmbeddingBag)
 for _kind in _KINDS:
     _kind.extra_repr = _with_schemes(_kind.extra_repr)
 
@@ -243,7 +244,7 @@ def described_layer(slot: Slot, reasons: dict[str, str]) -> Layer:
 
 def families_of(module: nn.Module, weight: QuantizedTensor) -> tuple[tuple[Range, ...], dict[str, str]]:
     """What multiplies by the weight of a linear layer on a GPU, by ranges of rows; and what did not load."""
-    if isinstance(module, nn.Embedding) or not on_gpu(weight):
+    if isinstance(module, TABLES) or not on_gpu(weight):
         return (), {}
     return families_by_rows(weight if weight.block_axis == -2 else weight.transposed(), weight.dtype)
 
@@ -274,7 +275,7 @@ def inference_choices(weight: QuantizedTensor) -> tuple[Choice, ...]:
 
 def kernel_of(module: nn.Module, weight: QuantizedTensor) -> str:
     """The function that computes with a weight; experts and linear layers sum along their blocks."""
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, TABLES):
         return "embedding"
     transposed = weight if weight.block_axis == -2 else weight.transposed()
     named = weight.recipe.kernel

@@ -6,6 +6,7 @@ Importing any of it registers all operations and the hooks of FSDP2, so that a t
 import torch.distributed
 
 from ao_lab.tensor import fsdp as fsdp
+from ao_lab.tensor import lookup_ops as lookup_ops
 from ao_lab.tensor import matmul_ops as matmul_ops
 from ao_lab.tensor import transforms as transforms
 from ao_lab.tensor import value_ops as value_ops

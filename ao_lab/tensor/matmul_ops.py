@@ -1,4 +1,4 @@
-"""Operations of `QuantizedTensor` that layers are made of: products, selected in `ao_lab.gemm.select`, and lookups."""
+"""Operations of `QuantizedTensor` that layers are made of: products, selected in `ao_lab.gemm.select`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from ao_lab.gemm.choices import VERSION
 from ao_lab.gemm.dense import grouped_product
 from ao_lab.gemm.select import product, select_product
-from ao_lab.tensor import slicing
 from ao_lab.tensor.op_registry import eager_function, operation
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from fast.dispatch import PLAIN
@@ -141,16 +140,6 @@ def _settled(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
     known = select_product(transposed, dtype), transposed, VERSION[0]
     weight.__dict__.setdefault("_settled", {})[dtype] = known
     return known
-
-
-@operation(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Only the rows that are asked for are dequantized, where a row can be."""
-    weight, index = args[0], args[1]
-    rows = slicing.select_rows(weight, index, counted=True)
-    if rows is None:
-        return func(weight.dequantize(), *args[1:], **kwargs)  # type: ignore[no-any-return]
-    return rows.dequantize().reshape((*index.shape, weight.shape[1]))
 
 
 def _dense(x: Any) -> Any:

@@ -1,8 +1,9 @@
 """The table of `QuantizedTensor`'s operations: from an operator of ATen to the function that computes it.
 
-`ao_lab.tensor.view_ops` registers what moves, slices and copies, `ao_lab.tensor.matmul_ops` what multiplies and looks up,
-`ao_lab.tensor.value_ops` arithmetic, `ao_lab.tensor.collectives` what sends to other processes; importing the package imports
-them. The tensor class knows this table alone. A function takes the operator, its arguments and its keyword arguments.
+`ao_lab.tensor.view_ops` registers what moves, slices and copies, `ao_lab.tensor.matmul_ops` what multiplies,
+`ao_lab.tensor.lookup_ops` what looks up, `ao_lab.tensor.value_ops` arithmetic, `ao_lab.tensor.collectives` what sends to other
+processes; importing the package imports them. The tensor class knows this table alone. A function takes the operator, its
+arguments and its keyword arguments.
 
 Whatever computes with values otherwise (activation functions) is not here: dequantize first.
 """

@@ -20,6 +20,8 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 #: A linear layer of transformers (GPT-2 and its relatives) that stores its weight as (in, out); known by name, not imported.
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
+#: Modules that look up rows of their weight.
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_model(model: object) -> None:
@@ -50,13 +52,14 @@ def full_name(path: str, name: str) -> str:
 def quantizable_parameters(model: nn.Module) -> Iterator[Slot]:
     """Every parameter that could be quantized, or that one would expect to be.
 
-    Matrices of nn.Linear, transformers' Conv1D and nn.Embedding (subclasses too), those that a parametrization holds instead,
-    and floating-point parameters with three axes: batched experts. `unsupported_reason` says which of them cannot be.
+    Matrices of nn.Linear, transformers' Conv1D, nn.Embedding and nn.EmbeddingBag (subclasses too), those that a
+    parametrization holds instead, and floating-point parameters with three axes: batched experts. `unsupported_reason` says
+    which of them cannot be.
 
     ValueError for a lazy layer among them, whose parameters have no shape yet; other lazy parameters are passed over.
     """
     for path, module in model.named_modules():
-        layer = isinstance(module, (nn.Linear, nn.Embedding, ParametrizationList)) or is_transposed(module)
+        layer = isinstance(module, (nn.Linear, *TABLES, ParametrizationList)) or is_transposed(module)
         for name, parameter in module.named_parameters(recurse=False):
             if is_lazy(parameter):
                 if layer:
@@ -80,9 +83,9 @@ def unsupported_reason(module: nn.Module, name: str, parameter: torch.Tensor) ->
         return f"shape {tuple(parameter.shape)} is no batch of experts: it has one entry"
     if parameter.dim() == 3 and 1 in parameter.shape:
         return f"shape {tuple(parameter.shape)} is no batch of experts: its entries are no matrices"
-    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+    if isinstance(module, TABLES) and module.max_norm is not None:
         return f"max_norm={module.max_norm} changes rows of the table in every forward pass; set it to None first"
-    if isinstance(module, nn.Embedding) and not looks_up(module):
+    if isinstance(module, TABLES) and not looks_up(module):
         return f"{type(module).__name__} reads its table otherwise than nn.Embedding does"
     return module.unsupported_reason() if isinstance(module, ConvertedModule) else None
 
@@ -145,11 +148,12 @@ def is_converted(module: nn.Module) -> bool:
     return isinstance(module, ConvertedModule)
 
 
-def looks_up(table: nn.Embedding) -> bool:
-    """Whether an embedding's forward is that of nn.Embedding, or calls it or torch's lookup; True where no code can be seen."""
+def looks_up(table: nn.Module) -> bool:
+    """Whether a table's forward is that of torch's module, or calls it or torch's lookup; True where no code can be seen."""
     forward = inspect.unwrap(type(table).forward)
     code = getattr(forward, "__code__", None)
-    return forward is nn.Embedding.forward or code is None or bool({"super", "embedding"} & {*code.co_names})
+    torchs = forward in [kind.forward for kind in TABLES]
+    return torchs or code is None or bool({"super", "embedding", "embedding_bag"} & {*code.co_names})
 
 
 def is_no_batch(module: nn.Module) -> bool:
@@ -279,7 +283,7 @@ def _sizes(layer: nn.Module) -> tuple[int | None, int | None]:
 
 def tied_layers(model: nn.Module) -> dict[str, str]:
     """Names of linear layers whose weight is an embedding's, a language model's head mostly, and of that embedding."""
-    tables = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    tables = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, TABLES)}
     return {
         name: tables[id(weight)]
         for name, module in model.named_modules()

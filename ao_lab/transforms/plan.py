@@ -21,6 +21,7 @@ from torch import nn
 
 from ao_lab.config.base import DEFAULT, PATTERN, Config, FqnToConfig, compiled_pattern
 from ao_lab.transforms.layers import (
+    TABLES,
     first_matrix,
     full_name,
     is_experts,
@@ -234,9 +235,7 @@ class WeightChange:
     @property
     def layers(self) -> dict[str, nn.Module]:
         """Those of its modules that multiply with it: all but embeddings."""
-        return {
-            name: module for name, (module, _) in self.places.items() if not isinstance(module, nn.Embedding)
-        }
+        return {name: module for name, (module, _) in self.places.items() if not isinstance(module, TABLES)}
 
     def put(self, parameter: nn.Parameter) -> None:
         """A new weight in every place."""
