@@ -276,6 +276,9 @@ def tile(arguments: dict[str, Any]) -> int:
     """Elements of a program, by the names that the kernels give them."""
     if "TILE" in arguments:
         return int(arguments["TILE"])
+    if "Q_BLOCK" in arguments:
+        # Scores of a tile of attention.
+        return int(arguments["M"] * arguments["N"])
     if "K_WIDTH" in arguments:
         return int(arguments["TOKENS"] * arguments["K_WIDTH"])
     if "WIDTH" in arguments and "SPLITS" in arguments:

@@ -1,0 +1,138 @@
+"""`use_attention_`: attention in 8 bits for one transformers model, as a function of its `attn_implementation`.
+
+The function of recipe "int8" is registered as "ao_lab_int8", and so on; its masks are those of "sdpa". Decoding, other masks
+and caches of ours go on to the functions that have them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from ao_lab.attention.sdpa import attended
+from ao_lab.install.extras import needed
+from ao_lab.kv_cache.attention import UNKNOWN, attention_forward
+from ao_lab.kv_cache.layer import StoredStates
+from reference.attention.quantized import ATTENTION_RECIPES, AttentionRecipe, attention_recipe_of
+
+#: Where a model has what `use_attention_` set.
+ATTRIBUTE = "_ao_lab_attention"
+#: How names of functions begin; a recipe without a name goes by a checksum of its fields.
+PREFIX = "ao_lab_"
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What `use_attention_` has set; as a string, in a sentence.
+
+    recipe: of attention. name: of its function among transformers'. before: the model's attention before.
+    """
+
+    recipe: AttentionRecipe
+    name: str
+    before: str | None
+
+    def __str__(self) -> str:
+        return f"prefill by attention {self.name} ({self.recipe}); before: {self.before}"
+
+
+def forward(
+    recipe: AttentionRecipe,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' `sdpa_attention_forward`: (B, T, H, D) and no weights. ValueError for what it would leave out."""
+    others = ("softcap", "position_bias", *UNKNOWN)
+    if isinstance(key, StoredStates) and key.fresh is not None and query.shape[2] > 1:
+        key, value = _fresh(key, value)
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., : key.shape[2]]
+    if isinstance(key, StoredStates) or any(kwargs.get(name) is not None for name in others):
+        return attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )  # fmt: skip
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    tokens = query.shape[2]
+    is_causal = is_causal and attention_mask is None and tokens > 1
+    if is_causal and key.shape[2] > tokens:  # an empty static cache
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+    y = attended(
+        recipe, query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=is_causal, scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return y.transpose(1, 2).contiguous(), None
+
+
+def _fresh(key: StoredStates, value: StoredStates) -> tuple[Any, Any]:
+    """The states of this call, which are not held on to."""
+    fresh = key.fresh, value.fresh
+    key.fresh = value.fresh = None
+    return fresh
+
+
+def register(recipe: AttentionRecipe, name: str) -> None:
+    """Tell transformers of the function of a recipe, and that its masks are those of "sdpa"."""
+    utils, masks = needed("transformers.modeling_utils"), needed("transformers.masking_utils")
+    utils.AttentionInterface.register(name, partial(forward, recipe))
+    masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
+
+
+def use_attention_(model: Any, recipe: str | AttentionRecipe | None = "int8") -> AttentionSettings | None:
+    """Compute the attention of a transformers model's prompts in 8 bits, in place: what has been set.
+
+    recipe: as in `replace_sdpa_`; None gives back what was before. Calls with fewer than 32 queries, of generation, go to
+    transformers' "sdpa"; with a cache of `use_kv_cache_`, which is called before, to its attention. Padding, sliding windows
+    and grouped queries are covered; training, dropout and masks that are added to scores go to "sdpa", with a warning.
+
+    TypeError for what is no transformers model, ValueError for an unknown recipe and for a model whose attention takes no
+    function of ours; nothing has changed then.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"use_attention_ takes a transformers model, got {type(model).__name__}; for others there is "
+            "ao_lab.replace_sdpa_"
+        )
+    before = getattr(model, ATTRIBUTE, None)
+    if recipe is None:
+        if before is not None:
+            model.set_attn_implementation(before.before or "sdpa")
+            delattr(model, ATTRIBUTE)
+        return None
+    record = attention_recipe_of(recipe)
+    _check(model)
+    named = [name for name, one in ATTENTION_RECIPES.items() if one == record]
+    name = PREFIX + (named[0] if named else f"{crc32(repr(record).encode()):08x}")
+    register(record, name)
+    was = before.before if before is not None else getattr(model.config, "_attn_implementation", None)
+    model.set_attn_implementation(name)
+    settings = AttentionSettings(record, name, was)
+    setattr(model, ATTRIBUTE, settings)
+    return settings
+
+
+def _check(model: Any) -> None:
+    """ValueError for a model whose layers call no function that its configuration names."""
+    asked = getattr(type(model), "_can_set_attn_implementation", None)
+    supported = getattr(model, "_supports_attention_backend", False) or getattr(
+        model, "_supports_sdpa", False
+    )
+    if not supported or (asked is not None and not asked()):
+        raise ValueError(
+            f"the attention of {type(model).__name__} takes no function of others; use ao_lab.replace_sdpa_ where it calls "
+            "torch's scaled_dot_product_attention"
+        )
+
+
+__all__ = ["AttentionSettings", "use_attention_"]

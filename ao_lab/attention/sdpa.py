@@ -1,0 +1,138 @@
+"""`replace_sdpa_`: attention in 8 bits wherever torch.nn.functional.scaled_dot_product_attention is called.
+
+    with ao_lab.replace_sdpa_("int8"):
+        model(**inputs)
+
+What attention in 8 bits does not have goes on to torch's function, and a warning says so, once for each reason; calls with few
+queries (decoding) go on without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from fast.attention.quantized import quantized_attention
+from fast.dispatch import wants_gradient
+from reference.attention.quantized import AttentionRecipe, attention_recipe_of
+
+#: Fewer queries are decoding, which reads memory; 8 bits would make it no faster.
+FEWEST_QUERIES = 32
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def reason_against(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float, scale: float | None
+) -> str | None:  # fmt: skip
+    """Why a call is not for attention in 8 bits, or None."""
+    if wants_gradient((query, key, value)):
+        return "it has no gradient"
+    if dropout:
+        return "it has no dropout"
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return "it takes tensors (batch, heads, tokens, head_dim)"
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it takes 16-bit and 32-bit floats, not {query.dtype}"
+    if mask is not None and mask.dtype != torch.bool:
+        return "it takes masks of bool, not what is added to scores"
+    if scale is not None and scale <= 0:
+        return "it takes positive scales"
+    if query.is_cuda:
+        from fast.kernels.attention import prefill
+
+        return prefill.refusal(query, key, value)
+    return None
+
+
+def warn_once(reason: str) -> None:
+    """Say that calls go to torch's attention."""
+    if reason not in _WARNED:
+        _WARNED.add(reason)
+        warnings.warn(
+            f"a call of attention goes to torch's, not to that in 8 bits: {reason}", UserWarning, stacklevel=3
+        )
+
+
+_WARNED: set[str] = set()
+
+
+def attended(
+    recipe: AttentionRecipe,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by a recipe; torch's where `reason_against` has one, and for few queries."""
+    if query.dim() == 4 and query.shape[2] < FEWEST_QUERIES:
+        reason: str | None = ""
+    else:
+        reason = reason_against(query, key, value, attn_mask, dropout_p, scale)
+    if reason is None:
+        if is_causal and attn_mask is not None:
+            raise ValueError("scaled_dot_product_attention takes a mask or is_causal, not both")
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for groups of queries"
+            )
+        # torch's causal edge begins at the first key.
+        offset = 0 if is_causal else None
+        return quantized_attention(
+            query, key, value, recipe, scale=scale, causal=is_causal, offset=offset, mask=attn_mask
+        )
+    if reason:
+        warn_once(reason)
+    return sdpa(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )  # fmt: skip
+
+
+class ReplacedAttention:
+    """What `replace_sdpa_` has replaced; leaving a `with` block, or `restore()`, gives back what was there before."""
+
+    def __init__(self, recipe: AttentionRecipe) -> None:
+        self.recipe = recipe
+        self.before: Any = torch.nn.functional.scaled_dot_product_attention
+        self.function = functools.wraps(sdpa)(functools.partial(attended, recipe))
+        torch.nn.functional.scaled_dot_product_attention = self.function
+
+    def restore(self) -> None:
+        """Put back the function that was there; ValueError where another one has been put over ours since. Again: nothing."""
+        if self.before is None:
+            return
+        if torch.nn.functional.scaled_dot_product_attention is not self.function:
+            raise ValueError(
+                "scaled_dot_product_attention was replaced again since; restore what was replaced last first"
+            )
+        torch.nn.functional.scaled_dot_product_attention, self.before = self.before, None
+
+    def __enter__(self) -> ReplacedAttention:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+
+def replace_sdpa_(recipe: str | AttentionRecipe = "int8") -> ReplacedAttention:
+    """Compute torch.nn.functional.scaled_dot_product_attention in 8 bits from now on, in this process: for inference.
+
+    recipe: "int8" (queries and keys in int8), "int8_block" (keys with one scale for 128 tokens, faster), "fp8", or an
+    `AttentionRecipe`. As a context manager it ends with the block; else `restore()` of what is returned ends it. Programs that
+    torch.compile made before keep the function that they were made with.
+
+    Calls with fewer than 32 queries go to torch's function, and so does, with a warning for each reason, what needs a gradient,
+    has dropout, or a mask that is added to scores. Code that imported the function by its name before is not reached.
+
+    ValueError for an unknown recipe, TypeError for no recipe.
+    """
+    return ReplacedAttention(attention_recipe_of(recipe))
+
+
+__all__ = ["ReplacedAttention", "attended", "replace_sdpa_"]
