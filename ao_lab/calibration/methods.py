@@ -45,11 +45,13 @@ class Rotate(Method):
 
     kind "offline": the residual stream as a whole, merged into weights (`ao_lab.calibration.offline`): nothing is left to do
     at run time, and plain folders hold it. The first batch of calibration proves in float64 that the function stays. size:
-    channels of a block of the rotation, any that divide them and have a Hadamard matrix; None: all channels.
+    channels of a block of the rotation, any that divide them and have a Hadamard matrix; None: all channels. heads: whether
+    values are rotated too, each head's channels by themselves, the output projection with them (`ao_lab.calibration.heads`).
     """
 
     kind: str = "block"
     size: int | None = None
+    heads: bool = True
 
     def __post_init__(self) -> None:
         choice(self.kind, ("block", "offline"), "Rotate: kind")

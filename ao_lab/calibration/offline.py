@@ -10,13 +10,16 @@ copy of each block runs in float64 (casts to float32 go there too), with and wit
 `TOLERANCE`. Where both fit (square weights) the roles are tried. Refused are norms that are no RMS norms or have a bias, norms
 that scale what a block adds (after a branch), and whatever else lies between embedding, blocks, norm and head.
 
+Inside of blocks values are rotated by head where that is proved too (`ao_lab.calibration.heads`).
+
 Weights are rotated in float64 and rounded to their dtype once. A rotation that has begun is finished, whatever interrupts it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -26,6 +29,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fast
+from ao_lab.calibration.heads import Head, find_heads, with_heads
+from ao_lab.calibration.rotations import Change
 from ao_lab.tensor.quantized_tensor import QuantizedTensor
 from ao_lab.transforms.data import observe
 from ao_lab.transforms.layers import contraction_axis, full_name, is_transposed, shorten
@@ -35,8 +40,6 @@ from ao_lab.transforms.walk import Capture, Handed, captured, changed, first_ten
 TOLERANCE = 1e-9
 #: Sequences and tokens of the batch that proves it.
 SEQUENCES, LENGTH = 1, 16
-#: Elements that are rotated at a time.
-CHUNK = 1 << 26
 READS, WRITES, BOTH = "reads", "writes", "reads and writes"
 CHANGED_NOTHING = "quantize_ changed nothing. Leave Rotate(kind='offline') out, or use Rotate()"
 
@@ -61,54 +64,6 @@ def _grouped(x: torch.Tensor, w: torch.Tensor, ends: Any) -> torch.Tensor:
 
 
 @dataclass
-class Change:
-    """What becomes of one parameter: its axis of inputs by a gain and rotated, its axis of outputs rotated, or a gain gone."""
-
-    parameter: nn.Parameter
-    reads: int | None = None
-    gain: torch.Tensor | None = None
-    writes: int | None = None
-    #: Of a gain: the value that multiplies by 1.
-    neutral: float | None = None
-    new: torch.Tensor | None = None
-
-    def made(self, block: int, device: torch.device) -> torch.Tensor:
-        """The new values, in the parameter's dtype and place."""
-        w = self.parameter.data
-        if self.neutral is not None:
-            return torch.full_like(w, self.neutral)
-        made = w.to(device)
-        if self.reads is not None:
-            gain = None if self.gain is None else self.gain.to(device)
-            last = self.writes is None
-            made = _along(made, self.reads, gain, block, w.dtype if last else torch.float64)
-        if self.writes is not None:
-            made = _along(made, self.writes, None, block, w.dtype)
-        return made.to(w.device)
-
-    def finish(self, block: int, device: torch.device) -> None:
-        """Put the new values in place; once begun, again with the same result."""
-        if self.new is None:
-            self.new = self.made(block, device)
-        self.parameter.data = self.new
-
-
-def _along(
-    w: torch.Tensor, axis: int, gain: torch.Tensor | None, block: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """w, times a gain along an axis, rotated along it, some of its rows at a time; rounded once."""
-    moved = w.movedim(axis, -1)
-    rows = moved.reshape(-1, moved.shape[-1])
-    result = torch.empty(rows.shape, dtype=dtype, device=w.device)
-    step = max(CHUNK // rows.shape[1], 1)
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        part = part.double() if gain is None else fast.fold_gain(gain, part.double())
-        result[start : start + step] = fast.rotate(part, block, dtype=dtype)
-    return result.reshape(moved.shape).movedim(-1, axis).contiguous()
-
-
-@dataclass
 class Residual:
     """The residual stream of a model."""
 
@@ -122,6 +77,10 @@ class Residual:
     #: Roles of square weights, by their names in a block, once they are known.
     roles: dict[str, str] = field(default_factory=dict)
     worst: float = 0.0
+    #: Whether values are rotated by head; the pairs of the block before, and how many there were of each width.
+    by_head: bool = True
+    heads: list[Head] | None = None
+    widths: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -131,18 +90,24 @@ class Rotated:
     block: int
     worst: float
     untied: int
+    #: Of values that are rotated by head: the channels of a rotation, and in how many blocks.
+    heads: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        told = (
+        texts = [
             f"the residual stream is rotated by blocks of {self.block}, equal in float64 to {self.worst:.1g}"
-        )
-        return told + (f"; an untied head adds {self.untied} bytes" if self.untied else "")
+        ]
+        texts += [f"values by heads of {size} in {count} blocks" for size, count in self.heads]
+        texts += [f"an untied head adds {self.untied} bytes"] if self.untied else []
+        return "; ".join(texts)
 
 
 def rotate_residual(
-    model: nn.Module, blocks: dict[str, nn.Module], batch: Any, size: int | None = None, device: Any = None
-) -> Rotated:
+    model: nn.Module, blocks: dict[str, nn.Module], batch: Any, size: int | None = None, device: Any = None,
+    heads: bool = True,
+) -> Rotated:  # fmt: skip
     """Rotate the residual stream of a model, in place. batch: one of calibration. size: channels of a block of R, None: all.
+    heads: whether values are rotated by head too, where that leaves a block's function as it is.
 
     Raises ValueError where the model's function would change, with what is in the way: nothing has changed then.
     """
@@ -161,13 +126,13 @@ def rotate_residual(
         raise _refused(f"its residual stream has {width} channels, which blocks of {block} do not divide")
     fast.rotate(torch.zeros(1, block), block)  # ValueError where no Hadamard matrix of this order is known
     where = torch.device(device) if device is not None else x.device
-    residual = Residual(capture, width, block, where)
+    residual = Residual(capture, width, block, where, by_head=heads)
     outside = _outside(model, blocks, order.names, residual)
     for index, (name, module) in enumerate(blocks.items()):
         _prove_block(residual, index, name, module, order.names)
     untied = _untied(model, residual, outside)
     _finish(list(residual.changes.values()), residual)
-    return Rotated(block, residual.worst, untied)
+    return Rotated(block, residual.worst, untied, tuple(residual.widths.items()))
 
 
 def _refused(why: str) -> ValueError:
@@ -300,22 +265,46 @@ def _prove_block(residual: Residual, index: int, name: str, module: nn.Module, o
     with Wide():
         wanted = first_tensor(_run(wide, call, x), name).to(torch.float64)
     turned, best = fast.rotate(wanted, residual.block), float("inf")
+
+    def off(changes: Sequence[Change]) -> float:
+        """How far the block is from the same function with these changes, as a share of its largest output."""
+        with Wide():
+            output = _run(_turned(module, wide, changes, residual), call, _rotated(x, residual))
+        return float((first_tensor(output, name) - turned).abs().max()) / (float(turned.abs().max()) or 1.0)
+
     for roles in _choices(square, residual.roles):
         changes = _changes(slots, gains, roles)
-        with Wide():
-            made = first_tensor(
-                _run(_turned(module, wide, changes, residual), call, _rotated(x, residual)), name
-            )
-        off = float((made - turned).abs().max()) / (float(turned.abs().max()) or 1.0)
-        best = min(best, off)
-        if off <= TOLERANCE:
-            residual.roles, residual.worst = roles, max(residual.worst, off)
+        error = off(changes)
+        best = min(best, error)
+        if error <= TOLERANCE:
+            residual.roles = roles
+            if residual.by_head:
+                changes, error = _rotate_heads(residual, module, name, order, changes, off)
+            residual.worst = max(residual.worst, error)
             residual.changes.update({id(change.parameter): change for change in changes})
             return
     raise _refused(
         f"{name} is not the same function in rotated channels, by {best:.1g} of its output: it holds something between its "
         f"norms and layers that is of single channels (a norm or a factor after a branch, for instance)"
     )
+
+
+def _rotate_heads(
+    residual: Residual, module: nn.Module, name: str, order: Iterable[str], changes: Sequence[Change],
+    off: Callable[[Sequence[Change]], float],
+) -> tuple[list[Change], float]:  # fmt: skip
+    """A block's changes with values rotated by head, where all of them together leave the function as it is; and how far off it
+    is with them."""
+    inside = [path[len(name) + 1 :] for path in order if is_inside(path, [name]) and path != name]
+    heads = find_heads(module, inside, changes, lambda new: off(new) <= TOLERANCE, residual.heads)
+    changed = with_heads(dict(module.named_modules()), changes, heads)
+    error = off(changed)
+    if error > TOLERANCE:
+        return list(changes), off(changes)
+    # Blocks without attention, or of another kind, leave what is known to those that follow.
+    residual.heads = heads or residual.heads
+    residual.widths.update(head.size for head in heads)
+    return changed, error
 
 
 def _gains(
@@ -388,7 +377,7 @@ def _turned(module: nn.Module, wide: nn.Module, changes: Sequence[Change], resid
     same = dict(zip(map(id, module.parameters()), mine.parameters(), strict=True))
     for change in changes:
         there = same[id(change.parameter)]
-        there.data = replace(change, parameter=there).made(residual.block, residual.device)
+        there.data = replace(change, parameter=there).values(residual.block, residual.device)
     return mine
 
 

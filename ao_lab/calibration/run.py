@@ -223,7 +223,9 @@ class Job:
             check_tokens(Tokens.of(self.captured(mine, blocks), self.ranks))
         if self.batches is not None:
             with calibrating(self.model):
-                made = rotate_residual(self.model, blocks, next(iter(self.batches)), method.size, self.device)
+                made = rotate_residual(
+                    self.model, blocks, next(iter(self.batches)), method.size, self.device, method.heads
+                )
             self.told = (str(made),)
 
     @property

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import fast
 from ao_lab import SchemeConfig, explain, load_pretrained, quantize_, save_pretrained
 from ao_lab.calibration import offline
+from ao_lab.calibration.heads import Head
 from ao_lab.calibration.methods import GPTQ, Clip, Rotate
 from ao_lab.calibration.offline import Wide, rotate_residual
 from ao_lab.transforms.data import calibrating
@@ -85,6 +87,54 @@ def test_the_function_is_the_same_in_float64(name):
             and (not full.endswith("bias") or full.endswith(("o_proj.bias", "down_proj.bias")))
         ):
             assert not torch.equal(parameter, before.get_parameter(full)), full
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "size"),
+    [
+        ("Llama, biased", {}, 12),
+        ("Phi3", {"pad_token_id": 0}, 12),
+        pytest.param("Llama", {"head_dim": 14}, 2, marks=pytest.mark.nightly),
+        pytest.param("Qwen3Moe", {"head_dim": 20}, 20, marks=pytest.mark.nightly),
+    ],
+)
+def test_values_are_rotated_by_head_and_the_output_projection_with_them(name, more, size):
+    """Of grouped queries, with biases, in joined projections; by the Hadamard matrix of a head's width, m 2^k, or of pairs."""
+    plain, heads = model_of(name, **more), model_of(name, **more)
+    wanted = logits(plain)
+    assert rotated(plain, heads=False).heads == ()
+    told = rotated(heads)
+    assert (logits(heads) - wanted).abs().max() < 1e-10 * wanted.abs().max()
+    assert told.heads == ((size, 2),)
+    assert f"values by heads of {size} in 2 blocks" in str(told)
+    for one, other in zip(plain.model.layers, heads.model.layers, strict=True):
+        a, b = one.self_attn, other.self_attn
+        inner = a.o_proj.weight
+        assert torch.allclose(b.o_proj.weight, fast.rotate(inner, size), atol=1e-12)
+        v, turned = (m.qkv_proj if name == "Phi3" else m.v_proj for m in (a, b))
+        count = 2 * a.head_dim
+        assert torch.equal(turned.weight[:-count], v.weight[:-count])
+        assert torch.allclose(
+            turned.weight[-count:], fast.rotate(v.weight[-count:], size, axis=0), atol=1e-12
+        )
+        if v.bias is not None:
+            assert torch.allclose(turned.bias[-count:], fast.rotate(v.bias[-count:], size), atol=1e-12)
+        for full, parameter in other.mlp.named_parameters():
+            assert torch.equal(parameter, one.mlp.get_parameter(full)), (
+                "a gate lies between, no rotation holds"
+            )
+
+
+def test_what_is_done_to_a_block_is_proved_as_a_whole(monkeypatch):
+    """Whatever finds heads: between these lies a gate."""
+    wrong = Head("mlp.up_proj", "mlp.down_proj", 0, 80, 2)
+    monkeypatch.setattr(offline, "find_heads", lambda *args: [wrong])
+    model = model_of("Llama")
+    wanted = logits(model)
+    told = rotated(model)
+    assert told.heads == ()
+    assert told.worst < 1e-12
+    assert (logits(model) - wanted).abs().max() < 1e-10 * wanted.abs().max()
 
 
 def test_channels_of_blocks():
@@ -234,7 +284,7 @@ def test_a_call_that_stops_behind_the_rotation_says_so():
 def test_a_rotation_that_was_begun_is_finished(monkeypatch, at):
     """The model is one function or the other, and an error says which weights it has."""
     model, count = model_of("Llama"), [0]
-    wanted, made = logits(model), offline.Change.made
+    wanted, made = logits(model), offline.Change.values
 
     def stopping(self, *args):
         if all(p is not self.parameter for p in model.parameters()):
@@ -244,7 +294,7 @@ def test_a_rotation_that_was_begun_is_finished(monkeypatch, at):
             raise KeyboardInterrupt
         return made(self, *args)
 
-    monkeypatch.setattr(offline.Change, "made", stopping)
+    monkeypatch.setattr(offline.Change, "values", stopping)
     with pytest.raises(KeyboardInterrupt) as caught:
         rotated(model)
     assert "rotated as a whole" in caught.value.__notes__[0]
