@@ -74,6 +74,7 @@ from ao_lab.checkpoint.plain_readers import (
 from ao_lab.checkpoint.records import KEY, Records, taken_scales, whole_weights
 from ao_lab.checkpoint.save_checks import check_finished, unwrapped
 from ao_lab.config.recipe import Recipe
+from ao_lab.kv_cache.recipe import ATTRIBUTE as KV_CACHE
 from ao_lab.kv_cache.static_scales import cache_scheme_fields, cache_tensors, remember_scales
 from ao_lab.quantization.plan import group_of
 from ao_lab.tensor.metadata import PRESHUFFLED, described
@@ -198,7 +199,7 @@ def write_model(
         if settings is not None:
             (place / SETTINGS).write_text(settings)
     files = [folder / path.name for path in written]
-    more = _beside(folder, settings, reasons or list(stored.limits))
+    more = _beside(folder, model, settings, reasons or list(stored.limits))
     size = sum(file.stat().st_size for file in files)
     return Saved(used, (*files, folder / CONFIG, *more), size, tuple(reasons), tuple(stored.limits))
 
@@ -266,11 +267,19 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _beside(folder: Path, settings: str | None, reasons: Sequence[str]) -> list[Path]:
+def _beside(folder: Path, model: nn.Module, settings: str | None, reasons: Sequence[str]) -> list[Path]:
     """The files of generation settings, where the model has any, and the model card, where nobody else's is there."""
     if settings is None:  # another model's, saved here before
         (folder / SETTINGS).unlink(missing_ok=True)
-    card = card_beside(folder, reasons)
+    cache = getattr(model, KV_CACHE, None)
+    said = (
+        []
+        if cache is None
+        else [
+            f"No file holds it, but here generate() stored {cache.recipe}; `ao_lab.use_kv_cache_` sets it again"
+        ]
+    )
+    card = card_beside(folder, reasons, said)
     return [*([] if settings is None else [folder / SETTINGS]), *([] if card is None else [card])]
 
 

@@ -32,6 +32,7 @@ from ao_lab.checkpoint.records import Records, Weight
 from ao_lab.config.compressed_tensors import FORMATS, common_name, element_name, short_name
 from ao_lab.config.recipe import Recipe
 from ao_lab.install.versions import __version__
+from ao_lab.kv_cache.static_scales import cache_scheme_of
 
 # Text of others in Markdown and in YAML: names in files say what they are, and add nothing to the page around them.
 
@@ -240,6 +241,7 @@ def model_card(
         "## What was quantized",
         scheme_table(contents),
         left_text(contents),
+        *cache_text(contents),
         *(f"{note(sentence)}." for sentence in beside),
         "## Results",
         results_section(contents.results),
@@ -272,13 +274,15 @@ def write_card(
     return path
 
 
-def card_beside(folder: str | Path, notes: Sequence[str] = ()) -> Path | None:
-    """The card of a folder that was just saved. None, and nothing is written, where somebody else's README.md is there."""
+def card_beside(folder: str | Path, notes: Sequence[str] = (), beside: Sequence[str] = ()) -> Path | None:
+    """The card of a folder that was just saved; arguments as of `model_card`. None, and nothing is written, where somebody
+    else's README.md is there.
+    """
     path = Path(folder) / CARD
     if path.is_file() and not is_ours(page(path) or ""):
         return None
     # Results that lie there are of other weights: these were just written.
-    write_text(path, model_card(folder, notes=notes, measured=False))
+    write_text(path, model_card(folder, notes=notes, beside=beside, measured=False))
     return path
 
 
@@ -391,6 +395,18 @@ def left_text(contents: Contents) -> str:
     shown = ", ".join(map(span, names[:MOST_LAYERS]))
     more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
     return f"Matrices that stayed: {shown}{more}." if names else "No matrix stayed as it was."
+
+
+def cache_text(contents: Contents) -> list[str]:
+    """What the folder says of keys and values, and the call that lets generate() store them so; [] where it says nothing."""
+    scheme = cache_scheme_of((quantization_of(contents.folder.path) or {}).get("kv_cache_scheme"))
+    if scheme is None:
+        return []
+    element, per = scheme
+    return [
+        f"Keys and values: static scales of an {'INT8' if element == 'int8' else 'FP8'} cache, one {per} each, for readers of "
+        'kv_cache_scheme (vLLM); here `ao_lab.use_kv_cache_(model, "calibrated")` lets `generate()` store them so.'
+    ]
 
 
 def results_section(results: Mapping[str, Any]) -> str:

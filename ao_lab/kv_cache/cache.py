@@ -9,14 +9,20 @@ the model's own, on this model alone, which creates a `KVCache` instead, and set
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.attention import NAME, register
 from ao_lab.kv_cache.layer import KVLayer
-from ao_lab.kv_cache.recipe import ATTRIBUTE, KVRecipe, recipe_of
+from ao_lab.kv_cache.recipe import ATTRIBUTE, CALIBRATED, STATIC, KVRecipe, recipe_of
+from ao_lab.kv_cache.static_scales import CacheScales, cache_scales
+from fast.attention.stored import room_for
 
 cache_utils: Any = needed("transformers.cache_utils")
 #: The method of transformers that ours stands beside.
@@ -50,12 +56,13 @@ class KVCache(cache_utils.Cache):  # type: ignore[misc]
         drafts: bool = False,
     ) -> None:
         register()
-        self.recipe = recipe_of(recipe)
+        self.recipe = recipe_for(model, recipe)
         if type(max_length) is not int or max_length < 1:
             raise ValueError(f"max_length is a number of tokens, 1 or more; got {max_length!r}")
         config = getattr(model, "config", model).get_text_config(decoder=True)
         self.max_length = max_length
-        super().__init__(layers=_layers(config, self.recipe, max_length, cross, drafts))
+        scales = scales_by_layer(model, self.recipe, cross)
+        super().__init__(layers=_layers(config, self.recipe, max_length, cross, drafts, scales))
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Write the tokens of a layer; ValueError for a layer that this cache does not have."""
@@ -74,7 +81,44 @@ class CachePair(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
         """Nothing to refuse."""
 
 
-def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool, drafts: bool = False) -> list[Any]:
+def recipe_for(model: Any, recipe: Any) -> KVRecipe:
+    """As `recipe_of`; "calibrated" is the one of the static scales that a model has. ValueError where it has none."""
+    if recipe != CALIBRATED:
+        return recipe_of(recipe)
+    elements = (
+        {one.element for one in cache_scales(model).values()} if isinstance(model, torch.nn.Module) else set()
+    )
+    if len(elements) != 1 or not elements <= STATIC.keys():
+        said = f"scales of {', '.join(sorted(elements))}" if elements else "none"
+        raise ValueError(
+            f"a calibrated cache takes a model's own static scales of one of {', '.join(STATIC)}, and {type(model).__name__} "
+            f"has {said}; load a folder with a kv_cache_scheme, or quantize_ with methods=(StaticKV(),) and calibration data"
+        )
+    return STATIC[elements.pop()]
+
+
+def scales_by_layer(model: Any, recipe: KVRecipe, cross: bool = False) -> dict[int, CacheScales]:
+    """A model's static scales by numbers of layers, where the recipe is static; ValueError where a layer has none."""
+    if not recipe.static:
+        return {}
+    found = cache_scales(model) if isinstance(model, torch.nn.Module) else {}
+    modules = dict(model.named_modules()) if found else {}
+    numbered: dict[Any, CacheScales] = {
+        getattr(modules.get(name), "layer_idx", None): one for name, one in found.items()
+    }
+    count = getattr(getattr(model, "config", model).get_text_config(decoder=True), "num_hidden_layers", 0)
+    if cross or not found or set(numbered) != set(range(count)):
+        raise ValueError(
+            f"static scales are of all self-attention layers, and {type(model).__name__} has them for {len(numbered)} of "
+            f"{count}{' beside cross attention' * cross}; pass the model itself, calibrated with StaticKV, or use 'fp8'"
+        )
+    return numbered
+
+
+def _layers(
+    config: Any, recipe: KVRecipe, max_length: int, cross: bool, drafts: bool = False,
+    scales: Mapping[int, CacheScales] | None = None,
+) -> list[Any]:  # fmt: skip
     theirs = cache_utils.StaticCache(config=config, max_cache_len=max_length).layers
     heads, width = (0, 0) if cross else _heads(config)
     if width:
@@ -84,8 +128,8 @@ def _layers(config: Any, recipe: KVRecipe, max_length: int, cross: bool, drafts:
     if drafts:  # of a static window nothing that was pushed out comes back
         theirs = cache_utils.DynamicCache(config=config).layers
     return [
-        KVLayer(max_length, recipe, heads, width) if own else layer
-        for own, layer in zip(full, theirs, strict=True)
+        KVLayer(max_length, recipe, heads, width, (scales or {}).get(number)) if own else layer
+        for number, (own, layer) in enumerate(zip(full, theirs, strict=True))
     ]
 
 
@@ -107,8 +151,8 @@ def _heads(config: Any) -> tuple[int, int]:
 class KVCacheSettings:
     """What `use_kv_cache_` has set; as a string, in a sentence.
 
-    recipe: of the cache. attention: the model's attention before. bytes_per_token: of all layers that are stored by it, for one
-    sequence.
+    recipe: of the cache. attention: the model's attention before. bytes_per_token, bytes_beside: of all layers that are stored
+    by it, for one sequence: what grows, and the tokens that are read as computed. reader: what a GPU decodes it by.
     """
 
     recipe: KVRecipe
@@ -116,8 +160,11 @@ class KVCacheSettings:
     layers: int
     others: int
     bytes_per_token: float
+    bytes_beside: int = 0
+    reader: str = ""
 
     def __str__(self) -> str:
+        beside = f", {self.bytes_beside} beside" * bool(self.bytes_beside)
         others = (
             f", {self.others} with windows or states of their own as transformers has them"
             if self.others
@@ -125,14 +172,15 @@ class KVCacheSettings:
         )
         return (
             f"generate() stores {self.recipe} in {self.layers} layers{others}: {self.bytes_per_token:.0f} bytes a token of a "
-            f"sequence; attention {NAME} (before: {self.attention})"
+            f"sequence{beside}; attention {NAME} (before: {self.attention}); {self.reader}"
         )
 
 
 def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
     """Let a transformers model's `generate()` store keys and values by a recipe, in place: what has been set.
 
-    recipe: a `KVRecipe`, a name of `RECIPES`, or None, which gives back what was before. The cache has a fixed size, that of
+    recipe: a `KVRecipe`, a name of `RECIPES`, "calibrated" for the static scales that a model has from calibration (`StaticKV`)
+    or from a folder's kv_cache_scheme, or None, which gives back what was before. The cache has a fixed size, that of
     the call's longest sequence, and is compiled as transformers' static one is; "bfloat16" stores what the model computes and
     lets transformers' compiled decoding use our attention. A call with a cache of its own (`past_key_values=`), another
     `cache_implementation` than "static", or `use_cache=False` goes as before. Again with another recipe: the last one counts.
@@ -163,7 +211,9 @@ def use_kv_cache_(model: Any, recipe: Any = "fp8") -> KVCacheSettings | None:
             "reader; use transformers' own cache"
         )
     _check_attention(model)
-    settings = _settings(model, recipe_of(recipe), before)
+    chosen = recipe_for(model, recipe)
+    scales_by_layer(model, chosen, bool(model.config.is_encoder_decoder))
+    settings = _settings(model, chosen, before)
     register()
     model.set_attn_implementation(NAME)
     setattr(model, ATTRIBUTE, settings)
@@ -214,8 +264,28 @@ def _settings(model: Any, recipe: KVRecipe, before: KVCacheSettings | None) -> K
     attention = before.attention if before is not None else config._attn_implementation
     size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 2)
     return KVCacheSettings(
-        recipe, attention, ours, len(layers) - ours, ours * recipe.bytes_per_token(heads, width, size)
+        recipe, attention, ours, len(layers) - ours, ours * recipe.bytes_per_token(heads, width, size),
+        ours * recipe.bytes_beside(heads, width, size), reader_of(recipe, width),
+    )  # fmt: skip
+
+
+def reader_of(recipe: KVRecipe, width: int) -> str:
+    """What attends to one token's cache on a GPU, in a sentence; it is dequantized in each step where no kernel does."""
+    if importlib.util.find_spec("triton") is None:
+        return "without triton it is dequantized in each step"
+    from fast.kernels.attention import decode
+
+    like, scale = (
+        torch.zeros(1, 1, 1, max(width, 1), dtype=torch.bfloat16),
+        torch.ones(1) if recipe.static else None,
     )
+    keys, values = (
+        room_for(like, 1, scheme, axis=axis, window=recipe.window, scale=None if scheme is None else scale)
+        for scheme, axis in zip(recipe.schemes, recipe.axes, strict=True)
+    )
+    reason = decode.refusal(like, keys, values, None, 0.0)
+    kernel = "on GPUs of compute capability 9.0 a kernel reads it"
+    return kernel if reason is None else f"on a GPU it is dequantized in each step, since {reason}"
 
 
 def prepare_cache(

@@ -13,6 +13,7 @@ import torch
 
 from ao_lab.install.extras import needed
 from ao_lab.kv_cache.recipe import KVRecipe
+from ao_lab.kv_cache.static_scales import CacheScales
 from fast.attention.stored import append_, recent_tokens, restore_, room_for, signed
 from fast.layers.hadamard import hadamard
 from fast.stored_tokens import StoredTokens
@@ -56,9 +57,16 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
     is_sliding = False
     cumulative_length: torch.Tensor
 
-    def __init__(self, max_cache_len: int, recipe: KVRecipe, heads: int = 0, width: int = 0) -> None:
+    def __init__(
+        self,
+        max_cache_len: int,
+        recipe: KVRecipe,
+        heads: int = 0,
+        width: int = 0,
+        scales: CacheScales | None = None,
+    ) -> None:
         super().__init__(max_cache_len=max_cache_len)
-        self.recipe, self.expected = recipe, (heads, width)
+        self.recipe, self.expected, self.scales = recipe, (heads, width), scales
         # A tensor, so that compiled programs do not depend on it.
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
         #: Whether no token was written since the last reset.
@@ -74,8 +82,13 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
         key_axis, value_axis = self.recipe.axes
         window = self.recipe.window
-        keys = room_for(key_states, self.max_cache_len, key_scheme, axis=key_axis, window=window)
-        values = room_for(value_states, self.max_cache_len, value_scheme, axis=value_axis, window=window)
+        k_scale, v_scale = self._static_scales()
+        keys = room_for(
+            key_states, self.max_cache_len, key_scheme, axis=key_axis, window=window, scale=k_scale
+        )
+        values = room_for(
+            value_states, self.max_cache_len, value_scheme, axis=value_axis, window=window, scale=v_scale
+        )
         length: torch.Tensor = self.cumulative_length.to(self.device)
         self.cumulative_length = length
         if not torch.compiler.is_compiling():
@@ -84,6 +97,19 @@ class KVLayer(StaticLayer):  # type: ignore[misc]
         self.keys = StoredStates(keys, self.cumulative_length, self.recipe.rotate)
         self.values = StoredStates(values, self.cumulative_length, False)
         self.is_initialized = True
+
+    def _static_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """On the device, of all heads or of this layer's; ValueError for those of another number of heads."""
+        if self.scales is None:
+            return None, None
+        scales = self.scales.k.to(self.device), self.scales.v.to(self.device)
+        for scale in scales:
+            if scale.numel() not in (1, self.num_heads):
+                raise ValueError(
+                    f"static scales of {scale.numel()} heads do not fit {self.num_heads} key heads of this layer; calibrate "
+                    "this model with StaticKV, or use a recipe that takes scales of each token, as 'fp8'"
+                )
+        return scales
 
     def _check_model(self, key_states: torch.Tensor) -> None:
         found = (key_states.shape[1], key_states.shape[-1])

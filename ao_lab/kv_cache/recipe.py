@@ -26,8 +26,8 @@ ATTRIBUTE = "_ao_lab_kv_cache"
 UNCHANGED = "as they are"
 #: NVFP4 without a scale of the whole tensor, which a cache that grows does not know: e4m3 scales of 16 elements alone.
 NVFP4 = replace(SCHEMES["nvfp4"], name="kv_nvfp4", outer=None)
-#: Four bits with one scale for a token of a head, whatever its width. The largest value is half a step beyond the last level: it
-#: is rounded no further than others are, and steps are 7 percent shorter.
+#: Four bits with one scale for a token of a head, whatever its width. The largest value is half a step beyond the last level:
+#: it is rounded no further than others are, and steps are 7 percent shorter.
 INT4 = replace(
     SCHEMES["int4_g128"], name="kv_int4", scale=replace(SCHEMES["int4_g128"].scale, block=-1, target=7.5)
 )
@@ -46,10 +46,12 @@ class KVRecipe:
     -1 head_dim, -2 tokens (a scale a channel: KIVI). rotate: queries and keys are mixed by a Hadamard transform of head_dim
     (their products are unchanged), which spreads channels of large magnitude. residual, sinks: how many of the last and of the
     first tokens are read as they were computed, in the model's dtype, from memory beside; with blocks along tokens those of the
-    open group are too. Sinks are positions: of a sequence that is padded on the left they are padding.
+    open group are too. Sinks are positions: of a sequence that is padded on the left they are padding. static: scales are not
+    taken of each token but those that calibration found or a folder holds (`cache_scales(model)`), of a head or of all heads;
+    larger values saturate.
 
-    ValueError for unknown schemes, for a scale of the whole tensor or blocks of two axes (a cache grows token by token), and
-    for blocks along tokens of several lengths.
+    ValueError for unknown schemes, for a scale of the whole tensor or blocks of two axes (a cache grows token by token), for
+    blocks along tokens of several lengths, and for static scales of schemes with more than one scale a token.
     """
 
     key: str | Scheme | None = None
@@ -59,6 +61,7 @@ class KVRecipe:
     value_axis: int = -1
     residual: int = 0
     sinks: int = 0
+    static: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -74,6 +77,12 @@ class KVRecipe:
                 "when it is full"
             )
         _ = self.window
+        if self.static and any(
+            one is None or one.scale.block != -1 or one.zero is not None for one in self.schemes
+        ):
+            raise ValueError(
+                "static scales are of recipes with one scale a token, keys and values both, as fp8_rowwise and int8_rowwise"
+            )
 
     def _groups(self) -> set[int]:
         pairs = zip(self.schemes, self.axes, strict=True)
@@ -99,7 +108,12 @@ class KVRecipe:
         key, value = (
             text + " a channel" * (axis == 2) for text, axis in zip((key, value), self.axes, strict=True)
         )
-        parts = [f"keys {key}", f"values {value}", *["rotated"] * self.rotate]
+        parts = [
+            f"keys {key}",
+            f"values {value}",
+            *["static scales"] * self.static,
+            *["rotated"] * self.rotate,
+        ]
         parts += [
             f"{count} {which} tokens as computed"
             for count, which in ((self.sinks, "first"), (self.residual, "last"))
@@ -124,9 +138,9 @@ class KVRecipe:
                 )
 
     def bytes_per_token(self, heads: int, width: int, dtype_bytes: int = 2) -> float:
-        """Bytes of keys and values of a token in one layer, scales included."""
+        """Bytes of keys and values of a token in one layer, scales included where they are of tokens."""
         return sum(
-            heads * (width * dtype_bytes if scheme is None else _bytes(scheme, width, axis))
+            heads * (width * dtype_bytes if scheme is None else _bytes(scheme, width, axis, self.static))
             for scheme, axis in zip(self.schemes, self.axes, strict=True)
         )
 
@@ -136,8 +150,10 @@ class KVRecipe:
         return stored * heads * width * self.window.slots * dtype_bytes
 
 
-def _bytes(scheme: Scheme, width: int, axis: int) -> float:
+def _bytes(scheme: Scheme, width: int, axis: int, static: bool) -> float:
     """Bytes of a head's token, those of a group's scales shared by its tokens."""
+    if static:
+        return width * scheme.format.bits / 8
     tokens = int(scheme.scale.block) if axis == 2 else 1  # type: ignore[arg-type]
     parts = stored_parts(scheme, Blocks.of((tokens, width), scheme.scale, axis - 2)).values()
     scales = sum(np.dtype(part[0]).itemsize * math.prod(part[1]) for part in parts if part is not None)
@@ -170,10 +186,10 @@ def check_scheme(scheme: Scheme) -> None:
 
 
 #: First and last tokens that recipes of four bits and fewer read as they were computed.
-NEAR: Mapping[str, int] = {"sinks": 4, "residual": 64}
-#: Recipes by name. "int4" is the one that was searched for on a real model (`reports/LOG.md`): of what four bits cost there, most
-#: was of the last tokens. Keys and values of a token of a head of D channels take D + 8 bytes (of 4 D in 16 bits), and each of a
-#: sequence's first and last tokens that are read as computed 4 D more. "int2" is KIVI's: keys by channel, values by token.
+NEAR: Mapping[str, Any] = {"sinks": 4, "residual": 64}
+#: Recipes by name. "int4" is the one that was searched for on a real model (`reports/LOG.md`): of what four bits cost there,
+#: most was of the last tokens. Keys and values of a token of a head of D channels take D + 8 bytes (of 4 D in 16 bits), each of
+#: a sequence's first and last tokens that are read as computed 4 D more. "int2" is KIVI's: keys by channel, values by token.
 RECIPES: Mapping[str, KVRecipe] = {
     "bfloat16": KVRecipe(),
     "fp8": KVRecipe(key="fp8_rowwise", value="fp8_rowwise"),
@@ -189,6 +205,14 @@ RECIPES: Mapping[str, KVRecipe] = {
 }
 
 
+#: The name of the recipe with a model's own static scales, and recipes by what such a cache stores.
+CALIBRATED = "calibrated"
+STATIC: Mapping[str, KVRecipe] = {
+    "float8_e4m3fn": replace(RECIPES["fp8"], static=True),
+    "int8": replace(RECIPES["int8"], static=True),
+}
+
+
 def recipe_of(recipe: Any) -> KVRecipe:
     """The recipe of a name, or itself; ValueError for unknown names, TypeError for anything else."""
     if isinstance(recipe, KVRecipe):
@@ -199,7 +223,7 @@ def recipe_of(recipe: Any) -> KVRecipe:
         )
     if recipe not in RECIPES:
         raise ValueError(
-            f"no recipe of a KV cache is called {recipe!r}; names are {', '.join(RECIPES)}, or give a KVRecipe"
+            f"no recipe of a KV cache is called {recipe!r}; names are {', '.join((*RECIPES, CALIBRATED))}, or give a KVRecipe"
         )
     return RECIPES[recipe]
 

@@ -277,8 +277,8 @@ def attend_kernel(
     q, k, k_scale, v, v_scale, k_computed, v_computed, length, mask, y, parts, stats, factor, q_batch, q_head, q_token,
     mask_batch, mask_token, room, HEADS: tl.constexpr, GROUPS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr, PLACES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, STAGES: tl.constexpr,
-    HAS_PTX: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+    STAGES: tl.constexpr, HAS_PTX: tl.constexpr,
 ):  # fmt: skip
     """A part of one key head's tokens. factor: of scores, times log2 e; PLACES: channels of a word; SCALES: of a token.
 
@@ -434,6 +434,11 @@ def refusal(
     """Why no kernel here multiplies these, or None."""
     kinds = kind_of(k), kind_of(v)
     if kinds[0] is None or kinds[0] != kinds[1]:
+        for name, x in (("keys", k), ("values", v)):
+            if x.axis == 2:
+                return f"no kernel decodes {name} with scales along tokens"
+            if x.static:
+                return f"no kernel takes static scales of {name}"
         return (
             f"no kernel decodes keys in {k.scheme or k.codes.dtype} and values in {v.scheme or v.codes.dtype}"
         )
