@@ -43,6 +43,7 @@ from ao_lab.choose.budgets import Bits as Bits
 from ao_lab.choose.budgets import Bytes as Bytes
 from ao_lab.choose.budgets import Microseconds as Microseconds
 from ao_lab.choose.result import Choice as Choice
+from ao_lab.clients.executorch import export_executorch as export_executorch
 from ao_lab.clients.gguf.read import load_gguf as load_gguf
 from ao_lab.clients.gguf.write import GgufFile as GgufFile
 from ao_lab.clients.gguf.write import save_gguf as save_gguf

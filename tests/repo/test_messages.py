@@ -57,6 +57,7 @@ OTHERS = {
     "from_native": (("int8_rowwise",), "takes the arrays of a NativeParts"),
     "lora_state_dict": ((), "model is a torch.nn.Module"),
     "model_size": ((INT8,), "model is a torch.nn.Module"),
+    "export_executorch": (((), "nowhere"), "model is a torch.nn.Module"),
     "export_onnx": (((), "nowhere"), "model is a torch.nn.Module"),
     "native_dtype": ((), "a format is given by name or as a record"),
     "probe_": (([], "rowwise"), "model is a torch.nn.Module"),
