@@ -1,9 +1,9 @@
 """`export_executorch`: a model with quantized linear layers as an ExecuTorch program for XNNPACK.
 
 ExecuTorch's XNNPACK partitioner knows torchao's `IntxUnpackedToInt8Tensor`: integer weights, and inputs rounded to 8 bits with
-a zero point for each token. A weight of ours becomes that tensor, codes and scales as they are, while the export runs. Only what
-XNNPACK was seen to compute is let through: with executorch 1.5.1 it takes weight-only integers and int8 in groups without an
-error, and returns numbers of no meaning.
+a zero point for each token. A weight of ours becomes that tensor, codes and scales as they are, while the export runs. Only
+what XNNPACK was seen to compute is let through: with executorch 1.5.1 it takes weight-only integers and int8 in groups without
+an error, and returns numbers of no meaning.
 
 Its kernels round 4-bit groups' scales to bfloat16 and find the inputs' scales in their own way: outputs agree to about the step
 of an input.
