@@ -130,6 +130,7 @@ from ao_lab.sparsity.training.api import step_sparsity_ as step_sparsity_
 from ao_lab.sparsity.training.config import SparseTrainingConfig as SparseTrainingConfig
 from ao_lab.sparsity.training.layers import SparseSquaredReLU as SparseSquaredReLU
 from ao_lab.sparsity.training.layers import sparse_squared_relu as sparse_squared_relu
+from ao_lab.tensor.all_to_all import all_to_all_rows as all_to_all_rows
 from ao_lab.tensor.lookup_ops import embedding_bag as embedding_bag
 from ao_lab.tensor.quantized_tensor import QuantizedTensor as QuantizedTensor
 from ao_lab.tensor.quantized_tensor import SparseQuantizedTensor as SparseQuantizedTensor
